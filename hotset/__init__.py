@@ -1,0 +1,22 @@
+"""Hotset serves sparse-attention language models. `from hotset import LLM, SamplingParams` is the offline API."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hotset.base.sampling import SamplingParams
+    from hotset.engine.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_HOME = {"LLM": "hotset.engine.llm", "SamplingParams": "hotset.base.sampling"}
+
+
+def __getattr__(name: str) -> object:
+    """Imports a public name when it is first asked for, so that `import hotset` does not wait for torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'hotset' has no attribute {name!r}")
+    value: object = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,84 @@
+"""Configuration: frozen values whose fields are at once the keywords of `LLM` and the flags of the CLI."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal
+
+from hotset.base.errors import ConfigError
+
+DTYPES = ("bfloat16", "float32", "float64")
+EMBEDDED = "embedded"
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the engine is told. What it measures at start-up makes another object (`KvBudget`)."""
+
+    model: str = _setting(EMBEDDED, "Model directory, .gguf file, or 'embedded' for the small chat model that ships along.")
+    tokenizer: str | None = _setting(None, "Directory with tokenizer.json, where the model's own has none.")
+    device: str | None = _setting(None, "'cpu', 'cuda' or 'cuda:N'. Default: the GPU if there is one.")
+    dtype: str | None = _setting(None, "bfloat16, float32 or float64. Default: the checkpoint's on a GPU, float32 on a CPU.")
+    load_format: Literal["auto", "dummy"] = _setting("auto", "'dummy': random weights from config.json alone.")
+    max_model_len: int | None = _setting(None, "Longest context in tokens. Default: what the model was made for, if memory holds it.")
+    max_num_seqs: int = _setting(256, "Most requests that run at once.")
+    max_num_batched_tokens: int = _setting(1024, "Most tokens computed in one step; longer prompts are prefilled in chunks.")
+    page_rows: int = _setting(64, "Rows (tokens) in one page of KV.")
+    device_kv_gib: float | None = _setting(None, "KV memory on the device, in GiB. Default: measured.")
+    device_kv_tokens: int | None = _setting(None, "KV memory on the device, in tokens; overrides --device-kv-gib.")
+    plans_in_flight: int | None = _setting(None, "Steps submitted ahead of their results. Default: 1 on a CPU, 2 on a GPU.")
+    seed: int | None = _setting(None, "Makes the seeds of requests that bring none repeatable.")
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_rows", "device_kv_tokens", "plans_in_flight"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{flag_name(name)} must be at least 1, got {value}")
+        if self.device_kv_gib is not None and not 0 < self.device_kv_gib < float("inf"):
+            raise ConfigError(f"--device-kv-gib must be above 0, got {self.device_kv_gib}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"--load-format must be 'auto' or 'dummy', got {self.load_format!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """What the HTTP server is told."""
+
+    host: str = _setting("127.0.0.1", "Address to listen on.")
+    port: int = _setting(8000, "Port to listen on; 0 picks a free one.")
+    api_key: str | None = _setting(None, "Ask every /v1 request for this bearer token (or set HOTSET_API_KEY).")
+    served_model_name: str | None = _setting(None, "Name clients use for the model. Default: the directory's name.")
+    cors_origin: str | None = _setting(None, "Origin that browsers may call from, or '*'. Default: none.")
+    max_body_mib: float = _setting(8.0, "Largest request body.")
+    max_queue: int = _setting(1024, "Most requests waiting for a place; further ones get 429.")
+    max_connections: int = _setting(4096, "Most open connections.")
+    drain_seconds: float = _setting(30.0, "How long SIGTERM lets running requests finish.")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must lie in [0, 65535], got {self.port}")
+        for name in ("max_body_mib", "max_queue", "max_connections", "drain_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"--{flag_name(name)} must be above 0, got {getattr(self, name)}")
+
+
+def flag_name(field_name: str) -> str:
+    """`device_kv_gib -> device-kv-gib`: the one rule that joins config fields and CLI flags."""
+    return field_name.replace("_", "-")
+
+
+def settings(config_type: type[EngineConfig] | type[ServeConfig]) -> tuple["Field[Any]", ...]:
+    """The fields from which flags are made, each with its help under `metadata['help']`."""
+    return fields(config_type)
+
+
+def environment_defaults(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Settings that the environment supplies; the one place where Hotset reads it."""
+    values = os.environ if environ is None else environ
+    return {"api_key": values["HOTSET_API_KEY"]} if values.get("HOTSET_API_KEY") else {}

@@ -1,0 +1,102 @@
+"""How one request is sampled and when it ends: a value, checked when it is made."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hotset.base.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+
+
+def _refuse(param: str, message: str) -> None:
+    raise RequestError(f"{param} {message}", param=param, code="invalid_value")
+
+
+def _check_number(param: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        _refuse(param, f"must be a finite number, got {value!r}")
+    elif not low <= value <= high:
+        _refuse(param, f"must lie in [{low:g}, {high:g}], got {value!r}")
+
+
+def _check_count(param: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        _refuse(param, f"must be a whole number, got {value!r}")
+    elif value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        _refuse(param, f"must be {bound}, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling and stopping of one request.
+
+    Order of effect on the logits: `logit_bias`, repetition, presence and frequency penalties, `min_tokens` (stop ids
+    are barred), temperature, `top_k`, `top_p`, `min_p`, draw. A draw depends only on the seed and the token's
+    position, so it survives preemption and moving between machines. Log-probabilities are those of the model itself,
+    before any of the above.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None  # None: drawn when the request arrives
+    max_tokens: int | None = 16  # None: as far as the context allows
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many alternatives to report beside the chosen token
+    logit_bias: Mapping[int, float] | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check_count("n", self.n, 1, MAX_CHOICES)
+        _check_number("temperature", self.temperature, 0.0, 10.0)
+        _check_count("top_k", self.top_k, 0)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            _refuse("top_p", "must be above 0; for the likeliest token use temperature 0")
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_count("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        if self.max_tokens is not None:
+            _check_count("max_tokens", self.max_tokens, 1)
+        _check_count("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", f"is {self.min_tokens}, above max_tokens {self.max_tokens}")
+        if len(stop) > MAX_STOP_STRINGS:
+            _refuse("stop", f"takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
+        if any(not isinstance(text, str) or not text for text in stop):
+            _refuse("stop", "takes strings that are not empty")
+        for token in self.stop_token_ids:
+            _check_count("stop_token_ids", token, 0)
+        if self.logprobs is not None:
+            _check_count("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for token, bias in (self.logit_bias or {}).items():
+            _check_count("logit_bias", token, 0)
+            _check_number("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the tokens so far bear on the next draw."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

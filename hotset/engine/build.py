@@ -1,0 +1,114 @@
+"""From a configuration to an engine: find the model, load it, measure memory, put the parts together."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotset.base.config import EMBEDDED, EngineConfig
+from hotset.base.errors import ConfigError
+from hotset.engine.core import Engine
+from hotset.engine.intake import ModelCard
+from hotset.engine.progress import LoadingBar
+from hotset.engine.runner import Decoder, Runner
+from hotset.engine.sizing import KvBudget, kv_budget
+from hotset.memory.device_pool import DevicePool
+from hotset.memory.pages import PageAllocator
+from hotset.models.checkpoint import ModelFiles, WeightSource, find_model, open_weights
+from hotset.models.dsa import DsaDecoder
+from hotset.models.gqa import GqaDecoder
+from hotset.models.spec import MlaSpec, ModelSpec
+from hotset.models.tokenizer import Tokenizer
+from hotset.schedule.scheduler import Scheduler
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # as SmolLM2's authors recommend
+
+
+@dataclass(frozen=True, slots=True)
+class FrontModel:
+    """What a front end needs of a model, read without loading weights."""
+
+    files: ModelFiles
+    tokenizer: Tokenizer | None
+    defaults: dict[str, Any]  # sampling parameters that the model's authors recommend
+
+    def card(self, engine_card: ModelCard) -> ModelCard:
+        """The engine's card, with the ends of turn that only the tokenizer knows."""
+        chat_stops = () if self.tokenizer is None else self.tokenizer.chat_stop_ids
+        return replace(engine_card, eos_ids=tuple(dict.fromkeys((*engine_card.eos_ids, *chat_stops))))
+
+
+def open_front(config: EngineConfig) -> FrontModel:
+    files = find_model(config.model)
+    generation = EMBEDDED_DEFAULTS if config.model == EMBEDDED else files.generation
+    defaults = {name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None}
+    return FrontModel(files, Tokenizer.load(files, config.tokenizer), defaults)
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device asked for, or the GPU if there is one. ConfigError if it is not there."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name!r} is not a device; use 'cpu', 'cuda' or 'cuda:N'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name!r} is not supported; use 'cpu', 'cuda' or 'cuda:N'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name!r}: {torch.cuda.device_count()} CUDA devices are visible; use --device cpu")
+    return device
+
+
+def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """The dtype asked for; else the checkpoint's on a GPU (float16 is read as bfloat16), float32 on a CPU."""
+    if name is None:
+        of_checkpoint = "bfloat16" if spec.dtype == "float16" else spec.dtype
+        name = "float32" if device.type == "cpu" else of_checkpoint
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def build_decoder(spec: ModelSpec, weights: WeightSource) -> GqaDecoder | DsaDecoder:
+    """The decoder for the spec's kind of attention, its weights taken."""
+    return DsaDecoder(spec, weights) if isinstance(spec.attention, MlaSpec) else GqaDecoder(spec, weights)
+
+
+def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
+    """Loads the model and allocates its pool. Raises StartupError, in one line, if that cannot be done."""
+    device = choose_device(config.device)
+    files = find_model(config.model)
+    dtype = choose_dtype(config.dtype, files.spec, device)
+    with LoadingBar(f"Loading {model_name(config.model)}", show_progress) as bar:
+        weights = open_weights(files, dtype, device, load_format=config.load_format, progress=bar.update)
+        model = build_decoder(files.spec, weights)
+        weights.finish()
+    budget = kv_budget(config, model.kv_shape.token_bytes, files.spec.context, device)
+    card = ModelCard(
+        name=model_name(config.model),
+        architecture=files.spec.architecture,
+        max_model_len=budget.max_model_len,
+        vocab=files.spec.vocab,
+        eos_ids=files.spec.eos_ids,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    return assemble(config, card, model, budget, device)
+
+
+def assemble(config: EngineConfig, card: ModelCard, model: Decoder, budget: KvBudget, device: torch.device) -> Engine:
+    """Puts an engine together around a model that is loaded."""
+    pool = DevicePool(model.kv_shape, budget.pages, config.page_rows, device)
+    pages = PageAllocator(budget.pages)
+    scheduler = Scheduler(pages, config.page_rows, config.max_num_seqs, config.max_num_batched_tokens)
+    runner = Runner(model, pool, config.max_num_seqs, budget.max_model_len, card.vocab)
+    depth = config.plans_in_flight or (2 if device.type == "cuda" else 1)
+    return Engine(card, scheduler, runner, pages, depth)
+
+
+def model_name(model: str) -> str:
+    """How a model is called where nobody named it: the last part of its path."""
+    return "SmolLM2-135M-Instruct" if model == EMBEDDED else Path(model).resolve().name

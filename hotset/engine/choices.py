@@ -1,0 +1,81 @@
+"""From committed tokens to deltas: text, log-probabilities and ends of the choices that a front end waits for."""
+
+from collections.abc import Iterable, Sequence
+
+from hotset.engine.intake import Choice
+from hotset.engine.outputs import Delta, FinishReason, Logprob, TokenLogprobs
+from hotset.engine.text import TextAssembler
+from hotset.models.tokenizer import Tokenizer
+from hotset.schedule.plan import Alternatives, Committed
+
+
+class OpenChoice:
+    """One choice whose end has not been seen. Turns its tokens into deltas."""
+
+    def __init__(self, choice: Choice, tokenizer: Tokenizer | None) -> None:
+        self.index = choice.index
+        self.ended = False
+        self._choice = choice
+        stream = None if tokenizer is None else tokenizer.stream(skip_special=choice.params.skip_special_tokens)
+        self._text = TextAssembler(stream, choice.params)
+
+    def push(self, token: int, alternatives: Alternatives | None, finish_reason: FinishReason | None) -> Delta:
+        """The delta of one token. A stop string found in it ends the choice, whatever the scheduler says."""
+        is_stop = finish_reason == "stop"
+        text = self._text.push(token, is_stop_token=is_stop)
+        stop_reason: str | int | None = token if is_stop and token in self._choice.params.stop_token_ids else None
+        if finish_reason is not None:
+            text += self._text.finish()
+        if self._text.stopped_by is not None:
+            finish_reason, stop_reason = "stop", self._text.stopped_by
+        self.ended = finish_reason is not None
+        logprobs = None if alternatives is None else (_logprobs(alternatives),)
+        return Delta(self.index, text, (token,), logprobs, finish_reason, stop_reason)
+
+    def end(self, reason: FinishReason) -> Delta:
+        """The last delta of a choice that ended without a further token."""
+        self.ended = True
+        return Delta(self.index, self._text.finish(), (), None, reason)
+
+
+class OpenChoices:
+    """Every choice that is still open, by request id."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._open: dict[str, OpenChoice] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, choices: Sequence[Choice]) -> None:
+        for choice in choices:
+            self._open[choice.request_id] = OpenChoice(choice, self._tokenizer)
+
+    def forget(self, request_ids: Iterable[str]) -> list[str]:
+        """Drops choices; returns those that were still open, which the engine must be told to abort."""
+        return [request_id for request_id in request_ids if self._open.pop(request_id, None) is not None]
+
+    def take(self, news: Committed) -> tuple[list[tuple[str, Delta]], list[str]]:
+        """Deltas in order, each with its choice's id; and the ids that a stop string ended, to be aborted."""
+        deltas: list[tuple[str, Delta]] = []
+        stopped: list[str] = []
+        for at, (request_id, token) in enumerate(zip(news.request_ids, news.token_ids, strict=True)):
+            choice = self._open.get(request_id)
+            if choice is None:
+                continue
+            reason = news.finished.get(request_id)
+            deltas.append((request_id, choice.push(token, news.alternatives.get(at), reason)))
+            if choice.ended:
+                del self._open[request_id]
+                if reason is None:
+                    stopped.append(request_id)
+        for request_id, reason in news.finished.items():
+            choice = self._open.pop(request_id, None)
+            if choice is not None:
+                deltas.append((request_id, choice.end(reason)))
+        return deltas, stopped
+
+
+def _logprobs(alternatives: Alternatives) -> TokenLogprobs:
+    return {token: Logprob(logprob, rank) for token, (logprob, rank) in alternatives.items()}

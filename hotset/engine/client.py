@@ -1,0 +1,197 @@
+"""An asyncio front end to an engine in its own process."""
+
+import asyncio
+import itertools
+import multiprocessing
+import queue
+import sys
+import threading
+from collections.abc import AsyncIterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+
+from hotset.base.config import EngineConfig
+from hotset.base.errors import EngineStopped, RequestError, StartupError
+from hotset.base.sampling import SamplingParams
+from hotset.engine.build import FrontModel, open_front
+from hotset.engine.choices import OpenChoices
+from hotset.engine.core import EngineStats
+from hotset.engine.intake import Intake, ModelCard
+from hotset.engine.outputs import Delta
+from hotset.engine.process import Abort, AskStats, Command, Failed, News, Ready, Report, Start, Stats, Stop, engine_process
+
+STOP_SECONDS = 10.0  # for a child that was told to stop; then it is killed
+STATS_SECONDS = 30.0  # one long prefill step may stand between the question and its answer
+
+Inbox = asyncio.Queue[Delta | EngineStopped]
+
+
+class EngineClient:
+    """Sends requests to the engine process and hands out what comes back. All coroutines run on one event loop."""
+
+    def __init__(self, config: EngineConfig, front: FrontModel, process: SpawnProcess, pipe: Connection, card: ModelCard) -> None:
+        """Use `start`."""
+        self.model = front.card(card)
+        self.tokenizer = front.tokenizer
+        self.defaults = front.defaults
+        self._process = process
+        self._pipe = pipe
+        self._intake = Intake(self.model, config.seed)
+        self._open = OpenChoices(front.tokenizer)
+        self._inboxes: dict[str, Inbox] = {}
+        self._unstarted: set[str] = set()  # choices that have no token yet
+        self._stats: dict[int, asyncio.Future[EngineStats]] = {}
+        self._numbers = itertools.count()
+        self._stopping = False
+        self._dead = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._outbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name="hotset-commands", daemon=True).start()
+
+    @classmethod
+    def start(cls, config: EngineConfig, *, show_progress: bool = True) -> "EngineClient":
+        """Starts the engine process and waits until it is ready. StartupError if it cannot start."""
+        front = open_front(config)
+        context = multiprocessing.get_context("spawn")
+        pipe, far_end = context.Pipe()
+        process = context.Process(target=engine_process, args=(config, far_end, show_progress), name="hotset-engine")
+        process.start()
+        far_end.close()
+        try:
+            first: Report = pipe.recv()
+        except EOFError:
+            process.join()
+            raise StartupError(f"the engine process died while starting (exit code {process.exitcode})") from None
+        if isinstance(first, Failed):
+            process.join(STOP_SECONDS)
+            if first.trace is not None:
+                print(first.trace, file=sys.stderr)
+            raise first.error
+        assert isinstance(first, Ready)
+        return cls(config, front, process, pipe, first.card)
+
+    @property
+    def alive(self) -> bool:
+        return not self._dead.is_set() and self._process.is_alive()
+
+    @property
+    def waiting(self) -> int:
+        """Choices accepted that have no token yet: in the queue, or being prefilled."""
+        return len(self._unstarted)
+
+    async def generate(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> AsyncIterator[Delta]:
+        """Deltas of all `n` choices as they come; each choice ends with a finish_reason.
+
+        Raises RequestError before the first delta if the request is refused, EngineStopped if the engine is draining or
+        dies. Closing the iterator aborts the request and frees its pages.
+        """
+        self._listen()
+        if self._stopping or not self.alive:
+            raise EngineStopped("the engine is stopping" if self._stopping else "the engine process has died")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
+        choices = self._intake.accept(request_id, prompt, params)
+        inbox: Inbox = asyncio.Queue()
+        ids = [choice.request_id for choice in choices]
+        self._inboxes.update(dict.fromkeys(ids, inbox))
+        self._unstarted.update(ids)
+        self._open.add(choices)
+        self._outbox.put(Start(choices))
+        left = len(choices)
+        try:
+            while left:
+                delta = await inbox.get()
+                if isinstance(delta, EngineStopped):
+                    raise delta
+                left -= delta.finish_reason is not None
+                yield delta
+        finally:
+            self._abandon(ids)
+
+    async def stats(self) -> EngineStats:
+        """Totals and state of the engine, as of its next step boundary."""
+        self._listen()
+        if not self.alive:
+            raise EngineStopped("the engine process has died")
+        number = next(self._numbers)
+        answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        self._stats[number] = answer
+        self._outbox.put(AskStats(number))
+        try:
+            return await asyncio.wait_for(answer, STATS_SECONDS)
+        except TimeoutError:
+            raise EngineStopped(f"the engine gave no answer for {STATS_SECONDS:.0f} s") from None
+        finally:
+            self._stats.pop(number, None)
+
+    async def close(self, drain_seconds: float) -> None:
+        """Takes no more requests, lets those that run finish for so long, then stops the process. Idempotent."""
+        self._stopping = True
+        deadline = asyncio.get_running_loop().time() + drain_seconds
+        while self._inboxes and self.alive and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        self._fail(EngineStopped("the server is shutting down"))
+        self._outbox.put(Stop())
+        await asyncio.to_thread(self._process.join, STOP_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+
+    def _abandon(self, request_ids: Sequence[str]) -> None:
+        """Forgets choices; those whose end was not seen are aborted."""
+        for request_id in request_ids:
+            self._inboxes.pop(request_id, None)
+        self._unstarted.difference_update(request_ids)
+        still_open = self._open.forget(request_ids)
+        if still_open:
+            self._outbox.put(Abort(still_open))
+
+    def _listen(self) -> None:
+        """Reports are read by a thread and handed to the loop of whoever asks first."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            threading.Thread(target=self._read, args=(self._loop,), name="hotset-reports", daemon=True).start()
+
+    def _write(self) -> None:
+        """Sends commands from a thread of its own: a long prompt fills the pipe, and the event loop must not wait."""
+        while True:
+            command = self._outbox.get()
+            try:
+                self._pipe.send(command)
+            except OSError:
+                return
+            if isinstance(command, Stop):
+                return
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            try:
+                report: Report = self._pipe.recv()
+            except (EOFError, OSError):
+                self._dead.set()
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(self._fail, EngineStopped("the engine process has died"))
+                return
+            loop.call_soon_threadsafe(self._take, report)
+
+    def _take(self, report: Report) -> None:
+        match report:
+            case News(committed):
+                deltas, stopped = self._open.take(committed)
+                if stopped:
+                    self._outbox.put(Abort(stopped))
+                self._unstarted.difference_update(committed.request_ids)
+                for request_id, delta in deltas:
+                    self._inboxes[request_id].put_nowait(delta)
+            case Stats(number, stats):
+                answer = self._stats.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_result(stats)
+
+    def _fail(self, error: EngineStopped) -> None:
+        """Tells everyone who waits that nothing more will come."""
+        for inbox in set(self._inboxes.values()):
+            inbox.put_nowait(error)
+        for answer in self._stats.values():
+            if not answer.done():
+                answer.set_exception(error)

@@ -1,0 +1,82 @@
+"""The step loop: the scheduler decides, the runner acts, the scheduler commits."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hotset.engine.intake import Choice, ModelCard
+from hotset.engine.runner import Runner, Ticket
+from hotset.memory.pages import PageAllocator
+from hotset.schedule.plan import Committed
+from hotset.schedule.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Totals since start and the state now."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_free: int = 0
+    pages_held: int = 0
+    pages_total: int = 0
+    steps: int = 0
+    tokens_prefilled: int = 0
+    tokens_generated: int = 0
+    preemptions: int = 0
+    requests_finished: dict[str, int] = field(default_factory=dict)  # by reason
+
+
+class Engine:
+    """One model, one pool, one scheduler. Not thread-safe: whoever calls `step` makes every other call as well."""
+
+    def __init__(self, card: ModelCard, scheduler: Scheduler, runner: Runner, pages: PageAllocator, plans_in_flight: int) -> None:
+        self.card = card
+        self._scheduler = scheduler
+        self._runner = runner
+        self._pages = pages
+        self._depth = plans_in_flight
+        self._tickets: deque[Ticket] = deque()
+        self._finished: dict[str, int] = {}
+
+    @property
+    def idle(self) -> bool:
+        return self._scheduler.idle
+
+    def add(self, choice: Choice) -> None:
+        """Queues a choice that passed the intake."""
+        self._scheduler.add(choice.to_request())
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, whatever it is doing; unknown ids are ignored."""
+        self._scheduler.abort(request_id)
+
+    def step(self) -> Committed:
+        """Keeps `plans_in_flight` steps submitted and returns what the oldest gave; empty if there was nothing to do."""
+        while len(self._tickets) < self._depth and (plan := self._scheduler.plan()) is not None:
+            self._tickets.append(self._runner.submit(plan))
+        if self._tickets:
+            news = self._scheduler.commit(self._tickets.popleft().result())
+        else:
+            news = Committed(finished=self._scheduler.take_ended())
+        for reason in news.finished.values():
+            self._finished[reason] = self._finished.get(reason, 0) + 1
+        return news
+
+    def stats(self) -> EngineStats:
+        counters = self._scheduler.counters
+        return EngineStats(
+            running=self._scheduler.running,
+            waiting=self._scheduler.waiting,
+            pages_free=self._pages.free,
+            pages_held=self._pages.held,
+            pages_total=self._pages.capacity,
+            steps=counters.steps,
+            tokens_prefilled=counters.tokens_prefilled,
+            tokens_generated=counters.tokens_generated,
+            preemptions=counters.preemptions,
+            requests_finished=dict(self._finished),
+        )
+
+    def audit(self) -> None:
+        """Proves that no page and no seat is lost or shared."""
+        self._scheduler.audit()

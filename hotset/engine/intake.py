@@ -1,0 +1,83 @@
+"""The front door: a prompt and its parameters become requests, or a clear refusal."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hotset.base.errors import ContextLengthExceeded, RequestError
+from hotset.base.sampling import SamplingParams
+from hotset.schedule.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What a front end must know of the model behind it."""
+
+    name: str
+    architecture: str
+    max_model_len: int
+    vocab: int
+    eos_ids: tuple[int, ...]
+    device: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the `n` answers to a prompt, not yet a request: plain values that travel between processes."""
+
+    request_id: str
+    index: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    max_length: int
+
+    def to_request(self) -> Request:
+        return Request(self.request_id, list(self.prompt), self.params, self.stop_ids, self.max_length)
+
+
+class Intake:
+    """Checks requests against the model and gives each choice its seed."""
+
+    def __init__(self, card: ModelCard, seed: int | None) -> None:
+        self._card = card
+        self._seeds = random.Random(seed)
+
+    def accept(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> list[Choice]:
+        """The `n` choices of a request, or RequestError; nothing is held yet."""
+        card = self._card
+        self._check_ids("prompt", prompt)
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        if not prompt:
+            raise RequestError("the prompt is empty: at least one token is needed", param="prompt", code="empty_prompt")
+        answer = params.max_tokens if params.max_tokens is not None else max(1, params.min_tokens)
+        if len(prompt) + answer > card.max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's context holds {card.max_model_len} tokens, but {len(prompt) + answer} were asked for "
+                f"({len(prompt)} in the prompt, {answer} for the answer); shorten the prompt or lower max_tokens",
+                param="prompt",
+            )
+        longest = card.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(card.eos_ids))
+        first_seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
+        # Choice 0 keeps the seed as given, so that n = 1 and the first of n agree.
+        return [
+            Choice(f"{request_id}/{index}", index, tuple(prompt), replace(params, seed=_signed(first_seed + index)), stop_ids, longest)
+            for index in range(params.n)
+        ]
+
+    def _check_ids(self, param: str, token_ids: object) -> None:
+        for token in token_ids:  # type: ignore[attr-defined]
+            if not 0 <= token < self._card.vocab:
+                raise RequestError(
+                    f"{param} holds token id {token}, but the vocabulary ends at {self._card.vocab - 1}",
+                    param=param,
+                    code="invalid_token_id",
+                )
+
+
+def _signed(seed: int) -> int:
+    """Wraps into 64 signed bits."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,165 @@
+"""The offline API: `LLM(...).generate(prompts, SamplingParams(...))`, in this process."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from hotset.base.config import EMBEDDED, EngineConfig
+from hotset.base.errors import EngineStopped, RequestError
+from hotset.base.sampling import SamplingParams
+from hotset.engine.build import build_engine, open_front
+from hotset.engine.choices import OpenChoices
+from hotset.engine.core import EngineStats
+from hotset.engine.intake import Choice, Intake
+from hotset.engine.outputs import CompletionOutput, Delta, RequestOutput
+from hotset.engine.prompts import Prompt, token_ids_of
+from hotset.models.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model and its engine. Keywords are the fields of `EngineConfig`, the same as the CLI's flags.
+
+    >>> llm = LLM("embedded")
+    >>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
+    """
+
+    def __init__(self, model: str = EMBEDDED, *, progress: bool = True, **settings: Any) -> None:
+        """Loads the model. Raises `StartupError` with one line on what to change."""
+        config = EngineConfig(model=model, **settings)
+        front = open_front(config)
+        self._engine = build_engine(config, show_progress=progress)
+        self._closed = False
+        self.card = front.card(self._engine.card)
+        self.tokenizer: Tokenizer | None = front.tokenizer
+        self.defaults: dict[str, Any] = front.defaults
+        self._intake = Intake(self.card, config.seed)
+        self._open = OpenChoices(front.tokenizer)
+        self._inbox: dict[str, list[Delta]] = {}  # choice id -> deltas that a stream has not taken yet
+        self._numbers = itertools.count()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Answers every prompt, in order. All are checked before any is computed."""
+        batch: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        each = self._params_for(batch, params)
+        accepted = [self._accept(token_ids_of(p, self.tokenizer), q) for p, q in zip(batch, each, strict=True)]
+        collected: dict[str, CompletionOutput] = {}
+        for choices in accepted:
+            collected.update({choice.request_id: CompletionOutput(choice.index) for choice in choices})
+            self._start(choices)
+        open_ids = set(collected)
+        try:
+            while open_ids:
+                for request_id in open_ids & self._inbox.keys():
+                    for delta in self._inbox.pop(request_id):
+                        collected[request_id].extend(delta)
+                open_ids = {request_id for request_id in open_ids if collected[request_id].finish_reason is None}
+                if open_ids:
+                    self._step()
+        finally:
+            self._abandon(open_ids)
+        return [self._output(p, choices, collected) for p, choices in zip(batch, accepted, strict=True)]
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or a list of conversations."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [{"prompt_token_ids": self._chat_ids(conversation)} for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Deltas of one prompt's choices as they come. Closing the iterator aborts the request."""
+        choices = self._accept(token_ids_of(prompt, self.tokenizer), params or SamplingParams())
+        return self._deltas(choices)
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Deltas of the answer to one conversation."""
+        return self.stream({"prompt_token_ids": self._chat_ids(messages)}, params)
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def audit(self) -> None:
+        """Proves that no page is lost or has two owners."""
+        self._engine.audit()
+
+    def close(self) -> None:
+        """Ends every request. Idempotent; further calls raise `EngineStopped`."""
+        if not self._closed:
+            self._abandon(list(self._inbox))
+            self._closed = True
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _params_for(
+        self, batch: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * len(batch)
+        if len(params) != len(batch):
+            raise RequestError(f"{len(batch)} prompts came with {len(params)} sampling parameters", param="params")
+        return params
+
+    def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("this model came without a tokenizer; give token ids", param="messages")
+        return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special=False)
+
+    def _accept(self, token_ids: Sequence[int], params: SamplingParams) -> list[Choice]:
+        if self._closed:
+            raise EngineStopped("this LLM was closed")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
+        return self._intake.accept(f"llm-{next(self._numbers)}", token_ids, params)
+
+    def _start(self, choices: Sequence[Choice]) -> None:
+        self._open.add(choices)
+        for choice in choices:
+            self._engine.add(choice)
+
+    def _step(self) -> None:
+        deltas, stopped = self._open.take(self._engine.step())
+        for request_id in stopped:
+            self._engine.abort(request_id)
+        for request_id, delta in deltas:
+            self._inbox.setdefault(request_id, []).append(delta)
+
+    def _deltas(self, choices: Sequence[Choice]) -> Iterator[Delta]:
+        open_ids = [choice.request_id for choice in choices]
+        self._start(choices)
+        try:
+            while open_ids:
+                for request_id in tuple(open_ids):
+                    for delta in self._inbox.pop(request_id, ()):
+                        if delta.finish_reason is not None:
+                            open_ids.remove(request_id)
+                        yield delta
+                if open_ids:
+                    self._step()
+        finally:
+            self._abandon(open_ids)
+
+    def _abandon(self, request_ids: Sequence[str] | set[str]) -> None:
+        """Aborts choices whose end nobody waits for, and lets the plans in flight that use their pages drain."""
+        for request_id in self._open.forget(request_ids):
+            self._engine.abort(request_id)
+        for request_id in request_ids:
+            self._inbox.pop(request_id, None)
+        while not len(self._open) and not self._engine.idle:
+            self._engine.step()
+
+    def _output(
+        self, prompt: Prompt, choices: Sequence[Choice], collected: Mapping[str, CompletionOutput]
+    ) -> RequestOutput:
+        text = prompt if isinstance(prompt, str) else None
+        outputs = [collected[choice.request_id] for choice in choices]
+        return RequestOutput(choices[0].request_id.rpartition("/")[0], text, list(choices[0].prompt), outputs)

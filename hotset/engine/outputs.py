@@ -1,0 +1,59 @@
+"""What the engine hands back: pieces of answers as they come, and finished requests."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hotset.schedule.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The model's own log-probability of one token, and its place in the ranking (1 is the likeliest)."""
+
+    logprob: float
+    rank: int
+
+
+TokenLogprobs = Mapping[int, Logprob]  # token id -> Logprob; the chosen token is always among them
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one choice of a request gained since its last delta."""
+
+    index: int  # which of the `n` choices
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it, where one did
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One finished choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    def extend(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One finished request with its `n` choices."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]

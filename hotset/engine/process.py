@@ -1,0 +1,138 @@
+"""The engine in a process of its own, so that HTTP never stalls a step and a crash takes nobody else along.
+
+Parent to child: `Start`, `Abort`, `AskStats`, `Stop`. Child to parent: `Ready` or `Failed`, then `News` and `Stats`.
+The end of the pipe is a message too: a child whose parent died stops, a parent whose child died fails its requests.
+"""
+
+import queue
+import signal
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from hotset.base.config import EngineConfig
+from hotset.base.errors import StartupError
+from hotset.engine.build import build_engine
+from hotset.engine.core import Engine, EngineStats
+from hotset.engine.intake import Choice, ModelCard
+from hotset.schedule.plan import Committed
+
+AUDIT_AFTER_IDLE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    choices: Sequence[Choice]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class AskStats:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop now; requests that are still open get no further answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    card: ModelCard
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine did not start. `error` is meant for people; `trace` is set where it is a bug of ours."""
+
+    error: StartupError
+    trace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    committed: Committed
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    number: int
+    stats: EngineStats
+
+
+Command = Start | Abort | AskStats | Stop
+Report = Ready | Failed | News | Stats
+
+
+def engine_process(config: EngineConfig, pipe: Connection, show_progress: bool) -> None:
+    """The child's main: builds the engine, reports, and steps until told to stop or until the parent is gone."""
+    # Signals are the parent's to handle: it drains its clients first and then says Stop, or dies and closes the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        engine = build_engine(config, show_progress=show_progress)
+    except StartupError as error:
+        pipe.send(Failed(error))
+        return
+    except Exception as error:
+        pipe.send(Failed(StartupError(f"the engine failed to start: {error!r}"), traceback.format_exc()))
+        return
+    pipe.send(Ready(engine.card))
+    inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True).start()
+    try:
+        _run(engine, pipe, inbox)
+    except BrokenPipeError:
+        return  # the parent is gone
+
+
+def _read_commands(pipe: Connection, inbox: "queue.SimpleQueue[Command]") -> None:
+    """Drains the pipe at once, so that the parent never blocks while a long step runs."""
+    while True:
+        try:
+            inbox.put(pipe.recv())
+        except (EOFError, OSError):
+            inbox.put(Stop())
+            return
+
+
+def _run(engine: Engine, pipe: Connection, inbox: "queue.SimpleQueue[Command]") -> None:
+    while True:
+        command = _next_command(engine, inbox)
+        while command is not None:
+            if isinstance(command, Stop):
+                return
+            _obey(engine, pipe, command)
+            command = None if inbox.empty() else inbox.get()
+        news = engine.step()
+        if news:
+            pipe.send(News(news))
+
+
+def _next_command(engine: Engine, inbox: "queue.SimpleQueue[Command]") -> Command | None:
+    """The next command; None if there is none and the engine has work. An idle engine waits, after an audit."""
+    if not engine.idle:
+        return None if inbox.empty() else inbox.get()
+    try:
+        return inbox.get(timeout=AUDIT_AFTER_IDLE_S)
+    except queue.Empty:
+        engine.audit()
+        return inbox.get()
+
+
+def _obey(engine: Engine, pipe: Connection, command: Command) -> None:
+    match command:
+        case Start(choices):
+            for choice in choices:
+                engine.add(choice)
+        case Abort(request_ids):
+            for request_id in request_ids:
+                engine.abort(request_id)
+        case AskStats(number):
+            pipe.send(Stats(number, engine.stats()))

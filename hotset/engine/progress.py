@@ -1,0 +1,26 @@
+"""A progress bar on standard error while weights load."""
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+
+class LoadingBar:
+    """A context manager; `update(done, total)` in bytes. Silent if not shown, or where nobody watches the terminal."""
+
+    def __init__(self, title: str, shown: bool) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn(title), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, disable=not (shown and console.is_terminal))
+        self._task = self._bar.add_task(title, total=None)
+
+    def update(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+
+    def __enter__(self) -> "LoadingBar":
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.__exit__(kind, error, trace)

@@ -1,0 +1,23 @@
+"""The specification of experts: rows sorted by expert, one product per expert that has any."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    order = torch.argsort(chosen.flatten(), stable=True)
+    row_of = order // chosen.shape[1]
+    counts = torch.bincount(chosen.flatten(), minlength=gate_up.shape[0]).tolist()
+    first = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        part = slice(first, first + count)
+        first += count
+        gate, up = F.linear(x[row_of[part]], gate_up[expert]).chunk(2, dim=-1)
+        result = F.linear(F.silu(gate) * up, down[expert])
+        scaled = result * weights.flatten()[order[part], None].to(result.dtype)
+        out.index_add_(0, row_of[part], scaled.to(x.dtype))
+    return out

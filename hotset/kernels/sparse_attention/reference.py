@@ -1,0 +1,28 @@
+"""The specification of sparse_attention: gather, score, softmax, sum."""
+
+import torch
+from torch import Tensor
+
+from hotset.kernels import EMPTY
+from hotset.kernels.rows import accumulation_dtype
+
+BLOCK_VALUES = 1 << 24  # gathered values held at once, so that a long prefill chunk does not copy all its rows together
+
+
+def sparse_attention(q: Tensor, rows: Tensor, chosen: Tensor, rank: int, scale: float) -> Tensor:
+    out = q.new_empty(*q.shape[:2], rank)
+    block = max(1, BLOCK_VALUES // (chosen.shape[1] * rows.shape[1]))
+    for first in range(0, q.shape[0], block):
+        part = slice(first, first + block)
+        out[part] = _attend(q[part], rows, chosen[part], rank, scale)
+    return out
+
+
+def _attend(q: Tensor, rows: Tensor, chosen: Tensor, rank: int, scale: float) -> Tensor:
+    accumulate = accumulation_dtype(q.dtype)
+    empty = chosen == EMPTY
+    # An EMPTY entry reads row 0, which may hold anything, NaN too: its score is masked and its values are zeroed.
+    gathered = rows[chosen.clamp_min(0)].to(accumulate).masked_fill_(empty[:, :, None], 0.0)  # [rows, k, rank + rope]
+    scores = torch.matmul(q.to(accumulate), gathered.transpose(1, 2)) * scale
+    weights = torch.softmax(scores.masked_fill_(empty[:, None, :], float("-inf")), dim=-1)
+    return torch.matmul(weights, gathered[:, :, :rank]).to(q.dtype)

@@ -1,0 +1,103 @@
+"""The page allocator: pure bookkeeping, no memory of its own."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+
+class PageAllocator:
+    """Hands out page ids in [0, capacity), in runs of neighbours where it can.
+
+    A full allocator answers `None`; nothing here raises because there is no room.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        assert capacity > 0, f"an allocator of {capacity} pages"
+        self.capacity = capacity
+        self._held = bytearray(capacity)
+        self._free = 0
+        # Free runs in three orders: by first page, by the page after the last, and by (length, first page).
+        self._length_at: dict[int, int] = {}
+        self._first_before: dict[int, int] = {}
+        self._by_length: list[tuple[int, int]] = []
+        self._add_run(0, capacity)
+
+    @property
+    def free(self) -> int:
+        return self._free
+
+    @property
+    def held(self) -> int:
+        return self.capacity - self._free
+
+    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
+        """`count` pages now held by the caller, or None (and nothing changed) if fewer are free.
+
+        They continue the run that ends in page `after` where that is free, so that a growing request stays in one run.
+        Otherwise they come from the shortest run that fits, or, for a request that grows (`after` given), from the
+        longest, which leaves it room to go on.
+        """
+        if count > self._free:
+            return None
+        pages: list[int] = []
+        if after is not None and after + 1 in self._length_at:
+            pages = self._take(after + 1, min(count, self._length_at[after + 1]))
+        while len(pages) < count:
+            wanted = count - len(pages)
+            at = bisect_left(self._by_length, (wanted, -1)) if after is None else len(self._by_length)
+            length, first = self._by_length[min(at, len(self._by_length) - 1)]
+            pages += self._take(first, min(wanted, length))
+        return pages
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Gives pages back. Each must be held: a page released twice is a bug of the caller, named at once."""
+        for page in sorted(pages):
+            assert self._held[page], f"page {page} released while free"
+            self._held[page] = 0
+            first, length = page, 1
+            if page in self._first_before:
+                first = self._first_before[page]
+                length += self._drop_run(first)
+            if page + 1 in self._length_at:
+                length += self._drop_run(page + 1)
+            self._add_run(first, length)
+
+    def audit(self) -> None:
+        """Proves that free + held = capacity and that the free runs are exactly the pages not held."""
+        free = [page for page in range(self.capacity) if not self._held[page]]
+        in_runs = [page for first in sorted(self._length_at) for page in range(first, first + self._length_at[first])]
+        assert free == in_runs, "free runs disagree with the pages held"
+        assert len(free) == self._free, f"{len(free)} pages are free, the count says {self._free}"
+        assert self._by_length == sorted((length, first) for first, length in self._length_at.items())
+        assert self._first_before == {first + length: first for first, length in self._length_at.items()}
+
+    def _take(self, first: int, count: int) -> list[int]:
+        length = self._drop_run(first)
+        if count < length:
+            self._add_run(first + count, length - count)
+        pages = list(range(first, first + count))
+        for page in pages:
+            self._held[page] = 1
+        return pages
+
+    def _add_run(self, first: int, length: int) -> None:
+        self._length_at[first] = length
+        self._first_before[first + length] = first
+        insort(self._by_length, (length, first))
+        self._free += length
+
+    def _drop_run(self, first: int) -> int:
+        length = self._length_at.pop(first)
+        del self._first_before[first + length]
+        del self._by_length[bisect_left(self._by_length, (length, first))]
+        self._free -= length
+        return length
+
+
+def extend_runs(runs: list[tuple[int, int]], pages: Iterable[int], page_rows: int) -> None:
+    """Appends the rows of `pages` to `runs` of (first row, count), merging neighbours."""
+    for page in pages:
+        first = page * page_rows
+        if runs and runs[-1][0] + runs[-1][1] == first:
+            runs[-1] = (runs[-1][0], runs[-1][1] + page_rows)
+        else:
+            runs.append((first, page_rows))

@@ -1,0 +1,77 @@
+"""Chat templates: Jinja programs that come with a model and turn messages into its prompt format.
+
+They are run as the `transformers` library runs them (block trimming, loop controls, `raise_exception`, `strftime_now`,
+a plain `tojson`, the `generation` tag), in a sandbox, since they come from outside.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hotset.base.errors import CheckpointError, RequestError
+
+
+class ChatTemplate:
+    """A compiled template with the special tokens that it may name. `CheckpointError` if it does not compile."""
+
+    def __init__(self, template: str, special_tokens: Mapping[str, str], source: str) -> None:
+        extensions: list[str | type[Extension]] = ["jinja2.ext.loopcontrols", _GenerationTag]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(template)
+        except TemplateSyntaxError as error:
+            raise CheckpointError(f"{source}: the chat template is broken: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        """The prompt. `RequestError` if the template refuses the messages or stumbles over them."""
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except Exception as error:
+            # A template is a foreign program over a user's values: whatever it raises is the answer to this request.
+            reason = error.message if isinstance(error, TemplateError) and error.message else str(error)
+            raise RequestError(f"the chat template refuses these messages: {reason}", param="messages") from error
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it only lets its body through."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter this leaves <, > and & alone: prompts are not HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,6 @@
+"""Finding and reading checkpoints: `find_model`, then `open_weights`."""
+
+from hotset.models.checkpoint.files import ModelFiles, find_model, open_weights
+from hotset.models.checkpoint.source import Progress, WeightSource
+
+__all__ = ["ModelFiles", "Progress", "WeightSource", "find_model", "open_weights"]

@@ -1,0 +1,133 @@
+"""The container format GGUF: metadata and a table of tensors over one memory-mapped file.
+
+Read here rather than by the `gguf` package, whose reader takes seconds over the strings of a vocabulary; the package
+is asked for what is intricate, the quantised number formats (`gguf_source.py`). Layout, little-endian:
+
+    magic "GGUF" | version u32 | tensor count u64 | metadata count u64
+    metadata: key string | type u32 | value          (string: length u64, bytes; array: type u32, count u64, values)
+    tensors:  name string | dimensions u32 | extent u64 each, fastest first | type u32 | offset u64
+    padding to `general.alignment` | tensor data, offsets counted from here
+"""
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotset.base.errors import CheckpointError
+from hotset.base.units import ceil_div
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 4
+MAX_ARRAY_DEPTH = 4
+
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where one tensor lies. `shape` is in the usual order: rows first."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int  # of ggml's number formats
+    offset: int  # in the file
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """An open file. The mapping closes when the last array over it is gone."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+    mapped: mmap.mmap
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Maps the file and reads all but its tensor data. Raises `CheckpointError` in one line if it is no sound GGUF."""
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: an empty file
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    try:
+        return _parse(path, mapped)
+    except (struct.error, UnicodeDecodeError, IndexError) as error:
+        raise CheckpointError(f"{path} is damaged or cut short: {error}") from error
+
+
+def _parse(path: Path, mapped: mmap.mmap) -> GgufFile:
+    cursor = _Cursor(mapped)
+    if mapped[:4] != MAGIC:
+        raise CheckpointError(f"{path} is not a GGUF file")
+    cursor.position = 4
+    version = cursor.scalar("I")
+    if version not in VERSIONS:
+        raise CheckpointError(f"{path}: GGUF version is {version}; supported: 2 and 3, little-endian")
+    tensor_count, metadata_count = cursor.scalar("Q"), cursor.scalar("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(metadata_count):
+        key = cursor.string()
+        metadata[key] = cursor.value(cursor.scalar("I"))
+    table = [cursor.tensor() for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise CheckpointError(f"{path}: general.alignment is {alignment!r}; supported: a whole number from 1")
+    start = ceil_div(cursor.position, alignment) * alignment
+    placed = (GgufTensor(t.name, t.shape, t.type_id, start + t.offset) for t in table)
+    return GgufFile(path, metadata, {tensor.name: tensor for tensor in placed}, mapped)
+
+
+class _Cursor:
+    """Reads forward; `struct.error` or `IndexError` past the end."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self._mapped = mapped
+        self.position = 0
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from("<" + code, self._mapped, self.position)
+        self.position += struct.calcsize("<" + code)
+        return value
+
+    def string(self) -> str:
+        length: int = self.scalar("Q")
+        return self._bytes(length).decode("utf-8")
+
+    def value(self, type_id: int, depth: int = 0) -> Any:
+        if type_id == STRING:
+            return self.string()
+        if type_id == ARRAY and depth < MAX_ARRAY_DEPTH:
+            return self._array(self.scalar("I"), self.scalar("Q"), depth + 1)
+        if type_id not in SCALARS:
+            raise struct.error(f"unknown metadata type {type_id}")
+        return self.scalar(SCALARS[type_id])
+
+    def _array(self, item_type: int, count: int, depth: int) -> list[Any]:
+        if item_type not in SCALARS:
+            return [self.value(item_type, depth) for _ in range(count)]
+        code = SCALARS[item_type]
+        raw = self._bytes(count * struct.calcsize("<" + code))
+        return [item for (item,) in struct.iter_unpack("<" + code, raw)]
+
+    def tensor(self) -> GgufTensor:
+        name = self.string()
+        dimensions: int = self.scalar("I")
+        if dimensions > MAX_DIMENSIONS:
+            raise struct.error(f"tensor {name} has {dimensions} dimensions")
+        extents = [self.scalar("Q") for _ in range(dimensions)]
+        return GgufTensor(name, tuple(reversed(extents)), type_id=self.scalar("I"), offset=self.scalar("Q"))
+
+    def _bytes(self, length: int) -> bytes:
+        end = self.position + length
+        if end > len(self._mapped):
+            raise IndexError(f"a value of {length} bytes reaches past the end of the file")
+        raw = self._mapped[self.position : end]
+        self.position = end
+        return raw

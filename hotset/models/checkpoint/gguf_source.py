@@ -1,0 +1,226 @@
+"""Llama-family GGUF files: their metadata as a `ModelSpec`, their tensors under Hugging Face names.
+
+The rows of Q and K are stored in another order than in Hugging Face checkpoints. There, rope turns value `i` of a head
+together with value `i + d/2`; llama.cpp turns neighbours, so its converter moves row `half * d/2 + i` of each head to
+row `2 * i + half`. Taking a tensor undoes this, on the quantised rows, each of which is packed by itself.
+"""
+
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from hotset.base.errors import CheckpointError, MissingDependency
+from hotset.models.checkpoint.gguf_file import GgufFile, GgufTensor, open_gguf
+from hotset.models.checkpoint.source import Progress, account_for_rest, check_shape, place
+from hotset.models.config_reader import read_spec
+from hotset.models.spec import GqaSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+F32, F16 = 0, 1
+ROPE_FACTORS = "rope_freqs.weight"
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+TOP_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+def gguf_name(name: str) -> str | None:
+    """`model.layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight`; None where GGUF knows no such tensor."""
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return TOP_NAMES.get(name)
+    part = LAYER_NAMES.get(layer[2])
+    return None if part is None else f"blk.{layer[1]}.{part}.{layer[3]}"
+
+
+def read_gguf_spec(path: Path) -> ModelSpec:
+    """The model in the file. `CheckpointError` for other architectures and for what the decoder lacks."""
+    return gguf_spec(open_gguf(path))
+
+
+def gguf_spec(file: GgufFile) -> ModelSpec:
+    """As `read_gguf_spec`, of an open file."""
+    metadata = file.metadata
+    architecture = metadata.get("general.architecture")
+    if architecture != "llama":
+        raise CheckpointError(f"{file.path}: general.architecture is {architecture!r}; supported in GGUF files: llama")
+    if metadata.get("llama.expert_count"):
+        raise CheckpointError(f"{file.path}: llama.expert_count is {metadata['llama.expert_count']}; supported: none")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    embedding = file.tensors.get(TOP_NAMES["model.embed_tokens.weight"])
+    heads = metadata.get("llama.attention.head_count")
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": metadata.get("llama.vocab_size", len(tokens) if tokens else None),
+        "hidden_size": metadata.get("llama.embedding_length"),
+        "num_hidden_layers": metadata.get("llama.block_count"),
+        "intermediate_size": metadata.get("llama.feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", heads),
+        "head_dim": metadata.get("llama.attention.key_length"),
+        "rms_norm_eps": metadata.get("llama.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.get("llama.context_length"),
+        "tie_word_embeddings": TOP_NAMES["lm_head.weight"] not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "dtype": {F32: "float32", F16: "float16"}.get(embedding.type_id if embedding else F32, "bfloat16"),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(gguf_end_ids(file)) or None,
+        "rope_parameters": _rope(file),
+    }
+    spec = read_spec(config, {}, str(file.path))
+    turned = metadata.get("llama.rope.dimension_count", spec.rope.dim)
+    if turned != spec.rope.dim:
+        raise CheckpointError(f"{file.path}: llama.rope.dimension_count is {turned}; supported: {spec.rope.dim}")
+    return spec
+
+
+def gguf_end_ids(file: GgufFile) -> tuple[int, ...]:
+    """The tokens that end a text or a turn."""
+    named = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    return tuple(dict.fromkeys(token for token in named if token is not None))
+
+
+def _rope(file: GgufFile) -> dict[str, Any]:
+    metadata = file.metadata
+    rope: dict[str, Any] = {"rope_theta": metadata.get("llama.rope.freq_base", 10000.0)}
+    kind = metadata.get("llama.rope.scaling.type", "none")
+    if ROPE_FACTORS in file.tensors:
+        return rope | _llama3_rope(file, rope["rope_theta"])
+    if kind == "none":
+        return rope
+    return rope | {
+        "rope_type": kind,
+        "factor": metadata.get("llama.rope.scaling.factor"),
+        "original_max_position_embeddings": metadata.get("llama.rope.scaling.original_context_length"),
+        "attention_factor": metadata.get("llama.rope.scaling.attn_factor"),
+    }
+
+
+def _llama3_rope(file: GgufFile, theta: float) -> dict[str, Any]:
+    """Converters write Llama 3's scaled rope as the divisor of each frequency; this finds the numbers that made it.
+
+    The largest divisor is the factor itself. The other numbers are the same in every Llama 3; a file made with others
+    is refused rather than run slightly wrong.
+    """
+    tensor = file.tensors[ROPE_FACTORS]
+    (count,) = tensor.shape
+    stored = numpy.frombuffer(file.mapped, dtype="<f4", count=count, offset=tensor.offset).astype(numpy.float64)
+    factor = float(stored.max())
+    turns = LLAMA3_ROPE["original_max_position_embeddings"] / (2 * numpy.pi * theta ** (numpy.arange(count) / count))
+    low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
+    kept = numpy.clip((turns - low) / (high - low), 0.0, 1.0)
+    expected = 1.0 / (kept + (1.0 - kept) / factor)
+    if tensor.type_id != F32 or not numpy.allclose(stored, expected, rtol=1e-4):
+        raise CheckpointError(f"{file.path}: tensor {ROPE_FACTORS} holds rope factors other than those of Llama 3")
+    return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
+
+
+class GgufSource:
+    """Dequantises each tensor when it is taken."""
+
+    def __init__(
+        self,
+        path: Path,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        progress: Progress | None = None,
+    ) -> None:
+        assert isinstance(spec.attention, GqaSpec), "GGUF files of the llama family have grouped heads"
+        self._attention = spec.attention
+        self._spec = spec
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._progress = progress
+        self._file = open_gguf(path)
+        self._gguf = _import_gguf()
+        self._taken: set[str] = set()
+        self._bytes_done = 0
+        self._bytes_total = path.stat().st_size
+
+    def take(self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None) -> torch.Tensor:
+        stored_name = gguf_name(name)
+        tensor = None if stored_name is None else self._file.tensors.get(stored_name)
+        if tensor is None:
+            raise CheckpointError(f"{self._file.path}: tensor {stored_name or name} is missing")
+        check_shape(str(self._file.path), tensor.name, tensor.shape, shape)
+        packed, kind = self._packed(tensor)
+        heads = {"q_proj": self._attention.heads, "k_proj": self._attention.kv_heads}.get(name.split(".")[-2])
+        if heads is not None:
+            packed = rows_in_halves(packed, heads)
+        values = self._dequantise(tensor, packed, kind)
+        self._count(tensor.name, packed.nbytes)
+        return place(values.view(shape), out, self._dtype, self._device if out is None else out.device)
+
+    def finish(self) -> None:
+        account_for_rest(str(self._file.path), self._file.tensors.keys() - self._taken - {ROPE_FACTORS}, self._spec)
+        if self._progress is not None:
+            self._progress(self._bytes_total, self._bytes_total)
+
+    def _packed(self, tensor: GgufTensor) -> tuple["NDArray[Any]", Any]:
+        """The stored bytes, [rows, row bytes] (or [row bytes]), still in the mapped file; and their number format."""
+        where = f"{self._file.path}: tensor {tensor.name}"
+        try:
+            kind = self._gguf.GGMLQuantizationType(tensor.type_id)
+            block, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{where} is of type {tensor.type_id}, unknown to the gguf package") from error
+        *rows, columns = tensor.shape
+        packed_shape = (*rows, columns // block * block_bytes)
+        count = int(numpy.prod(packed_shape))
+        if columns % block or tensor.offset + count > self._bytes_total:
+            raise CheckpointError(f"{where} reaches past the end of the file: damaged or cut short")
+        raw = numpy.frombuffer(self._file.mapped, dtype=numpy.uint8, count=count, offset=tensor.offset)
+        return raw.reshape(packed_shape), kind
+
+    def _dequantise(self, tensor: GgufTensor, packed: "NDArray[Any]", kind: Any) -> torch.Tensor:
+        try:
+            values = self._gguf.quants.dequantize(packed, kind)
+        except NotImplementedError as error:
+            raise CheckpointError(f"{self._file.path}: tensor {tensor.name} is of type {kind.name}: {error}") from error
+        # F32 comes back as a view of the file, which is not writable; torch wants arrays that are.
+        return torch.from_numpy(numpy.require(values, requirements="W"))
+
+    def _count(self, stored_name: str, packed_bytes: int) -> None:
+        if stored_name not in self._taken:
+            self._taken.add(stored_name)
+            self._bytes_done += packed_bytes
+        if self._progress is not None:
+            self._progress(self._bytes_done, self._bytes_total)
+
+
+def rows_in_halves(rows: "NDArray[Any]", heads: int) -> "NDArray[Any]":
+    """Undoes the converter's order of the rows of Q or K: row `2 * i + half` of each head -> row `half * d/2 + i`."""
+    by_pair = rows.reshape(heads, -1, 2, *rows.shape[1:])
+    return numpy.ascontiguousarray(by_pair.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def _import_gguf() -> ModuleType:
+    try:
+        import gguf
+        import gguf.quants
+    except ImportError as error:
+        raise MissingDependency("GGUF files need the gguf package: pip install gguf") from error
+    return gguf

@@ -1,0 +1,147 @@
+"""Hugging Face checkpoints: one `model.safetensors`, or shards with an index; plain or block-fp8."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hotset.base.errors import CheckpointError
+from hotset.models.checkpoint.fp8 import DEFAULT_BLOCK, dequantise_blocks, scale_shape
+from hotset.models.checkpoint.json_file import read_json
+from hotset.models.checkpoint.source import Progress, account_for_rest, check_shape, place
+from hotset.models.config_fields import ConfigFields
+from hotset.models.spec import ModelSpec
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SCALE_SUFFIX = "_scale_inv"
+
+
+class SafetensorsSource:
+    """Reads tensors out of memory-mapped files: only what is being converted takes memory of its own.
+
+    Opening checks that every shard is there and whole, so a damaged checkpoint is named before minutes of loading.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        progress: Progress | None = None,
+    ) -> None:
+        self._directory = directory
+        self._spec = spec
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._progress = progress
+        self._block = _fp8_block(directory / "config.json")
+        self._file_of: dict[str, Path] = {}
+        self._handles: dict[Path, Any] = {}
+        self._taken: set[str] = set()
+        self._bytes_done = 0
+        index = _read_index(directory)
+        files = [directory / SINGLE] if index is None else sorted({directory / shard for shard in index.values()})
+        for path in files:
+            self._open(path)
+        self._bytes_total = sum(path.stat().st_size for path in files)
+        for name, shard in (index or {}).items():
+            if self._file_of.get(name) != directory / shard:
+                raise CheckpointError(f"{directory / shard}: tensor {name} is missing, though {INDEX} names it there")
+
+    def _open(self, path: Path) -> None:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing")
+        try:
+            self._handles[path] = safe_open(path, framework="pt", device="cpu")
+            self._file_of.update(dict.fromkeys(self._handles[path].keys(), path))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is damaged or cut short: {error}") from error
+
+    def take(self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None) -> torch.Tensor:
+        stored = self._view(name)
+        check_shape(str(self._file_of[name]), name, tuple(stored.shape), shape)
+        device = self._device if out is None else out.device
+        if stored.dtype == torch.float8_e4m3fn:
+            scale = self._scale(name, shape)
+            target = torch.empty(shape, dtype=self._dtype, device=device) if out is None else out
+            values = dequantise_blocks(stored.to(device), scale.to(device), self._block, target)
+        elif stored.dtype.is_floating_point:
+            values = place(stored, out, self._dtype, device)
+        else:
+            kind = str(stored.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{self._file_of[name]}: tensor {name} is of type {kind}; supported: floating point")
+        self._report()
+        return values
+
+    def finish(self) -> None:
+        left = self._file_of.keys() - self._taken
+        self._handles.clear()
+        account_for_rest(str(self._directory), left, self._spec)
+        if self._progress is not None:
+            self._progress(self._bytes_total, self._bytes_total)
+
+    def _view(self, name: str) -> torch.Tensor:
+        """The stored tensor, still in the mapped file."""
+        path = self._file_of.get(name)
+        if path is None:
+            raise CheckpointError(f"{self._directory}: tensor {name} is missing")
+        try:
+            stored: torch.Tensor = self._handles[path].get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: tensor {name} cannot be read: {error}") from error
+        if name not in self._taken:
+            self._taken.add(name)
+            self._bytes_done += stored.nbytes
+        return stored
+
+    def _scale(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        scale_name = name + SCALE_SUFFIX
+        if scale_name not in self._file_of:
+            raise CheckpointError(f"{self._file_of[name]}: tensor {name} is fp8, but {scale_name} is missing")
+        if len(shape) != 2:
+            raise CheckpointError(
+                f"{self._file_of[name]}: tensor {name} is fp8 of shape {list(shape)}; supported: matrices"
+            )
+        scale = self._view(scale_name)
+        wanted = scale_shape(shape, self._block)
+        if tuple(scale.shape) != wanted:
+            raise CheckpointError(
+                f"{self._file_of[scale_name]}: tensor {scale_name} has shape {list(scale.shape)}, "
+                f"blocks of {self._block[0]} x {self._block[1]} ask for {list(wanted)}"
+            )
+        return scale
+
+    def _report(self) -> None:
+        if self._progress is not None:
+            self._progress(self._bytes_done, self._bytes_total)
+
+
+def _read_index(directory: Path) -> Mapping[str, str] | None:
+    """Tensor name -> shard; None where one file holds all."""
+    path = directory / INDEX
+    if not path.is_file():
+        if not (directory / SINGLE).is_file():
+            raise CheckpointError(f"{directory} holds neither {SINGLE} nor {INDEX}")
+        return None
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{path}: weight_map is not an object of tensor and file names")
+    return weight_map
+
+
+def _fp8_block(config_path: Path) -> tuple[int, int]:
+    """The size of fp8 blocks. Refuses every other kind of quantisation by name."""
+    if not config_path.is_file():
+        return DEFAULT_BLOCK
+    quantisation = ConfigFields(read_json(config_path), str(config_path)).part("quantization_config")
+    quantisation.word("quant_method", "fp8", ("fp8",))
+    block = quantisation.get("weight_block_size")
+    if block is None:
+        return DEFAULT_BLOCK
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+        quantisation.refuse("weight_block_size", "two whole numbers from 1")
+    return block[0], block[1]

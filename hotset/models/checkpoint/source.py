@@ -1,0 +1,81 @@
+"""The protocol between decoders, which know names and shapes, and checkpoints, which know files and bytes."""
+
+import logging
+import re
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from hotset.base.errors import CheckpointError
+from hotset.models.spec import MlaSpec, ModelSpec
+
+LOGGER = logging.getLogger("hotset.models")
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+class WeightSource(Protocol):
+    """Weights by the names of Hugging Face checkpoints."""
+
+    def take(self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The tensor `name`, in the source's dtype, on its device, owned by the caller.
+
+        `out`: written there instead, converted straight to the dtype of `out` (perhaps a slice of a fused weight), and
+        returned. Raises `CheckpointError`, naming file and tensor, if it is missing, damaged or not of `shape`.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Closes the files. Raises `CheckpointError` if they hold tensors that a decoder should have taken."""
+        ...
+
+
+def place(values: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Copies `values` into `out`, or into a fresh tensor, so that nothing keeps a mapped file alive."""
+    target = torch.empty(values.shape, dtype=dtype, device=device) if out is None else out
+    return target.copy_(values)
+
+
+def check_shape(file: str, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise CheckpointError(
+            f"{file}: tensor {name} has shape {list(found)}, the configuration asks for {list(wanted)}"
+        )
+
+
+def account_for_rest(file: str, left: Iterable[str], spec: ModelSpec) -> None:
+    """Judges the tensors that nobody took: one log line for whole extra layers, `CheckpointError` for the unexplained.
+
+    Fine without a word: rotary frequencies (computed anew), the head of tied embeddings, and the indexers of layers
+    that reuse another's.
+    """
+    extra_layers: set[int] = set()
+    unexplained: list[str] = []
+    for name in left:
+        layer = _LAYER.match(name)
+        if layer is not None and int(layer[1]) >= spec.layers:
+            extra_layers.add(int(layer[1]))
+        elif not (name.endswith("rotary_emb.inv_freq") or _is_tied_head(name, spec) or _is_shared_indexer(name, spec)):
+            unexplained.append(name)
+    if unexplained:
+        few = ", ".join(sorted(unexplained)[:3])
+        raise CheckpointError(
+            f"{file}: {len(unexplained)} tensors belong to no part of a {spec.architecture} model: {few}"
+        )
+    if extra_layers:
+        listed = ", ".join(str(layer) for layer in sorted(extra_layers))
+        LOGGER.info("%s: skipped layer %s (multi-token prediction, beyond num_hidden_layers)", file, listed)
+
+
+def _is_tied_head(name: str, spec: ModelSpec) -> bool:
+    return spec.tied_embeddings and name == "lm_head.weight"
+
+
+def _is_shared_indexer(name: str, spec: ModelSpec) -> bool:
+    layer = _LAYER.match(name)
+    if layer is None or ".self_attn.indexer." not in name or not isinstance(spec.attention, MlaSpec):
+        return False
+    return int(layer[1]) not in spec.attention.index.full_layers

@@ -1,0 +1,322 @@
+"""From `config.json` and `generation_config.json` of a Hugging Face directory to a `ModelSpec`.
+
+Absent fields take the defaults that the `transformers` library gives them. What the decoders do not implement is
+refused here, by name, before any weight is read.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from hotset.models.config_fields import ConfigFields
+from hotset.models.spec import GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+FULL_ATTENTION = ("full_attention", "attention")
+INDEXED_ATTENTION = ("indexed_attention", "deepseek_sparse_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class _GqaDefaults:
+    context: int
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    head_dim: int | None  # None: hidden_size / num_attention_heads
+    kv_heads: int | None  # None: as many as heads
+    qk_norm: bool
+    mlp_bias: bool  # whether the architecture knows the field mlp_bias
+
+
+@dataclass(frozen=True, slots=True)
+class _DsaDefaults:
+    context: int
+    norm_eps: float
+    q_lora_rank: int
+    nope_dim: int
+    v_dim: int
+    index_heads: int
+    groups: int
+    chosen_groups: int
+    interleaved_index_rope: bool
+    shares_indexers: bool
+
+
+GQA_DEFAULTS = {
+    "llama": _GqaDefaults(2048, bos_id=1, eos_ids=(2,), head_dim=None, kv_heads=None, qk_norm=False, mlp_bias=True),
+    "qwen3": _GqaDefaults(32768, bos_id=None, eos_ids=(), head_dim=128, kv_heads=32, qk_norm=True, mlp_bias=False),
+}
+DSA_DEFAULTS = {
+    "deepseek_v32": _DsaDefaults(
+        context=163840,
+        norm_eps=1e-6,
+        q_lora_rank=1536,
+        nope_dim=128,
+        v_dim=128,
+        index_heads=64,
+        groups=8,
+        chosen_groups=4,
+        interleaved_index_rope=False,
+        shares_indexers=False,
+    ),
+    "glm_moe_dsa": _DsaDefaults(
+        context=202752,
+        norm_eps=1e-5,
+        q_lora_rank=2048,
+        nope_dim=192,
+        v_dim=256,
+        index_heads=32,
+        groups=1,
+        chosen_groups=1,
+        interleaved_index_rope=True,
+        shares_indexers=True,
+    ),
+}
+ARCHITECTURES = (*GQA_DEFAULTS, *DSA_DEFAULTS)
+
+
+def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> ModelSpec:
+    """The model that `config` describes; stop tokens come from `generation` first.
+
+    `source` is the file to name in errors. Raises `CheckpointError`, in one line, for fields that are missing, of the
+    wrong kind, or ask for what Hotset does not implement.
+    """
+    fields = ConfigFields(config, source)
+    architecture = fields.get("model_type")
+    if architecture is None:
+        fields.missing("model_type")
+    fields.word("model_type", "", ARCHITECTURES)
+    fields.word("hidden_act", "silu", ("silu",))
+    read: Callable[[ConfigFields, ConfigFields, str], ModelSpec]
+    read = _read_gqa if architecture in GQA_DEFAULTS else _read_dsa
+    return read(fields, ConfigFields(generation, "generation_config.json"), architecture)
+
+
+def _read_gqa(fields: ConfigFields, generation: ConfigFields, architecture: str) -> ModelSpec:
+    defaults = GQA_DEFAULTS[architecture]
+    heads = fields.count("num_attention_heads")
+    kv_heads = fields.count("num_key_value_heads", defaults.kv_heads or heads)
+    if fields.says_null("num_key_value_heads"):
+        kv_heads = heads
+    if heads % kv_heads:
+        fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    hidden = fields.count("hidden_size")
+    head_dim = fields.count("head_dim", defaults.head_dim or hidden // heads)
+    if "head_dim" not in fields and defaults.head_dim is None and hidden % heads:
+        fields.refuse("hidden_size", f"a multiple of num_attention_heads ({heads}), or a head_dim beside it")
+    if not defaults.mlp_bias and fields.flag("mlp_bias", False):
+        fields.refuse("mlp_bias", "false")
+    _refuse_windows(fields, fields.count("num_hidden_layers"))
+    bias = fields.flag("attention_bias", False)
+    attention = GqaSpec(heads, kv_heads, head_dim, qkv_bias=bias, out_bias=bias, qk_norm=defaults.qk_norm)
+    return ModelSpec(
+        architecture=architecture,
+        vocab=fields.count("vocab_size"),
+        hidden=hidden,
+        layers=fields.count("num_hidden_layers"),
+        mlp_width=fields.count("intermediate_size"),
+        mlp_bias=fields.flag("mlp_bias", False),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        context=fields.count("max_position_embeddings", defaults.context),
+        rope=_read_rope(fields, head_dim, "head_dim", fields.count("max_position_embeddings", defaults.context)),
+        attention=attention,
+        moe=None,
+        dtype=_read_dtype(fields),
+        eos_ids=_read_eos(fields, generation, defaults.eos_ids),
+        bos_id=_read_bos(fields, defaults.bos_id),
+    )
+
+
+def _refuse_windows(fields: ConfigFields, layers: int) -> None:
+    """Sliding windows are not implemented; a window that no layer uses is no window."""
+    if "layer_types" in fields:
+        fields.words("layer_types", layers, FULL_ATTENTION)
+        return
+    used = fields.flag("use_sliding_window", fields.get("model_type") == "llama")
+    first_windowed = fields.count("max_window_layers", 28, low=0) if "use_sliding_window" in fields else 0
+    if used and "sliding_window" in fields and first_windowed < layers:
+        fields.refuse("sliding_window", "null (full attention in every layer)")
+
+
+def _read_dsa(fields: ConfigFields, generation: ConfigFields, architecture: str) -> ModelSpec:
+    defaults = DSA_DEFAULTS[architecture]
+    layers = fields.count("num_hidden_layers")
+    context = fields.count("max_position_embeddings", defaults.context)
+    if fields.flag("mlp_bias", False):
+        fields.refuse("mlp_bias", "false")
+    if fields.says_null("q_lora_rank"):
+        fields.refuse("q_lora_rank", "a whole number (a low-rank query projection)")
+    if not fields.flag("rope_interleave", True):
+        fields.refuse("rope_interleave", "true")
+    fields.words("layer_types", layers, INDEXED_ATTENTION)
+    attention = MlaSpec(
+        heads=fields.count("num_attention_heads"),
+        q_lora_rank=fields.count("q_lora_rank", defaults.q_lora_rank),
+        kv_lora_rank=fields.count("kv_lora_rank", 512),
+        nope_dim=fields.count("qk_nope_head_dim", defaults.nope_dim),
+        rope_dim=fields.count("qk_rope_head_dim", 64),
+        v_dim=fields.count("v_head_dim", defaults.v_dim),
+        bias=fields.flag("attention_bias", False),
+        index=_read_index(fields, defaults, layers),
+    )
+    return ModelSpec(
+        architecture=architecture,
+        vocab=fields.count("vocab_size"),
+        hidden=fields.count("hidden_size"),
+        layers=layers,
+        mlp_width=fields.count("intermediate_size"),
+        mlp_bias=False,
+        norm_eps=fields.number("rms_norm_eps", defaults.norm_eps),
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        context=context,
+        rope=_read_rope(fields, attention.rope_dim, "qk_rope_head_dim", context),
+        attention=attention,
+        moe=_read_moe(fields, defaults, layers),
+        dtype=_read_dtype(fields),
+        eos_ids=_read_eos(fields, generation, (1,)),
+        bos_id=_read_bos(fields, 0),
+    )
+
+
+def _read_index(fields: ConfigFields, defaults: _DsaDefaults, layers: int) -> IndexSpec:
+    if fields.flag("indexer_rope_interleave", defaults.interleaved_index_rope) != defaults.interleaved_index_rope:
+        fields.refuse("indexer_rope_interleave", str(defaults.interleaved_index_rope).lower())
+    head_dim = fields.count("index_head_dim", 128)
+    if head_dim < fields.count("qk_rope_head_dim", 64):
+        fields.refuse("index_head_dim", f"at least qk_rope_head_dim ({fields.count('qk_rope_head_dim', 64)})")
+    return IndexSpec(
+        heads=fields.count("index_n_heads", defaults.index_heads),
+        head_dim=head_dim,
+        topk=fields.count("index_topk", 2048),
+        interleaved_rope=defaults.interleaved_index_rope,
+        full_layers=_full_layers(fields, layers) if defaults.shares_indexers else tuple(range(layers)),
+    )
+
+
+def _full_layers(fields: ConfigFields, layers: int) -> tuple[int, ...]:
+    """Which layers run their own indexer: by list, else by pattern, else by frequency and offset."""
+    pattern = fields.get("index_topk_pattern")
+    if "indexer_types" in fields:
+        name = "indexer_types"
+        types = fields.words(name, layers, ("full", "shared")) or []
+    elif isinstance(pattern, str):
+        name = "index_topk_pattern"
+        if len(pattern) < layers or not set(pattern) <= {"F", "S"}:
+            fields.refuse(name, f"a letter F (full) or S (shared) for each of {layers} layers")
+        types = ["full" if letter == "F" else "shared" for letter in pattern[:layers]]
+    elif pattern is not None:
+        name = "index_topk_pattern"
+        types = fields.words(name, layers, ("full", "shared")) or []
+    else:
+        name = "index_skip_topk_offset"
+        every = max(fields.count("index_topk_freq", 1, low=0), 1)
+        offset = fields.count(name, 2, low=-(1 << 31))
+        types = ["full" if max(layer - offset + 1, 0) % every == 0 else "shared" for layer in range(layers)]
+    if types[0] != "full":
+        fields.refuse(name, "a first layer that runs its own indexer (full)")
+    return tuple(layer for layer, kind in enumerate(types) if kind == "full")
+
+
+def _read_moe(fields: ConfigFields, defaults: _DsaDefaults, layers: int) -> MoeSpec | None:
+    sparse = _moe_layers(fields, layers)
+    if not sparse:
+        return None
+    fields.word("scoring_func", "sigmoid", ("sigmoid",))
+    fields.word("topk_method", "noaux_tc", ("noaux_tc",))
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    name = next((candidate for candidate in names if candidate in fields), "n_routed_experts")
+    experts = fields.count(name, 256)
+    groups = fields.count("n_group", defaults.groups)
+    chosen_groups = fields.count("topk_group", defaults.chosen_groups)
+    chosen = fields.count("num_experts_per_tok", 8)
+    if experts % groups:
+        fields.refuse("n_group", f"a divisor of {name} ({experts})")
+    if chosen_groups > groups:
+        fields.refuse("topk_group", f"at most n_group ({groups})")
+    if chosen > chosen_groups * (experts // groups):
+        fields.refuse("num_experts_per_tok", f"at most the {chosen_groups * (experts // groups)} experts of topk_group")
+    return MoeSpec(
+        experts=experts,
+        chosen=chosen,
+        width=fields.count("moe_intermediate_size", 2048),
+        shared=fields.count("n_shared_experts", 1, low=0),
+        groups=groups,
+        chosen_groups=chosen_groups,
+        scale=fields.number("routed_scaling_factor", 2.5),
+        normalise=fields.flag("norm_topk_prob", True),
+        layers=sparse,
+    )
+
+
+def _moe_layers(fields: ConfigFields, layers: int) -> tuple[int, ...]:
+    types = fields.words("mlp_layer_types", layers, ("dense", "sparse"))
+    if types is not None:
+        return tuple(layer for layer, kind in enumerate(types) if kind == "sparse")
+    dense = fields.count("first_k_dense_replace", 3, low=0)
+    every = fields.count("moe_layer_freq", 1)
+    return tuple(layer for layer in range(dense, layers) if layer % every == 0)
+
+
+def _read_rope(fields: ConfigFields, dim: int, dim_field: str, context: int) -> RopeSpec:
+    """`rope_scaling` (older files) or `rope_parameters`; theta inside either, or at the top level."""
+    rope = fields.part("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+    for where in (fields, rope):
+        if where.number("partial_rotary_factor", 1.0) != 1.0:
+            where.refuse("partial_rotary_factor", "1.0")
+    if dim % 2:
+        fields.refuse(dim_field, "an even number (rotary embedding turns pairs)")
+    for layer_type in (*FULL_ATTENTION, *INDEXED_ATTENTION, "sliding_attention"):
+        if layer_type in rope:
+            rope.refuse(layer_type, "one rope for all layers")
+    kind = rope.word("rope_type" if "rope_type" in rope else "type", "default", ROPE_KINDS)
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    if kind == "default":
+        return RopeSpec(dim, theta)
+    where = fields if "original_max_position_embeddings" in fields else rope
+    original = where.count("original_max_position_embeddings", context)
+    stated_null = kind == "yarn" and rope.says_null("factor")
+    return RopeSpec(
+        dim,
+        theta,
+        kind=cast(RopeKind, kind),
+        factor=rope.number("factor", context / original if stated_null else None),
+        original_context=original if kind in ("llama3", "yarn") else 0,
+        low_freq_factor=rope.number("low_freq_factor", None if kind == "llama3" else 1.0),
+        high_freq_factor=rope.number("high_freq_factor", None if kind == "llama3" else 4.0),
+        beta_fast=rope.optional_number("beta_fast") or 32.0,
+        beta_slow=rope.optional_number("beta_slow") or 1.0,
+        mscale=rope.optional_number("mscale"),
+        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        attention_factor=rope.optional_number("attention_factor"),
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def _read_dtype(fields: ConfigFields) -> str:
+    name = "dtype" if "dtype" in fields else "torch_dtype"
+    value = fields.get(name) or "float32"
+    plain = str(value).removeprefix("torch.")
+    if plain not in DTYPES:
+        fields.refuse(name, ", ".join(DTYPES))
+    return plain
+
+
+def _read_eos(fields: ConfigFields, generation: ConfigFields, default: tuple[int, ...]) -> tuple[int, ...]:
+    ids = generation.ids("eos_token_id")
+    if ids is None:
+        ids = fields.ids("eos_token_id")
+    if ids is None:
+        ids = () if fields.says_null("eos_token_id") else default
+    return ids
+
+
+def _read_bos(fields: ConfigFields, default: int | None) -> int | None:
+    ids = fields.ids("bos_token_id")
+    if ids is None:
+        return None if fields.says_null("bos_token_id") else default
+    if len(ids) != 1:
+        fields.refuse("bos_token_id", "one token id")
+    return ids[0]

@@ -1,0 +1,146 @@
+"""The decoder with sparse attention over MLA: DeepSeek-V3.2, GLM-5."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hotset.kernels.index_topk import index_topk
+from hotset.kernels.linear import Linear
+from hotset.kernels.rows import index_key_row, mla_row
+from hotset.kernels.sparse_attention import sparse_attention
+from hotset.memory.device_pool import KvShape
+from hotset.memory.view import View
+from hotset.models.checkpoint.source import WeightSource
+from hotset.models.layers import RmsNorm, Vocabulary, feed_forward, take_wide
+from hotset.models.rope import Rope, Rotation, rotate_halves, rotate_pairs, softmax_gain
+from hotset.models.spec import IndexSpec, MlaSpec, ModelSpec
+
+LATENT_NORM_EPS = 1e-6  # of the norms on the two latents, whatever the model's own epsilon
+INDEX_NORM_EPS = 1e-6  # of the layer norm on index keys
+
+
+class Indexer:
+    """Chooses, for each query row, the top-k positions of its context."""
+
+    def __init__(self, weights: WeightSource, prefix: str, group: int, model: ModelSpec, spec: MlaSpec) -> None:
+        index = spec.index
+        self._spec = index
+        self._group = group
+        self._rope_dim = spec.rope_dim
+        self._rotate = rotate_pairs if index.interleaved_rope else rotate_halves
+        self._query = Linear(weights.take(f"{prefix}.wq_b.weight", (index.heads * index.head_dim, spec.q_lora_rank)))
+        self._key = Linear(weights.take(f"{prefix}.wk.weight", (index.head_dim, model.hidden)))
+        self._norm_weight = weights.take(f"{prefix}.k_norm.weight", (index.head_dim,))
+        self._norm_bias = weights.take(f"{prefix}.k_norm.bias", (index.head_dim,))
+        name, shape = f"{prefix}.weights_proj.weight", (index.heads, model.hidden)
+        self._head_weights = take_wide(weights, name, shape, self._norm_weight)
+
+    def __call__(self, x: Tensor, q_latent: Tensor, rotation: Rotation, view: View) -> Tensor:
+        """Appends this step's index keys and returns positions [rows, topk], ascending, EMPTY-padded."""
+        spec = self._spec
+        key = F.layer_norm(self._key(x), (spec.head_dim,), self._norm_weight, self._norm_bias, INDEX_NORM_EPS)
+        view.append_keys(self._group, self._with_rope(key[:, None], rotation)[:, 0])
+        q = self._with_rope(self._query(q_latent).view(-1, spec.heads, spec.head_dim), rotation)
+        head_weights = F.linear(x.to(self._head_weights.dtype), self._head_weights) * spec.heads**-0.5
+        return index_topk(q, head_weights, view.keys(self._group), view.segments, spec.topk, spec.head_dim**-0.5)
+
+    def _with_rope(self, x: Tensor, rotation: Rotation) -> Tensor:
+        rotated, plain = x[..., : self._rope_dim], x[..., self._rope_dim :]
+        return torch.cat((self._rotate(rotated, rotation), plain), dim=-1)
+
+
+class DsaAttention:
+    """One layer's attention, always in the absorbed form: queries are taken into the latent space, rows stay as stored.
+
+    Row: the normed latent, then the rope key.
+    """
+
+    def __init__(self, weights: WeightSource, layer: int, model: ModelSpec, spec: MlaSpec) -> None:
+        prefix = f"model.layers.{layer}.self_attn"
+        self._layer = layer
+        self._spec = spec
+        head_dim = spec.nope_dim + spec.rope_dim
+
+        def linear(name: str, rows: int, columns: int, bias: bool) -> Linear:
+            weight = weights.take(f"{prefix}.{name}.weight", (rows, columns))
+            return Linear(weight, weights.take(f"{prefix}.{name}.bias", (rows,)) if bias else None)
+
+        def norm(name: str, width: int) -> RmsNorm:
+            return RmsNorm(weights.take(f"{prefix}.{name}.weight", (width,)), LATENT_NORM_EPS)
+
+        self._q_down = linear("q_a_proj", spec.q_lora_rank, model.hidden, spec.bias)
+        self._q_norm = norm("q_a_layernorm", spec.q_lora_rank)
+        self._q_up = linear("q_b_proj", spec.heads * head_dim, spec.q_lora_rank, False)
+        self._kv_down = linear("kv_a_proj_with_mqa", spec.kv_lora_rank + spec.rope_dim, model.hidden, spec.bias)
+        self._kv_norm = norm("kv_a_layernorm", spec.kv_lora_rank)
+        kv_up = weights.take(f"{prefix}.kv_b_proj.weight", (spec.heads * (spec.nope_dim + spec.v_dim), spec.kv_lora_rank))
+        by_head = kv_up.view(spec.heads, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)
+        self._key_up = by_head[:, : spec.nope_dim]  # [heads, nope, rank]
+        self._value_up = by_head[:, spec.nope_dim :].transpose(1, 2)  # [heads, rank, v]
+        self._out = linear("o_proj", model.hidden, spec.heads * spec.v_dim, spec.bias)
+        self._scale = head_dim**-0.5 * softmax_gain(model.rope)
+        full = spec.index.full_layers
+        group = full.index(layer) if layer in full else None
+        self._indexer = None if group is None else Indexer(weights, f"{prefix}.indexer", group, model, spec)
+
+    def __call__(self, x: Tensor, rotation: Rotation, view: View, previous: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[rows, hidden] and the positions selected: by this layer's indexer, or `previous` where it has none."""
+        spec = self._spec
+        q_latent = self._q_norm(self._q_down(x))
+        q = self._q_up(q_latent).view(-1, spec.heads, spec.nope_dim + spec.rope_dim)
+        q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
+        latent, rope_key = self._kv_down(x).split([spec.kv_lora_rank, spec.rope_dim], dim=-1)
+        row = torch.cat((self._kv_norm(latent), rotate_pairs(rope_key[:, None], rotation)[:, 0]), dim=-1)
+        view.append(self._layer, row)
+
+        positions = previous if self._indexer is None else self._indexer(x, q_latent, rotation, view)
+        assert positions is not None, f"layer {self._layer} has no indexer and none ran before it"
+        selected = view.select(self._layer, positions)
+        absorbed = torch.matmul(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)  # [rows, heads, rank]
+        q_all = torch.cat((absorbed, rotate_pairs(q_rope, rotation)), dim=-1)
+        attended = sparse_attention(q_all, selected.rows, selected.chosen, spec.kv_lora_rank, self._scale)
+        values = torch.matmul(attended.transpose(0, 1), self._value_up).transpose(0, 1)  # [rows, heads, v]
+        return self._out(values.reshape(x.shape[0], -1)), positions
+
+
+class DsaDecoder:
+    """A whole model: `forward` turns token ids into logits, reading and writing KV through the view."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightSource) -> None:
+        assert isinstance(spec.attention, MlaSpec)
+        self.spec = spec
+        self._vocabulary = Vocabulary(weights, spec)
+        like = self._vocabulary.embedding
+        self.dtype, self.device = like.dtype, like.device
+        self._rope = Rope(spec.rope, like.dtype, like.device)
+        self._layers = []
+        for layer in range(spec.layers):
+            prefix = f"model.layers.{layer}"
+            before = RmsNorm(weights.take(f"{prefix}.input_layernorm.weight", (spec.hidden,)), spec.norm_eps)
+            between = RmsNorm(weights.take(f"{prefix}.post_attention_layernorm.weight", (spec.hidden,)), spec.norm_eps)
+            attention = DsaAttention(weights, layer, spec, spec.attention)
+            self._layers.append((before, attention, between, feed_forward(weights, layer, spec, like)))
+
+    @property
+    def index(self) -> IndexSpec:
+        assert isinstance(self.spec.attention, MlaSpec)
+        return self.spec.attention.index
+
+    @property
+    def kv_shape(self) -> KvShape:
+        mla = self.spec.attention
+        assert isinstance(mla, MlaSpec)
+        row = mla_row(mla.kv_lora_rank, mla.rope_dim, self.dtype)
+        key = index_key_row(mla.index.head_dim, self.dtype)
+        return KvShape(self.spec.layers, row, len(mla.index.full_layers), key)
+
+    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
+        """Logits [wanted rows, vocab] of the query rows numbered in `wanted` (None: all)."""
+        rotation = self._rope.at(view.segments.positions)
+        x = self._vocabulary.embed(token_ids)
+        positions: Tensor | None = None
+        for before, attention, between, mlp in self._layers:
+            attended, positions = attention(before(x), rotation, view, positions)
+            x = x + attended
+            x = x + mlp(between(x))
+        return self._vocabulary.logits(x if wanted is None else x[wanted])

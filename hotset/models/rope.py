@@ -1,0 +1,103 @@
+"""Rotary position embedding: the frequencies of each kind of scaling, and the rotation in its two orders."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hotset.models.spec import RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosines and sines of one step's positions: [rows, 1, dim / 2], to be broadcast over heads."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Rope:
+    """Angles from positions, in float32 (float64 where the model is), rounded to the model's dtype last."""
+
+    def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:
+        precision = torch.float64 if dtype == torch.float64 else torch.float32
+        self._dtype = dtype
+        self._frequencies = inverse_frequencies(spec, precision).to(device)
+        self._amplitude = amplitude(spec)
+
+    def at(self, positions: Tensor) -> Rotation:  # [rows] int64
+        angles = positions[:, None, None].to(self._frequencies.dtype) * self._frequencies
+        return Rotation((angles.cos() * self._amplitude).to(self._dtype), (angles.sin() * self._amplitude).to(self._dtype))
+
+
+def rotate_halves(x: Tensor, rotation: Rotation) -> Tensor:
+    """Pairs (i, i + dim/2). x: [rows, heads, dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return _rotate(first, second, rotation)
+
+
+def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
+    """Pairs (2i, 2i + 1), written as two halves: a fixed reordering that queries and keys share, so scores are the same."""
+    return _rotate(x[..., 0::2], x[..., 1::2], rotation)
+
+
+def _rotate(first: Tensor, second: Tensor, rotation: Rotation) -> Tensor:
+    cos, sin = rotation.cos, rotation.sin
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def inverse_frequencies(spec: RopeSpec, precision: torch.dtype) -> Tensor:
+    exponents = torch.arange(0, spec.dim, 2, dtype=precision) / spec.dim
+    plain = 1.0 / spec.theta**exponents
+    if spec.kind == "linear":
+        return plain / spec.factor
+    if spec.kind == "llama3":
+        return _llama3(spec, plain)
+    if spec.kind == "yarn":
+        return _yarn(spec, plain)
+    return plain
+
+
+def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    turns = spec.original_context * plain / (2 * math.pi)  # how often each wave fits the original context
+    keep = ((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
+    return keep * plain + (1 - keep) * plain / spec.factor
+
+
+def _yarn(spec: RopeSpec, plain: Tensor) -> Tensor:
+    """As `llama3`, but the blend is linear in the dimension between the two where `beta` turns fit the original context."""
+
+    def dimension_of(turns: float) -> float:
+        return spec.dim * math.log(spec.original_context / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = dimension_of(spec.beta_fast), dimension_of(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    span = high - low if high != low else 0.001
+    stretch = ((torch.arange(spec.dim // 2, dtype=plain.dtype) - low) / span).clamp(0, 1)
+    return plain * (1 - stretch) + plain / spec.factor * stretch
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def amplitude(spec: RopeSpec) -> float:
+    """YaRN multiplies cosines and sines by this; every other kind leaves them alone."""
+    if spec.kind != "yarn":
+        return 1.0
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    if spec.mscale and spec.mscale_all_dim:
+        return _mscale(spec.factor, spec.mscale) / _mscale(spec.factor, spec.mscale_all_dim)
+    return _mscale(spec.factor, 1.0)
+
+
+def softmax_gain(spec: RopeSpec) -> float:
+    """MLA models scale attention scores by this beside 1/sqrt(head dim)."""
+    if spec.kind == "default" or not spec.mscale_all_dim:
+        return 1.0
+    return _mscale(spec.factor, spec.mscale_all_dim) ** 2

@@ -1,0 +1,1 @@
+"""The parts of the sampler: penalties by token counts, the draw, log-probabilities."""

@@ -1,0 +1,96 @@
+"""What a decoder is made of, as values. Readers (config.json, GGUF) produce a `ModelSpec`; decoders consume it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding over `dim` values. Scaled kinds name their own numbers; the others stay at their defaults."""
+
+    dim: int
+    theta: float = 10000.0
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_context: int = 0  # llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    attention_factor: float | None = None  # yarn; None: derived
+    truncate: bool = True  # yarn
+
+
+@dataclass(frozen=True, slots=True)
+class GqaSpec:
+    """Full attention with grouped heads: `llama`, `qwen3`."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False  # RMS norm over each head of Q and K, before rope
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """The indexer of DSA."""
+
+    heads: int
+    head_dim: int
+    topk: int
+    interleaved_rope: bool  # GLM: pairs (0,1),(2,3)...; DeepSeek-V3.2: halves
+    full_layers: tuple[int, ...]  # layers that run their own indexer; each other layer reuses the last full one before it
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSpec:
+    """Multi-head latent attention, with the indexer that makes it sparse: `deepseek_v32`, `glm_moe_dsa`."""
+
+    heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    bias: bool  # on q_a_proj, kv_a_proj_with_mqa and o_proj
+    index: IndexSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Routed experts with group-limited, bias-corrected sigmoid routing, plus shared experts."""
+
+    experts: int
+    chosen: int
+    width: int
+    shared: int  # shared experts, run as one MLP of width * shared
+    groups: int
+    chosen_groups: int
+    scale: float
+    normalise: bool
+    layers: tuple[int, ...]  # which layers are MoE; the others have a dense MLP
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One causal language model, as its configuration describes it."""
+
+    architecture: str  # model_type: 'llama', 'qwen3', 'deepseek_v32', 'glm_moe_dsa'
+    vocab: int
+    hidden: int
+    layers: int
+    mlp_width: int  # of dense layers
+    mlp_bias: bool
+    norm_eps: float
+    tied_embeddings: bool
+    context: int  # max_position_embeddings
+    rope: RopeSpec
+    attention: GqaSpec | MlaSpec
+    moe: MoeSpec | None
+    dtype: str  # of the checkpoint: 'bfloat16', 'float32', 'float64' ('float16' is read as such and widened by the loader)
+    eos_ids: tuple[int, ...]
+    bos_id: int | None

@@ -1,0 +1,213 @@
+"""Text to tokens and back, and chat messages to a prompt, for one model."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from hotset.base.errors import CheckpointError, MissingDependency, RequestError
+from hotset.models.checkpoint import ModelFiles
+from hotset.models.checkpoint.gguf_file import open_gguf
+from hotset.models.checkpoint.gguf_source import gguf_end_ids
+from hotset.models.checkpoint.json_file import read_json_if_there
+from hotset.models.gguf_tokenizer import build_gguf_tokenizer, gguf_adds_bos, gguf_special_tokens
+from hotset.models.text_stream import BYTE_TOKEN, ByteStream, TextStream, WindowStream
+
+if TYPE_CHECKING:
+    from hotset.models.chat_template import ChatTemplate
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MAX_TOKEN_ID = (1 << 32) - 1  # what the library's integers hold
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """What a tokenizer is made of, whichever file it came from."""
+
+    backend: tokenizers.Tokenizer
+    special_tokens: Mapping[str, str]  # 'bos_token' -> '<s>'
+    adds_bos: bool  # even where the backend itself does not
+    chat_stop_ids: tuple[int, ...]
+    chat_template: str | None
+    source: str  # the file to name in errors
+
+
+class Tokenizer:
+    """One model's tokenizer. Immutable; safe to share between threads."""
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        backend = parts.backend
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.vocab_size: int = backend.get_vocab_size()
+        added = backend.get_added_tokens_decoder()
+        self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.chat_stop_ids: tuple[int, ...] = parts.chat_stop_ids
+        self._byte_level = _is_byte_level(backend)
+        self._prefix = _missing_bos(parts)
+        self._chat_template = _compile_template(parts)
+
+    @classmethod
+    def load(cls, files: ModelFiles, override: str | None) -> "Tokenizer | None":
+        """The tokenizer of `files`, or of the directory `override`; None for a directory without tokenizer.json.
+
+        Raises `CheckpointError` for files that are broken or of a kind that is not supported.
+        """
+        if override is not None:
+            directory = Path(override).expanduser()
+            if not (directory / "tokenizer.json").is_file():
+                raise CheckpointError(f"{directory} holds no tokenizer.json")
+            return cls(_directory_parts(directory))
+        if files.kind == "gguf":
+            return cls(_gguf_parts(files.path))
+        return cls(_directory_parts(files.path)) if (files.path / "tokenizer.json").is_file() else None
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """The tokens of `text`; `add_special` puts what the model expects around it (such as BOS).
+
+        Raises `RequestError` for text that UTF-8 cannot write.
+        """
+        try:
+            ids = self._backend.encode(text, add_special_tokens=add_special).ids
+        except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair: JSON can say it, UTF-8 cannot
+            raise RequestError("the text cannot be written in UTF-8: it holds half of a surrogate pair") from error
+        return [*self._prefix, *ids] if add_special else ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of `token_ids`; ids outside the vocabulary give nothing."""
+        sound = [token_id for token_id in token_ids if 0 <= token_id <= MAX_TOKEN_ID]
+        return self._backend.decode(sound, skip_special_tokens=skip_special)
+
+    def stream(self, *, skip_special: bool = True) -> TextStream:
+        """Decodes one answer token by token."""
+
+        def piece_of(token_id: int) -> str | None:
+            return None if skip_special and token_id in self.special_ids else self._piece(token_id)
+
+        def bytes_of(token_id: int) -> bytes:
+            return b"" if skip_special and token_id in self.special_ids else self.token_bytes(token_id)
+
+        if self._byte_level:
+            return ByteStream(bytes_of)
+        return WindowStream(piece_of, lambda ids: self.decode(ids, skip_special=False))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, perhaps a part of a character; empty outside the vocabulary."""
+        piece = self._piece(token_id)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            # As the library does: a token with a character outside the alphabet (an added one) stands for itself.
+            in_alphabet = all(character in BYTE_OF for character in piece)
+            return bytes(BYTE_OF[character] for character in piece) if in_alphabet else piece.encode()
+        byte = BYTE_TOKEN.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt for `messages`, to be encoded with `add_special=False`: templates write their own BOS.
+
+        Raises `RequestError` if the model has no chat template, or if the template refuses the messages.
+        """
+        if self._chat_template is None:
+            raise RequestError("this model has no chat template; send a prompt instead of messages", param="messages")
+        return self._chat_template.render(messages, add_generation_prompt)
+
+    def _piece(self, token_id: int) -> str | None:
+        return self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in byte-level vocabularies.
+
+    Bytes that are visible Latin-1 characters stand for themselves; the others, in order, are the characters from 256.
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    if backend.decoder is None:
+        return False
+    state = json.loads(backend.decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    return [step["type"] for step in steps] == ["ByteLevel"]
+
+
+def _missing_bos(parts: TokenizerParts) -> tuple[int, ...]:
+    """BOS, where the configuration asks for it and the backend does not put it there itself."""
+    bos = parts.backend.token_to_id(parts.special_tokens.get("bos_token", ""))
+    if not parts.adds_bos or bos is None or bos in parts.backend.encode("", add_special_tokens=True).ids:
+        return ()
+    return (bos,)
+
+
+def _compile_template(parts: TokenizerParts) -> "ChatTemplate | None":
+    if parts.chat_template is None:
+        return None
+    try:
+        from hotset.models.chat_template import ChatTemplate
+    except ImportError as error:
+        raise MissingDependency("chat templates need jinja2: pip install 'jinja2>=3.1.6'") from error
+    return ChatTemplate(parts.chat_template, parts.special_tokens, parts.source)
+
+
+def _directory_parts(directory: Path) -> TokenizerParts:
+    path = directory / "tokenizer.json"
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise CheckpointError(f"{path} is not readable as a tokenizer: {error}") from error
+    config = read_json_if_there(directory / "special_tokens_map.json")
+    config |= read_json_if_there(directory / "tokenizer_config.json")
+    special = {name: _content(config.get(name)) for name in SPECIAL_TOKEN_NAMES}
+    named = {name: token for name, token in special.items() if token is not None}
+    end_id = backend.token_to_id(named.get("eos_token", ""))
+    return TokenizerParts(
+        backend=backend,
+        special_tokens=named,
+        adds_bos=config.get("add_bos_token") is True,
+        chat_stop_ids=() if end_id is None else (end_id,),
+        chat_template=_find_template(directory, config.get("chat_template")),
+        source=str(directory),
+    )
+
+
+def _content(token: object) -> str | None:
+    """A special token is written as a string, or as an object that holds it."""
+    content = token.get("content") if isinstance(token, Mapping) else token
+    return content if isinstance(content, str) else None
+
+
+def _find_template(directory: Path, configured: object) -> str | None:
+    """`chat_template.jinja`, else the configured string, else the one named 'default' in a configured list."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if isinstance(configured, list):
+        named = {item.get("name"): item.get("template") for item in configured if isinstance(item, Mapping)}
+        configured = named.get("default")
+    return configured if isinstance(configured, str) else None
+
+
+def _gguf_parts(path: Path) -> TokenizerParts:
+    file = open_gguf(path)
+    template = file.metadata.get("tokenizer.chat_template")
+    return TokenizerParts(
+        backend=build_gguf_tokenizer(file),
+        special_tokens=gguf_special_tokens(file),
+        adds_bos=gguf_adds_bos(file),
+        chat_stop_ids=gguf_end_ids(file),
+        chat_template=template if isinstance(template, str) else None,
+        source=str(path),
+    )

@@ -1,0 +1,73 @@
+"""What passes between the scheduler, which decides, and the runner, which acts: numbered values."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hotset.base.sampling import SamplingParams
+from hotset.schedule.request import FinishReason
+
+Alternatives = Mapping[int, tuple[float, int]]  # token id -> (log-probability, rank); the chosen token is among them
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request takes a seat: its fixed place in the worker's tensors. What the seat held before is forgotten."""
+
+    seat: int
+    token_ids: tuple[int, ...]  # prompt, and the answer so far where it was preempted
+    prompt_length: int
+    params: SamplingParams
+    stop_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Pages given to a seat: its pages number `first` and following."""
+
+    seat: int
+    first: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step. Plans are carried out in the order of their numbers; several may be in flight.
+
+    Columns, one entry per segment: `seats[i]` computes rows [starts[i], starts[i] + counts[i]) of its context. The last
+    row of segment `sampled[j]` yields the j-th token of the result. Token ids are not in the plan: the worker has the
+    prompt from the admission and the answer from its own sampling, so the next plan can be made before this one is done.
+    """
+
+    number: int
+    admissions: Sequence[Admission]
+    growth: Sequence[Growth]
+    seats: Sequence[int]
+    starts: Sequence[int]
+    counts: Sequence[int]
+    sampled: Sequence[int]
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What carrying out a plan gave."""
+
+    number: int
+    token_ids: Sequence[int]  # aligned with the plan's `sampled`
+    alternatives: Mapping[int, Alternatives] = field(default_factory=dict)  # by index into `token_ids`, where asked for
+
+
+@dataclass(slots=True)
+class Committed:
+    """What a commit made known, as columns: token `token_ids[i]` of `request_ids[i]`."""
+
+    request_ids: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    alternatives: dict[int, Alternatives] = field(default_factory=dict)
+    finished: dict[str, FinishReason] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.request_ids or self.finished)

@@ -1,0 +1,226 @@
+"""The FastAPI application: routes, their documentation, and the layers around them."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Path
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.security import HTTPBearer
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from hotset import __version__
+from hotset.base.config import ServeConfig
+from hotset.base.errors import EngineStopped, HotsetError
+from hotset.engine.client import EngineClient
+from hotset.serve.chat import chat_completion
+from hotset.serve.completions import completion
+from hotset.serve.errors import error_response, http_error_response, refusal
+from hotset.serve.generation import json_response
+from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit
+from hotset.serve.protocol import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatRequest,
+    Completion,
+    CompletionChunk,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ErrorResponse,
+    Health,
+    Model,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from hotset.serve.service import Service
+
+Responses = dict[int | str, dict[str, Any]]
+
+SCHEMAS = "#/components/schemas/"
+MEANINGS = {
+    400: "The request is malformed, out of range, too long, or asks for what is not supported.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model.",
+    413: "The body is larger than the server's limit.",
+    429: "Too many requests wait already; Retry-After says when to come back.",
+    500: "The server failed; its log says how.",
+    503: "The engine has stopped.",
+}
+
+
+def create_app(client: EngineClient, config: ServeConfig, *, aliases: frozenset[str] = frozenset()) -> FastAPI:
+    """The application over a running engine, which stays the caller's to close.
+
+    `aliases`: names that requests may use for the model beside the one that it is served under.
+    """
+    service = Service(client, config, aliases)
+    app = _Api(
+        title="Hotset",
+        version=__version__,
+        summary="An OpenAI-compatible server for sparse-attention language models.",
+        redoc_url=None,
+        redirect_slashes=False,
+        middleware=_layers(service),
+        exception_handlers={
+            HotsetError: _on_hotset_error,
+            RequestValidationError: _on_invalid_body,
+            HTTPException: _on_http_error,
+        },
+    )
+    # Documents the key; ApiKey enforces it, before a body is read.
+    key = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []
+    app.include_router(_generating_routes(service), dependencies=key)
+    app.include_router(_model_routes(service), dependencies=key)
+    app.include_router(_open_routes(service))
+    return app
+
+
+class _Api(FastAPI):
+    """FastAPI whose document says what we do: invalid bodies get 400, not 422, and streams consist of our chunks."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            document = super().openapi()
+            for operations in document["paths"].values():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)
+            schemas = document["components"]["schemas"]
+            schemas.pop("HTTPValidationError", None)
+            schemas.pop("ValidationError", None)
+            _, made = models_json_schema(
+                [(ChatCompletionChunk, "serialization"), (CompletionChunk, "serialization")],
+                ref_template=SCHEMAS + "{model}",
+            )
+            document["components"]["schemas"] = made["$defs"] | schemas
+        return super().openapi()
+
+
+def _layers(service: Service) -> list[Middleware]:
+    """Outermost first. CORS stands before the key: browsers ask their preflight question without one."""
+    config = service.config
+    layers = [Middleware(AccessLog, metrics=service.metrics)]
+    if config.cors_origin is not None:
+        origins = [config.cors_origin]
+        layers.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
+    if config.api_key is not None:
+        layers.append(Middleware(ApiKey, api_key=config.api_key))
+    layers.append(Middleware(BodyLimit, max_body_mib=config.max_body_mib))
+    return layers
+
+
+def _generating_routes(service: Service) -> APIRouter:
+    routes = APIRouter(tags=["generate"])
+    errors = _errors(400, 401, 404, 413, 429, 500, 503)
+
+    @routes.post("/v1/chat/completions", responses=_whole_or_stream(ChatCompletion, ChatCompletionChunk) | errors)
+    async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
+        """Answers a conversation."""
+        return await chat_completion(request, service, body)
+
+    @routes.post("/v1/completions", responses=_whole_or_stream(Completion, CompletionChunk) | errors)
+    async def create_completion(request: Request, body: CompletionRequest) -> Response:
+        """Continues one or several prompts, given as text or as token ids."""
+        return await completion(request, service, body)
+
+    return routes
+
+
+def _model_routes(service: Service) -> APIRouter:
+    routes = APIRouter(tags=["model"])
+
+    def served() -> Model:
+        return Model(id=service.model_name, created=service.started, max_model_len=service.client.model.max_model_len)
+
+    @routes.get("/v1/models", responses=_whole(ModelList) | _errors(401, 500))
+    async def list_models() -> Response:
+        """The one model that is served."""
+        return json_response(ModelList(data=[served()]))
+
+    @routes.get("/v1/models/{model_id:path}", responses=_whole(Model) | _errors(401, 404, 500))
+    async def show_model(model_id: Annotated[str, Path(min_length=1)]) -> Response:
+        """What is served under a name."""
+        service.check_model(model_id)
+        return json_response(served())
+
+    errors = _errors(400, 401, 404, 413, 500)
+
+    @routes.post("/tokenize", responses=_whole(TokenizeResponse) | errors)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """Token ids of a prompt, or of a conversation as the model would see it."""
+        service.check_model(body.model)
+        tokens = await (service.encode_chat(body.messages) if body.messages else service.encode(body.prompt or ""))
+        limit = service.client.model.max_model_len
+        return json_response(TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=limit))
+
+    @routes.post("/detokenize", responses=_whole(DetokenizeResponse) | errors)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of token ids, special tokens included."""
+        service.check_model(body.model)
+        service.check_tokens(body.tokens, "tokens")
+        return json_response(DetokenizeResponse(prompt=service.tokenizer.decode(body.tokens, skip_special=False)))
+
+    return routes
+
+
+def _open_routes(service: Service) -> APIRouter:
+    routes = APIRouter(tags=["state"])
+
+    @routes.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return RedirectResponse("/docs")
+
+    @routes.get("/health", responses=_whole(Health) | _errors(500, 503))
+    async def health() -> Response:
+        """Whether the engine is alive."""
+        if not service.client.alive:
+            raise EngineStopped("the engine has stopped")
+        return json_response(Health())
+
+    text: Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+    @routes.get("/metrics", response_class=Response, responses=text | _errors(500))
+    async def metrics() -> Response:
+        """Prometheus metrics of the server and the engine."""
+        try:
+            stats = await service.client.stats()
+        except EngineStopped:
+            stats = None
+        return Response(service.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+
+    return routes
+
+
+def _errors(*statuses: int) -> Responses:
+    return {status: {"model": ErrorResponse, "description": MEANINGS[status]} for status in statuses}
+
+
+def _whole(body: type[BaseModel]) -> Responses:
+    return {200: {"model": body}}
+
+
+def _whole_or_stream(body: type[BaseModel], chunk: type[BaseModel]) -> Responses:
+    """The two forms of an answer: one JSON object, or a stream of chunks where the request says `stream: true`."""
+    meaning = f"Server-sent events, each holding a {chunk.__name__}; the last one is [DONE]."
+    stream = {"schema": {"type": "string", "description": meaning}}
+    return {200: {"model": body, "content": {"text/event-stream": stream}}}
+
+
+async def _on_hotset_error(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _on_invalid_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError), "the handler table sends nothing else here"
+    return error_response(refusal(error))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "the handler table sends nothing else here"
+    return http_error_response(error, request.method, request.url.path)

@@ -1,0 +1,110 @@
+"""POST /v1/chat/completions."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hotset.engine.outputs import CompletionOutput, Delta
+from hotset.models.tokenizer import Tokenizer
+from hotset.serve.generation import Job, ending, respond
+from hotset.serve.logprobs import chat_logprobs
+from hotset.serve.protocol import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    ChatRequest,
+    DeltaMessage,
+    Usage,
+)
+from hotset.serve.service import Service
+
+
+@dataclass(frozen=True)
+class ChatWording:
+    """Answers as chat completions. The prompt's ids are given only where the client asked for ids."""
+
+    id: str
+    model: str
+    tokenizer: Tokenizer | None
+    alternatives: int | None  # None: no log-probabilities
+    prompt_token_ids: list[int] | None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def opening(self, index: int) -> ChatCompletionChunk:
+        choice = ChatChunkChoice(
+            index=index,
+            delta=DeltaMessage(role="assistant", content=""),
+            logprobs=None,
+            finish_reason=None,
+            prompt_token_ids=self.prompt_token_ids,
+        )
+        return self._chunk([choice])
+
+    def chunk(self, delta: Delta) -> ChatCompletionChunk | None:
+        wants_tokens = self.alternatives is not None or self.prompt_token_ids is not None
+        if not delta.text and delta.finish_reason is None and not wants_tokens:
+            return None
+        choice = ChatChunkChoice(
+            index=delta.index,
+            delta=DeltaMessage(content=delta.text or None),
+            logprobs=self._logprobs(delta),
+            finish_reason=ending(delta),
+            stop_reason=delta.stop_reason,
+            token_ids=self._shown_ids(delta),
+        )
+        return self._chunk([choice])
+
+    def closing(self, usage: Usage) -> ChatCompletionChunk:
+        return self._chunk([], usage)
+
+    def whole(self, outputs: Sequence[CompletionOutput], usage: Usage) -> ChatCompletion:
+        choices = [
+            ChatChoice(
+                index=output.index,
+                message=AssistantMessage(role="assistant", content=output.text),
+                logprobs=self._logprobs(output),
+                finish_reason=ending(output),
+                stop_reason=output.stop_reason,
+                prompt_token_ids=self.prompt_token_ids,
+                token_ids=self._shown_ids(output),
+            )
+            for output in outputs
+        ]
+        return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
+        return ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+
+    def _shown_ids(self, piece: Delta | CompletionOutput) -> list[int] | None:
+        return None if self.prompt_token_ids is None else list(piece.token_ids)
+
+    def _logprobs(self, piece: Delta | CompletionOutput) -> ChatLogprobs | None:
+        if self.alternatives is None:
+            return None
+        return chat_logprobs(self.tokenizer, piece.token_ids, piece.logprobs or (), self.alternatives)
+
+
+async def chat_completion(request: Request, service: Service, body: ChatRequest) -> Response:
+    """Answers a conversation. RequestError where the request cannot be met, EngineStopped where nothing can."""
+    service.check_model(body.model)
+    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    alternatives = (body.top_logprobs or 0) if body.logprobs else None
+    params = service.sampling_params(body, max_tokens=max_tokens, logprobs=alternatives)
+    service.check_open()
+    prompt = await service.encode_chat(body.messages)
+    wording = ChatWording(
+        id=f"chatcmpl-{uuid.uuid4().hex}",
+        model=service.model_name,
+        tokenizer=service.client.tokenizer,
+        alternatives=alternatives,
+        prompt_token_ids=prompt if body.return_token_ids else None,
+    )
+    usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
+    return await respond(request, service, Job(wording.id, [prompt], params, wording, bool(body.stream), usage_wanted))

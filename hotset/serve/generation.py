@@ -1,0 +1,234 @@
+"""The road from a checked request to its answer, streamed or whole: the same for both generating endpoints."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, TypeVar, cast
+
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hotset.base.errors import EngineStopped
+from hotset.base.sampling import SamplingParams
+from hotset.engine.client import EngineClient
+from hotset.engine.outputs import CompletionOutput, Delta
+from hotset.serve.errors import error_body
+from hotset.serve.metrics import Metrics
+from hotset.serve.protocol import Usage
+from hotset.serve.service import Service
+
+DONE = b"data: [DONE]\n\n"
+
+T = TypeVar("T")
+
+
+class Wording(Protocol):
+    """How an endpoint words its answer; one object per request. Choices are numbered over the whole response."""
+
+    def opening(self, index: int) -> BaseModel | None:
+        """The chunk that introduces a choice, where there is one."""
+
+    def chunk(self, delta: Delta) -> BaseModel | None:
+        """The chunk for one delta; None where it holds nothing to show."""
+
+    def closing(self, usage: Usage) -> BaseModel:
+        """The chunk that carries the usage."""
+
+    def whole(self, outputs: Sequence[CompletionOutput], usage: Usage) -> BaseModel:
+        """The answer in one piece."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request, checked and tokenised."""
+
+    request_id: str
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    wording: Wording
+    stream: bool
+    include_usage: bool
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    def usage(self, completion_tokens: int) -> Usage:
+        prompt_tokens = sum(map(len, self.prompts))
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+        )
+
+
+async def respond(request: Request, service: Service, job: Job) -> Response:
+    """Generates the answer. Errors before the first token are raised; later ones end the stream as its last event.
+
+    A client that leaves, before or while it is answered, closes the engine's iterator at once: nothing it held stays.
+    """
+    service.check_open()
+    deltas = _timed(_all_deltas(service.client, job), service.metrics)
+    if not job.stream:
+        return json_response(await unless_disconnected(request.receive, _whole(job, deltas)))
+    # The status line is held back until the engine has taken the request on, so that a refusal has its own status.
+    first = await unless_disconnected(request.receive, _first(deltas))
+    return EventStream(_events(job, first, deltas))
+
+
+def ending(piece: Delta | CompletionOutput) -> Literal["stop", "length"] | None:
+    """Why a choice ended, as the API words it."""
+    assert piece.finish_reason != "abort", "_pump raises EngineStopped before an abort gets here"
+    return piece.finish_reason
+
+
+def json_response(body: BaseModel) -> Response:
+    return Response(body.model_dump_json(), media_type="application/json")
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """`work`'s result. If the client leaves first, `work` is cancelled and cleaned up; then ClientDisconnect."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnection(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events. Owns `events` and closes it in the end, however the end comes."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_disconnected(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _first(deltas: AsyncGenerator[Delta, None]) -> Delta:
+    return await anext(deltas)
+
+
+async def _whole(job: Job, deltas: AsyncGenerator[Delta, None]) -> BaseModel:
+    outputs = [CompletionOutput(index) for index in range(job.choices)]
+    async with aclosing(deltas):
+        async for delta in deltas:
+            outputs[delta.index].extend(delta)
+    return job.wording.whole(outputs, job.usage(sum(len(output.token_ids) for output in outputs)))
+
+
+async def _events(job: Job, first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
+    completion_tokens = 0
+    try:
+        async with aclosing(_chained(first, deltas)) as chained:
+            for index in range(job.choices):
+                if (opening := job.wording.opening(index)) is not None:
+                    yield _event(opening)
+            async for delta in chained:
+                completion_tokens += len(delta.token_ids)
+                if (chunk := job.wording.chunk(delta)) is not None:
+                    yield _event(chunk)
+    except Exception as error:
+        yield _event(error_body(error))
+        return
+    if job.include_usage:
+        yield _event(job.wording.closing(job.usage(completion_tokens)))
+    yield DONE
+
+
+def _event(body: BaseModel) -> bytes:
+    return f"data: {body.model_dump_json()}\n\n".encode()
+
+
+async def _chained(first: Delta, rest: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    async with aclosing(rest):
+        yield first
+        async for delta in rest:
+            yield delta
+
+
+async def _timed(deltas: AsyncGenerator[Delta, None], metrics: Metrics) -> AsyncGenerator[Delta, None]:
+    """Passes deltas on and notes how long they took."""
+    began = time.monotonic()
+    last: dict[int, float] = {}
+    async with aclosing(deltas):
+        async for delta in deltas:
+            now = time.monotonic()
+            if delta.token_ids:
+                if not last:
+                    metrics.first_token_seconds.observe(now - began)
+                elif delta.index in last:
+                    metrics.inter_token_seconds.observe((now - last[delta.index]) / len(delta.token_ids))
+                last[delta.index] = now
+            yield delta
+
+
+async def _all_deltas(client: EngineClient, job: Job) -> AsyncGenerator[Delta, None]:
+    """Deltas of all prompts as they come, `index` counted over the whole response. Closing it aborts every prompt."""
+    arrived: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
+    pumps = [
+        asyncio.create_task(_pump(client, f"{job.request_id}-{place}", prompt, job.params, place, arrived))
+        for place, prompt in enumerate(job.prompts)
+    ]
+    left = len(pumps)
+    try:
+        while left:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(
+    client: EngineClient,
+    request_id: str,
+    prompt: list[int],
+    params: SamplingParams,
+    place: int,
+    arrived: asyncio.Queue[Delta | Exception | None],
+) -> None:
+    """Moves one prompt's deltas into `arrived`, and after them its end: None, or the error."""
+    try:
+        generated = cast(AsyncGenerator[Delta, None], client.generate(request_id, prompt, params))
+        async with aclosing(generated) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason == "abort":
+                    raise EngineStopped("the engine stopped before the answer was complete")
+                arrived.put_nowait(replace(delta, index=place * params.n + delta.index))
+        arrived.put_nowait(None)
+    except Exception as error:
+        arrived.put_nowait(error)

@@ -1,0 +1,80 @@
+"""Prometheus metrics: what the HTTP side measures itself, and what the engine reports at the moment of a scrape."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from hotset.engine.core import EngineStats
+
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+GAUGES = {
+    "running": ("hotset_requests_running", "Requests that take part in steps now."),
+    "waiting": ("hotset_requests_waiting", "Requests that wait for a place."),
+    "pages_free": ("hotset_pages_free", "KV pages that nobody holds."),
+    "pages_held": ("hotset_pages_held", "KV pages that requests hold."),
+    "pages_total": ("hotset_pages_total", "KV pages in all."),
+}
+COUNTERS = {
+    "tokens_generated": ("hotset_tokens_generated", "Tokens sampled."),
+    "tokens_prefilled": ("hotset_tokens_prefilled", "Prompt tokens computed, recomputed ones included."),
+    "preemptions": ("hotset_preemptions", "Requests that gave up their pages for others."),
+    "steps": ("hotset_steps", "Steps computed."),
+}
+
+
+class Metrics:
+    """The server's own measurements, in a registry of their own: two servers in one process do not mix."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.http_requests = Counter(
+            "hotset_http_requests", "HTTP requests answered.", ("endpoint", "status"), registry=self._registry
+        )
+        self.request_seconds = Histogram(
+            "hotset_http_request_seconds",
+            "From a request's arrival to the last byte of its answer.",
+            ("endpoint",),
+            buckets=REQUEST_SECONDS,
+            registry=self._registry,
+        )
+        self.first_token_seconds = Histogram(
+            "hotset_time_to_first_token_seconds",
+            "From a request's admission to its first token.",
+            buckets=REQUEST_SECONDS,
+            registry=self._registry,
+        )
+        self.inter_token_seconds = Histogram(
+            "hotset_inter_token_seconds",
+            "Between consecutive tokens of one choice.",
+            buckets=TOKEN_SECONDS,
+            registry=self._registry,
+        )
+
+    def render(self, stats: EngineStats | None) -> bytes:
+        """The text of one scrape. `stats` is None when the engine is gone: its part is absent and `up` is 0."""
+        scrape = CollectorRegistry()
+        scrape.register(_EngineCollector(stats))
+        return generate_latest(self._registry) + generate_latest(scrape)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, stats: EngineStats | None) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("hotset_engine_up", "1 while the engine answers.", value=int(self._stats is not None))
+        if self._stats is None:
+            return
+        for field, (name, meaning) in GAUGES.items():
+            yield GaugeMetricFamily(name, meaning, value=getattr(self._stats, field))
+        for field, (name, meaning) in COUNTERS.items():
+            yield CounterMetricFamily(name, meaning, value=getattr(self._stats, field))
+        finished = CounterMetricFamily("hotset_requests_finished", "Requests ended, by reason.", labels=("reason",))
+        for reason, count in self._stats.requests_finished.items():
+            finished.add_metric((reason,), count)
+        yield finished

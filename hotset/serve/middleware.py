@@ -1,0 +1,129 @@
+"""What stands between the socket and the routes: the access log, the API key, the limit on bodies."""
+
+import hmac
+import logging
+import time
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hotset.base.errors import BodyTooLarge, WrongApiKey
+from hotset.base.units import MIB
+from hotset.serve.errors import error_response
+from hotset.serve.metrics import Metrics
+
+logger = logging.getLogger("hotset.serve")
+
+CLIENT_LEFT = 499
+OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/docs", "/openapi.json"})
+
+
+class AccessLog:
+    """Outermost: one log line and one count per request, and the last resort for errors that nobody caught."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        status: int | None = None
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except ClientDisconnect:
+            status = CLIENT_LEFT
+        except Exception as error:
+            response = error_response(error)
+            if status is None:  # else the status line is out, and cutting the body short is all that is left
+                await response(scope, receive, watched_send)
+        finally:
+            self._record(scope, status, time.monotonic() - began)
+
+    def _record(self, scope: Scope, status: int | None, seconds: float) -> None:
+        # The raw path is percent-encoded: it cannot forge a line of the log.
+        path = scope.get("raw_path", b"").decode("latin-1")
+        endpoint = getattr(scope.get("route"), "path_format", "other")
+        self._metrics.http_requests.labels(endpoint, str(status)).inc()
+        self._metrics.request_seconds.labels(endpoint).observe(seconds)
+        logger.info("%s %s %s %.0f ms", scope["method"], path, status, seconds * 1e3)
+
+
+class ApiKey:
+    """Asks every path but the open ones for the bearer token."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._api_key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._api_key):
+                message = "missing or wrong API key; send it as 'Authorization: Bearer KEY'"
+                await error_response(WrongApiKey(message))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class BodyLimit:
+    """Reads the body before anyone parses it, and refuses one that is larger than the limit.
+
+    The declared length is checked first; a body sent in chunks is counted as it arrives. What lies inside keeps
+    `receive` for one purpose: to learn that the client has left.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_mib: float) -> None:
+        self._app = app
+        self._limit_bytes = int(max_body_mib * MIB)
+        self._message = f"the request body exceeds the limit of {max_body_mib:g} MiB"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await self._read(Headers(scope=scope), receive)
+        except BodyTooLarge as error:
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, _replayed(body, receive), send)
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        declared = headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._limit_bytes:
+            raise BodyTooLarge(self._message)
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            body += message.get("body", b"")
+            if len(body) > self._limit_bytes:
+                raise BodyTooLarge(self._message)
+            if not message.get("more_body", False):
+                return bytes(body)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the whole body once, then what follows it on the wire."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay

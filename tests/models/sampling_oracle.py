@@ -1,0 +1,86 @@
+"""Sampling in lists and `math` alone, written from the words of `SamplingParams`, one row at a time."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hotset.base.sampling import SamplingParams
+
+WORD = (1 << 64) - 1
+
+
+def mixed(word: int) -> int:
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & WORD
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & WORD
+    return word ^ (word >> 31)
+
+
+def uniform(seed: int, position: int) -> float:
+    return (mixed((mixed(seed & WORD) + position * 0x9E3779B97F4A7C15) & WORD) >> 11) / (1 << 53)
+
+
+@dataclass(frozen=True)
+class Choice:
+    token: int
+    margin: float  # how far the nearest decision between floats was from falling the other way
+
+
+def adjusted(
+    logits: Sequence[float],
+    params: SamplingParams,
+    token_ids: Sequence[int],
+    prompt_length: int,
+    stop_ids: frozenset[int],
+) -> list[float]:
+    x = [-math.inf if math.isnan(value) else value for value in logits]
+    for token, bias in (params.logit_bias or {}).items():
+        x[token] += bias
+    answer = list(token_ids[prompt_length:])
+    for token in set(token_ids):
+        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+    for token in set(answer):
+        x[token] -= params.presence_penalty + params.frequency_penalty * answer.count(token)
+    if len(answer) < params.min_tokens:
+        for token in stop_ids:
+            x[token] = -math.inf
+    return x
+
+
+def choose(
+    logits: Sequence[float],
+    params: SamplingParams,
+    token_ids: Sequence[int],
+    prompt_length: int,
+    stop_ids: frozenset[int],
+) -> Choice:
+    x = adjusted(logits, params, token_ids, prompt_length, stop_ids)
+    order = sorted(range(len(x)), key=lambda token: (-x[token], token))
+    top = x[order[0]]
+    gaps = [abs(x[a] - x[b]) for a, b in itertools.pairwise(order) if x[a] != x[b]]
+    margin = min(gaps, default=math.inf)
+    if top == -math.inf:
+        return Choice(0, math.inf)
+    if params.temperature == 0.0:
+        return Choice(order[0], margin)
+    assert params.seed is not None
+    survivors = order[: params.top_k] if params.top_k else order
+    weights = [math.exp((x[token] - top) / params.temperature) for token in survivors]
+    total = sum(weights)
+    kept, before = [], 0.0
+    for weight in weights:
+        margin = min(margin, abs(before / total - params.top_p) if params.top_p < 1.0 else math.inf)
+        if kept and params.top_p < 1.0 and before / total >= params.top_p:
+            break
+        margin = min(margin, abs(weight - params.min_p) if params.min_p > 0.0 and kept else math.inf)
+        before += weight
+        if weight >= params.min_p:
+            kept.append(weight)
+    target = uniform(params.seed, len(token_ids)) * sum(kept)
+    passed = 0.0
+    for token, weight in zip(survivors, kept, strict=False):
+        passed += weight
+        margin = min(margin, abs(passed - target) / sum(kept))
+        if passed > target:
+            return Choice(token, margin)
+    return Choice(survivors[len(kept) - 1], 0.0)

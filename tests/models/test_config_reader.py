@@ -1,0 +1,202 @@
+"""Configurations: what transformers writes and understands is what we read."""
+
+import json
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, DeepseekV32Config, GlmMoeDsaConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from hotset.base.errors import CheckpointError
+from hotset.models.config_reader import read_spec
+from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+DSA_SIZES = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "index_topk": 5,
+    "index_head_dim": 16,
+    "index_n_heads": 3,
+}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.5}
+
+
+def config(model_type: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": model_type, **SIZES, "num_key_value_heads": 2, **changes}
+
+
+def dsa(model_type: str, **changes: Any) -> dict[str, Any]:
+    return config(model_type, **DSA_SIZES) | changes
+
+
+def read(values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelSpec:
+    return read_spec(values, generation or {}, "config.json")
+
+
+def written_by(config_object: PreTrainedConfig) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(config_object.to_json_string())
+    return values
+
+
+@pytest.mark.parametrize("oracle", [LlamaConfig(), LlamaConfig(head_dim=24, num_key_value_heads=8), Qwen3Config()])
+def test_gqa_fields_are_those_that_transformers_wrote(oracle: Any) -> None:
+    spec = read(written_by(oracle))
+    assert isinstance(spec.attention, GqaSpec)
+    assert (spec.vocab, spec.hidden, spec.layers) == (oracle.vocab_size, oracle.hidden_size, oracle.num_hidden_layers)
+    assert (spec.attention.heads, spec.attention.kv_heads) == (oracle.num_attention_heads, oracle.num_key_value_heads)
+    assert spec.attention.head_dim == spec.rope.dim == oracle.head_dim
+    assert spec.attention.qk_norm == (oracle.model_type == "qwen3")
+    assert spec.context == oracle.max_position_embeddings
+
+
+@pytest.mark.parametrize("kind", [DeepseekV32Config, GlmMoeDsaConfig])
+def test_dsa_fields_are_those_that_transformers_wrote(kind: Any) -> None:
+    oracle = kind(**SIZES, **DSA_SIZES, first_k_dense_replace=1, attention_bias=True)
+    spec = read(written_by(oracle))
+    assert isinstance(spec.attention, MlaSpec) and spec.moe is not None
+    mla, index, moe = spec.attention, spec.attention.index, spec.moe
+    assert (mla.q_lora_rank, mla.kv_lora_rank) == (oracle.q_lora_rank, oracle.kv_lora_rank)
+    assert (mla.nope_dim, mla.rope_dim, mla.v_dim, mla.bias) == (12, 8, 10, True)
+    assert (index.heads, index.head_dim, index.topk) == (3, 16, 5)
+    assert index.interleaved_rope == (kind is GlmMoeDsaConfig)
+    assert index.full_layers == (0, 1, 2, 3)
+    assert moe.layers == (1, 2, 3)
+    assert (moe.experts, moe.chosen, moe.groups, moe.chosen_groups, moe.width, moe.shared) == (8, 2, 2, 1, 24, 1)
+    assert (moe.scale, moe.normalise, spec.rope.dim) == (oracle.routed_scaling_factor, True, 8)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "deepseek_v32", "glm_moe_dsa"])
+def test_absent_fields_take_the_defaults_of_transformers(model_type: str) -> None:
+    sizes = SIZES | ({"num_attention_heads": 32, "hidden_size": 4096} if model_type == "qwen3" else {})
+    bare = {"model_type": model_type, **sizes}
+    complete = written_by(AutoConfig.for_model(**bare))
+    assert read(bare) == read(complete)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"index_topk_freq": 2},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 1},
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"index_topk_freq": 0},
+        {"index_topk_pattern": "FSSF"},
+        {"index_topk_pattern": ["full", "shared", "full", "shared"], "index_topk_freq": 2},
+        {"indexer_types": ["full", "full", "shared", "shared"], "index_topk_pattern": "FSSF"},
+    ],
+)
+def test_the_layers_with_an_indexer_are_those_of_transformers(fields: dict[str, Any]) -> None:
+    oracle = GlmMoeDsaConfig(**SIZES, **DSA_SIZES, **fields)
+    spec = read(dsa("glm_moe_dsa", **fields))
+    assert isinstance(spec.attention, MlaSpec)
+    expected = tuple(layer for layer, kind in enumerate(oracle.indexer_types) if kind == "full")
+    assert spec.attention.index.full_layers == expected
+
+
+def test_dense_and_sparse_layers_by_the_older_fields() -> None:
+    moe = read(dsa("deepseek_v32", first_k_dense_replace=1, moe_layer_freq=2)).moe
+    assert moe is not None and moe.layers == (2,)
+    assert read(dsa("deepseek_v32", first_k_dense_replace=9)).moe is None
+    by_list = read(dsa("deepseek_v32", first_k_dense_replace=9, mlp_layer_types=["sparse", "dense"] * 2)).moe
+    assert by_list is not None and by_list.layers == (0, 2)
+
+
+def test_rope_of_older_files_reads_like_rope_parameters() -> None:
+    new = read(dsa("deepseek_v32", rope_parameters={"rope_type": "yarn", "rope_theta": 5000.0, **YARN}))
+    old = read(dsa("deepseek_v32", rope_theta=5000.0, rope_scaling={"type": "yarn", **YARN}))
+    assert old == new
+    assert (new.rope.kind, new.rope.theta, new.rope.factor, new.rope.original_context) == ("yarn", 5000.0, 4.0, 64)
+    assert (new.rope.mscale, new.rope.mscale_all_dim, new.rope.beta_fast) == (1.0, 0.5, 32.0)
+
+
+def test_rope_kinds_keep_their_numbers() -> None:
+    scaled = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "original_max_position_embeddings": 16}
+    llama3 = read(config("llama", rope_parameters={"rope_type": "llama3", "rope_theta": 7.0, **scaled})).rope
+    assert (llama3.kind, llama3.theta, llama3.high_freq_factor, llama3.original_context) == ("llama3", 7.0, 2.0, 16)
+    assert read(config("llama", rope_scaling={"type": "linear", "factor": 2.0})).rope.factor == 2.0
+    stretched = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}
+    assert read(config("llama", max_position_embeddings=256, rope_parameters=stretched)).rope.factor == 4.0
+    assert read(config("llama", rope_scaling=None, rope_theta=500.0)).rope.theta == 500.0
+
+
+def test_dtype_by_either_name() -> None:
+    assert read(config("llama", torch_dtype="bfloat16")).dtype == "bfloat16"
+    assert read(config("llama", dtype="float64", torch_dtype="bfloat16")).dtype == "float64"
+    assert read(config("llama", torch_dtype="torch.float16")).dtype == "float16"
+
+
+def test_stop_tokens_come_from_the_generation_config_first() -> None:
+    assert read(config("llama", eos_token_id=7), {"eos_token_id": [5, 6, 5]}).eos_ids == (5, 6)
+    assert read(config("llama", eos_token_id=[7, 8]), {"eos_token_id": None}).eos_ids == (7, 8)
+    assert read(config("llama", eos_token_id=None)).eos_ids == ()
+    assert read(config("llama")).eos_ids == (2,)
+    assert read(config("llama", bos_token_id=None)).bos_id is None
+
+
+def test_a_window_that_no_layer_uses_is_no_window() -> None:
+    spec = read(config("qwen3", sliding_window=4096, use_sliding_window=False))
+    assert spec == read(config("qwen3", sliding_window=4096, use_sliding_window=True, max_window_layers=4))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"model_type": "mamba"}, ["model_type", "'mamba'", "llama, qwen3, deepseek_v32, glm_moe_dsa"]),
+        ({}, ["model_type", "missing"]),
+        ({"model_type": "llama", **SIZES, "hidden_size": None}, ["hidden_size", "missing"]),
+        (config("llama", hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
+        (config("llama", num_key_value_heads=3), ["num_key_value_heads", "3"]),
+        (config("llama", hidden_size="big"), ["hidden_size", "'big'"]),
+        (config("llama", vocab_size=True), ["vocab_size", "True"]),
+        (config("llama", hidden_size=34), ["hidden_size", "34", "num_attention_heads"]),
+        (config("llama", head_dim=7), ["head_dim", "7", "even"]),
+        (config("llama", rms_norm_eps=float("nan")), ["rms_norm_eps", "nan"]),
+        (config("llama", sliding_window=128), ["sliding_window", "128"]),
+        (config("llama", partial_rotary_factor=0.5), ["partial_rotary_factor", "0.5"]),
+        (config("llama", rope_scaling={"type": "dynamic", "factor": 2.0}), ["rope_scaling.type", "'dynamic'", "yarn"]),
+        (config("llama", rope_scaling={"type": "linear"}), ["rope_scaling.factor", "missing"]),
+        (config("llama", rope_parameters={"rope_type": "llama3", "factor": 8.0}), ["low_freq_factor", "missing"]),
+        (config("llama", rope_parameters={"full_attention": {"rope_theta": 1.0}}), ["full_attention", "one rope"]),
+        (config("llama", dtype="int8"), ["dtype", "'int8'"]),
+        (config("llama", eos_token_id="</s>"), ["eos_token_id", "'</s>'"]),
+        (config("qwen3", layer_types=["full_attention"] * 3 + ["sliding_attention"]), ["layer_types", "sliding"]),
+        (config("qwen3", layer_types=["full_attention"] * 3), ["layer_types", "3 entries for 4 layers"]),
+        (
+            config("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=2),
+            ["sliding_window", "8", "full attention"],
+        ),
+        (dsa("deepseek_v32", q_lora_rank=None), ["q_lora_rank", "None"]),
+        (dsa("deepseek_v32", scoring_func="softmax"), ["scoring_func", "'softmax'", "sigmoid"]),
+        (dsa("deepseek_v32", n_group=3, first_k_dense_replace=0), ["n_group", "3", "8"]),
+        (dsa("deepseek_v32", topk_group=3, first_k_dense_replace=0), ["topk_group", "3"]),
+        (dsa("deepseek_v32", num_experts_per_tok=5), ["num_experts_per_tok", "5"]),
+        (dsa("deepseek_v32", mlp_bias=True), ["mlp_bias", "True"]),
+        (dsa("deepseek_v32", index_head_dim=4), ["index_head_dim", "4", "qk_rope_head_dim"]),
+        (dsa("glm_moe_dsa", indexer_rope_interleave=False), ["indexer_rope_interleave", "False"]),
+        (dsa("glm_moe_dsa", indexer_types=["shared", "full", "full", "full"]), ["indexer_types", "first layer"]),
+        (dsa("glm_moe_dsa", index_topk_pattern="SFFF"), ["index_topk_pattern", "'SFFF'", "first layer"]),
+        (dsa("glm_moe_dsa", index_topk_pattern="FX"), ["index_topk_pattern", "'FX'"]),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(values: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        read(values)
+    message = str(refusal.value)
+    assert message.startswith("config.json: ") and "\n" not in message
+    for word in words:
+        assert word in message

@@ -1,0 +1,348 @@
+import math
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hotset.base.sampling import SamplingParams
+from hotset.models.sampler import Sampled, Sampler
+from hotset.models.sampling.draw import LISTED, draw_key, leading, uniforms
+from tests.models import sampling_oracle as oracle
+
+CPU = torch.device("cpu")
+NO_STOPS: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Request:
+    params: SamplingParams
+    token_ids: list[int]
+    prompt_length: int
+    stop_ids: frozenset[int] = NO_STOPS
+
+    def followed_by(self, token: int) -> "Request":
+        return replace(self, token_ids=[*self.token_ids, token])
+
+
+def seated(requests: list[Request], vocab: int, device: torch.device = CPU) -> Sampler:
+    sampler = Sampler(len(requests), vocab, device)
+    for seat, request in enumerate(requests):
+        admit(sampler, seat, request)
+    return sampler
+
+
+def admit(sampler: Sampler, seat: int, request: Request) -> None:
+    sampler.admit(seat, request.params, request.token_ids, request.prompt_length, request.stop_ids)
+
+
+def positions_of(requests: list[Request]) -> Tensor:
+    return torch.tensor([len(request.token_ids) for request in requests])
+
+
+def sample_all(requests: list[Request], logits: Tensor) -> Sampled:
+    sampler = seated(requests, logits.shape[1], logits.device)
+    return sampler.sample(logits, range(len(requests)), positions_of(requests).to(logits.device))
+
+
+def sample_one(logits: list[float] | Tensor, position: int = 0, **params: object) -> int:
+    row = torch.as_tensor(logits).unsqueeze(0)
+    request = Request(SamplingParams(**{"seed": 0, **params}), [0] * position, 0)  # type: ignore[arg-type]
+    return int(sample_all([request], row).token_ids)
+
+
+def any_params(rng: random.Random, vocab: int) -> SamplingParams:
+    def sometimes(value: object, otherwise: object) -> object:
+        return value if rng.random() < 0.4 else otherwise
+
+    bias = {token: rng.uniform(-3, 3) for token in rng.sample(range(vocab), min(vocab, 3))}
+    fields = {
+        "temperature": rng.choice([0.0, 0.05, 0.7, 1.0, 1.0, 3.0]),
+        "top_k": sometimes(rng.randint(1, vocab + 2), 0),
+        "top_p": sometimes(rng.uniform(0.01, 1.0), 1.0),
+        "min_p": sometimes(rng.uniform(0.0, 0.5), 0.0),
+        "repetition_penalty": sometimes(rng.uniform(0.5, 2.0), 1.0),
+        "presence_penalty": sometimes(rng.uniform(-2.0, 2.0), 0.0),
+        "frequency_penalty": sometimes(rng.uniform(-2.0, 2.0), 0.0),
+        "seed": rng.randint(-(1 << 63), (1 << 63) - 1),
+        "max_tokens": None,
+        "min_tokens": sometimes(rng.randint(1, 6), 0),
+        "logit_bias": sometimes(bias, None),
+        "logprobs": sometimes(rng.randint(0, 20), None),
+    }
+    return SamplingParams(**fields)  # type: ignore[arg-type]
+
+
+def any_request(rng: random.Random, vocab: int) -> Request:
+    token_ids = [rng.randrange(vocab) for _ in range(rng.randint(1, 8))]
+    stop_ids = frozenset(rng.sample(range(vocab), min(vocab, rng.randint(0, 2))))
+    return Request(any_params(rng, vocab), token_ids, rng.randint(1, len(token_ids)), stop_ids)
+
+
+def any_logits(rng: random.Random, vocab: int) -> list[float]:
+    spread, digits = rng.choice([0.1, 2.0, 8.0]), rng.choice([0, 1, 12])  # few digits: many ties
+    row = [round(rng.gauss(0.0, spread), digits) for _ in range(vocab)]
+    for token in range(vocab):
+        if rng.random() < 0.02:
+            row[token] = rng.choice([math.nan, -math.inf])
+    return row
+
+
+rngs = st.integers(0, 1 << 40).map(random.Random)
+vocabs = st.sampled_from([1, 2, 3, 7, 40, LISTED + 90])
+
+
+@settings(max_examples=300, deadline=None)
+@given(vocab=vocabs, rng=rngs, n=st.integers(1, 4), steps=st.integers(1, 4))
+def test_every_parameter_agrees_with_the_plain_oracle(vocab: int, rng: random.Random, n: int, steps: int) -> None:
+    requests = [any_request(rng, vocab) for _ in range(n)]
+    sampler = seated(requests, vocab)
+    for _ in range(steps):
+        rows = [any_logits(rng, vocab) for _ in range(n)]
+        found = sampler.sample(torch.tensor(rows, dtype=torch.float64), range(n), positions_of(requests))
+        for i, token in enumerate(found.token_ids.tolist()):
+            request = requests[i]
+            wanted = oracle.choose(rows[i], request.params, request.token_ids, request.prompt_length, request.stop_ids)
+            assume(wanted.margin > 1e-9)
+            assert token == wanted.token
+            requests[i] = request.followed_by(token)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    vocab=st.sampled_from([5, 300, 3000]),
+    rng=rngs,
+    n=st.integers(2, 7),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_a_row_does_not_depend_on_its_batch(vocab: int, rng: random.Random, n: int, dtype: torch.dtype) -> None:
+    requests = [any_request(rng, vocab) for _ in range(n)]
+    logits = torch.tensor([any_logits(rng, vocab) for _ in range(n)], dtype=dtype)
+    together = sample_all(requests, logits)
+    order = rng.sample(range(n), n)
+    shuffled = sample_all([requests[i] for i in order], logits[order])
+    assert shuffled.token_ids.tolist() == together.token_ids[order].tolist()
+    for i in range(n):
+        alone = sample_all([requests[i]], logits[i : i + 1])
+        assert int(alone.token_ids) == int(together.token_ids[i])
+        rows = [found.logprobs.row(at) if found.logprobs else None for found, at in ((alone, 0), (together, i))]
+        assert (rows[0] is None) == (rows[1] is None) == (requests[i].params.logprobs is None)
+        if rows[0] is not None and rows[1] is not None:
+            assert list(rows[0]) == list(rows[1])
+            assert [rank for _, rank in rows[0].values()] == [rank for _, rank in rows[1].values()]
+            assert [logprob for logprob, _ in rows[0].values()] == [logprob for logprob, _ in rows[1].values()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(vocab=st.sampled_from([3, 40, LISTED + 90]), rng=rngs, leaves=st.integers(0, 6))
+def test_a_preempted_request_goes_on_as_if_it_had_never_left(vocab: int, rng: random.Random, leaves: int) -> None:
+    request = any_request(rng, vocab)
+    steps = [torch.tensor([any_logits(rng, vocab)]) for _ in range(8)]
+
+    def answer(leave_at: int | None) -> list[int]:
+        sampler, current, seat = Sampler(3, vocab, CPU), request, 0
+        admit(sampler, seat, current)
+        for step, logits in enumerate(steps):
+            if step == leave_at:
+                sampler.release(seat)
+                admit(sampler, seat, any_request(rng, vocab))  # somebody else's counts take the place
+                seat = 2
+                admit(sampler, seat, current)
+            token = int(sampler.sample(logits, [seat], positions_of([current])).token_ids)
+            current = current.followed_by(token)
+        return current.token_ids
+
+    assert answer(leaves) == answer(None)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 7, (1 << 63) - 1, -(1 << 63)])
+def test_the_uniform_number_is_the_same_function_of_seed_and_position_everywhere(seed: int) -> None:
+    positions = torch.tensor([0, 1, 2, 4095, 4096, 1 << 20, (1 << 31) + 5])
+    found = uniforms(torch.full_like(positions, draw_key(seed)), positions).tolist()
+    assert found == [oracle.uniform(seed, position) for position in positions.tolist()]
+
+
+def chi_square(counts: Tensor, expected: Tensor) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+PROBABILITIES = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01])
+
+
+def drawn_over_seeds(count: int, first: int, position: int) -> Tensor:
+    requests = [Request(SamplingParams(seed=first + i), [], 0) for i in range(count)]
+    sampler = seated(requests, len(PROBABILITIES))
+    logits = PROBABILITIES.log().expand(count, -1)
+    return sampler.sample(logits, range(count), torch.full((count,), position)).token_ids
+
+
+def drawn_over_positions(count: int, seed: int) -> Tensor:
+    sampler = seated([Request(SamplingParams(seed=seed), [], 0)], len(PROBABILITIES))
+    return sampler.sample(PROBABILITIES.log().expand(count, -1), [0] * count, torch.arange(count)).token_ids
+
+
+@pytest.mark.parametrize("way", ["seeds", "positions"])
+def test_draws_follow_the_probabilities_and_neighbours_are_independent(way: str) -> None:
+    count = 6000
+    tokens = drawn_over_seeds(count, 100, 17) if way == "seeds" else drawn_over_positions(count, 5)
+    kinds = len(PROBABILITIES)
+    single = torch.bincount(tokens, minlength=kinds)
+    assert chi_square(single, PROBABILITIES * count) < 33.0  # 6 degrees of freedom: 1 in 100,000
+    pairs = torch.bincount(tokens[:-1] * kinds + tokens[1:], minlength=kinds * kinds)
+    both = (PROBABILITIES.unsqueeze(1) * PROBABILITIES).flatten() * (count - 1)
+    likely = both >= 5.0
+    freedom = int(likely.sum())
+    assert chi_square(pairs[likely], both[likely]) < freedom + 5.0 * math.sqrt(2.0 * freedom)
+
+
+def test_top_k_keeps_exactly_k_and_lower_ids_win_ties() -> None:
+    logits = [1.0, 3.0, 2.0, 2.0, 2.0, 0.0]
+    drawn = {sample_one(logits, position, top_k=3, temperature=10.0) for position in range(200)}
+    assert drawn == {1, 2, 3}
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it_and_at_least_one() -> None:
+    logits = [math.log(p) for p in (0.1, 0.4, 0.3, 0.2)]
+    reach = {p: {sample_one(logits, i, top_p=p) for i in range(200)} for p in (0.01, 0.39, 0.41, 0.71, 0.95)}
+    assert reach == {0.01: {1}, 0.39: {1}, 0.41: {1, 2}, 0.71: {1, 2, 3}, 0.95: {0, 1, 2, 3}}
+
+
+def test_min_p_is_relative_to_the_likeliest_token() -> None:
+    logits = [math.log(p) for p in (0.1, 0.4, 0.3, 0.2)]
+    reach = {p: {sample_one(logits, i, min_p=p) for i in range(200)} for p in (0.2, 0.3, 0.6, 1.0)}
+    assert reach == {0.2: {0, 1, 2, 3}, 0.3: {1, 2, 3}, 0.6: {1, 2}, 1.0: {1}}
+
+
+@settings(max_examples=100, deadline=None)
+@given(rng=rngs, vocab=st.integers(1, 60), n=st.integers(1, 4), share=st.floats(0, 1))
+def test_leading_tokens_are_a_prefix_of_the_stable_sort(rng: random.Random, vocab: int, n: int, share: float) -> None:
+    rows = [[rng.choice([-math.inf, -1.0, 0.0, 0.5, 2.0]) for _ in range(vocab)] for _ in range(n)]
+    x, count = torch.tensor(rows), max(1, int(share * vocab))
+    found, wanted = leading(x, count), x.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(found.ids, wanted.indices[:, :count])
+    assert torch.equal(found.values, wanted.values[:, :count])
+
+
+def test_min_tokens_bars_the_stop_ids_until_enough_answer_tokens_exist() -> None:
+    params = SamplingParams(temperature=0.0, seed=0, min_tokens=2, max_tokens=None)
+    current = Request(params, [0, 0, 0], 3, frozenset({1, 3, 99}))  # an id beyond the vocabulary is never sampled
+    sampler = seated([current], 4)
+    for wanted in (2, 2, 3, 3):
+        token = int(sampler.sample(torch.tensor([[0.0, 4.0, 1.0, 5.0]]), [0], positions_of([current])).token_ids)
+        assert token == wanted
+        current = current.followed_by(token)
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}, {"repetition_penalty": 0.01}]
+)
+@pytest.mark.parametrize("vocab", [8, LISTED + 8])
+def test_poisoned_rows_are_sampled_without_harm_to_their_neighbours(params: dict[str, float], vocab: int) -> None:
+    healthy = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3))
+    poison = torch.full((5, vocab), math.nan)
+    poison[1] = -math.inf
+    poison[2, 6] = -1.0
+    poison[3], poison[3, 5] = 0.0, math.inf
+    poison[4], poison[4, 4] = -math.inf, torch.finfo(torch.float32).max
+    request = Request(SamplingParams(seed=11, logprobs=2, **params), [5], 1)  # type: ignore[arg-type]
+    found = sample_all([request] * 6, torch.cat([poison, healthy]))
+    assert found.token_ids[:5].tolist() == [0, 0, 6, 5, 4]
+    assert int(found.token_ids[5]) == int(sample_all([request], healthy).token_ids)
+    assert found.logprobs is not None
+    for i in range(6):
+        row = found.logprobs.row(i)
+        assert row is not None and not any(math.isnan(logprob) for logprob, _ in row.values())
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6])
+def test_a_tiny_temperature_neither_overflows_nor_divides_by_zero(temperature: float) -> None:
+    logits = torch.tensor([1e30, 3e38, -3e38, 3e38])
+    drawn = {sample_one(logits, position, temperature=temperature) for position in range(100)}
+    assert drawn == {1, 3}
+
+
+def test_the_callers_logits_stay_as_they_are() -> None:
+    rng = random.Random(2)
+    requests = [Request(any_params(rng, 50), [1, 2, 3, 3], 2, frozenset({1})) for _ in range(40)]
+    logits = torch.tensor([any_logits(rng, 50) for _ in requests])
+    before = logits.clone()
+    sample_all(requests, logits)
+    torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_only_penalised_requests_hold_counts_and_release_is_idempotent() -> None:
+    sampler = Sampler(4, 10, CPU)
+    plain, penalised = (
+        Request(SamplingParams(seed=0), [1], 1),
+        Request(SamplingParams(seed=0, presence_penalty=1.0), [1, 2], 1),
+    )
+    for seat in range(4):
+        admit(sampler, seat, plain)
+    assert sampler._counts.held == 0
+    for seat in (0, 1, 2, 1):
+        admit(sampler, seat, penalised)
+    assert sampler._counts.held == 3
+    for seat in (0, 1, 1, 2, 3, 3):
+        sampler.release(seat)
+    assert sampler._counts.held == 0
+
+
+def test_a_new_request_inherits_nothing_from_the_seat_before() -> None:
+    sampler = Sampler(1, 6, CPU)
+    heavy = SamplingParams(
+        temperature=0.0, seed=1, presence_penalty=2.0, logit_bias={4: 50.0}, min_tokens=9, max_tokens=9, logprobs=3
+    )
+    admit(sampler, 0, Request(heavy, [5, 5], 1, frozenset({5})))
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, 1.0]])
+    assert int(sampler.sample(logits, [0], torch.tensor([2])).token_ids) == 4
+    admit(sampler, 0, Request(SamplingParams(temperature=0.0, seed=1, presence_penalty=0.5), [0], 1))
+    found = sampler.sample(logits, [0], torch.tensor([1]))
+    assert int(found.token_ids) == 5 and found.logprobs is None
+
+
+def test_logprobs_are_those_of_the_raw_logits_with_ranks_by_logit_then_id() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 2.0]], dtype=torch.float64)
+    params = SamplingParams(temperature=0.0, seed=0, logit_bias={3: 100.0}, presence_penalty=1.0)
+    rows = [
+        replace(params, logprobs=2),
+        params,
+        replace(params, logprobs=0),
+        replace(params, logprobs=20, logit_bias=None),
+    ]
+    found = sample_all([Request(row, [0], 1) for row in rows], logits.expand(4, -1))
+    assert found.token_ids.tolist() == [3, 3, 3, 1]
+    assert found.logprobs is not None
+    host = found.logprobs.to_host()
+    lse = math.log(sum(math.exp(value) for value in logits[0].tolist()))
+    expected = {
+        token: (pytest.approx(float(logits[0, token]) - lse), rank) for rank, token in enumerate([1, 2, 4, 0, 3], 1)
+    }
+    assert host.row(0) == {token: expected[token] for token in (3, 1, 2)}
+    assert host.row(1) is None
+    assert host.row(2) == {3: expected[3]}
+    assert host.row(3) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [300, 20000])
+def test_a_gpu_draws_the_same_tokens_without_waiting_for_the_host(vocab: int) -> None:
+    rng = random.Random(vocab)
+    requests = [any_request(rng, vocab) for _ in range(48)]
+    narrow = [replace(r, params=replace(r.params, top_k=rng.randint(1, 50))) for r in requests]
+    for batch in (requests, narrow):
+        logits = torch.randn(48, vocab, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3
+        wanted, steps = sample_all(batch, logits), positions_of(batch).cuda()
+        on_gpu = logits.cuda()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = seated(batch, vocab, on_gpu.device).sample(on_gpu, range(48), steps)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert found.token_ids.tolist() == wanted.token_ids.tolist()
+        assert found.logprobs is not None and wanted.logprobs is not None
+        torch.testing.assert_close(found.logprobs.chosen_logprobs.cpu(), wanted.logprobs.chosen_logprobs)
+        assert torch.equal(found.logprobs.top_ids.cpu(), wanted.logprobs.top_ids)

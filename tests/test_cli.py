@@ -1,0 +1,182 @@
+"""The command line: flags that mirror the configuration, one-line errors, and the commands on the embedded model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hotset import LLM, SamplingParams, __version__
+from hotset.base.config import EngineConfig, ServeConfig, flag_name, settings
+from hotset.base.errors import ContextLengthExceeded
+from hotset.cli import app
+from hotset.cli.conversation import Conversation
+from hotset.cli.flags import given
+from hotset.cli.machine import Machine, PartReport, print_machine
+
+ROOT = Path(__file__).resolve().parents[1]
+SERVER_WITHOUT = """
+import importlib.abc, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "fastapi":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+sys.argv = ["hotset", "serve"]
+from hotset.cli import main
+main()
+"""
+
+
+def hotset(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "hotset", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, **options)
+
+
+def flags_of(command: str) -> set[str]:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return {name for option in commands[command].params if isinstance(option, click.Option) for name in option.opts}
+
+
+def fields_as_flags(*config_types: Any) -> set[str]:
+    return {f"--{flag_name(setting.name)}" for config_type in config_types for setting in settings(config_type)}
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "info"])
+def test_help_of_each_command_shows_all_its_flags(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert shown.exit_code == 0
+    assert all(flag in shown.stdout for flag in flags_of(command))
+
+
+def test_every_setting_is_a_flag_and_no_flag_is_without_a_setting() -> None:
+    sampling = {"--max-tokens", "--temperature", "--top-p"}
+    assert flags_of("serve") == fields_as_flags(EngineConfig, ServeConfig) - {"--model"}
+    assert flags_of("generate") == fields_as_flags(EngineConfig) | sampling | {"--json"}
+    assert flags_of("chat") == fields_as_flags(EngineConfig) | sampling | {"--system"}
+
+
+def test_api_key_of_the_environment_is_used_but_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSET_API_KEY", "from-environment")
+    assert given(ServeConfig, {"api_key": None}) == {"api_key": "from-environment"}
+    assert given(ServeConfig, {"api_key": "from-flag"}) == {"api_key": "from-flag"}
+    assert given(EngineConfig, {}) == {}
+    assert "from-environment" not in CliRunner().invoke(app, ["serve", "--help"]).stdout
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, hotset.cli; sys.exit('torch' in sys.modules or 'rich.table' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_version_is_printed() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"hotset {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "--port", "65536"], "--port must lie in"),
+        (["serve", "no/such/model"], "no/such/model"),
+        (["generate", "Hello", "--model", "no/such/model"], "no/such/model"),
+        (["generate", "Hello", "--temperature", "nan"], "temperature must be a finite number"),
+        (["chat", "--dtype", "int4"], "--dtype must be one of"),
+    ],
+)
+def test_start_up_error_is_one_line_and_exit_status_1(arguments: list[str], said: str) -> None:
+    done = hotset(*arguments, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_server_without_its_packages_names_the_command_that_adds_them() -> None:
+    done = subprocess.run([sys.executable, "-c", SERVER_WITHOUT], cwd=ROOT, capture_output=True, text=True)
+    said = 'error: the server needs fastapi; run: pip install "hotset[serve]"\n'
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_info_reports_the_machine_and_every_part() -> None:
+    report = json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)
+    assert report["hotset"] == __version__
+    assert report["torch"].startswith("2.")
+    assert report["ram_bytes"] > report["free_ram_bytes"] > 0
+    assert {"serve", "gguf", "embedded model", "nixl"} <= {part["name"] for part in report["parts"]}
+
+
+def test_info_shows_the_brackets_of_a_command_that_adds_a_part(capsys: pytest.CaptureFixture[str]) -> None:
+    missing = PartReport("serve", "HTTP server", None, 'pip install "hotset[serve]"')
+    print_machine(Machine("0", "3", "Linux", None, 2, 1 << 30, 1 << 20, (), (missing,)))
+    assert 'missing: pip install "hotset[serve]"' in capsys.readouterr().out
+
+
+def test_generate_continues_text_from_standard_input() -> None:
+    arguments = ["generate", "-", "--temperature", "0", "--max-tokens", "6"]
+    done = hotset(*arguments, input="The capital of France is\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Paris" in done.stdout and done.stdout.endswith("\n")
+
+
+def test_generate_prints_json_with_usage() -> None:
+    arguments = ["generate", "The capital of France is", "--temperature", "0", "--max-tokens", "6", "--json"]
+    report = json.loads(CliRunner().invoke(app, arguments).stdout)
+    assert "Paris" in report["text"]
+    assert report["finish_reason"] == "length"
+    assert report["usage"] == {"prompt_tokens": 5, "completion_tokens": 6}
+
+
+def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
+    command = [sys.executable, "-m", "hotset", "chat", "--temperature", "0"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin and process.stdout and process.stderr
+        process.stdin.write(b"Tell me a very long story about the sea.\n")
+        process.stdin.flush()
+        os.read(process.stdout.fileno(), 1)  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        output, remarks = process.communicate(b"/reset\nWhat is the capital of France?\n/exit\nnever read\n", 60)
+    assert process.returncode == 0
+    assert remarks.decode().splitlines() == ["(stopped)", "(forgotten)"]
+    assert output.decode().splitlines()[-1].startswith("The capital of France is Paris")
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with closing(LLM(max_model_len=96, device="cpu", progress=False)) as llm:
+        yield llm
+
+
+@pytest.fixture
+def conversation(llm: LLM) -> Conversation:
+    return Conversation(llm, SamplingParams(temperature=0.0, max_tokens=16), system="Be brief.")
+
+
+def test_chat_remembers_earlier_turns_until_reset(conversation: Conversation) -> None:
+    conversation.run(["What is the capital of France?", "", "/system Be kind."])
+    assert [turn["role"] for turn in conversation.turns] == ["user", "assistant"]
+    assert "Paris" in conversation.turns[1]["content"]
+    assert conversation.system == "Be kind."
+    conversation.run(["/system", "/reset", "/exit", "What is the capital of Spain?"])
+    assert (conversation.system, conversation.turns) == (None, [])
+
+
+def test_chat_gives_up_oldest_turns_when_the_context_is_full(
+    conversation: Conversation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation.run([f"What is {number} plus {number}?" for number in range(6)])
+    assert "the oldest question and its answer are forgotten" in capsys.readouterr().err
+    assert 2 <= len(conversation.turns) < 12
+    assert conversation.turns[-2]["content"] == "What is 5 plus 5?"
+
+
+def test_chat_refuses_a_question_that_alone_exceeds_the_context(conversation: Conversation) -> None:
+    with pytest.raises(ContextLengthExceeded):
+        conversation.run(["word " * 200])

@@ -1,0 +1,203 @@
+"""The floors of docs/architecture.md hold: who may import whom, without circles, without optional packages."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A file imports from its own folder and from lower floors. Folders of one floor do not know each other.
+FLOORS = {
+    "base": 1,
+    "kernels": 2,
+    "memory": 3,
+    "transfer": 3,
+    "tiers": 4,
+    "models": 4,
+    "schedule": 5,
+    "handoff": 5,
+    "engine": 6,
+    "serve": 7,
+    "__init__": 7,
+    "cli": 8,
+    "__main__": 9,
+}
+NO_TORCH = ("base", "schedule", "serve")
+TOP_OF_LIBRARY = FLOORS["engine"]
+OPTIONAL = [
+    *("pydantic", "fastapi", "uvicorn", "msgspec", "zmq", "nixl", "mooncake"),
+    *("ray", "gguf", "jinja2", "transformers"),
+]
+
+IMPORT_EACH = """
+import importlib, importlib.abc, sys
+blocked, modules = sys.argv[1].split(","), sys.argv[2].split(",")
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+sys.meta_path.insert(0, Absent())
+for module in modules:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        sys.exit(f"{module}: {error}")
+"""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of one file; `target` is a module, not a name in it."""
+
+    importer: str
+    target: str
+    where: str  # path:line, for the message
+
+
+class Tree:
+    """The modules of package `hotset` below `root`, and every import in them, wherever it stands."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.files = {self._module_name(path): path for path in sorted((root / "hotset").rglob("*.py"))}
+
+    def _module_name(self, path: Path) -> str:
+        parts = path.relative_to(self.root).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def imports(self) -> Iterator[Import]:
+        for module, path in self.files.items():
+            for node in ast.walk(ast.parse(path.read_text(), str(path))):
+                for target in self._targets(node, module, is_package=path.name == "__init__.py"):
+                    yield Import(module, target, f"{path.relative_to(self.root)}:{getattr(node, 'lineno', 0)}")
+
+    def _targets(self, node: ast.AST, module: str, *, is_package: bool) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                kept = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*kept, *([base] if base else [])])
+            for alias in node.names:
+                if f"{base}.{alias.name}" in self.files:
+                    yield f"{base}.{alias.name}"
+                elif (base, alias.name) != ("hotset", "__version__"):  # a constant that every floor may state
+                    yield base
+
+
+def folder_of(module: str) -> str:
+    return [*module.split("."), "__init__"][1]
+
+
+def broken_floors(tree: Tree) -> list[str]:
+    unplaced = sorted({folder_of(module) for module in tree.files} - FLOORS.keys())
+    broken = [f"hotset/{folder} is on no floor" for folder in unplaced]
+    for found in tree.imports():
+        importer, target = folder_of(found.importer), folder_of(found.target)
+        if found.target.partition(".")[0] == "hotset":
+            if importer != target and FLOORS.get(importer, 0) <= FLOORS.get(target, 0):
+                broken.append(f"{found.where}: {importer} must not import {found.target}")
+        elif found.target.partition(".")[0] == "torch" and importer in NO_TORCH:
+            broken.append(f"{found.where}: {importer} must not import torch")
+    return broken
+
+
+def find_cycle(tree: Tree) -> list[str]:
+    edges: dict[str, set[str]] = {module: set() for module in tree.files}
+    for found in tree.imports():
+        if found.target in edges:
+            edges[found.importer].add(found.target)
+    try:
+        graphlib.TopologicalSorter(edges).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def failed_import(root: Path, modules: list[str], blocked: list[str]) -> str:
+    """What the first module that does not import without `blocked` has to say, or nothing."""
+    command = [sys.executable, "-c", IMPORT_EACH, ",".join(blocked), ",".join(modules)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    return "" if done.returncode == 0 else done.stderr or f"exit {done.returncode}"
+
+
+def modules_of(tree: Tree, *folders: str) -> list[str]:
+    return [module for module in tree.files if folder_of(module) in folders]
+
+
+@pytest.fixture(scope="module")
+def hotset_tree() -> Tree:
+    tree = Tree(ROOT)
+    assert "hotset.base.config" in tree.files
+    return tree
+
+
+def test_no_file_imports_from_its_own_height_or_above(hotset_tree: Tree) -> None:
+    assert broken_floors(hotset_tree) == []
+
+
+def test_no_modules_import_each_other_in_a_circle(hotset_tree: Tree) -> None:
+    assert find_cycle(hotset_tree) == []
+
+
+def test_library_imports_where_optional_packages_are_absent(hotset_tree: Tree) -> None:
+    library = [folder for folder, floor in FLOORS.items() if floor <= TOP_OF_LIBRARY]
+    assert failed_import(ROOT, modules_of(hotset_tree, *library), OPTIONAL) == ""
+
+
+def test_base_and_schedule_import_where_torch_is_absent(hotset_tree: Tree) -> None:
+    assert failed_import(ROOT, modules_of(hotset_tree, "base", "schedule"), ["torch"]) == ""
+
+
+def make_tree(root: Path, **files: str) -> Tree:
+    """A package `hotset` from `folder__file="source"` pairs."""
+    for name, source in files.items():
+        path = root / "hotset" / (name.replace("__", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    for folder in [root / "hotset", *(path for path in (root / "hotset").iterdir() if path.is_dir())]:
+        (folder / "__init__.py").touch()
+    return Tree(root)
+
+
+@pytest.mark.parametrize(
+    ("files", "culprit"),
+    [
+        ({"models__a": "from hotset.schedule.b import x", "schedule__b": ""}, "models must not import hotset.schedule"),
+        ({"models__a": "from hotset import serve", "serve__b": ""}, "models must not import hotset.serve"),
+        ({"memory__a": "import hotset.transfer.b", "transfer__b": ""}, "memory must not import hotset.transfer.b"),
+        ({"base__a": "def f():\n    from ..engine import b", "engine__b": ""}, "base must not import hotset.engine.b"),
+        ({"tiers__a": "from hotset import LLM"}, "tiers must not import hotset"),
+        ({"schedule__a": "if True:\n    import torch.nn as nn"}, "schedule must not import torch"),
+        ({"helpers__a": ""}, "hotset/helpers is on no floor"),
+    ],
+)
+def test_checker_sees_an_import_that_breaks_the_floors(tmp_path: Path, files: dict[str, str], culprit: str) -> None:
+    broken = broken_floors(make_tree(tmp_path, **files))
+    assert len(broken) == 1 and culprit in broken[0]
+
+
+def test_checker_sees_a_circle_closed_under_type_checking(tmp_path: Path) -> None:
+    lazy = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import x"
+    tree = make_tree(tmp_path, models__a="from . import b", models__b="import hotset.models.c", models__c=lazy)
+    assert set(find_cycle(tree)) == {"hotset.models.a", "hotset.models.b", "hotset.models.c"}
+
+
+def test_checker_accepts_imports_from_below_and_beside(tmp_path: Path) -> None:
+    engine = "import torch\nfrom hotset import __version__\nfrom hotset.base.b import x\nfrom . import c"
+    tree = make_tree(tmp_path, engine__a=engine, base__b="x = 1", engine__c="", models__d="import torch")
+    assert (broken_floors(tree), find_cycle(tree)) == ([], [])
+
+
+def test_checker_sees_a_package_that_should_be_optional(tmp_path: Path) -> None:
+    make_tree(tmp_path, models__a="import json.decoder", models__b="def f():\n    import json")
+    assert "hotset.models.a: json is blocked" in failed_import(tmp_path, ["hotset.models.a"], ["json"])
+    assert failed_import(tmp_path, ["hotset.models.b"], ["json"]) == ""
