@@ -10,7 +10,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -43,8 +42,9 @@ def hotset(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]
 
 
 def flags_of(command: str) -> set[str]:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    return {name for option in commands[command].params if isinstance(option, click.Option) for name in option.opts}
+    commands = typer.main.get_command(app).commands
+    options = [p for p in commands[command].params if p.param_type_name == "option"]
+    return {name for option in options for name in option.opts}
 
 
 def fields_as_flags(*config_types: Any) -> set[str]:
@@ -87,7 +87,6 @@ def test_version_is_printed() -> None:
     [
         (["serve", "--port", "65536"], "--port must lie in"),
         (["serve", "no/such/model"], "no/such/model"),
-        (["generate", "Hello", "--model", "no/such/model"], "no/such/model"),
         (["generate", "Hello", "--temperature", "nan"], "temperature must be a finite number"),
         (["chat", "--dtype", "int4"], "--dtype must be one of"),
     ],
@@ -118,19 +117,19 @@ def test_info_shows_the_brackets_of_a_command_that_adds_a_part(capsys: pytest.Ca
     assert 'missing: pip install "hotset[serve]"' in capsys.readouterr().out
 
 
-def test_generate_continues_text_from_standard_input() -> None:
-    arguments = ["generate", "-", "--temperature", "0", "--max-tokens", "6"]
-    done = hotset(*arguments, input="The capital of France is\n")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "Paris" in done.stdout and done.stdout.endswith("\n")
+def test_generate_streams_the_continuation_of_standard_input() -> None:
+    arguments = ["generate", "-", "--temperature", "0", "--max-tokens", "4"]
+    done = CliRunner().invoke(app, arguments, input="The capital of France is\n")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith(" Paris") and done.stdout.endswith("\n")
 
 
 def test_generate_prints_json_with_usage() -> None:
-    arguments = ["generate", "The capital of France is", "--temperature", "0", "--max-tokens", "6", "--json"]
+    arguments = ["generate", "The capital of France is", "--temperature", "0", "--max-tokens", "4", "--json"]
     report = json.loads(CliRunner().invoke(app, arguments).stdout)
-    assert "Paris" in report["text"]
+    assert report["text"].startswith(" Paris")
     assert report["finish_reason"] == "length"
-    assert report["usage"] == {"prompt_tokens": 5, "completion_tokens": 6}
+    assert report["usage"] == {"prompt_tokens": 5, "completion_tokens": 4}
 
 
 def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
@@ -150,13 +149,13 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with closing(LLM(max_model_len=96, device="cpu", progress=False)) as llm:
+    with closing(LLM(max_model_len=80, device="cpu", progress=False)) as llm:
         yield llm
 
 
 @pytest.fixture
 def conversation(llm: LLM) -> Conversation:
-    return Conversation(llm, SamplingParams(temperature=0.0, max_tokens=16), system="Be brief.")
+    return Conversation(llm, SamplingParams(temperature=0.0, max_tokens=8), system="Be brief.")
 
 
 def test_chat_remembers_earlier_turns_until_reset(conversation: Conversation) -> None:
@@ -171,10 +170,10 @@ def test_chat_remembers_earlier_turns_until_reset(conversation: Conversation) ->
 def test_chat_gives_up_oldest_turns_when_the_context_is_full(
     conversation: Conversation, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    conversation.run([f"What is {number} plus {number}?" for number in range(6)])
+    conversation.run([f"What is {number} plus {number}?" for number in range(4)])
     assert "the oldest question and its answer are forgotten" in capsys.readouterr().err
-    assert 2 <= len(conversation.turns) < 12
-    assert conversation.turns[-2]["content"] == "What is 5 plus 5?"
+    assert 2 <= len(conversation.turns) < 8
+    assert conversation.turns[-2]["content"] == "What is 3 plus 3?"
 
 
 def test_chat_refuses_a_question_that_alone_exceeds_the_context(conversation: Conversation) -> None:

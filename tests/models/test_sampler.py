@@ -327,6 +327,7 @@ def test_logprobs_are_those_of_the_raw_logits_with_ranks_by_logit_then_id() -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("vocab", [300, 20000])
 def test_a_gpu_draws_the_same_tokens_without_waiting_for_the_host(vocab: int) -> None:
     rng = random.Random(vocab)

@@ -125,14 +125,16 @@ def _llama3_rope(file: GgufFile, theta: float) -> dict[str, Any]:
     is refused rather than run slightly wrong.
     """
     tensor = file.tensors[ROPE_FACTORS]
-    (count,) = tensor.shape
+    count = tensor.shape[0] if len(tensor.shape) == 1 and tensor.type_id == F32 else 0
+    if not 0 < count * 4 <= len(file.mapped) - tensor.offset:
+        raise CheckpointError(f"{file.path}: tensor {ROPE_FACTORS} is damaged or cut short")
     stored = numpy.frombuffer(file.mapped, dtype="<f4", count=count, offset=tensor.offset).astype(numpy.float64)
     factor = float(stored.max())
     turns = LLAMA3_ROPE["original_max_position_embeddings"] / (2 * numpy.pi * theta ** (numpy.arange(count) / count))
     low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
     kept = numpy.clip((turns - low) / (high - low), 0.0, 1.0)
-    expected = 1.0 / (kept + (1.0 - kept) / factor)
-    if tensor.type_id != F32 or not numpy.allclose(stored, expected, rtol=1e-4):
+    # stored = 1 / (kept + (1 - kept) / factor), written so that no damaged number divides by zero
+    if factor < 1.0 or not numpy.allclose(stored * (kept * factor + 1.0 - kept), factor, rtol=1e-4):
         raise CheckpointError(f"{file.path}: tensor {ROPE_FACTORS} holds rope factors other than those of Llama 3")
     return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
 

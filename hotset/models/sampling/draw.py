@@ -91,7 +91,7 @@ def _choose(
     is listed.
 
     top_k, top_p and min_p each keep a prefix of the sorted tokens, so together they keep the shortest. A draw is
-    uncertain when that prefix, or the token drawn, lies beyond the listing.
+    uncertain when top_k cuts, that prefix ends, or the token drawn lies, beyond the listing.
     """
     weights = _weights(listing.values, listing.values[:, :1], rules.temperature)
     mass = weights.cumsum(dim=-1)  # [n, listed]
@@ -109,7 +109,8 @@ def _choose(
     place = torch.searchsorted(mass, target, right=True)
     tokens = listing.ids.gather(-1, place.clamp(max=listed - 1))
     untruncated = (top_k >= vocab) & (top_p >= 1.0) & (rules.least_weight.unsqueeze(-1) == 0)
-    certain = closed | (untruncated & (place < listed))
+    base_known = (top_k <= listed) | (top_k >= vocab)
+    certain = base_known & (closed | (untruncated & (place < listed)))
     return tokens.squeeze(-1), certain.squeeze(-1)
 
 

