@@ -1,8 +1,10 @@
 """What several tests share: a small engine around any decoder, random weights, and a plain way to run requests."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ class Recorder:
     def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
         assert isinstance(view, ResidentView)
         logits = self._inner.forward(token_ids, view, None)
-        for _index, first, last, length in view.segments:
+        for _segment, first, last, length in view.segments:
             context = self._context.setdefault(int(view.seat_of[first]), [])
             context[length - (last - first) :] = token_ids[first:last].tolist()
             for row in range(first, last):
@@ -87,7 +89,10 @@ def make_engine(model: Decoder, spec: ModelSpec, **settings: Any) -> Engine:
 
 
 def run_all(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], arrive_at: Sequence[int] | None = None
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    arrive_at: Sequence[int] | None = None,
 ) -> list[Answer]:
     """Runs every request to its end; request i arrives before step `arrive_at[i]`."""
     intake = Intake(engine.card, seed=0)
@@ -108,3 +113,20 @@ def run_all(
         step += 1
         assert step < 100_000, "the engine makes no progress"
     return list(answers.values())
+
+
+def tiny_directory(folder: Path, **changes: Any) -> str:
+    """A model directory with a configuration and nothing else: to be loaded with load_format='dummy'."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 128,
+        "eos_token_id": 3,
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return str(folder)

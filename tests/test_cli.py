@@ -171,11 +171,14 @@ def test_chat_gives_up_oldest_turns_when_the_context_is_full(
     conversation: Conversation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     conversation.run([f"What is {number} plus {number}?" for number in range(4)])
-    assert "the oldest question and its answer are forgotten" in capsys.readouterr().err
+    assert "the oldest questions and their answers are forgotten" in capsys.readouterr().err
     assert 2 <= len(conversation.turns) < 8
     assert conversation.turns[-2]["content"] == "What is 3 plus 3?"
 
 
-def test_chat_refuses_a_question_that_alone_exceeds_the_context(conversation: Conversation) -> None:
+def test_chat_refuses_a_question_that_alone_exceeds_the_context_and_forgets_nothing(conversation: Conversation) -> None:
+    conversation.run(["What is the capital of France?"])
+    before = list(conversation.turns)
     with pytest.raises(ContextLengthExceeded):
         conversation.run(["word " * 200])
+    assert conversation.turns == before

@@ -19,22 +19,39 @@ def _setting(default: Any, help: str) -> Any:
 class EngineConfig:
     """What the engine is told. What it measures at start-up makes another object (`KvBudget`)."""
 
-    model: str = _setting(EMBEDDED, "Model directory, .gguf file, or 'embedded' for the small chat model that ships along.")
+    model: str = _setting(
+        EMBEDDED, "Model directory, .gguf file, or 'embedded' for the small chat model that ships along."
+    )
     tokenizer: str | None = _setting(None, "Directory with tokenizer.json, where the model's own has none.")
     device: str | None = _setting(None, "'cpu', 'cuda' or 'cuda:N'. Default: the GPU if there is one.")
-    dtype: str | None = _setting(None, "bfloat16, float32 or float64. Default: the checkpoint's on a GPU, float32 on a CPU.")
+    dtype: str | None = _setting(
+        None, "bfloat16, float32 or float64. Default: the checkpoint's on a GPU, float32 on a CPU."
+    )
     load_format: Literal["auto", "dummy"] = _setting("auto", "'dummy': random weights from config.json alone.")
-    max_model_len: int | None = _setting(None, "Longest context in tokens. Default: what the model was made for, if memory holds it.")
+    max_model_len: int | None = _setting(
+        None, "Longest context in tokens. Default: what the model was made for, if memory holds it."
+    )
     max_num_seqs: int = _setting(256, "Most requests that run at once.")
-    max_num_batched_tokens: int = _setting(1024, "Most tokens computed in one step; longer prompts are prefilled in chunks.")
+    max_num_batched_tokens: int = _setting(
+        1024, "Most tokens computed in one step; longer prompts are prefilled in chunks."
+    )
     page_rows: int = _setting(64, "Rows (tokens) in one page of KV.")
     device_kv_gib: float | None = _setting(None, "KV memory on the device, in GiB. Default: measured.")
     device_kv_tokens: int | None = _setting(None, "KV memory on the device, in tokens; overrides --device-kv-gib.")
-    plans_in_flight: int | None = _setting(None, "Steps submitted ahead of their results. Default: 1 on a CPU, 2 on a GPU.")
+    plans_in_flight: int | None = _setting(
+        None, "Steps submitted ahead of their results. Default: 1 on a CPU, 2 on a GPU."
+    )
     seed: int | None = _setting(None, "Makes the seeds of requests that bring none repeatable.")
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_rows", "device_kv_tokens", "plans_in_flight"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "page_rows",
+            "device_kv_tokens",
+            "plans_in_flight",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{flag_name(name)} must be at least 1, got {value}")

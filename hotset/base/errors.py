@@ -1,19 +1,19 @@
 """One exception tree. `serve/errors.py` holds the one table that maps it to HTTP statuses.
 
-    HotsetError
-    ├── StartupError             the engine does not start; the CLI prints one line and exits 1
-    │   ├── ConfigError          a setting is wrong or cannot be met
-    │   ├── CheckpointError      a model file is missing, damaged, mismatched or not supported
-    │   └── MissingDependency    an optional package is needed; the message names the command that adds it
-    ├── RequestError             one request is refused; every other request goes on
-    │   ├── ContextLengthExceeded
-    │   ├── UnsupportedField
-    │   ├── UnknownModel
-    │   ├── WrongApiKey
-    │   ├── BodyTooLarge
-    │   └── QueueFull
-    ├── EngineStopped            the engine is draining, stopped or dead; nothing further will be answered
-    └── IllegalTransition        our own bug: a request moved between phases that no table joins
+HotsetError
+├── StartupError             the engine does not start; the CLI prints one line and exits 1
+│   ├── ConfigError          a setting is wrong or cannot be met
+│   ├── CheckpointError      a model file is missing, damaged, mismatched or not supported
+│   └── MissingDependency    an optional package is needed; the message names the command that adds it
+├── RequestError             one request is refused; every other request goes on
+│   ├── ContextLengthExceeded
+│   ├── UnsupportedField
+│   ├── UnknownModel
+│   ├── WrongApiKey
+│   ├── BodyTooLarge
+│   └── QueueFull
+├── EngineStopped            the engine is draining, stopped or dead; nothing further will be answered
+└── IllegalTransition        our own bug: a request moved between phases that no table joins
 """
 
 

@@ -13,10 +13,10 @@ from hotset import __version__
 from hotset.base.config import EMBEDDED, EngineConfig, ServeConfig
 from hotset.base.errors import HotsetError, MissingDependency
 from hotset.base.sampling import SamplingParams
-from hotset.cli.conversation import COMMANDS, Conversation
+from hotset.cli.conversation import COMMANDS, KEYS, Conversation
 from hotset.cli.flags import given, with_flags
 from hotset.cli.machine import examine, print_machine
-from hotset.cli.terminal import print_stream, read_stdin, typed_lines
+from hotset.cli.terminal import print_stream, read_stdin, remark, typed_lines
 
 if TYPE_CHECKING:
     from hotset.engine.llm import LLM
@@ -119,8 +119,7 @@ def _generated(llm: "LLM", text: str, params: SamplingParams) -> dict[str, objec
 
 
 @app.command(
-    epilog=f"Inside: {COMMANDS}. Ctrl-C stops an answer, Ctrl-D leaves.\n\n"
-    '[bold]hotset chat --system "Answer in French." --temperature 0[/bold]',
+    epilog=f'Inside: {COMMANDS}; {KEYS}.\n\n[bold]hotset chat --system "Answer in French." --temperature 0[/bold]',
 )
 @with_flags(EngineConfig)
 def chat(
@@ -134,6 +133,8 @@ def chat(
     wanted = _wanted(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     with _open_llm(values) as llm:
         params = SamplingParams(**{**llm.defaults, "max_tokens": None, **wanted})
+        if sys.stdin.isatty():
+            remark(f"{COMMANDS}; {KEYS}")
         Conversation(llm, params, system).run(typed_lines())
 
 

@@ -1,18 +1,20 @@
 """`hotset chat`: a conversation that remembers its turns and gives up the oldest when the context is full."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hotset.base.errors import ContextLengthExceeded, RequestError
 from hotset.base.sampling import SamplingParams
-from hotset.cli.terminal import Printed, print_stream, remark
+from hotset.cli.terminal import print_stream, remark
+from hotset.engine.outputs import Delta
 
 if TYPE_CHECKING:
     from hotset.engine.llm import LLM
 
 COMMANDS = "/reset forgets the conversation, /system TEXT sets the system message, /exit leaves"
+KEYS = "Ctrl-C stops an answer, Ctrl-D leaves"
 
 
 @dataclass(slots=True)
@@ -48,26 +50,33 @@ class Conversation:
         """Prints and keeps the answer. Takes a refused question back or, where nobody types, lets the error go up."""
         self.turns.append({"role": "user", "content": question})
         try:
-            answer = self._print_fitting_answer()
+            deltas = self._fitting_stream()
         except RequestError as error:
+            self.turns.pop()
             if not sys.stdin.isatty():
                 raise
-            self.turns.pop()
             remark(f"error: {error}")
             return
+        answer = print_stream(deltas)
         self.turns.append({"role": "assistant", "content": answer.text})
         if answer.finish_reason == "length":
             remark("(cut off: --max-tokens or the context is used up)")
         elif answer.finish_reason == "abort":
             remark("(stopped)")
 
-    def _print_fitting_answer(self) -> Printed:
+    def _fitting_stream(self) -> Iterator[Delta]:
+        """The stream of the answer. Forgets as many of the oldest turns as must go for the newest question to fit."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        kept = self.turns
         while True:
-            system = [{"role": "system", "content": self.system}] if self.system else []
             try:
-                return print_stream(self.llm.stream_chat([*system, *self.turns], self.params))
-            except ContextLengthExceeded:  # raised before the first delta, so nothing was printed
-                if len(self.turns) == 1:
+                deltas = self.llm.stream_chat([*system, *kept], self.params)
+                break
+            except ContextLengthExceeded:
+                if len(kept) == 1:
                     raise
-                del self.turns[:2]
-                remark("(the context is full: the oldest question and its answer are forgotten)")
+                kept = kept[2:]
+        if len(kept) < len(self.turns):
+            remark("(the context is full: the oldest questions and their answers are forgotten)")
+        self.turns = kept
+        return deltas

@@ -63,6 +63,8 @@ def typed_lines() -> Iterator[str]:
         except KeyboardInterrupt:
             print()
         except EOFError:
+            if interactive:
+                print()
             return
 
 

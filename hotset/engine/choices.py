@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 from hotset.engine.intake import Choice
-from hotset.engine.outputs import Delta, FinishReason, Logprob, TokenLogprobs
+from hotset.engine.outputs import Delta, Logprob, TokenLogprobs
 from hotset.engine.text import TextAssembler
 from hotset.models.tokenizer import Tokenizer
 from hotset.schedule.plan import Alternatives, Committed
+from hotset.schedule.request import FinishReason
 
 
 class OpenChoice:

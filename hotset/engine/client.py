@@ -18,7 +18,19 @@ from hotset.engine.choices import OpenChoices
 from hotset.engine.core import EngineStats
 from hotset.engine.intake import Intake, ModelCard
 from hotset.engine.outputs import Delta
-from hotset.engine.process import Abort, AskStats, Command, Failed, News, Ready, Report, Start, Stats, Stop, engine_process
+from hotset.engine.process import (
+    Abort,
+    AskStats,
+    Command,
+    Failed,
+    News,
+    Ready,
+    Report,
+    Start,
+    Stats,
+    Stop,
+    engine_process,
+)
 
 STOP_SECONDS = 10.0  # for a child that was told to stop; then it is killed
 STATS_SECONDS = 30.0  # one long prefill step may stand between the question and its answer
@@ -29,7 +41,9 @@ Inbox = asyncio.Queue[Delta | EngineStopped]
 class EngineClient:
     """Sends requests to the engine process and hands out what comes back. All coroutines run on one event loop."""
 
-    def __init__(self, config: EngineConfig, front: FrontModel, process: SpawnProcess, pipe: Connection, card: ModelCard) -> None:
+    def __init__(
+        self, config: EngineConfig, front: FrontModel, process: SpawnProcess, pipe: Connection, card: ModelCard
+    ) -> None:
         """Use `start`."""
         self.model = front.card(card)
         self.tokenizer = front.tokenizer

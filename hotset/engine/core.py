@@ -1,6 +1,7 @@
 """The step loop: the scheduler decides, the runner acts, the scheduler commits."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hotset.engine.intake import Choice, ModelCard
@@ -23,20 +24,21 @@ class EngineStats:
     tokens_prefilled: int = 0
     tokens_generated: int = 0
     preemptions: int = 0
-    requests_finished: dict[str, int] = field(default_factory=dict)  # by reason
+    requests_finished: Mapping[str, int] = field(default_factory=dict)  # by reason
 
 
 class Engine:
     """One model, one pool, one scheduler. Not thread-safe: whoever calls `step` makes every other call as well."""
 
-    def __init__(self, card: ModelCard, scheduler: Scheduler, runner: Runner, pages: PageAllocator, plans_in_flight: int) -> None:
+    def __init__(
+        self, card: ModelCard, scheduler: Scheduler, runner: Runner, pages: PageAllocator, plans_in_flight: int
+    ) -> None:
         self.card = card
         self._scheduler = scheduler
         self._runner = runner
         self._pages = pages
         self._depth = plans_in_flight
         self._tickets: deque[Ticket] = deque()
-        self._finished: dict[str, int] = {}
 
     @property
     def idle(self) -> bool:
@@ -51,16 +53,12 @@ class Engine:
         self._scheduler.abort(request_id)
 
     def step(self) -> Committed:
-        """Keeps `plans_in_flight` steps submitted and returns what the oldest gave; empty if there was nothing to do."""
+        """Keeps `plans_in_flight` steps submitted and takes in the oldest; the news are empty if there was none."""
         while len(self._tickets) < self._depth and (plan := self._scheduler.plan()) is not None:
             self._tickets.append(self._runner.submit(plan))
         if self._tickets:
-            news = self._scheduler.commit(self._tickets.popleft().result())
-        else:
-            news = Committed(finished=self._scheduler.take_ended())
-        for reason in news.finished.values():
-            self._finished[reason] = self._finished.get(reason, 0) + 1
-        return news
+            return self._scheduler.commit(self._tickets.popleft().result())
+        return Committed(finished=self._scheduler.take_ended())
 
     def stats(self) -> EngineStats:
         counters = self._scheduler.counters
@@ -74,7 +72,7 @@ class Engine:
             tokens_prefilled=counters.tokens_prefilled,
             tokens_generated=counters.tokens_generated,
             preemptions=counters.preemptions,
-            requests_finished=dict(self._finished),
+            requests_finished={str(reason): count for reason, count in counters.finished.items()},
         )
 
     def audit(self) -> None:

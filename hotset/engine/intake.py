@@ -64,7 +64,14 @@ class Intake:
         first_seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         # Choice 0 keeps the seed as given, so that n = 1 and the first of n agree.
         return [
-            Choice(f"{request_id}/{index}", index, tuple(prompt), replace(params, seed=_signed(first_seed + index)), stop_ids, longest)
+            Choice(
+                f"{request_id}/{index}",
+                index,
+                tuple(prompt),
+                replace(params, seed=_signed(first_seed + index)),
+                stop_ids,
+                longest,
+            )
             for index in range(params.n)
         ]
 

@@ -11,7 +11,13 @@ class LoadingBar:
 
     def __init__(self, title: str, shown: bool) -> None:
         console = Console(stderr=True)
-        columns = (TextColumn(title), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn(title),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
         self._bar = Progress(*columns, console=console, disable=not (shown and console.is_terminal))
         self._task = self._bar.add_task(title, total=None)
 
@@ -22,5 +28,7 @@ class LoadingBar:
         self._bar.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._bar.__exit__(kind, error, trace)

@@ -45,7 +45,7 @@ def kv_budget(config: EngineConfig, token_bytes: int, model_context: int, device
             f"{flag} asks for {show_bytes(pages * page_bytes)} of KV, but {device} has {show_bytes(free)} free; lower it"
         )
     holds = pages * config.page_rows
-    if config.max_model_len is not None and holds < wanted or holds < 2:
+    if (config.max_model_len is not None and holds < wanted) or holds < 2:
         raise ConfigError(
             f"the KV memory holds {holds} tokens, fewer than one request of {wanted} needs; raise {flag} "
             f"({show_bytes(token_bytes)} per token) or lower --max-model-len"

@@ -45,7 +45,9 @@ class PagedRows:
 
     rows: Tensor  # [device rows, width]: the whole pool of this layer
     runs: Sequence[Sequence[Run]]  # per segment, in order of position
-    tables: Tensor  # [segments, pages] int64, EMPTY-padded: page p of segment i covers rows tables[i, p] * page_rows + ...
+    tables: (
+        Tensor  # [segments, pages] int64, EMPTY-padded: page p of segment i covers rows tables[i, p] * page_rows + ...
+    )
     page_rows: int
 
     def gather(self, segment: int, length: int) -> Tensor:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class Span(NamedTuple):
-    """Segment `index`: query rows [first, last) of the flat batch, at the end of a context of `length` rows."""
+    """Segment number `segment`: query rows [first, last) of the flat batch, at the end of a context of `length` rows."""
 
-    index: int
+    segment: int
     first: int
     last: int
     length: int
@@ -37,8 +37,8 @@ class Segments:
 
     def __iter__(self) -> Iterator[Span]:
         first = 0
-        for index, (count, length) in enumerate(zip(self.counts, self.lengths, strict=True)):
-            yield Span(index, first, first + count, length)
+        for segment, (count, length) in enumerate(zip(self.counts, self.lengths, strict=True)):
+            yield Span(segment, first, first + count, length)
             first += count
 
 

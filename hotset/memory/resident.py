@@ -48,7 +48,9 @@ class ResidentView:
     before it reads, so rows past a length are dead as soon as the next view begins there.
     """
 
-    def __init__(self, pool: DevicePool, tables: PageTables, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
+    def __init__(
+        self, pool: DevicePool, tables: PageTables, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+    ) -> None:
         self._pool = pool
         self._page_rows = pool.page_rows
         self._starts = starts

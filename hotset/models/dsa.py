@@ -73,7 +73,9 @@ class DsaAttention:
         self._q_up = linear("q_b_proj", spec.heads * head_dim, spec.q_lora_rank, False)
         self._kv_down = linear("kv_a_proj_with_mqa", spec.kv_lora_rank + spec.rope_dim, model.hidden, spec.bias)
         self._kv_norm = norm("kv_a_layernorm", spec.kv_lora_rank)
-        kv_up = weights.take(f"{prefix}.kv_b_proj.weight", (spec.heads * (spec.nope_dim + spec.v_dim), spec.kv_lora_rank))
+        kv_up = weights.take(
+            f"{prefix}.kv_b_proj.weight", (spec.heads * (spec.nope_dim + spec.v_dim), spec.kv_lora_rank)
+        )
         by_head = kv_up.view(spec.heads, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)
         self._key_up = by_head[:, : spec.nope_dim]  # [heads, nope, rank]
         self._value_up = by_head[:, spec.nope_dim :].transpose(1, 2)  # [heads, rank, v]

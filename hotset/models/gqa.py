@@ -23,7 +23,9 @@ class GqaAttention:
         names = [f"{prefix}.{part}_proj" for part in "qkv"]
         rows = [spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim]
         qkv = fused(weights, [f"{name}.weight" for name in names], rows, model.hidden, like)
-        self._qkv = Linear(qkv, fused_bias(weights, [f"{name}.bias" for name in names], rows) if spec.qkv_bias else None)
+        self._qkv = Linear(
+            qkv, fused_bias(weights, [f"{name}.bias" for name in names], rows) if spec.qkv_bias else None
+        )
         out_bias = weights.take(f"{prefix}.o_proj.bias", (model.hidden,)) if spec.out_bias else None
         self._out = Linear(weights.take(f"{prefix}.o_proj.weight", (model.hidden, rows[0])), out_bias)
         self._head_norms: tuple[RmsNorm, RmsNorm] | None = None
@@ -40,7 +42,9 @@ class GqaAttention:
             q, k = self._head_norms[0](q), self._head_norms[1](k)
             q, k = rotate_halves(q, rotation), rotate_halves(k, rotation)
         else:
-            q, k = rotate_halves(qkv[:, : spec.heads + spec.kv_heads], rotation).split([spec.heads, spec.kv_heads], dim=1)
+            q, k = rotate_halves(qkv[:, : spec.heads + spec.kv_heads], rotation).split(
+                [spec.heads, spec.kv_heads], dim=1
+            )
         row = x.new_empty(x.shape[0], 2, spec.kv_heads, spec.head_dim)
         row[:, 0], row[:, 1] = k, v
         view.append(self._layer, row.flatten(1))

@@ -76,7 +76,9 @@ class Moe:
             weights.take(f"{name}.up_proj.weight", (spec.width, hidden), out=up)
             weights.take(f"{name}.down_proj.weight", (hidden, spec.width), out=self._down[expert])
         shared_width = spec.width * spec.shared
-        self._shared = Mlp(weights, f"{prefix}.shared_experts", hidden, shared_width, False, like) if spec.shared else None
+        self._shared = (
+            Mlp(weights, f"{prefix}.shared_experts", hidden, shared_width, False, like) if spec.shared else None
+        )
 
     def __call__(self, x: Tensor) -> Tensor:  # [rows, hidden]
         chosen, weights = self._route(x)

@@ -28,7 +28,9 @@ class Rope:
 
     def at(self, positions: Tensor) -> Rotation:  # [rows] int64
         angles = positions[:, None, None].to(self._frequencies.dtype) * self._frequencies
-        return Rotation((angles.cos() * self._amplitude).to(self._dtype), (angles.sin() * self._amplitude).to(self._dtype))
+        return Rotation(
+            (angles.cos() * self._amplitude).to(self._dtype), (angles.sin() * self._amplitude).to(self._dtype)
+        )
 
 
 def rotate_halves(x: Tensor, rotation: Rotation) -> Tensor:

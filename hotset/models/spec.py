@@ -43,7 +43,9 @@ class IndexSpec:
     head_dim: int
     topk: int
     interleaved_rope: bool  # GLM: pairs (0,1),(2,3)...; DeepSeek-V3.2: halves
-    full_layers: tuple[int, ...]  # layers that run their own indexer; each other layer reuses the last full one before it
+    full_layers: tuple[
+        int, ...
+    ]  # layers that run their own indexer; each other layer reuses the last full one before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class ModelSpec:
     rope: RopeSpec
     attention: GqaSpec | MlaSpec
     moe: MoeSpec | None
-    dtype: str  # of the checkpoint: 'bfloat16', 'float32', 'float64' ('float16' is read as such and widened by the loader)
+    dtype: (
+        str  # of the checkpoint: 'bfloat16', 'float32', 'float64' ('float16' is read as such and widened by the loader)
+    )
     eos_ids: tuple[int, ...]
     bos_id: int | None

@@ -31,7 +31,6 @@ class Request:
 
     __slots__ = (
         "arrival",
-        "finish_reason",
         "in_flight",
         "max_length",
         "pages",
@@ -59,7 +58,6 @@ class Request:
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)  # prompt and committed answer
         self.phase = Phase.WAITING
-        self.finish_reason: FinishReason | None = None
         self.arrival = -1  # given by the scheduler: lower is older
         self.seat: int | None = None
         self.pages: list[int] = []

@@ -4,8 +4,8 @@
 be in flight; they commit in order. A request's seat and pages change hands only when no plan in flight uses them.
 """
 
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, field
 
 from hotset.base.units import ceil_div
 from hotset.memory.pages import PageAllocator
@@ -21,6 +21,7 @@ class Counters:
     tokens_prefilled: int = 0
     tokens_generated: int = 0
     preemptions: int = 0
+    finished: Counter[FinishReason] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +149,13 @@ class Scheduler:
         assert len(held) == len(set(held)), "a page has two owners"
         assert len(held) == self._pages.held, f"{len(held)} pages are owned, {self._pages.held} are held"
         seats = [request.seat for request in self._requests.values() if request.seat is not None]
-        assert sorted(seats + self._free_seats) == list(range(len(seats) + len(self._free_seats))), "a seat is lost or shared"
+        assert sorted(seats + self._free_seats) == list(range(len(seats) + len(self._free_seats))), (
+            "a seat is lost or shared"
+        )
         for request in self._requests.values():
-            assert request.planned <= len(request.pages) * self._page_rows, f"{request.request_id} has rows without a page"
+            assert request.planned <= len(request.pages) * self._page_rows, (
+                f"{request.request_id} has rows without a page"
+            )
 
     def _take_token(self, request: Request, token: int) -> None:
         request.promised -= 1
@@ -221,7 +226,7 @@ class Scheduler:
         A page per running request is left free, so that those who run can grow for a while before somebody is preempted.
         """
         wanted = ceil_div(len(request.tokens), self._page_rows)
-        if not self._free_seats or wanted + len(self._running) > self._pages.free and self._running:
+        if not self._free_seats or (wanted + len(self._running) > self._pages.free and self._running):
             return False
         pages = self._pages.allocate(wanted)
         if pages is None:
@@ -243,7 +248,7 @@ class Scheduler:
         return plan
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        request.finish_reason = reason
+        self.counters.finished[reason] += 1
         self._ended[request.request_id] = reason
         if request.phase is Phase.WAITING:
             self._waiting.remove(request)

@@ -207,9 +207,10 @@ def _whole(body: type[BaseModel]) -> Responses:
 
 def _whole_or_stream(body: type[BaseModel], chunk: type[BaseModel]) -> Responses:
     """The two forms of an answer: one JSON object, or a stream of chunks where the request says `stream: true`."""
-    meaning = f"Server-sent events, each holding a {chunk.__name__}; the last one is [DONE]."
-    stream = {"schema": {"type": "string", "description": meaning}}
-    return {200: {"model": body, "content": {"text/event-stream": stream}}}
+    meaning = f"A {chunk.__name__}, an ErrorResponse that ends the stream early, or [DONE] at the end."
+    data = {"type": "string", "description": meaning}
+    event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    return {200: {"model": body, "content": {"text/event-stream": {"schema": event}}}}
 
 
 async def _on_hotset_error(request: Request, error: Exception) -> Response:

@@ -59,6 +59,7 @@ Stop = Annotated[
     _one_of(_text_or_list, "a string or a list of strings"),
 ]
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+LogitBias = Annotated[dict[TokenIdText, float], Field(json_schema_extra={"additionalProperties": False})]
 
 
 class Sent(BaseModel):
@@ -105,7 +106,7 @@ class SamplingFields(Sent):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[TokenIdText, float] | None = Field(None, description="Token id to what its logit gains.")
+    logit_bias: LogitBias | None = Field(None, description="Token id to what its logit gains.")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     seed: int | None = None
     max_tokens: int | None = Field(None, ge=1)

@@ -97,7 +97,10 @@ def test_index_topk_takes_the_best_positions_and_the_earlier_of_equals(
     got = index_topk(q, weights, keys, make_segments(starts, counts, CPU), k, scale)
     for row, (segment, position) in enumerate(queries_of(counts, lengths)):
         scores = [
-            sum(float(weights[row, h]) * max(0.0, scale * float(q[row, h] @ contexts[segment][at])) for h in range(heads))
+            sum(
+                float(weights[row, h]) * max(0.0, scale * float(q[row, h] @ contexts[segment][at]))
+                for h in range(heads)
+            )
             for at in range(position + 1)
         ]
         best = sorted(sorted(range(position + 1), key=lambda at: (-scores[at], at))[:k])

@@ -55,7 +55,9 @@ class Rig:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(page_rows=st.integers(1, 7), seed=st.integers(0, 2**31), data=st.data())
-def test_what_is_read_is_what_was_written_after_any_steps_and_roll_backs(page_rows: int, seed: int, data: st.DataObject) -> None:
+def test_what_is_read_is_what_was_written_after_any_steps_and_roll_backs(
+    page_rows: int, seed: int, data: st.DataObject
+) -> None:
     torch.manual_seed(seed)
     rig = Rig(page_rows, seats=3)
     for _ in range(data.draw(st.integers(1, 6))):

@@ -82,8 +82,12 @@ def ropes(draw: st.DrawFn, kinds: list[str]) -> dict[str, Any]:
     if kind == "llama3":
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     if kind == "yarn":
-        rope |= draw(st.sampled_from([{}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.2}]))
-        rope |= draw(st.sampled_from([{}, {"beta_fast": 16, "beta_slow": 2}, {"truncate": False}, {"attention_factor": 1.3}]))
+        rope |= draw(
+            st.sampled_from([{}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.2}])
+        )
+        rope |= draw(
+            st.sampled_from([{}, {"beta_fast": 16, "beta_slow": 2}, {"truncate": False}, {"attention_factor": 1.3}])
+        )
     return rope
 
 
@@ -93,7 +97,7 @@ def gqa_fields(draw: st.DrawFn) -> dict[str, Any]:
     head_dim = draw(st.sampled_from([8, 16]))
     return {
         "vocab_size": draw(st.integers(40, 200)),
-        "hidden_size": draw(st.sampled_from([32, 48])),
+        "hidden_size": draw(st.sampled_from([24, 48])),
         "intermediate_size": draw(st.sampled_from([24, 64])),
         "num_hidden_layers": draw(st.integers(1, 3)),
         "num_attention_heads": kv_heads * draw(st.sampled_from([1, 2, 4])),
@@ -199,7 +203,9 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
                 tensor.copy_(0.1 * noise)
 
 
-def our_answers(directory: Path, prompts: list[list[int]], workload: dict[str, Any]) -> tuple[list[list[int]], Recorder]:
+def our_answers(
+    directory: Path, prompts: list[list[int]], workload: dict[str, Any]
+) -> tuple[list[list[int]], Recorder]:
     files = find_model(str(directory))
     weights = open_weights(files, torch.float32, CPU)
     recorder = Recorder(build_decoder(files.spec, weights))
@@ -241,7 +247,8 @@ def test_logits_and_tokens_equal_transformers(family: str, tmp_path_factory: pyt
         oracle.save_pretrained(directory, max_shard_size="100KB")
         generator = torch.Generator().manual_seed(seed)
         prompts = [
-            torch.randint(fields["vocab_size"], (length,), generator=generator).tolist() for length in workload["lengths"]
+            torch.randint(fields["vocab_size"], (length,), generator=generator).tolist()
+            for length in workload["lengths"]
         ]
         answers, recorder = our_answers(directory, prompts, workload)
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -269,7 +276,10 @@ def parts_at_near_tie(oracle: torch.nn.Module, prompt: list[int], answer: list[i
         token_differs = at >= 0 and tokens[at] != answer[at]
         if not token_differs and difference[position] <= TOLERANCE:
             continue
-        near = min(nearest_cut[position].item(), (best[position, 0] - best[position, 1]).item() if token_differs else float("inf"))
+        near = min(
+            nearest_cut[position].item(),
+            (best[position, 0] - best[position, 1]).item() if token_differs else float("inf"),
+        )
         assert near < NEAR_TIE, (
             f"position {position}: logits differ by {difference[position]:.2e}, token differs: {token_differs}, "
             f"nearest cut {near:.2e}"

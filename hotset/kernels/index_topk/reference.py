@@ -13,12 +13,12 @@ BLOCK_SCORES = 1 << 23  # scores held at once: query rows x heads x positions
 
 def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, k: int, scale: float) -> Tensor:
     out = torch.empty(q.shape[0], k, dtype=torch.int64, device=q.device)
-    for index, first, last, length in segments:
+    for segment, first, last, length in segments:
         if length <= k:  # nothing to choose between: every row takes all that it may see
             everything = torch.arange(k, device=q.device).expand(last - first, k)
             out[first:last] = everything.masked_fill(everything > segments.positions[first:last, None], EMPTY)
             continue
-        context = keys.gather(index, length).to(accumulation_dtype(q.dtype))
+        context = keys.gather(segment, length).to(accumulation_dtype(q.dtype))
         block = max(1, BLOCK_SCORES // (q.shape[1] * length))
         for start in range(first, last, block):
             part = slice(start, min(start + block, last))

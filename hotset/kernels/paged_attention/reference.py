@@ -11,13 +11,15 @@ from hotset.kernels.segments import Segments
 def paged_attention(q: Tensor, context: PagedRows, segments: Segments, kv_heads: int, scale: float) -> Tensor:
     heads, head_dim = q.shape[1:]
     out = torch.empty_like(q)
-    for index, first, last, length in segments:
-        rows = context.gather(index, length).view(length, 2, kv_heads, head_dim)
+    for segment, first, last, length in segments:
+        rows = context.gather(segment, length).view(length, 2, kv_heads, head_dim)
         k, v = rows[:, 0].transpose(0, 1), rows[:, 1].transpose(0, 1)  # [kv_heads, length, head_dim]
         if last - first == 1:
             # The heads that share a KV head stand in for query rows, so K and V are read once for all of them.
             grouped = q[first].view(kv_heads, heads // kv_heads, head_dim)
-            out[first] = F.scaled_dot_product_attention(grouped[None], k[None], v[None], scale=scale)[0].reshape(heads, head_dim)
+            out[first] = F.scaled_dot_product_attention(grouped[None], k[None], v[None], scale=scale)[0].reshape(
+                heads, head_dim
+            )
         else:
             out[first:last] = _prefill(q[first:last], k, v, scale)
     return out

@@ -1,0 +1,123 @@
+"""The engine in its own process: answers, aborts, start-up errors, and the death of either side."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import tiny_directory
+
+from hotset.base.config import EngineConfig
+from hotset.base.errors import CheckpointError, ConfigError, EngineStopped, RequestError
+from hotset.base.sampling import SamplingParams
+from hotset.engine.client import EngineClient
+from hotset.engine.llm import LLM
+from hotset.engine.outputs import Delta
+
+DEADLINE_S = 60.0
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+
+def config_of(folder: Path, **settings: Any) -> EngineConfig:
+    defaults: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "device_kv_tokens": 256, "page_rows": 4}
+    return EngineConfig(model=tiny_directory(folder), **defaults | settings)
+
+
+def with_client(config: EngineConfig, scenario: Any) -> None:
+    """Runs `scenario(client)` on a fresh loop within the deadline, then closes the client."""
+
+    async def run() -> None:
+        client = EngineClient.start(config)
+        try:
+            await asyncio.wait_for(scenario(client), DEADLINE_S)
+        finally:
+            await asyncio.wait_for(client.close(0.0), DEADLINE_S)
+        assert not client.alive
+
+    asyncio.run(run())
+
+
+async def collect(deltas: AsyncIterator[Delta]) -> list[int]:
+    return [token async for delta in deltas for token in delta.token_ids]
+
+
+async def pages_held(client: EngineClient, wanted: int) -> None:
+    while (await client.stats()).pages_held != wanted:
+        await asyncio.sleep(0.01)
+
+
+def test_answers_equal_those_of_the_engine_in_this_process(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with LLM(config.model, load_format="dummy", device="cpu", device_kv_tokens=256, page_rows=4) as llm:
+        expected = [list(llm.generate({"prompt_token_ids": [n, 4]}, LONG)[0].outputs[0].token_ids) for n in range(5)]
+
+    async def scenario(client: EngineClient) -> None:
+        answers = await asyncio.gather(*(collect(client.generate(f"r{n}", [n, 4], LONG)) for n in range(5)))
+        assert list(answers) == expected
+        assert client.waiting == 0
+
+    with_client(config, scenario)
+
+
+def test_closing_the_iterator_aborts_the_request_and_frees_its_pages(tmp_path: Path) -> None:
+    async def scenario(client: EngineClient) -> None:
+        deltas = client.generate("r", [5, 6], LONG)
+        await anext(deltas)
+        await deltas.aclose()  # type: ignore[attr-defined]
+        await pages_held(client, 0)
+        assert (await client.stats()).requests_finished == {"abort": 1}
+
+    with_client(config_of(tmp_path), scenario)
+
+
+def test_a_request_is_refused_without_touching_the_others(tmp_path: Path) -> None:
+    async def scenario(client: EngineClient) -> None:
+        running = asyncio.create_task(collect(client.generate("good", [5, 6], LONG)))
+        with pytest.raises(RequestError, match="vocabulary"):
+            await collect(client.generate("bad", [999], LONG))
+        assert len(await running) == 100
+
+    with_client(config_of(tmp_path), scenario)
+
+
+def test_a_dead_engine_fails_its_requests_at_once(tmp_path: Path) -> None:
+    async def scenario(client: EngineClient) -> None:
+        deltas = client.generate("r", [5, 6], LONG)
+        await anext(deltas)
+        pid = client._process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineStopped):
+            await collect(deltas)
+        assert not client.alive
+        with pytest.raises(EngineStopped):
+            await collect(client.generate("late", [5], LONG))
+        with pytest.raises(EngineStopped):
+            await client.stats()
+
+    with_client(config_of(tmp_path), scenario)
+
+
+def test_draining_lets_what_runs_finish_and_takes_nothing_new(tmp_path: Path) -> None:
+    async def scenario(client: EngineClient) -> None:
+        running = asyncio.create_task(collect(client.generate("r", [5, 6], LONG)))
+        await asyncio.sleep(0)
+        closing: Coroutine[Any, Any, None] = client.close(DEADLINE_S)
+        task = asyncio.create_task(closing)
+        await asyncio.sleep(0)
+        with pytest.raises(EngineStopped):
+            await collect(client.generate("late", [5], LONG))
+        assert len(await running) == 100
+        await task
+
+    with_client(config_of(tmp_path), scenario)
+
+
+def test_start_up_errors_come_through_as_they_are(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        EngineClient.start(EngineConfig(model=str(tmp_path / "nowhere")))
+    with pytest.raises(ConfigError, match="exceeds the 128"):
+        EngineClient.start(config_of(tmp_path, max_model_len=1000))

@@ -1,0 +1,127 @@
+"""A request's tokens depend on nothing but itself: not on the batch, chunks, pages, preemption or plans in flight."""
+
+import pytest
+import torch
+from harness import RandomWeights, make_engine, run_all
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotset.base.sampling import SamplingParams
+from hotset.engine.build import build_decoder
+from hotset.engine.intake import Intake
+from hotset.models.spec import GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+
+VOCAB = 61
+
+
+def gqa_spec() -> ModelSpec:
+    attention = GqaSpec(heads=4, kv_heads=2, head_dim=8, qk_norm=True)
+    return ModelSpec(
+        "qwen3", VOCAB, 24, 2, 32, False, 1e-6, True, 96, RopeSpec(8), attention, None, "float64", (3,), None
+    )
+
+
+def dsa_spec(full_layers: tuple[int, ...]) -> ModelSpec:
+    index = IndexSpec(heads=2, head_dim=8, topk=6, interleaved_rope=False, full_layers=full_layers)
+    attention = MlaSpec(2, 12, 16, 8, 4, 8, False, index)
+    moe = MoeSpec(
+        experts=6, chosen=2, width=8, shared=1, groups=2, chosen_groups=1, scale=1.5, normalise=True, layers=(1, 2)
+    )
+    return ModelSpec(
+        "deepseek_v32", VOCAB, 24, 3, 32, False, 1e-6, False, 96, RopeSpec(4), attention, moe, "float64", (3,), None
+    )
+
+
+MODELS = {
+    name: (spec, build_decoder(spec, RandomWeights(torch.float64, seed=5)))
+    for name, spec in {"gqa": gqa_spec(), "dsa": dsa_spec((0, 1, 2)), "shared": dsa_spec((0, 2))}.items()
+}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
+    prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30))
+    params = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.8])),
+        top_p=draw(st.sampled_from([1.0, 0.9])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
+        seed=draw(st.integers(0, 99)),
+        max_tokens=draw(st.integers(1, 26)),
+        min_tokens=draw(st.sampled_from([0, 1])),
+        ignore_eos=draw(st.booleans()),
+    )
+    return prompt, params
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_do_not_depend_on_the_company_a_request_keeps(name: str) -> None:
+    spec, model = MODELS[name]
+    preemptions = 0
+
+    @settings(max_examples=25, deadline=None, derandomize=True, database=None)
+    @given(
+        st.lists(requests(), min_size=2, max_size=5),
+        st.lists(st.integers(0, 9), min_size=5, max_size=5),
+        st.integers(2, 5),
+        st.sampled_from([1, 4, 11, 64]),
+        st.sampled_from([1, 3, 8]),
+        st.integers(1, 3),
+        st.integers(56, 66),
+    )
+    def check(
+        batch: list[tuple[list[int], SamplingParams]],
+        arrive_at: list[int],
+        seats: int,
+        step_rows: int,
+        page_rows: int,
+        depth: int,
+        kv_tokens: int,
+    ) -> None:
+        nonlocal preemptions
+        prompts, params = [prompt for prompt, _ in batch], [params for _, params in batch]
+        alone = []
+        for prompt, each in batch:
+            engine = make_engine(model, spec, device_kv_tokens=96, page_rows=96, max_num_seqs=1, max_model_len=56)
+            alone += run_all(engine, [prompt], [each])
+        crowded = make_engine(
+            model,
+            spec,
+            device_kv_tokens=kv_tokens,
+            page_rows=page_rows,
+            max_num_seqs=seats,
+            max_num_batched_tokens=step_rows,
+            plans_in_flight=depth,
+            max_model_len=56,
+        )
+        together = run_all(crowded, prompts, params, arrive_at[: len(batch)])
+        assert together == alone
+        assert crowded.stats().pages_held == 0
+        preemptions += crowded.stats().preemptions
+
+    check()
+    assert preemptions > 0, "no example was ever preempted: the test has lost its point"
+
+
+def test_an_abort_at_any_step_gives_everything_back_and_disturbs_nobody() -> None:
+    spec, model = MODELS["dsa"]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
+    expected = run_all(make_engine(model, spec, device_kv_tokens=96, page_rows=4), [prompts[0]], [params])[0]
+    for abort_at in range(14):
+        engine = make_engine(model, spec, device_kv_tokens=96, page_rows=4, max_num_batched_tokens=4, plans_in_flight=2)
+        intake = Intake(engine.card, seed=0)
+        for name, prompt in zip("ab", prompts, strict=True):
+            for choice in intake.accept(name, prompt, params):
+                engine.add(choice)
+        tokens, step = [], 0
+        while not engine.idle:
+            if step == abort_at:
+                engine.abort("b/0")
+                engine.abort("b/0")
+            news = engine.step()
+            engine.audit()
+            tokens += [token for name, token in zip(news.request_ids, news.token_ids, strict=True) if name == "a/0"]
+            step += 1
+        assert tokens == expected.token_ids
+        assert engine.stats().pages_held == 0

@@ -1,0 +1,159 @@
+"""The offline API, with a model that has no tokenizer and with the embedded one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import tiny_directory
+
+from hotset import LLM, SamplingParams
+from hotset.base.errors import ConfigError, ContextLengthExceeded, EngineStopped, RequestError
+
+IDS = {"prompt_token_ids": [5, 6, 7]}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[LLM]:
+    with LLM(tiny_directory(tmp_path), load_format="dummy", device="cpu", device_kv_tokens=256, page_rows=4) as llm:
+        yield llm
+        llm.audit()
+        assert llm.stats().pages_held == 0
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[LLM]:
+    with LLM("embedded", device="cpu", device_kv_tokens=2048, max_model_len=1024) as llm:
+        yield llm
+
+
+def test_a_model_without_a_tokenizer_serves_token_ids(tiny: LLM) -> None:
+    outputs = tiny.generate(
+        [IDS, {"prompt_token_ids": [9]}], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    )
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 5]
+    assert outputs[0].prompt_token_ids == [5, 6, 7]
+    assert outputs[0].outputs[0].text == ""
+    assert outputs[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "says"),
+    [
+        ("text", {}, RequestError, "tokenizer"),
+        (IDS, {"stop": ["x"]}, RequestError, "tokenizer"),
+        ({"prompt_token_ids": []}, {}, RequestError, "empty"),
+        ({"prompt_token_ids": [50]}, {}, RequestError, "vocabulary ends at 49"),
+        ({"prompt_token_ids": [1.5]}, {}, RequestError, "whole numbers"),
+        ({"tokens": [1]}, {}, RequestError, "a prompt is"),
+        ({"prompt_token_ids": [1] * 128}, {"max_tokens": 1}, ContextLengthExceeded, "holds 128 tokens, but 129"),
+        (IDS, {"max_tokens": 126}, ContextLengthExceeded, "3 in the prompt, 126 for the answer"),
+        (IDS, {"logit_bias": {50: 1.0}}, RequestError, "logit_bias"),
+    ],
+)
+def test_bad_prompts_are_refused_by_name_and_nothing_is_held(
+    tiny: LLM, prompt: object, params: dict[str, object], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        tiny.generate([IDS, prompt], SamplingParams(**params))  # type: ignore[list-item, arg-type]
+    assert tiny.stats().pages_held == tiny.stats().waiting == 0
+
+
+def test_closing_a_stream_aborts_its_request(tiny: LLM) -> None:
+    stream = tiny.stream(IDS, SamplingParams(max_tokens=100, ignore_eos=True, n=2))
+    next(stream)
+    assert tiny.stats().pages_held > 0
+    stream.close()  # type: ignore[attr-defined]
+    assert tiny.stats().pages_held == 0
+    assert tiny.stats().requests_finished == {"abort": 2}
+
+
+def test_two_streams_may_be_read_in_turns(tiny: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    expected = [list(output.outputs[0].token_ids) for output in tiny.generate([IDS, {"prompt_token_ids": [9]}], params)]
+    streams = [tiny.stream(IDS, params), tiny.stream({"prompt_token_ids": [9]}, params)]
+    got: list[list[int]] = [[], []]
+    for _ in range(6):
+        for at, stream in enumerate(streams):
+            got[at] += next(stream).token_ids
+    assert got == expected
+    assert all(next(stream, None) is None for stream in streams)
+
+
+def test_a_seeded_draw_repeats_and_choices_differ(tiny: LLM) -> None:
+    params = SamplingParams(seed=11, max_tokens=12, n=3, ignore_eos=True)
+    first, second = (tiny.generate(IDS, params)[0].outputs for _ in range(2))
+    assert [choice.token_ids for choice in first] == [choice.token_ids for choice in second]
+    assert len({tuple(choice.token_ids) for choice in first}) == 3
+    single = tiny.generate(IDS, SamplingParams(seed=11, max_tokens=12, ignore_eos=True))[0].outputs[0]
+    assert single.token_ids == first[0].token_ids
+
+
+def test_stop_ids_end_and_min_tokens_holds_them_off(tiny: LLM) -> None:
+    free = tiny.generate(IDS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids
+    stop = free[2]
+    at = free.index(stop)
+    ended = tiny.generate(IDS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[stop]))[
+        0
+    ].outputs[0]
+    assert ended.token_ids == free[: at + 1]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
+    held_off = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[stop], min_tokens=8)
+    assert stop not in tiny.generate(IDS, held_off)[0].outputs[0].token_ids[:7]
+
+
+def test_logprobs_hold_the_chosen_token_and_the_likeliest(tiny: LLM) -> None:
+    output = tiny.generate(IDS, SamplingParams(seed=1, max_tokens=4, logprobs=3, ignore_eos=True))[0].outputs[0]
+    assert output.logprobs is not None and len(output.logprobs) == 4
+    for token, found in zip(output.token_ids, output.logprobs, strict=True):
+        assert token in found
+        assert {1, 2, 3} <= {entry.rank for entry in found.values()}
+        ranked = sorted(found.values(), key=lambda entry: entry.rank)
+        assert [entry.logprob for entry in ranked] == sorted((entry.logprob for entry in ranked), reverse=True)
+
+
+def test_after_close_nothing_more_is_answered(tmp_path: Path) -> None:
+    llm = LLM(tiny_directory(tmp_path), load_format="dummy", device="cpu", device_kv_tokens=128)
+    llm.close()
+    with pytest.raises(EngineStopped):
+        llm.generate(IDS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"device": "tpu"}, "--device"),
+        ({"device": "cuda:99"}, "--device"),
+        ({"max_model_len": 129}, "exceeds the 128 tokens"),
+        ({"max_model_len": 128, "device_kv_tokens": 64}, "raise --device-kv-tokens"),
+        ({"device_kv_gib": 100000.0}, "lower it"),
+        ({"dtype": "int3"}, "--dtype"),
+        ({"max_num_seqs": 0}, "--max-num-seqs"),
+    ],
+)
+def test_settings_that_cannot_be_met_stop_the_start_with_the_flag(
+    tmp_path: Path, settings: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        LLM(tiny_directory(tmp_path), load_format="dummy", **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_context_shrinks_to_what_memory_holds_unless_it_was_asked_for(tmp_path: Path) -> None:
+    with LLM(tiny_directory(tmp_path), load_format="dummy", device="cpu", device_kv_tokens=64) as llm:
+        assert llm.card.max_model_len == 64
+
+
+def test_the_embedded_model_knows_paris_and_ends_its_turn(embedded: LLM) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = embedded.chat(question, SamplingParams(temperature=0, max_tokens=30))[0].outputs[0]
+    assert "Paris" in answer.text
+    assert answer.finish_reason == "stop"
+    assert "<|im_end|>" not in answer.text
+
+
+def test_a_stop_string_cuts_the_text_and_frees_the_pages(embedded: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, stop=["France"])
+    answer = embedded.chat([{"role": "user", "content": "What is the capital of France?"}], params)[0].outputs[0]
+    assert answer.text == "The capital of "
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", "France")
+    assert embedded.stats().pages_held == 0

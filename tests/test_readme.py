@@ -1,0 +1,153 @@
+"""What the documents say can be typed, and what they name exists."""
+
+import ast
+import json
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import typer
+from pydantic import ValidationError
+
+import hotset
+from hotset import LLM, SamplingParams
+from hotset.base.config import EngineConfig
+from hotset.cli import app
+from hotset.serve.protocol import ChatRequest, CompletionRequest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+BODIES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+KEYWORDS = {
+    "LLM": {setting.name for setting in fields(EngineConfig)} | {"progress"},
+    "SamplingParams": {setting.name for setting in fields(SamplingParams)},
+}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def commands(block: str) -> list[list[str]]:
+    """Each command's words. A command ends with its line, unless a quote is open or the line ends in a backslash."""
+    found, pending = [], ""
+    for line in block.replace("\\\n", " ").splitlines(keepends=True):
+        pending += line
+        try:
+            words = shlex.split(pending, comments=True)
+        except ValueError:  # a quote is open
+            continue
+        if words:
+            found.append(words)
+            pending = ""
+    assert not pending.strip(), f"no command: {pending}"
+    return found
+
+
+def check_command(words: list[str]) -> None:
+    """Fails unless the words would be understood. Nothing is run."""
+    match words:
+        case ["make", target, *variables]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no target {target}"
+            for variable in variables:
+                name, _, value = variable.partition("=")
+                assert name == "ARGS", f"make does not take {name}"
+                check_command(["hotset", target, *shlex.split(value)])
+        case ["hotset", command, *arguments]:
+            known = typer.main.get_command(app).commands
+            assert command in known, f"no command {command}"
+            try:
+                known[command].make_context(command, arguments)
+            except Exception as error:
+                raise AssertionError(f"{shlex.join(words)}: {error}") from error
+        case ["curl", url, *options]:
+            BODIES[urlsplit(url).path].model_validate_json(options[options.index("-d") + 1])
+        case _:
+            raise AssertionError(f"{words[0]} is not a command that this test understands")
+
+
+def check_python(source: str) -> None:
+    """Fails unless the source compiles and uses names, keywords and methods that exist."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "hotset":
+            assert all(hasattr(hotset, alias.name) for alias in node.names), ast.unparse(node)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "llm":
+            assert hasattr(LLM, node.attr), ast.unparse(node)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in KEYWORDS:
+            assert {keyword.arg for keyword in node.keywords} <= KEYWORDS[node.func.id], ast.unparse(node)
+
+
+README_COMMANDS = [words for block in blocks(README, "sh") for words in commands(block)]
+
+
+@pytest.mark.parametrize("words", README_COMMANDS, ids=lambda words: " ".join(words[:2]))
+def test_command_of_the_readme_would_be_understood(words: list[str]) -> None:
+    check_command(words)
+
+
+def test_readme_shows_the_server_the_command_line_and_a_request() -> None:
+    assert {words[0] for words in README_COMMANDS} == {"make", "hotset", "curl"}
+
+
+def test_python_of_the_readme_uses_what_exists() -> None:
+    sources = blocks(README, "python")
+    assert sources
+    for source in sources:
+        check_python(source)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_name_only_files_that_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    paths = re.findall(r"[` ]((?:hotset|tests|benchmarks|docs|\.ci)/[\w./-]*)`", text)
+    missing = [link for link in links if not (ROOT / name).parent.joinpath(link).exists()]
+    missing += [path for path in paths if not (ROOT / path).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_documents_name_only_code_that_exists(name: str) -> None:
+    text = (ROOT / name).read_text()
+    sources = [path.read_text() for pattern in ("hotset/**/*.py", "tests/**/*.py") for path in ROOT.glob(pattern)]
+    words = set(re.findall(r"\w+", "\n".join([*sources, (ROOT / "pyproject.toml").read_text()])))
+    named = re.findall(r"`([A-Za-z_][\w.]*?)(?:\([^`]*\))?`", text)
+    files = re.findall(r"`((?:base|kernels|memory|models|schedule|engine|serve|cli)/[\w./]+)`", text)
+    assert [name for name in named if not set(name.split(".")) - {"py"} <= words] == []
+    assert [file for file in files if not (ROOT / "hotset" / file).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "make sevre\n",
+        'make serve ARGS="--prot 9000"\n',
+        "hotset serve --port eighty\n",
+        "hotset talk\n",
+        """curl http://x/v1/chat/completions -d '{"model": "embedded"}'\n""",
+        "uv pip install hotset\n",
+    ],
+)
+def test_checker_sees_a_command_that_would_not_work(block: str) -> None:
+    [words] = commands(block)
+    with pytest.raises((AssertionError, ValidationError)):
+        check_command(words)
+
+
+def test_checker_joins_lines_of_one_command() -> None:
+    body = {"model": "m"}
+    block = f"curl x \\\n  -d '{json.dumps(body, indent=2)}'  # comment\n\nhotset info\n"
+    assert commands(block) == [["curl", "x", "-d", json.dumps(body, indent=2)], ["hotset", "info"]]
+
+
+@pytest.mark.parametrize(
+    "source", ["from hotset import LLMs", "llm.genrate('x')", "LLM('x', max_seqs=1)", "SamplingParams(temp=0)", "x ="]
+)
+def test_checker_sees_python_that_would_not_work(source: str) -> None:
+    with pytest.raises((AssertionError, SyntaxError)):
+        check_python(source)
