@@ -42,7 +42,7 @@ def kv_budget(config: EngineConfig, token_bytes: int, model_context: int, device
     free = free_bytes(device)
     if pages * page_bytes > free:
         raise ConfigError(
-            f"{flag} asks for {show_bytes(pages * page_bytes)} of KV, but {device} has {show_bytes(free)} free; lower it"
+            f"{flag} asks for {show_bytes(pages * page_bytes)} of KV, but only {show_bytes(free)} are free; lower it"
         )
     holds = pages * config.page_rows
     if (config.max_model_len is not None and holds < wanted) or holds < 2:

@@ -1,4 +1,4 @@
-"""Floor 2: one folder per op. `__init__.py` is the op (signature, checks, dispatch), `reference.py` its specification in torch.
+"""Floor 2: a folder per op. `__init__.py` is the op (signature, checks, dispatch), `reference.py` its torch specification.
 
 Ops know tensors, row geometry and segments; they never know requests, configuration or models.
 """

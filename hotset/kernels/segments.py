@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Span(NamedTuple):
-    """Segment number `segment`: query rows [first, last) of the flat batch, at the end of a context of `length` rows."""
+    """Segment number `segment`: query rows [first, last) of the batch, at the end of a context of `length` rows."""
 
     segment: int
     first: int

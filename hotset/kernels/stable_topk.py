@@ -7,7 +7,7 @@ from hotset.kernels import EMPTY
 
 
 def stable_topk(scores: Tensor, k: int) -> Tensor:
-    """[rows, k] positions of the k largest finite scores, ascending, then EMPTY; ties at the cut go to earlier positions.
+    """[rows, k] positions of the k largest finite scores, ascending, then EMPTY; at the cut the earlier of equals win.
 
     Everything above the k-th value is taken; the places left are filled with the earliest of those equal to it.
     """

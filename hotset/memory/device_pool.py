@@ -24,7 +24,7 @@ class KvShape:
 
 
 class DevicePool:
-    """`pages` pages of `page_rows` rows in device memory. It owns bytes; who holds which page is the allocator's to say.
+    """`pages` pages of `page_rows` rows in device memory. It owns bytes; who holds a page is the allocator's to say.
 
     Fresh memory is not cleared: a row is read only after it was written.
     """

@@ -40,7 +40,7 @@ def rotate_halves(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
-    """Pairs (2i, 2i + 1), written as two halves: a fixed reordering that queries and keys share, so scores are the same."""
+    """Pairs (2i, 2i + 1), written as two halves: an order that queries and keys share, so scores are the same."""
     return _rotate(x[..., 0::2], x[..., 1::2], rotation)
 
 
@@ -69,7 +69,7 @@ def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, plain: Tensor) -> Tensor:
-    """As `llama3`, but the blend is linear in the dimension between the two where `beta` turns fit the original context."""
+    """As `llama3`, but the blend is linear in the dimension, between those where `beta` turns fit the context."""
 
     def dimension_of(turns: float) -> float:
         return spec.dim * math.log(spec.original_context / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))

@@ -35,7 +35,7 @@ class Plan:
 
     Columns, one entry per segment: `seats[i]` computes rows [starts[i], starts[i] + counts[i]) of its context. The last
     row of segment `sampled[j]` yields the j-th token of the result. Token ids are not in the plan: the worker has the
-    prompt from the admission and the answer from its own sampling, so the next plan can be made before this one is done.
+    prompt from the admission and the answer from its own sampling, so the next plan can be made while this one runs.
     """
 
     number: int

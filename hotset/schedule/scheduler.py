@@ -46,7 +46,7 @@ class _Draft:
 
 
 class Scheduler:
-    """Owns every request's phase, seat and pages. First come, first served; the youngest gives way when pages run out."""
+    """Owns every request's phase, seat and pages. First come, first served; the youngest gives way."""
 
     def __init__(self, pages: PageAllocator, page_rows: int, seats: int, step_rows: int) -> None:
         """At most `seats` requests run at once; a step computes at most `step_rows` rows, decoding rows first."""
@@ -223,7 +223,7 @@ class Scheduler:
     def _admit(self, request: Request, draft: _Draft) -> bool:
         """Gives the request a seat and pages for all its tokens, in one run where possible; False if there is no room.
 
-        A page per running request is left free, so that those who run can grow for a while before somebody is preempted.
+        A page per running request is left free, so that those who run can grow before somebody is preempted.
         """
         wanted = ceil_div(len(request.tokens), self._page_rows)
         if not self._free_seats or (wanted + len(self._running) > self._pages.free and self._running):

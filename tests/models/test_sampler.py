@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
 from hotset.models.sampler import Sampled, Sampler
-from hotset.models.sampling.draw import LISTED, draw_key, leading, uniforms
+from hotset.models.sampling.draw import LISTED, WEIGHT_ONE, DrawRules, _choose, draw, draw_key, leading, uniforms
 from tests.models import sampling_oracle as oracle
 
 CPU = torch.device("cpu")
@@ -198,6 +198,39 @@ def test_draws_follow_the_probabilities_and_neighbours_are_independent(way: str)
     assert chi_square(pairs[likely], both[likely]) < freedom + 5.0 * math.sqrt(2.0 * freedom)
 
 
+def rules_for(n: int, **columns: Tensor) -> DrawRules:
+    columns = {
+        "temperature": torch.ones(n, dtype=torch.float64),
+        "top_p": torch.ones(n, dtype=torch.float64),
+        "least_weight": torch.zeros(n, dtype=torch.int64),
+        **columns,
+    }
+    return DrawRules(**columns)
+
+
+def test_each_token_owns_a_half_open_interval_of_the_uniform_number() -> None:
+    uniform = torch.tensor([0.0, 0.25 - 2.0**-53, 0.25, 0.5, 0.75, 1.0 - 2.0**-53], dtype=torch.float64)
+    rules = rules_for(6, top_k=torch.full((6,), 4))
+    assert draw(torch.zeros(6, 4), rules, uniform, narrow=True).tolist() == [0, 0, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 2.0])
+def test_a_draw_among_leading_tokens_equals_the_draw_from_the_whole_sort(spread: float) -> None:
+    n, vocab, rng = 400, LISTED + 200, torch.Generator().manual_seed(9)
+    x = (torch.randn(n, vocab, generator=rng) * spread * 8).round() / 8
+    uniform = torch.rand(n, generator=rng, dtype=torch.float64)
+    kind = torch.arange(n) % 4
+    top_k = torch.where(kind == 1, torch.randint(1, vocab + 1, (n,), generator=rng), vocab)
+    top_p = torch.where(kind >= 2, torch.rand(n, generator=rng, dtype=torch.float64), 1.0)
+    least_weight = torch.where(kind == 3, torch.randint(0, WEIGHT_ONE, (n,), generator=rng), 0)
+    rules = rules_for(n, top_k=top_k, top_p=top_p, least_weight=least_weight)
+    wide = draw(x, rules, uniform, narrow=False)
+    whole = _choose(leading(x, vocab), rules, uniform, vocab, None)[0]
+    assert torch.equal(wide, whole)
+    few = (top_k <= LISTED).nonzero().squeeze(-1)
+    assert torch.equal(draw(x[few], rules.rows(few), uniform[few], narrow=True), whole[few])
+
+
 def test_top_k_keeps_exactly_k_and_lower_ids_win_ties() -> None:
     logits = [1.0, 3.0, 2.0, 2.0, 2.0, 0.0]
     drawn = {sample_one(logits, position, top_k=3, temperature=10.0) for position in range(200)}
@@ -296,9 +329,10 @@ def test_a_new_request_inherits_nothing_from_the_seat_before() -> None:
         temperature=0.0, seed=1, presence_penalty=2.0, logit_bias={4: 50.0}, min_tokens=9, max_tokens=9, logprobs=3
     )
     admit(sampler, 0, Request(heavy, [5, 5], 1, frozenset({5})))
-    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, 1.0]])
+    logits = torch.tensor([[0.0, 0.0, 0.5, 0.0, 0.0, 1.0]])
     assert int(sampler.sample(logits, [0], torch.tensor([2])).token_ids) == 4
-    admit(sampler, 0, Request(SamplingParams(temperature=0.0, seed=1, presence_penalty=0.5), [0], 1))
+    light = SamplingParams(temperature=0.0, seed=1, presence_penalty=0.6, repetition_penalty=10.0)
+    admit(sampler, 0, Request(light, [0], 1))
     found = sampler.sample(logits, [0], torch.tensor([1]))
     assert int(found.token_ids) == 5 and found.logprobs is None
 

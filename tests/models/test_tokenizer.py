@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, processors
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -249,6 +249,8 @@ def test_a_byte_stream_adds_up_to_decode(smol: Tokenizer, token_ids: list[int], 
     token_ids=st.lists(st.one_of(st.integers(-1, 270), st.integers(255, 270), st.integers(190, 260)), max_size=16),
     skip_special=st.booleans(),
 )
+@example(token_ids=[262, 259, 263], skip_special=True)  # "a", an empty piece, " a": the space must stay
+@example(token_ids=[262, 3 + 0x41, 3 + 0xE2, 264], skip_special=True)  # a byte makes its neighbour in the run invalid
 def test_a_window_stream_adds_up_to_decode(spaced: Tokenizer, token_ids: list[int], skip_special: bool) -> None:
     wanted = spaced.decode(token_ids, skip_special=skip_special)
     assert streamed(spaced.stream(skip_special=skip_special), token_ids) == wanted

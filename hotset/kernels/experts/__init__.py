@@ -12,6 +12,6 @@ def experts(
     gate_up: Tensor,  # [experts, 2 * width, hidden]: gate above up
     down: Tensor,  # [experts, hidden, width]
 ) -> Tensor:  # [rows, hidden]
-    """sum_j weights[j] * down[e_j] @ (silu(gate[e_j] @ x) * (up[e_j] @ x)), reading only the experts that were chosen."""
+    """sum_j weights[j] * down[e_j] @ (silu(gate[e_j] @ x) * (up[e_j] @ x)), reading chosen experts only."""
     assert chosen.shape == weights.shape, f"{tuple(chosen.shape)} experts with {tuple(weights.shape)} weights"
     return reference.experts(x, chosen, weights, gate_up, down)

@@ -12,7 +12,7 @@ def sparse_attention(
     rank: int,
     scale: float,
 ) -> Tensor:  # [rows, heads, rank]: attention-weighted latents, before the value up-projection
-    """softmax(scale * q . row) over the chosen rows, applied to their latents. The order of `chosen` does not matter."""
+    """softmax(scale * q . row) over the chosen rows, applied to their latents. Their order does not matter."""
     assert q.shape[2] == rows.shape[1], f"queries of {q.shape[2]} values cannot score rows of {rows.shape[1]}"
     assert chosen.shape[0] == q.shape[0], f"{chosen.shape[0]} selections for {q.shape[0]} query rows"
     return reference.sparse_attention(q, rows, chosen, rank, scale)

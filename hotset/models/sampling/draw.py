@@ -99,9 +99,9 @@ def _choose(
     top_k, top_p = rules.top_k.unsqueeze(-1), rules.top_p.unsqueeze(-1)
     whole = mass[:, -1:] if total is None else total
     base = torch.where(top_k <= listed, mass.gather(-1, top_k.clamp(max=listed) - 1), whole)
-    nucleus = torch.where(top_p >= 1.0, base, (top_p * base).ceil().to(torch.int64))
-    column = torch.arange(listed, device=mass.device)
-    kept = (column < top_k) & (mass - weights < nucleus) & (weights >= rules.least_weight.unsqueeze(-1))
+    # At most base, so that top_k's cut is in it; float64 may round a large base up or down.
+    nucleus = torch.where(top_p >= 1.0, base, (top_p * base).ceil().to(torch.int64).minimum(base))
+    kept = (mass - weights < nucleus) & (weights >= rules.least_weight.unsqueeze(-1))
     survivors = kept.sum(dim=-1, keepdim=True).clamp(min=1)
     closed = (survivors < listed) | (top_k <= listed)
     kept_mass = torch.where(closed, mass.gather(-1, survivors - 1), base)
