@@ -141,7 +141,10 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
         process.stdin.flush()
         os.read(process.stdout.fileno(), 1)  # the answer has begun
         process.send_signal(signal.SIGINT)
-        output, remarks = process.communicate(b"/reset\nWhat is the capital of France?\n/exit\nnever read\n", 60)
+        try:
+            output, remarks = process.communicate(b"/reset\nWhat is the capital of France?\n/exit\nnever read\n", 60)
+        finally:
+            process.kill()
     assert process.returncode == 0
     assert remarks.decode().splitlines() == ["(stopped)", "(forgotten)"]
     assert output.decode().splitlines()[-1].startswith("The capital of France is Paris")

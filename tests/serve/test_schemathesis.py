@@ -4,19 +4,19 @@ from typing import Any
 
 import pytest
 import schemathesis
-from conftest import RunningServer
 from hypothesis import HealthCheck, given, settings
+from running_server import RunningServer
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import positive_data_acceptance
 from schemathesis.schemas import BaseSchema
 
 BOUNDED = settings(
-    max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 POSTS = (*GENERATING, "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{model_id}", "/health", "/metrics")
-VOCABULARY = 49152
+VOCABULARY = 257
 # Values that the document's types allow are brought into the range that sampling allows, and made cheap.
 SAMPLING_RANGES = {
     "temperature": (0.0, 10.0),
@@ -34,8 +34,8 @@ SAMPLING_RANGES = {
 
 
 @pytest.fixture(scope="module")
-def schema(embedded_server: RunningServer) -> BaseSchema:
-    return schemathesis.openapi.from_url(f"{embedded_server.url}/openapi.json")
+def schema(tiny_server: RunningServer) -> BaseSchema:
+    return schemathesis.openapi.from_url(f"{tiny_server.url}/openapi.json")
 
 
 def in_vocabulary(value: Any) -> Any:
@@ -47,7 +47,7 @@ def in_vocabulary(value: Any) -> Any:
 def make_acceptable(path: str, body: Any) -> None:
     """Mends what no JSON schema can forbid: names, vocabulary, ranges, and fields that exclude each other."""
     if "model" in body:
-        body["model"] = "embedded"
+        body["model"] = "tiny"
     if "tokens" in body:
         body["tokens"] = in_vocabulary(body["tokens"])
     if path not in GENERATING:
@@ -63,7 +63,7 @@ def make_acceptable(path: str, body: Any) -> None:
     if not body.get("logprobs"):
         body.pop("top_logprobs", None)
     body["stop_token_ids"] = in_vocabulary(body.get("stop_token_ids") or [])
-    body["logit_bias"] = {token[:4]: min(max(bias, -100), 100) for token, bias in (body.get("logit_bias") or {}).items()}
+    body["logit_bias"] = {token[-2:]: min(max(bias, -100), 100) for token, bias in (body.get("logit_bias") or {}).items()}
 
 
 def keep_short(path: str, body: Any) -> None:
@@ -91,7 +91,6 @@ def test_valid_requests_get_documented_answers(schema: BaseSchema, path: str) ->
         statuses.append(answer.status_code)
 
     answer_is_documented()
-    print(path, sorted(statuses))
     assert set(statuses) <= {200, 400, 404}
     if path in POSTS:
         assert statuses.count(200) >= len(statuses) // 3

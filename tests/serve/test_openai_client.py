@@ -1,0 +1,195 @@
+"""The embedded model through the `openai` package over real HTTP."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletionChunk
+from running_server import RunningServer
+
+MODEL = "SmolLM2-135M-Instruct"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+CAPITAL = "The capital of France is"
+
+
+def ask(client: openai.OpenAI, **options: Any) -> Any:
+    values = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 16, **options}
+    return client.chat.completions.create(**values)
+
+
+def complete(client: openai.OpenAI, **options: Any) -> Any:
+    values = {"model": MODEL, "prompt": CAPITAL, "temperature": 0, "max_tokens": 6, **options}
+    return client.completions.create(**values)
+
+
+def streamed_text(chunks: Iterable[ChatCompletionChunk]) -> str:
+    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+
+
+def tokenize(http: httpx.Client, body: dict[str, Any]) -> list[int]:
+    answer = http.post("/tokenize", json=body).raise_for_status().json()
+    assert answer["count"] == len(answer["tokens"])
+    tokens: list[int] = answer["tokens"]
+    return tokens
+
+
+def test_chat_answers_paris(client: openai.OpenAI) -> None:
+    answer = ask(client)
+    assert "Paris" in answer.choices[0].message.content
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion" and answer.model == MODEL
+
+
+def test_streamed_chat_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+    chunks = list(ask(client, stream=True))
+    assert streamed_text(chunks) == ask(client).choices[0].message.content
+    assert "Paris" in streamed_text(chunks)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks), "usage was not asked for"
+
+
+def test_usage_counts_the_tokens_that_went_in_and_came_out(client: openai.OpenAI, http: httpx.Client) -> None:
+    answer = ask(client, extra_body={"return_token_ids": True})
+    prompt = tokenize(http, {"messages": QUESTION})
+    choice = answer.choices[0].model_extra
+    assert choice["prompt_token_ids"] == prompt
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == len(choice["token_ids"])
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    *_, last = ask(client, stream=True, stream_options={"include_usage": True})
+    assert last.choices == [] and last.usage == answer.usage
+
+
+def test_stop_string_ends_the_answer_and_is_never_shown(client: openai.OpenAI) -> None:
+    # The stop string ends inside a token, so the text before it must be held back until that is certain.
+    whole = ask(client, stop=["Par"]).choices[0]
+    assert (whole.message.content, whole.finish_reason) == ("The capital of France is ", "stop")
+    assert streamed_text(ask(client, stop=["Par"], stream=True)) == whole.message.content
+    kept = ask(client, stop="Par", extra_body={"include_stop_str_in_output": True}).choices[0]
+    assert kept.message.content == "The capital of France is Par"
+
+
+def test_seed_makes_draws_repeatable(client: openai.OpenAI) -> None:
+    hot = {"temperature": 1.5, "max_tokens": 8}
+    first, again, other = (ask(client, seed=seed, **hot).choices[0].message.content for seed in (7, 7, 8))
+    assert first == again
+    assert first != other
+
+
+def test_n_gives_that_many_different_choices(client: openai.OpenAI) -> None:
+    hot = {"temperature": 1.5, "max_tokens": 6, "seed": 7}
+    choices = ask(client, n=3, **hot).choices
+    texts = [choice.message.content for choice in choices]
+    assert [choice.index for choice in choices] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    assert texts[0] == ask(client, **hot).choices[0].message.content, "the first of n is the n = 1 answer"
+    streamed = {index: "" for index in range(3)}
+    for chunk in ask(client, n=3, stream=True, **hot):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert list(streamed.values()) == texts
+
+
+def test_chat_logprobs_rank_the_alternatives(client: openai.OpenAI) -> None:
+    choice = ask(client, logprobs=True, top_logprobs=3, max_tokens=5).choices[0]
+    entries = choice.logprobs.content
+    assert "".join(entry.token for entry in entries) == choice.message.content
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == choice.message.content
+    for entry in entries:
+        values = [other.logprob for other in entry.top_logprobs]
+        assert len(values) == 3 and values == sorted(values, reverse=True)
+        assert entry.logprob == values[0] <= 0, "a greedy token is the likeliest"
+    streamed = [
+        entry
+        for chunk in ask(client, logprobs=True, top_logprobs=3, max_tokens=5, stream=True)
+        if chunk.choices[0].logprobs is not None
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert [entry.token for entry in streamed] == [entry.token for entry in entries]
+    assert ask(client, max_tokens=1).choices[0].logprobs is None
+
+
+def test_completion_logprobs_say_where_each_token_stands_in_the_text(client: openai.OpenAI) -> None:
+    choice = complete(client, logprobs=2).choices[0]
+    found = choice.logprobs
+    assert len(found.tokens) == 6 == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset)
+    for token, offset, logprob, top in zip(
+        found.tokens, found.text_offset, found.token_logprobs, found.top_logprobs, strict=True
+    ):
+        assert choice.text[offset:].startswith(token)
+        assert top[token] == logprob == max(top.values())
+
+
+def test_logit_bias_forces_and_bars_tokens(client: openai.OpenAI, http: httpx.Client) -> None:
+    (london,) = tokenize(http, {"prompt": " London"})
+    (paris,) = tokenize(http, {"prompt": " Paris"})
+    assert complete(client, logit_bias={str(london): 100}, max_tokens=2).choices[0].text == " London London"
+    plain, barred = (complete(client, logit_bias=bias).choices[0].text for bias in ({}, {str(paris): -100}))
+    assert "Paris" in plain and " Paris" not in barred
+
+
+def test_every_form_of_prompt_means_the_same(client: openai.OpenAI, http: httpx.Client) -> None:
+    ids = tokenize(http, {"prompt": CAPITAL})
+    expected = complete(client).choices[0].text
+    for prompt in (CAPITAL, [CAPITAL], ids, [ids]):
+        assert [choice.text for choice in complete(client, prompt=prompt).choices] == [expected]
+    both = complete(client, prompt=[CAPITAL, "1, 2, 3, 4,"], n=2, extra_body={"return_token_ids": True})
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in both.choices[:2]] == [expected, expected]
+    assert both.choices[2].text.startswith(" 5")
+    assert [choice.model_extra["prompt_token_ids"] == ids for choice in both.choices] == [True, True, False, False]
+    assert both.usage.completion_tokens == sum(len(choice.model_extra["token_ids"]) for choice in both.choices)
+
+
+def test_token_limits_hold(client: openai.OpenAI) -> None:
+    short = ask(client, max_tokens=openai.omit, max_completion_tokens=3)
+    assert (short.usage.completion_tokens, short.choices[0].finish_reason) == (3, "length")
+    forced = ask(client, extra_body={"ignore_eos": True}, max_tokens=12)
+    assert (forced.usage.completion_tokens, forced.choices[0].finish_reason) == (12, "length")
+    assert complete(client, max_tokens=openai.omit).usage.completion_tokens == 16, "the API's default"
+
+
+def test_stop_token_ids_and_special_tokens(client: openai.OpenAI, http: httpx.Client) -> None:
+    (paris,) = tokenize(http, {"prompt": " Paris"})
+    stopped = complete(client, extra_body={"stop_token_ids": [paris]}).choices[0]
+    assert (stopped.text, stopped.finish_reason, stopped.model_extra["stop_reason"]) == ("", "stop", paris)
+    shown = ask(client, extra_body={"skip_special_tokens": False, "ignore_eos": True}, max_tokens=9)
+    assert "<|im_end|>" in shown.choices[0].message.content
+
+
+def test_text_parts_are_one_text(client: openai.OpenAI) -> None:
+    parts = [{"type": "text", "text": "What is the capital "}, {"type": "text", "text": "of France?"}]
+    assert ask(client, messages=[{"role": "user", "content": parts}]).usage == ask(client).usage
+
+
+def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).model_extra["max_model_len"] == 8192
+    assert ask(client, model="embedded", max_tokens=1).model == MODEL
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("some/other")
+
+
+def test_detokenize_undoes_tokenize(http: httpx.Client) -> None:
+    for text in (CAPITAL, "naïve café 🦊", "<|im_start|>user\n"):
+        tokens = tokenize(http, {"prompt": text})
+        assert http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+
+
+def test_simultaneous_requests_get_their_own_answers(embedded_server: RunningServer) -> None:
+    async def all_at_once() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{embedded_server.url}/v1", api_key="none", max_retries=0) as client:
+            prompts = [CAPITAL, "1, 2, 3, 4,", "The opposite of hot is"] * 2
+            request = {"model": MODEL, "temperature": 0, "max_tokens": 3}
+            answers = await asyncio.gather(*(client.completions.create(prompt=p, **request) for p in prompts))
+            return [answer.choices[0].text for answer in answers]
+
+    texts = asyncio.run(all_at_once())
+    assert texts[:3] == texts[3:]
+    assert "Paris" in texts[0] and texts[1].startswith(" 5") and "cold" in texts[2]
