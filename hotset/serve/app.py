@@ -164,7 +164,7 @@ def _model_routes(service: Service) -> APIRouter:
         """The text of token ids, special tokens included."""
         service.check_model(body.model)
         service.check_tokens(body.tokens, "tokens")
-        return json_response(DetokenizeResponse(prompt=service.tokenizer.decode(body.tokens, skip_special=False)))
+        return json_response(DetokenizeResponse(prompt=await service.decode(body.tokens)))
 
     return routes
 

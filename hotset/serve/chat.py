@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hotset.base.errors import RequestError
 from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.generation import Job, ending, respond
@@ -107,4 +108,11 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
         prompt_token_ids=prompt if body.return_token_ids else None,
     )
     usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return await respond(request, service, Job(wording.id, [prompt], params, wording, bool(body.stream), usage_wanted))
+    job = Job(wording.id, [prompt], params, wording, bool(body.stream), usage_wanted)
+    try:
+        return await respond(request, service, job)
+    except RequestError as error:
+        # The engine's intake speaks of the prompt; the field that the client sent is another.
+        if error.param == "prompt":
+            error.param = "messages"
+        raise

@@ -98,11 +98,12 @@ def refusal(error: RequestValidationError) -> RequestError:
         return RequestError(f"the body is not valid JSON: {found['ctx']['error']}", code="invalid_json")
     if kind == "extra_forbidden":
         return UnsupportedField(f"{param} is not supported by this server; leave it out", param=param)
+    if param is None and kind == "value_error":
+        return RequestError(str(found["ctx"]["error"]), code="invalid_value")
+    if param is None and kind == "string_unicode":
+        return RequestError("the name of a field must not hold lone surrogates", code="invalid_value")
     if param is None:
-        message = (
-            found["ctx"]["error"] if kind == "value_error" else "the body must be a JSON object (application/json)"
-        )
-        return RequestError(str(message), code="invalid_value")
+        return RequestError("the body must be a JSON object, sent as application/json", code="invalid_json")
     if kind == "missing":
         return RequestError(f"{param} is required", param=param, code="missing_field")
     message = found["msg"]

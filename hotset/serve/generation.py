@@ -77,7 +77,7 @@ async def respond(request: Request, service: Service, job: Job) -> Response:
         return json_response(await unless_disconnected(request.receive, _whole(job, deltas)))
     # The status line is held back until the engine has taken the request on, so that a refusal has its own status.
     first = await unless_disconnected(request.receive, _first(deltas))
-    return EventStream(_events(job, first, deltas))
+    return EventStream(_events(job, first, deltas), deltas)
 
 
 def ending(piece: Delta | CompletionOutput) -> Literal["stop", "length"] | None:
@@ -106,25 +106,27 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
 
 class EventStream(Response):
-    """Server-sent events. Owns `events` and closes it in the end, however the end comes."""
+    """Server-sent events. Owns `deltas`, from which they are made, and closes it in the end, however the end comes."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], deltas: AsyncGenerator[Delta, None]) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
+        self._deltas = deltas
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_disconnected(receive, self._send_all(send))
+        # Closed here and not only inside: sending may be cancelled before it has made its first step.
+        async with aclosing(self._deltas), aclosing(self._events):
+            await unless_disconnected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._events):
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _disconnection(receive: Receive) -> None:
@@ -147,14 +149,13 @@ async def _whole(job: Job, deltas: AsyncGenerator[Delta, None]) -> BaseModel:
 async def _events(job: Job, first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
     completion_tokens = 0
     try:
-        async with aclosing(_chained(first, deltas)) as chained:
-            for index in range(job.choices):
-                if (opening := job.wording.opening(index)) is not None:
-                    yield _event(opening)
-            async for delta in chained:
-                completion_tokens += len(delta.token_ids)
-                if (chunk := job.wording.chunk(delta)) is not None:
-                    yield _event(chunk)
+        for index in range(job.choices):
+            if (opening := job.wording.opening(index)) is not None:
+                yield _event(opening)
+        async for delta in _chained(first, deltas):
+            completion_tokens += len(delta.token_ids)
+            if (chunk := job.wording.chunk(delta)) is not None:
+                yield _event(chunk)
     except Exception as error:
         yield _event(error_body(error))
         return
@@ -168,10 +169,9 @@ def _event(body: BaseModel) -> bytes:
 
 
 async def _chained(first: Delta, rest: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-    async with aclosing(rest):
-        yield first
-        async for delta in rest:
-            yield delta
+    yield first
+    async for delta in rest:
+        yield delta
 
 
 async def _timed(deltas: AsyncGenerator[Delta, None], metrics: Metrics) -> AsyncGenerator[Delta, None]:

@@ -25,6 +25,8 @@ LIVENESS_SECONDS = 0.2
 LAST_WORDS_SECONDS = 2.0
 # Answers that the engine has ended still have to reach their clients.
 FLUSH_SECONDS = 5.0
+# Longer than clients usually pool a connection: one that closes while a request is on its way fails that request.
+KEEP_ALIVE_SECONDS = 75
 
 
 def run(engine_config: EngineConfig, serve_config: ServeConfig) -> int:
@@ -125,6 +127,7 @@ def _http_settings(app: FastAPI, config: ServeConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         limit_concurrency=config.max_connections,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(config.drain_seconds + FLUSH_SECONDS),
     )
 

@@ -79,6 +79,10 @@ class Service:
         text = await asyncio.to_thread(self.tokenizer.render_chat, turns)
         return await asyncio.to_thread(lambda: self.tokenizer.encode(text, add_special=False))
 
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        return await asyncio.to_thread(lambda: self.tokenizer.decode(token_ids, skip_special=False))
+
     def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
         """Refuses ids outside the vocabulary. Prompts need no such check here: the engine's intake makes it."""
         vocab = self.client.model.vocab

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 import tokenizers
-from running_server import RunningServer, serving
+from running_server import API_KEY, ORIGIN, RunningServer, serving
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -50,6 +50,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def tiny_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """The tiny model, shared by tests that send many requests and do not care what the answers say."""
     with serving(tmp_path_factory.mktemp("tiny"), tiny_model, "--load-format", "dummy") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def limited_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The tiny model with every limit set: a key, small bodies, one request at a time and one more waiting."""
+    limits = ["--api-key", API_KEY, "--max-body-mib", "0.01", "--max-queue", "1", "--max-num-seqs", "1"]
+    names = ["--served-model-name", "renamed", "--cors-origin", ORIGIN]
+    with serving(tmp_path_factory.mktemp("limited"), tiny_model, "--load-format", "dummy", *limits, *names) as server:
         yield server
 
 

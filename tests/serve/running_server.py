@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 
 STOP_SECONDS = 60
+API_KEY = "open-sesame"
+ORIGIN = "http://page.example"
 
 
 @dataclass(frozen=True)

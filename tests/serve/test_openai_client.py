@@ -89,7 +89,7 @@ def test_n_gives_that_many_different_choices(client: openai.OpenAI) -> None:
     assert [choice.index for choice in choices] == [0, 1, 2]
     assert len(set(texts)) == 3
     assert texts[0] == ask(client, **hot).choices[0].message.content, "the first of n is the n = 1 answer"
-    streamed = {index: "" for index in range(3)}
+    streamed = dict.fromkeys(range(3), "")
     for chunk in ask(client, n=3, stream=True, **hot):
         for choice in chunk.choices:
             streamed[choice.index] += choice.delta.content or ""

@@ -1,0 +1,81 @@
+"""Faults of our own, which no request can provoke: the client learns that something failed, the log learns what."""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hotset.base import errors
+from hotset.serve.errors import VERDICTS, error_body, verdict_of
+from hotset.serve.metrics import Metrics
+from hotset.serve.middleware import AccessLog
+
+
+def sent_by(app: ASGIApp) -> list[Message]:
+    """What a client gets of `app` through the outermost layer."""
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/x", "raw_path": b"/x", "headers": []}
+    asyncio.run(AccessLog(app, Metrics())(scope, receive, send))
+    return sent
+
+
+def test_an_unforeseen_error_is_logged_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("the secret is 42")
+
+    start, body = sent_by(broken)
+    assert start["status"] == 500
+    assert json.loads(body["body"])["error"]["code"] == "internal_error"
+    assert b"secret" not in body["body"]
+    assert "the secret is 42" in caplog.text
+
+
+def test_a_response_that_has_begun_gets_no_second_start(caplog: pytest.LogCaptureFixture) -> None:
+    async def breaks_later(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("too late")
+
+    assert [message["type"] for message in sent_by(breaks_later)] == ["http.response.start"]
+    assert "too late" in caplog.text
+
+
+def test_a_client_that_left_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def abandoned(scope: Scope, receive: Receive, send: Send) -> None:
+        raise ClientDisconnect
+
+    with caplog.at_level(logging.INFO, "hotset.serve"):
+        assert sent_by(abandoned) == []
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "GET /x 499" in caplog.text
+
+
+def test_every_error_of_the_tree_has_its_status() -> None:
+    statuses = {
+        errors.RequestError("m"): 400,
+        errors.ContextLengthExceeded("m"): 400,
+        errors.UnsupportedField("m"): 400,
+        errors.WrongApiKey("m"): 401,
+        errors.UnknownModel("m"): 404,
+        errors.BodyTooLarge("m"): 413,
+        errors.QueueFull("m"): 429,
+        errors.EngineStopped("m"): 503,
+        errors.IllegalTransition("a", "b"): 500,
+    }
+    assert {error: verdict_of(error).status for error in statuses} == statuses
+    assert {verdict.status for verdict in VERDICTS.values()} == set(statuses.values())
+
+
+def test_text_from_outside_cannot_break_or_flood_the_answer() -> None:
+    hostile = errors.RequestError("\ud800" + "x" * 10_000, param="\udfff" * 10_000)
+    assert len(error_body(hostile).model_dump_json().encode()) < 8_000

@@ -1,0 +1,78 @@
+"""How a server ends: drained on a signal, loudly when its engine dies, and in one line when it cannot start."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from running_server import serving
+
+TEXT = "/v1/completions"
+
+
+def events_of(stream: httpx.Response) -> list[Any]:
+    """The events of a stream up to its end; [DONE] as that string."""
+    data = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+    return [event if event == "[DONE]" else json.loads(event) for event in data]
+
+
+def body_of(max_tokens: int) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+
+
+def test_sigterm_drains_what_runs_and_exits_0(tiny_model: str, tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, tiny_model, "--load-format", "dummy", "--drain-seconds", "4") as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+        http.stream("POST", TEXT, json=body_of(8000)) as endless,
+        http.stream("POST", TEXT, json=body_of(60)) as short,
+    ):
+        server.process.send_signal(signal.SIGTERM)
+        finished = events_of(short)
+        assert finished[-1] == "[DONE]" and finished[-2]["choices"][0]["finish_reason"] == "length"
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
+        # What outlasts the drain is told so, instead of being cut off without a word.
+        assert events_of(endless)[-1]["error"]["code"] == "engine_stopped"
+        assert server.process.wait(30) == 0
+        assert "Traceback" not in server.log()
+
+
+def test_death_of_the_engine_fails_its_requests_and_the_server(tiny_model: str, tmp_path: Path) -> None:
+    with serving(tmp_path, tiny_model, "--load-format", "dummy") as server:
+        with (
+            httpx.Client(base_url=server.url, timeout=60) as http,
+            http.stream("POST", TEXT, json=body_of(8000)) as stream,
+        ):
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            *_, last = events_of(stream)
+            assert (last["error"]["code"], last["error"]["type"]) == ("engine_stopped", "service_unavailable_error")
+            for answer in (http.get("/health"), http.post(TEXT, json=body_of(1))):
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stopped")
+            assert "hotset_engine_up 0.0" in http.get("/metrics").text
+        assert server.process.wait(30) == 1
+        assert "Traceback" not in server.log()
+
+
+def refusal_to_start(*arguments: str) -> str:
+    command = [sys.executable, "-m", "hotset", "serve", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    return ended.stderr
+
+
+def test_start_up_errors_are_one_line(tmp_path: Path) -> None:
+    error = refusal_to_start(str(tmp_path / "nothing"), "--port", "0")
+    assert error.startswith("error: ") and error.count("\n") == 1 and "nothing" in error
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        error = refusal_to_start("no-such-model", "--port", str(taken.getsockname()[1]))
+    assert error.startswith("error: cannot listen on 127.0.0.1 port") and error.count("\n") == 1
