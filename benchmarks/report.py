@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def hardware() -> dict[str, Any]:
     """What the numbers were measured on."""
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else ():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
+    listed = (
+        subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout if shutil.which("lscpu") else ""
+    )
+    named = [line.partition(":")[2].strip() for line in listed.splitlines() if line.startswith("Model name")]
+    cpu = f"{named[0] if named else 'unknown'} ({platform.machine()})"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": cpu,

@@ -77,13 +77,18 @@ def serve(
     """Serve a model over the OpenAI API."""
     engine_config = EngineConfig(**given(EngineConfig, {**values, "model": model}))
     serve_config = ServeConfig(**given(ServeConfig, values))
+    from hotset.engine.process import EngineProcess
+
+    process = EngineProcess(engine_config)  # loads the model while this process imports its own half
     try:
         from hotset.serve.server import run
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in SERVE_PACKAGES:
+    except BaseException as error:
+        process.end(0.0)
+        missing = error.name if isinstance(error, ModuleNotFoundError) and error.name is not None else ""
+        if missing.partition(".")[0] not in SERVE_PACKAGES:
             raise
-        raise MissingDependency(f'the server needs {error.name}; run: pip install "hotset[serve]"') from error
-    raise typer.Exit(run(engine_config, serve_config))
+        raise MissingDependency(f'the server needs {missing}; run: pip install "hotset[serve]"') from error
+    raise typer.Exit(run(engine_config, serve_config, process))
 
 
 @app.command(

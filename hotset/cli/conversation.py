@@ -1,7 +1,7 @@
 """`hotset chat`: a conversation that remembers its turns and gives up the oldest when the context is full."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -64,7 +64,7 @@ class Conversation:
         elif answer.finish_reason == "abort":
             remark("(stopped)")
 
-    def _fitting_stream(self) -> Iterator[Delta]:
+    def _fitting_stream(self) -> Generator[Delta, None, None]:
         """The stream of the answer. Forgets as many of the oldest turns as must go for the newest question to fit."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         kept = self.turns

@@ -7,7 +7,6 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import cast
 
 from hotset.base.errors import RequestError
 from hotset.engine.outputs import Delta
@@ -20,11 +19,11 @@ class Printed:
     finish_reason: FinishReason | None
 
 
-def print_stream(deltas: Iterator[Delta]) -> Printed:
+def print_stream(deltas: Generator[Delta, None, None]) -> Printed:
     """Prints text as it comes. Ctrl-C ends it between two deltas and aborts the request."""
     text = ""
     finish_reason: FinishReason | None = None
-    with _noted_interrupt() as interrupted, closing(cast(Generator[Delta, None, None], deltas)):
+    with _noted_interrupt() as interrupted, closing(deltas):
         for delta in deltas:
             print(delta.text, end="", flush=True)
             text, finish_reason = text + delta.text, delta.finish_reason

@@ -2,37 +2,19 @@
 
 import asyncio
 import itertools
-import multiprocessing
 import queue
-import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from collections.abc import AsyncGenerator, Sequence
 
 from hotset.base.config import EngineConfig
-from hotset.base.errors import EngineStopped, RequestError, StartupError
+from hotset.base.errors import EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import FrontModel, open_front
 from hotset.engine.choices import OpenChoices
-from hotset.engine.core import EngineStats
 from hotset.engine.intake import Intake, ModelCard
-from hotset.engine.outputs import Delta
-from hotset.engine.process import (
-    Abort,
-    AskStats,
-    Command,
-    Failed,
-    News,
-    Ready,
-    Report,
-    Start,
-    Stats,
-    Stop,
-    engine_process,
-)
+from hotset.engine.outputs import Delta, EngineStats
+from hotset.engine.process import Abort, AskStats, Command, EngineProcess, News, Report, Start, Stats, Stop
 
-STOP_SECONDS = 10.0  # for a child that was told to stop; then it is killed
 STATS_SECONDS = 30.0  # one long prefill step may stand between the question and its answer
 
 Inbox = asyncio.Queue[Delta | EngineStopped]
@@ -41,15 +23,13 @@ Inbox = asyncio.Queue[Delta | EngineStopped]
 class EngineClient:
     """Sends requests to the engine process and hands out what comes back. All coroutines run on one event loop."""
 
-    def __init__(
-        self, config: EngineConfig, front: FrontModel, process: SpawnProcess, pipe: Connection, card: ModelCard
-    ) -> None:
+    def __init__(self, config: EngineConfig, front: FrontModel, process: EngineProcess, card: ModelCard) -> None:
         """Use `start`."""
         self.model = front.card(card)
         self.tokenizer = front.tokenizer
         self.defaults = front.defaults
         self._process = process
-        self._pipe = pipe
+        self._pipe = process.pipe
         self._intake = Intake(self.model, config.seed)
         self._open = OpenChoices(front.tokenizer)
         self._inboxes: dict[str, Inbox] = {}
@@ -63,37 +43,28 @@ class EngineClient:
         threading.Thread(target=self._write, name="hotset-commands", daemon=True).start()
 
     @classmethod
-    def start(cls, config: EngineConfig, *, show_progress: bool = True) -> "EngineClient":
-        """Starts the engine process and waits until it is ready. StartupError if it cannot start."""
-        front = open_front(config)
-        context = multiprocessing.get_context("spawn")
-        pipe, far_end = context.Pipe()
-        process = context.Process(target=engine_process, args=(config, far_end, show_progress), name="hotset-engine")
-        process.start()
-        far_end.close()
+    def start(cls, config: EngineConfig, process: EngineProcess | None = None) -> "EngineClient":
+        """Waits until the engine process, `process` or a fresh one, is ready. StartupError, and no child is left, if it
+        cannot start."""
+        process = process or EngineProcess(config)
         try:
-            first: Report = pipe.recv()
-        except EOFError:
-            process.join()
-            raise StartupError(f"the engine process died while starting (exit code {process.exitcode})") from None
-        if isinstance(first, Failed):
-            process.join(STOP_SECONDS)
-            if first.trace is not None:
-                print(first.trace, file=sys.stderr)
-            raise first.error
-        assert isinstance(first, Ready)
-        return cls(config, front, process, pipe, first.card)
+            return cls(config, open_front(config), process, process.wait_ready())
+        except BaseException:
+            process.end(0.0)
+            raise
 
     @property
     def alive(self) -> bool:
-        return not self._dead.is_set() and self._process.is_alive()
+        return not self._dead.is_set() and self._process.alive
 
     @property
     def waiting(self) -> int:
         """Choices accepted that have no token yet: in the queue, or being prefilled."""
         return len(self._unstarted)
 
-    async def generate(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> AsyncIterator[Delta]:
+    async def generate(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[Delta, None]:
         """Deltas of all `n` choices as they come; each choice ends with a finish_reason.
 
         Raises RequestError before the first delta if the request is refused, EngineStopped if the engine is draining or
@@ -146,10 +117,7 @@ class EngineClient:
             await asyncio.sleep(0.02)
         self._fail(EngineStopped("the server is shutting down"))
         self._outbox.put(Stop())
-        await asyncio.to_thread(self._process.join, STOP_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
-            await asyncio.to_thread(self._process.join)
+        await asyncio.to_thread(self._process.end)
 
     def _abandon(self, request_ids: Sequence[str]) -> None:
         """Forgets choices; those whose end was not seen are aborted."""

@@ -1,30 +1,13 @@
 """The step loop: the scheduler decides, the runner acts, the scheduler commits."""
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from hotset.engine.intake import Choice, ModelCard
+from hotset.engine.outputs import EngineStats
 from hotset.engine.runner import Runner, Ticket
 from hotset.memory.pages import PageAllocator
 from hotset.schedule.plan import Committed
 from hotset.schedule.scheduler import Scheduler
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Totals since start and the state now."""
-
-    running: int = 0
-    waiting: int = 0
-    pages_free: int = 0
-    pages_held: int = 0
-    pages_total: int = 0
-    steps: int = 0
-    tokens_prefilled: int = 0
-    tokens_generated: int = 0
-    preemptions: int = 0
-    requests_finished: Mapping[str, int] = field(default_factory=dict)  # by reason
 
 
 class Engine:

@@ -1,7 +1,7 @@
 """The offline API: `LLM(...).generate(prompts, SamplingParams(...))`, in this process."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -10,9 +10,8 @@ from hotset.base.errors import EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import build_engine, open_front
 from hotset.engine.choices import OpenChoices
-from hotset.engine.core import EngineStats
 from hotset.engine.intake import Choice, Intake
-from hotset.engine.outputs import CompletionOutput, Delta, RequestOutput
+from hotset.engine.outputs import CompletionOutput, Delta, EngineStats, RequestOutput
 from hotset.engine.prompts import Prompt, token_ids_of
 from hotset.models.tokenizer import Tokenizer
 
@@ -72,12 +71,14 @@ class LLM:
         prompts = [{"prompt_token_ids": self._chat_ids(conversation)} for conversation in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, params)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """Deltas of one prompt's choices as they come. Closing the iterator aborts the request."""
         choices = self._accept(token_ids_of(prompt, self.tokenizer), params or SamplingParams())
         return self._deltas(choices)
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Generator[Delta, None, None]:
         """Deltas of the answer to one conversation."""
         return self.stream({"prompt_token_ids": self._chat_ids(messages)}, params)
 
@@ -135,7 +136,7 @@ class LLM:
         for request_id, delta in deltas:
             self._inbox.setdefault(request_id, []).append(delta)
 
-    def _deltas(self, choices: Sequence[Choice]) -> Iterator[Delta]:
+    def _deltas(self, choices: Sequence[Choice]) -> Generator[Delta, None, None]:
         open_ids = [choice.request_id for choice in choices]
         self._start(choices)
         try:

@@ -1,4 +1,4 @@
-"""What the engine hands back: pieces of answers as they come, and finished requests."""
+"""What the engine hands back: pieces of answers as they come, finished requests, and its own state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,3 +57,19 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Totals since start and the state now."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_free: int = 0
+    pages_held: int = 0
+    pages_total: int = 0
+    steps: int = 0
+    tokens_prefilled: int = 0
+    tokens_generated: int = 0
+    preemptions: int = 0
+    requests_finished: Mapping[str, int] = field(default_factory=dict)  # by reason

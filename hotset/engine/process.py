@@ -2,24 +2,32 @@
 
 Parent to child: `Start`, `Abort`, `AskStats`, `Stop`. Child to parent: `Ready` or `Failed`, then `News` and `Stats`.
 The end of the pipe is a message too: a child whose parent died stops, a parent whose child died fails its requests.
+
+This module is light: only the child imports torch, so a parent may start it first and import its own parts meanwhile.
 """
 
+import multiprocessing
 import queue
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
-from hotset.engine.build import build_engine
-from hotset.engine.core import Engine, EngineStats
 from hotset.engine.intake import Choice, ModelCard
+from hotset.engine.outputs import EngineStats
 from hotset.schedule.plan import Committed
 
+if TYPE_CHECKING:
+    from hotset.engine.core import Engine
+
 AUDIT_AFTER_IDLE_S = 1.0
+STOP_SECONDS = 10.0  # for a child that was told to stop; then it is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +78,78 @@ Command = Start | Abort | AskStats | Stop
 Report = Ready | Failed | News | Stats
 
 
-def engine_process(config: EngineConfig, pipe: Connection, show_progress: bool) -> None:
+class EngineProcess:
+    """The parent's handle on the child."""
+
+    def __init__(self, config: EngineConfig, *, show_progress: bool = True) -> None:
+        """Starts the child and returns at once; it loads the model by itself."""
+        context = multiprocessing.get_context("spawn")
+        self.pipe, far_end = context.Pipe()
+        self._process = context.Process(target=_child, args=(config, far_end, show_progress), name="hotset-engine")
+        self._process.start()
+        far_end.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def wait_ready(self) -> ModelCard:
+        """Waits until the model is loaded. StartupError if it cannot be, or if the child dies meanwhile."""
+        try:
+            first: Report = self.pipe.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            raise StartupError(f"the engine process died while starting (exit code {code})") from None
+        if isinstance(first, Failed):
+            self._process.join(STOP_SECONDS)
+            if first.trace is not None:
+                print(first.trace, file=sys.stderr)
+            raise first.error
+        assert isinstance(first, Ready)
+        return first.card
+
+    def end(self, seconds: float = STOP_SECONDS) -> None:
+        """Waits so long for a child that was told to stop, then kills it. Idempotent."""
+        self._process.join(seconds)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def _child(config: EngineConfig, pipe: Connection, show_progress: bool) -> None:
     """The child's main: builds the engine, reports, and steps until told to stop or until the parent is gone."""
     # Signals are the parent's to handle: it drains its clients first and then says Stop, or dies and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
+        engine = _built(config, pipe, show_progress)
+        if engine is not None:
+            inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+            threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True).start()
+            _run(engine, pipe, inbox)
+    except BrokenPipeError:
+        return  # the parent is gone
+
+
+def _built(config: EngineConfig, pipe: Connection, show_progress: bool) -> "Engine | None":
+    """The engine, reported as ready; None if it could not be built, which is reported as well."""
+    try:
+        from hotset.engine.build import build_engine
+
         engine = build_engine(config, show_progress=show_progress)
     except StartupError as error:
         pipe.send(Failed(error))
-        return
+        return None
     except Exception as error:
         pipe.send(Failed(StartupError(f"the engine failed to start: {error!r}"), traceback.format_exc()))
-        return
+        return None
     pipe.send(Ready(engine.card))
-    inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True).start()
-    try:
-        _run(engine, pipe, inbox)
-    except BrokenPipeError:
-        return  # the parent is gone
+    return engine
 
 
 def _read_commands(pipe: Connection, inbox: "queue.SimpleQueue[Command]") -> None:
@@ -102,7 +162,7 @@ def _read_commands(pipe: Connection, inbox: "queue.SimpleQueue[Command]") -> Non
             return
 
 
-def _run(engine: Engine, pipe: Connection, inbox: "queue.SimpleQueue[Command]") -> None:
+def _run(engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[Command]") -> None:
     while True:
         command = _next_command(engine, inbox)
         while command is not None:
@@ -115,7 +175,7 @@ def _run(engine: Engine, pipe: Connection, inbox: "queue.SimpleQueue[Command]") 
             pipe.send(News(news))
 
 
-def _next_command(engine: Engine, inbox: "queue.SimpleQueue[Command]") -> Command | None:
+def _next_command(engine: "Engine", inbox: "queue.SimpleQueue[Command]") -> Command | None:
     """The next command; None if there is none and the engine has work. An idle engine waits, after an audit."""
     if not engine.idle:
         return None if inbox.empty() else inbox.get()
@@ -126,7 +186,7 @@ def _next_command(engine: Engine, inbox: "queue.SimpleQueue[Command]") -> Comman
         return inbox.get()
 
 
-def _obey(engine: Engine, pipe: Connection, command: Command) -> None:
+def _obey(engine: "Engine", pipe: Connection, command: Command) -> None:
     match command:
         case Start(choices):
             for choice in choices:

@@ -1,4 +1,4 @@
-"""Floor 2: a folder per op. `__init__.py` is the op (signature, checks, dispatch), `reference.py` its torch specification.
+"""Floor 2: a folder per op: `__init__.py` has signature, checks and dispatch, `reference.py` is the specification.
 
 Ops know tensors, row geometry and segments; they never know requests, configuration or models.
 """

@@ -10,7 +10,7 @@ import tokenizers
 
 from hotset.base.errors import CheckpointError, MissingDependency, RequestError
 from hotset.models.checkpoint import ModelFiles
-from hotset.models.checkpoint.gguf_file import open_gguf
+from hotset.models.checkpoint.gguf_file import GgufFile
 from hotset.models.checkpoint.gguf_source import gguf_end_ids
 from hotset.models.checkpoint.json_file import read_json_if_there
 from hotset.models.gguf_tokenizer import build_gguf_tokenizer, gguf_adds_bos, gguf_special_tokens
@@ -62,8 +62,8 @@ class Tokenizer:
             if not (directory / "tokenizer.json").is_file():
                 raise CheckpointError(f"{directory} holds no tokenizer.json")
             return cls(_directory_parts(directory))
-        if files.kind == "gguf":
-            return cls(_gguf_parts(files.path))
+        if files.gguf is not None:
+            return cls(_gguf_parts(files.gguf))
         return cls(_directory_parts(files.path)) if (files.path / "tokenizer.json").is_file() else None
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -200,8 +200,7 @@ def _find_template(directory: Path, configured: object) -> str | None:
     return configured if isinstance(configured, str) else None
 
 
-def _gguf_parts(path: Path) -> TokenizerParts:
-    file = open_gguf(path)
+def _gguf_parts(file: GgufFile) -> TokenizerParts:
     template = file.metadata.get("tokenizer.chat_template")
     return TokenizerParts(
         backend=build_gguf_tokenizer(file),
@@ -209,5 +208,5 @@ def _gguf_parts(path: Path) -> TokenizerParts:
         adds_bos=gguf_adds_bos(file),
         chat_stop_ids=gguf_end_ids(file),
         chat_template=template if isinstance(template, str) else None,
-        source=str(path),
+        source=str(file.path),
     )

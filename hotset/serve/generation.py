@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
@@ -223,7 +223,7 @@ async def _pump(
 ) -> None:
     """Moves one prompt's deltas into `arrived`, and after them its end: None, or the error."""
     try:
-        generated = cast(AsyncGenerator[Delta, None], client.generate(request_id, prompt, params))
+        generated = client.generate(request_id, prompt, params)
         async with aclosing(generated) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "abort":

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from hotset.base.config import EngineConfig, ServeConfig
 from hotset.base.errors import ConfigError, StartupError
 from hotset.engine.client import EngineClient
+from hotset.engine.process import EngineProcess
 from hotset.serve.app import create_app
 
 logger = logging.getLogger("hotset.serve")
@@ -29,19 +30,25 @@ FLUSH_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 75
 
 
-def run(engine_config: EngineConfig, serve_config: ServeConfig) -> int:
-    """Serves until told to stop. Returns the exit code: 0 after a drain, 1 where start-up failed or the engine died."""
+def run(engine_config: EngineConfig, serve_config: ServeConfig, process: EngineProcess | None = None) -> int:
+    """Serves until told to stop. Returns the exit code: 0 after a drain, 1 where start-up failed or the engine died.
+
+    `process`: an engine process of this configuration that is starting already; it ends with this call.
+    """
     _log_to_stderr()
     try:
-        # The port first: one that is taken should not cost the time to load a model.
+        # The port first: one that is taken should not cost the time that a model takes to load.
         with _bound_socket(serve_config) as listener:
-            client = EngineClient.start(engine_config)
+            client = EngineClient.start(engine_config, process)
             return asyncio.run(_serve(client, engine_config, serve_config, listener))
     except StartupError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
+    finally:
+        if process is not None:
+            process.end(0.0)
 
 
 async def _serve(

@@ -66,7 +66,7 @@ def test_closing_the_iterator_aborts_the_request_and_frees_its_pages(tmp_path: P
     async def scenario(client: EngineClient) -> None:
         deltas = client.generate("r", [5, 6], LONG)
         await anext(deltas)
-        await deltas.aclose()  # type: ignore[attr-defined]
+        await deltas.aclose()
         await pages_held(client, 0)
         assert (await client.stats()).requests_finished == {"abort": 1}
 

