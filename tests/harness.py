@@ -15,7 +15,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.build import assemble
 from hotset.engine.core import Engine
 from hotset.engine.intake import Intake, ModelCard
-from hotset.engine.runner import Decoder
+from hotset.engine.runner import Model
 from hotset.engine.sizing import kv_budget
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
@@ -51,7 +51,7 @@ class RandomWeights:
 class Recorder:
     """A decoder that keeps the logits of every row it computes, each time it does, under the tokens up to that row."""
 
-    def __init__(self, inner: Decoder) -> None:
+    def __init__(self, inner: Model) -> None:
         self._inner = inner
         self.device = inner.device
         self.logits: dict[tuple[int, ...], list[Tensor]] = {}
@@ -80,7 +80,7 @@ class Answer:
     finish_reason: str | None = None
 
 
-def make_engine(model: Decoder, spec: ModelSpec, **settings: Any) -> Engine:
+def make_engine(model: Model, spec: ModelSpec, **settings: Any) -> Engine:
     """An engine around a decoder that is loaded; settings as in EngineConfig."""
     config = EngineConfig(**settings)
     budget = kv_budget(config, model.kv_shape.token_bytes, spec.context, CPU)

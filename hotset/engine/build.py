@@ -11,14 +11,13 @@ from hotset.base.errors import ConfigError
 from hotset.engine.core import Engine
 from hotset.engine.intake import ModelCard
 from hotset.engine.progress import LoadingBar
-from hotset.engine.runner import Decoder, Runner
+from hotset.engine.runner import Model, Runner
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.pages import PageAllocator
-from hotset.models.checkpoint import ModelFiles, WeightSource, find_model, open_weights
-from hotset.models.dsa import DsaDecoder
-from hotset.models.gqa import GqaDecoder
-from hotset.models.spec import MlaSpec, ModelSpec
+from hotset.models.checkpoint import ModelFiles, find_model, open_weights
+from hotset.models.decoder import Decoder
+from hotset.models.spec import ModelSpec
 from hotset.models.tokenizer import Tokenizer
 from hotset.schedule.scheduler import Scheduler
 
@@ -72,11 +71,6 @@ def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> tor
     return dtype
 
 
-def build_decoder(spec: ModelSpec, weights: WeightSource) -> GqaDecoder | DsaDecoder:
-    """The decoder for the spec's kind of attention, its weights taken."""
-    return DsaDecoder(spec, weights) if isinstance(spec.attention, MlaSpec) else GqaDecoder(spec, weights)
-
-
 def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
     """Loads the model and allocates its pool. Raises StartupError, in one line, if that cannot be done."""
     device = choose_device(config.device)
@@ -84,7 +78,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
     dtype = choose_dtype(config.dtype, files.spec, device)
     with LoadingBar(f"Loading {model_name(config.model)}", show_progress) as bar:
         weights = open_weights(files, dtype, device, load_format=config.load_format, progress=bar.update)
-        model = build_decoder(files.spec, weights)
+        model = Decoder(files.spec, weights)
         weights.finish()
     budget = kv_budget(config, model.kv_shape.token_bytes, files.spec.context, device)
     card = ModelCard(
@@ -99,7 +93,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
     return assemble(config, card, model, budget, device)
 
 
-def assemble(config: EngineConfig, card: ModelCard, model: Decoder, budget: KvBudget, device: torch.device) -> Engine:
+def assemble(config: EngineConfig, card: ModelCard, model: Model, budget: KvBudget, device: torch.device) -> Engine:
     """Puts an engine together around a model that is loaded."""
     pool = DevicePool(model.kv_shape, budget.pages, config.page_rows, device)
     pages = PageAllocator(budget.pages)

@@ -14,7 +14,7 @@ from hotset.models.sampler import Sampled, Sampler
 from hotset.schedule.plan import Admission, Alternatives, Plan, StepResult
 
 
-class Decoder(Protocol):
+class Model(Protocol):
     """A model as the runner sees it."""
 
     device: torch.device
@@ -50,7 +50,7 @@ class Ticket:
 class Runner:
     """Executes plans in the order they come. A seat's tokens live here, so a plan need not carry them."""
 
-    def __init__(self, model: Decoder, pool: DevicePool, seats: int, context: int, vocab: int) -> None:
+    def __init__(self, model: Model, pool: DevicePool, seats: int, context: int, vocab: int) -> None:
         """`context` is the longest that any request may grow."""
         self._model = model
         self._pool = pool

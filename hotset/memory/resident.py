@@ -58,6 +58,7 @@ class ResidentView:
         self._seats = torch.tensor(seats, dtype=torch.int64, device=pool.device)
         self._runs = [tables.runs[seat] for seat in seats]
         self._tables = tables
+        self._pages = tables.pages[self._seats]  # [segments, pages]
         self._seat_of = self._seats if self._segments.decoding else self._seats[self._segments.segment_of]
         self._new_rows = tables.rows_at(self._seat_of, self._segments.positions)  # [query rows]
 
@@ -94,4 +95,4 @@ class ResidentView:
         return [start + keep for start, keep in zip(self._starts, kept, strict=True)]
 
     def _paged(self, layer_rows: Tensor) -> PagedRows:
-        return PagedRows(layer_rows, self._runs, self._tables.pages[self._seats], self._page_rows)
+        return PagedRows(layer_rows, self._runs, self._pages, self._page_rows)

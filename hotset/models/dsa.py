@@ -1,4 +1,4 @@
-"""The decoder with sparse attention over MLA: DeepSeek-V3.2, GLM-5."""
+"""Sparse attention over MLA: DeepSeek-V3.2, GLM-5."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from hotset.kernels.sparse_attention import sparse_attention
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.checkpoint.source import WeightSource
-from hotset.models.layers import RmsNorm, Vocabulary, feed_forward, take_wide
-from hotset.models.rope import Rope, Rotation, rotate_halves, rotate_pairs, softmax_gain
-from hotset.models.spec import IndexSpec, MlaSpec, ModelSpec
+from hotset.models.layers import RmsNorm, take_wide
+from hotset.models.rope import Rotation, rotate_halves, rotate_pairs, softmax_gain
+from hotset.models.spec import MlaSpec, ModelSpec
 
 LATENT_NORM_EPS = 1e-6  # of the norms on the two latents, whatever the model's own epsilon
 INDEX_NORM_EPS = 1e-6  # of the layer norm on index keys
@@ -105,44 +105,6 @@ class DsaAttention:
         return self._out(values.reshape(x.shape[0], -1)), positions
 
 
-class DsaDecoder:
-    """A whole model: `forward` turns token ids into logits, reading and writing KV through the view."""
-
-    def __init__(self, spec: ModelSpec, weights: WeightSource) -> None:
-        assert isinstance(spec.attention, MlaSpec)
-        self.spec = spec
-        self._vocabulary = Vocabulary(weights, spec)
-        like = self._vocabulary.embedding
-        self.dtype, self.device = like.dtype, like.device
-        self._rope = Rope(spec.rope, like.dtype, like.device)
-        self._layers = []
-        for layer in range(spec.layers):
-            prefix = f"model.layers.{layer}"
-            before = RmsNorm(weights.take(f"{prefix}.input_layernorm.weight", (spec.hidden,)), spec.norm_eps)
-            between = RmsNorm(weights.take(f"{prefix}.post_attention_layernorm.weight", (spec.hidden,)), spec.norm_eps)
-            attention = DsaAttention(weights, layer, spec, spec.attention)
-            self._layers.append((before, attention, between, feed_forward(weights, layer, spec, like)))
-
-    @property
-    def index(self) -> IndexSpec:
-        assert isinstance(self.spec.attention, MlaSpec)
-        return self.spec.attention.index
-
-    @property
-    def kv_shape(self) -> KvShape:
-        mla = self.spec.attention
-        assert isinstance(mla, MlaSpec)
-        row = mla_row(mla.kv_lora_rank, mla.rope_dim, self.dtype)
-        key = index_key_row(mla.index.head_dim, self.dtype)
-        return KvShape(self.spec.layers, row, len(mla.index.full_layers), key)
-
-    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
-        """Logits [wanted rows, vocab] of the query rows numbered in `wanted` (None: all)."""
-        rotation = self._rope.at(view.segments.positions)
-        x = self._vocabulary.embed(token_ids)
-        positions: Tensor | None = None
-        for before, attention, between, mlp in self._layers:
-            attended, positions = attention(before(x), rotation, view, positions)
-            x = x + attended
-            x = x + mlp(between(x))
-        return self._vocabulary.logits(x if wanted is None else x[wanted])
+def dsa_kv_shape(layers: int, spec: MlaSpec, dtype: torch.dtype) -> KvShape:
+    row = mla_row(spec.kv_lora_rank, spec.rope_dim, dtype)
+    return KvShape(layers, row, len(spec.index.full_layers), index_key_row(spec.index.head_dim, dtype))

@@ -1,5 +1,6 @@
-"""The decoder with full attention over grouped heads: Llama, Qwen3."""
+"""Full attention over grouped heads: Llama, Qwen3."""
 
+import torch
 from torch import Tensor
 
 from hotset.kernels.linear import Linear
@@ -8,8 +9,8 @@ from hotset.kernels.rows import gqa_row
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.checkpoint.source import WeightSource
-from hotset.models.layers import RmsNorm, Vocabulary, feed_forward, fused, fused_bias
-from hotset.models.rope import Rope, Rotation, rotate_halves
+from hotset.models.layers import RmsNorm, fused, fused_bias
+from hotset.models.rope import Rotation, rotate_halves
 from hotset.models.spec import GqaSpec, ModelSpec
 
 
@@ -34,7 +35,8 @@ class GqaAttention:
             k_norm = weights.take(f"{prefix}.k_norm.weight", (spec.head_dim,))
             self._head_norms = RmsNorm(q_norm, model.norm_eps), RmsNorm(k_norm, model.norm_eps)
 
-    def __call__(self, x: Tensor, rotation: Rotation, view: View) -> Tensor:  # [rows, hidden]
+    def __call__(self, x: Tensor, rotation: Rotation, view: View, previous: Tensor | None) -> tuple[Tensor, None]:
+        """[rows, hidden] from [rows, hidden]. Nothing is selected, so nothing is passed on to the next layer."""
         spec = self._spec
         qkv = self._qkv(x).view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
         q, k, v = qkv.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
@@ -45,43 +47,11 @@ class GqaAttention:
             q, k = rotate_halves(qkv[:, : spec.heads + spec.kv_heads], rotation).split(
                 [spec.heads, spec.kv_heads], dim=1
             )
-        row = x.new_empty(x.shape[0], 2, spec.kv_heads, spec.head_dim)
-        row[:, 0], row[:, 1] = k, v
-        view.append(self._layer, row.flatten(1))
+        view.append(self._layer, torch.cat((k, v), dim=1).flatten(1))
         scale = spec.head_dim**-0.5
         attended = paged_attention(q, view.context(self._layer), view.segments, spec.kv_heads, scale)
-        return self._out(attended.flatten(1))
+        return self._out(attended.flatten(1)), None
 
 
-class GqaDecoder:
-    """A whole model: `forward` turns token ids into logits, reading and writing KV through the view."""
-
-    def __init__(self, spec: ModelSpec, weights: WeightSource) -> None:
-        assert isinstance(spec.attention, GqaSpec)
-        self.spec = spec
-        self._vocabulary = Vocabulary(weights, spec)
-        like = self._vocabulary.embedding
-        self.dtype, self.device = like.dtype, like.device
-        self._rope = Rope(spec.rope, like.dtype, like.device)
-        self._layers = []
-        for layer in range(spec.layers):
-            prefix = f"model.layers.{layer}"
-            before = RmsNorm(weights.take(f"{prefix}.input_layernorm.weight", (spec.hidden,)), spec.norm_eps)
-            between = RmsNorm(weights.take(f"{prefix}.post_attention_layernorm.weight", (spec.hidden,)), spec.norm_eps)
-            attention = GqaAttention(weights, layer, spec, spec.attention, like)
-            self._layers.append((before, attention, between, feed_forward(weights, layer, spec, like)))
-
-    @property
-    def kv_shape(self) -> KvShape:
-        attention = self.spec.attention
-        assert isinstance(attention, GqaSpec)
-        return KvShape(self.spec.layers, gqa_row(attention.kv_heads, attention.head_dim, self.dtype))
-
-    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
-        """Logits [wanted rows, vocab] of the query rows numbered in `wanted` (None: all)."""
-        rotation = self._rope.at(view.segments.positions)
-        x = self._vocabulary.embed(token_ids)
-        for before, attention, between, mlp in self._layers:
-            x = x + attention(before(x), rotation, view)
-            x = x + mlp(between(x))
-        return self._vocabulary.logits(x if wanted is None else x[wanted])
+def gqa_kv_shape(layers: int, spec: GqaSpec, dtype: torch.dtype) -> KvShape:
+    return KvShape(layers, gqa_row(spec.kv_heads, spec.head_dim, dtype))

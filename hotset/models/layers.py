@@ -21,6 +21,8 @@ class RmsNorm:
         self._accumulate = accumulation_dtype(weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:  # [..., width]
+        if x.dtype == self._accumulate:
+            return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
         wide = x.to(self._accumulate)
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         return self._weight * scaled.to(x.dtype)

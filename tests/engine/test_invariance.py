@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import build_decoder
 from hotset.engine.intake import Intake
+from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 
 VOCAB = 61
@@ -33,7 +33,7 @@ def dsa_spec(full_layers: tuple[int, ...]) -> ModelSpec:
 
 
 MODELS = {
-    name: (spec, build_decoder(spec, RandomWeights(torch.float64, seed=5)))
+    name: (spec, Decoder(spec, RandomWeights(torch.float64, seed=5)))
     for name, spec in {"gqa": gqa_spec(), "dsa": dsa_spec((0, 1, 2)), "shared": dsa_spec((0, 2))}.items()
 }
 

@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import build_decoder
 from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.decoder import Decoder
 
 EXAMPLES = [25, pytest.param(150, marks=pytest.mark.slow)]
 ANSWER = 64
@@ -207,7 +207,7 @@ def our_answers(
 ) -> tuple[list[list[int]], Recorder]:
     files = find_model(str(directory))
     weights = open_weights(files, torch.float32, CPU)
-    recorder = Recorder(build_decoder(files.spec, weights))
+    recorder = Recorder(Decoder(files.spec, weights))
     weights.finish()
     engine = make_engine(recorder, files.spec, **workload["settings"])
     params = [SamplingParams(temperature=0, max_tokens=ANSWER)] * len(prompts)
