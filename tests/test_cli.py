@@ -20,7 +20,8 @@ from hotset.base.errors import ContextLengthExceeded
 from hotset.cli import app
 from hotset.cli.conversation import Conversation
 from hotset.cli.flags import given
-from hotset.cli.machine import Machine, PartReport, print_machine
+from hotset.cli.machine import Machine, PartReport, examine, print_machine
+from hotset.engine import sizing
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER_WITHOUT = """
@@ -86,6 +87,9 @@ def test_version_is_printed() -> None:
     ("arguments", "said"),
     [
         (["serve", "--port", "65536"], "--port must lie in"),
+        (["serve", "--drain-seconds", "inf"], "--drain-seconds must be a finite number"),
+        (["serve", "--api-key", ""], "--api-key must not be empty"),
+        (["serve", "--host", "a" * 64, "--load-format", "dummy"], "choose another --host"),
         (["generate", "Hello", "--temperature", "nan"], "temperature must be a finite number"),
         (["chat", "--dtype", "int4"], "--dtype must be one of"),
     ],
@@ -108,6 +112,11 @@ def test_info_reports_the_machine_and_every_part() -> None:
     assert report["torch"].startswith("2.")
     assert report["ram_bytes"] > report["free_ram_bytes"] > 0
     assert {"serve", "gguf", "embedded model", "nixl"} <= {part["name"] for part in report["parts"]}
+
+
+def test_info_and_the_engine_agree_on_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 12345 if device.type == "cpu" else 0)
+    assert examine().free_ram_bytes == 12345
 
 
 def test_info_shows_the_brackets_of_a_command_that_adds_a_part(capsys: pytest.CaptureFixture[str]) -> None:

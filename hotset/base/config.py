@@ -69,20 +69,22 @@ class ServeConfig:
 
     host: str = _setting("127.0.0.1", "Address to listen on.")
     port: int = _setting(8000, "Port to listen on; 0 picks a free one.")
-    api_key: str | None = _setting(None, "Ask every /v1 request for this bearer token (or set HOTSET_API_KEY).")
+    api_key: str | None = _setting(None, "Bearer token for /v1, /tokenize and /detokenize (or set HOTSET_API_KEY).")
     served_model_name: str | None = _setting(None, "Name clients use for the model. Default: the directory's name.")
     cors_origin: str | None = _setting(None, "Origin that browsers may call from, or '*'. Default: none.")
     max_body_mib: float = _setting(8.0, "Largest request body.")
-    max_queue: int = _setting(1024, "Most requests waiting for a place; further ones get 429.")
-    max_connections: int = _setting(4096, "Most open connections.")
+    max_queue: int = _setting(1024, "Most choices without a first token yet; further requests get 429.")
+    max_concurrency: int = _setting(4096, "Most generating requests handled at once; further ones get 429.")
     drain_seconds: float = _setting(30.0, "How long SIGTERM lets running requests finish.")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must lie in [0, 65535], got {self.port}")
-        for name in ("max_body_mib", "max_queue", "max_connections", "drain_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"--{flag_name(name)} must be above 0, got {getattr(self, name)}")
+        for name in ("max_body_mib", "max_queue", "max_concurrency", "drain_seconds"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"--{flag_name(name)} must be a finite number above 0, got {getattr(self, name)}")
+        if self.api_key == "":
+            raise ConfigError("--api-key must not be empty; leave it out to serve without a key")
 
 
 def flag_name(field_name: str) -> str:

@@ -1,14 +1,16 @@
 """How one request is sampled and when it ends: a value, checked when it is made."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hotset.base.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
 
 
 def _refuse(param: str, message: str) -> None:
@@ -28,6 +30,13 @@ def _check_count(param: str, value: object, low: int, high: int | None = None) -
     elif value < low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"between {low} and {high}"
         _refuse(param, f"must be {bound}, got {value}")
+
+
+def _as_tuple(param: str, values: object) -> tuple[Any, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        _refuse(param, f"must be a list, got {values!r}")
+        return ()
+    return tuple(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +69,15 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, f"must be true or false, got {getattr(self, name)!r}")
+        bias_given: object = self.logit_bias
+        if bias_given is not None and not isinstance(bias_given, Mapping):
+            _refuse("logit_bias", f"must map token ids to numbers, got {bias_given!r}")
         _check_count("n", self.n, 1, MAX_CHOICES)
         _check_number("temperature", self.temperature, 0.0, 10.0)
         _check_count("top_k", self.top_k, 0)
@@ -84,6 +99,8 @@ class SamplingParams:
             _refuse("stop", f"takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
         if any(not isinstance(text, str) or not text for text in stop):
             _refuse("stop", "takes strings that are not empty")
+        if any(len(text) > MAX_STOP_CHARACTERS for text in stop):
+            _refuse("stop", f"takes strings of at most {MAX_STOP_CHARACTERS} characters")
         for token in self.stop_token_ids:
             _check_count("stop_token_ids", token, 0)
         if self.logprobs is not None:

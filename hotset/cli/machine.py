@@ -69,7 +69,6 @@ PARTS = (
 
 def examine() -> Machine:
     """Looks at the machine. Imports torch where it is installed; the other packages are only looked up."""
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
     torch_version = _version("torch")
     return Machine(
         hotset=__version__,
@@ -77,8 +76,8 @@ def examine() -> Machine:
         system=f"{platform.system()} {platform.machine()}",
         torch=torch_version,
         cpu_cores=len(os.sched_getaffinity(0)),
-        ram_bytes=page_bytes * os.sysconf("SC_PHYS_PAGES"),
-        free_ram_bytes=page_bytes * os.sysconf("SC_AVPHYS_PAGES"),
+        ram_bytes=_page_bytes("SC_PHYS_PAGES"),
+        free_ram_bytes=_free_ram_bytes() if torch_version else _page_bytes("SC_AVPHYS_PAGES"),
         gpus=_gpus() if torch_version else (),
         parts=tuple(PartReport(p.name, p.purpose, _version(*p.distributions), p.install) for p in PARTS),
     )
@@ -93,13 +92,28 @@ def _version(*distributions: str) -> str | None:
     return None
 
 
+def _page_bytes(name: str) -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf(name)
+
+
+def _free_ram_bytes() -> int:
+    """What the engine would find free: memory that the system lends to caches is free, too."""
+    import torch
+
+    from hotset.engine.sizing import free_bytes
+
+    return free_bytes(torch.device("cpu"))
+
+
 def _gpus() -> tuple[Device, ...]:
     import torch
 
+    from hotset.engine.sizing import free_bytes
+
     found = []
     for index in range(torch.cuda.device_count()):
-        free_bytes, memory_bytes = torch.cuda.mem_get_info(index)
-        found.append(Device(torch.cuda.get_device_name(index), memory_bytes, free_bytes))
+        properties = torch.cuda.get_device_properties(index)
+        found.append(Device(properties.name, properties.total_memory, free_bytes(torch.device("cuda", index))))
     return tuple(found)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from hotset.base.config import EMBEDDED, EngineConfig
-from hotset.base.errors import ConfigError
+from hotset.base.errors import CheckpointError, ConfigError, RequestError
+from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
 from hotset.engine.intake import ModelCard
 from hotset.engine.progress import LoadingBar
@@ -15,7 +16,7 @@ from hotset.engine.runner import Model, Runner
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.pages import PageAllocator
-from hotset.models.checkpoint import ModelFiles, find_model, open_weights
+from hotset.models.checkpoint import find_model, open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.spec import ModelSpec
 from hotset.models.tokenizer import Tokenizer
@@ -29,7 +30,6 @@ EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # as SmolLM2's authors r
 class FrontModel:
     """What a front end needs of a model, read without loading weights."""
 
-    files: ModelFiles
     tokenizer: Tokenizer | None
     defaults: dict[str, Any]  # sampling parameters that the model's authors recommend
 
@@ -42,8 +42,14 @@ class FrontModel:
 def open_front(config: EngineConfig) -> FrontModel:
     files = find_model(config.model)
     generation = EMBEDDED_DEFAULTS if config.model == EMBEDDED else files.generation
-    defaults = {name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None}
-    return FrontModel(files, Tokenizer.load(files, config.tokenizer), defaults)
+    defaults: dict[str, Any] = {
+        name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None
+    }
+    try:
+        SamplingParams(**defaults)
+    except RequestError as error:
+        raise CheckpointError(f"{files.path}: generation_config.json: {error}") from error
+    return FrontModel(Tokenizer.load(files, config.tokenizer), defaults)
 
 
 def choose_device(name: str | None) -> torch.device:

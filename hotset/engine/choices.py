@@ -49,6 +49,10 @@ class OpenChoices:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def ids(self) -> list[str]:
+        return list(self._open)
+
     def add(self, choices: Sequence[Choice]) -> None:
         for choice in choices:
             self._open[choice.request_id] = OpenChoice(choice, self._tokenizer)

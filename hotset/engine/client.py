@@ -1,10 +1,12 @@
 """An asyncio front end to an engine in its own process."""
 
 import asyncio
+import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TypeVar
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, RequestError
@@ -17,6 +19,7 @@ from hotset.engine.process import Abort, AskStats, Command, EngineProcess, News,
 
 STATS_SECONDS = 30.0  # one long prefill step may stand between the question and its answer
 
+T = TypeVar("T")
 Inbox = asyncio.Queue[Delta | EngineStopped]
 
 
@@ -126,7 +129,7 @@ class EngineClient:
         self._unstarted.difference_update(request_ids)
         still_open = self._open.forget(request_ids)
         if still_open:
-            self._outbox.put(Abort(still_open))
+            self._outbox.put(Abort(still_open, "abort"))
 
     def _listen(self) -> None:
         """Reports are read by a thread and handed to the loop of whoever asks first."""
@@ -151,17 +154,22 @@ class EngineClient:
                 report: Report = self._pipe.recv()
             except (EOFError, OSError):
                 self._dead.set()
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(self._fail, EngineStopped("the engine process has died"))
+                self._tell(loop, self._fail, EngineStopped("the engine process has died"))
                 return
-            loop.call_soon_threadsafe(self._take, report)
+            self._tell(loop, self._take, report)
+
+    @staticmethod
+    def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[T], None], argument: T) -> None:
+        """Has the loop call `what`, unless the loop is closed: then nobody waits for it any more."""
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(what, argument)
 
     def _take(self, report: Report) -> None:
         match report:
             case News(committed):
                 deltas, stopped = self._open.take(committed)
                 if stopped:
-                    self._outbox.put(Abort(stopped))
+                    self._outbox.put(Abort(stopped, "stop"))
                 self._unstarted.difference_update(committed.request_ids)
                 for request_id, delta in deltas:
                     self._inboxes[request_id].put_nowait(delta)

@@ -92,8 +92,8 @@ class LLM:
     def close(self) -> None:
         """Ends every request. Idempotent; further calls raise `EngineStopped`."""
         if not self._closed:
-            self._abandon(list(self._inbox))
             self._closed = True
+            self._abandon(self._open.ids)
 
     def __enter__(self) -> "LLM":
         return self
@@ -118,8 +118,7 @@ class LLM:
         return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special=False)
 
     def _accept(self, token_ids: Sequence[int], params: SamplingParams) -> list[Choice]:
-        if self._closed:
-            raise EngineStopped("this LLM was closed")
+        self._check_open()
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
         return self._intake.accept(f"llm-{next(self._numbers)}", token_ids, params)
@@ -132,7 +131,7 @@ class LLM:
     def _step(self) -> None:
         deltas, stopped = self._open.take(self._engine.step())
         for request_id in stopped:
-            self._engine.abort(request_id)
+            self._engine.abort(request_id, "stop")
         for request_id, delta in deltas:
             self._inbox.setdefault(request_id, []).append(delta)
 
@@ -147,9 +146,14 @@ class LLM:
                             open_ids.remove(request_id)
                         yield delta
                 if open_ids:
+                    self._check_open()
                     self._step()
         finally:
             self._abandon(open_ids)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineStopped("this LLM was closed")
 
     def _abandon(self, request_ids: Sequence[str] | set[str]) -> None:
         """Aborts choices whose end nobody waits for, and lets the plans in flight that use their pages drain."""

@@ -22,6 +22,7 @@ from hotset.base.errors import StartupError
 from hotset.engine.intake import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
 from hotset.schedule.plan import Committed
+from hotset.schedule.request import FinishReason
 
 if TYPE_CHECKING:
     from hotset.engine.core import Engine
@@ -38,6 +39,7 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Abort:
     request_ids: Sequence[str]
+    reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,11 @@ Report = Ready | Failed | News | Stats
 class EngineProcess:
     """The parent's handle on the child."""
 
-    def __init__(self, config: EngineConfig, *, show_progress: bool = True) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         """Starts the child and returns at once; it loads the model by itself."""
         context = multiprocessing.get_context("spawn")
         self.pipe, far_end = context.Pipe()
-        self._process = context.Process(target=_child, args=(config, far_end, show_progress), name="hotset-engine")
+        self._process = context.Process(target=_child, args=(config, far_end), name="hotset-engine")
         self._process.start()
         far_end.close()
 
@@ -121,13 +123,13 @@ class EngineProcess:
             self._process.join()
 
 
-def _child(config: EngineConfig, pipe: Connection, show_progress: bool) -> None:
+def _child(config: EngineConfig, pipe: Connection) -> None:
     """The child's main: builds the engine, reports, and steps until told to stop or until the parent is gone."""
     # Signals are the parent's to handle: it drains its clients first and then says Stop, or dies and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        engine = _built(config, pipe, show_progress)
+        engine = _built(config, pipe)
         if engine is not None:
             inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
             threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True).start()
@@ -136,12 +138,12 @@ def _child(config: EngineConfig, pipe: Connection, show_progress: bool) -> None:
         return  # the parent is gone
 
 
-def _built(config: EngineConfig, pipe: Connection, show_progress: bool) -> "Engine | None":
+def _built(config: EngineConfig, pipe: Connection) -> "Engine | None":
     """The engine, reported as ready; None if it could not be built, which is reported as well."""
     try:
         from hotset.engine.build import build_engine
 
-        engine = build_engine(config, show_progress=show_progress)
+        engine = build_engine(config)
     except StartupError as error:
         pipe.send(Failed(error))
         return None
@@ -191,8 +193,8 @@ def _obey(engine: "Engine", pipe: Connection, command: Command) -> None:
         case Start(choices):
             for choice in choices:
                 engine.add(choice)
-        case Abort(request_ids):
+        case Abort(request_ids, reason):
             for request_id in request_ids:
-                engine.abort(request_id)
+                engine.abort(request_id, reason)
         case AskStats(number):
             pipe.send(Stats(number, engine.stats()))

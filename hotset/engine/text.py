@@ -1,16 +1,7 @@
 """From the tokens of one choice to the text that may be shown, with stop strings."""
 
-from typing import Protocol
-
 from hotset.base.sampling import SamplingParams
-
-
-class TextSource(Protocol):
-    """A tokenizer's decoder of one sequence. Bytes that do not form a character yet wait for the tokens that follow."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
+from hotset.models.text_stream import TextStream
 
 
 class _StopString:
@@ -42,7 +33,7 @@ class TextAssembler:
     Text that may yet become part of a stop string is held back. All pieces together are the choice's text.
     """
 
-    def __init__(self, stream: TextSource | None, params: SamplingParams) -> None:
+    def __init__(self, stream: TextStream | None, params: SamplingParams) -> None:
         """`stream` belongs to this assembler from now on; None: there is no tokenizer, and the text stays empty."""
         self.stopped_by: str | None = None
         self._stream = stream

@@ -38,17 +38,10 @@ def index_key_row(head_dim: int, dtype: torch.dtype) -> RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """The contexts of one step's segments in one layer.
-
-    The same fact in two forms: `runs` on the host (pages merged where they are neighbours), and `tables` on the device.
-    """
+    """The contexts of one step's segments in one layer, found through their pages."""
 
     rows: Tensor  # [device rows, width]: the whole pool of this layer
-    runs: Sequence[Sequence[Run]]  # per segment, in order of position
-    tables: (
-        Tensor  # [segments, pages] int64, EMPTY-padded: page p of segment i covers rows tables[i, p] * page_rows + ...
-    )
-    page_rows: int
+    runs: Sequence[Sequence[Run]]  # per segment, in order of position; pages that are neighbours are merged
 
     def gather(self, segment: int, length: int) -> Tensor:
         """Rows [0, length) of a segment's context as [length, width]; a view, not a copy, where they are one run."""

@@ -30,8 +30,6 @@ class DevicePool:
     """
 
     def __init__(self, shape: KvShape, pages: int, page_rows: int, device: torch.device) -> None:
-        self.shape = shape
-        self.pages = pages
         self.page_rows = page_rows
         self.device = device
         row_count = pages * page_rows

@@ -52,13 +52,11 @@ class ResidentView:
         self, pool: DevicePool, tables: PageTables, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]
     ) -> None:
         self._pool = pool
-        self._page_rows = pool.page_rows
         self._starts = starts
         self._segments = make_segments(starts, counts, pool.device)
         self._seats = torch.tensor(seats, dtype=torch.int64, device=pool.device)
         self._runs = [tables.runs[seat] for seat in seats]
         self._tables = tables
-        self._pages = tables.pages[self._seats]  # [segments, pages]
         self._seat_of = self._seats if self._segments.decoding else self._seats[self._segments.segment_of]
         self._new_rows = tables.rows_at(self._seat_of, self._segments.positions)  # [query rows]
 
@@ -95,4 +93,4 @@ class ResidentView:
         return [start + keep for start, keep in zip(self._starts, kept, strict=True)]
 
     def _paged(self, layer_rows: Tensor) -> PagedRows:
-        return PagedRows(layer_rows, self._runs, self._pages, self._page_rows)
+        return PagedRows(layer_rows, self._runs)

@@ -22,7 +22,6 @@ INDEXED_ATTENTION = ("indexed_attention", "deepseek_sparse_attention")
 @dataclass(frozen=True, slots=True)
 class _GqaDefaults:
     context: int
-    bos_id: int | None
     eos_ids: tuple[int, ...]
     head_dim: int | None  # None: hidden_size / num_attention_heads
     kv_heads: int | None  # None: as many as heads
@@ -45,8 +44,8 @@ class _DsaDefaults:
 
 
 GQA_DEFAULTS = {
-    "llama": _GqaDefaults(2048, bos_id=1, eos_ids=(2,), head_dim=None, kv_heads=None, qk_norm=False, mlp_bias=True),
-    "qwen3": _GqaDefaults(32768, bos_id=None, eos_ids=(), head_dim=128, kv_heads=32, qk_norm=True, mlp_bias=False),
+    "llama": _GqaDefaults(2048, eos_ids=(2,), head_dim=None, kv_heads=None, qk_norm=False, mlp_bias=True),
+    "qwen3": _GqaDefaults(32768, eos_ids=(), head_dim=128, kv_heads=32, qk_norm=True, mlp_bias=False),
 }
 DSA_DEFAULTS = {
     "deepseek_v32": _DsaDefaults(
@@ -126,7 +125,6 @@ def _read_gqa(fields: ConfigFields, generation: ConfigFields, architecture: str)
         moe=None,
         dtype=_read_dtype(fields),
         eos_ids=_read_eos(fields, generation, defaults.eos_ids),
-        bos_id=_read_bos(fields, defaults.bos_id),
     )
 
 
@@ -177,7 +175,6 @@ def _read_dsa(fields: ConfigFields, generation: ConfigFields, architecture: str)
         moe=_read_moe(fields, defaults, layers),
         dtype=_read_dtype(fields),
         eos_ids=_read_eos(fields, generation, (1,)),
-        bos_id=_read_bos(fields, 0),
     )
 
 
@@ -234,6 +231,8 @@ def _read_moe(fields: ConfigFields, defaults: _DsaDefaults, layers: int) -> MoeS
     chosen = fields.count("num_experts_per_tok", 8)
     if experts % groups:
         fields.refuse("n_group", f"a divisor of {name} ({experts})")
+    if groups > 1 and experts // groups < 2:
+        fields.refuse("n_group", f"groups of at least two experts ({name} is {experts})")
     if chosen_groups > groups:
         fields.refuse("topk_group", f"at most n_group ({groups})")
     if chosen > chosen_groups * (experts // groups):
@@ -272,20 +271,24 @@ def _read_rope(fields: ConfigFields, dim: int, dim_field: str, context: int) -> 
         if layer_type in rope:
             rope.refuse(layer_type, "one rope for all layers")
     kind = rope.word("rope_type" if "rope_type" in rope else "type", "default", ROPE_KINDS)
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0, above=1.0), above=1.0)
     if kind == "default":
         return RopeSpec(dim, theta)
     where = fields if "original_max_position_embeddings" in fields else rope
     original = where.count("original_max_position_embeddings", context)
     stated_null = kind == "yarn" and rope.says_null("factor")
+    low_freq = rope.number("low_freq_factor", None if kind == "llama3" else 1.0)
+    high_freq = rope.number("high_freq_factor", None if kind == "llama3" else 4.0)
+    if kind == "llama3" and low_freq >= high_freq:
+        rope.refuse("low_freq_factor", f"a number below high_freq_factor ({high_freq:g})")
     return RopeSpec(
         dim,
         theta,
         kind=cast(RopeKind, kind),
         factor=rope.number("factor", context / original if stated_null else None),
         original_context=original if kind in ("llama3", "yarn") else 0,
-        low_freq_factor=rope.number("low_freq_factor", None if kind == "llama3" else 1.0),
-        high_freq_factor=rope.number("high_freq_factor", None if kind == "llama3" else 4.0),
+        low_freq_factor=low_freq,
+        high_freq_factor=high_freq,
         beta_fast=rope.optional_number("beta_fast") or 32.0,
         beta_slow=rope.optional_number("beta_slow") or 1.0,
         mscale=rope.optional_number("mscale"),
@@ -297,26 +300,19 @@ def _read_rope(fields: ConfigFields, dim: int, dim_field: str, context: int) -> 
 
 def _read_dtype(fields: ConfigFields) -> str:
     name = "dtype" if "dtype" in fields else "torch_dtype"
-    value = fields.get(name) or "float32"
-    plain = str(value).removeprefix("torch.")
+    value = fields.get(name) if name in fields else "float32"
+    plain = value.removeprefix("torch.") if isinstance(value, str) else None
     if plain not in DTYPES:
         fields.refuse(name, ", ".join(DTYPES))
     return plain
 
 
 def _read_eos(fields: ConfigFields, generation: ConfigFields, default: tuple[int, ...]) -> tuple[int, ...]:
-    ids = generation.ids("eos_token_id")
-    if ids is None:
-        ids = fields.ids("eos_token_id")
+    stated = generation if "eos_token_id" in generation else fields
+    ids = stated.ids("eos_token_id")
     if ids is None:
         ids = () if fields.says_null("eos_token_id") else default
+    vocab = fields.count("vocab_size")
+    if any(token >= vocab for token in ids):
+        stated.refuse("eos_token_id", f"token ids below vocab_size ({vocab})")
     return ids
-
-
-def _read_bos(fields: ConfigFields, default: int | None) -> int | None:
-    ids = fields.ids("bos_token_id")
-    if ids is None:
-        return None if fields.says_null("bos_token_id") else default
-    if len(ids) != 1:
-        fields.refuse("bos_token_id", "one token id")
-    return ids[0]

@@ -97,4 +97,3 @@ class ModelSpec:
         str  # of the checkpoint: 'bfloat16', 'float32', 'float64' ('float16' is read as such and widened by the loader)
     )
     eos_ids: tuple[int, ...]
-    bos_id: int | None

@@ -43,7 +43,6 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self.vocab_size: int = backend.get_vocab_size()
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
         self.chat_stop_ids: tuple[int, ...] = parts.chat_stop_ids
@@ -72,10 +71,11 @@ class Tokenizer:
         Raises `RequestError` for text that UTF-8 cannot write.
         """
         try:
-            ids = self._backend.encode(text, add_special_tokens=add_special).ids
+            # The library holds the GIL while it encodes one text, but not while it encodes a batch.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
         except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair: JSON can say it, UTF-8 cannot
             raise RequestError("the text cannot be written in UTF-8: it holds half of a surrogate pair") from error
-        return [*self._prefix, *ids] if add_special else ids
+        return [*self._prefix, *encoding.ids] if add_special else encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `token_ids`; ids outside the vocabulary give nothing."""
@@ -107,14 +107,14 @@ class Tokenizer:
         byte = BYTE_TOKEN.fullmatch(piece)
         return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt for `messages`, to be encoded with `add_special=False`: templates write their own BOS.
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt that asks for an answer to `messages`.
 
-        Raises `RequestError` if the model has no chat template, or if the template refuses the messages.
+        To be encoded with `add_special=False`: templates write their own BOS. Raises `RequestError` if the model has no chat template, or if the template refuses the messages.
         """
         if self._chat_template is None:
             raise RequestError("this model has no chat template; send a prompt instead of messages", param="messages")
-        return self._chat_template.render(messages, add_generation_prompt)
+        return self._chat_template.render(messages, add_generation_prompt=True)
 
     def _piece(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None

@@ -30,14 +30,12 @@ class Request:
     """One sequence to continue. Only the scheduler changes it."""
 
     __slots__ = (
-        "arrival",
         "in_flight",
         "max_length",
         "pages",
         "params",
         "phase",
         "planned",
-        "preemptions",
         "promised",
         "prompt_length",
         "request_id",
@@ -58,13 +56,11 @@ class Request:
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)  # prompt and committed answer
         self.phase = Phase.WAITING
-        self.arrival = -1  # given by the scheduler: lower is older
         self.seat: int | None = None
         self.pages: list[int] = []
         self.planned = 0  # rows [0, planned) are computed or will be by plans in flight
         self.promised = 0  # tokens that plans in flight will sample
         self.in_flight = 0  # plans in flight that this request is part of
-        self.preemptions = 0
 
     def move(self, to: Phase) -> None:
         if to not in NEXT[self.phase]:

@@ -49,18 +49,19 @@ class Scheduler:
     """Owns every request's phase, seat and pages. First come, first served; the youngest gives way."""
 
     def __init__(self, pages: PageAllocator, page_rows: int, seats: int, step_rows: int) -> None:
-        """At most `seats` requests run at once; a step computes at most `step_rows` rows, decoding rows first."""
+        """At most `seats` requests run at once. A step computes one row of every decoding request, and rows of prompts
+        until there are `step_rows` in all, but always at least one, so that prompts get on however many decode."""
         self.counters = Counters()
         self._pages = pages
         self._page_rows = page_rows
-        self._step_rows = max(step_rows, seats)  # every running request can always decode
+        self._step_rows = step_rows
         self._free_seats = list(range(seats - 1, -1, -1))
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # oldest first
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._ended: dict[str, FinishReason] = {}
-        self._arrivals = 0
+        self._yielding: Request | None = None  # not planned any more: its pages are wanted once its plans have drained
         self._plans = 0
 
     @property
@@ -81,29 +82,30 @@ class Scheduler:
         assert request.request_id not in self._requests, f"request {request.request_id} is known already"
         most = ceil_div(request.max_length - 1, self._page_rows)
         assert most <= self._pages.capacity, f"{most} pages never fit {self._pages.capacity}"
-        request.arrival = self._arrivals
-        self._arrivals += 1
         self._requests[request.request_id] = request
         self._waiting.append(request)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """Ends a request, whatever it is doing. Unknown or ended already: nothing happens."""
         request = self._requests.get(request_id)
         if request is not None and request.phase is not Phase.ENDING:
-            self._end(request, "abort")
+            self._end(request, reason)
 
     def plan(self) -> Plan | None:
         """The next step, or None if there is nothing that could be computed now."""
         draft = _Draft()
-        room = self._step_rows
         prefills = []
+        if self._yielding is not None and self._yielding.in_flight == 0:
+            self._yielding = None
         for request in tuple(self._running):
+            if request is self._yielding:
+                continue
             wanted = min(len(request.tokens) + request.promised, request.max_length - 1) - request.planned
             if wanted > 1:
                 prefills.append(request)
             elif wanted == 1 and request.seat is not None and self._has_room(request, 1, draft):
                 self._put(draft, request, 1)
-                room -= 1
+        room = max(self._step_rows - len(draft.seats), 1)
         for request in prefills:
             if room > 0 and request.running:
                 room -= self._put(draft, request, min(room, len(request.tokens) - request.planned))
@@ -206,16 +208,17 @@ class Scheduler:
     def _preempt_youngest(self, needy: Request) -> bool:
         """Takes seat and pages from the youngest running request and puts it back in front of the queue.
 
-        False: that request is `needy` itself, or a plan in flight still uses its pages, so nothing more can be had now.
+        False: nothing more can be had now. That request is `needy` itself, or plans in flight still use its pages; then
+        it is not planned again until they have drained, so that its turn to give way comes.
         """
         victim = self._running[-1]
         if victim.in_flight > 0:
+            self._yielding = victim
             return False
         self._running.pop()
         self._give_back(victim)
         victim.move(Phase.WAITING)
         victim.planned = 0
-        victim.preemptions += 1
         self.counters.preemptions += 1
         self._waiting.appendleft(victim)
         return victim is not needy

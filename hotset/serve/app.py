@@ -22,7 +22,7 @@ from hotset.serve.chat import chat_completion
 from hotset.serve.completions import completion
 from hotset.serve.errors import error_response, http_error_response, refusal
 from hotset.serve.generation import json_response
-from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit
+from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit, ConcurrencyLimit
 from hotset.serve.protocol import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -49,7 +49,7 @@ MEANINGS = {
     401: "The API key is missing or wrong.",
     404: "There is no such model.",
     413: "The body is larger than the server's limit.",
-    429: "Too many requests wait already; Retry-After says when to come back.",
+    429: "Too many requests wait or are in progress already; Retry-After says when to come back.",
     500: "The server failed; its log says how.",
     503: "The engine has stopped.",
 }
@@ -111,6 +111,7 @@ def _layers(service: Service) -> list[Middleware]:
         layers.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
     if config.api_key is not None:
         layers.append(Middleware(ApiKey, api_key=config.api_key))
+    layers.append(Middleware(ConcurrencyLimit, max_concurrency=config.max_concurrency))
     layers.append(Middleware(BodyLimit, max_body_mib=config.max_body_mib))
     return layers
 

@@ -98,7 +98,7 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
     params = service.sampling_params(body, max_tokens=max_tokens, logprobs=alternatives)
-    service.check_open()
+    service.check_open(params.n)
     prompt = await service.encode_chat(body.messages)
     wording = ChatWording(
         id=f"chatcmpl-{uuid.uuid4().hex}",

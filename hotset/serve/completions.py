@@ -91,9 +91,10 @@ async def completion(request: Request, service: Service, body: CompletionRequest
     service.check_model(body.model)
     service.check_open()
     prompts = await _prompts(service, body)
-    # A client that names no limit gets what still fits; where nothing does, the engine's intake says so.
+    # A client that names no limit gets what still fits; where that is too little, the engine's intake says so.
     room = service.client.model.max_model_len - max(map(len, prompts))
-    max_tokens = body.max_tokens if body.max_tokens is not None else max(1, min(DEFAULT_MAX_TOKENS, room))
+    default = max(1, body.min_tokens or 0, min(DEFAULT_MAX_TOKENS, room))
+    max_tokens = default if body.max_tokens is None else body.max_tokens
     params = service.sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
     if len(prompts) * params.n > MAX_PROMPTS:
         message = f"{len(prompts)} prompts with n = {params.n} make more than {MAX_PROMPTS} choices"

@@ -71,7 +71,7 @@ async def respond(request: Request, service: Service, job: Job) -> Response:
 
     A client that leaves, before or while it is answered, closes the engine's iterator at once: nothing it held stays.
     """
-    service.check_open()
+    service.check_open(job.choices)
     deltas = _timed(_all_deltas(service.client, job), service.metrics)
     if not job.stream:
         return json_response(await unless_disconnected(request.receive, _whole(job, deltas)))

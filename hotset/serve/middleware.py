@@ -1,4 +1,4 @@
-"""What stands between the socket and the routes: the access log, the API key, the limit on bodies."""
+"""What stands between the socket and the routes: the access log, the API key, the limits on requests and bodies."""
 
 import hmac
 import logging
@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hotset.base.errors import BodyTooLarge, WrongApiKey
+from hotset.base.errors import BodyTooLarge, QueueFull, WrongApiKey
 from hotset.base.units import MIB
 from hotset.serve.errors import error_response
 from hotset.serve.metrics import Metrics
@@ -74,6 +74,32 @@ class ApiKey:
                 await error_response(WrongApiKey(message))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class ConcurrencyLimit:
+    """Refuses a generating request where as many as the limit are in progress, before its body takes up memory.
+
+    A request is in progress until its answer has been sent, or its client has left.
+    """
+
+    def __init__(self, app: ASGIApp, max_concurrency: int) -> None:
+        self._app = app
+        self._limit = max_concurrency
+        self._in_progress = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        if self._in_progress >= self._limit:
+            message = f"{self._in_progress} requests are in progress, which is the limit; come back later"
+            await error_response(QueueFull(message))(scope, receive, send)
+            return
+        self._in_progress += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._in_progress -= 1
 
 
 class BodyLimit:

@@ -133,7 +133,6 @@ def _http_settings(app: FastAPI, config: ServeConfig) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=config.max_connections,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(config.drain_seconds + FLUSH_SECONDS),
     )
@@ -156,9 +155,9 @@ def _bound_socket(config: ServeConfig) -> socket.socket:
             listener = undo.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-        except OSError as error:
-            place = f"{config.host} port {config.port}"
-            raise ConfigError(f"cannot listen on {place}: {error.strerror}; choose another --host or --port") from error
+        except (OSError, UnicodeError) as error:  # the latter for what cannot be a host name
+            place, reason = f"{config.host} port {config.port}", getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"cannot listen on {place}: {reason}; choose another --host or --port") from error
         undo.pop_all()
     return listener
 

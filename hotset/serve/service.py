@@ -59,18 +59,20 @@ class Service:
         if name is not None and name != self.model_name and name not in self.aliases:
             raise UnknownModel(f"there is no model {name!r} here; this server has {self.model_name!r}", param="model")
 
-    def check_open(self) -> None:
-        """Refuses work that the engine cannot take on now."""
+    def check_open(self, choices: int = 1) -> None:
+        """Refuses a request for `choices` choices that the engine cannot take on now.
+
+        Where nothing waits, a request is let in however many choices it has: it would be no more welcome later.
+        """
         if not self.client.alive:
             raise EngineStopped("the engine has stopped")
         waiting = self.client.waiting
-        if waiting >= self.config.max_queue:
-            raise QueueFull(
-                f"{waiting} requests wait already, and the queue holds {self.config.max_queue}; come back later"
-            )
+        limit = self.config.max_queue
+        if waiting and waiting + choices > limit:
+            raise QueueFull(f"{waiting} choices wait already, and the queue of {limit} lacks room; come back later")
 
     async def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt. In a thread: megabytes of text must not stall the other requests."""
+        """Token ids of a prompt. In a thread, without the GIL: megabytes of text must not stall the other requests."""
         return await asyncio.to_thread(self.tokenizer.encode, text)
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:

@@ -6,8 +6,10 @@ from harness import RandomWeights, make_engine, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotset.base.errors import EngineStopped
 from hotset.base.sampling import SamplingParams
 from hotset.engine.intake import Intake
+from hotset.memory.view import View
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 
@@ -17,7 +19,7 @@ VOCAB = 61
 def gqa_spec() -> ModelSpec:
     attention = GqaSpec(heads=4, kv_heads=2, head_dim=8, qk_norm=True)
     return ModelSpec(
-        "qwen3", VOCAB, 24, 2, 32, False, 1e-6, True, 96, RopeSpec(8), attention, None, "float64", (3,), None
+        "qwen3", VOCAB, 24, 2, 32, False, 1e-6, True, 96, RopeSpec(8), attention, None, "float64", (3,)
     )
 
 
@@ -28,7 +30,7 @@ def dsa_spec(full_layers: tuple[int, ...]) -> ModelSpec:
         experts=6, chosen=2, width=8, shared=1, groups=2, chosen_groups=1, scale=1.5, normalise=True, layers=(1, 2)
     )
     return ModelSpec(
-        "deepseek_v32", VOCAB, 24, 3, 32, False, 1e-6, False, 96, RopeSpec(4), attention, moe, "float64", (3,), None
+        "deepseek_v32", VOCAB, 24, 3, 32, False, 1e-6, False, 96, RopeSpec(4), attention, moe, "float64", (3,)
     )
 
 
@@ -109,7 +111,9 @@ def test_an_abort_at_any_step_gives_everything_back_and_disturbs_nobody() -> Non
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
     expected = run_all(make_engine(model, spec, device_kv_tokens=96, page_rows=4), [prompts[0]], [params])[0]
     for abort_at in range(14):
-        engine = make_engine(model, spec, device_kv_tokens=96, page_rows=4, max_num_batched_tokens=4, plans_in_flight=2)
+        engine = make_engine(
+            model, spec, device_kv_tokens=96, page_rows=4, max_num_seqs=2, max_num_batched_tokens=4, plans_in_flight=2
+        )
         intake = Intake(engine.card, seed=0)
         for name, prompt in zip("ab", prompts, strict=True):
             for choice in intake.accept(name, prompt, params):
@@ -125,3 +129,28 @@ def test_an_abort_at_any_step_gives_everything_back_and_disturbs_nobody() -> Non
             step += 1
         assert tokens == expected.token_ids
         assert engine.stats().pages_held == 0
+
+
+class FailingModel:
+    """Works for some steps, then raises as a real device might."""
+
+    def __init__(self, steps: int) -> None:
+        self._inner = MODELS["gqa"][1]
+        self._left = steps
+        self.device = self._inner.device
+        self.kv_shape = self._inner.kv_shape
+
+    def forward(self, token_ids: torch.Tensor, view: View, wanted: torch.Tensor | None) -> torch.Tensor:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("the device is gone")
+        return self._inner.forward(token_ids, view, wanted)
+
+
+def test_a_step_that_fails_goes_up_and_ends_the_engine_instead_of_hanging() -> None:
+    engine = make_engine(FailingModel(3), MODELS["gqa"][0], device_kv_tokens=96, plans_in_flight=2)
+    with pytest.raises(RuntimeError, match="device is gone"):
+        run_all(engine, [[1, 2]], [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)])
+    assert engine.idle, "whoever drains this engine would wait for ever"
+    with pytest.raises(EngineStopped):
+        engine.step()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import tiny_directory
@@ -44,6 +45,8 @@ def test_a_model_without_a_tokenizer_serves_token_ids(tiny: LLM) -> None:
         ({"prompt_token_ids": []}, {}, RequestError, "empty"),
         ({"prompt_token_ids": [50]}, {}, RequestError, "vocabulary ends at 49"),
         ({"prompt_token_ids": [1.5]}, {}, RequestError, "whole numbers"),
+        ({"prompt_token_ids": 5}, {}, RequestError, "whole numbers"),
+        ({"prompt_token_ids": [5], "prompt": "x"}, {}, RequestError, "a prompt is"),
         ({"tokens": [1]}, {}, RequestError, "a prompt is"),
         ({"prompt_token_ids": [1] * 128}, {"max_tokens": 1}, ContextLengthExceeded, "holds 128 tokens, but 129"),
         (IDS, {"max_tokens": 126}, ContextLengthExceeded, "3 in the prompt, 126 for the answer"),
@@ -56,6 +59,27 @@ def test_bad_prompts_are_refused_by_name_and_nothing_is_held(
     with pytest.raises(error, match=says):
         tiny.generate([IDS, prompt], SamplingParams(**params))  # type: ignore[list-item, arg-type]
     assert tiny.stats().pages_held == tiny.stats().waiting == 0
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"stop": None},
+        {"stop": 5},
+        {"stop": "x" * 1025},
+        {"stop_token_ids": 5},
+        {"logit_bias": [1]},
+        {"ignore_eos": "no"},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"n": 0},
+        {"min_tokens": 17},
+    ],
+)
+def test_a_sampling_parameter_of_the_wrong_kind_or_range_is_refused_by_name(field: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**field)
+    assert caught.value.param == next(iter(field))
 
 
 def test_closing_a_stream_aborts_its_request(tiny: LLM) -> None:
@@ -113,7 +137,12 @@ def test_logprobs_hold_the_chosen_token_and_the_likeliest(tiny: LLM) -> None:
 
 def test_after_close_nothing_more_is_answered(tmp_path: Path) -> None:
     llm = LLM(tiny_directory(tmp_path), load_format="dummy", device="cpu", device_kv_tokens=128)
+    stream = llm.stream(IDS, SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
     llm.close()
+    assert llm.stats().pages_held == 0
+    with pytest.raises(EngineStopped):
+        next(stream)
     with pytest.raises(EngineStopped):
         llm.generate(IDS)
 

@@ -42,7 +42,7 @@ def paged(lengths: list[int], page_rows: int, width: int) -> tuple[PagedRows, li
         contexts.append(context)
         runs.append([])
         extend_runs(runs[-1], pages, page_rows)
-    return PagedRows(pool, runs, torch.full((len(lengths), 1), EMPTY), page_rows), contexts
+    return PagedRows(pool, runs), contexts
 
 
 def queries_of(counts: list[int], lengths: list[int]) -> list[tuple[int, int]]:

@@ -32,6 +32,13 @@ DSA_SIZES = {
     "index_head_dim": 16,
     "index_n_heads": 3,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.5}
 
 
@@ -145,7 +152,12 @@ def test_stop_tokens_come_from_the_generation_config_first() -> None:
     assert read(config("llama", eos_token_id=[7, 8]), {"eos_token_id": None}).eos_ids == (7, 8)
     assert read(config("llama", eos_token_id=None)).eos_ids == ()
     assert read(config("llama")).eos_ids == (2,)
-    assert read(config("llama", bos_token_id=None)).bos_id is None
+
+
+def test_stop_tokens_of_the_generation_config_lie_within_the_vocabulary() -> None:
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is 96; .* vocab_size \(96\)"):
+        read(config("llama"), {"eos_token_id": 96})
+    assert read(config("llama"), {"eos_token_id": 95}).eos_ids == (95,)
 
 
 def test_a_window_that_no_layer_uses_is_no_window() -> None:
@@ -173,6 +185,11 @@ def test_a_window_that_no_layer_uses_is_no_window() -> None:
         (config("llama", rope_parameters={"rope_type": "llama3", "factor": 8.0}), ["low_freq_factor", "missing"]),
         (config("llama", rope_parameters={"full_attention": {"rope_theta": 1.0}}), ["full_attention", "one rope"]),
         (config("llama", dtype="int8"), ["dtype", "'int8'"]),
+        (config("llama", dtype={}), ["dtype", "{}", "bfloat16"]),
+        (config("llama", eos_token_id=[2, 96]), ["eos_token_id", "[2, 96]", "vocab_size (96)"]),
+        (config("llama", rope_theta=1.0), ["rope_theta", "1.0", "above 1"]),
+        (config("llama", rope_parameters={"rope_theta": 0.5}), ["rope_parameters.rope_theta", "0.5", "above 1"]),
+        (config("llama", rope_parameters=LLAMA3 | {"low_freq_factor": 4.0}), ["low_freq_factor", "4.0", "below"]),
         (config("llama", eos_token_id="</s>"), ["eos_token_id", "'</s>'"]),
         (config("qwen3", layer_types=["full_attention"] * 3 + ["sliding_attention"]), ["layer_types", "sliding"]),
         (config("qwen3", layer_types=["full_attention"] * 3), ["layer_types", "3 entries for 4 layers"]),
@@ -183,6 +200,7 @@ def test_a_window_that_no_layer_uses_is_no_window() -> None:
         (dsa("deepseek_v32", q_lora_rank=None), ["q_lora_rank", "None"]),
         (dsa("deepseek_v32", scoring_func="softmax"), ["scoring_func", "'softmax'", "sigmoid"]),
         (dsa("deepseek_v32", n_group=3, first_k_dense_replace=0), ["n_group", "3", "8"]),
+        (dsa("deepseek_v32", n_group=8, first_k_dense_replace=0), ["n_group", "8", "two experts"]),
         (dsa("deepseek_v32", topk_group=3, first_k_dense_replace=0), ["topk_group", "3"]),
         (dsa("deepseek_v32", num_experts_per_tok=5), ["num_experts_per_tok", "5"]),
         (dsa("deepseek_v32", mlp_bias=True), ["mlp_bias", "True"]),

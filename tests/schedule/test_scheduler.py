@@ -171,18 +171,40 @@ def request(name: str, length: int, limit: int) -> Request:
     return Request(name, list(range(8, 8 + length)), SamplingParams(seed=0), frozenset(), limit)
 
 
-def test_the_youngest_gives_way_and_the_oldest_never_waits() -> None:
-    scheduler, runner = make(pages=4, page_rows=2)
-    scheduler.add(request("old", 3, 9))
-    scheduler.add(request("young", 1, 9))
-    order = []
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_youngest_gives_way_and_the_oldest_hardly_waits(depth: int) -> None:
+    scheduler, runner = make(pages=11, page_rows=2)
+    scheduler.add(request("old", 4, 20))
+    scheduler.add(request("young", 2, 20))
+    in_flight: deque[StepResult] = deque()
+    order: list[str] = []
+    left_out, worst, old_seat = 0, 0, None
     while not scheduler.idle:
-        plan = scheduler.plan()
-        assert plan is not None
-        order += scheduler.commit(runner.submit(plan)).finished
+        while len(in_flight) < depth and (plan := scheduler.plan()) is not None:
+            if old_seat is None:
+                old_seat = plan.seats[0]
+            left_out = 0 if old_seat in plan.seats else left_out + 1
+            worst = max(worst, left_out if not order else 0)
+            in_flight.append(runner.submit(plan))
+        order += scheduler.commit(in_flight.popleft()).finished
         scheduler.audit()
     assert order == ["old", "young"]
     assert scheduler.counters.preemptions > 0
+    assert worst <= depth, f"the oldest was left out of {worst} plans in a row"
+
+
+def test_a_small_step_bounds_prompts_but_never_decoding() -> None:
+    scheduler, runner = make(pages=400, page_rows=2, seats=8, step_rows=3)
+    for number in range(5):
+        scheduler.add(request(f"r{number}", 4, 100))
+    counts = []
+    for _ in range(30):
+        plan = scheduler.plan()
+        assert plan is not None
+        counts.append(list(plan.counts))
+        scheduler.commit(runner.submit(plan))
+    assert max(sum(count for count in each if count > 1) for each in counts) <= 3
+    assert counts[-1] == [1] * 5, "all five decode in the end, though a step has only three rows"
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding() -> None:

@@ -79,7 +79,6 @@ def gguf_spec(file: GgufFile) -> ModelSpec:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "dtype": {F32: "float32", F16: "float16"}.get(embedding.type_id if embedding else F32, "bfloat16"),
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(gguf_end_ids(file)) or None,
         "rope_parameters": _rope(file),
     }

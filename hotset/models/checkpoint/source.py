@@ -67,7 +67,7 @@ def account_for_rest(file: str, left: Iterable[str], spec: ModelSpec) -> None:
         )
     if extra_layers:
         listed = ", ".join(str(layer) for layer in sorted(extra_layers))
-        LOGGER.info("%s: skipped layer %s (multi-token prediction, beyond num_hidden_layers)", file, listed)
+        LOGGER.warning("%s: skipped layer %s (multi-token prediction, beyond num_hidden_layers)", file, listed)
 
 
 def _is_tied_head(name: str, spec: ModelSpec) -> bool:

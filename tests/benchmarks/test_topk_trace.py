@@ -1,0 +1,207 @@
+import json
+import lzma
+import random
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from topk_locality import LruBuffer, count_misses, layer_locality, tail_start
+from topk_trace import MAGIC, TopkTrace, TraceHeader, read_trace, write_trace
+
+from hotset.base.errors import ConfigError
+from hotset.kernels import EMPTY
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "data" / "topk" / "demo-dsa.topk"
+
+
+def make_trace(shape: tuple[int, int, int, int], contexts: tuple[int, ...], seed: int, keep: float) -> TopkTrace:
+    """Selections that keep about `keep` of the step before; a context shorter than k leaves padding."""
+    requests, steps, layers, k = shape
+    source = random.Random(seed)
+    selections = np.full(shape, EMPTY, dtype=np.int32)
+    for request, context in enumerate(contexts):
+        for layer in range(layers):
+            before: list[int] = []
+            for step in range(steps):
+                length = context + step
+                kept = {each for each in before if source.random() < keep}
+                others = [each for each in range(length) if each not in kept]
+                before = sorted(kept | set(source.sample(others, min(k, length) - len(kept))))
+                selections[request, step, layer, : len(before)] = before
+    return TopkTrace(TraceHeader("made up", layers, k, requests, steps, contexts, 4, {"why": "test"}), selections)
+
+
+SMALL = make_trace((2, 5, 2, 4), (2, 300), seed=0, keep=0.5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    contexts=st.lists(st.integers(1, 400), min_size=1, max_size=3),
+    steps=st.integers(1, 6),
+    layers=st.integers(1, 3),
+    k=st.integers(1, 20),
+    keep=st.sampled_from((0.0, 0.5, 1.0)),
+    seed=st.integers(0, 1 << 20),
+)
+def test_what_is_read_is_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory,
+    contexts: list[int],
+    steps: int,
+    layers: int,
+    k: int,
+    keep: float,
+    seed: int,
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "round.topk"
+    trace = make_trace((len(contexts), steps, layers, k), tuple(contexts), seed, keep)
+    write_trace(path, trace)
+    found = read_trace(path)
+    assert found.header == trace.header
+    np.testing.assert_array_equal(found.selections, trace.selections)
+
+
+def test_the_largest_positions_survive(tmp_path: Path) -> None:
+    selections = np.array([0, 127, 128, 16384, 2**31 - 2, 2**31 - 1], dtype=np.int32).reshape(1, 1, 1, 6)
+    trace = TopkTrace(TraceHeader("made up", 1, 6, 1, 1, (2**31,), 64), selections)
+    write_trace(tmp_path / "far.topk", trace)
+    np.testing.assert_array_equal(read_trace(tmp_path / "far.topk").selections, selections)
+
+
+def test_selections_that_are_not_ascending_are_not_written(tmp_path: Path) -> None:
+    selections = np.array([3, 2], dtype=np.int32).reshape(1, 1, 1, 2)
+    with pytest.raises(AssertionError, match="ascending"):
+        write_trace(tmp_path / "x.topk", TopkTrace(TraceHeader("made up", 1, 2, 1, 1, (9,), 64), selections))
+
+
+def with_header(raw: bytes, **changes: object) -> bytes:
+    """The file with fields of its header changed; None takes one away."""
+    length = struct.unpack_from("<I", raw, 12)[0]
+    about = json.loads(raw[16 : 16 + length]) | changes
+    text = json.dumps({name: value for name, value in about.items() if value is not None}).encode()
+    return raw[:12] + struct.pack("<I", len(text)) + text + raw[16 + length :]
+
+
+def with_body(raw: bytes, body: bytes) -> bytes:
+    length = struct.unpack_from("<I", raw, 12)[0]
+    changed = with_header(raw[: 16 + length], body_bytes=len(body), body_crc32=zlib.crc32(body))
+    return changed + lzma.compress(body)
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda raw: b"", "not a top-k trace"),
+        (lambda raw: b"PK\x03\x04" + raw, "not a top-k trace: expected it to begin with b'HOTSTOPK'"),
+        (lambda raw: MAGIC + struct.pack("<I", 7) + raw[12:], "version 7; expected version 1"),
+        (lambda raw: raw[:40], "expected a JSON header"),
+        (lambda raw: with_header(raw, k=None), "expected a header with exactly the fields"),
+        (lambda raw: with_header(raw, colour="red"), "expected a header with exactly the fields"),
+        (lambda raw: with_header(raw, steps=0), "expected steps to be a whole number of at least 1, found 0"),
+        (lambda raw: with_header(raw, layers="two"), "expected layers to be a whole number"),
+        (lambda raw: with_header(raw, context_lengths=[5]), "expected context_lengths to hold 2"),
+        (lambda raw: with_header(raw, steps=6), "the body does not hold"),
+        (lambda raw: with_header(raw, steps=4), "the body does not hold"),
+        (lambda raw: with_header(raw, k=3), "the body does not hold"),
+        (lambda raw: with_header(raw, k=1 << 50), "the body does not hold"),
+        (lambda raw: with_header(raw, context_lengths=[1, 300]), "the body does not hold"),
+        (lambda raw: with_header(raw, body_crc32=1), "not the one that its header describes"),
+        (lambda raw: raw[:-9], "truncated or damaged"),
+        (lambda raw: raw[:-60] + b"\0" * 60, "truncated or damaged"),
+        (lambda raw: with_body(raw, b""), "the body does not hold"),
+        (lambda raw: with_body(raw, b"\xff" * 9), "the body does not hold"),
+        (lambda raw: with_body(raw, b"\x01\x01" * 5), "the body does not hold"),
+    ],
+)
+def test_a_file_that_is_no_sound_trace_is_refused_by_name(tmp_path: Path, damage, expected: str) -> None:
+    path = tmp_path / "trace.topk"
+    write_trace(path, SMALL)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConfigError) as refused:
+        read_trace(path)
+    assert expected in str(refused.value)
+    assert str(path) in str(refused.value)
+
+
+def test_a_missing_trace_is_one_line_and_a_failure(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "topk_locality.py"), str(tmp_path / "none.topk")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("error: ")
+    assert ran.stderr.count("\n") == 1
+    assert "none.topk" in ran.stderr
+
+
+class PlainLru:
+    """The same buffer with nothing clever: a list of (stamp, position) per slot, searched from the start."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots: list[tuple[int, int | None]] = [(-1, None)] * slots
+
+    def select(self, step: int, positions: list[int]) -> int:
+        for slot, (_stamp, position) in enumerate(self.slots):
+            if position in positions:
+                self.slots[slot] = (step, position)
+        held = {position for _stamp, position in self.slots}
+        missing = [position for position in positions if position not in held]
+        for position in missing:
+            oldest = min(range(len(self.slots)), key=lambda slot: (self.slots[slot][0], slot))
+            self.slots[oldest] = (step, position)
+        return len(missing)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    slots=st.integers(4, 12),
+    series=st.lists(st.sets(st.integers(0, 30), max_size=4).map(sorted), min_size=1, max_size=40),
+)
+def test_lru_misses_are_those_of_a_plain_model(slots: int, series: list[list[int]]) -> None:
+    fast, plain = LruBuffer(slots, 31), PlainLru(slots)
+    for step, positions in enumerate(series):
+        assert fast.select(step, np.array(positions, dtype=np.int32)) == plain.select(step, positions)
+
+
+def test_misses_of_the_warm_up_are_not_counted() -> None:
+    series = [np.array([0, 1]), np.array([1, 2]), np.array([0, 1])]
+    assert count_misses(series, slots=2, context=3, warm_up=0) == 4
+    assert count_misses(series, slots=2, context=3, warm_up=2) == 1
+    assert count_misses(series, slots=3, context=3, warm_up=2) == 0
+
+
+def test_the_tail_is_the_page_being_written_and_the_one_before() -> None:
+    assert [tail_start(context, 64) for context in (1, 64, 128, 129, 192, 193)] == [0, 0, 0, 64, 64, 128]
+
+
+def test_a_selection_that_never_changes_overlaps_wholly_and_never_misses() -> None:
+    steps, k = 40, 4
+    selections = np.broadcast_to(np.array([0, 1, 2, 290], dtype=np.int32), (1, steps, 1, k))
+    found = layer_locality(TopkTrace(TraceHeader("made up", 1, k, 1, steps, (300,), 64), selections), 0)
+    assert found.overlap == 1
+    assert set(found.misses.values()) == set(found.misses_beside_tail.values()) == {0}
+    assert found.in_tail == 0.25
+
+
+@pytest.mark.skipif(not SHIPPED.exists(), reason="recorded with benchmarks/record_topk.py")
+def test_the_shipped_trace_has_the_promised_shape_and_size() -> None:
+    assert SHIPPED.stat().st_size <= 6_000_000
+    trace = read_trace(SHIPPED)
+    header = trace.header
+    assert header.requests >= 8
+    assert header.steps >= 512
+    assert (header.layers, header.k, header.page_rows) == (6, 128, 64)
+    assert min(header.context_lengths) >= 4096
+    assert (trace.selections != EMPTY).all()
+    assert (np.diff(trace.selections, axis=-1) > 0).all()
+    newest = np.array(header.context_lengths)[:, None] + np.arange(header.steps)
+    assert (trace.selections[..., -1] < newest[:, :, None]).all()
