@@ -1,0 +1,152 @@
+"""Training sequences: records hidden in running text, and questions about them.
+
+A question's answer follows the key exactly as in the record (` note k1 k2 v1 v2.` ... ` recall k1 k2` -> ` v1 v2`),
+with no mark between: look-up heads form far sooner that way. Answers weigh 1 in the loss, running text a little, and
+records nothing, since nobody could guess them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from lexicon import Key, Lexicon
+from numpy.typing import NDArray
+
+TEXT_WEIGHT = 0.1
+NEAR_MISSES = 0.3  # of new keys share a word with a key that exists
+CHAINED = 0.2  # of values are themselves keys
+QUESTIONS = {"recall": 0.55, "list": 0.17, "chain": 0.10, "copy": 0.06, "sum": 0.12}
+
+
+@dataclass
+class Sequence:
+    """Tokens so far with their weights as targets, and what the records say."""
+
+    tokens: list[int]
+    weights: list[float]
+    updates: float  # share of records that give a new value to a key that exists
+    keys: list[Key] = field(default_factory=list)
+    values: dict[Key, Key] = field(default_factory=dict)
+    passages: dict[Key, list[int]] = field(default_factory=dict)
+    numbers: dict[Key, int] = field(default_factory=dict)
+
+    def put(self, tokens: list[int], weight: float) -> None:
+        self.tokens += tokens
+        self.weights += [weight] * len(tokens)
+
+
+class Writer:
+    """Writes sequences of exactly the length asked for. `evaluating`: with the keys that training never sees."""
+
+    def __init__(self, lexicon: Lexicon, filler: NDArray[np.uint16], seed: int, evaluating: bool = False) -> None:
+        self._lexicon = lexicon
+        self._filler = filler
+        self._rng = np.random.default_rng(seed)
+        self._evaluating = evaluating
+
+    def write(self, length: int) -> tuple[list[int], list[float]]:
+        rng = self._rng
+        sequence = Sequence([self._lexicon.bos], [0.0], updates=0.0 if rng.random() < 0.4 else 0.3)
+        longest_text = int(rng.choice([3, 16, 48])) * (1 if length < 2048 else 2)
+        late = rng.random() < 0.4  # questions only near the end, as in evaluation
+        while len(sequence.tokens) < length:
+            may_ask = bool(sequence.keys) and (not late or len(sequence.tokens) > 0.75 * length)
+            drawn = rng.random()
+            if may_ask and drawn < (0.85 if late else 0.55):
+                self._ask(sequence)
+            elif drawn < 0.88 or not sequence.keys:
+                self._record(sequence)
+            elif drawn < 0.93:
+                self._passage(sequence)
+            else:
+                self._number(sequence)
+            if rng.random() < 0.6:
+                count = int(rng.integers(1, longest_text))
+                at = int(rng.integers(len(self._filler) - count))
+                sequence.put(self._filler[at : at + count].tolist(), TEXT_WEIGHT)
+        return sequence.tokens[:length], sequence.weights[:length]
+
+    def _words(self, count: int) -> list[int]:
+        words = self._lexicon.words
+        found: list[int] = words[self._rng.integers(len(words), size=count)].tolist()
+        return found
+
+    def _pick(self, keys: list[Key]) -> Key:
+        return keys[self._rng.integers(len(keys))]
+
+    def _new_key(self, sequence: Sequence) -> Key:
+        while True:
+            first, second = self._words(2)
+            if sequence.keys and self._rng.random() < NEAR_MISSES:
+                known = self._pick(sequence.keys)
+                first, second = (known[0], second) if self._rng.random() < 0.5 else (first, known[1])
+            if self._lexicon.held_out((first, second)) == self._evaluating:
+                return first, second
+
+    def _record(self, sequence: Sequence) -> None:
+        update = bool(sequence.keys) and self._rng.random() < sequence.updates
+        key = self._pick(sequence.keys) if update else self._new_key(sequence)
+        chained = len(sequence.keys) > 2 and self._rng.random() < CHAINED
+        value = self._pick(sequence.keys) if chained else (0, 0)
+        if not chained or value == key:
+            first, second = self._words(2)
+            value = first, second
+        if key not in sequence.values:
+            sequence.keys.append(key)
+        sequence.values[key] = value
+        sequence.put([*self._lexicon.marks["note"], *key, *value, *self._lexicon.full_stop], 0.0)
+
+    def _passage(self, sequence: Sequence) -> None:
+        key = self._new_key(sequence)
+        if key not in sequence.values and key not in sequence.passages:
+            words = sequence.passages[key] = self._words(int(self._rng.integers(4, 17)))
+            sequence.put([*self._lexicon.marks["text"], *key, *words, *self._lexicon.full_stop], 0.0)
+
+    def _number(self, sequence: Sequence) -> None:
+        key = self._new_key(sequence)
+        if key not in sequence.values and key not in sequence.numbers:
+            number = sequence.numbers[key] = int(self._rng.integers(10))
+            said = self._lexicon.say(number)
+            sequence.put([*self._lexicon.marks["count"], *key, *said, *self._lexicon.full_stop], 0.0)
+
+    def _ask(self, sequence: Sequence) -> None:
+        kinds = list(QUESTIONS)
+        kind = kinds[self._rng.choice(len(kinds), p=list(QUESTIONS.values()))]
+        lexicon, marks = self._lexicon, self._lexicon.marks
+        if kind == "recall" or len(sequence.keys) < 3:
+            key = self._pick(sequence.keys)
+            self._question(sequence, [*marks["recall"], *key], [*sequence.values[key]])
+        elif kind == "list":
+            keys = [self._pick(sequence.keys) for _ in range(int(self._rng.integers(2, 4)))]
+            asked = [token for key in keys for token in (*marks["and"], *key)][len(marks["and"]) :]
+            said = [token for key in keys for token in (*marks["and"], *key, *sequence.values[key])][
+                len(marks["and"]) :
+            ]
+            self._question(sequence, [*marks["list"], *asked, *lexicon.semicolon], said)
+        elif kind == "chain":
+            linked = [key for key in sequence.keys[-60:] if sequence.values[key] in sequence.values]
+            if linked:
+                key = self._pick(linked)
+                middle = sequence.values[key]
+                self._question(sequence, [*marks["chain"], *key], [*middle, *sequence.values[middle]])
+        elif kind == "copy" and sequence.passages:
+            key = self._pick(list(sequence.passages))
+            self._question(sequence, [*marks["copy"], *key], sequence.passages[key])
+        elif kind == "sum" and len(sequence.numbers) >= 2:
+            keys = list(sequence.numbers)
+            one, other = self._pick(keys), self._pick(keys)
+            x, y = sequence.numbers[one], sequence.numbers[other]
+            said = [*lexicon.say(x), *lexicon.plus, *lexicon.say(y), *lexicon.equals, *lexicon.say(x + y)]
+            self._question(sequence, [*marks["sum"], *one, *marks["and"], *other, *lexicon.semicolon], said)
+
+    def _question(self, sequence: Sequence, asked: list[int], answer: list[int]) -> None:
+        sequence.put(asked, 0.0)
+        sequence.put([*answer, self._lexicon.end], 1.0)
+
+
+def batches(writer: Writer, rows: int, length: int) -> Iterator[tuple[NDArray[np.int16], NDArray[np.float16]]]:
+    """Endless (tokens, weights), each [rows, length]."""
+    while True:
+        written = [writer.write(length) for _ in range(rows)]
+        tokens = np.array([tokens for tokens, _ in written], dtype=np.int16)
+        yield tokens, np.array([weights for _, weights in written], dtype=np.float16)

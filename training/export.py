@@ -1,0 +1,102 @@
+"""Writes trained parameters as a deepseek_v32 checkpoint that Hotset and transformers load.
+
+python training/export.py CHECKPOINT_FOLDER [--out models/demo-dsa]
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from model import DemoConfig
+from safetensors.torch import save_file
+from torch import Tensor
+
+SHARD_BYTES = 14_000_000
+
+
+def checkpoint_tensors(state: dict[str, Tensor], config: DemoConfig) -> dict[str, Tensor]:
+    """Training's parameters under the names and in the shapes of the checkpoint format."""
+    scale = config.hidden_size**0.5  # a power of two: folding it from the input into the weights loses nothing
+    tensors: dict[str, Tensor] = {}
+    for name, value in state.items():
+        target = f"model.{name}"
+        if name == "embed_tokens.weight":
+            value = value * scale
+        elif name == "norm.weight":
+            value = value / scale
+        elif name.endswith((".mlp.gate_up", ".mlp.down")):
+            tensors |= _experts(target.rpartition(".")[0], name.rpartition(".")[2], value, config)
+            continue
+        elif name.endswith(".mlp.correction"):
+            target = target.replace(".correction", ".gate.e_score_correction_bias")
+        elif name.endswith(".mlp.load"):
+            continue
+        tensors[target] = value
+    return tensors
+
+
+def _experts(prefix: str, part: str, value: Tensor, config: DemoConfig) -> dict[str, Tensor]:
+    width, found = config.moe_intermediate_size, {}
+    for expert in range(config.n_routed_experts):
+        name = f"{prefix}.experts.{expert}"
+        if part == "down":
+            found[f"{name}.down_proj.weight"] = value[expert * width : (expert + 1) * width].T
+        else:
+            gate, up = value[2 * expert * width : 2 * (expert + 1) * width].split(width)
+            found[f"{name}.gate_proj.weight"], found[f"{name}.up_proj.weight"] = gate, up
+    return found
+
+
+def write(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Shards with their index. Everything is bf16 but what the architecture keeps in fp32."""
+    kept = ("e_score_correction_bias", "indexer.weights_proj.weight")
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous().to(torch.float32 if name.endswith(kept) else torch.bfloat16)
+        if size + tensor.nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    where, total = {}, 0
+    for old in folder.glob("model-*.safetensors"):
+        old.unlink()
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(shard, file)
+        total += sum(tensor.nbytes for tensor in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("checkpoint", type=Path)
+    arguments.add_argument("--out", type=Path, default=Path("models/demo-dsa"))
+    options = arguments.parse_args()
+    state: dict[str, Tensor] = {}
+    for path in sorted(options.checkpoint.glob("part*.pt")):
+        state |= torch.load(path, map_location="cpu")
+    config = DemoConfig()
+    options.out.mkdir(parents=True, exist_ok=True)
+    write(checkpoint_tensors(state, config), options.out)
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    (options.out / "config.json").write_text(json.dumps(config.to_json() | ids, indent=2) + "\n")
+    (options.out / "generation_config.json").write_text(json.dumps({**ids, "temperature": 0.0}, indent=2) + "\n")
+    template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+        "eos_token": "<|end|>",
+        "pad_token": "<|pad|>",
+        "model_max_length": config.max_position_embeddings,
+        "chat_template": template,
+    }
+    (options.out / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

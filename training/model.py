@@ -1,0 +1,300 @@
+"""The demo model while it trains: deepseek_v32 in plain torch, dense or sparse, with the indexer's own loss.
+
+The engine's decoder (`hotset/models/dsa.py`) serves what this makes; parameters bear the checkpoint's names, so that
+saving is one call. Attention is not absorbed here, because training computes every position at once.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Fields of config.json. The row geometry (512 + 64, index keys of 128) is the production one."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    q_lora_rank: int = 192
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 64
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 32
+    index_n_heads: int = 4
+    index_head_dim: int = 128
+    index_topk: int = 128
+    intermediate_size: int = 704
+    first_k_dense_replace: int = 2
+    n_routed_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 160
+    n_shared_experts: int = 1
+    routed_scaling_factor: float = 1.0
+    rope_theta: float = 50000.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 16384
+
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(self)
+        theta = fields.pop("rope_theta")
+        return fields | {
+            "architectures": ["DeepseekV32ForCausalLM"],
+            "model_type": "deepseek_v32",
+            "num_key_value_heads": self.num_attention_heads,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+            "dtype": "bfloat16",
+        }
+
+
+def linear(inputs: int, outputs: int, gain: float = 1.0) -> nn.Linear:
+    """A weight of unit gain: the usual 0.02 leaves the product of MLA's four matrices near zero, and look-up heads
+    then take thousands of steps to appear."""
+    made = nn.Linear(inputs, outputs, bias=False)
+    nn.init.normal_(made.weight, std=gain * inputs**-0.5)
+    return made
+
+
+@dataclass(frozen=True)
+class Rotation:
+    cos: Tensor  # [length, dim / 2]
+    sin: Tensor
+
+
+def rotation(length: int, dim: int, theta: float, device: torch.device) -> Rotation:
+    inverse = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * inverse
+    return Rotation(angles.cos(), angles.sin())
+
+
+def rotate(first: Tensor, second: Tensor, by: Rotation) -> Tensor:
+    """[batch, length, heads, dim / 2] twice -> [batch, length, heads, dim]."""
+    cos, sin = by.cos[:, None].to(first.dtype), by.sin[:, None].to(first.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotate_pairs(x: Tensor, by: Rotation) -> Tensor:
+    return rotate(x[..., 0::2], x[..., 1::2], by)
+
+
+def rotate_halves(x: Tensor, by: Rotation) -> Tensor:
+    return rotate(*x.chunk(2, dim=-1), by)
+
+
+class Indexer(nn.Module):
+    def __init__(self, config: DemoConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wq_b = linear(config.q_lora_rank, config.index_n_heads * config.index_head_dim)
+        self.wk = linear(config.hidden_size, config.index_head_dim)
+        self.k_norm = nn.LayerNorm(config.index_head_dim, eps=1e-6)
+        self.weights_proj = linear(config.hidden_size, config.index_n_heads)
+
+    def parts(self, x: Tensor, q_latent: Tensor, by: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [b, n, heads, d], keys [b, n, d] and head weights [b, n, heads]; nothing flows back."""
+        c = self.config
+        x, q_latent = x.detach(), q_latent.detach()
+        q = self.wq_b(q_latent).unflatten(-1, (c.index_n_heads, c.index_head_dim))
+        k = self.k_norm(self.wk(x))[:, :, None]
+        rope = c.qk_rope_head_dim
+        q = torch.cat((rotate_halves(q[..., :rope], by), q[..., rope:]), dim=-1)
+        k = torch.cat((rotate_halves(k[..., :rope], by), k[..., rope:]), dim=-1)[:, :, 0]
+        return q, k, self.weights_proj(x) * c.index_n_heads**-0.5
+
+    def scores(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+        """[b, queries, keys] of queries [b, queries, heads, d] over keys [b, keys, d], float32."""
+        each = F.relu(torch.einsum("bqhd,bkd->bqhk", q, k).float() * self.config.index_head_dim**-0.5)
+        return torch.einsum("bqh,bqhk->bqk", weights.float(), each)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DemoConfig) -> None:
+        super().__init__()
+        c = self.config = config
+        head_dim = c.qk_nope_head_dim + c.qk_rope_head_dim
+        self.q_a_proj = linear(c.hidden_size, c.q_lora_rank)
+        self.q_a_layernorm = nn.RMSNorm(c.q_lora_rank, eps=1e-6)
+        self.q_b_proj = linear(c.q_lora_rank, c.num_attention_heads * head_dim)
+        self.kv_a_proj_with_mqa = linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)
+        self.kv_a_layernorm = nn.RMSNorm(c.kv_lora_rank, eps=1e-6)
+        self.kv_b_proj = linear(c.kv_lora_rank, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim))
+        self.o_proj = linear(c.num_attention_heads * c.v_head_dim, c.hidden_size, (2 * c.num_hidden_layers) ** -0.5)
+        self.indexer = Indexer(config)
+
+    def qkv(self, x: Tensor, by: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Q, K [b, heads, n, nope + rope], V [b, heads, n, v], and the query latent."""
+        c = self.config
+        q_latent = self.q_a_layernorm(self.q_a_proj(x))
+        q = self.q_b_proj(q_latent).unflatten(-1, (c.num_attention_heads, -1))
+        q = torch.cat((q[..., : c.qk_nope_head_dim], rotate_pairs(q[..., c.qk_nope_head_dim :], by)), dim=-1)
+        latent, rope_key = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (c.num_attention_heads, -1))
+        rope_key = rotate_pairs(rope_key[:, :, None], by).expand(-1, -1, c.num_attention_heads, -1)
+        k = torch.cat((kv[..., : c.qk_nope_head_dim], rope_key), dim=-1)
+        v = kv[..., c.qk_nope_head_dim :]
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), q_latent
+
+    def dense(self, x: Tensor, by: Rotation) -> Tensor:
+        q, k, v, _ = self.qkv(x, by)
+        return self._out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+    def warm_up(self, x: Tensor, by: Rotation, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Dense attention, and the divergence of the indexer's distribution from attention's at some query rows."""
+        q, k, v, q_latent = self.qkv(x, by)
+        out = self._out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        iq, ik, weights = self.indexer.parts(x, q_latent, by)
+        unseen = torch.arange(x.shape[1], device=x.device) > rows[:, None]
+        with torch.no_grad():
+            scores = (q[:, :, rows] @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+            target = scores.masked_fill(unseen, float("-inf")).softmax(-1).mean(1)  # [b, rows, n]
+        index_scores = self.indexer.scores(iq[:, rows], ik, weights[:, rows])
+        return out, divergence(target, index_scores.masked_fill(unseen, float("-inf")))
+
+    def sparse(self, x: Tensor, by: Rotation) -> tuple[Tensor, Tensor]:
+        """Attention over each row's own top-k, and the indexer's divergence within it."""
+        q, k, v, q_latent = self.qkv(x, by)
+        parts = self.indexer.parts(x, q_latent, by)
+        out, losses = [], []
+        for first in range(0, x.shape[1], SPARSE_BLOCK):
+            last = min(first + SPARSE_BLOCK, x.shape[1])
+            if self.training and x.shape[1] > SPARSE_BLOCK:  # keep one block's scores at a time, not all
+                block, loss = checkpoint(self._sparse_block, q, k, v, parts, first, last, use_reentrant=False)
+            else:
+                block, loss = self._sparse_block(q, k, v, parts, first, last)
+            out.append(block)
+            losses.append(loss * block.shape[2])
+        return self._out(torch.cat(out, dim=2)), torch.stack(losses).sum() / x.shape[1]
+
+    def _sparse_block(
+        self, q: Tensor, k: Tensor, v: Tensor, parts: tuple[Tensor, Tensor, Tensor], first: int, last: int
+    ) -> tuple[Tensor, Tensor]:
+        """Query rows [first, last) over the positions before `last`."""
+        iq, ik, weights = parts
+        positions = torch.arange(last, device=q.device)
+        unseen = positions > positions[first:, None]
+        index_scores = self.indexer.scores(iq[:, first:last], ik[:, :last], weights[:, first:last])
+        index_scores = index_scores.masked_fill(unseen, float("-inf"))
+        kept = ~unseen.expand_as(index_scores)
+        if last > self.config.index_topk:
+            chosen = index_scores.detach().topk(self.config.index_topk, dim=-1).indices
+            kept = kept & torch.zeros_like(kept).scatter_(-1, chosen, True)
+        scores = (q[:, :, first:last] @ k[:, :, :last].transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+        probabilities = scores.masked_fill(~kept[:, None], float("-inf")).softmax(-1)
+        loss = divergence(probabilities.detach().mean(1), index_scores.masked_fill(~kept, float("-inf")))
+        return probabilities.to(v.dtype) @ v[:, :, :last], loss
+
+    def _out(self, attended: Tensor) -> Tensor:
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+SPARSE_BLOCK = 512
+
+
+def divergence(target: Tensor, scores: Tensor) -> Tensor:
+    """Mean over rows of KL(target || softmax(scores)); -inf scores are positions that the target gives nothing."""
+    log_q = scores.log_softmax(-1).masked_fill(scores == float("-inf"), 0.0)
+    return -(target * log_q).sum(-1).mean() + (target * target.clamp_min(1e-9).log()).sum(-1).mean()
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: DemoConfig, width: int) -> None:
+        super().__init__()
+        self.gate_proj = linear(config.hidden_size, width)
+        self.up_proj = linear(config.hidden_size, width)
+        self.down_proj = linear(width, config.hidden_size, (2 * config.num_hidden_layers) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Moe(nn.Module):
+    """Every expert is computed and weighed, most of them by zero: at this size that is quicker than routing."""
+
+    def __init__(self, config: DemoConfig) -> None:
+        super().__init__()
+        c = self.config = config
+        width, experts = c.moe_intermediate_size, c.n_routed_experts
+        self.gate = linear(c.hidden_size, experts)
+        self.register_buffer("correction", torch.zeros(experts))
+        self.register_buffer("load", torch.zeros(experts))
+        self.gate_up = nn.Parameter(torch.randn(experts * 2 * width, c.hidden_size) * c.hidden_size**-0.5)
+        scale = width**-0.5 * (2 * c.num_hidden_layers) ** -0.5
+        self.down = nn.Parameter(torch.randn(experts * width, c.hidden_size) * scale)
+        self.shared_experts = Mlp(c, width * c.n_shared_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = self.config
+        scores = torch.sigmoid(F.linear(x.float(), self.gate.weight.float()))
+        chosen = (scores + self.correction).topk(c.num_experts_per_tok, dim=-1).indices
+        picked = torch.zeros_like(scores).scatter_(-1, chosen, 1.0)
+        if self.training:
+            self.load += picked.detach().sum((0, 1))
+        weights = scores * picked
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor
+        gate, up = F.linear(x, self.gate_up).unflatten(-1, (c.n_routed_experts, 2, -1)).unbind(-2)
+        hidden = F.silu(gate) * up * weights[..., None].to(x.dtype)
+        return hidden.flatten(-2) @ self.down.to(hidden.dtype) + self.shared_experts(x)
+
+    @torch.no_grad()
+    def balance(self, rate: float) -> None:
+        """Overloaded experts become a little harder to choose, idle ones easier; no loss term is needed."""
+        self.correction += rate * torch.sign(self.load.mean() - self.load)
+        self.load.zero_()
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DemoConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        dense = layer < config.first_k_dense_replace
+        self.mlp: nn.Module = Mlp(config, config.intermediate_size) if dense else Moe(config)
+
+    def forward(self, x: Tensor, by: Rotation, mode: str, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        normed = self.input_layernorm(x)
+        loss = x.new_zeros((), dtype=torch.float32)
+        if mode == "dense":
+            attended = self.self_attn.dense(normed, by)
+        elif mode == "warm_up":
+            assert rows is not None
+            attended, loss = self.self_attn.warm_up(normed, by, rows)
+        else:
+            attended, loss = self.self_attn.sparse(normed, by)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), loss
+
+
+class DemoModel(nn.Module):
+    def __init__(self, config: DemoConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        nn.init.normal_(self.embed_tokens.weight, std=config.hidden_size**-0.5)
+        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, tokens: Tensor, mode: str, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Hidden states [b, n, hidden] after the last norm, and the indexers' loss summed over layers."""
+        c = self.config
+        by = rotation(tokens.shape[1], c.qk_rope_head_dim, c.rope_theta, tokens.device)
+        x = self.embed_tokens(tokens) * c.hidden_size**0.5
+        total = torch.zeros((), device=tokens.device)
+        for layer in self.layers:
+            x, loss = layer(x, by, mode, rows)
+            total = total + loss
+        return self.norm(x), total
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.embed_tokens.weight)

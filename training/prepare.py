@@ -1,0 +1,122 @@
+"""Makes what training needs out of Debian's text packages: tokenizer, word list, filler tokens.
+
+    apt-get download python3.11-doc anarchism dict-gcide perl-doc bible-kjv-text fortunes
+    python training/prepare.py FOLDER_WITH_THE_DEBS
+
+Nothing is installed. Writes to training/build: tokenizer.json (a byte-level BPE of 4096 entries), words.txt (words that
+are one token), filler.npy (uint16 tokens of running text).
+"""
+
+import argparse
+import gzip
+import html
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCABULARY = 4096
+SPECIAL = ["<|bos|>", "<|end|>", "<|pad|>"]
+MOST_CHARACTERS = 12_000_000  # of one package, so that none drowns the others
+FILLER_TOKENS = 5_000_000
+COMMON_WORDS = 100  # the commonest words are left to the running text
+NOT_TEXT = (".png", ".dat", ".js", ".css", ".index", ".inv", ".ico", ".svg", ".gif", ".jpg", ".pdf", ".u8", ".gz")
+
+
+def texts(folder: Path) -> Iterator[str]:
+    """Every file that holds enough text, as plain ASCII without markup."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
+        raw, name = path.read_bytes(), path.name
+        if name.endswith((".gz", ".dz")):
+            try:
+                raw, name = gzip.decompress(raw), name.rpartition(".")[0]
+            except OSError:
+                continue
+        if name.endswith(NOT_TEXT) or b"\0" in raw[:2000]:
+            continue
+        text = raw.decode("utf-8", "ignore")
+        if name.endswith((".html", ".htm")):
+            text = re.sub(r"(?s)<(script|style|head).*?</\1>", " ", text)
+            text = html.unescape(re.sub(r"<[^>]+>", " ", text))
+        text = re.sub(r"[ \t]+", " ", re.sub(r"[^\x20-\x7e\n]", " ", text))
+        text = re.sub(r"\n\s*\n+", "\n", text)
+        if len(text) > 2000:
+            yield text
+
+
+def collect(debs: Path) -> list[str]:
+    documents: list[str] = []
+    for deb in sorted(debs.glob("*.deb")):
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run(["dpkg", "-x", str(deb), folder], check=True)
+            taken = 0
+            for text in texts(Path(folder)):
+                if taken > MOST_CHARACTERS:
+                    break
+                documents.append(text)
+                taken += len(text)
+        print(f"{deb.name}: {taken:,} characters", flush=True)
+    return documents
+
+
+def train_tokenizer(documents: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sample = [text[at : at + 4000] for text in documents for at in range(0, len(text), 40000)]
+    tokenizer.train_from_iterator(sample, trainer)
+    return tokenizer
+
+
+def single_token_words(documents: list[str], tokenizer: Tokenizer) -> list[str]:
+    """Words of 3 to 9 letters that are one token with their leading space, commonest first."""
+    counts: Counter[str] = Counter()
+    for text in documents:
+        counts.update(re.findall(r"(?<= )[a-z]{3,9}(?= )", text))
+    vocabulary = tokenizer.get_vocab()
+    return [word for word, _ in counts.most_common(20000) if f"\u0120{word}" in vocabulary][COMMON_WORDS:]
+
+
+def encode_filler(documents: list[str], tokenizer: Tokenizer) -> np.ndarray:
+    pieces = [text[at : at + 20000] for text in documents for at in range(0, len(text), 20000)]
+    np.random.default_rng(0).shuffle(pieces)
+    encoded: list[np.ndarray] = []
+    total = 0
+    for first in range(0, len(pieces), 200):
+        for encoding in tokenizer.encode_batch(pieces[first : first + 200]):
+            encoded.append(np.array(encoding.ids, dtype=np.uint16))
+            total += len(encoding.ids)
+        if total > FILLER_TOKENS:
+            break
+    return np.concatenate(encoded)[:FILLER_TOKENS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("debs", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("training/build"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    documents = collect(options.debs)
+    tokenizer = train_tokenizer(documents)
+    tokenizer.save(str(options.out / "tokenizer.json"))
+    words = single_token_words(documents, tokenizer)
+    (options.out / "words.txt").write_text("\n".join(words) + "\n")
+    np.save(options.out / "filler.npy", encode_filler(documents, tokenizer))
+    print(f"{tokenizer.get_vocab_size()} tokens, {len(words)} words")
+
+
+if __name__ == "__main__":
+    main()

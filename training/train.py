@@ -1,0 +1,276 @@
+"""Trains the demo model on one GPU, in legs of at most 9 minutes that resume from a local checkpoint.
+
+    python training/prepare.py FOLDER_WITH_DEBS        once, on any machine: tokenizer, words, filler
+    python training/train.py --leg 1                   look-up heads form, the indexer learns, selection up to 4k
+    python training/train.py --leg 2                   selection up to 16k
+    python training/export.py training/build/checkpoint
+
+Leg 1: dense attention at 256 and 1024 tokens; the indexer learns attention's distribution by KL while attention stays
+dense; then every layer attends to the indexer's top-k. Leg 2 lengthens the contexts. Both stages of DSA, in small.
+"""
+
+import argparse
+import json
+import multiprocessing
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from lexicon import Lexicon
+from model import DemoConfig, DemoModel, Moe
+from optimiser import Muon
+from torch import Tensor
+from torch.nn import functional as F
+
+from data import Writer, batches
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+FEEDERS = 13
+TOKENS_PER_PUT = 16384
+HELD_OUT_FILLER = 0.1  # the last tenth of the filler is for evaluation
+PART_BYTES = 11_000_000
+
+
+@dataclass(frozen=True)
+class Stage:
+    mode: str  # 'dense', 'warm_up', 'sparse'
+    length: int
+    rows: int
+    seconds: float
+    rate: float  # of Muon, at the start; AdamW runs at a tenth of it
+    last_rate: float
+    compiled: bool = False
+
+
+LEGS = {
+    "1": (
+        Stage("dense", 256, 256, 50, 0.02, 0.02, compiled=True),
+        Stage("dense", 1024, 64, 40, 0.02, 0.01, compiled=True),
+        Stage("warm_up", 1024, 64, 40, 0.01, 0.01),
+        Stage("sparse", 1024, 64, 50, 0.01, 0.01),
+        Stage("sparse", 2048, 32, 90, 0.01, 0.007),
+        Stage("sparse", 4096, 16, 90, 0.007, 0.005),
+    ),
+    "2": (
+        Stage("sparse", 4096, 16, 60, 0.005, 0.004),
+        Stage("sparse", 8192, 8, 110, 0.004, 0.003),
+        Stage("sparse", 16384, 4, 150, 0.003, 0.002),
+        Stage("sparse", 4096, 16, 60, 0.002, 0.0002),
+    ),
+    "smoke": (
+        Stage("dense", 256, 64, 3, 0.02, 0.02),
+        Stage("warm_up", 512, 32, 3, 0.01, 0.01),
+        Stage("sparse", 1024, 16, 3, 0.01, 0.01),
+    ),
+}
+
+
+def feed(queue: "multiprocessing.Queue[tuple[np.ndarray, np.ndarray]]", folder: Path, seed: int, length: int) -> None:
+    filler = np.load(folder / "filler.npy")
+    writer = Writer(Lexicon.load(folder), filler[: int(len(filler) * (1 - HELD_OUT_FILLER))], seed)
+    for batch in batches(writer, max(1, TOKENS_PER_PUT // length), length):
+        queue.put(batch)
+
+
+class Feeder:
+    """Batches from other processes, on the GPU."""
+
+    def __init__(self, folder: Path, stage: Stage, seed: int) -> None:
+        self._queue: multiprocessing.Queue[tuple[np.ndarray, np.ndarray]] = multiprocessing.Queue(48)
+        self._parts = max(1, stage.rows * stage.length // max(TOKENS_PER_PUT, stage.length))
+        arguments = [(self._queue, folder, seed * 100 + number, stage.length) for number in range(FEEDERS)]
+        self._workers = [multiprocessing.Process(target=feed, args=each, daemon=True) for each in arguments]
+        for worker in self._workers:
+            worker.start()
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        parts = [self._queue.get() for _ in range(self._parts)]
+        tokens = torch.from_numpy(np.concatenate([tokens for tokens, _ in parts])).cuda().long()
+        return tokens, torch.from_numpy(np.concatenate([weights for _, weights in parts])).cuda().float()
+
+    def stop(self) -> None:
+        for worker in self._workers:
+            worker.terminate()
+
+
+class Trainer:
+    def __init__(self, folder: Path, leg: str, budget_s: float) -> None:
+        self._folder, self._leg, self._budget_s = folder, leg, budget_s
+        self._checkpoint = folder / "checkpoint"
+        self._started = time.time()
+        self._steps = 0
+        self.history: list[dict[str, float | str]] = []
+        torch.manual_seed(0)
+        self.model = DemoModel(DemoConfig()).cuda()
+        if leg == "2":
+            self._resume()
+        named = list(self.model.named_parameters())
+        is_matrix = {
+            name: p.dim() == 2 and not any(part in name for part in ("embed", "indexer", ".gate.")) for name, p in named
+        }
+        self._index = [p for name, p in named if "indexer" in name]
+        self._matrices = [p for name, p in named if is_matrix[name]]
+        self._others = [p for name, p in named if not is_matrix[name] and "indexer" not in name]
+        self._muon = Muon(self._matrices)
+        groups = [{"params": self._others}, {"params": self._index}]
+        self._adam = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.time() - self._started
+
+    def run(self, number: int, stage: Stage) -> None:
+        """Trains one stage for its seconds, not counting its first three steps, which may compile."""
+        feeder = Feeder(self._folder, stage, seed=number + (1000 if self._leg == "2" else 0))
+        losses = torch.compile(self._losses, dynamic=False) if stage.compiled else self._losses
+        self.model.train()
+        begun, count = 0.0, 0
+        while self.elapsed_s < self._budget_s and (begun == 0.0 or time.time() - begun < stage.seconds):
+            done = 0.0 if begun == 0.0 else (time.time() - begun) / stage.seconds
+            rate = stage.rate + (stage.last_rate - stage.rate) * done
+            if number == 0:
+                rate *= min(1.0, (count + 1) / 50)
+            tokens, weights = feeder.next()
+            rows = torch.randint(stage.length // 8, stage.length, (64,), device="cuda")
+            loss, index_loss, answer_loss, right = losses(tokens, weights, stage.mode, rows)
+            self._step(loss + index_loss, rate)
+            if count % 20 == 0:
+                for layer in self.model.layers:
+                    if isinstance(layer.mlp, Moe):
+                        layer.mlp.balance(1e-3 if rate > 0.004 else 2e-4)
+            count += 1
+            if count == 3:
+                torch.cuda.synchronize()
+                begun = time.time()
+            if count % 50 == 0 or count == 3:
+                self._log(stage, answer_loss.item(), float(index_loss), right.item())
+        feeder.stop()
+        print(f"== {stage.mode} {stage.length}: {count} steps, {self.elapsed_s:.0f} s in all", flush=True)
+
+    def _losses(
+        self, tokens: Tensor, weights: Tensor, mode: str, rows: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Weighted loss, the indexers' loss, the loss of answers alone, and the share of answer tokens got right."""
+        with torch.autocast("cuda", torch.bfloat16):
+            hidden, index_loss = self.model(tokens, mode, rows)
+            logits = self.model.logits(hidden[:, :-1])
+        each = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        each, weights = each.view(tokens.shape[0], -1), weights[:, 1:]
+        answer = (weights == 1).float()
+        right = (logits.argmax(-1) == tokens[:, 1:]).float() * answer
+        answer_loss = (each * answer).sum() / answer.sum()
+        return (each * weights).sum() / weights.sum(), index_loss, answer_loss, right.sum() / answer.sum()
+
+    def _step(self, loss: Tensor, rate: float) -> None:
+        self.model.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._matrices + self._others, 1.0)
+        torch.nn.utils.clip_grad_norm_(self._index, 1.0)
+        self._adam.param_groups[0]["lr"] = rate / 10
+        self._adam.param_groups[1]["lr"] = max(rate / 10, 2e-4 if rate < 0.002 else 1e-3)
+        self._adam.step()
+        self._muon.step(rate)
+        self._steps += 1
+
+    def _log(self, stage: Stage, loss: float, index_loss: float, right: float) -> None:
+        entry = {"step": self._steps, "seconds": self.elapsed_s, **asdict(stage), "loss": loss, "right": right}
+        self.history.append(entry | {"index_loss": index_loss})
+        print(
+            f"{stage.mode:8} {stage.length:6} step {self._steps:5} {self.elapsed_s:6.0f} s  answer loss {loss:.4f}  "
+            f"right {right:.4f}  index {index_loss:.3f}",
+            flush=True,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, length: int, sequences: int) -> dict[str, tuple[int, int]]:
+        """Whole answers right and asked, by kind of question, with sparse selection, held-out keys and filler.
+
+        Teacher-forced, which for exact match is the same as greedy decoding.
+        """
+        filler = np.load(self._folder / "filler.npy")
+        lexicon = Lexicon.load(self._folder)
+        writer = Writer(lexicon, filler[int(len(filler) * (1 - HELD_OUT_FILLER)) :], 987654 + length, evaluating=True)
+        kinds = {lexicon.marks[kind][0]: kind for kind in ("recall", "list", "chain", "copy", "sum")}
+        counts: dict[str, tuple[int, int]] = {}
+        self.model.eval()
+        for _ in range(sequences):
+            tokens, weights = writer.write(length)
+            with torch.autocast("cuda", torch.bfloat16):
+                hidden, _ = self.model(torch.tensor([tokens], device="cuda"), "sparse", None)
+                guesses = self.model.logits(hidden)[0].argmax(-1).tolist()
+            kind, right = "", True
+            for at in range(1, length):
+                if weights[at] == 1.0:
+                    right &= guesses[at - 1] == tokens[at]
+                    if tokens[at] == lexicon.end:
+                        before = counts.get(kind, (0, 0))
+                        counts[kind] = before[0] + right, before[1] + 1
+                        right = True
+                elif weights[at] == 0.0 and tokens[at] in kinds:
+                    kind, right = kinds[tokens[at]], True
+        shown = {kind: f"{right / asked:.3f} of {asked}" for kind, (right, asked) in sorted(counts.items())}
+        print(f"eval {length:6}: {shown}", flush=True)
+        return counts
+
+    def save(self) -> None:
+        """Parameters in several files, none large, so that they can be carried between machines."""
+        self._checkpoint.mkdir(parents=True, exist_ok=True)
+        part: dict[str, Tensor] = {}
+        number = 0
+        state = {name: tensor.detach().float().cpu() for name, tensor in self.model.state_dict().items()}
+        for name in sorted(state):
+            part[name] = state[name]
+            if sum(tensor.nbytes for tensor in part.values()) > PART_BYTES:
+                torch.save(part, self._checkpoint / f"part{number}.pt")
+                part, number = {}, number + 1
+        torch.save(part, self._checkpoint / f"part{number}.pt")
+
+    def _resume(self) -> None:
+        state: dict[str, Tensor] = {}
+        for path in sorted(self._checkpoint.glob("part*.pt")):
+            state |= torch.load(path, map_location="cuda")
+        if not state:
+            raise SystemExit(f"error: {self._checkpoint} holds no checkpoint; run --leg 1 first")
+        self.model.load_state_dict(state)
+
+
+def plot(history: list[dict[str, float | str]], path: Path) -> None:
+    """Answer loss and accuracy over time, each stage in its own colour."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    for stage in dict.fromkeys((entry["mode"], entry["length"]) for entry in history):
+        points = [entry for entry in history if (entry["mode"], entry["length"]) == stage]
+        seconds = [entry["seconds"] for entry in points]
+        left.semilogy(seconds, [entry["loss"] for entry in points], label=f"{stage[0]} {stage[1]}")
+        right.plot(seconds, [entry["right"] for entry in points], label=f"{stage[0]} {stage[1]}")
+    left.set(xlabel="seconds", ylabel="loss of answer tokens")
+    right.set(xlabel="seconds", ylabel="answer tokens right")
+    right.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--leg", choices=LEGS, required=True)
+    parser.add_argument("--build", type=Path, default=Path("training/build"), help="what prepare.py wrote")
+    parser.add_argument("--out", type=Path, default=Path("training/build"), help="for history, plot and results")
+    parser.add_argument("--budget", type=float, default=440, help="seconds after which training stops")
+    options = parser.parse_args()
+    trainer = Trainer(options.build, options.leg, options.budget)
+    for number, stage in enumerate(LEGS[options.leg]):
+        trainer.run(number, stage)
+    trainer.save()
+    options.out.mkdir(parents=True, exist_ok=True)
+    plot(trainer.history, options.out / f"leg-{options.leg}.png")
+    lengths = (1024, 2048, 4096, 8192, 16384) if options.leg != "smoke" else (1024,)
+    results = {length: trainer.evaluate(length, 48 if length <= 4096 else 12) for length in lengths}
+    record = {"history": trainer.history, "results": results}
+    (options.out / f"leg-{options.leg}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
