@@ -23,6 +23,7 @@ FLOORS = {
     "schedule": 5,
     "handoff": 5,
     "engine": 6,
+    "evaluate": 7,
     "serve": 7,
     "__init__": 7,
     "cli": 8,

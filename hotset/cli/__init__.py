@@ -13,6 +13,7 @@ from hotset import __version__
 from hotset.base.config import EMBEDDED, EngineConfig, ServeConfig
 from hotset.base.errors import HotsetError, MissingDependency
 from hotset.base.sampling import SamplingParams
+from hotset.cli import evaluation
 from hotset.cli.conversation import COMMANDS, KEYS, Conversation
 from hotset.cli.flags import given, with_flags
 from hotset.cli.machine import examine, print_machine
@@ -34,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(evaluation.app, name="eval")
 
 Temperature = Annotated[float | None, typer.Option(help="0 picks the likeliest token. Default: the model's own.")]
 TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this total probability.")]

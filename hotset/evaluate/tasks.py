@@ -19,7 +19,8 @@ from hotset.evaluate.wording import Key, Keys, Record, filler, note, number, pas
 
 TOKENS_PER_RECORD = 40
 SHORTEST = 256  # below this, records alone would fill the context
-NEAR_MISSES = 0.3  # of the distractors: they share a word with a key that is asked about
+NEAR_MISSES = 0.3  # of the distractors: they share a word with another key
+NEAR_THE_ASKED = 24  # the first so many distractors are the near misses of a key that is asked about
 VALUES_THAT_ARE_KEYS = 0.2  # of the distractors: decoys for chains
 CLOSE_ENOUGH = 3  # tokens below the wanted length at which the fitting stops
 
@@ -97,8 +98,9 @@ def _lay_out(task: str, length_tokens: int, rng: random.Random) -> Layout:
 def _distractors(count: int, asked: Sequence[Key], keys: Keys, rng: random.Random) -> list[Record]:
     known: list[Key] = []
     records = []
-    for _ in range(count):
-        key = keys.near(rng.choice(asked)) if rng.random() < NEAR_MISSES else keys.draw()
+    for nth in range(count):
+        models = asked if nth < NEAR_THE_ASKED or not known else known
+        key = keys.near(rng.choice(models)) if rng.random() < NEAR_MISSES else keys.draw()
         kind = rng.random()
         if kind < 0.06:
             text = passage(key, _some_words(rng, 4, 12))

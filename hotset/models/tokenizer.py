@@ -108,9 +108,9 @@ class Tokenizer:
         return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt that asks for an answer to `messages`.
+        """The prompt that asks for an answer, to be encoded with `add_special=False`: templates write their own BOS.
 
-        To be encoded with `add_special=False`: templates write their own BOS. Raises `RequestError` if the model has no chat template, or if the template refuses the messages.
+        Raises `RequestError` if the model has no chat template, or if the template refuses the messages.
         """
         if self._chat_template is None:
             raise RequestError("this model has no chat template; send a prompt instead of messages", param="messages")

@@ -18,10 +18,10 @@ def test_numbers_of_the_server_are_finite_and_above_zero(name: str, value: Any) 
 
 @pytest.mark.parametrize("port", [math.inf, math.nan, -1, 65536])
 def test_a_port_is_one_of_those_that_exist(port: Any) -> None:
-    with pytest.raises(ConfigError, match="^--port"):
+    with pytest.raises(ConfigError, match=r"^--port"):
         ServeConfig(port=port)
 
 
 def test_an_empty_key_is_no_key() -> None:
-    with pytest.raises(ConfigError, match="^--api-key must not be empty"):
+    with pytest.raises(ConfigError, match=r"^--api-key must not be empty"):
         ServeConfig(api_key="")

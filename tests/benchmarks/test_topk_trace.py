@@ -2,22 +2,24 @@ import json
 import lzma
 import random
 import struct
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import topk_locality
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from record_topk import decode, load
 from topk_locality import LruBuffer, count_misses, layer_locality, tail_start
 from topk_trace import MAGIC, TopkTrace, TraceHeader, read_trace, write_trace
 
+from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY
 
 ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models" / "demo-dsa"
 SHIPPED = ROOT / "data" / "topk" / "demo-dsa.topk"
 
 
@@ -129,18 +131,15 @@ def test_a_file_that_is_no_sound_trace_is_refused_by_name(tmp_path: Path, damage
     assert str(path) in str(refused.value)
 
 
-def test_a_missing_trace_is_one_line_and_a_failure(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "topk_locality.py"), str(tmp_path / "none.topk")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PYTHONPATH": str(ROOT)},
-    )
-    assert ran.returncode == 1
-    assert ran.stderr.startswith("error: ")
-    assert ran.stderr.count("\n") == 1
-    assert "none.topk" in ran.stderr
+def test_a_missing_trace_is_one_line_and_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["topk_locality.py", str(tmp_path / "none.topk")])
+    with pytest.raises(SystemExit) as ended:
+        topk_locality.main()
+    message = ended.value.code
+    assert isinstance(message, str)  # which Python prints, and exits with 1
+    assert message.startswith("error: ")
+    assert "none.topk" in message
+    assert "\n" not in message
 
 
 class PlainLru:
@@ -166,10 +165,11 @@ class PlainLru:
     slots=st.integers(4, 12),
     series=st.lists(st.sets(st.integers(0, 30), max_size=4).map(sorted), min_size=1, max_size=40),
 )
-def test_lru_misses_are_those_of_a_plain_model(slots: int, series: list[list[int]]) -> None:
+def test_lru_misses_and_victims_are_those_of_a_plain_model(slots: int, series: list[list[int]]) -> None:
     fast, plain = LruBuffer(slots, 31), PlainLru(slots)
     for step, positions in enumerate(series):
         assert fast.select(step, np.array(positions, dtype=np.int32)) == plain.select(step, positions)
+        assert fast.position_of.tolist() == [EMPTY if held is None else held for _stamp, held in plain.slots]
 
 
 def test_misses_of_the_warm_up_are_not_counted() -> None:
@@ -190,6 +190,22 @@ def test_a_selection_that_never_changes_overlaps_wholly_and_never_misses() -> No
     assert found.overlap == 1
     assert set(found.misses.values()) == set(found.misses_beside_tail.values()) == {0}
     assert found.in_tail == 0.25
+
+
+def test_each_step_is_recorded_under_its_own_request_and_length() -> None:
+    """Contexts shorter than k select all of themselves, so what each step must hold is known."""
+    steps, lengths = 6, [60, 97, 33]
+    config = EngineConfig(
+        model=str(MODEL), load_format="dummy", device="cpu", max_num_seqs=3, device_kv_tokens=1024, max_model_len=128
+    )
+    _files, model, engine = load(config)
+    decode(engine, [[5 + at for at in range(length)] for length in lengths], steps, temperature=0.7, seed=0)
+    recorded = model.selections(lengths, steps, k=128)
+    for request, length in enumerate(lengths):
+        for step in range(steps):
+            for layer in range(6):
+                row = recorded[request, step, layer]
+                assert row[row != EMPTY].tolist() == list(range(length + 1 + step))
 
 
 @pytest.mark.skipif(not SHIPPED.exists(), reason="recorded with benchmarks/record_topk.py")

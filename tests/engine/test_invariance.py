@@ -18,9 +18,7 @@ VOCAB = 61
 
 def gqa_spec() -> ModelSpec:
     attention = GqaSpec(heads=4, kv_heads=2, head_dim=8, qk_norm=True)
-    return ModelSpec(
-        "qwen3", VOCAB, 24, 2, 32, False, 1e-6, True, 96, RopeSpec(8), attention, None, "float64", (3,)
-    )
+    return ModelSpec("qwen3", VOCAB, 24, 2, 32, False, 1e-6, True, 96, RopeSpec(8), attention, None, "float64", (3,))
 
 
 def dsa_spec(full_layers: tuple[int, ...]) -> ModelSpec:

@@ -242,24 +242,6 @@ def test_a_full_queue_answers_429_and_forgets_nobody(limited: httpx.Client, limi
     assert limited.post(TEXT, json=short).status_code == 200
 
 
-def test_a_request_whose_choices_overfill_the_queue_gets_429_unless_nothing_waits(
-    limited: httpx.Client, limited_server: RunningServer
-) -> None:
-    long = {"model": "renamed", "prompt": "a", "max_tokens": 8000, "ignore_eos": True, "stream": True}
-    many = {"model": "renamed", "prompt": ["a", "b"], "max_tokens": 1, "n": 2}
-    assert len(limited.post(TEXT, json=many).json()["choices"]) == 4
-    waiting: list[httpx.Response] = []
-    with limited.stream("POST", TEXT, json=long) as running:
-        next(running.iter_lines())
-        waiter = threading.Thread(target=lambda: waiting.append(limited.post(TEXT, json={**many, "prompt": "a"})))
-        waiter.start()
-        assert limited_server.gauge_becomes("hotset_requests_waiting", lambda count: count == 2) == 2
-        for path, body in ((TEXT, many), (CHAT, {"model": "renamed", "messages": MESSAGES, "n": 2})):
-            assert error_of(limited.post(path, json=body), 429)["code"] == "queue_full"
-    waiter.join(30)
-    assert [answer.status_code for answer in waiting] == [200]
-
-
 def test_an_answer_may_be_asked_to_be_longer_than_the_default(tiny: httpx.Client) -> None:
     asked = {"model": "tiny", "prompt": "hello", "min_tokens": 20}
     assert tiny.post(TEXT, json=asked).json()["usage"]["completion_tokens"] == 20

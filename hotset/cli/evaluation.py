@@ -1,0 +1,125 @@
+"""`hotset eval`: how well a model answers, as a table on standard output and, on request, as JSON in a file."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hotset.base.config import EngineConfig, ServeConfig
+from hotset.base.errors import ConfigError
+from hotset.cli.flags import given, with_flags
+from hotset.evaluate.tasks import SHORTEST, TASKS
+
+if TYPE_CHECKING:
+    from hotset.evaluate.retrieval import Backend, Plan, Report
+
+app = typer.Typer(no_args_is_help=True, help="Measure how well a model answers.")
+
+
+@app.callback()
+def evaluation() -> None:
+    """Measure how well a model answers."""
+
+
+@app.command(
+    epilog="[bold]hotset eval retrieval --model models/demo-dsa --lengths 1024,4096[/bold]\n\n"
+    "[bold]hotset eval retrieval --url http://127.0.0.1:8000 --json accuracy.json[/bold]",
+)
+@with_flags(EngineConfig, without="seed")
+def retrieval(
+    url: Annotated[str | None, typer.Option(help="Ask this server instead of a model of your own.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's bearer token (or set HOTSET_API_KEY).")] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of prompt and answer, separated by commas.")] = "1024,2048",
+    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = ",".join(TASKS),
+    questions: Annotated[int, typer.Option(help="Questions per length, dealt evenly to the tasks.")] = 100,
+    seed: Annotated[int, typer.Option(help="Another seed asks other questions.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file as well.")] = None,
+    **values: Any,
+) -> None:
+    """Ask for what stands in a long text, and count the answers that are right word for word."""
+    from hotset.evaluate.retrieval import Plan
+
+    plan = Plan(_names(tasks), _numbers(lengths), questions, seed)
+    if questions < 1:
+        raise ConfigError(f"--questions must be at least 1, got {questions}")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigError(f"--json {json_file}: there is no such directory")
+    with _open_backend(values, url, given(ServeConfig, {"api_key": api_key}).get("api_key")) as backend:
+        report = _run(backend, plan)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    _print_table(report)
+
+
+def _names(text: str) -> list[str]:
+    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    unknown = [name for name in names if name not in TASKS]
+    if unknown or not names:
+        raise ConfigError(f"--tasks {text!r}: choose from {', '.join(TASKS)}")
+    return names
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError as error:
+        raise ConfigError(f"--lengths {text!r}: give whole numbers separated by commas") from error
+    if min(numbers) < SHORTEST:
+        raise ConfigError(f"--lengths {text!r}: the shortest length is {SHORTEST} tokens")
+    return numbers
+
+
+@contextmanager
+def _open_backend(values: dict[str, Any], url: str | None, api_key: str | None) -> "Iterator[Backend]":
+    from hotset.evaluate.backends import LocalBackend, ServerBackend
+
+    if url is not None:
+        with closing(ServerBackend(url, api_key)) as server:
+            yield server
+        return
+    config = EngineConfig(**given(EngineConfig, values))
+    from hotset.engine.llm import LLM
+
+    with closing(LLM(**asdict(config), progress=sys.stderr.isatty())) as llm:
+        yield LocalBackend(llm)
+
+
+def _run(backend: "Backend", plan: "Plan") -> "Report":
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from hotset.evaluate.retrieval import evaluate
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        row = bar.add_task(f"Asking {backend.name}", total=plan.questions * len(plan.lengths))
+        return evaluate(backend, plan, lambda count: bar.advance(row, count))
+
+
+def _print_table(report: "Report") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hotset.evaluate.retrieval import bucket_names
+
+    table = Table(title=f"Retrieval accuracy of {report.model} by depth (0 is the oldest text)")
+    table.add_column("task")
+    for heading in ("length", "asked", "accuracy", *bucket_names()):
+        table.add_column(heading, justify="right")
+    for task, length in report.cells():
+        score = report.score(task, length)
+        by_depth = [_shown(report.score(task, length, n).accuracy) for n in range(len(bucket_names()))]
+        table.add_row(task, str(length), str(score.asked), _shown(score.accuracy), *by_depth)
+    total = report.score()
+    table.add_section()
+    table.add_row("all", "", str(total.asked), _shown(total.accuracy))
+    Console().print(table)
+
+
+def _shown(accuracy: float | None) -> str:
+    return "-" if accuracy is None else f"{accuracy:.3f}"

@@ -1,0 +1,136 @@
+"""Questions whose contexts were read once by the demo model; each test then answers them over memory it has damaged."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hotset.evaluate.tasks import Question
+from hotset.kernels.rows import PagedRows
+from hotset.kernels.segments import Segments
+from hotset.memory.device_pool import DevicePool
+from hotset.memory.resident import PageTables, ResidentView
+from hotset.memory.view import Selected, View
+from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.decoder import Decoder
+from hotset.models.tokenizer import Tokenizer
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
+CPU = torch.device("cpu")
+PAGE_ROWS = 64
+ANSWER_TOKENS = 16
+QUESTION_TOKENS = 16  # what is left to be read over the damaged memory: at least the question itself
+
+Damage = Callable[[Tensor, View], Tensor]  # positions that the indexer chose -> positions whose rows are read
+
+
+class DamagedView:
+    """A view whose selections read other rows than those asked for."""
+
+    def __init__(self, inner: View, damage: Damage) -> None:
+        self._inner = inner
+        self._damage = damage
+
+    @property
+    def segments(self) -> Segments:
+        return self._inner.segments
+
+    def append(self, layer: int, rows: Tensor) -> None:
+        self._inner.append(layer, rows)
+
+    def append_keys(self, group: int, keys: Tensor) -> None:
+        self._inner.append_keys(group, keys)
+
+    def context(self, layer: int) -> PagedRows:
+        return self._inner.context(layer)
+
+    def keys(self, group: int) -> PagedRows:
+        return self._inner.keys(group)
+
+    def select(self, layer: int, positions: Tensor) -> Selected:
+        return self._inner.select(layer, self._damage(positions, self._inner))
+
+    def roll_back(self, kept: Sequence[int]) -> list[int]:
+        return self._inner.roll_back(kept)
+
+
+def no_damage(positions: Tensor, view: View) -> Tensor:
+    return positions
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The contexts' rows and keys lie in `pool`; seat i is question i's."""
+
+    questions: Sequence[Question]
+    prompts: Sequence[Sequence[int]]
+    model: Decoder
+    tokenizer: Tokenizer
+    pool: DevicePool
+    tables: PageTables
+
+    def accuracy(self, damage: Damage = no_damage) -> float:
+        """Reads the ends of the prompts and answers, all questions together, through views with this damage."""
+        starts = [len(prompt) - QUESTION_TOKENS for prompt in self.prompts]
+        tokens = [list(prompt[-QUESTION_TOKENS:]) for prompt in self.prompts]
+        answers: list[list[int]] = [[] for _ in self.prompts]
+        for _ in range(ANSWER_TOKENS):
+            view = ResidentView(self.pool, self.tables, range(len(starts)), starts, [len(new) for new in tokens])
+            flat = torch.tensor([token for new in tokens for token in new])
+            wanted = torch.cumsum(torch.tensor([len(new) for new in tokens]), 0) - 1
+            chosen = self.model.forward(flat, DamagedView(view, damage), wanted).argmax(-1).tolist()
+            starts = [start + len(new) for start, new in zip(starts, tokens, strict=True)]
+            tokens = [[token] for token in chosen]
+            for answer, token in zip(answers, chosen, strict=True):
+                answer.append(token)
+        right = [self._text(a) == q.answer.strip() for a, q in zip(answers, self.questions, strict=True)]
+        return sum(right) / len(right)
+
+    def _text(self, tokens: list[int]) -> str:
+        (end,) = self.tokenizer.encode("<|end|>")
+        return self.tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens).strip()
+
+    def needle_page(self, nth: int) -> int:
+        """The page, in question `nth`'s own context, that holds the value of the first key it asks about."""
+        prompt = self.questions[nth].prompt
+        asked = prompt.split(" note ")[-1]
+        key = asked[max(asked.rfind(" recall "), asked.rfind(" list ")) :].rstrip(";").split()[1:3]
+        record = f" note {' '.join(key)}"
+        position = 1 + len(self.tokenizer.encode(prompt[: prompt.rindex(record) + len(record)]))
+        return position // PAGE_ROWS
+
+    @contextmanager
+    def shifted(self, stored: Tensor) -> Iterator[None]:
+        """`stored` [layers, device rows, width] with every needle's page one position late, until the block ends."""
+        before = stored.clone()
+        for seat in range(len(self.questions)):
+            first = int(self.tables.pages[seat, self.needle_page(seat)]) * PAGE_ROWS
+            stored[:, first : first + PAGE_ROWS] = before[:, first : first + PAGE_ROWS].roll(1, dims=1)
+        yield
+        stored.copy_(before)
+
+
+def load() -> tuple[Decoder, Tokenizer]:
+    files = find_model(str(DEMO))
+    weights = open_weights(files, torch.float32, CPU, load_format="auto", progress=lambda *_: None)
+    tokenizer = Tokenizer.load(files, None)
+    assert tokenizer is not None
+    return Decoder(files.spec, weights), tokenizer
+
+
+def prepare(model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question]) -> Prepared:
+    """Reads every context but its last tokens, in chunks."""
+    prompts = [tokenizer.encode("<|bos|>" + question.prompt) for question in questions]
+    pages = -(-(max(map(len, prompts)) + ANSWER_TOKENS) // PAGE_ROWS)
+    pool = DevicePool(model.kv_shape, pages * len(prompts), PAGE_ROWS, CPU)
+    tables = PageTables(len(prompts), pages * PAGE_ROWS, PAGE_ROWS, CPU)
+    for seat, prompt in enumerate(prompts):
+        tables.extend(seat, 0, range(seat * pages, (seat + 1) * pages))
+        for first in range(0, len(prompt) - QUESTION_TOKENS, 1024):
+            chunk = prompt[first : min(first + 1024, len(prompt) - QUESTION_TOKENS)]
+            view = ResidentView(pool, tables, [seat], [first], [len(chunk)])
+            model.forward(torch.tensor(chunk), view, torch.tensor([len(chunk) - 1]))
+    return Prepared(questions, prompts, model, tokenizer, pool, tables)
