@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hotset.base.config import EngineConfig, ServeConfig
+from hotset.base.config import EngineConfig, ServeConfig, flag_name, settings
 from hotset.base.errors import ConfigError
 from hotset.cli.flags import given, with_flags
 from hotset.evaluate.tasks import SHORTEST, TASKS
@@ -79,6 +79,11 @@ def _open_backend(values: dict[str, Any], url: str | None, api_key: str | None) 
     from hotset.evaluate.backends import LocalBackend, ServerBackend
 
     if url is not None:
+        ignored = [
+            f"--{flag_name(it.name)}" for it in settings(EngineConfig) if values.get(it.name, it.default) != it.default
+        ]
+        if ignored:
+            raise ConfigError(f"--url asks a server, where {', '.join(ignored)} would have no effect; leave it out")
         with closing(ServerBackend(url, api_key)) as server:
             yield server
         return

@@ -22,7 +22,8 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
 CPU = torch.device("cpu")
 PAGE_ROWS = 64
 ANSWER_TOKENS = 16
-QUESTION_TOKENS = 16  # what is left to be read over the damaged memory: at least the question itself
+QUESTION_TOKENS = 12  # what is left to be read over the damaged memory: at least the question itself
+CHUNK = 1024
 
 Damage = Callable[[Tensor, View], Tensor]  # positions that the indexer chose -> positions whose rows are read
 
@@ -77,7 +78,8 @@ class Prepared:
         starts = [len(prompt) - QUESTION_TOKENS for prompt in self.prompts]
         tokens = [list(prompt[-QUESTION_TOKENS:]) for prompt in self.prompts]
         answers: list[list[int]] = [[] for _ in self.prompts]
-        for _ in range(ANSWER_TOKENS):
+        (end,) = self.tokenizer.encode("<|end|>")
+        while len(answers[0]) < ANSWER_TOKENS and not all(end in answer for answer in answers):
             view = ResidentView(self.pool, self.tables, range(len(starts)), starts, [len(new) for new in tokens])
             flat = torch.tensor([token for new in tokens for token in new])
             wanted = torch.cumsum(torch.tensor([len(new) for new in tokens]), 0) - 1
@@ -86,11 +88,10 @@ class Prepared:
             tokens = [[token] for token in chosen]
             for answer, token in zip(answers, chosen, strict=True):
                 answer.append(token)
-        right = [self._text(a) == q.answer.strip() for a, q in zip(answers, self.questions, strict=True)]
+        right = [self._text(a, end) == q.answer.strip() for a, q in zip(answers, self.questions, strict=True)]
         return sum(right) / len(right)
 
-    def _text(self, tokens: list[int]) -> str:
-        (end,) = self.tokenizer.encode("<|end|>")
+    def _text(self, tokens: list[int], end: int) -> str:
         return self.tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens).strip()
 
     def needle_page(self, nth: int) -> int:
@@ -115,7 +116,7 @@ class Prepared:
 
 def load() -> tuple[Decoder, Tokenizer]:
     files = find_model(str(DEMO))
-    weights = open_weights(files, torch.float32, CPU, load_format="auto", progress=lambda *_: None)
+    weights = open_weights(files, torch.float32, CPU, load_format="auto", progress=None)
     tokenizer = Tokenizer.load(files, None)
     assert tokenizer is not None
     return Decoder(files.spec, weights), tokenizer
@@ -129,8 +130,8 @@ def prepare(model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question])
     tables = PageTables(len(prompts), pages * PAGE_ROWS, PAGE_ROWS, CPU)
     for seat, prompt in enumerate(prompts):
         tables.extend(seat, 0, range(seat * pages, (seat + 1) * pages))
-        for first in range(0, len(prompt) - QUESTION_TOKENS, 1024):
-            chunk = prompt[first : min(first + 1024, len(prompt) - QUESTION_TOKENS)]
+        for first in range(0, len(prompt) - QUESTION_TOKENS, CHUNK):
+            chunk = prompt[first : min(first + CHUNK, len(prompt) - QUESTION_TOKENS)]
             view = ResidentView(pool, tables, [seat], [first], [len(chunk)])
             model.forward(torch.tensor(chunk), view, torch.tensor([len(chunk) - 1]))
     return Prepared(questions, prompts, model, tokenizer, pool, tables)

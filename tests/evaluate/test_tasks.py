@@ -1,0 +1,162 @@
+"""Questions are what they say: worded as the model learned, as long and as deep as asked, and with one right answer."""
+
+import re
+
+import pytest
+from prepared import DEMO
+from tokenizers import Tokenizer
+
+from hotset.base.errors import ConfigError
+from hotset.evaluate.tasks import TASKS, Question, make_questions
+from hotset.evaluate.wording import filler, held_out, words
+
+TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+LENGTH = 1024
+RECORD = re.compile(r" (note|text|count) (\w+) (\w+)((?: \w+)+)\.")
+
+
+def tokens_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def count_tokens(text: str) -> int:
+    return 1 + len(tokens_of(text))
+
+
+def ask(task: str, count: int = 12, seed: int = 0, length: int = LENGTH) -> list[Question]:
+    return make_questions([task], length, count, seed, count_tokens)
+
+
+def records(question: Question) -> list[tuple[str, tuple[str, str], list[str]]]:
+    """Kind, key and value of each record: those whose every word is ours, so running text is not taken for one."""
+    ours = set(words()) | {str(digit) for digit in range(10)}
+    found = [(m[1], (m[2], m[3]), m[4].split()) for m in RECORD.finditer(question.prompt)]
+    return [r for r in found if {*r[1], *r[2]} <= ours and held_out(r[1])]
+
+
+ASKED = {
+    "several": re.compile(r" list (\w+ \w+(?: and \w+ \w+){1,2});$"),
+    "sum": re.compile(r" sum (\w+ \w+ and \w+ \w+);$"),
+    "lookup": re.compile(r" recall (\w+ \w+)$"),
+    "last": re.compile(r" recall (\w+ \w+)$"),
+    "chain": re.compile(r" chain (\w+ \w+)$"),
+    "copy": re.compile(r" copy (\w+ \w+)$"),
+}
+
+
+def asked_keys(question: Question) -> list[tuple[str, str]]:
+    asked = ASKED[question.task].search(question.prompt)
+    assert asked is not None, question.prompt[-80:]
+    pairs = [pair.split() for pair in asked[1].split(" and ")]
+    return [(first, second) for first, second in pairs]
+
+
+def test_every_word_is_one_token_so_that_text_and_tokens_agree() -> None:
+    assert all(len(tokens_of(f" {word}")) == 1 for word in words())
+    assert len(set(words())) == len(words()) == 972
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_tokens_of_a_prompt_are_those_of_its_parts(task: str) -> None:
+    """Training composes tokens; should text merge across the seams, the model would be asked what it never learned."""
+    for question in ask(task, 4):
+        parts = re.findall(r"\s\S+", question.prompt)
+        assert "".join(parts) == question.prompt
+        assert [token for part in parts for token in tokens_of(part)] == tokens_of(question.prompt)
+        together = tokens_of(question.prompt + question.answer)
+        assert together == tokens_of(question.prompt) + tokens_of(question.answer)
+
+
+def test_records_and_questions_are_worded_token_by_token() -> None:
+    text = " note work could own. list work could and own work; count work could 7. sum work could; 9 + 5 = 14"
+    expected = (
+        "Ġnote Ġwork Ġcould Ġown . Ġlist Ġwork Ġcould Ġand Ġown Ġwork ; Ġcount Ġwork Ġcould Ġ 7 . "
+        "Ġsum Ġwork Ġcould ; Ġ 9 Ġ+ Ġ 5 Ġ= Ġ 1 4"
+    )
+    assert " ".join(TOKENIZER.encode(text).tokens) == expected
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("length", [1024, 4096])
+def test_prompt_has_the_wanted_length_and_leaves_room_for_the_answer(task: str, length: int) -> None:
+    for question in ask(task, 4, length=length):
+        tokens = count_tokens(question.prompt)
+        assert 0.98 * length <= tokens
+        assert tokens + count_tokens(question.answer) <= length
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_record_stands_at_the_depth_that_is_reported(task: str) -> None:
+    for question in ask(task):
+        key = " ".join(asked_keys(question)[0])
+        place = max(question.prompt.rfind(f" {kind} {key} ") for kind in ("note", "text", "count"))
+        assert abs(place / len(question.prompt) - question.depth) < 0.08
+
+
+def test_depths_spread_over_the_whole_context() -> None:
+    buckets = {int(question.depth * 4) for question in ask("lookup", 40)}
+    assert buckets == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answer_follows_from_the_one_record_under_the_asked_key(task: str) -> None:
+    for question in ask(task):
+        found = records(question)
+        values: dict[tuple[str, str], list[str]] = {}
+        for _kind, key, value in found:
+            assert task == "last" or key not in values, f"{key} has two records"
+            values[key] = value  # a later record of the same key wins
+        keys = asked_keys(question)
+        said = [" ".join(values[key]) for key in keys]
+        if task == "several":
+            expected = " and ".join(f"{' '.join(key)} {value}" for key, value in zip(keys, said, strict=True))
+        elif task == "chain":
+            first, second = values[keys[0]]
+            expected = f"{said[0]} {' '.join(values[first, second])}"
+        elif task == "sum":
+            expected = f"{said[0]} + {said[1]} = {int(said[0]) + int(said[1])}"
+        else:
+            expected = said[0]
+        assert question.answer == f" {expected}"
+
+
+def test_stale_values_stand_before_the_last_one() -> None:
+    for question in ask("last"):
+        key = asked_keys(question)[0]
+        values = [" ".join(value) for _, k, value in records(question) if k == key]
+        assert 2 <= len(values) <= 4
+        assert f" {values[-1]}" == question.answer
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_keys_are_never_those_of_training_and_have_rivals(task: str) -> None:
+    for question in ask(task, 6):
+        keys = asked_keys(question)
+        assert all(held_out(key) for key in keys)
+        found = records(question)
+        assert len(found) >= LENGTH // 40 - 1
+        assert any((key[0] == asked[0]) != (key[1] == asked[1]) for _, key, _ in found for asked in keys)
+        # Whatever looks like one of our records but has a training key is a slip; running text has no such sentence.
+        stray = [m[0] for m in RECORD.finditer(question.prompt) if {m[2], m[3], *m[4].split()} <= set(words())]
+        assert len(stray) <= len(found)
+
+
+def test_same_seed_asks_the_same_and_another_asks_otherwise() -> None:
+    tasks = list(TASKS)
+    first = make_questions(tasks, LENGTH, 12, 3, count_tokens)
+    assert first == make_questions(tasks, LENGTH, 12, 3, count_tokens)
+    other = make_questions(tasks, LENGTH, 12, 4, count_tokens)
+    assert not {question.prompt for question in first} & {question.prompt for question in other}
+    assert [question.task for question in first] == tasks * 2
+
+
+def test_filler_is_running_text_of_useful_size() -> None:
+    assert len(filler()) > 100_000
+    assert not any("Copyright 2001" in word for word in filler()[:50])
+    assert all(word[0] in " \n" and not word[1:].isspace() for word in filler())
+
+
+@pytest.mark.parametrize(("task", "length"), [("riddle", 1024), ("lookup", 255)])
+def test_unknown_task_or_short_length_is_refused_by_name(task: str, length: int) -> None:
+    with pytest.raises(ConfigError, match=r"riddle|255"):
+        make_questions([task], length, 1, 0, count_tokens)
