@@ -8,7 +8,7 @@ import pytest
 from harness import tiny_directory
 
 from hotset import LLM, SamplingParams
-from hotset.base.errors import ConfigError, ContextLengthExceeded, EngineStopped, RequestError
+from hotset.base.errors import CheckpointError, ConfigError, ContextLengthExceeded, EngineStopped, RequestError
 
 IDS = {"prompt_token_ids": [5, 6, 7]}
 
@@ -167,6 +167,12 @@ def test_settings_that_cannot_be_met_stop_the_start_with_the_flag(
     assert "\n" not in str(caught.value)
 
 
+def test_sampling_defaults_that_no_request_could_use_stop_the_start(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 50}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature"):
+        LLM(tiny_directory(tmp_path), load_format="dummy", device="cpu", device_kv_tokens=64)
+
+
 def test_the_context_shrinks_to_what_memory_holds_unless_it_was_asked_for(tmp_path: Path) -> None:
     with LLM(tiny_directory(tmp_path), load_format="dummy", device="cpu", device_kv_tokens=64) as llm:
         assert llm.card.max_model_len == 64
@@ -186,3 +192,4 @@ def test_a_stop_string_cuts_the_text_and_frees_the_pages(embedded: LLM) -> None:
     assert answer.text == "The capital of "
     assert (answer.finish_reason, answer.stop_reason) == ("stop", "France")
     assert embedded.stats().pages_held == 0
+    assert "abort" not in embedded.stats().requests_finished, "a stop string is no abort"
