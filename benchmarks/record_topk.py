@@ -26,9 +26,9 @@ from torch import Tensor
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, HotsetError
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import assemble, choose_device, choose_dtype, model_name
+from hotset.engine.build import assemble, choose_device, choose_dtype, model_card
 from hotset.engine.core import Engine
-from hotset.engine.intake import Intake, ModelCard
+from hotset.engine.intake import Intake
 from hotset.engine.sizing import kv_budget
 from hotset.evaluate.tasks import TASKS, make_questions
 from hotset.kernels.rows import PagedRows
@@ -147,15 +147,7 @@ def load(config: EngineConfig) -> tuple[ModelFiles, RecordingModel, Engine]:
     model = RecordingModel(Decoder(files.spec, weights))
     weights.finish()
     budget = kv_budget(config, model.kv_shape.token_bytes, files.spec.context, device)
-    card = ModelCard(
-        name=model_name(config.model),
-        architecture=files.spec.architecture,
-        max_model_len=budget.max_model_len,
-        vocab=files.spec.vocab,
-        eos_ids=files.spec.eos_ids,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-    )
+    card = model_card(config, files.spec, budget, device, dtype)
     return files, model, assemble(config, card, model, budget, device)
 
 

@@ -87,16 +87,23 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
         model = Decoder(files.spec, weights)
         weights.finish()
     budget = kv_budget(config, model.kv_shape.token_bytes, files.spec.context, device)
-    card = ModelCard(
+    card = model_card(config, files.spec, budget, device, dtype)
+    return assemble(config, card, model, budget, device)
+
+
+def model_card(
+    config: EngineConfig, spec: ModelSpec, budget: KvBudget, device: torch.device, dtype: torch.dtype
+) -> ModelCard:
+    """What front ends are told of a model that runs within `budget`."""
+    return ModelCard(
         name=model_name(config.model),
-        architecture=files.spec.architecture,
+        architecture=spec.architecture,
         max_model_len=budget.max_model_len,
-        vocab=files.spec.vocab,
-        eos_ids=files.spec.eos_ids,
+        vocab=spec.vocab,
+        eos_ids=spec.eos_ids,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
     )
-    return assemble(config, card, model, budget, device)
 
 
 def assemble(config: EngineConfig, card: ModelCard, model: Model, budget: KvBudget, device: torch.device) -> Engine:

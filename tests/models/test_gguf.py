@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hotset.base.errors import CheckpointError, MissingDependency
+from hotset.base.errors import CheckpointError
 from hotset.models.checkpoint import ModelFiles, find_model, open_weights
 from hotset.models.checkpoint.gguf_file import open_gguf
 from hotset.models.checkpoint.gguf_source import gguf_name, gguf_spec, rows_in_halves
@@ -214,10 +214,7 @@ def test_llama3_rope_is_recovered_from_its_factors(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def embedded() -> ModelFiles:
-    try:
-        return find_model("embedded")
-    except MissingDependency as missing:
-        pytest.skip(str(missing))
+    return find_model("embedded")
 
 
 def test_the_embedded_model_is_found_without_running_its_package(embedded: ModelFiles) -> None:

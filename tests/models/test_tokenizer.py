@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, processors
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from hotset.base.errors import CheckpointError, MissingDependency, RequestError
+from hotset.base.errors import CheckpointError, RequestError
 from hotset.models.checkpoint import ModelFiles, find_model
 from hotset.models.checkpoint.gguf_file import GgufFile, open_gguf
 from hotset.models.gguf_tokenizer import build_gguf_tokenizer, gguf_adds_bos
@@ -47,10 +47,7 @@ DECORATED_TEMPLATE = """
 
 @pytest.fixture(scope="session")
 def embedded() -> ModelFiles:
-    try:
-        return find_model("embedded")
-    except MissingDependency as missing:
-        pytest.skip(str(missing))
+    return find_model("embedded")
 
 
 @pytest.fixture(scope="session")
