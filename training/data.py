@@ -56,7 +56,7 @@ class Writer:
                 self._ask(sequence)
             elif drawn < 0.88 or not sequence.keys:
                 self._record(sequence)
-            elif drawn < 0.93:
+            elif drawn < 0.92:
                 self._passage(sequence)
             else:
                 self._number(sequence)
@@ -136,7 +136,8 @@ class Writer:
             keys = list(sequence.numbers)
             one, other = self._pick(keys), self._pick(keys)
             x, y = sequence.numbers[one], sequence.numbers[other]
-            said = [*lexicon.say(x), *lexicon.plus, *lexicon.say(y), *lexicon.equals, *lexicon.say(x + y)]
+            summands = [*one, *lexicon.say(x), *lexicon.plus, *other, *lexicon.say(y)]
+            said = [*summands, *lexicon.equals, *lexicon.say(x + y)]
             self._question(sequence, [*marks["sum"], *one, *marks["and"], *other, *lexicon.semicolon], said)
 
     def _question(self, sequence: Sequence, asked: list[int], answer: list[int]) -> None:

@@ -5,6 +5,7 @@ python training/export.py CHECKPOINT_FOLDER [--out models/demo-dsa]
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -95,6 +96,7 @@ def main() -> None:
         "model_max_length": config.max_position_embeddings,
         "chat_template": template,
     }
+    shutil.copyfile(options.checkpoint.parent / "tokenizer.json", options.out / "tokenizer.json")
     (options.out / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n")
 
 

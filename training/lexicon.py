@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 MARKS = ("note", "recall", "list", "and", "chain", "text", "copy", "count", "sum")
+WORDS = Path(__file__).parents[1] / "hotset" / "evaluate" / "words.txt"  # one list for training and evaluation
 HELD_OUT_EVERY = 13  # one key in so many is for evaluation alone
 
 Key = tuple[int, int]
@@ -35,7 +36,7 @@ class Lexicon:
     @classmethod
     def load(cls, folder: Path) -> "Lexicon":
         """From the folder that `prepare.py` wrote."""
-        words = (folder / "words.txt").read_text().split()
+        words = WORDS.read_text().split()
         return cls(Tokenizer.from_file(str(folder / "tokenizer.json")), words)
 
     def held_out(self, key: Key) -> bool:

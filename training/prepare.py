@@ -3,8 +3,8 @@
     apt-get download python3.11-doc anarchism dict-gcide perl-doc bible-kjv-text fortunes
     python training/prepare.py FOLDER_WITH_THE_DEBS
 
-Nothing is installed. Writes to training/build: tokenizer.json (a byte-level BPE of 4096 entries), words.txt (words that
-are one token), filler.npy (uint16 tokens of running text).
+Nothing is installed. Writes to training/build: tokenizer.json (a byte-level BPE of 4096 entries) and filler.npy (uint16
+tokens of running text); and the word list that training and evaluation share (words that are one token).
 """
 
 import argparse
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from lexicon import WORDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCABULARY = 4096
@@ -113,7 +114,7 @@ def main() -> None:
     tokenizer = train_tokenizer(documents)
     tokenizer.save(str(options.out / "tokenizer.json"))
     words = single_token_words(documents, tokenizer)
-    (options.out / "words.txt").write_text("\n".join(words) + "\n")
+    WORDS.write_text("\n".join(words) + "\n")
     np.save(options.out / "filler.npy", encode_filler(documents, tokenizer))
     print(f"{tokenizer.get_vocab_size()} tokens, {len(words)} words")
 

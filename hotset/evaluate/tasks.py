@@ -5,7 +5,7 @@
     last     ` recall k k` after further notes on the same key: the last one counts
     chain    ` chain k k` -> ` m m v v`: the value is itself a key, whose value follows
     copy     ` copy k k` -> the passage under that key
-    sum      ` sum k k and k k;` -> ` 3 + 5 = 8`: arithmetic over two numbers
+    sum      ` sum k k and k k;` -> ` k k 3 + k k 5 = 8`: arithmetic over two numbers
 
 Nothing here knows a model: text in and out, and a function that counts tokens.
 """
@@ -169,7 +169,8 @@ def _sum(keys: Keys, rng: random.Random) -> Needles:
     x, y = rng.randrange(10), rng.randrange(10)
     records = [Record(number(one, x), rng.random()), Record(number(other, y), rng.random())]
     question = spoken(["sum", *one, "and", *other]) + ";"
-    return Needles(records, [one, other], question, f" {x} + {y} = {x + y}")
+    answer = spoken([*one, str(x), "+", *other, str(y), "=", str(x + y)])
+    return Needles(records, [one, other], question, answer)
 
 
 def _some_words(rng: random.Random, least: int, most: int) -> list[str]:

@@ -68,10 +68,10 @@ def test_tokens_of_a_prompt_are_those_of_its_parts(task: str) -> None:
 
 
 def test_records_and_questions_are_worded_token_by_token() -> None:
-    text = " note work could own. list work could and own work; count work could 7. sum work could; 9 + 5 = 14"
+    text = " note work could own. list work could and own work; count work could 7. sum work could; work 9 + 5 = 14"
     expected = (
         "Ġnote Ġwork Ġcould Ġown . Ġlist Ġwork Ġcould Ġand Ġown Ġwork ; Ġcount Ġwork Ġcould Ġ 7 . "
-        "Ġsum Ġwork Ġcould ; Ġ 9 Ġ+ Ġ 5 Ġ= Ġ 1 4"
+        "Ġsum Ġwork Ġcould ; Ġwork Ġ 9 Ġ+ Ġ 5 Ġ= Ġ 1 4"
     )
     assert " ".join(TOKENIZER.encode(text).tokens) == expected
 
@@ -114,7 +114,8 @@ def test_answer_follows_from_the_one_record_under_the_asked_key(task: str) -> No
             first, second = values[keys[0]]
             expected = f"{said[0]} {' '.join(values[first, second])}"
         elif task == "sum":
-            expected = f"{said[0]} + {said[1]} = {int(said[0]) + int(said[1])}"
+            summands = " + ".join(f"{' '.join(key)} {value}" for key, value in zip(keys, said, strict=True))
+            expected = f"{summands} = {int(said[0]) + int(said[1])}"
         else:
             expected = said[0]
         assert question.answer == f" {expected}"
