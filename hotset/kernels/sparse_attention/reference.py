@@ -21,8 +21,9 @@ def sparse_attention(q: Tensor, rows: Tensor, chosen: Tensor, rank: int, scale: 
 def _attend(q: Tensor, rows: Tensor, chosen: Tensor, rank: int, scale: float) -> Tensor:
     accumulate = accumulation_dtype(q.dtype)
     empty = chosen == EMPTY
-    # An EMPTY entry reads row 0, which may hold anything, NaN too: its score is masked and its values are zeroed.
-    gathered = rows[chosen.clamp_min(0)].to(accumulate).masked_fill_(empty[:, :, None], 0.0)  # [rows, k, rank + rope]
+    # An EMPTY entry reads one of the rows that were chosen, with weight 0: any other might hold NaN, and 0 * NaN is NaN.
+    readable = torch.where(empty, chosen.amax(-1, keepdim=True), chosen)
+    gathered = rows[readable].to(accumulate)  # [rows, k, rank + rope]
     scores = torch.matmul(q.to(accumulate), gathered.transpose(1, 2)) * scale
     weights = torch.softmax(scores.masked_fill_(empty[:, None, :], float("-inf")), dim=-1)
     return torch.matmul(weights, gathered[:, :, :rank]).to(q.dtype)

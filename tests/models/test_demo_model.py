@@ -1,0 +1,60 @@
+"""The demo model under transformers and under our engine: the same directory, the same tokens."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import CPU, make_engine, run_all
+from models.test_parity import NEAR_TIE, StableTopk
+from transformers import AutoModelForCausalLM
+
+from hotset.base.sampling import SamplingParams
+from hotset.evaluate.tasks import TASKS, make_questions
+from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.decoder import Decoder
+from hotset.models.tokenizer import Tokenizer
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
+ANSWER = 24
+SOME = {1024: 2}
+FIFTY = {1024: 20, 2048: 20, 4096: 10}  # prompts by length
+
+
+def make_prompts(lengths: dict[int, int]) -> list[list[int]]:
+    tokenizer = Tokenizer.load(find_model(str(DEMO)), None)
+    assert tokenizer is not None
+
+    def encode(prompt: str) -> list[int]:
+        return tokenizer.encode("<|bos|>" + prompt)
+
+    questions = [
+        question
+        for length, count in lengths.items()
+        for question in make_questions(list(TASKS), length, count, 11, lambda text: len(encode(text)))
+    ]
+    return [encode(question.prompt) for question in questions]
+
+
+@pytest.mark.parametrize("lengths", [SOME, pytest.param(FIFTY, marks=pytest.mark.slow)])
+def test_greedy_tokens_on_long_prompts_equal_transformers(lengths: dict[int, int]) -> None:
+    """The oracle scores prompt + answer in one pass; by induction its own greedy answer is the same."""
+    prompts = make_prompts(lengths)
+    files = find_model(str(DEMO))
+    weights = open_weights(files, torch.float32, CPU)
+    model = Decoder(files.spec, weights)
+    weights.finish()
+    engine = make_engine(model, files.spec, max_num_seqs=4, device_kv_tokens=5 * max(lengths))
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    answers = run_all(engine, prompts, [params] * len(prompts))
+    oracle = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="eager").eval()
+    near_ties = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad(), StableTopk().installed():
+            sequence = torch.tensor([prompt + answer.token_ids[:-1]])
+            logits = oracle(sequence, use_cache=False, logits_to_keep=ANSWER).logits[0]
+        best = torch.topk(logits, 2, dim=-1)
+        differ = best.indices[:, 0] != torch.tensor(answer.token_ids)
+        near_ties += bool(differ.any())
+        assert bool((best.values[differ, 0] - best.values[differ, 1] < NEAR_TIE).all()), "tokens differ at no near tie"
+    print(f"{len(prompts)} prompts, {near_ties} part from the oracle at near ties")
+    assert near_ties <= 1
