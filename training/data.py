@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 TEXT_WEIGHT = 0.1
 NEAR_MISSES = 0.3  # of new keys share a word with a key that exists
 CHAINED = 0.2  # of values are themselves keys
+UPDATES = (0.0, 0.3, 0.6)  # of records give a new value to a key that exists; one of these for each sequence
+ASK_UPDATED = 0.4  # of recalls are about a key with several values, where there is one: the last value must win
 QUESTIONS = {"recall": 0.55, "list": 0.17, "chain": 0.10, "copy": 0.06, "sum": 0.12}
 
 
@@ -26,6 +28,7 @@ class Sequence:
     weights: list[float]
     updates: float  # share of records that give a new value to a key that exists
     keys: list[Key] = field(default_factory=list)
+    updated: list[Key] = field(default_factory=list)  # keys that were given a new value, once for each time
     values: dict[Key, Key] = field(default_factory=dict)
     passages: dict[Key, list[int]] = field(default_factory=dict)
     numbers: dict[Key, int] = field(default_factory=dict)
@@ -46,7 +49,7 @@ class Writer:
 
     def write(self, length: int) -> tuple[list[int], list[float]]:
         rng = self._rng
-        sequence = Sequence([self._lexicon.bos], [0.0], updates=0.0 if rng.random() < 0.4 else 0.3)
+        sequence = Sequence([self._lexicon.bos], [0.0], updates=float(rng.choice(UPDATES)))
         longest_text = int(rng.choice([3, 16, 48])) * (1 if length < 2048 else 2)
         late = rng.random() < 0.4  # questions only near the end, as in evaluation
         while len(sequence.tokens) < length:
@@ -91,7 +94,9 @@ class Writer:
         if not chained or value == key:
             first, second = self._words(2)
             value = first, second
-        if key not in sequence.values:
+        if key in sequence.values:
+            sequence.updated.append(key)
+        else:
             sequence.keys.append(key)
         sequence.values[key] = value
         sequence.put([*self._lexicon.marks["note"], *key, *value, *self._lexicon.full_stop], 0.0)
@@ -114,7 +119,8 @@ class Writer:
         kind = kinds[self._rng.choice(len(kinds), p=list(QUESTIONS.values()))]
         lexicon, marks = self._lexicon, self._lexicon.marks
         if kind == "recall" or len(sequence.keys) < 3:
-            key = self._pick(sequence.keys)
+            again = sequence.updated and self._rng.random() < ASK_UPDATED
+            key = self._pick(sequence.updated if again else sequence.keys)
             self._question(sequence, [*marks["recall"], *key], [*sequence.values[key]])
         elif kind == "list":
             keys = [self._pick(sequence.keys) for _ in range(int(self._rng.integers(2, 4)))]
