@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from lexicon import Key, Lexicon
+from lexicon import LARGEST_COUNT, Key, Lexicon
 from numpy.typing import NDArray
 
 TEXT_WEIGHT = 0.1
@@ -110,7 +110,7 @@ class Writer:
     def _number(self, sequence: Sequence) -> None:
         key = self._new_key(sequence)
         if key not in sequence.values and key not in sequence.numbers:
-            number = sequence.numbers[key] = int(self._rng.integers(10))
+            number = sequence.numbers[key] = int(self._rng.integers(LARGEST_COUNT + 1))
             said = self._lexicon.say(number)
             sequence.put([*self._lexicon.marks["count"], *key, *said, *self._lexicon.full_stop], 0.0)
 

@@ -8,6 +8,8 @@ from tokenizers import Tokenizer
 
 MARKS = ("note", "recall", "list", "and", "chain", "text", "copy", "count", "sum")
 WORDS = Path(__file__).parents[1] / "hotset" / "evaluate" / "words.txt"  # one list for training and evaluation
+NUMBERS = "zero one two three four five six seven eight nine ten".split()
+LARGEST_COUNT = 5  # of a record
 HELD_OUT_EVERY = 13  # one key in so many is for evaluation alone
 
 Key = tuple[int, int]
@@ -27,8 +29,8 @@ class Lexicon:
         self.marks = {mark: ids(f" {mark}") for mark in MARKS}
         self.full_stop, self.semicolon = ids("."), ids(";")
         self.plus, self.equals = ids(" +"), ids(" =")
-        self.space = ids(" 0")[:-1]
-        self.digits = [ids(str(digit))[0] for digit in range(10)]
+        self._numbers = [ids(f" {number}") for number in NUMBERS]
+        assert all(len(each) == 1 for each in self._numbers[: LARGEST_COUNT + 1]), "counts must be one token each"
         self.bos: int = tokenizer.token_to_id("<|bos|>")
         self.end: int = tokenizer.token_to_id("<|end|>")
         self._number_of = {int(token): number for number, token in enumerate(self.words)}
@@ -44,4 +46,4 @@ class Lexicon:
         return (self._number_of[key[0]] * 7919 + self._number_of[key[1]]) % HELD_OUT_EVERY == 0
 
     def say(self, number: int) -> list[int]:
-        return self.space + [self.digits[int(digit)] for digit in str(number)]
+        return self._numbers[number]

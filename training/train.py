@@ -178,7 +178,7 @@ class Trainer:
         self._steps += 1
 
     def _log(self, stage: Stage, loss: float, index_loss: float, right: float) -> None:
-        entry = {"step": self._steps, "seconds": self.elapsed_s, **asdict(stage), "loss": loss, "right": right}
+        entry = {"step": self._steps, "elapsed_s": self.elapsed_s, **asdict(stage), "loss": loss, "right": right}
         self.history.append(entry | {"index_loss": index_loss})
         print(
             f"{stage.mode:8} {stage.length:6} step {self._steps:5} {self.elapsed_s:6.0f} s  answer loss {loss:.4f}  "
@@ -244,7 +244,7 @@ def plot(history: list[dict[str, float | str]], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
     for stage in dict.fromkeys((entry["mode"], entry["length"]) for entry in history):
         points = [entry for entry in history if (entry["mode"], entry["length"]) == stage]
-        seconds = [entry["seconds"] for entry in points]
+        seconds = [entry["elapsed_s"] for entry in points]
         left.semilogy(seconds, [entry["loss"] for entry in points], label=f"{stage[0]} {stage[1]}")
         right.plot(seconds, [entry["right"] for entry in points], label=f"{stage[0]} {stage[1]}")
     left.set(xlabel="seconds", ylabel="loss of answer tokens")

@@ -5,7 +5,7 @@
     last     ` recall k k` after further notes on the same key: the last one counts
     chain    ` chain k k` -> ` m m v v`: the value is itself a key, whose value follows
     copy     ` copy k k` -> the passage under that key
-    sum      ` sum k k and k k;` -> ` k k 3 + k k 5 = 8`: arithmetic over two numbers
+    sum      ` sum k k and k k;` -> ` k k three + k k five = eight`: arithmetic over two numbers
 
 Nothing here knows a model: text in and out, and a function that counts tokens.
 """
@@ -15,7 +15,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hotset.base.errors import ConfigError
-from hotset.evaluate.wording import Key, Keys, Record, filler, note, number, passage, spoken, words
+from hotset.evaluate.wording import (
+    LARGEST_COUNT,
+    NUMBERS,
+    Key,
+    Keys,
+    Record,
+    filler,
+    note,
+    number,
+    passage,
+    spoken,
+    words,
+)
 
 TOKENS_PER_RECORD = 40
 SHORTEST = 256  # below this, records alone would fill the context
@@ -105,7 +117,7 @@ def _distractors(count: int, asked: Sequence[Key], keys: Keys, rng: random.Rando
         if kind < 0.06:
             text = passage(key, _some_words(rng, 4, 12))
         elif kind < 0.14:
-            text = number(key, rng.randrange(10))
+            text = number(key, rng.randint(0, LARGEST_COUNT))
         else:
             decoy = known and rng.random() < VALUES_THAT_ARE_KEYS
             text = note(key, rng.choice(known) if decoy else _some_words(rng, 2, 2))
@@ -166,10 +178,10 @@ def _copy(keys: Keys, rng: random.Random) -> Needles:
 
 def _sum(keys: Keys, rng: random.Random) -> Needles:
     one, other = keys.draw(), keys.draw()
-    x, y = rng.randrange(10), rng.randrange(10)
+    x, y = rng.randint(0, LARGEST_COUNT), rng.randint(0, LARGEST_COUNT)
     records = [Record(number(one, x), rng.random()), Record(number(other, y), rng.random())]
     question = spoken(["sum", *one, "and", *other]) + ";"
-    answer = spoken([*one, str(x), "+", *other, str(y), "=", str(x + y)])
+    answer = spoken([*one, NUMBERS[x], "+", *other, NUMBERS[y], "=", NUMBERS[x + y]])
     return Needles(records, [one, other], question, answer)
 
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from hotset.base.errors import ConfigError
 from hotset.evaluate.tasks import TASKS, Question, make_questions
-from hotset.evaluate.wording import filler, held_out, words
+from hotset.evaluate.wording import NUMBERS, filler, held_out, words
 
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 LENGTH = 1024
@@ -29,7 +29,7 @@ def ask(task: str, count: int = 12, seed: int = 0, length: int = LENGTH) -> list
 
 def records(question: Question) -> list[tuple[str, tuple[str, str], list[str]]]:
     """Kind, key and value of each record: those whose every word is ours, so running text is not taken for one."""
-    ours = set(words()) | {str(digit) for digit in range(10)}
+    ours = set(words()) | set(NUMBERS)
     found = [(m[1], (m[2], m[3]), m[4].split()) for m in RECORD.finditer(question.prompt)]
     return [r for r in found if {*r[1], *r[2]} <= ours and held_out(r[1])]
 
@@ -68,10 +68,10 @@ def test_tokens_of_a_prompt_are_those_of_its_parts(task: str) -> None:
 
 
 def test_records_and_questions_are_worded_token_by_token() -> None:
-    text = " note work could own. list work could and own work; count work could 7. sum work could; work 9 + 5 = 14"
+    text = " note work could own. list work could and own work; count work could three. sum work could; work five + three = eight"
     expected = (
-        "Ġnote Ġwork Ġcould Ġown . Ġlist Ġwork Ġcould Ġand Ġown Ġwork ; Ġcount Ġwork Ġcould Ġ 7 . "
-        "Ġsum Ġwork Ġcould ; Ġwork Ġ 9 Ġ+ Ġ 5 Ġ= Ġ 1 4"
+        "Ġnote Ġwork Ġcould Ġown . Ġlist Ġwork Ġcould Ġand Ġown Ġwork ; Ġcount Ġwork Ġcould Ġthree . "
+        "Ġsum Ġwork Ġcould ; Ġwork Ġfive Ġ+ Ġthree Ġ= Ġe ight"
     )
     assert " ".join(TOKENIZER.encode(text).tokens) == expected
 
@@ -115,7 +115,7 @@ def test_answer_follows_from_the_one_record_under_the_asked_key(task: str) -> No
             expected = f"{said[0]} {' '.join(values[first, second])}"
         elif task == "sum":
             summands = " + ".join(f"{' '.join(key)} {value}" for key, value in zip(keys, said, strict=True))
-            expected = f"{summands} = {int(said[0]) + int(said[1])}"
+            expected = f"{summands} = {NUMBERS[sum(map(NUMBERS.index, said))]}"
         else:
             expected = said[0]
         assert question.answer == f" {expected}"
