@@ -11,7 +11,7 @@ from hotset.models.dsa import DsaAttention, dsa_kv_shape
 from hotset.models.gqa import GqaAttention, gqa_kv_shape
 from hotset.models.layers import Mlp, Moe, RmsNorm, Vocabulary, feed_forward
 from hotset.models.rope import Rope, Rotation
-from hotset.models.spec import GqaSpec, ModelSpec
+from hotset.models.spec import AS_COMPUTED, GqaSpec, ModelSpec, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,10 @@ class _Layer:
 class Decoder:
     """`forward` turns token ids into logits, reading and writing KV through the view."""
 
-    def __init__(self, spec: ModelSpec, weights: WeightSource) -> None:
+    def __init__(self, spec: ModelSpec, weights: WeightSource, storage: Storage = AS_COMPUTED) -> None:
         """Takes every weight that the spec calls for, in the source's dtype and on its device."""
         self.spec = spec
+        self._storage = storage
         self._vocabulary = Vocabulary(weights, spec)
         like = self._vocabulary.embedding
         self.dtype, self.device = like.dtype, like.device
@@ -47,7 +48,7 @@ class Decoder:
         attention = self.spec.attention
         if isinstance(attention, GqaSpec):
             return gqa_kv_shape(self.spec.layers, attention, self.dtype)
-        return dsa_kv_shape(self.spec.layers, attention, self.dtype)
+        return dsa_kv_shape(self.spec.layers, attention, self.dtype, self._storage)
 
     def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
         """Logits [wanted rows, vocab] of the query rows numbered in `wanted` (None: all)."""

@@ -13,7 +13,7 @@ from hotset.memory.view import View
 from hotset.models.checkpoint.source import WeightSource
 from hotset.models.layers import RmsNorm, take_wide
 from hotset.models.rope import Rotation, rotate_halves, rotate_pairs, softmax_gain
-from hotset.models.spec import MlaSpec, ModelSpec
+from hotset.models.spec import MlaSpec, ModelSpec, Storage
 
 LATENT_NORM_EPS = 1e-6  # of the norms on the two latents, whatever the model's own epsilon
 INDEX_NORM_EPS = 1e-6  # of the layer norm on index keys
@@ -100,11 +100,14 @@ class DsaAttention:
         selected = view.select(self._layer, positions)
         absorbed = torch.matmul(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)  # [rows, heads, rank]
         q_all = torch.cat((absorbed, rotate_pairs(q_rope, rotation)), dim=-1)
-        attended = sparse_attention(q_all, selected.rows, selected.chosen, spec.kv_lora_rank, self._scale)
+        attended = sparse_attention(
+            q_all, selected.rows, selected.chosen, selected.layout, spec.kv_lora_rank, self._scale
+        )
         values = torch.matmul(attended.transpose(0, 1), self._value_up).transpose(0, 1)  # [rows, heads, v]
         return self._out(values.reshape(x.shape[0], -1)), positions
 
 
-def dsa_kv_shape(layers: int, spec: MlaSpec, dtype: torch.dtype) -> KvShape:
-    row = mla_row(spec.kv_lora_rank, spec.rope_dim, dtype)
-    return KvShape(layers, row, len(spec.index.full_layers), index_key_row(spec.index.head_dim, dtype))
+def dsa_kv_shape(layers: int, spec: MlaSpec, dtype: torch.dtype, storage: Storage) -> KvShape:
+    row = mla_row(spec.kv_lora_rank, spec.rope_dim, dtype, storage.fp8_rows)
+    key = index_key_row(spec.index.head_dim, dtype, storage.fp8_keys)
+    return KvShape(layers, row, spec.index.full_layers, key, spec.index.topk)

@@ -97,3 +97,14 @@ class ModelSpec:
         str  # of the checkpoint: 'bfloat16', 'float32', 'float64' ('float16' is read as such and widened by the loader)
     )
     eos_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How KV is stored: in the model's dtype, or in fp8."""
+
+    fp8_rows: bool = False
+    fp8_keys: bool = False
+
+
+AS_COMPUTED = Storage()

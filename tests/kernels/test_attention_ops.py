@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hotset.kernels import EMPTY
 from hotset.kernels.index_topk import index_topk
 from hotset.kernels.paged_attention import paged_attention
-from hotset.kernels.rows import PagedRows
+from hotset.kernels.rows import PagedRows, RowLayout
 from hotset.kernels.segments import make_segments
 from hotset.kernels.sparse_attention import reference as sparse_reference
 from hotset.kernels.sparse_attention import sparse_attention
@@ -32,17 +32,18 @@ def paged(lengths: list[int], page_rows: int, width: int) -> tuple[PagedRows, li
     """Contexts scattered over a pool that is otherwise NaN."""
     each = [-(-length // page_rows) for length in lengths]
     order = torch.randperm(sum(each) + 2).tolist()
-    pool = torch.full((len(order) * page_rows, width), float("nan"), dtype=torch.float64)
+    layout = RowLayout(width, torch.float64)
+    pool = torch.full((1, len(order), page_rows, layout.stored_width), float("nan"), dtype=torch.float64)
     contexts, runs = [], []
     for length, count in zip(lengths, each, strict=True):
         pages = [order.pop() for _ in range(count)]
         context = torch.randn(length, width, dtype=torch.float64)
         for position in range(length):
-            pool[pages[position // page_rows] * page_rows + position % page_rows] = context[position]
+            pool[0, pages[position // page_rows], position % page_rows, :width] = context[position]
         contexts.append(context)
         runs.append([])
-        extend_runs(runs[-1], pages, page_rows)
-    return PagedRows(pool, runs), contexts
+        extend_runs(runs[-1], pages)
+    return PagedRows(pool, runs, layout), contexts
 
 
 def queries_of(counts: list[int], lengths: list[int]) -> list[tuple[int, int]]:
@@ -89,7 +90,7 @@ def test_index_topk_takes_the_best_positions_and_the_earlier_of_equals(
     torch.manual_seed(seed)
     dim, scale = 3, 0.5
     keys, contexts = paged(lengths, page_rows, dim)
-    for context in (keys.rows, *contexts):
+    for context in (keys.blocks, *contexts):
         context.round_()  # small whole numbers, so that equal scores are frequent and exact
     q = torch.randn(sum(counts), heads, dim, dtype=torch.float64).round()
     weights = torch.randn(sum(counts), heads, dtype=torch.float64).round()
@@ -134,7 +135,7 @@ def test_sparse_attention_reads_only_what_was_chosen(rows: int, heads: int, k: i
     q = torch.randn(rows, heads, rank + rope, dtype=torch.float64)
     before, sparse_reference.BLOCK_VALUES = sparse_reference.BLOCK_VALUES, block
     try:
-        out = sparse_attention(q, pool, chosen, rank, scale)
+        out = sparse_attention(q, pool, chosen, RowLayout(pool.shape[1], pool.dtype), rank, scale)
     finally:
         sparse_reference.BLOCK_VALUES = before
     for row in range(rows):

@@ -18,7 +18,7 @@ def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, 
             everything = torch.arange(k, device=q.device).expand(last - first, k)
             out[first:last] = everything.masked_fill(everything > segments.positions[first:last, None], EMPTY)
             continue
-        context = keys.gather(segment, length).to(accumulation_dtype(q.dtype))
+        context = keys.gather(segment, length, accumulation_dtype(q.dtype))
         block = max(1, BLOCK_SCORES // (q.shape[1] * length))
         for start in range(first, last, block):
             part = slice(start, min(start + block, last))

@@ -17,5 +17,5 @@ def paged_attention(
     """Each query row attends to the positions of its own context up to and including its own."""
     heads, head_dim = q.shape[1:]
     assert heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} KV heads"
-    assert context.rows.shape[1] == 2 * kv_heads * head_dim, f"row width {context.rows.shape[1]} is not K + V"
+    assert context.layout.width == 2 * kv_heads * head_dim, f"row width {context.layout.width} is not K + V"
     return reference.paged_attention(q, context, segments, kv_heads, scale)

@@ -12,7 +12,7 @@ def paged_attention(q: Tensor, context: PagedRows, segments: Segments, kv_heads:
     heads, head_dim = q.shape[1:]
     out = torch.empty_like(q)
     for segment, first, last, length in segments:
-        rows = context.gather(segment, length).view(length, 2, kv_heads, head_dim)
+        rows = context.gather(segment, length).unflatten(1, (2, kv_heads, head_dim))
         k, v = rows[:, 0].transpose(0, 1), rows[:, 1].transpose(0, 1)  # [kv_heads, length, head_dim]
         if last - first == 1:
             # The heads that share a KV head stand in for query rows, so K and V are read once for all of them.

@@ -4,26 +4,26 @@ import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.rows import accumulation_dtype
+from hotset.kernels.rows import RowLayout, accumulation_dtype
 
 BLOCK_VALUES = 1 << 24  # gathered values held at once, so that a long prefill chunk does not copy all its rows together
 
 
-def sparse_attention(q: Tensor, rows: Tensor, chosen: Tensor, rank: int, scale: float) -> Tensor:
+def sparse_attention(q: Tensor, rows: Tensor, chosen: Tensor, layout: RowLayout, rank: int, scale: float) -> Tensor:
     out = q.new_empty(*q.shape[:2], rank)
-    block = max(1, BLOCK_VALUES // (chosen.shape[1] * rows.shape[1]))
+    block = max(1, BLOCK_VALUES // (chosen.shape[1] * layout.width))
     for first in range(0, q.shape[0], block):
         part = slice(first, first + block)
-        out[part] = _attend(q[part], rows, chosen[part], rank, scale)
+        out[part] = _attend(q[part], rows, chosen[part], layout, rank, scale)
     return out
 
 
-def _attend(q: Tensor, rows: Tensor, chosen: Tensor, rank: int, scale: float) -> Tensor:
+def _attend(q: Tensor, rows: Tensor, chosen: Tensor, layout: RowLayout, rank: int, scale: float) -> Tensor:
     accumulate = accumulation_dtype(q.dtype)
     empty = chosen == EMPTY
-    # An EMPTY entry reads one of the rows that were chosen, with weight 0: any other might hold NaN, and 0 * NaN is NaN.
+    # An EMPTY entry reads a row that was chosen, with weight 0: any other might hold NaN, and 0 * NaN is NaN.
     readable = torch.where(empty, chosen.amax(-1, keepdim=True), chosen)
-    gathered = rows[readable].to(accumulate)  # [rows, k, rank + rope]
+    gathered = layout.decode(rows[readable], accumulate)  # [rows, k, rank + rope]
     scores = torch.matmul(q.to(accumulate), gathered.transpose(1, 2)) * scale
     weights = torch.softmax(scores.masked_fill_(empty[:, None, :], float("-inf")), dim=-1)
     return torch.matmul(weights, gathered[:, :, :rank]).to(q.dtype)
