@@ -1,11 +1,13 @@
-"""The device pool: rows and index keys of all layers, `[layer][row]`, in pages."""
+"""The device pool: pages of bytes, `[layer][page]`, that hold rows, index keys, maps or a workspace."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hotset.base.errors import ConfigError
 from hotset.kernels.rows import RowLayout
+from hotset.memory.geometry import Geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,26 +16,74 @@ class KvShape:
 
     layers: int
     row: RowLayout
-    key_groups: int = 0
+    key_layers: tuple[int, ...] = ()  # first layer of each index group: the one that has the indexer
     key: RowLayout | None = None
+    topk: int = 0
+
+    @property
+    def groups(self) -> int:
+        return len(self.key_layers)
+
+    def layers_of(self, group: int) -> range:
+        """The layers that share this group's selection."""
+        end = self.key_layers[group + 1] if group + 1 < self.groups else self.layers
+        return range(self.key_layers[group], end)
+
+    @property
+    def key_parts(self) -> int:
+        """Layers of a page in which each group's keys may lie: as many as the smallest group has."""
+        return min((len(self.layers_of(group)) for group in range(self.groups)), default=0)
 
     @property
     def token_bytes(self) -> int:
-        keys = self.key_groups * self.key.row_bytes if self.key is not None else 0
-        return self.layers * self.row.row_bytes + keys
+        """Of rows and index keys, as they lie in the host store."""
+        keys = self.groups * self.key.stride_bytes if self.key is not None else 0
+        return self.layers * self.row.stride_bytes + keys
+
+    def geometry(self, page_rows: int, slots: int = 0) -> Geometry:
+        part_bytes = page_rows * self.row.stride_bytes
+        keys_per_page = 0
+        if self.key is not None:
+            keys_per_page = self.key_parts * (part_bytes // self.key.stride_bytes)
+            if keys_per_page == 0:
+                raise ConfigError(f"--page-rows {page_rows} is too small: a page must hold at least one index key")
+        return Geometry(page_rows, self.layers, part_bytes, keys_per_page, slots, self.topk)
 
 
 class DevicePool:
-    """`pages` pages of `page_rows` rows in device memory. It owns bytes; who holds a page is the allocator's to say.
+    """`pages` pages in device memory. It owns bytes; who holds a page, and for what, is the ledger's to say.
 
     Fresh memory is not cleared: a row is read only after it was written.
     """
 
-    def __init__(self, shape: KvShape, pages: int, page_rows: int, device: torch.device) -> None:
-        self.page_rows = page_rows
-        self.device = device
-        row_count = pages * page_rows
-        self.rows = torch.empty(shape.layers, row_count, shape.row.width, dtype=shape.row.dtype, device=device)
-        self.keys: Tensor | None = None
+    def __init__(self, shape: KvShape, geometry: Geometry, pages: int, device: torch.device) -> None:
+        self.shape, self.geometry, self.pages, self.device = shape, geometry, pages, device
+        self.bytes = torch.empty(shape.layers, pages, geometry.part_bytes, dtype=torch.uint8, device=device)
+        stored = self.bytes.view(shape.row.stored_dtype)
+        self.rows = stored.view(shape.layers, pages * geometry.page_rows, shape.row.stored_width)
+        self.flat_rows = self.rows.flatten(0, 1)  # row r of layer l is number l * layer_rows + r
+        self.row_blocks = stored.view(shape.layers, pages, geometry.page_rows, shape.row.stored_width)
+        self.words = self.bytes.view(torch.int32).flatten(1)  # [layers, pages * words_per_page]: of map pages
+        self.key_blocks: Tensor | None = None
         if shape.key is not None:
-            self.keys = torch.empty(shape.key_groups, row_count, shape.key.width, dtype=shape.key.dtype, device=device)
+            keys = self.bytes.view(shape.key.stored_dtype)
+            per_block = geometry.part_bytes // shape.key.stride_bytes
+            used = keys[:, :, : per_block * shape.key.stored_width]
+            self.key_blocks = used.unflatten(2, (per_block, shape.key.stored_width))  # [layers, pages, keys, width]
+
+    @property
+    def layer_rows(self) -> int:
+        return self.pages * self.geometry.page_rows
+
+    def keys_of(self, group: int) -> Tensor:
+        """[parts, pages, keys, stored width] of one index group.
+
+        Position p of a context is key p % keys_per_page of its page; the parts hold a page's keys one after another.
+        """
+        assert self.key_blocks is not None, "this model has no index keys"
+        first = self.shape.key_layers[group]
+        return self.key_blocks[first : first + self.shape.key_parts]
+
+    def words_of(self, group: int) -> Tensor:
+        """[pages * words_per_page] int32: the map words of one index group."""
+        return self.words[self.shape.key_layers[group]]

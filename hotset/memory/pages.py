@@ -93,11 +93,10 @@ class PageAllocator:
         return length
 
 
-def extend_runs(runs: list[tuple[int, int]], pages: Iterable[int], page_rows: int) -> None:
-    """Appends the rows of `pages` to `runs` of (first row, count), merging neighbours."""
+def extend_runs(runs: list[tuple[int, int]], pages: Iterable[int]) -> None:
+    """Appends `pages` to `runs` of (first page, count), merging neighbours."""
     for page in pages:
-        first = page * page_rows
-        if runs and runs[-1][0] + runs[-1][1] == first:
-            runs[-1] = (runs[-1][0], runs[-1][1] + page_rows)
+        if runs and runs[-1][0] + runs[-1][1] == page:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
         else:
-            runs.append((first, page_rows))
+            runs.append((page, 1))

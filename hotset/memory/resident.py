@@ -6,39 +6,42 @@ import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.rows import PagedRows, Run
+from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments, make_segments
 from hotset.memory.device_pool import DevicePool
-from hotset.memory.pages import extend_runs
+from hotset.memory.tables import PageTables
 from hotset.memory.view import Selected
 
 
-class PageTables:
-    """Page tables of up to `seats` requests: on the device as a tensor, on the host as merged runs.
+class KeyWindow:
+    """The index keys of one step's contexts: on the device whatever tier their rows are in."""
 
-    A seat is a running request's fixed place in the worker's tensors.
-    """
+    def __init__(
+        self, pool: DevicePool, tables: PageTables, seats: Sequence[int], seat_of: Tensor, positions: Tensor
+    ) -> None:
+        self._pool = pool
+        self._runs = [tables.key_runs[seat] for seat in seats]
+        if pool.key_blocks is not None:
+            place = key_places(pool, tables, seat_of, positions)
+            self._part, self._page, self._key = place
 
-    def __init__(self, seats: int, context: int, page_rows: int, device: torch.device) -> None:
-        self.page_rows = page_rows
-        pages = -(-context // page_rows)
-        self.pages = torch.full((seats, pages), EMPTY, dtype=torch.int64, device=device)
-        self.runs: list[list[Run]] = [[] for _ in range(seats)]
+    def append(self, group: int, keys: Tensor) -> None:
+        layout = self._pool.shape.key
+        assert layout is not None, "this model has no index keys"
+        self._pool.keys_of(group)[self._part, self._page, self._key] = layout.encode(keys)
 
-    def clear(self, seat: int) -> None:
-        """A new request takes the seat: it holds no pages yet."""
-        self.pages[seat] = EMPTY
-        self.runs[seat] = []
+    def read(self, group: int) -> PagedRows:
+        layout = self._pool.shape.key
+        assert layout is not None, "this model has no index keys"
+        return PagedRows(self._pool.keys_of(group), self._runs, layout)
 
-    def extend(self, seat: int, first: int, pages: Sequence[int]) -> None:
-        """`pages` become the seat's pages number `first` and following."""
-        self.pages[seat, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int64)
-        extend_runs(self.runs[seat], pages, self.page_rows)
 
-    def rows_at(self, seats: Tensor, positions: Tensor) -> Tensor:
-        """Device rows of `positions` in the contexts of `seats` (same shape, or broadcast)."""
-        pages = self.pages[seats, positions // self.page_rows]
-        return pages * self.page_rows + positions % self.page_rows
+def key_places(pool: DevicePool, tables: PageTables, seats: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(part, page, key) of each position's index key in `pool.keys_of(group)`, the same for every group."""
+    assert pool.key_blocks is not None, "this model has no index keys"
+    per_page, per_block = pool.geometry.keys_per_page, pool.key_blocks.shape[2]
+    within = positions % per_page
+    return within // per_block, tables.keys[seats, positions // per_page], within % per_block
 
 
 class ResidentView:
@@ -53,12 +56,13 @@ class ResidentView:
     ) -> None:
         self._pool = pool
         self._starts = starts
-        self._segments = make_segments(starts, counts, pool.device)
-        self._seats = torch.tensor(seats, dtype=torch.int64, device=pool.device)
-        self._runs = [tables.runs[seat] for seat in seats]
         self._tables = tables
-        self._seat_of = self._seats if self._segments.decoding else self._seats[self._segments.segment_of]
+        self._segments = make_segments(starts, counts, pool.device)
+        seats_on_device = torch.tensor(seats, dtype=torch.int64, device=pool.device)
+        self._seat_of = seats_on_device if self._segments.decoding else seats_on_device[self._segments.segment_of]
+        self._runs = [tables.row_runs[seat] for seat in seats]
         self._new_rows = tables.rows_at(self._seat_of, self._segments.positions)  # [query rows]
+        self._keys = KeyWindow(pool, tables, seats, self._seat_of, self._segments.positions)
 
     @property
     def segments(self) -> Segments:
@@ -70,27 +74,22 @@ class ResidentView:
         return self._seat_of
 
     def append(self, layer: int, rows: Tensor) -> None:
-        self._pool.rows[layer].index_copy_(0, self._new_rows, rows)
+        self._pool.rows[layer].index_copy_(0, self._new_rows, self._pool.shape.row.encode(rows))
 
     def append_keys(self, group: int, keys: Tensor) -> None:
-        assert self._pool.keys is not None, "this model has no index keys"
-        self._pool.keys[group].index_copy_(0, self._new_rows, keys)
+        self._keys.append(group, keys)
 
     def context(self, layer: int) -> PagedRows:
-        return self._paged(self._pool.rows[layer])
+        return PagedRows(self._pool.row_blocks[layer : layer + 1], self._runs, self._pool.shape.row)
 
     def keys(self, group: int) -> PagedRows:
-        assert self._pool.keys is not None, "this model has no index keys"
-        return self._paged(self._pool.keys[group])
+        return self._keys.read(group)
 
     def select(self, layer: int, positions: Tensor) -> Selected:
         rows = self._tables.rows_at(self._seat_of[:, None], positions.clamp_min(0))
-        return Selected(self._pool.rows[layer], torch.where(positions == EMPTY, EMPTY, rows))
+        return Selected(self._pool.rows[layer], torch.where(positions == EMPTY, EMPTY, rows), self._pool.shape.row)
 
     def roll_back(self, kept: Sequence[int]) -> list[int]:
         for count, keep in zip(self._segments.counts, kept, strict=True):
             assert 0 <= keep <= count, f"{keep} of {count} rows cannot be kept"
         return [start + keep for start, keep in zip(self._starts, kept, strict=True)]
-
-    def _paged(self, layer_rows: Tensor) -> PagedRows:
-        return PagedRows(layer_rows, self._runs)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hotset.kernels.rows import PagedRows
+from hotset.kernels.rows import PagedRows, RowLayout
 from hotset.kernels.segments import Segments
 
 
@@ -18,8 +18,9 @@ from hotset.kernels.segments import Segments
 class Selected:
     """Where attention finds the rows that it chose."""
 
-    rows: Tensor  # [device rows, width]: the pool of this layer
+    rows: Tensor  # [device rows, stored width]
     chosen: Tensor  # [query rows, k] int64 indices into `rows`, EMPTY-padded
+    layout: RowLayout  # how `rows` are stored
 
 
 class View(Protocol):

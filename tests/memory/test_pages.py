@@ -69,6 +69,6 @@ def test_a_page_released_twice_is_named() -> None:
 
 def test_runs_merge_neighbours_only() -> None:
     runs: list[tuple[int, int]] = []
-    extend_runs(runs, [3, 4, 7], 10)
-    extend_runs(runs, [8, 2], 10)
-    assert runs == [(30, 20), (70, 20), (20, 10)]
+    extend_runs(runs, [3, 4, 7])
+    extend_runs(runs, [8, 2])
+    assert runs == [(3, 2), (7, 2), (2, 1)]

@@ -5,10 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotset.kernels import EMPTY
-from hotset.kernels.rows import RowLayout
+from hotset.kernels.rows import RowLayout, index_key_row
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.pages import PageAllocator
-from hotset.memory.resident import PageTables, ResidentView
+from hotset.memory.resident import ResidentView
+from hotset.memory.tables import PageTables
 
 CPU = torch.device("cpu")
 LAYERS, WIDTH, KEY_WIDTH = 2, 3, 2
@@ -19,14 +20,14 @@ class Rig:
 
     def __init__(self, page_rows: int, seats: int) -> None:
         context, pages = 40, seats * 40
-        shape = KvShape(LAYERS, RowLayout(WIDTH, torch.float32), 1, RowLayout(KEY_WIDTH, torch.float32))
-        self.pool = DevicePool(shape, pages, page_rows, CPU)
+        shape = KvShape(LAYERS, RowLayout(WIDTH, torch.float32), (0,), index_key_row(KEY_WIDTH, torch.float32))
+        geometry = shape.geometry(page_rows)
+        self.pool = DevicePool(shape, geometry, 2 * pages, CPU)
         self.pool.rows.fill_(float("nan"))
-        assert self.pool.keys is not None
-        self.pool.keys.fill_(float("nan"))
-        self.pages = PageAllocator(pages)
-        self.tables = PageTables(seats, context, page_rows, CPU)
+        self.pages = PageAllocator(2 * pages)
+        self.tables = PageTables(seats, context, geometry, CPU)
         self.held: list[list[int]] = [[] for _ in range(seats)]
+        self.held_keys: list[list[int]] = [[] for _ in range(seats)]
         self.rows: list[list[torch.Tensor]] = [[] for _ in range(seats)]  # per seat and position: [layers, width]
         self.keys: list[list[torch.Tensor]] = [[] for _ in range(seats)]
         self.page_rows = page_rows
@@ -34,12 +35,15 @@ class Rig:
     def step(self, seats: list[int], counts: list[int]) -> ResidentView:
         starts = [len(self.rows[seat]) for seat in seats]
         for seat, start, count in zip(seats, starts, counts, strict=True):
-            missing = -(-(start + count) // self.page_rows) - len(self.held[seat])
-            if missing > 0:
-                got = self.pages.allocate(missing)
+            geometry, end = self.pool.geometry, start + count
+            for held, wanted, extend in (
+                (self.held[seat], geometry.row_pages(end), self.tables.extend_rows),
+                (self.held_keys[seat], geometry.key_pages(end), self.tables.extend_keys),
+            ):
+                got = self.pages.allocate(max(0, wanted - len(held)))
                 assert got is not None
-                self.tables.extend(seat, len(self.held[seat]), got)
-                self.held[seat] += got
+                extend(seat, len(held), got)
+                held += got
         view = ResidentView(self.pool, self.tables, seats, starts, counts)
         new_rows, new_keys = torch.randn(LAYERS, sum(counts), WIDTH), torch.randn(sum(counts), KEY_WIDTH)
         for layer in range(LAYERS):
@@ -91,4 +95,4 @@ def check_select(rig: Rig, view: ResidentView, seats: list[int], counts: list[in
         for row, seat in enumerate(owners):
             for chosen, position in zip(selected.chosen[row].tolist(), positions[row].tolist(), strict=True):
                 if position != EMPTY:
-                    assert torch.equal(selected.rows[chosen], rig.rows[seat][position][layer])
+                    assert torch.equal(selected.layout.decode(selected.rows[chosen]), rig.rows[seat][position][layer])

@@ -1,0 +1,58 @@
+"""The host store: the home of every row and index key, `[layer][row]`, in pages."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hotset.base.errors import StartupError
+from hotset.base.units import GIB, show_bytes
+from hotset.memory.device_pool import KvShape
+
+REGISTERED_AT_ONCE = GIB  # pinning takes about half a second per GiB, so progress is shown piece by piece
+
+
+class HostStore:
+    """`pages` pages of host memory, pinned for `device` where that is a GPU. Fresh memory is not cleared."""
+
+    def __init__(
+        self,
+        shape: KvShape,
+        pages: int,
+        page_rows: int,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`progress(done, total)` is told, in bytes, how much memory is ready."""
+        self.page_rows = page_rows
+        count = pages * page_rows
+        self.rows = torch.empty(shape.layers, count, shape.row.stored_width, dtype=shape.row.stored_dtype)
+        self.keys: Tensor | None = None
+        if shape.key is not None:
+            self.keys = torch.empty(shape.groups, count, shape.key.stored_width, dtype=shape.key.stored_dtype)
+        self._pinned: list[int] = []
+        if device.type == "cuda":
+            self._pin(progress)
+
+    def _pin(self, progress: Callable[[int, int], None] | None) -> None:
+        tensors = [tensor for tensor in (self.rows, self.keys) if tensor is not None]
+        total, done = sum(tensor.nbytes for tensor in tensors), 0
+        for tensor in tensors:
+            for first in range(0, tensor.nbytes, REGISTERED_AT_ONCE):
+                size = min(REGISTERED_AT_ONCE, tensor.nbytes - first)
+                failure = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr() + first, size, 0))
+                if failure:
+                    self.close()
+                    raise StartupError(
+                        f"{show_bytes(total)} of host memory cannot be pinned (CUDA error {failure}); "
+                        "lower --host-kv-gib or raise the limit on locked memory"
+                    )
+                self._pinned.append(tensor.data_ptr() + first)
+                done += size
+                if progress is not None:
+                    progress(done, total)
+
+    def close(self) -> None:
+        """Unpins piece by piece, in order: an exit that leaves it to the kernel can hang a machine. Idempotent."""
+        while self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())

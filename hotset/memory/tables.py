@@ -1,0 +1,84 @@
+"""Where every seat's pages are: as tensors on the device, and as merged runs on the host."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hotset.kernels import EMPTY
+from hotset.kernels.rows import Run
+from hotset.memory.geometry import TAIL_PAGES, Geometry
+from hotset.memory.pages import extend_runs
+
+
+class PageTables:
+    """Tables of up to `seats` requests, each of at most `context` tokens.
+
+    A seat is a running request's fixed place in the worker's tensors.
+    """
+
+    def __init__(self, seats: int, context: int, geometry: Geometry, device: torch.device) -> None:
+        def table(pages: int) -> Tensor:
+            return torch.full((seats, pages), EMPTY, dtype=torch.int64, device=device)
+
+        self.geometry = geometry
+        self.device = device
+        pages = geometry.row_pages(context) + 1
+        self.rows = table(pages)  # resident: device page of each page of the context
+        self.host = table(pages)  # host page of each page of the context
+        self.keys = table(geometry.key_pages(context))
+        self.slots = table(geometry.slot_pages)
+        self.tail = table(TAIL_PAGES)
+        self.maps = table(geometry.map_pages(context) if geometry.slots else 0)
+        self.tiered = torch.zeros(seats, dtype=torch.bool, device=device)
+        self.row_runs: list[list[Run]] = [[] for _ in range(seats)]
+        self.key_runs: list[list[Run]] = [[] for _ in range(seats)]
+        self.host_pages: list[list[int]] = [[] for _ in range(seats)]
+        self.tail_pages: list[tuple[int, ...]] = [() for _ in range(seats)]
+        self.work_pages: list[list[int]] = [[] for _ in range(seats)]  # of seats whose prefill streams
+        self.is_tiered = [False] * seats  # `tiered`, for the host
+
+    def clear(self, seat: int) -> None:
+        """A new request takes the seat: it holds no pages yet."""
+        for table in (self.rows, self.host, self.keys, self.slots, self.tail, self.maps):
+            table[seat] = EMPTY
+        self.set_tiered(seat, False)
+        self.row_runs[seat], self.key_runs[seat], self.host_pages[seat], self.work_pages[seat] = [], [], [], []
+
+    def set_tiered(self, seat: int, tiered: bool) -> None:
+        self.tiered[seat] = tiered
+        self.is_tiered[seat] = tiered
+
+    def set_tail(self, seat: int, pages: Sequence[int]) -> None:
+        self.put(self.tail, seat, 0, pages)
+        self.tail_pages[seat] = tuple(pages)
+
+    def put(self, table: Tensor, seat: int, first: int, pages: Sequence[int]) -> None:
+        table[seat, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int64)
+
+    def extend_rows(self, seat: int, first: int, pages: Sequence[int]) -> None:
+        """`pages` become the seat's row pages number `first` and following."""
+        self.put(self.rows, seat, first, pages)
+        extend_runs(self.row_runs[seat], pages)
+
+    def extend_keys(self, seat: int, first: int, pages: Sequence[int]) -> None:
+        self.put(self.keys, seat, first, pages)
+        extend_runs(self.key_runs[seat], pages)
+
+    def extend_host(self, seat: int, first: int, pages: Sequence[int]) -> None:
+        self.put(self.host, seat, first, pages)
+        self.host_pages[seat] += pages
+
+    def rows_at(self, seats: Tensor, positions: Tensor) -> Tensor:
+        """Device rows, within a layer, of `positions` in resident contexts (same shape, or broadcast)."""
+        page_rows = self.geometry.page_rows
+        return self.rows[seats, positions // page_rows] * page_rows + positions % page_rows
+
+    def tail_at(self, seats: Tensor, positions: Tensor) -> Tensor:
+        """Device rows, within a layer, of `positions` in the tails of tiered contexts."""
+        page_rows = self.geometry.page_rows
+        return self.tail[seats, positions // page_rows % TAIL_PAGES] * page_rows + positions % page_rows
+
+    def host_at(self, seats: Tensor, positions: Tensor) -> Tensor:
+        page_rows = self.geometry.page_rows
+        return self.host[seats, positions // page_rows] * page_rows + positions % page_rows
