@@ -8,7 +8,15 @@ from typing import Any, Literal
 from hotset.base.errors import ConfigError
 
 DTYPES = ("bfloat16", "float32", "float64")
+TiersMode = Literal["auto", "off", "always"]
+TiersChoice = Literal["auto", "resident", "tiered"]  # of one request
 EMBEDDED = "embedded"
+CHOICES = {
+    "load_format": ("auto", "dummy"),
+    "tiers": ("auto", "off", "always"),
+    "kv_dtype": ("auto", "fp8"),
+    "index_dtype": ("auto", "fp8"),
+}
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -38,6 +46,15 @@ class EngineConfig:
     page_rows: int = _setting(64, "Rows (tokens) in one page of KV.")
     device_kv_gib: float | None = _setting(None, "KV memory on the device, in GiB. Default: measured.")
     device_kv_tokens: int | None = _setting(None, "KV memory on the device, in tokens; overrides --device-kv-gib.")
+    host_kv_gib: float | None = _setting(None, "KV memory of the host store, in GiB. Default: measured.")
+    host_kv_tokens: int | None = _setting(None, "KV memory of the host store, in tokens; overrides --host-kv-gib.")
+    tiers: Literal["auto", "off", "always"] = _setting(
+        "auto",
+        "'auto': on the device while there is room, then hot rows only; 'always': hot rows only; 'off': no host store.",
+    )
+    hot_slots: int | None = _setting(None, "Rows that a tiered request keeps on the device. Default: twice its top-k.")
+    kv_dtype: Literal["auto", "fp8"] = _setting("auto", "How rows are stored: as the model computes, or in fp8.")
+    index_dtype: Literal["auto", "fp8"] = _setting("auto", "How index keys are stored: likewise.")
     plans_in_flight: int | None = _setting(
         None, "Steps submitted ahead of their results. Default: 1 on a CPU, 2 on a GPU."
     )
@@ -50,17 +67,29 @@ class EngineConfig:
             "max_num_batched_tokens",
             "page_rows",
             "device_kv_tokens",
+            "host_kv_tokens",
+            "hot_slots",
             "plans_in_flight",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{flag_name(name)} must be at least 1, got {value}")
-        if self.device_kv_gib is not None and not 0 < self.device_kv_gib < float("inf"):
-            raise ConfigError(f"--device-kv-gib must be above 0, got {self.device_kv_gib}")
+        for name in ("device_kv_gib", "host_kv_gib"):
+            gib = getattr(self, name)
+            if gib is not None and not 0 < gib < float("inf"):
+                raise ConfigError(f"--{flag_name(name)} must be above 0, got {gib}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.load_format not in ("auto", "dummy"):
-            raise ConfigError(f"--load-format must be 'auto' or 'dummy', got {self.load_format!r}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                listed = ", ".join(map(repr, choices))
+                raise ConfigError(f"--{flag_name(name)} must be one of {listed}, got {getattr(self, name)!r}")
+        if self.tiers == "off":
+            for name in ("host_kv_gib", "host_kv_tokens", "hot_slots"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"--{flag_name(name)} would have no effect with --tiers off; leave one of them out"
+                    )
 
 
 @dataclass(frozen=True, slots=True)

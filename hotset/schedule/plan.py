@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from hotset.base.sampling import SamplingParams
 from hotset.schedule.request import FinishReason
+from hotset.tiers.commands import Command
 
 Alternatives = Mapping[int, tuple[float, int]]  # token id -> (log-probability, rank); the chosen token is among them
 
@@ -14,19 +15,10 @@ class Admission:
     """A request takes a seat: its fixed place in the worker's tensors. What the seat held before is forgotten."""
 
     seat: int
-    token_ids: tuple[int, ...]  # prompt, and the answer so far where it was preempted
+    token_ids: tuple[int, ...]  # prompt, and the answer so far where it comes back
     prompt_length: int
     params: SamplingParams
     stop_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """Pages given to a seat: its pages number `first` and following."""
-
-    seat: int
-    first: int
-    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +31,7 @@ class Plan:
     """
 
     number: int
-    admissions: Sequence[Admission]
-    growth: Sequence[Growth]
+    commands: Sequence[Admission | Command]  # carried out in order, before the step
     seats: Sequence[int]
     starts: Sequence[int]
     counts: Sequence[int]

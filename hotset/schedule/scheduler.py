@@ -1,16 +1,23 @@
-"""The scheduler: continuous batching with chunked prefill over a fixed number of seats and pages.
+"""The scheduler: continuous batching with chunked prefill over a fixed number of seats and two pools of pages.
 
 `plan()` decides the next step, the runner carries it out, `commit(result)` takes in what came of it. Several plans may
-be in flight; they commit in order. A request's seat and pages change hands only when no plan in flight uses them.
+be in flight; they commit in order. A request's seat, pages and residence change only while no plan in flight uses them.
 """
 
+from bisect import insort
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hotset.base.units import ceil_div
-from hotset.memory.pages import PageAllocator
-from hotset.schedule.plan import Admission, Committed, Growth, Plan, StepResult
+from hotset.base.config import TiersMode
+from hotset.schedule.plan import Admission, Committed, Plan, StepResult
 from hotset.schedule.request import FinishReason, Phase, Request
+from hotset.tiers.commands import Command
+from hotset.tiers.ledger import NOTHING, Ledger, Need
+from hotset.tiers.residence import Residence
+
+CALM_PLANS = 8  # without pressure before anybody is promoted
+MOST_PARKS = 3  # of one request, while others could be parked instead
 
 
 @dataclass(slots=True)
@@ -20,7 +27,11 @@ class Counters:
     steps: int = 0
     tokens_prefilled: int = 0
     tokens_generated: int = 0
-    preemptions: int = 0
+    demotions: int = 0
+    promotions: int = 0
+    parks: int = 0
+    resumes: int = 0
+    recomputes: int = 0
     finished: Counter[FinishReason] = field(default_factory=Counter)
 
 
@@ -36,8 +47,6 @@ class _Draft:
     """The columns of a plan while they are being filled."""
 
     def __init__(self) -> None:
-        self.admissions: list[Admission] = []
-        self.growth: list[Growth] = []
         self.requests: list[Request] = []
         self.seats: list[int] = []
         self.starts: list[int] = []
@@ -46,31 +55,65 @@ class _Draft:
 
 
 class Scheduler:
-    """Owns every request's phase, seat and pages. First come, first served; the youngest gives way."""
+    """Owns every request's phase and seat, and through the ledger its pages. First come, first served.
 
-    def __init__(self, pages: PageAllocator, page_rows: int, seats: int, step_rows: int) -> None:
+    Short of device pages, it demotes (largest gain first), then parks the youngest; short of host pages, the youngest
+    gives up what it has and is computed again later. What that frees is offered to whoever waits, in the same plan.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        seats: int,
+        step_rows: int,
+        tiers: TiersMode = "auto",
+        calm_plans: int = CALM_PLANS,
+    ) -> None:
         """At most `seats` requests run at once. A step computes one row of every decoding request, and rows of prompts
-        until there are `step_rows` in all, but always at least one, so that prompts get on however many decode."""
+        until there are `step_rows` in all, but always at least one, so that prompts get on however many decode.
+        Room must have lasted for `calm_plans` before a tiered request is promoted."""
         self.counters = Counters()
-        self._pages = pages
-        self._page_rows = page_rows
+        self._ledger = ledger
         self._step_rows = step_rows
+        self._mode = tiers
+        self._calm_plans = calm_plans
         self._free_seats = list(range(seats - 1, -1, -1))
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[Request] = deque()  # waiting and parked, in the order in which they may come in
         self._running: list[Request] = []  # oldest first
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._ended: dict[str, FinishReason] = {}
-        self._yielding: Request | None = None  # not planned any more: its pages are wanted once its plans have drained
+        self._yielding: dict[Request, Residence] = {}  # not planned until drained; then it changes to that residence
+        self._commands: list[Admission | Command] = []  # for the next plan
         self._plans = 0
+        self._arrivals = 0
+        self._last_pressure = 0  # number of the plan in which room was last short
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) - self.parked
+
+    @property
+    def parked(self) -> int:
+        return sum(request.phase is Phase.PARKED for request in self._waiting)
 
     @property
     def running(self) -> int:
         return len(self._running)
+
+    def in_residence(self, residence: Residence) -> int:
+        return sum(request.holding.residence is residence for request in self._running)
+
+    def tiered_seats(self) -> dict[int, int]:
+        """Seats whose workers know them to be tiered, and how many rows each has: for audits."""
+        told_later = {command.seat for command in self._commands}
+        return {
+            request.seat: request.planned
+            for request in self._running
+            if request.seat is not None
+            and request.holding.residence is Residence.TIERED
+            and request.seat not in told_later
+        }
 
     @property
     def idle(self) -> bool:
@@ -78,10 +121,15 @@ class Scheduler:
         return not (self._requests or self._in_flight or self._ended)
 
     def add(self, request: Request) -> None:
-        """Queues a request. It must be able to fit an empty pool: the front door checks that."""
+        """Queues a request. It must be able to fit empty pools: the front door checks that."""
         assert request.request_id not in self._requests, f"request {request.request_id} is known already"
-        most = ceil_div(request.max_length - 1, self._page_rows)
-        assert most <= self._pages.capacity, f"{most} pages never fit {self._pages.capacity}"
+        ledger, rows = self._ledger, request.max_length - 1
+        least = min(ledger.need(request.holding, to, rows).device for to in self._places(request, Phase.WAITING))
+        assert least <= ledger.device.capacity, f"{least} device pages never fit {ledger.device.capacity}"
+        if ledger.host is not None:
+            on_host = ledger.geometry.row_pages(rows)
+            assert on_host <= ledger.host.capacity, f"{on_host} host pages never fit {ledger.host.capacity}"
+        request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         self._requests[request.request_id] = request
         self._waiting.append(request)
 
@@ -95,23 +143,23 @@ class Scheduler:
         """The next step, or None if there is nothing that could be computed now."""
         draft = _Draft()
         prefills = []
-        if self._yielding is not None and self._yielding.in_flight == 0:
-            self._yielding = None
+        self._settle()
         for request in tuple(self._running):
-            if request is self._yielding:
+            if not request.running or request in self._yielding:
                 continue
             wanted = min(len(request.tokens) + request.promised, request.max_length - 1) - request.planned
             if wanted > 1:
                 prefills.append(request)
-            elif wanted == 1 and request.seat is not None and self._has_room(request, 1, draft):
+            elif wanted == 1 and not self._not_ready(request) and self._grow(request):
                 self._put(draft, request, 1)
         room = max(self._step_rows - len(draft.seats), 1)
         for request in prefills:
-            if room > 0 and request.running:
+            if room > 0 and request.running and request not in self._yielding:
                 room -= self._put(draft, request, min(room, len(request.tokens) - request.planned))
-        while room > 0 and self._waiting and self._admit(self._waiting[0], draft):
+        while room > 0 and self._waiting and self._admit(self._waiting[0]):
             request = self._waiting.popleft()
-            room -= self._put(draft, request, min(room, len(request.tokens)))
+            room -= self._put(draft, request, min(room, len(request.tokens) - request.planned))
+        self._promote_one()
         return self._seal(draft) if draft.seats else None
 
     def commit(self, result: StepResult) -> Committed:
@@ -146,18 +194,19 @@ class Scheduler:
 
     def audit(self) -> None:
         """Proves that every page and every seat has exactly one owner or is free."""
-        self._pages.audit()
-        held = [page for request in self._requests.values() for page in request.pages]
-        assert len(held) == len(set(held)), "a page has two owners"
-        assert len(held) == self._pages.held, f"{len(held)} pages are owned, {self._pages.held} are held"
-        seats = [request.seat for request in self._requests.values() if request.seat is not None]
+        requests = list(self._requests.values())
+        self._ledger.audit([request.holding for request in requests])
+        seats = [request.seat for request in requests if request.seat is not None]
         assert sorted(seats + self._free_seats) == list(range(len(seats) + len(self._free_seats))), (
             "a seat is lost or shared"
         )
-        for request in self._requests.values():
-            assert request.planned <= len(request.pages) * self._page_rows, (
-                f"{request.request_id} has rows without a page"
-            )
+        assert set(self._yielding) <= set(self._running), "a request that does not run is asked to give way"
+        for request in requests:
+            at_rest = request.holding.residence in (Residence.ABSENT, Residence.PARKED)
+            assert at_rest == (request.seat is None), f"{request.request_id}: {request.holding.residence} and its seat"
+            if not at_rest:
+                need = self._ledger.need(request.holding, request.holding.residence, request.planned)
+                assert need == NOTHING, f"{request.request_id} has rows without a page"
 
     def _take_token(self, request: Request, token: int) -> None:
         request.promised -= 1
@@ -170,8 +219,14 @@ class Scheduler:
             self._end(request, "length")
 
     def _on_kv_ready(self, request: Request) -> None:
-        """The one door into decoding: every row of the request's known tokens is in memory."""
+        """The one door into decoding: every row of the request's known tokens but the newest is in memory."""
         request.move(Phase.DECODE)
+        if request.holding.residence is Residence.STREAMED:
+            self._commands += self._ledger.ready(request.holding, request.planned)
+
+    def _not_ready(self, request: Request) -> bool:
+        """Its prompt has been streamed, and it becomes tiered when that is committed."""
+        return request.holding.residence is Residence.STREAMED and request.planned >= len(request.tokens)
 
     def _put(self, draft: _Draft, request: Request, count: int) -> int:
         """Adds rows [planned, planned + count) of a request, which has pages for them, to the plan."""
@@ -190,62 +245,197 @@ class Scheduler:
         request.in_flight += 1
         return count
 
-    def _has_room(self, request: Request, count: int, draft: _Draft) -> bool:
-        """Grows the request's pages to hold `count` more rows, preempting younger requests if it must.
+    def _grow(self, request: Request) -> bool:
+        """Pages for one more row, for which others give way if they must.
 
-        False: the request cannot go on in this plan; it may itself have been preempted.
+        False: the request cannot go on in this plan; it may itself have given way.
         """
-        missing = ceil_div(request.planned + count, self._page_rows) - len(request.pages)
-        if missing <= 0:
+        if request.planned < request.holding.room:
             return True
-        while (pages := self._pages.allocate(missing, after=request.pages[-1])) is None:
-            if not self._preempt_youngest(request):
+        while (commands := self._ledger.grow(request.holding, request.planned + 1)) is None:
+            if not self._make_room(request):
                 return False
-        draft.growth.append(Growth(request.seat or 0, len(request.pages), tuple(pages)))
-        request.pages += pages
+        self._commands += commands
         return True
 
-    def _preempt_youngest(self, needy: Request) -> bool:
-        """Takes seat and pages from the youngest running request and puts it back in front of the queue.
+    def _make_room(self, needy: Request) -> bool:
+        """Frees pages for `needy` to grow. False: nothing more can be had now, or `needy` itself has given way."""
+        self._last_pressure = self._plans
+        if self._yielding:
+            return False  # room is on its way
+        need = self._ledger.need(needy.holding, needy.holding.residence, needy.planned + 1)
+        short_of_device = need.device > self._ledger.device.free
+        if short_of_device and (largest := self._largest_gain()) is not None:
+            return self._give_way(largest, Residence.TIERED)
+        can_park = short_of_device and self._ledger.host is not None
+        victim = self._youngest(can_park)
+        return self._give_way(victim, Residence.PARKED if can_park else Residence.ABSENT) and victim is not needy
 
-        False: nothing more can be had now. That request is `needy` itself, or plans in flight still use its pages; then
-        it is not planned again until they have drained, so that its turn to give way comes.
-        """
-        victim = self._running[-1]
-        if victim.in_flight > 0:
-            self._yielding = victim
-            return False
-        self._running.pop()
-        self._give_back(victim)
-        victim.move(Phase.WAITING)
-        victim.planned = 0
-        self.counters.preemptions += 1
-        self._waiting.appendleft(victim)
-        return victim is not needy
+    def _youngest(self, to_park: bool) -> Request:
+        """Who gives way: the youngest that runs, or, where host pages are wanted, that holds any."""
+        candidates = list(self._running)
+        if to_park:
+            candidates = [request for request in candidates if request.parks < MOST_PARKS] or candidates
+        else:
+            candidates += [request for request in self._waiting if request.phase is Phase.PARKED]
+        return max(candidates, key=lambda request: request.arrival)
 
-    def _admit(self, request: Request, draft: _Draft) -> bool:
-        """Gives the request a seat and pages for all its tokens, in one run where possible; False if there is no room.
+    def _largest_gain(self) -> Request | None:
+        """The running request whose demotion frees the most pages."""
+        best = max(self._demotable(), key=self._gain, default=None)
+        return best if best is not None and self._gain(best) > 0 else None
 
-        A page per running request is left free, so that those who run can grow before somebody is preempted.
-        """
-        wanted = ceil_div(len(request.tokens), self._page_rows)
-        if not self._free_seats or (wanted + len(self._running) > self._pages.free and self._running):
+    def _demotable(self) -> Iterator[Request]:
+        for request in self._running:
+            if request.phase is Phase.DECODE and request.tiers != "resident" and request not in self._yielding:
+                yield request
+
+    def _gain(self, request: Request) -> int:
+        return self._ledger.gain(request.holding, request.planned)
+
+    def _give_way(self, request: Request, to: Residence) -> bool:
+        """Changes a request's residence at once, if no plan in flight uses it, or else as soon as they have drained."""
+        if request.in_flight > 0:
+            self._yielding[request] = to
             return False
-        pages = self._pages.allocate(wanted)
-        if pages is None:
+        self._change(request, to)
+        return True
+
+    def _settle(self) -> None:
+        """Those who were asked to give way, and whose plans have drained, do so."""
+        for request, to in tuple(self._yielding.items()):
+            if request.in_flight == 0:
+                del self._yielding[request]
+                self._change(request, to)
+
+    def _change(self, request: Request, to: Residence) -> None:
+        ledger, holding = self._ledger, request.holding
+        if to is Residence.TIERED:
+            if self._gain(request) > 0:
+                self._commands += ledger.demote(holding, request.planned)
+                self.counters.demotions += 1
+        elif to is Residence.RESIDENT:
+            commands = ledger.promote(holding, request.planned)
+            if commands is not None:
+                self._commands += commands
+                self.counters.promotions += 1
+        elif to is Residence.PARKED:
+            self._commands += ledger.park(holding, request.planned)
+            self.counters.parks += 1
+            request.parks += 1
+            self._step_back(request, Phase.PARKED)
+        else:
+            self._recompute(request)
+
+    def _recompute(self, request: Request) -> None:
+        """Gives up everything: the one way of making room that costs computing again."""
+        self._ledger.release(request.holding)
+        request.planned = 0
+        self.counters.recomputes += 1
+        if request.phase is Phase.PARKED:
+            request.move(Phase.WAITING)
+        else:
+            self._step_back(request, Phase.WAITING)
+
+    def _step_back(self, request: Request, phase: Phase) -> None:
+        """Out of the running, into the queue by the order of arrival: in front of all that never ran."""
+        request.move(phase)
+        self._running.remove(request)
+        self._leave_seat(request)
+        at = sum(other.arrival < request.arrival for other in self._waiting)
+        self._waiting.insert(at, request)
+
+    def _places(self, request: Request, phase: Phase) -> tuple[Residence, ...]:
+        """Where a request may come in, the best first."""
+        below = Residence.TIERED if phase is Phase.PARKED and request.prefilled else Residence.STREAMED
+        if not self._ledger.tiers or request.tiers == "resident":
+            return (Residence.RESIDENT,)
+        if self._mode == "always" or request.tiers == "tiered":
+            return (below,)
+        return (Residence.RESIDENT, below)
+
+    def _admit(self, request: Request) -> bool:
+        """A waiting or parked request comes in, with pages for all its tokens; False if there is no room for it yet."""
+        if not self._free_seats:
             return False
-        request.seat = self._free_seats.pop()
-        request.pages = pages
-        request.move(Phase.PREFILL)
-        self._running.append(request)
-        draft.admissions.append(
-            Admission(request.seat, tuple(request.tokens), request.prompt_length, request.params, request.stop_ids)
+        spare = self._to_grow()
+        for place in self._places(request, request.phase):
+            if place is Residence.STREAMED and self.in_residence(Residence.STREAMED):
+                continue  # one workspace at a time
+            need = self._ledger.need(request.holding, place, len(request.tokens))
+            if self._ledger.fits(need, spare) or self._demote_for(need, spare):
+                self._come_in(request, place)
+                return True
+        self._last_pressure = self._plans
+        return False
+
+    def _demote_for(self, need: Need, spare: Need) -> bool:
+        """Demotes, largest gain first, until `need` fits; not at all if that would not do. False: not yet, or never."""
+        if not self._ledger.tiers or self._yielding or not self._ledger.fits(Need(0, need.host), Need(0, spare.host)):
+            return False
+        gains = sum(max(0, self._gain(request)) for request in self._demotable())
+        if need.device + spare.device > self._ledger.device.free + gains:
+            return False
+        self._last_pressure = self._plans
+        coming = self._ledger.device.free
+        while need.device + spare.device > coming:
+            victim = self._largest_gain()
+            assert victim is not None, "the gains were counted"
+            gain = self._gain(victim)
+            self._give_way(victim, Residence.TIERED)
+            coming += gain
+        return self._ledger.fits(need, spare)
+
+    def _come_in(self, request: Request, place: Residence) -> None:
+        ledger, seat = self._ledger, self._free_seats.pop()
+        parked = request.phase is Phase.PARKED
+        rows = len(request.tokens)
+        commands = (
+            ledger.resume(request.holding, seat, place, request.planned, rows)
+            if parked
+            else ledger.admit(request.holding, seat, place, rows)
         )
-        draft.growth.append(Growth(request.seat, 0, tuple(pages)))
-        return True
+        assert commands is not None, "there was room"
+        request.seat = seat
+        self._commands.append(
+            Admission(seat, tuple(request.tokens), request.prompt_length, request.params, request.stop_ids)
+        )
+        self._commands += commands
+        insort(self._running, request, key=lambda other: other.arrival)
+        if not parked:
+            request.move(Phase.PREFILL)
+        else:
+            self.counters.resumes += 1
+            if request.prefilled:
+                self._on_kv_ready(request)
+            else:
+                request.move(Phase.PREFILL)
+
+    def _to_grow(self) -> Need:
+        """A page for every running request that will want more before it ends: left free when others come in."""
+        device = host = 0
+        for request in self._running:
+            device += request.holding.device_room < request.max_length - 1
+            host += request.holding.host_room < request.max_length - 1
+        return Need(device, host)
+
+    def _promote_one(self) -> None:
+        """When room has lasted and nobody waits, the oldest tiered request that fits becomes resident again."""
+        if self._mode == "always" or self._waiting or self._yielding or not self._ledger.tiers:
+            return
+        if self._plans - self._last_pressure < self._calm_plans:
+            return
+        tiered = [request for request in self._running if request.holding.residence is Residence.TIERED]
+        spare = self._to_grow() if tiered else NOTHING
+        for request in tiered:
+            need = self._ledger.promotion(request.holding, request.planned)
+            if request.tiers != "tiered" and self._ledger.fits(need, spare):
+                self._give_way(request, Residence.RESIDENT)
+                return
 
     def _seal(self, draft: _Draft) -> Plan:
-        plan = Plan(self._plans, draft.admissions, draft.growth, draft.seats, draft.starts, draft.counts, draft.sampled)
+        plan = Plan(self._plans, self._commands, draft.seats, draft.starts, draft.counts, draft.sampled)
+        self._commands = []
         self._plans += 1
         self._in_flight.append(_InFlight(plan, draft.requests))
         return plan
@@ -253,12 +443,13 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> None:
         self.counters.finished[reason] += 1
         self._ended[request.request_id] = reason
-        if request.phase is Phase.WAITING:
+        if request.phase in (Phase.WAITING, Phase.PARKED):
             self._waiting.remove(request)
             self._release(request)
             return
         request.move(Phase.ENDING)
         self._running.remove(request)
+        self._yielding.pop(request, None)
         if request.in_flight == 0:
             self._release(request)
 
@@ -266,13 +457,13 @@ class Scheduler:
         """The one door out: seat and pages go back, the request is forgotten. No plan in flight uses them any more."""
         if request.phase is Phase.FINISHED:
             return
+        assert request.in_flight == 0, f"{request.request_id} is part of a plan in flight"
         request.move(Phase.FINISHED)
-        self._give_back(request)
+        self._leave_seat(request)
+        self._ledger.release(request.holding)
         del self._requests[request.request_id]
 
-    def _give_back(self, request: Request) -> None:
-        assert request.in_flight == 0, f"{request.request_id} is part of a plan in flight"
+    def _leave_seat(self, request: Request) -> None:
         if request.seat is not None:
             self._free_seats.append(request.seat)
-            self._pages.release(request.pages)
-            request.seat, request.pages = None, []
+            request.seat = None

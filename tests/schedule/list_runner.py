@@ -1,0 +1,126 @@
+"""A worker of plain lists: carries out plans and commands on dictionaries, and checks every row that is read.
+
+A row's content is the context up to it, which stands for its KV. Memory that commands hand out for slots, maps, keys or
+workspace is spoiled at once, so a page with two owners does not go unnoticed.
+"""
+
+from hotset.memory.geometry import TAIL_PAGES, Geometry
+from hotset.schedule.plan import Admission, Plan, StepResult
+from hotset.tiers.commands import Command, Demote, Flush, Grant, Kind, Load, Promote
+from hotset.tiers.residence import Residence
+
+Row = tuple[int, int]  # page, row in it
+SPOILED = ("spoiled",)
+
+
+def next_token(context: tuple[int, ...]) -> int:
+    """A deterministic model: the token depends on the whole context."""
+    return hash(context) % 23
+
+
+class Seat:
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.pages: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+        self.tiered = False
+
+
+class ListRunner:
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.seats: dict[int, Seat] = {}
+        self.device: dict[Row, tuple[object, ...]] = {}
+        self.host: dict[Row, tuple[object, ...]] = {}
+        self.number = -1
+
+    def submit(self, plan: Plan) -> StepResult:
+        assert plan.number == self.number + 1, "plans are numbered in order"
+        self.number = plan.number
+        for command in plan.commands:
+            if isinstance(command, Admission):
+                self.seats[command.seat] = Seat(list(command.token_ids))
+            else:
+                self.execute(command)
+        assert len(plan.seats) == len(set(plan.seats)), "a seat stands twice in one plan"
+        results = []
+        for at, (seat, start, count) in enumerate(zip(plan.seats, plan.starts, plan.counts, strict=True)):
+            context = self._compute(self.seats[seat], start, count)
+            if at in plan.sampled:
+                results.append(next_token(context))
+                self.seats[seat].tokens.append(results[-1])
+        return StepResult(plan.number, results)
+
+    def execute(self, command: Command) -> None:
+        seat = self.seats[command.seat]
+        match command:
+            case Grant(_, kind, first, pages):
+                assert first == len(seat.pages[kind]), f"{kind} granted from {first}, {len(seat.pages[kind])} are held"
+                seat.pages[kind] += pages
+                if kind is not Kind.HOST:
+                    self._spoil(pages)
+            case Flush(_, length):
+                newest = length // self.geometry.page_rows * self.geometry.page_rows
+                if not seat.pages[Kind.WORK]:
+                    self._mirror(seat, newest, length)
+                self.seats[command.seat] = Seat([])
+            case Load(_, length, to, _):
+                self._load(seat, length, to)
+            case Demote(_, length, _, slots, tail, maps):
+                newest = length // self.geometry.page_rows
+                kept = seat.pages[Kind.ROWS][newest - 1 : newest + 1]
+                assert [tail[(newest - 1 + n) % TAIL_PAGES] for n in range(len(kept))] == kept, "the tail moved"
+                seat.pages[Kind.ROWS] = []
+                seat.pages[Kind.SLOTS], seat.pages[Kind.TAIL], seat.pages[Kind.MAPS] = [*slots], [*tail], [*maps]
+                seat.tiered = True
+            case Promote(_, length, rows):
+                newest = length // self.geometry.page_rows
+                seat.pages[Kind.ROWS] = [*rows]
+                seat.pages[Kind.SLOTS], seat.pages[Kind.TAIL], seat.pages[Kind.MAPS] = [], [], []
+                seat.tiered = False
+                for position in range(max(0, newest - 1) * self.geometry.page_rows):
+                    self.device[self._at(seat, Kind.ROWS, position)] = self.host[self._at(seat, Kind.HOST, position)]
+
+    def _load(self, seat: Seat, length: int, to: Residence) -> None:
+        first = 0
+        if to is Residence.TIERED:
+            seat.tiered, seat.pages[Kind.WORK] = True, []
+            first = self.geometry.tail_first(length)
+        if to is not Residence.STREAMED:
+            for position in range(first, length):
+                self.device[self._device_row(seat, position)] = self.host[self._at(seat, Kind.HOST, position)]
+
+    def _compute(self, seat: Seat, start: int, count: int) -> tuple[int, ...]:
+        """Writes rows [start, start + count) and reads everything before them, as attention may."""
+        streamed, page_rows, end = bool(seat.pages[Kind.WORK]), self.geometry.page_rows, start + count
+        for position in range(start, end):
+            where = self._at(seat, Kind.HOST, position) if streamed else self._device_row(seat, position)
+            (self.host if streamed else self.device)[where] = tuple(seat.tokens[: position + 1])
+        self._spoil([*seat.pages[Kind.SLOTS], *seat.pages[Kind.MAPS], *seat.pages[Kind.WORK], *seat.pages[Kind.KEYS]])
+        on_host_alone = end if streamed else self.geometry.tail_first(end - 1) if seat.tiered else 0
+        for position in range(end):
+            expected = tuple(seat.tokens[: position + 1])
+            if position < on_host_alone:
+                assert self.host[self._at(seat, Kind.HOST, position)] == expected, "a row on the host is wrong"
+            else:
+                assert self.device[self._device_row(seat, position)] == expected, "a row on the device is wrong"
+        if seat.pages[Kind.HOST] and not streamed:
+            self._mirror(seat, start // page_rows * page_rows, end // page_rows * page_rows)
+        return tuple(seat.tokens[:end])
+
+    def _mirror(self, seat: Seat, first: int, last: int) -> None:
+        for position in range(first, last):
+            self.host[self._at(seat, Kind.HOST, position)] = self.device[self._device_row(seat, position)]
+
+    def _device_row(self, seat: Seat, position: int) -> Row:
+        if not seat.tiered:
+            return self._at(seat, Kind.ROWS, position)
+        page_rows = self.geometry.page_rows
+        return seat.pages[Kind.TAIL][position // page_rows % TAIL_PAGES], position % page_rows
+
+    def _at(self, seat: Seat, kind: Kind, position: int) -> Row:
+        return seat.pages[kind][position // self.geometry.page_rows], position % self.geometry.page_rows
+
+    def _spoil(self, pages: "list[int] | tuple[int, ...]") -> None:
+        for page in pages:
+            for row in range(self.geometry.page_rows):
+                self.device[page, row] = SPOILED
