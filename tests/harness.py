@@ -12,15 +12,16 @@ from torch import Tensor
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import assemble
+from hotset.engine.build import assemble, model_card
 from hotset.engine.core import Engine
-from hotset.engine.intake import Intake, ModelCard
+from hotset.engine.intake import Intake
 from hotset.engine.runner import Model
 from hotset.engine.sizing import kv_budget
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
 from hotset.models.spec import ModelSpec
+from hotset.tiers.view import TieredView
 
 CPU = torch.device("cpu")
 
@@ -55,18 +56,18 @@ class Recorder:
         self._inner = inner
         self.device = inner.device
         self.logits: dict[tuple[int, ...], list[Tensor]] = {}
-        self._context: dict[int, list[int]] = {}  # seat -> tokens so far
+        self.tokens = torch.empty(0, 0)  # [seats, context]: the runner's, since a parked request comes back unseen
 
     @property
     def kv_shape(self) -> KvShape:
         return self._inner.kv_shape
 
     def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
-        assert isinstance(view, ResidentView)
+        assert isinstance(view, ResidentView | TieredView)
         logits = self._inner.forward(token_ids, view, None)
         for _segment, first, last, length in view.segments:
-            context = self._context.setdefault(int(view.seat_of[first]), [])
-            context[length - (last - first) :] = token_ids[first:last].tolist()
+            context = self.tokens[int(view.seat_of[first]), :length].tolist()
+            assert context[length - (last - first) :] == token_ids[first:last].tolist()
             for row in range(first, last):
                 self.logits.setdefault(tuple(context[: length - (last - 1 - row)]), []).append(logits[row].clone())
         return logits if wanted is None else logits[wanted]
@@ -83,9 +84,12 @@ class Answer:
 def make_engine(model: Model, spec: ModelSpec, **settings: Any) -> Engine:
     """An engine around a decoder that is loaded; settings as in EngineConfig."""
     config = EngineConfig(**settings)
-    budget = kv_budget(config, model.kv_shape.token_bytes, spec.context, CPU)
-    card = ModelCard("test", spec.architecture, budget.max_model_len, spec.vocab, spec.eos_ids, "cpu", "float64")
-    return assemble(config, card, model, budget, CPU)
+    budget = kv_budget(config, model.kv_shape, spec.context, CPU)
+    card = model_card(config, spec, budget, CPU, torch.float64)
+    engine = assemble(config, card, model, budget, CPU)
+    if isinstance(model, Recorder):
+        model.tokens = engine._runner._tokens
+    return engine
 
 
 def run_all(

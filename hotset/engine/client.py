@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TypeVar
 
-from hotset.base.config import EngineConfig
+from hotset.base.config import EngineConfig, TiersChoice
 from hotset.base.errors import EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import FrontModel, open_front
@@ -66,7 +66,7 @@ class EngineClient:
         return len(self._unstarted)
 
     async def generate(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, tiers: TiersChoice = "auto"
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of all `n` choices as they come; each choice ends with a finish_reason.
 
@@ -78,7 +78,7 @@ class EngineClient:
             raise EngineStopped("the engine is stopping" if self._stopping else "the engine process has died")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
-        choices = self._intake.accept(request_id, prompt, params)
+        choices = self._intake.accept(request_id, prompt, params, tiers)
         inbox: Inbox = asyncio.Queue()
         ids = [choice.request_id for choice in choices]
         self._inboxes.update(dict.fromkeys(ids, inbox))

@@ -3,7 +3,9 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
+from hotset.base.config import TiersChoice
 from hotset.base.errors import ContextLengthExceeded, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.schedule.request import Request
@@ -18,6 +20,8 @@ class ModelCard:
     max_model_len: int
     vocab: int
     eos_ids: tuple[int, ...]
+    tiers: bool  # requests can be tiered
+    resident_len: int  # longest context that can be resident
     device: str
     dtype: str
 
@@ -32,9 +36,10 @@ class Choice:
     params: SamplingParams
     stop_ids: frozenset[int]
     max_length: int
+    tiers: TiersChoice = "auto"
 
     def to_request(self) -> Request:
-        return Request(self.request_id, list(self.prompt), self.params, self.stop_ids, self.max_length)
+        return Request(self.request_id, list(self.prompt), self.params, self.stop_ids, self.max_length, self.tiers)
 
 
 class Intake:
@@ -44,7 +49,9 @@ class Intake:
         self._card = card
         self._seeds = random.Random(seed)
 
-    def accept(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> list[Choice]:
+    def accept(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, tiers: TiersChoice = "auto"
+    ) -> list[Choice]:
         """The `n` choices of a request, or RequestError; nothing is held yet."""
         card = self._card
         self._check_ids("prompt", prompt)
@@ -60,6 +67,9 @@ class Intake:
                 param="prompt",
             )
         longest = card.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
+        self._check_tiers(tiers, len(prompt) + answer)
+        if tiers == "resident":
+            longest = min(longest, card.resident_len)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(card.eos_ids))
         first_seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         # Choice 0 keeps the seed as given, so that n = 1 and the first of n agree.
@@ -71,9 +81,26 @@ class Intake:
                 replace(params, seed=_signed(first_seed + index)),
                 stop_ids,
                 longest,
+                tiers,
             )
             for index in range(params.n)
         ]
+
+    def _check_tiers(self, tiers: TiersChoice, tokens: int) -> None:
+        card = self._card
+        if tiers not in get_args(TiersChoice):
+            raise RequestError(f"tiers must be one of {', '.join(get_args(TiersChoice))}, not {tiers!r}", param="tiers")
+        if tiers == "tiered" and not card.tiers:
+            raise RequestError(
+                "tiers 'tiered' needs a model that selects its rows and an engine with tiers; leave it out",
+                param="tiers",
+            )
+        if tiers == "resident" and tokens > card.resident_len:
+            raise ContextLengthExceeded(
+                f"the device holds at most {card.resident_len} tokens of one resident request, but {tokens} were asked "
+                "for; leave tiers out or shorten the request",
+                param="tiers",
+            )
 
     def _check_ids(self, param: str, token_ids: object) -> None:
         for token in token_ids:  # type: ignore[attr-defined]

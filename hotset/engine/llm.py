@@ -5,7 +5,7 @@ from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from hotset.base.config import EMBEDDED, EngineConfig
+from hotset.base.config import EMBEDDED, EngineConfig, TiersChoice
 from hotset.base.errors import EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import build_engine, open_front
@@ -40,12 +40,18 @@ class LLM:
         self._numbers = itertools.count()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tiers: TiersChoice = "auto",
     ) -> list[RequestOutput]:
-        """Answers every prompt, in order. All are checked before any is computed."""
+        """Answers every prompt, in order. All are checked before any is computed.
+
+        `tiers` says where their KV may live: 'resident' (all of it on the device), 'tiered' (hot rows only), 'auto'.
+        """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         each = self._params_for(batch, params)
-        accepted = [self._accept(token_ids_of(p, self.tokenizer), q) for p, q in zip(batch, each, strict=True)]
+        accepted = [self._accept(token_ids_of(p, self.tokenizer), q, tiers) for p, q in zip(batch, each, strict=True)]
         collected: dict[str, CompletionOutput] = {}
         for choices in accepted:
             collected.update({choice.request_id: CompletionOutput(choice.index) for choice in choices})
@@ -64,23 +70,28 @@ class LLM:
         return [self._output(p, choices, collected) for p, choices in zip(batch, accepted, strict=True)]
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        tiers: TiersChoice = "auto",
     ) -> list[RequestOutput]:
         """Answers one conversation, or a list of conversations."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [{"prompt_token_ids": self._chat_ids(conversation)} for conversation in conversations]  # type: ignore[arg-type]
-        return self.generate(prompts, params)
+        return self.generate(prompts, params, tiers)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, tiers: TiersChoice = "auto"
+    ) -> Generator[Delta, None, None]:
         """Deltas of one prompt's choices as they come. Closing the iterator aborts the request."""
-        choices = self._accept(token_ids_of(prompt, self.tokenizer), params or SamplingParams())
+        choices = self._accept(token_ids_of(prompt, self.tokenizer), params or SamplingParams(), tiers)
         return self._deltas(choices)
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
+        self, messages: Sequence[Message], params: SamplingParams | None = None, tiers: TiersChoice = "auto"
     ) -> Generator[Delta, None, None]:
         """Deltas of the answer to one conversation."""
-        return self.stream({"prompt_token_ids": self._chat_ids(messages)}, params)
+        return self.stream({"prompt_token_ids": self._chat_ids(messages)}, params, tiers)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -94,6 +105,7 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._abandon(self._open.ids)
+            self._engine.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -117,11 +129,11 @@ class LLM:
             raise RequestError("this model came without a tokenizer; give token ids", param="messages")
         return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special=False)
 
-    def _accept(self, token_ids: Sequence[int], params: SamplingParams) -> list[Choice]:
+    def _accept(self, token_ids: Sequence[int], params: SamplingParams, tiers: TiersChoice) -> list[Choice]:
         self._check_open()
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
-        return self._intake.accept(f"llm-{next(self._numbers)}", token_ids, params)
+        return self._intake.accept(f"llm-{next(self._numbers)}", token_ids, params, tiers)
 
     def _start(self, choices: Sequence[Choice]) -> None:
         self._open.add(choices)

@@ -65,11 +65,23 @@ class EngineStats:
 
     running: int = 0
     waiting: int = 0
-    pages_free: int = 0
-    pages_held: int = 0
-    pages_total: int = 0
+    resident: int = 0  # of those that run
+    tiered: int = 0  # of those that run
+    parked: int = 0
+    device_pages_held: int = 0
+    device_pages_total: int = 0
+    host_pages_held: int = 0
+    host_pages_total: int = 0
     steps: int = 0
     tokens_prefilled: int = 0
     tokens_generated: int = 0
-    preemptions: int = 0
+    demotions: int = 0
+    promotions: int = 0
+    parks: int = 0
+    resumes: int = 0
+    recomputes: int = 0
+    rows_flushed: int = 0
+    bytes_swapped: int = 0
+    slot_lookups: Mapping[int, int] = field(default_factory=dict)  # by the layer whose indexer asked
+    slot_misses: Mapping[int, int] = field(default_factory=dict)
     requests_finished: Mapping[str, int] = field(default_factory=dict)  # by reason

@@ -133,7 +133,10 @@ def _child(config: EngineConfig, pipe: Connection) -> None:
         if engine is not None:
             inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
             threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True).start()
-            _run(engine, pipe, inbox)
+            try:
+                _run(engine, pipe, inbox)
+            finally:
+                engine.close()
     except BrokenPipeError:
         return  # the parent is gone
 

@@ -1,4 +1,4 @@
-"""The runner carries out plans: it owns the model, the device pool and every seat's tensors, and decides nothing."""
+"""The runner carries out plans: it owns the model, its memory and every seat's tensors, and decides nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hotset.memory.device_pool import DevicePool, KvShape
-from hotset.memory.resident import PageTables, ResidentView
+from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.sampler import Sampled, Sampler
 from hotset.schedule.plan import Admission, Alternatives, Plan, StepResult
+from hotset.tiers.coordinator import Coordinator
 
 
 class Model(Protocol):
@@ -50,22 +50,23 @@ class Ticket:
 class Runner:
     """Executes plans in the order they come. A seat's tokens live here, so a plan need not carry them."""
 
-    def __init__(self, model: Model, pool: DevicePool, seats: int, context: int, vocab: int) -> None:
+    def __init__(self, model: Model, memory: Coordinator, seats: int, context: int, vocab: int) -> None:
         """`context` is the longest that any request may grow."""
         self._model = model
-        self._pool = pool
-        self._tables = PageTables(seats, context, pool.page_rows, pool.device)
-        self._tokens = torch.zeros(seats, context + 1, dtype=torch.int32, device=pool.device)
-        self._sampler = Sampler(seats, vocab, pool.device)
+        self._memory = memory
+        self._device = model.device
+        self._tokens = torch.zeros(seats, context + 1, dtype=torch.int32, device=self._device)
+        self._sampler = Sampler(seats, vocab, self._device)
 
     @torch.inference_mode()
     def submit(self, plan: Plan) -> Ticket:
         """Starts the step (on a CPU: carries it out). Never waits for the device."""
-        for admission in plan.admissions:
-            self._admit(admission)
-        for growth in plan.growth:
-            self._tables.extend(growth.seat, growth.first, growth.pages)
-        view = ResidentView(self._pool, self._tables, plan.seats, plan.starts, plan.counts)
+        for command in plan.commands:
+            if isinstance(command, Admission):
+                self._admit(command)
+            else:
+                self._memory.execute(command)
+        view = self._memory.view(plan.seats, plan.starts, plan.counts)
         positions = view.segments.positions
         token_ids = self._tokens[view.seat_of, positions]
         wanted = self._last_rows(plan)
@@ -74,6 +75,7 @@ class Runner:
         else:
             seat_of = view.seat_of
         logits = self._model.forward(token_ids, view, wanted)
+        self._memory.written(plan.seats, plan.starts, plan.counts)
         if not plan.sampled:
             return Ticket(plan.number, None)
         seats = plan.seats if len(plan.sampled) == len(plan.seats) else [plan.seats[at] for at in plan.sampled]
@@ -83,7 +85,7 @@ class Runner:
 
     def _admit(self, admission: Admission) -> None:
         seat, tokens = admission.seat, admission.token_ids
-        self._tables.clear(seat)
+        self._memory.seat(seat)
         self._tokens[seat, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self._sampler.admit(seat, admission.params, tokens, admission.prompt_length, admission.stop_ids)
 
@@ -92,7 +94,7 @@ class Runner:
         if len(plan.sampled) == len(plan.counts) == plan.rows:
             return None
         ends = _running_sum(plan.counts)
-        return torch.tensor([ends[at] - 1 for at in plan.sampled], dtype=torch.int64).to(self._pool.device)
+        return torch.tensor([ends[at] - 1 for at in plan.sampled], dtype=torch.int64).to(self._device)
 
 
 def _running_sum(counts: Sequence[int]) -> list[int]:

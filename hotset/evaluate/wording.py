@@ -11,7 +11,7 @@ from importlib.resources.abc import Traversable
 
 HELD_OUT_IN = 13  # one key in so many is never shown in training; evaluation uses no others
 STRIDE = 7919
-NUMBERS = "zero one two three four five six seven eight nine ten".split()
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 LARGEST_COUNT = 5  # of a record: up to here each number is one token, as words are, so it is looked up as they are
 
 Key = tuple[str, str]

@@ -108,7 +108,8 @@ async def completion(request: Request, service: Service, body: CompletionRequest
         show_token_ids=bool(body.return_token_ids),
     )
     usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return await respond(request, service, Job(wording.id, prompts, params, wording, bool(body.stream), usage_wanted))
+    job = Job(wording.id, prompts, params, wording, bool(body.stream), usage_wanted, body.tiers or "auto")
+    return await respond(request, service, job)
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:

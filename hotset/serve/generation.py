@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from hotset.base.config import TiersChoice
 from hotset.base.errors import EngineStopped
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
@@ -52,6 +53,7 @@ class Job:
     wording: Wording
     stream: bool
     include_usage: bool
+    tiers: TiersChoice
 
     @property
     def choices(self) -> int:
@@ -194,7 +196,7 @@ async def _all_deltas(client: EngineClient, job: Job) -> AsyncGenerator[Delta, N
     """Deltas of all prompts as they come, `index` counted over the whole response. Closing it aborts every prompt."""
     arrived: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
     pumps = [
-        asyncio.create_task(_pump(client, f"{job.request_id}-{place}", prompt, job.params, place, arrived))
+        asyncio.create_task(_pump(client, f"{job.request_id}-{place}", prompt, job, place, arrived))
         for place, prompt in enumerate(job.prompts)
     ]
     left = len(pumps)
@@ -217,18 +219,18 @@ async def _pump(
     client: EngineClient,
     request_id: str,
     prompt: list[int],
-    params: SamplingParams,
+    job: Job,
     place: int,
     arrived: asyncio.Queue[Delta | Exception | None],
 ) -> None:
     """Moves one prompt's deltas into `arrived`, and after them its end: None, or the error."""
     try:
-        generated = client.generate(request_id, prompt, params)
+        generated = client.generate(request_id, prompt, job.params, job.tiers)
         async with aclosing(generated) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "abort":
                     raise EngineStopped("the engine stopped before the answer was complete")
-                arrived.put_nowait(replace(delta, index=place * params.n + delta.index))
+                arrived.put_nowait(replace(delta, index=place * job.params.n + delta.index))
         arrived.put_nowait(None)
     except Exception as error:
         arrived.put_nowait(error)

@@ -15,15 +15,29 @@ REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 GAUGES = {
     "running": ("hotset_requests_running", "Requests that take part in steps now."),
     "waiting": ("hotset_requests_waiting", "Requests that wait for a place."),
-    "pages_free": ("hotset_pages_free", "KV pages that nobody holds."),
-    "pages_held": ("hotset_pages_held", "KV pages that requests hold."),
-    "pages_total": ("hotset_pages_total", "KV pages in all."),
+    "resident": ("hotset_requests_resident", "Running requests all of whose rows are on the device."),
+    "tiered": ("hotset_requests_tiered", "Running requests whose rows are on the host, hot ones on the device."),
+    "parked": ("hotset_requests_parked", "Requests that wait with their rows on the host."),
+    "device_pages_held": ("hotset_device_pages_held", "Pages of the device pool that requests hold."),
+    "device_pages_total": ("hotset_device_pages_total", "Pages of the device pool in all."),
+    "host_pages_held": ("hotset_host_pages_held", "Pages of the host store that requests hold."),
+    "host_pages_total": ("hotset_host_pages_total", "Pages of the host store in all."),
 }
 COUNTERS = {
     "tokens_generated": ("hotset_tokens_generated", "Tokens sampled."),
     "tokens_prefilled": ("hotset_tokens_prefilled", "Prompt tokens computed, recomputed ones included."),
-    "preemptions": ("hotset_preemptions", "Requests that gave up their pages for others."),
+    "demotions": ("hotset_demotions", "Resident requests that became tiered."),
+    "promotions": ("hotset_promotions", "Tiered requests that became resident."),
+    "parks": ("hotset_parks", "Requests that gave up their device pages and kept their rows on the host."),
+    "resumes": ("hotset_resumes", "Parked requests that came back."),
+    "recomputes": ("hotset_recomputes", "Requests that gave up all their rows and were computed again."),
+    "rows_flushed": ("hotset_rows_flushed", "Rows copied to the host, each counted once for all layers."),
+    "bytes_swapped": ("hotset_bytes_swapped", "Bytes copied from the host into slots."),
     "steps": ("hotset_steps", "Steps computed."),
+}
+LAYER_COUNTERS = {
+    "slot_lookups": ("hotset_slot_lookups", "Positions looked up in hot slots, by the layer whose indexer chose them."),
+    "slot_misses": ("hotset_slot_misses", "Those that were not there and came from the host."),
 }
 
 
@@ -74,6 +88,11 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(name, meaning, value=getattr(self._stats, field))
         for field, (name, meaning) in COUNTERS.items():
             yield CounterMetricFamily(name, meaning, value=getattr(self._stats, field))
+        for field, (name, meaning) in LAYER_COUNTERS.items():
+            by_layer = CounterMetricFamily(name, meaning, labels=("layer",))
+            for layer, count in getattr(self._stats, field).items():
+                by_layer.add_metric((str(layer),), count)
+            yield by_layer
         finished = CounterMetricFamily("hotset_requests_finished", "Requests ended, by reason.", labels=("reason",))
         for reason, count in self._stats.requests_finished.items():
             finished.add_metric((reason,), count)

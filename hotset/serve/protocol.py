@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from hotset.base.config import TiersChoice
 from hotset.base.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS
 
 # Union tags appear in the location of a validation error; this sign tells them from field names.
@@ -117,6 +118,9 @@ class SamplingFields(Sent):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = Field(None, description="Add prompt_token_ids and token_ids to the choices.")
+    tiers: TiersChoice | None = Field(
+        None, description="Where this request's KV may live; 'auto' on the device while there is room."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

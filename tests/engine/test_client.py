@@ -45,7 +45,7 @@ async def collect(deltas: AsyncIterator[Delta]) -> list[int]:
 
 
 async def pages_held(client: EngineClient, wanted: int) -> None:
-    while (await client.stats()).pages_held != wanted:
+    while (await client.stats()).device_pages_held != wanted:
         await asyncio.sleep(0.01)
 
 

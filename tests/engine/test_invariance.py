@@ -6,6 +6,7 @@ from harness import RandomWeights, make_engine, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotset.base.config import TiersMode
 from hotset.base.errors import EngineStopped
 from hotset.base.sampling import SamplingParams
 from hotset.engine.intake import Intake
@@ -14,6 +15,7 @@ from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 
 VOCAB = 61
+CHANGES = ("recomputes", "parks", "resumes", "demotions")
 
 
 def gqa_spec() -> ModelSpec:
@@ -40,14 +42,15 @@ MODELS = {
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
-    prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30))
+    length = draw(st.sampled_from([1, 7, 16, 25, 30]))
+    prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=length, max_size=length))
     params = SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.8])),
         top_p=draw(st.sampled_from([1.0, 0.9])),
         repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
         frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
         seed=draw(st.integers(0, 99)),
-        max_tokens=draw(st.integers(1, 26)),
+        max_tokens=draw(st.sampled_from([1, 9, 20, 26])),
         min_tokens=draw(st.sampled_from([0, 1])),
         ignore_eos=draw(st.booleans()),
     )
@@ -57,17 +60,20 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_do_not_depend_on_the_company_a_request_keeps(name: str) -> None:
     spec, model = MODELS[name]
-    preemptions = 0
+    seen = dict.fromkeys(CHANGES[:3] if name == "gqa" else CHANGES, 0)
 
     @settings(max_examples=25, deadline=None, derandomize=True, database=None)
     @given(
-        st.lists(requests(), min_size=2, max_size=5),
-        st.lists(st.integers(0, 9), min_size=5, max_size=5),
-        st.integers(2, 5),
-        st.sampled_from([1, 4, 11, 64]),
+        st.lists(requests(), min_size=4, max_size=6),
+        st.lists(st.integers(0, 9), min_size=6, max_size=6),
+        st.integers(3, 5),
+        st.sampled_from([4, 11, 64]),
         st.sampled_from([1, 3, 8]),
         st.integers(1, 3),
-        st.integers(56, 66),
+        st.integers(58, 62),
+        st.sampled_from(["auto", "off"] if name == "gqa" else ["auto", "off", "always"]),
+        st.sampled_from([6, 9, 12]),
+        st.sampled_from([20, 200]),
     )
     def check(
         batch: list[tuple[list[int], SamplingParams]],
@@ -77,12 +83,16 @@ def test_tokens_do_not_depend_on_the_company_a_request_keeps(name: str) -> None:
         page_rows: int,
         depth: int,
         kv_tokens: int,
+        tiers: TiersMode,
+        hot_slots: int,
+        more_on_host: int,
     ) -> None:
-        nonlocal preemptions
         prompts, params = [prompt for prompt, _ in batch], [params for _, params in batch]
         alone = []
         for prompt, each in batch:
-            engine = make_engine(model, spec, device_kv_tokens=96, page_rows=96, max_num_seqs=1, max_model_len=56)
+            engine = make_engine(
+                model, spec, device_kv_tokens=96, page_rows=96, max_num_seqs=1, max_model_len=56, tiers="off"
+            )
             alone += run_all(engine, [prompt], [each])
         crowded = make_engine(
             model,
@@ -93,14 +103,20 @@ def test_tokens_do_not_depend_on_the_company_a_request_keeps(name: str) -> None:
             max_num_batched_tokens=step_rows,
             plans_in_flight=depth,
             max_model_len=56,
+            tiers=tiers,
+            host_kv_tokens=None if tiers == "off" else kv_tokens + more_on_host,
+            hot_slots=None if name == "gqa" or tiers == "off" else hot_slots,
         )
         together = run_all(crowded, prompts, params, arrive_at[: len(batch)])
         assert together == alone
-        assert crowded.stats().pages_held == 0
-        preemptions += crowded.stats().preemptions
+        assert crowded.stats().device_pages_held == 0
+        stats = crowded.stats()
+        for change in seen:
+            seen[change] += getattr(stats, change)
 
     check()
-    assert preemptions > 0, "no example was ever preempted: the test has lost its point"
+    print(name, seen)
+    assert all(seen.values()), f"{seen}: something never happened, so the test has lost its point"
 
 
 def test_an_abort_at_any_step_gives_everything_back_and_disturbs_nobody() -> None:
@@ -126,7 +142,7 @@ def test_an_abort_at_any_step_gives_everything_back_and_disturbs_nobody() -> Non
             tokens += [token for name, token in zip(news.request_ids, news.token_ids, strict=True) if name == "a/0"]
             step += 1
         assert tokens == expected.token_ids
-        assert engine.stats().pages_held == 0
+        assert engine.stats().device_pages_held == 0
 
 
 class FailingModel:

@@ -18,7 +18,7 @@ def tiny(tmp_path: Path) -> Iterator[LLM]:
     with LLM(tiny_directory(tmp_path), load_format="dummy", device="cpu", device_kv_tokens=256, page_rows=4) as llm:
         yield llm
         llm.audit()
-        assert llm.stats().pages_held == 0
+        assert llm.stats().device_pages_held == 0
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_bad_prompts_are_refused_by_name_and_nothing_is_held(
 ) -> None:
     with pytest.raises(error, match=says):
         tiny.generate([IDS, prompt], SamplingParams(**params))  # type: ignore[list-item, arg-type]
-    assert tiny.stats().pages_held == tiny.stats().waiting == 0
+    assert tiny.stats().device_pages_held == tiny.stats().waiting == 0
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_a_sampling_parameter_of_the_wrong_kind_or_range_is_refused_by_name(fiel
 def test_closing_a_stream_aborts_its_request(tiny: LLM) -> None:
     stream = tiny.stream(IDS, SamplingParams(max_tokens=100, ignore_eos=True, n=2))
     next(stream)
-    assert tiny.stats().pages_held > 0
+    assert tiny.stats().device_pages_held > 0
     stream.close()
-    assert tiny.stats().pages_held == 0
+    assert tiny.stats().device_pages_held == 0
     assert tiny.stats().requests_finished == {"abort": 2}
 
 
@@ -140,7 +140,7 @@ def test_after_close_nothing_more_is_answered(tmp_path: Path) -> None:
     stream = llm.stream(IDS, SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
     llm.close()
-    assert llm.stats().pages_held == 0
+    assert llm.stats().device_pages_held == 0
     with pytest.raises(EngineStopped):
         next(stream)
     with pytest.raises(EngineStopped):
@@ -191,5 +191,5 @@ def test_a_stop_string_cuts_the_text_and_frees_the_pages(embedded: LLM) -> None:
     answer = embedded.chat([{"role": "user", "content": "What is the capital of France?"}], params)[0].outputs[0]
     assert answer.text == "The capital of "
     assert (answer.finish_reason, answer.stop_reason) == ("stop", "France")
-    assert embedded.stats().pages_held == 0
+    assert embedded.stats().device_pages_held == 0
     assert "abort" not in embedded.stats().requests_finished, "a stop string is no abort"

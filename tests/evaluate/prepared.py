@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from hotset.evaluate.tasks import Question
 from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
 from hotset.memory.device_pool import DevicePool
-from hotset.memory.resident import PageTables, ResidentView
+from hotset.memory.resident import ResidentView, key_places
+from hotset.memory.tables import PageTables
 from hotset.memory.view import Selected, View
 from hotset.models.checkpoint import find_model, open_weights
 from hotset.models.decoder import Decoder
@@ -104,14 +106,22 @@ class Prepared:
         return position // PAGE_ROWS
 
     @contextmanager
-    def shifted(self, stored: Tensor) -> Iterator[None]:
-        """`stored` [layers, device rows, width] with every needle's page one position late, until the block ends."""
-        before = stored.clone()
+    def shifted(self, kind: Literal["rows", "keys"]) -> Iterator[None]:
+        """Every needle's page of rows, or of index keys, stands one position late until the block ends."""
+        before = self.pool.bytes.clone()
         for seat in range(len(self.questions)):
-            first = int(self.tables.pages[seat, self.needle_page(seat)]) * PAGE_ROWS
-            stored[:, first : first + PAGE_ROWS] = before[:, first : first + PAGE_ROWS].roll(1, dims=1)
+            positions = torch.arange(PAGE_ROWS) + self.needle_page(seat) * PAGE_ROWS
+            later = positions.roll(-1)
+            if kind == "rows":
+                here, there = (self.tables.rows_at(torch.tensor(seat), each) for each in (positions, later))
+                self.pool.rows[:, there] = self.pool.rows[:, here]
+            else:
+                here, there = (key_places(self.pool, self.tables, torch.tensor(seat), p) for p in (positions, later))
+                for group in range(self.pool.shape.groups):
+                    keys = self.pool.keys_of(group)
+                    keys[there] = keys[here].clone()
         yield
-        stored.copy_(before)
+        self.pool.bytes.copy_(before)
 
 
 def load() -> tuple[Decoder, Tokenizer]:
@@ -125,11 +135,15 @@ def load() -> tuple[Decoder, Tokenizer]:
 def prepare(model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question]) -> Prepared:
     """Reads every context but its last tokens, in chunks."""
     prompts = [tokenizer.encode("<|bos|>" + question.prompt) for question in questions]
-    pages = -(-(max(map(len, prompts)) + ANSWER_TOKENS) // PAGE_ROWS)
-    pool = DevicePool(model.kv_shape, pages * len(prompts), PAGE_ROWS, CPU)
-    tables = PageTables(len(prompts), pages * PAGE_ROWS, PAGE_ROWS, CPU)
+    geometry = model.kv_shape.geometry(PAGE_ROWS)
+    longest = max(map(len, prompts)) + ANSWER_TOKENS
+    rows, each = geometry.row_pages(longest), geometry.resident_pages(longest)
+    pool = DevicePool(model.kv_shape, geometry, each * len(prompts), CPU)
+    tables = PageTables(len(prompts), longest, geometry, CPU)
     for seat, prompt in enumerate(prompts):
-        tables.extend(seat, 0, range(seat * pages, (seat + 1) * pages))
+        pages = range(seat * each, (seat + 1) * each)
+        tables.extend_rows(seat, 0, pages[:rows])
+        tables.extend_keys(seat, 0, pages[rows:])
         for first in range(0, len(prompt) - QUESTION_TOKENS, CHUNK):
             chunk = prompt[first : min(first + CHUNK, len(prompt) - QUESTION_TOKENS)]
             view = ResidentView(pool, tables, [seat], [first], [len(chunk)])

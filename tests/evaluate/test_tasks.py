@@ -68,7 +68,8 @@ def test_tokens_of_a_prompt_are_those_of_its_parts(task: str) -> None:
 
 
 def test_records_and_questions_are_worded_token_by_token() -> None:
-    text = " note work could own. list work could and own work; count work could three. sum work could; work five + three = eight"
+    records = " note work could own. list work could and own work; count work could three."
+    text = records + " sum work could; work five + three = eight"
     expected = (
         "Ġnote Ġwork Ġcould Ġown . Ġlist Ġwork Ġcould Ġand Ġown Ġwork ; Ġcount Ġwork Ġcould Ġthree . "
         "Ġsum Ġwork Ġcould ; Ġwork Ġfive Ġ+ Ġthree Ġ= Ġe ight"

@@ -252,6 +252,6 @@ def test_an_answer_may_be_asked_to_be_longer_than_the_default(tiny: httpx.Client
 def test_refused_requests_hold_nothing(tiny_server: RunningServer, tiny: httpx.Client) -> None:
     for path, change, _, _ in SPOILT:
         tiny.post(path, json={**GOOD[path], **change})
-    assert tiny_server.gauge("hotset_pages_held") == 0
+    assert tiny_server.gauge("hotset_device_pages_held") == 0
     assert tiny_server.gauge("hotset_requests_waiting") == 0
     assert "Traceback" not in tiny_server.log()

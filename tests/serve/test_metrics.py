@@ -8,12 +8,11 @@ NAMES = {
     "hotset_engine_up",
     "hotset_requests_running",
     "hotset_requests_waiting",
-    "hotset_pages_free",
-    "hotset_pages_held",
-    "hotset_pages_total",
+    "hotset_device_pages_held",
+    "hotset_device_pages_total",
     "hotset_tokens_generated_total",
     "hotset_tokens_prefilled_total",
-    "hotset_preemptions_total",
+    "hotset_recomputes_total",
     "hotset_steps_total",
     "hotset_time_to_first_token_seconds_count",
     "hotset_inter_token_seconds_count",
@@ -46,4 +45,4 @@ def test_metrics_follow_the_requests(tiny_server: RunningServer) -> None:
     assert gained["hotset_time_to_first_token_seconds_count"] == 1
     assert gained["hotset_inter_token_seconds_count"] == 8
     assert gained[ANSWERED % 200] == gained[ANSWERED % 400] == 1
-    assert after["hotset_pages_held"] == 0 and after["hotset_pages_free"] == after["hotset_pages_total"] > 0
+    assert after["hotset_device_pages_held"] == 0 and after["hotset_device_pages_total"] > 0

@@ -1,0 +1,195 @@
+"""How the pools are sized: tiers never cost a request, and what cannot be met is refused with the numbers."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import CPU, RandomWeights, make_engine
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hotset.base.config import EngineConfig, TiersMode
+from hotset.base.errors import ConfigError, ContextLengthExceeded, RequestError
+from hotset.base.sampling import SamplingParams
+from hotset.engine.build import storage
+from hotset.engine.intake import Intake, ModelCard
+from hotset.engine.sizing import KvBudget, kv_budget
+from hotset.kernels.rows import RowLayout, gqa_row, index_key_row, mla_row
+from hotset.memory.device_pool import KvShape
+from hotset.models.decoder import Decoder
+from hotset.models.spec import GqaSpec, ModelSpec, RopeSpec
+
+DSA = KvShape(3, mla_row(16, 4, torch.float32), (0, 1, 2), index_key_row(8, torch.float32), topk=6)
+GQA = KvShape(2, gqa_row(2, 8, torch.float32))
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> KvShape:
+    layers = draw(st.integers(1, 6))
+    row = RowLayout(draw(st.integers(1, 80)), torch.bfloat16)
+    if draw(st.integers(0, 4)) == 0:
+        return KvShape(layers, row)
+    full = (0, *sorted(draw(st.sets(st.integers(1, layers - 1))))) if layers > 1 else (0,)
+    key = RowLayout(draw(st.integers(1, 40)), torch.bfloat16, align=4)
+    return KvShape(layers, row, full, key, topk=draw(st.integers(1, 12)))
+
+
+def budget(shape: KvShape, tiers: TiersMode, context: int = 4000, **changes: Any) -> KvBudget:
+    return kv_budget(EngineConfig(tiers=tiers, **changes), shape, context, CPU)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(shapes(), st.integers(1, 64), st.integers(20, 3000), st.integers(0, 20), st.sampled_from(["least", "default"]))
+def test_defect_20_tiers_never_lower_concurrency(
+    shape: KvShape, page_rows: int, tokens: int, more_slots: int, host: str
+) -> None:
+    if shape.groups:
+        assume(shape.key is not None and page_rows * shape.row.stride_bytes >= shape.key.stride_bytes)
+    changes: dict[str, Any] = {"page_rows": page_rows, "device_kv_tokens": tokens}
+    off = budget(shape, "off", **changes)
+    if shape.groups:
+        changes["hot_slots"] = shape.topk + more_slots
+    if host == "least":
+        changes["host_kv_tokens"] = least_host_tokens(shape, changes)
+    auto = budget(shape, "auto", **changes)
+    assert auto.device_pages >= off.device_pages
+    assert auto.max_model_len >= off.max_model_len and auto.resident_len >= off.resident_len
+    for length in {*range(1, 130), *range(130, off.max_model_len + 1, 7), off.max_model_len}:
+        assert auto.requests(length) >= off.requests(length), f"contexts of {length} tokens"
+
+
+def least_host_tokens(shape: KvShape, changes: dict[str, Any]) -> int:
+    """The smallest host store that is accepted beside this device pool."""
+    low, high = 1, 1 << 16
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            budget(shape, "auto", **changes, host_kv_tokens=middle)
+        except ConfigError:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@pytest.mark.parametrize("shape", [DSA, GQA], ids=["dsa", "gqa"])
+def test_defect_20_the_device_pool_does_not_depend_on_the_host_store(shape: KvShape) -> None:
+    pools = {
+        budget(shape, "off", device_kv_gib=0.01).device_pages,
+        *(budget(shape, "auto", device_kv_gib=0.01, host_kv_gib=gib).device_pages for gib in (0.02, 0.05, 0.2)),
+    }
+    assert len(pools) == 1
+
+
+def test_tiers_let_a_longer_context_in_than_the_device_holds() -> None:
+    off = budget(DSA, "off", page_rows=4, device_kv_tokens=200)
+    auto = budget(DSA, "auto", page_rows=4, device_kv_tokens=200, host_kv_tokens=2000)
+    assert auto.resident_len == off.max_model_len < auto.max_model_len
+    assert auto.requests(auto.max_model_len) == 1 and auto.requests(150) > off.requests(150)
+
+
+SMALL = {"page_rows": 4, "device_kv_tokens": 96}
+REFUSED: list[tuple[str, KvShape, dict[str, Any], list[str]]] = [
+    ("device too small", DSA, SMALL | {"tiers": "off", "max_model_len": 500}, ["500", "--device-kv-tokens", "device"]),
+    ("device too small for tiers", DSA, SMALL | {"max_model_len": 4000}, ["4000", "--device-kv-tokens", "device"]),
+    (
+        "host too small",
+        DSA,
+        SMALL | {"max_model_len": 150, "host_kv_tokens": 120},
+        ["120 tokens", "150", "--host-kv-tokens", "host"],
+    ),
+    ("host above free memory", DSA, SMALL | {"host_kv_gib": 1e6}, ["--host-kv-gib", "GiB", "free"]),
+    ("host tokens above free memory", DSA, SMALL | {"host_kv_tokens": 10**13}, ["--host-kv-tokens", "GiB", "free"]),
+    ("device above free memory", DSA, {"device_kv_gib": 1e6}, ["--device-kv-gib", "GiB", "free"]),
+    ("host below device", DSA, SMALL | {"host_kv_tokens": 40}, ["40 tokens", "--host-kv-tokens", "--tiers off"]),
+    ("host below device", GQA, SMALL | {"host_kv_tokens": 40}, ["40 tokens", "96", "--host-kv-tokens", "--tiers off"]),
+    ("slots below top-k", DSA, SMALL | {"hot_slots": 5}, ["--hot-slots 5", "6 rows"]),
+    ("too many slots", DSA, SMALL | {"hot_slots": 32_768}, ["--hot-slots 32768", "32767"]),
+    ("gqa always", GQA, SMALL | {"tiers": "always"}, ["--tiers always", "selects"]),
+    ("gqa slots", GQA, SMALL | {"hot_slots": 64}, ["--hot-slots", "selects"]),
+    ("longer than the model", DSA, SMALL | {"max_model_len": 4001}, ["--max-model-len 4001", "4000 tokens"]),
+    ("page too small", KvShape(2, RowLayout(1, torch.uint8), (0, 1), index_key_row(64, torch.float32), 2),
+     {"page_rows": 1}, ["--page-rows 1", "index key"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "said"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED]
+)
+def test_what_cannot_be_met_is_refused_in_one_line_with_the_numbers_and_the_flag(
+    shape: KvShape, changes: dict[str, Any], said: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        kv_budget(EngineConfig(**changes), shape, 4000, CPU)
+    assert "\n" not in str(refusal.value)
+    for part in said:
+        assert part in str(refusal.value)
+
+
+def test_the_largest_number_of_slots_is_accepted() -> None:
+    assert budget(DSA, "auto", hot_slots=32_767, device_kv_tokens=9000).geometry.slots == 32_767
+
+
+@pytest.mark.parametrize("setting", ["host_kv_gib", "host_kv_tokens", "hot_slots"])
+def test_a_setting_without_effect_is_refused_when_tiers_are_off(setting: str) -> None:
+    flag = f"--{setting.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"{flag} would have no effect with --tiers off"):
+        EngineConfig(tiers="off", **{setting: 8})
+
+
+def gqa_spec() -> ModelSpec:
+    attention = GqaSpec(heads=4, kv_heads=2, head_dim=8, qk_norm=True)
+    return ModelSpec("qwen3", 61, 24, 2, 32, False, 1e-6, True, 96, RopeSpec(8), attention, None, "float32", (3,))
+
+
+@pytest.mark.parametrize("setting", ["kv_dtype", "index_dtype"])
+def test_fp8_is_refused_where_rows_have_no_latent(setting: str) -> None:
+    flag = f"--{setting.replace('_', '-')} fp8"
+    with pytest.raises(ConfigError, match=flag):
+        storage(EngineConfig(**{setting: "fp8"}), gqa_spec())
+
+
+def card(**changes: Any) -> ModelCard:
+    named = {"max_model_len": 500, "tiers": True, "resident_len": 200} | changes
+    return ModelCard("m", "m", vocab=61, eos_ids=(), device="cpu", dtype="float32", **named)
+
+
+REQUESTS: list[tuple[str, dict[str, Any], int, int, str, list[str]]] = [
+    ("longer than the context", {}, 490, 11, "auto", ["500 tokens", "501", "490", "11"]),
+    ("longer than any resident", {}, 190, 11, "resident", ["200 tokens", "201", "tiers"]),
+    ("tiered without tiers", {"tiers": False}, 10, 10, "tiered", ["'tiered'", "leave it out"]),
+    ("no such tier", {}, 10, 10, "warm", ["auto, resident, tiered", "'warm'"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompt", "answer", "tiers", "said"),
+    [each[1:] for each in REQUESTS],
+    ids=[each[0] for each in REQUESTS],
+)
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers(
+    changes: dict[str, Any], prompt: int, answer: int, tiers: Any, said: list[str]
+) -> None:
+    with pytest.raises(RequestError) as refusal:
+        Intake(card(**changes), seed=0).accept("r", [1] * prompt, SamplingParams(max_tokens=answer), tiers)
+    assert isinstance(refusal.value, ContextLengthExceeded) == (len(said) > 2 and tiers != "warm")
+    assert "\n" not in str(refusal.value)
+    for part in said:
+        assert part in str(refusal.value)
+
+
+def test_a_resident_request_without_a_limit_ends_where_the_device_does() -> None:
+    choices = Intake(card(), seed=0).accept("r", [1] * 20, SamplingParams(max_tokens=None), "resident")
+    assert [choice.max_length for choice in choices] == [200]
+
+
+def test_whatever_the_intake_lets_in_the_scheduler_can_hold() -> None:
+    """The engine's card and its scheduler agree on what fits: nothing that was accepted may fail an assertion later."""
+    model = Decoder(gqa_spec(), RandomWeights(torch.float32, seed=1))
+    for tokens in (8, 9, 30, 33):
+        engine = make_engine(model, gqa_spec(), page_rows=4, device_kv_tokens=tokens, host_kv_tokens=96)
+        prompt = [1] * (engine.card.max_model_len - 1)
+        for choice in Intake(engine.card, seed=0).accept("r", prompt, SamplingParams(max_tokens=1)):
+            engine.add(choice)
+        while not engine.idle:
+            engine.step()
