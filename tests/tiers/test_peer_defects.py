@@ -1,0 +1,282 @@
+"""Defects seen in other engines, each at the level of the engine: a test is named after the number of its defect.
+
+`Bench` compares what the host store holds with plain lists after every step, and every answer in the end. Further
+defects are named in tests/kernels/test_swap_in.py (5 to 8), tests/tiers/test_traffic.py (19) and
+tests/engine/test_sizing.py (20). `scripts/sabotage` puts each of them back and sees that a test fails.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiers.whole_numbers import LAYERS, SHAPE, Bench, alone, prompt_of
+
+from hotset.memory.device_pool import DevicePool
+from hotset.memory.host_store import HostStore
+from hotset.schedule.request import Phase, Request
+from hotset.tiers.commands import Grant, Kind
+from hotset.tiers.coordinator import Coordinator
+from hotset.tiers.residence import Residence
+
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+
+
+@DEPTHS
+@pytest.mark.parametrize("tiers", ["auto", "always"])
+def test_defect_01_parking_keeps_host_rows_and_resuming_sets_the_hot_buffer_up_again(tiers: str, depth: int) -> None:
+    bench = Bench(18, 80, tiers=tiers, depth=depth)
+    old, young = bench.add("old", 20, 50), bench.add("young", 20, 50)
+    bench.run(until=lambda: young.phase is Phase.PARKED and bench.settled)
+    bench.step()
+    assert len(young.holding.pages[Kind.HOST]) == bench.geometry.row_pages(young.planned)
+    assert young.holding.device_pages == 0
+    assert bench.compared[Residence.PARKED] >= young.planned, "what is parked was not compared"
+    bench.run(until=lambda: young.seat is not None)
+    assert old.phase is Phase.FINISHED or young.holding.residence is Residence.TIERED
+    bench.run(until=lambda: bench.settled)
+    if young.holding.residence is Residence.TIERED:
+        assert young.seat is not None and bench.memory.tables.is_tiered[young.seat]
+        assert len(young.holding.pages[Kind.SLOTS]) == bench.geometry.slot_pages
+    bench.finish()
+    counters = bench.scheduler.counters
+    assert counters.parks == counters.resumes > 0 and counters.recomputes == 0
+    assert counters.tokens_prefilled == 40, "a prompt was computed twice"
+
+
+def test_defect_01_a_prompt_parks_between_chunks_and_goes_on_where_it_was() -> None:
+    bench = Bench(40, 80, step_rows=6, tiers="always")
+    request = bench.add("streamed", 40, 8)
+    bench.run(until=lambda: request.planned == 18)
+    assert request.holding.residence is Residence.STREAMED
+    bench.scheduler._give_way(request, Residence.PARKED)
+    bench.finish()
+    assert bench.scheduler.counters.resumes == 1 and bench.scheduler.counters.tokens_prefilled == 40
+
+
+REACHED: dict[str, Callable[[Bench, Request], bool]] = {
+    "waiting": lambda bench, it: it.phase is Phase.WAITING,
+    "prefilling": lambda bench, it: it.phase is Phase.PREFILL and 0 < it.planned < it.prompt_length,
+    "resident": lambda bench, it: it.phase is Phase.DECODE and it.holding.residence is Residence.RESIDENT,
+    "streamed": lambda bench, it: it.holding.residence is Residence.STREAMED and it.planned > 0,
+    "ready": lambda bench, it: it.holding.residence is Residence.TIERED and not bench.settled,
+    "tiered": lambda bench, it: it.holding.residence is Residence.TIERED and it.planned > 30,
+    "parked": lambda bench, it: it.phase is Phase.PARKED,
+    "yielding": lambda bench, it: it in bench.scheduler._yielding,
+}
+
+
+# With one plan at a time nobody is asked to give way while a plan uses him.
+@pytest.mark.parametrize(("state", "depth"), [*((state, 2) for state in REACHED), ("waiting", 1), ("parked", 1)])
+def test_defect_03_an_abort_gives_every_page_back_and_disturbs_nobody(state: str, depth: int) -> None:
+    resident = state in ("prefilling", "resident")
+    bench = Bench(60 if resident else 18, 80, tiers="auto" if resident else "always", depth=depth, step_rows=12)
+    bench.add("old", 20, 50)
+    victim = bench.add("victim", 20, 50)
+    bench.add("next", 24, 12)
+    bench.run(until=lambda: REACHED[state](bench, victim))
+    assert REACHED[state](bench, victim), f"nobody was ever {state}"
+    held, in_flight = bench.ledger.device.held, victim.in_flight
+    own = victim.holding.device_pages
+    bench.engine.abort("victim")
+    bench.engine.abort("victim")
+    bench.scheduler.audit()
+    if in_flight:
+        assert bench.ledger.device.held == held, "pages went back under a plan that still writes them"
+    else:
+        assert bench.ledger.device.held == held - own, "pages were not given back at once"
+        assert victim.holding.device_pages == 0 and not victim.holding.pages[Kind.HOST]
+    bench.finish()
+    assert bench.reasons == {"old": "length", "victim": "abort", "next": "length"}
+
+
+def test_defect_03_pages_under_a_plan_in_flight_are_granted_to_nobody() -> None:
+    bench = Bench(20, 40, depth=1)
+    scheduler = bench.scheduler
+    victim = bench.add("victim", 60, 4)
+    plan = scheduler.plan()
+    assert plan is not None
+    ticket = bench.engine._runner.submit(plan)
+    pages = {page for kind, pages in victim.holding.pages.items() if kind is not Kind.HOST for page in pages}
+    on_host = set(victim.holding.pages[Kind.HOST])
+    bench.engine.abort("victim")
+    bench.add("next", 60, 4)
+    overtaken = scheduler.plan()
+    grants = [each for each in overtaken.commands if isinstance(each, Grant)] if overtaken is not None else []
+    for grant in grants:
+        written = on_host if grant.kind is Kind.HOST else pages
+        assert not written.intersection(grant.pages), "a page was taken from its writer"
+    scheduler.commit(ticket.result())
+    scheduler.take_ended()
+    bench.reasons["victim"] = "abort"
+    bench.finish()
+
+
+@pytest.mark.parametrize("tiers", ["auto", "always"])
+@pytest.mark.parametrize(
+    ("host_pages", "prompt", "answer"), [(24, 40, 3), (6, 8, 5)], ids=["prompts fill it", "answers fill it"]
+)
+def test_defect_04_requests_wait_while_the_host_store_is_full(
+    host_pages: int, prompt: int, answer: int, tiers: str
+) -> None:
+    """Two fit, with the one page that each will grow into; without that page, the second time, three would come in."""
+    bench = Bench(90, host_pages, tiers=tiers, depth=2)
+    for name in "abcd":
+        bench.add(name, prompt, answer)
+    while not bench.engine.idle:
+        bench.step()
+        assert bench.engine.stats().running <= 2, "admission ignores the host store"
+    bench.finish()
+    assert bench.scheduler.counters.recomputes == 0, "those that were let in have room until they end"
+
+
+@DEPTHS
+@pytest.mark.parametrize("tiers", ["auto", "always"])
+def test_defect_04_the_youngest_recomputes_when_all_have_outgrown_the_host_store(tiers: str, depth: int) -> None:
+    bench = Bench(90, 24, tiers=tiers, depth=depth)
+    for name in "abc":
+        bench.add(name, 8, 60)
+    bench.finish()
+    counters = bench.scheduler.counters
+    assert counters.recomputes > 0, "the host store was never full, so the test has lost its point"
+    assert list(bench.reasons) == ["a", "b", "c"], "the oldest must get through first"
+
+
+def test_defect_04_a_parked_request_gives_its_host_pages_up_before_anything_raises() -> None:
+    bench = Bench(18, 22, tiers="always")
+    bench.add("old", 20, 60)
+    bench.add("young", 20, 50)
+    bench.finish()
+    counters = bench.scheduler.counters
+    assert counters.parks > 0 and counters.recomputes > 0, f"{counters}: the test has lost its point"
+
+
+@pytest.mark.parametrize(
+    ("device_pages", "host_pages", "tiers"), [(33, 151, "auto"), (24, 151, "always"), (70, 30, "auto")]
+)
+def test_defect_07_page_ids_of_the_two_pools_are_never_mixed_up(device_pages: int, host_pages: int, tiers: str) -> None:
+    bench = Bench(device_pages, host_pages, tiers=tiers, depth=2, seats=3, step_rows=9)
+    for number, (prompt, answer) in enumerate([(30, 40), (7, 50), (44, 12), (21, 33), (3, 20)]):
+        bench.add(f"r{number}", prompt, answer)
+    differ = 0
+    while not bench.engine.idle:
+        bench.step()
+        for request in bench.requests.values():
+            pages = dict(request.holding.pages)
+            differ += bool(set(pages.pop(Kind.HOST)) - {page for held in pages.values() for page in held})
+    assert differ > 50, "a request had the same pages on both sides, so the test has lost its point"
+    bench.finish()
+    counters = bench.scheduler.counters
+    moved = counters.demotions + counters.parks + counters.recomputes
+    assert moved > 0 or bench.compared[Residence.TIERED] > 0, f"{counters}: nothing ever moved"
+
+
+@pytest.mark.parametrize("length", range(23, 30))
+@pytest.mark.parametrize("tiers", ["auto", "always"])
+def test_defect_08_contexts_that_end_on_a_page_boundary_park_and_resume_byte_for_byte(tiers: str, length: int) -> None:
+    bench = Bench(60, 40, tiers=tiers)
+    request = bench.add("r", 21, 24)
+    bench.run(until=lambda: request.planned == length and bench.settled)
+    flushed = bench.memory.traffic().rows_flushed
+    assert flushed == length // 4 * 4, "a page is copied when it is full, and once"
+    bench.scheduler._give_way(request, Residence.PARKED)
+    bench.step()
+    assert bench.scheduler.counters.resumes == 1
+    written = length + 1
+    again = written // 4 * 4 - length // 4 * 4  # a page that had been flushed in part is copied whole when it fills
+    assert bench.memory.traffic().rows_flushed == flushed + length % 4 + again, "not the rows of the last page alone"
+    bench.finish()
+
+
+@pytest.mark.parametrize("tiers", ["auto", "always"])
+@pytest.mark.parametrize("prompt", [4, 19, 20, 21])
+@pytest.mark.parametrize("chunk", [4, 5, 9])
+def test_defect_08_chunks_of_whole_pages_that_begin_within_a_page_are_mirrored_row_by_row(
+    chunk: int, prompt: int, tiers: str
+) -> None:
+    bench = Bench(60, 40, tiers=tiers, step_rows=chunk)
+    bench.add("first", 3, 9)  # decodes beside, so that chunks of the other begin anywhere
+    bench.add("r", prompt, 9)
+    bench.finish()
+
+
+@pytest.mark.parametrize("tiers", ["auto", "always"])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_defect_15_equal_scores_choose_alike_in_every_chunk_and_tier(chunk: int, tiers: str) -> None:
+    bench = Bench(60, 40, tiers=tiers, step_rows=chunk)
+    bench.add("r", 30, 30)
+    bench.finish()
+    assert alone(prompt_of("r", 30), 30).ties > 50, "there are hardly any ties, so the test has lost its point"
+
+
+@pytest.mark.parametrize("tiers", ["auto", "always"])
+def test_defect_16_a_page_is_mirrored_after_the_pass_that_writes_it(tiers: str) -> None:
+    bench = Bench(60, 40, tiers=tiers, step_rows=10)
+    request = bench.add("r", 24, 12)
+    order: list[str] = []
+    forward, written = bench.model.forward, bench.memory.written
+
+    def noted_forward(*args: torch.Tensor) -> torch.Tensor:
+        logits = forward(*args)
+        order.append("computed")
+        return logits
+
+    def noted_written(*args: list[int]) -> None:
+        order.append("mirrored")
+        written(*args)
+
+    bench.model.forward, bench.memory.written = noted_forward, noted_written  # type: ignore[method-assign]
+    bench.finish()
+    assert order and order == ["computed", "mirrored"] * (len(order) // 2)
+    assert request.phase is Phase.FINISHED
+
+
+@pytest.mark.gpu
+def test_defect_16_the_side_stream_waits_for_the_pass_that_writes_a_page() -> None:
+    device, geometry = torch.device("cuda"), SHAPE.geometry(64, 6)
+    pool, host = DevicePool(SHAPE, geometry, 40, device), HostStore(SHAPE, 32, 64, device)
+    memory = Coordinator(pool, host, 1, 2048)
+    memory.seat(0)
+    for kind, count in ((Kind.ROWS, 32), (Kind.KEYS, 8)):
+        first = 0 if kind is Kind.ROWS else 32
+        memory.execute(Grant(0, kind, 0, tuple(range(first, first + count))))
+    memory.execute(Grant(0, Kind.HOST, 0, tuple(range(32))))
+    host.rows.fill_(-1)
+    values = torch.arange(2048 * 5, device=device).reshape(2048, 5).short()
+    torch.cuda.synchronize()
+    view = memory.view([0], [0], [2048])
+    torch.cuda._sleep(200_000_000)  # about a tenth of a second, for which the copy must wait
+    for layer in range(LAYERS):
+        view.append(layer, values + layer)
+    for group in range(SHAPE.groups):
+        view.append_keys(group, values[:, :3])
+    memory.written([0], [0], [2048])
+    torch.cuda.synchronize()
+    for layer in range(LAYERS):
+        assert torch.equal(host.rows[layer, :, :5], (values + layer).cpu()), "copied before it was written"
+    host.close()
+
+
+def test_defect_17_rows_and_keys_on_the_host_equal_those_of_plain_lists_in_every_residence() -> None:
+    compared: Counter[Residence] = Counter()
+    for tiers in ("auto", "always"):
+        bench = Bench(18, 80, tiers=tiers, step_rows=6)
+        for name in ("old", "young"):
+            bench.add(name, 20, 50)
+        bench.finish()
+        compared += bench.compared
+    residences = (Residence.RESIDENT, Residence.STREAMED, Residence.TIERED, Residence.PARKED)
+    assert all(compared[residence] > 40 for residence in residences), f"{compared}: the test has lost its point"
+
+
+@pytest.mark.parametrize("side", ["rows", "keys"])
+def test_defect_17_one_wrong_bit_on_the_host_is_noticed(side: str) -> None:
+    bench = Bench(60, 40)
+    request = bench.add("r", 33, 8)
+    bench.run(until=lambda: request.planned == 34)
+    bench.compare_host()
+    stored = bench.host.rows if side == "rows" else bench.host.keys
+    assert stored is not None
+    stored[-1, request.holding.pages[Kind.HOST][7] * 4 + 3, 2] ^= 1
+    with pytest.raises(AssertionError, match=side):
+        bench.compare_host()

@@ -1,0 +1,85 @@
+"""Tiers change where rows are, never what is answered: forced against off, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import CPU, RandomWeights, Recorder, make_engine, run_all
+
+from hotset.base.config import EngineConfig
+from hotset.base.sampling import SamplingParams
+from hotset.engine.build import storage
+from hotset.evaluate.tasks import make_questions
+from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.decoder import Decoder
+from hotset.models.spec import IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+from hotset.models.tokenizer import Tokenizer
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
+VOCAB, TOPK, SLOTS, CONTEXT = 61, 5, 8, 256  # a context of 32 hot buffers
+
+
+def spec(full_layers: tuple[int, ...], interleaved: bool, rank: int) -> ModelSpec:
+    index = IndexSpec(heads=2, head_dim=8, topk=TOPK, interleaved_rope=interleaved, full_layers=full_layers)
+    attention = MlaSpec(2, 12, rank, 8, 4, 8, False, index)
+    moe = MoeSpec(6, 2, 8, shared=1, groups=2, chosen_groups=1, scale=1.5, normalise=True, layers=(1, 2))
+    return ModelSpec(
+        "deepseek_v32", VOCAB, 24, 4, 32, False, 1e-6, False, CONTEXT, RopeSpec(4), attention, moe, "float32", (3,)
+    )
+
+
+SPECS = {
+    "deepseek_v32": spec((0, 1, 2, 3), interleaved=False, rank=18),  # 18 fp8 values do not fill a block, nor 16 bytes
+    "glm_moe_dsa": spec((0, 2), interleaved=True, rank=16),
+}
+
+
+def answers(
+    model: Recorder, spec: ModelSpec, prompts: list[list[int]], tokens: int, **settings: Any
+) -> list[list[int]]:
+    """One request after another, so that every product has the same shape whatever the tiers."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    engine = make_engine(model, spec, max_num_seqs=1, **settings)
+    return [run_all(engine, [prompt], [params])[0].token_ids for prompt in prompts]
+
+
+@pytest.mark.filterwarnings("ignore:.*mkldnn:UserWarning")  # torch, of bf16 on CPUs without its instructions
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", SPECS)
+def test_logits_are_the_same_bits_with_tiers_forced_and_off(family: str, dtype: torch.dtype, kv_dtype: Any) -> None:
+    model_spec = SPECS[family]
+    store = storage(EngineConfig(kv_dtype=kv_dtype, index_dtype=kv_dtype), model_spec)
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (1, 60, 215)]
+    recorders, tokens = [], []
+    for tiers in ("off", "always"):
+        recorder = Recorder(Decoder(model_spec, RandomWeights(dtype, seed=5), store))
+        hot_slots = None if tiers == "off" else SLOTS
+        chunks = {"max_num_batched_tokens": 37, "page_rows": 8, "hot_slots": hot_slots, "kv_dtype": kv_dtype}
+        tokens.append(answers(recorder, model_spec, prompts, 40, device_kv_tokens=CONTEXT, tiers=tiers, **chunks))
+        recorders.append(recorder)
+    off, forced = recorders
+    assert tokens[0] == tokens[1]
+    assert off.logits.keys() == forced.logits.keys()
+    for context, rows in off.logits.items():
+        assert torch.equal(torch.stack(rows), torch.stack(forced.logits[context])), f"at position {len(context) - 1}"
+
+
+def test_the_demo_model_answers_alike_with_tiers_forced_and_off() -> None:
+    files = find_model(str(DEMO))
+    tokenizer = Tokenizer.load(files, None)
+    assert tokenizer is not None
+    questions = make_questions(["lookup", "several"], 1024, 2, 3, lambda text: 1 + len(tokenizer.encode(text)))
+    prompts = [tokenizer.encode("<|bos|>" + question.prompt) for question in questions]
+    weights = open_weights(files, torch.float32, CPU)
+    recorder = Recorder(Decoder(files.spec, weights))
+    weights.finish()
+    chunks = {"device_kv_tokens": 2048, "max_num_batched_tokens": 512}
+    off = answers(recorder, files.spec, prompts, 40, tiers="off", **chunks)
+    seen = recorder.logits
+    recorder.logits = {}
+    forced = answers(recorder, files.spec, prompts, 40, tiers="always", hot_slots=128, **chunks)
+    assert off == forced
+    assert all(torch.equal(torch.stack(rows), torch.stack(recorder.logits[context])) for context, rows in seen.items())

@@ -1,0 +1,116 @@
+"""What the engine counts, against plain counting over a recorded run (defect 19 of other engines)."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+from tiers.byte_model import SlotModel
+from tiers.whole_numbers import INDEXED, SHAPE, Bench
+
+from hotset.memory.resident import ResidentView
+from hotset.tiers.commands import Command, Demote, Flush, Load, Promote
+from hotset.tiers.coordinator import Coordinator, Traffic
+from hotset.tiers.view import TieredView
+
+RUNS = {
+    "always": {"device_pages": 18, "host_pages": 80, "tiers": "always", "depth": 1},
+    "two plans in flight": {"device_pages": 18, "host_pages": 80, "tiers": "always", "depth": 2},
+    "auto": {"device_pages": 33, "host_pages": 120, "tiers": "auto", "depth": 1, "seats": 3, "step_rows": 9},
+    "host full": {"device_pages": 18, "host_pages": 22, "tiers": "always", "depth": 1},
+}
+
+
+class Recorded(Coordinator):
+    """A coordinator that writes down what it is told, and how often it is asked for its counts."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.told: list[int | Command | tuple[Sequence[int], Sequence[int], Sequence[int]]] = []
+        self.asked = 0
+
+    def seat(self, seat: int) -> None:
+        self.told.append(seat)
+        super().seat(seat)
+
+    def execute(self, command: Command) -> None:
+        self.told.append(command)
+        super().execute(command)
+
+    def view(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> ResidentView | TieredView:
+        self.told.append((list(seats), list(starts), list(counts)))
+        return super().view(seats, starts, counts)
+
+    def traffic(self) -> Traffic:
+        self.asked += 1
+        return super().traffic()
+
+
+@cache
+def run(name: str) -> tuple[Bench, Recorded]:
+    bench = Bench(**RUNS[name], memory=Recorded)
+    for number, (prompt, answer) in enumerate([(20, 60), (20, 50), (7, 30)]):
+        bench.add(f"r{number}", prompt, answer)
+    bench.finish()
+    assert isinstance(bench.memory, Recorded)
+    return bench, bench.memory
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_defect_19_lookups_misses_bytes_and_flushes_are_those_of_plain_counting(name: str) -> None:
+    bench, memory = run(name)
+    slots, page_rows = SlotModel(SHAPE, bench.geometry, seats=4), bench.geometry.page_rows
+    chosen = iter(bench.model.chosen)
+    flushed = 0
+    for told in memory.told:
+        match told:
+            case int(seat):
+                slots.leave(seat)
+            case (seats, starts, counts):
+                for seat, start in zip(seats, starts, strict=True):
+                    slots.make_way(seat, start)
+                for start, count in zip(starts, counts, strict=True):
+                    slots.choose(*next(chosen))
+                    flushed += ((start + count) // page_rows - start // page_rows) * page_rows
+            case _:
+                flushed += told.length % page_rows if isinstance(told, Flush) else 0
+                slots.follow(told)
+    stats = bench.engine.stats()
+    assert dict(stats.slot_lookups) == dict(zip(INDEXED, slots.lookups, strict=True))
+    assert dict(stats.slot_misses) == dict(zip(INDEXED, slots.misses, strict=True))
+    assert stats.bytes_swapped == sum(slots.misses) * 2 * SHAPE.row.row_bytes, "two layers share each selection"
+    assert stats.rows_flushed == flushed
+    assert 0 < sum(slots.misses) < sum(slots.lookups), "there were no misses, or nothing else"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_defect_19_every_change_of_residence_is_counted_once(name: str) -> None:
+    bench, memory = run(name)
+    seen = Counter(type(told) for told in memory.told)
+    resumes = sum(isinstance(told, Load) and told.keys for told in memory.told)
+    stats = bench.engine.stats()
+    counted = (stats.demotions, stats.promotions, stats.parks, stats.resumes)
+    assert counted == (seen[Demote], seen[Promote], seen[Flush], resumes)
+    assert stats.tokens_generated == sum(len(answer) for answer in bench.answers.values())
+    assert sum(stats.requests_finished.values()) == 3
+    assert (stats.recomputes > 0) == (name == "host full")
+
+
+def test_defect_19_no_step_reads_the_counts() -> None:
+    bench, memory = run.__wrapped__("always")  # nobody else has asked this one
+    assert memory.asked == 0, "counts are read on the hot path"
+    bench.engine.stats()
+    assert memory.asked == 1
+
+
+def test_stats_tell_that_the_host_store_is_full() -> None:
+    bench = Bench(90, 24)
+    for name in "abcd":
+        bench.add(name, 40, 3)
+    bench.step()
+    stats = bench.engine.stats()
+    assert (stats.host_pages_total, stats.device_pages_total) == (24, 90)
+    assert stats.host_pages_held == 20 and stats.waiting == 2 and stats.resident == 2
+    bench.finish()
+    assert bench.engine.stats().host_pages_held == bench.engine.stats().device_pages_held == 0

@@ -1,0 +1,287 @@
+"""A decoder in whole numbers, the same arithmetic in plain Python, and an engine around it whose memory is compared.
+
+Sums of whole numbers do not depend on the order, so tokens and bytes are exact whatever the batch, chunk or tier. The
+plain version knows no pages, seats or tiers: only lists. Equal scores are frequent, and the earlier position wins.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from tiers.byte_model import Poison, as_bytes
+from torch import Tensor
+from torch.nn import functional as F
+
+from hotset.base.config import TiersChoice, TiersMode
+from hotset.base.sampling import SamplingParams
+from hotset.engine.core import Engine
+from hotset.engine.intake import ModelCard
+from hotset.engine.runner import Runner
+from hotset.kernels import EMPTY
+from hotset.kernels.rows import RowLayout
+from hotset.kernels.stable_topk import stable_topk
+from hotset.memory.device_pool import DevicePool, KvShape
+from hotset.memory.host_store import HostStore
+from hotset.memory.pages import PageAllocator
+from hotset.memory.view import View
+from hotset.schedule.plan import Committed
+from hotset.schedule.request import Request
+from hotset.schedule.scheduler import Scheduler
+from hotset.tiers.commands import Kind
+from hotset.tiers.coordinator import Coordinator
+from hotset.tiers.ledger import Ledger
+from hotset.tiers.residence import Residence
+
+CPU = torch.device("cpu")
+PRIME = 2**31 - 1
+VOCAB = 97
+LAYERS, TOPK, ROW_WIDTH, KEY_WIDTH = 4, 4, 5, 3
+INDEXED = (0, 2)  # layers with an indexer; each shares its selection with the next
+SHAPE = KvShape(LAYERS, RowLayout(ROW_WIDTH, torch.int16), INDEXED, RowLayout(KEY_WIDTH, torch.int16, align=4), TOPK)
+
+
+class IntegerModel:
+    """A `Model` whose every value is a whole number. It remembers what each step chose, by seat."""
+
+    device = CPU
+    kv_shape = SHAPE
+
+    def __init__(self) -> None:
+        self.chosen: list[tuple[int, int, list[list[int]]]] = []  # seat, newest position, positions of each group
+
+    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
+        at = view.segments.positions
+        hidden = _mix(token_ids.long() + 1, at + 1)
+        choices: list[Tensor] = []
+        for layer in range(LAYERS):
+            view.append(layer, _spread(hidden, layer, ROW_WIDTH, 1 << 16).short())
+            if layer in INDEXED:
+                view.append_keys(len(choices), _spread(hidden, 100 + layer, KEY_WIDTH, 7).short())
+                choices.append(self._choose(view, len(choices), _spread(hidden, 200 + layer, KEY_WIDTH, 7)))
+            hidden = self._attend(view, layer, choices[-1], hidden)
+        for _segment, _first, last, length in view.segments:
+            picked = [[each for each in choice[last - 1].tolist() if each != EMPTY] for choice in choices]
+            self.chosen.append((int(view.seat_of[last - 1]), length - 1, picked))
+        tokens = hidden % VOCAB if wanted is None else hidden[wanted] % VOCAB
+        return F.one_hot(tokens, VOCAB).float()
+
+    def _choose(self, view: View, group: int, query: Tensor) -> Tensor:
+        keys, chosen = view.keys(group), []
+        for segment, first, last, length in view.segments:
+            scores = (query[first:last] @ keys.gather(segment, length, torch.int64).T).double()
+            unseen = torch.arange(length) > view.segments.positions[first:last, None]
+            scores = F.pad(scores.masked_fill(unseen, float("-inf")), (0, TOPK), value=float("-inf"))
+            chosen.append(stable_topk(scores, TOPK))
+        return torch.cat(chosen)
+
+    def _attend(self, view: View, layer: int, positions: Tensor, hidden: Tensor) -> Tensor:
+        selected = view.select(layer, positions)
+        rows = selected.layout.decode(selected.rows[selected.chosen.clamp_min(0)], torch.int64)
+        read = ((rows + (1 << 15)) * torch.arange(1, ROW_WIDTH + 1)).sum(-1)
+        each = torch.where(selected.chosen == EMPTY, 0, _mix(read, positions + 1))
+        return _mix(hidden, each.sum(-1) % PRIME)
+
+
+def _mix(a: Tensor, b: Tensor) -> Tensor:
+    return (a * 48271 + b * 69621 + 12345) % PRIME
+
+
+def _spread(hidden: Tensor, salt: int, width: int, values: int) -> Tensor:
+    """[rows, width] whole numbers around 0."""
+    return _mix(hidden[:, None], salt * 10 + torch.arange(width)) % values - values // 2
+
+
+class PlainContext:
+    """One context, token by token, in lists."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.rows: list[list[list[int]]] = [[] for _ in range(LAYERS)]
+        self.keys: list[list[list[int]]] = [[] for _ in INDEXED]
+        self.ties = 0  # selections that were decided by the order of equal scores
+
+    def extend(self, token: int) -> int:
+        """Appends a token and returns the one that follows."""
+        hidden = self._mixed(token + 1, len(self.tokens) + 1)
+        self.tokens.append(token)
+        chosen: list[int] = []
+        for layer in range(LAYERS):
+            self.rows[layer].append(self._spread(hidden, layer, ROW_WIDTH, 1 << 16))
+            if layer in INDEXED:
+                keys = self.keys[INDEXED.index(layer)]
+                keys.append(self._spread(hidden, 100 + layer, KEY_WIDTH, 7))
+                chosen = self._choose(keys, self._spread(hidden, 200 + layer, KEY_WIDTH, 7))
+            total = 0
+            for position in chosen:
+                read = sum((value + (1 << 15)) * (j + 1) for j, value in enumerate(self.rows[layer][position]))
+                total += self._mixed(read, position + 1)
+            hidden = self._mixed(hidden, total % PRIME)
+        return hidden % VOCAB
+
+    def _choose(self, keys: list[list[int]], query: list[int]) -> list[int]:
+        scores = [sum(a * b for a, b in zip(query, key, strict=True)) for key in keys]
+        best = sorted(range(len(keys)), key=lambda position: (-scores[position], position))
+        if len(best) > TOPK:
+            self.ties += scores[best[TOPK - 1]] == scores[best[TOPK]]
+        return best[:TOPK]
+
+    @staticmethod
+    def _mixed(a: int, b: int) -> int:
+        return (a * 48271 + b * 69621 + 12345) % PRIME
+
+    def _spread(self, hidden: int, salt: int, width: int, values: int) -> list[int]:
+        return [self._mixed(hidden, salt * 10 + j) % values - values // 2 for j in range(width)]
+
+
+@cache
+def alone(prompt: tuple[int, ...], answer: int) -> PlainContext:
+    """The prompt and all of its answer but the last token, which has no row; that token is `tokens`' last."""
+    context = PlainContext()
+    for token in prompt:
+        following = context.extend(token)
+    for _ in range(answer - 1):
+        following = context.extend(following)
+    context.tokens.append(following)
+    return context
+
+
+@cache
+def stored_alone(prompt: tuple[int, ...], answer: int) -> tuple[Tensor, Tensor]:
+    """Its rows [layers, length, stride] and index keys [groups, length, stride], as bytes in memory."""
+    context, key = alone(prompt, answer), SHAPE.key
+    assert key is not None
+    return _in_bytes(context.rows, SHAPE.row.stride_bytes), _in_bytes(context.keys, key.stride_bytes)
+
+
+def _in_bytes(values: list[list[list[int]]], stride: int) -> Tensor:
+    """Little-endian 16-bit values, then zeros."""
+
+    def one(row: list[int]) -> list[int]:
+        return list(b"".join(value.to_bytes(2, "little", signed=True) for value in row).ljust(stride, b"\0"))
+
+    return torch.tensor([[one(row) for row in rows] for rows in values], dtype=torch.uint8)
+
+
+def prompt_of(name: str, length: int) -> tuple[int, ...]:
+    return tuple((sum(map(ord, name)) * 31 + 17 * at * at) % VOCAB for at in range(length))
+
+
+class Bench:
+    """An engine over poisoned memory. After every step the pools are audited, host bytes are compared with the plain
+    contexts, and every page without an owner is poisoned again."""
+
+    def __init__(
+        self,
+        device_pages: int,
+        host_pages: int,
+        *,
+        page_rows: int = 4,
+        slots: int = 6,
+        seats: int = 4,
+        step_rows: int = 64,
+        tiers: TiersMode = "auto",
+        depth: int = 1,
+        context: int = 160,
+        memory: type[Coordinator] = Coordinator,
+    ) -> None:
+        self.geometry = SHAPE.geometry(page_rows, slots)
+        self.ledger = Ledger(self.geometry, PageAllocator(device_pages), PageAllocator(host_pages))
+        self.pool = DevicePool(SHAPE, self.geometry, device_pages, CPU)
+        self.host = HostStore(SHAPE, host_pages, page_rows, CPU)
+        self.poison = Poison(self.pool, self.host)
+        self.memory = memory(self.pool, self.host, seats, context)
+        self.scheduler = Scheduler(self.ledger, seats, step_rows, tiers)
+        self.model = IntegerModel()
+        card = ModelCard("whole", "whole", context, VOCAB, (), True, context, "cpu", "int16")
+        runner = Runner(self.model, self.memory, seats, context, VOCAB)
+        self.engine = Engine(card, self.scheduler, runner, self.ledger, self.memory, depth)
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+        self.compared: Counter[Residence] = Counter()  # rows compared on the host
+
+    def add(self, name: str, prompt: int, answer: int, tiers: TiersChoice = "auto") -> Request:
+        params = SamplingParams(temperature=0, seed=0)
+        request = Request(name, list(prompt_of(name, prompt)), params, frozenset(), prompt + answer, tiers)
+        self.scheduler.add(request)
+        self.requests[name], self.answers[name] = request, []
+        return request
+
+    def step(self) -> Committed:
+        news = self.engine.step()
+        self.engine.audit()
+        for name, token in zip(news.request_ids, news.token_ids, strict=True):
+            assert name not in self.reasons, f"{name} got a token after its end"
+            self.answers[name].append(token)
+        for name, reason in news.finished.items():
+            assert name not in self.reasons, f"{name} ended twice"
+            self.reasons[name] = reason
+        if not self.settled:
+            return news
+        self.compare_host()
+        self.spoil_the_rest()
+        return news
+
+    @property
+    def settled(self) -> bool:
+        """Workers know of every change: no command waits for the next plan."""
+        return not self.scheduler._commands
+
+    def run(self, until: Callable[[], bool] | None = None) -> None:
+        for _ in range(4000):
+            if (until() if until is not None else self.engine.idle) or self.engine.idle:
+                return
+            self.step()
+        raise AssertionError("the engine makes no progress")
+
+    def finish(self) -> None:
+        """Everything runs to its end, with the right tokens, and both pools are whole again."""
+        self.run()
+        for name, request in self.requests.items():
+            expected = alone(*self._as_asked(request)).tokens[request.prompt_length :]
+            if self.reasons[name] == "abort":
+                expected = expected[: len(self.answers[name])]
+            assert self.answers[name] == expected, f"{name} got other tokens than alone"
+        self.assert_empty()
+
+    def assert_empty(self) -> None:
+        assert self.ledger.device.held == 0, f"{self.ledger.device.held} device pages were not given back"
+        assert self.ledger.host is not None
+        assert self.ledger.host.held == 0, f"{self.ledger.host.held} host pages were not given back"
+
+    def compare_host(self) -> None:
+        """Full pages are on the host; of streamed prompts every row, of parked requests everything."""
+        page_rows = self.geometry.page_rows
+        for name, request in self.requests.items():
+            residence = request.holding.residence
+            if residence is Residence.ABSENT or name in self.reasons:
+                continue
+            known = min(request.planned, len(request.tokens))  # a token that is in flight still is not known here
+            full = min(known, request.planned // page_rows * page_rows)
+            rows = known if residence in (Residence.STREAMED, Residence.PARKED) else full
+            keys = known if residence is Residence.PARKED else full
+            pages = request.holding.pages[Kind.HOST]
+            assert len(pages) >= self.geometry.row_pages(known), f"{name}, {residence}: host pages are gone"
+            at = torch.tensor([pages[p // page_rows] * page_rows + p % page_rows for p in range(known)]).long()
+            row_bytes, key_bytes = stored_alone(*self._as_asked(request))
+            on_host = as_bytes(self.host.rows[:, at[:rows]])
+            assert torch.equal(on_host, row_bytes[:, :rows]), f"{name}, {residence}: rows differ"
+            assert self.host.keys is not None
+            on_host = as_bytes(self.host.keys[:, at[:keys]])
+            assert torch.equal(on_host, key_bytes[:, :keys]), f"{name}, {residence}: keys differ"
+            self.compared[residence] += rows
+
+    @staticmethod
+    def _as_asked(request: Request) -> tuple[tuple[int, ...], int]:
+        length = request.prompt_length
+        return tuple(request.tokens[:length]), request.max_length - length
+
+    def spoil_the_rest(self) -> None:
+        holdings = [request.holding for request in self.requests.values()]
+        on_host = {page for holding in holdings for page in holding.pages[Kind.HOST]}
+        on_device = {
+            page for h in holdings for kind, pages in h.pages.items() if kind is not Kind.HOST for page in pages
+        }
+        free_on_host = set(range(self.host.rows.shape[1] // self.geometry.page_rows)) - on_host
+        self.poison.spoil(sorted(set(range(self.pool.pages)) - on_device), sorted(free_on_host))
