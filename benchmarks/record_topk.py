@@ -40,6 +40,7 @@ from hotset.models.checkpoint import ModelFiles, find_model, open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.spec import MlaSpec
 from hotset.models.tokenizer import Tokenizer
+from hotset.tiers.view import TieredView
 
 
 def make_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int) -> list[list[int]]:
@@ -70,7 +71,7 @@ class Seen:
 class RecordingView:
     """A view that keeps what is selected for segments of one query row, and hands every call on."""
 
-    inner: ResidentView
+    inner: ResidentView | TieredView
     seen: list[Seen]
 
     @property
@@ -114,7 +115,7 @@ class RecordingModel:
         return self.inner.kv_shape
 
     def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
-        assert isinstance(view, ResidentView)
+        assert isinstance(view, ResidentView | TieredView)
         return self.inner.forward(token_ids, RecordingView(view, self.seen), wanted)
 
     def selections(self, prompt_lengths: Sequence[int], steps: int, k: int) -> np.ndarray:
@@ -146,7 +147,7 @@ def load(config: EngineConfig) -> tuple[ModelFiles, RecordingModel, Engine]:
     weights = open_weights(files, dtype, device, load_format=config.load_format)
     model = RecordingModel(Decoder(files.spec, weights))
     weights.finish()
-    budget = kv_budget(config, model.kv_shape.token_bytes, files.spec.context, device)
+    budget = kv_budget(config, model.kv_shape, files.spec.context, device)
     card = model_card(config, files.spec, budget, device, dtype)
     return files, model, assemble(config, card, model, budget, device)
 
@@ -166,7 +167,7 @@ def decode(engine: Engine, prompts: Sequence[list[int]], steps: int, temperature
             engine.step()
             stats = engine.stats()
             progress.update(task, completed=stats.tokens_prefilled + stats.tokens_generated)
-    assert not engine.stats().preemptions, "the pool was sized for every request"
+    assert not engine.stats().recomputes, "the pool was sized for every request"
 
 
 def record(options: argparse.Namespace) -> TopkTrace:

@@ -40,9 +40,11 @@ class NullModel:
 def measure(requests: int, steps: int) -> list[float]:
     """Seconds of each of `steps` decode steps with `requests` running."""
     config = EngineConfig(max_num_seqs=requests, max_num_batched_tokens=8 * requests)
-    card = ModelCard("null", "null", CONTEXT, VOCAB, (), "cpu", "float32")
+    card = ModelCard("null", "null", CONTEXT, VOCAB, (), False, CONTEXT, "cpu", "float32")
     pages = requests * CONTEXT // config.page_rows
-    engine = assemble(config, card, NullModel(8 * requests), KvBudget(pages, CONTEXT), torch.device("cpu"))
+    model = NullModel(8 * requests)
+    budget = KvBudget(model.kv_shape.geometry(config.page_rows), pages, pages, CONTEXT)
+    engine = assemble(config, card, model, budget, torch.device("cpu"))
     intake = Intake(card, seed=0)
     params = SamplingParams(temperature=0, max_tokens=CONTEXT - 1024, ignore_eos=True)
     for number in range(requests):

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 MARKS = ("note", "recall", "list", "and", "chain", "text", "copy", "count", "sum")
 WORDS = Path(__file__).parents[1] / "hotset" / "evaluate" / "words.txt"  # one list for training and evaluation
-NUMBERS = "zero one two three four five six seven eight nine ten".split()
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 LARGEST_COUNT = 5  # of a record
 HELD_OUT_EVERY = 13  # one key in so many is for evaluation alone
 
