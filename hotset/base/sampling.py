@@ -45,7 +45,7 @@ class SamplingParams:
 
     Order of effect on the logits: `logit_bias`, repetition, presence and frequency penalties, `min_tokens` (stop ids
     are barred), temperature, `top_k`, `top_p`, `min_p`, draw. A draw depends only on the seed and the token's
-    position, so it survives preemption and moving between machines. Log-probabilities are those of the model itself,
+    position, so it survives parking and moving between machines. Log-probabilities are those of the model itself,
     before any of the above.
     """
 

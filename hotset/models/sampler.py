@@ -91,7 +91,7 @@ class Sampler:
         prompt_length: int,
         stop_ids: frozenset[int],
     ) -> None:
-        """Seats a request, replacing whoever sat there. `token_ids` are its prompt and the answer so far: a preempted
+        """Seats a request, replacing whoever sat there. `token_ids` are its prompt and the answer so far: a
         request that comes back goes on as if it had never left. `params.seed` is drawn by now, one per choice; ids in
         `logit_bias` lie within the vocabulary, since the engine refuses others.
         """
