@@ -33,6 +33,7 @@ class PageTables:
         self.tiered = torch.zeros(seats, dtype=torch.bool, device=device)
         self.row_runs: list[list[Run]] = [[] for _ in range(seats)]
         self.key_runs: list[list[Run]] = [[] for _ in range(seats)]
+        self.row_pages: list[list[int]] = [[] for _ in range(seats)]
         self.host_pages: list[list[int]] = [[] for _ in range(seats)]
         self.tail_pages: list[tuple[int, ...]] = [() for _ in range(seats)]
         self.work_pages: list[list[int]] = [[] for _ in range(seats)]  # of seats whose prefill streams
@@ -40,10 +41,11 @@ class PageTables:
 
     def clear(self, seat: int) -> None:
         """A new request takes the seat: it holds no pages yet."""
-        for table in (self.rows, self.host, self.keys, self.slots, self.tail, self.maps):
+        for table in (self.host, self.keys, self.slots, self.tail, self.maps):
             table[seat] = EMPTY
         self.set_tiered(seat, False)
-        self.row_runs[seat], self.key_runs[seat], self.host_pages[seat], self.work_pages[seat] = [], [], [], []
+        self.drop_rows(seat)
+        self.key_runs[seat], self.host_pages[seat], self.work_pages[seat] = [], [], []
 
     def set_tiered(self, seat: int, tiered: bool) -> None:
         self.tiered[seat] = tiered
@@ -54,12 +56,21 @@ class PageTables:
         self.tail_pages[seat] = tuple(pages)
 
     def put(self, table: Tensor, seat: int, first: int, pages: Sequence[int]) -> None:
-        table[seat, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int64)
+        if len(pages) == 1:  # what a decoding request grows by, many times a step: a number is written sooner
+            table[seat, first] = pages[0]
+        else:
+            table[seat, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int64)
 
     def extend_rows(self, seat: int, first: int, pages: Sequence[int]) -> None:
         """`pages` become the seat's row pages number `first` and following."""
         self.put(self.rows, seat, first, pages)
         extend_runs(self.row_runs[seat], pages)
+        self.row_pages[seat] += pages
+
+    def drop_rows(self, seat: int) -> None:
+        """The seat is not resident any more."""
+        self.rows[seat] = EMPTY
+        self.row_runs[seat], self.row_pages[seat] = [], []
 
     def extend_keys(self, seat: int, first: int, pages: Sequence[int]) -> None:
         self.put(self.keys, seat, first, pages)

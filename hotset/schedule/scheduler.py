@@ -145,12 +145,13 @@ class Scheduler:
         prefills = []
         self._settle()
         for request in tuple(self._running):
-            if not request.running or request in self._yielding:
-                continue
-            wanted = min(len(request.tokens) + request.promised, request.max_length - 1) - request.planned
+            if request.seat is None or (self._yielding and request in self._yielding):
+                continue  # it gave way to an older one in this very plan, or is about to
+            planned = request.planned
+            wanted = min(len(request.tokens) + request.promised, request.max_length - 1) - planned
             if wanted > 1:
                 prefills.append(request)
-            elif wanted == 1 and not self._not_ready(request) and self._grow(request):
+            elif wanted == 1 and (planned < request.holding.room or self._grow(request)) and self._ready(request):
                 self._put(draft, request, 1)
         room = max(self._step_rows - len(draft.seats), 1)
         for request in prefills:
@@ -224,9 +225,11 @@ class Scheduler:
         if request.holding.residence is Residence.STREAMED:
             self._commands += self._ledger.ready(request.holding, request.planned)
 
-    def _not_ready(self, request: Request) -> bool:
-        """Its prompt has been streamed, and it becomes tiered when that is committed."""
-        return request.holding.residence is Residence.STREAMED and request.planned >= len(request.tokens)
+    def _ready(self, request: Request) -> bool:
+        """False: its prompt has been streamed, and it becomes tiered when that is committed."""
+        if request.phase is Phase.DECODE:
+            return True
+        return request.holding.residence is not Residence.STREAMED or request.planned < len(request.tokens)
 
     def _put(self, draft: _Draft, request: Request, count: int) -> int:
         """Adds rows [planned, planned + count) of a request, which has pages for them, to the plan."""
@@ -250,8 +253,6 @@ class Scheduler:
 
         False: the request cannot go on in this plan; it may itself have given way.
         """
-        if request.planned < request.holding.room:
-            return True
         while (commands := self._ledger.grow(request.holding, request.planned + 1)) is None:
             if not self._make_room(request):
                 return False

@@ -65,8 +65,11 @@ class Coordinator:
 
     def written(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
         """The step has written these rows: every page that it filled is copied to the host."""
-        if self._mirror is not None:
-            for seat, start, count in zip(seats, starts, counts, strict=True):
+        if self._mirror is None:
+            return
+        page_rows = self.pool.geometry.page_rows
+        for seat, start, count in zip(seats, starts, counts, strict=True):
+            if start % page_rows + count >= page_rows:
                 self._mirror.filled(seat, start, start + count)
 
     def traffic(self) -> Traffic:
@@ -130,7 +133,7 @@ class Coordinator:
         if command.keys:
             self._mirroring.load_keys(seat, length)
         if command.to is Residence.RESIDENT:
-            self._mirroring.load_rows(seat, 0, length, self._row_pages(seat))
+            self._mirroring.load_rows(seat, 0, length, self.tables.row_pages[seat])
         elif command.to is Residence.TIERED:
             self.tables.work_pages[seat] = []
             self._hot_buffers.open(seat, length)
@@ -141,6 +144,3 @@ class Coordinator:
         self.tables.extend_rows(seat, 0, rows)
         self._mirroring.load_rows(seat, 0, max(0, newest - 1) * self.pool.geometry.page_rows, rows)
         self.tables.set_tiered(seat, False)
-
-    def _row_pages(self, seat: int) -> list[int]:
-        return [page for first, count in self.tables.row_runs[seat] for page in range(first, first + count)]

@@ -97,8 +97,7 @@ class HotBuffers:
             self._write_maps(seat, group, position_of, last_used, length)
         tables.set_tiered(seat, True)
         self._opened_at[seat] = length
-        tables.rows[seat] = EMPTY
-        tables.row_runs[seat] = []
+        tables.drop_rows(seat)
 
     def audit(self, seat: int, length: int) -> None:
         """Proves of a tiered context of `length` rows that slot_of and position_of are each other's inverse."""

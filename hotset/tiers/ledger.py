@@ -22,18 +22,15 @@ class Holding:
     seat: int = -1  # of no meaning while absent or parked
     residence: Residence = Residence.ABSENT
     pages: dict[Kind, list[int]] = field(default_factory=lambda: {kind: [] for kind in Kind})
-    device_room: int = 0  # rows for which it holds device pages, measured after every change
+    # Rows for which it holds device pages, host pages, and both; measured after every change, since steps ask for them.
+    device_room: int = 0
     host_room: int = 0
+    room: int = 0
 
     def move(self, to: Residence) -> None:
         if to not in NEXT[self.residence]:
             raise IllegalTransition(self.residence, to)
         self.residence = to
-
-    @property
-    def room(self) -> int:
-        """Rows for which it holds every page that it needs."""
-        return min(self.device_room, self.host_room)
 
     @property
     def device_pages(self) -> int:
@@ -251,6 +248,7 @@ class Ledger:
         else:
             rooms.append(0)
         holding.device_room = min(rooms)
+        holding.room = min(holding.device_room, holding.host_room)
 
     def _recast(self, holding: Holding, of: list[Kind], length: int) -> list[Command]:
         """Gives back the pages of some kinds and grants what the residence wants instead: never more than that."""

@@ -116,19 +116,16 @@ class Mirror:
         """[first, last) of a context cut where host or device pages are not neighbours. `pages`: None: where they are
         now, in the tail or in row pages."""
         page_rows = self._pool.geometry.page_rows
+        tail = self._tables.tail_pages[seat] if pages is None and self._tables.is_tiered[seat] else None
         if pages is None:
-            if self._tables.is_tiered[seat]:
-                tail = self._tables.tail_pages[seat]
-                pages = [tail[number % TAIL_PAGES] for number in range(-(-last // page_rows))]
-            else:
-                runs = self._tables.row_runs[seat]
-                pages = [page for begin, count in runs for page in range(begin, begin + count)]
+            pages = self._tables.row_pages[seat]
         host_pages = self._tables.host_pages[seat]
         piece: Piece | None = None
         for number in range(first // page_rows, -(-last // page_rows)):
             low, high = max(first, number * page_rows), min(last, (number + 1) * page_rows)
             host_row = host_pages[number] * page_rows + low % page_rows
-            device_row = pages[number] * page_rows + low % page_rows
+            device_page = pages[number] if tail is None else tail[number % TAIL_PAGES]
+            device_row = device_page * page_rows + low % page_rows
             if piece is not None and piece[0] + piece[2] == host_row and piece[1] + piece[2] == device_row:
                 piece = Piece(piece.host_row, piece.device_row, piece.rows + high - low)
                 continue
