@@ -16,7 +16,7 @@ TEXT_WEIGHT = 0.1
 NEAR_MISSES = 0.3  # of new keys share a word with a key that exists
 CHAINED = 0.2  # of values are themselves keys
 UPDATES = (0.0, 0.3, 0.6)  # of records give a new value to a key that exists; one of these for each sequence
-ASK_UPDATED = 0.4  # of recalls are about a key with several values, where there is one: the last value must win
+ASK_UPDATED = 0.5  # of recalls are about a key with several values, where there is one: the last value must win
 QUESTIONS = {"recall": 0.55, "list": 0.17, "chain": 0.10, "copy": 0.06, "sum": 0.12}
 
 
@@ -27,8 +27,9 @@ class Sequence:
     tokens: list[int]
     weights: list[float]
     updates: float  # share of records that give a new value to a key that exists
+    updates_end: int  # after so many tokens none does, so that old values close to each other are asked for as well
     keys: list[Key] = field(default_factory=list)
-    updated: list[Key] = field(default_factory=list)  # keys that were given a new value, once for each time
+    updated: list[Key] = field(default_factory=list)  # keys whose new value was not asked for yet
     values: dict[Key, Key] = field(default_factory=dict)
     passages: dict[Key, list[int]] = field(default_factory=dict)
     numbers: dict[Key, int] = field(default_factory=dict)
@@ -49,7 +50,8 @@ class Writer:
 
     def write(self, length: int) -> tuple[list[int], list[float]]:
         rng = self._rng
-        sequence = Sequence([self._lexicon.bos], [0.0], updates=float(rng.choice(UPDATES)))
+        updates, updates_end = float(rng.choice(UPDATES)), int(rng.random() * length)
+        sequence = Sequence([self._lexicon.bos], [0.0], updates, updates_end)
         longest_text = int(rng.choice([3, 16, 48])) * (1 if length < 2048 else 2)
         late = rng.random() < 0.4  # questions only near the end, as in evaluation
         while len(sequence.tokens) < length:
@@ -87,17 +89,18 @@ class Writer:
                 return first, second
 
     def _record(self, sequence: Sequence) -> None:
-        update = bool(sequence.keys) and self._rng.random() < sequence.updates
+        changing = bool(sequence.keys) and len(sequence.tokens) < sequence.updates_end
+        update = changing and self._rng.random() < sequence.updates
         key = self._pick(sequence.keys) if update else self._new_key(sequence)
         chained = len(sequence.keys) > 2 and self._rng.random() < CHAINED
         value = self._pick(sequence.keys) if chained else (0, 0)
         if not chained or value == key:
             first, second = self._words(2)
             value = first, second
-        if key in sequence.values:
-            sequence.updated.append(key)
-        else:
+        if key not in sequence.values:
             sequence.keys.append(key)
+        elif key not in sequence.updated:
+            sequence.updated.append(key)
         sequence.values[key] = value
         sequence.put([*self._lexicon.marks["note"], *key, *value, *self._lexicon.full_stop], 0.0)
 
@@ -121,6 +124,8 @@ class Writer:
         if kind == "recall" or len(sequence.keys) < 3:
             again = sequence.updated and self._rng.random() < ASK_UPDATED
             key = self._pick(sequence.updated if again else sequence.keys)
+            if key in sequence.updated:  # asked again, the earlier answer alone would tell
+                sequence.updated.remove(key)
             self._question(sequence, [*marks["recall"], *key], [*sequence.values[key]])
         elif kind == "list":
             keys = [self._pick(sequence.keys) for _ in range(int(self._rng.integers(2, 4)))]
