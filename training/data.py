@@ -5,6 +5,7 @@ with no mark between: look-up heads form far sooner that way. Answers weigh 1 in
 records nothing, since nobody could guess them.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -17,6 +18,11 @@ NEAR_MISSES = 0.3  # of new keys share a word with a key that exists
 CHAINED = 0.2  # of values are themselves keys
 UPDATES = (0.0, 0.3, 0.6)  # of records give a new value to a key that exists; one of these for each sequence
 ASK_UPDATED = 0.5  # of recalls are about a key with several values, where there is one: the last value must win
+# Where updates come in chains:
+CHAIN_UPDATES = 0.6  # of records are updates
+CHAIN_GOES_ON = 0.7  # of updates are of a key that was updated before
+CHAIN_LENGTH = 3  # updates of one key
+CHAIN_ASKED = 0.8  # of recalls are about an updated key
 QUESTIONS = {"recall": 0.55, "list": 0.17, "chain": 0.10, "copy": 0.06, "sum": 0.12}
 
 
@@ -30,6 +36,7 @@ class Sequence:
     updates_end: int  # after so many tokens none does, so that old values close to each other are asked for as well
     keys: list[Key] = field(default_factory=list)
     updated: list[Key] = field(default_factory=list)  # keys whose new value was not asked for yet
+    changed: Counter[Key] = field(default_factory=Counter)  # how often each key was given another value
     values: dict[Key, Key] = field(default_factory=dict)
     passages: dict[Key, list[int]] = field(default_factory=dict)
     numbers: dict[Key, int] = field(default_factory=dict)
@@ -40,17 +47,25 @@ class Sequence:
 
 
 class Writer:
-    """Writes sequences of exactly the length asked for. `evaluating`: with the keys that training never sees."""
+    """Writes sequences of exactly the length asked for.
 
-    def __init__(self, lexicon: Lexicon, filler: NDArray[np.uint16], seed: int, evaluating: bool = False) -> None:
+    `chains`: updates go on with keys that were updated before, which so come to three values and four. `evaluating`:
+    with the keys that training never sees.
+    """
+
+    def __init__(
+        self, lexicon: Lexicon, filler: NDArray[np.uint16], seed: int, chains: bool, evaluating: bool = False
+    ) -> None:
         self._lexicon = lexicon
+        self._chains = chains
         self._filler = filler
         self._rng = np.random.default_rng(seed)
         self._evaluating = evaluating
 
     def write(self, length: int) -> tuple[list[int], list[float]]:
         rng = self._rng
-        updates, updates_end = float(rng.choice(UPDATES)), int(rng.random() * length)
+        updates = CHAIN_UPDATES if self._chains else float(rng.choice(UPDATES))
+        updates_end = int(rng.random() * length)
         sequence = Sequence([self._lexicon.bos], [0.0], updates, updates_end)
         longest_text = int(rng.choice([3, 16, 48])) * (1 if length < 2048 else 2)
         late = rng.random() < 0.4  # questions only near the end, as in evaluation
@@ -88,10 +103,15 @@ class Writer:
             if self._lexicon.held_out((first, second)) == self._evaluating:
                 return first, second
 
+    def _changing_key(self, sequence: Sequence) -> Key:
+        """The key of an update."""
+        going_on = [key for key, count in sequence.changed.items() if count < CHAIN_LENGTH] if self._chains else []
+        return self._pick(going_on if going_on and self._rng.random() < CHAIN_GOES_ON else sequence.keys)
+
     def _record(self, sequence: Sequence) -> None:
         changing = bool(sequence.keys) and len(sequence.tokens) < sequence.updates_end
         update = changing and self._rng.random() < sequence.updates
-        key = self._pick(sequence.keys) if update else self._new_key(sequence)
+        key = self._changing_key(sequence) if update else self._new_key(sequence)
         chained = len(sequence.keys) > 2 and self._rng.random() < CHAINED
         value = self._pick(sequence.keys) if chained else (0, 0)
         if not chained or value == key:
@@ -99,8 +119,10 @@ class Writer:
             value = first, second
         if key not in sequence.values:
             sequence.keys.append(key)
-        elif key not in sequence.updated:
-            sequence.updated.append(key)
+        else:
+            sequence.changed[key] += 1
+            if key not in sequence.updated:
+                sequence.updated.append(key)
         sequence.values[key] = value
         sequence.put([*self._lexicon.marks["note"], *key, *value, *self._lexicon.full_stop], 0.0)
 
@@ -122,7 +144,7 @@ class Writer:
         kind = kinds[self._rng.choice(len(kinds), p=list(QUESTIONS.values()))]
         lexicon, marks = self._lexicon, self._lexicon.marks
         if kind == "recall" or len(sequence.keys) < 3:
-            again = sequence.updated and self._rng.random() < ASK_UPDATED
+            again = sequence.updated and self._rng.random() < (CHAIN_ASKED if self._chains else ASK_UPDATED)
             key = self._pick(sequence.updated if again else sequence.keys)
             if key in sequence.updated:  # asked again, the earlier answer alone would tell
                 sequence.updated.remove(key)
