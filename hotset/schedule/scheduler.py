@@ -6,18 +6,17 @@ be in flight; they commit in order. A request's seat, pages and residence change
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hotset.base.config import TiersMode
 from hotset.schedule.plan import Admission, Committed, Plan, StepResult
 from hotset.schedule.request import FinishReason, Phase, Request
+from hotset.schedule.room import demotions_for, places, promotable, room_to_grow, who_gives_way
 from hotset.tiers.commands import Command
 from hotset.tiers.ledger import NOTHING, Ledger, Need
 from hotset.tiers.residence import Residence
 
 CALM_PLANS = 8  # without pressure before anybody is promoted
-MOST_PARKS = 3  # of one request, while others could be parked instead
 
 
 @dataclass(slots=True)
@@ -57,8 +56,7 @@ class _Draft:
 class Scheduler:
     """Owns every request's phase and seat, and through the ledger its pages. First come, first served.
 
-    Short of device pages, it demotes (largest gain first), then parks the youngest; short of host pages, the youngest
-    gives up what it has and is computed again later. What that frees is offered to whoever waits, in the same plan.
+    Who makes room for whom is chosen in `room.py`; what that frees is offered to whoever waits, in the same plan.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class Scheduler:
         """Queues a request. It must be able to fit empty pools: the front door checks that."""
         assert request.request_id not in self._requests, f"request {request.request_id} is known already"
         ledger, rows = self._ledger, request.max_length - 1
-        least = min(ledger.need(request.holding, to, rows).device for to in self._places(request, Phase.WAITING))
+        least = min(ledger.need(request.holding, to, rows).device for to in places(ledger, request, self._mode))
         assert least <= ledger.device.capacity, f"{least} device pages never fit {ledger.device.capacity}"
         if ledger.host is not None:
             on_host = ledger.geometry.row_pages(rows)
@@ -254,45 +252,14 @@ class Scheduler:
         False: the request cannot go on in this plan; it may itself have given way.
         """
         while (commands := self._ledger.grow(request.holding, request.planned + 1)) is None:
-            if not self._make_room(request):
+            self._last_pressure = self._plans
+            if self._yielding:
+                return False  # room is on its way
+            chosen = who_gives_way(self._ledger, request, self._running, self._waiting)
+            if not self._give_way(chosen.request, chosen.to) or not request.running:
                 return False
         self._commands += commands
         return True
-
-    def _make_room(self, needy: Request) -> bool:
-        """Frees pages for `needy` to grow. False: nothing more can be had now, or `needy` itself has given way."""
-        self._last_pressure = self._plans
-        if self._yielding:
-            return False  # room is on its way
-        need = self._ledger.need(needy.holding, needy.holding.residence, needy.planned + 1)
-        short_of_device = need.device > self._ledger.device.free
-        if short_of_device and (largest := self._largest_gain()) is not None:
-            return self._give_way(largest, Residence.TIERED)
-        can_park = short_of_device and self._ledger.host is not None
-        victim = self._youngest(can_park)
-        return self._give_way(victim, Residence.PARKED if can_park else Residence.ABSENT) and victim is not needy
-
-    def _youngest(self, to_park: bool) -> Request:
-        """Who gives way: the youngest that runs, or, where host pages are wanted, that holds any."""
-        candidates = list(self._running)
-        if to_park:
-            candidates = [request for request in candidates if request.parks < MOST_PARKS] or candidates
-        else:
-            candidates += [request for request in self._waiting if request.phase is Phase.PARKED]
-        return max(candidates, key=lambda request: request.arrival)
-
-    def _largest_gain(self) -> Request | None:
-        """The running request whose demotion frees the most pages."""
-        best = max(self._demotable(), key=self._gain, default=None)
-        return best if best is not None and self._gain(best) > 0 else None
-
-    def _demotable(self) -> Iterator[Request]:
-        for request in self._running:
-            if request.phase is Phase.DECODE and request.tiers != "resident" and request not in self._yielding:
-                yield request
-
-    def _gain(self, request: Request) -> int:
-        return self._ledger.gain(request.holding, request.planned)
 
     def _give_way(self, request: Request, to: Residence) -> bool:
         """Changes a request's residence at once, if no plan in flight uses it, or else as soon as they have drained."""
@@ -312,7 +279,7 @@ class Scheduler:
     def _change(self, request: Request, to: Residence) -> None:
         ledger, holding = self._ledger, request.holding
         if to is Residence.TIERED:
-            if self._gain(request) > 0:
+            if ledger.gain(holding, request.planned) > 0:
                 self._commands += ledger.demote(holding, request.planned)
                 self.counters.demotions += 1
         elif to is Residence.RESIDENT:
@@ -346,21 +313,12 @@ class Scheduler:
         at = sum(other.arrival < request.arrival for other in self._waiting)
         self._waiting.insert(at, request)
 
-    def _places(self, request: Request, phase: Phase) -> tuple[Residence, ...]:
-        """Where a request may come in, the best first."""
-        below = Residence.TIERED if phase is Phase.PARKED and request.prefilled else Residence.STREAMED
-        if not self._ledger.tiers or request.tiers == "resident":
-            return (Residence.RESIDENT,)
-        if self._mode == "always" or request.tiers == "tiered":
-            return (below,)
-        return (Residence.RESIDENT, below)
-
     def _admit(self, request: Request) -> bool:
         """A waiting or parked request comes in, with pages for all its tokens; False if there is no room for it yet."""
         if not self._free_seats:
             return False
-        spare = self._to_grow()
-        for place in self._places(request, request.phase):
+        spare = room_to_grow(self._running)
+        for place in places(self._ledger, request, self._mode):
             if place is Residence.STREAMED and self.in_residence(Residence.STREAMED):
                 continue  # one workspace at a time
             need = self._ledger.need(request.holding, place, len(request.tokens))
@@ -371,20 +329,12 @@ class Scheduler:
         return False
 
     def _demote_for(self, need: Need, spare: Need) -> bool:
-        """Demotes, largest gain first, until `need` fits; not at all if that would not do. False: not yet, or never."""
-        if not self._ledger.tiers or self._yielding or not self._ledger.fits(Need(0, need.host), Need(0, spare.host)):
-            return False
-        gains = sum(max(0, self._gain(request)) for request in self._demotable())
-        if need.device + spare.device > self._ledger.device.free + gains:
+        """Demotes as many as it takes for `need` to fit; nobody if that would not do. False: not yet, or never."""
+        if self._yielding or not (demoted := demotions_for(self._ledger, need, spare, self._running)):
             return False
         self._last_pressure = self._plans
-        coming = self._ledger.device.free
-        while need.device + spare.device > coming:
-            victim = self._largest_gain()
-            assert victim is not None, "the gains were counted"
-            gain = self._gain(victim)
-            self._give_way(victim, Residence.TIERED)
-            coming += gain
+        for request in demoted:
+            self._give_way(request, Residence.TIERED)
         return self._ledger.fits(need, spare)
 
     def _come_in(self, request: Request, place: Residence) -> None:
@@ -403,22 +353,11 @@ class Scheduler:
         )
         self._commands += commands
         insort(self._running, request, key=lambda other: other.arrival)
-        if not parked:
-            request.move(Phase.PREFILL)
+        self.counters.resumes += parked
+        if parked and request.prefilled:
+            self._on_kv_ready(request)
         else:
-            self.counters.resumes += 1
-            if request.prefilled:
-                self._on_kv_ready(request)
-            else:
-                request.move(Phase.PREFILL)
-
-    def _to_grow(self) -> Need:
-        """A page for every running request that will want more before it ends: left free when others come in."""
-        device = host = 0
-        for request in self._running:
-            device += request.holding.device_room < request.max_length - 1
-            host += request.holding.host_room < request.max_length - 1
-        return Need(device, host)
+            request.move(Phase.PREFILL)
 
     def _promote_one(self) -> None:
         """When room has lasted and nobody waits, the oldest tiered request that fits becomes resident again."""
@@ -426,13 +365,8 @@ class Scheduler:
             return
         if self._plans - self._last_pressure < self._calm_plans:
             return
-        tiered = [request for request in self._running if request.holding.residence is Residence.TIERED]
-        spare = self._to_grow() if tiered else NOTHING
-        for request in tiered:
-            need = self._ledger.promotion(request.holding, request.planned)
-            if request.tiers != "tiered" and self._ledger.fits(need, spare):
-                self._give_way(request, Residence.RESIDENT)
-                return
+        if (request := promotable(self._ledger, self._running)) is not None:
+            self._give_way(request, Residence.RESIDENT)
 
     def _seal(self, draft: _Draft) -> Plan:
         plan = Plan(self._plans, self._commands, draft.seats, draft.starts, draft.counts, draft.sampled)

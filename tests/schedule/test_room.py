@@ -1,0 +1,95 @@
+"""Who gives way, one choice at a time; tests/schedule/test_scheduler.py lives through them all."""
+
+import pytest
+
+from hotset.base.config import TiersChoice
+from hotset.base.sampling import SamplingParams
+from hotset.memory.geometry import Geometry
+from hotset.memory.pages import PageAllocator
+from hotset.schedule.request import Phase, Request
+from hotset.schedule.room import MOST_PARKS, GivingWay, demotions_for, promotable, who_gives_way
+from hotset.tiers.ledger import NOTHING, Ledger, Need
+from hotset.tiers.residence import Residence
+
+GEOMETRY = Geometry(page_rows=2, layers=2, part_bytes=64, keys_per_page=8, slots=4, topk=2)
+
+
+class Running:
+    """Decoding requests of the given lengths, oldest first, and pools with just the given pages left."""
+
+    def __init__(self, lengths: list[int], device: int = 0, host: int | None = 20, tiers: TiersChoice = "auto") -> None:
+        taken, on_host = sum(map(GEOMETRY.resident_pages, lengths)), sum(map(GEOMETRY.row_pages, lengths))
+        allocator = None if host is None else PageAllocator(on_host + host)
+        self.ledger = Ledger(GEOMETRY, PageAllocator(taken + device), allocator)
+        self.requests = [self._decoding(seat, length, tiers) for seat, length in enumerate(lengths)]
+
+    def _decoding(self, seat: int, length: int, tiers: TiersChoice) -> Request:
+        request = Request(f"r{seat}", [1] * length, SamplingParams(seed=0), frozenset(), length + 40, tiers)
+        assert self.ledger.admit(request.holding, seat, Residence.RESIDENT, length) is not None
+        request.arrival = request.seat = seat
+        request.planned = length
+        request.move(Phase.PREFILL)
+        request.move(Phase.DECODE)
+        return request
+
+    def who(self, needy: int = 0, waiting: tuple[Request, ...] = ()) -> GivingWay:
+        return who_gives_way(self.ledger, self.requests[needy], self.requests, waiting)
+
+
+def test_the_largest_gain_is_demoted_first_and_of_equals_the_older() -> None:
+    running = Running([40, 64, 64, 40])
+    assert running.who() == GivingWay(running.requests[1], Residence.TIERED)
+
+
+def test_with_nothing_to_gain_the_youngest_parks() -> None:
+    running = Running([8, 8, 8])
+    assert running.who() == GivingWay(running.requests[2], Residence.PARKED)
+
+
+def test_a_request_that_must_stay_resident_is_not_demoted() -> None:
+    running = Running([64, 64], tiers="resident")
+    assert running.who() == GivingWay(running.requests[1], Residence.PARKED)
+
+
+def test_who_was_parked_often_is_spared_until_all_were() -> None:
+    running = Running([8, 8, 8])
+    running.requests[2].parks = MOST_PARKS
+    assert running.who() == GivingWay(running.requests[1], Residence.PARKED)
+    for request in running.requests:
+        request.parks = MOST_PARKS
+    assert running.who() == GivingWay(running.requests[2], Residence.PARKED)
+
+
+@pytest.mark.parametrize("host", [None, 0])
+def test_short_of_host_pages_the_youngest_is_computed_again(host: int | None) -> None:
+    running = Running([8, 8], device=0 if host is None else 10, host=host)
+    assert running.who() == GivingWay(running.requests[1], Residence.ABSENT)
+
+
+def test_short_of_host_pages_a_younger_parked_request_gives_its_own_up() -> None:
+    running = Running([8, 8, 8], device=10, host=0)
+    parked = running.requests.pop()
+    running.ledger.park(parked.holding, parked.planned)
+    parked.move(Phase.PARKED)
+    assert running.who(waiting=(parked,)) == GivingWay(parked, Residence.ABSENT)
+
+
+def test_as_many_are_demoted_as_it_takes_and_nobody_if_that_would_not_do() -> None:
+    running = Running([40, 64, 40])
+    ledger, (old, large, young) = running.ledger, running.requests
+    gain, most = (ledger.gain(request.holding, request.planned) for request in (old, large))
+    assert demotions_for(ledger, Need(most, 0), NOTHING, running.requests) == [large]
+    assert demotions_for(ledger, Need(most, 0), Need(1, 0), running.requests) == [large, old]
+    assert demotions_for(ledger, Need(most + 2 * gain, 0), NOTHING, running.requests) == [large, old, young]
+    assert demotions_for(ledger, Need(most + 2 * gain + 1, 0), NOTHING, running.requests) == []
+    assert demotions_for(ledger, Need(1, 21), NOTHING, running.requests) == [], "demoting frees no host pages"
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_promotion_leaves_everybody_a_page_to_grow_into(missing: int) -> None:
+    running = Running([40, 40], device=20)
+    ledger, young = running.ledger, running.requests[1]
+    ledger.demote(young.holding, young.planned)
+    wanted = ledger.promotion(young.holding, young.planned).device + len(running.requests)
+    ledger.device.allocate(ledger.device.free - wanted + missing)
+    assert promotable(ledger, running.requests) is (None if missing else young)
