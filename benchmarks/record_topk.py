@@ -35,12 +35,11 @@ from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
-from hotset.memory.view import Selected, View
+from hotset.memory.view import NewRows, Selected, View
 from hotset.models.checkpoint import ModelFiles, find_model, open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.spec import MlaSpec
 from hotset.models.tokenizer import Tokenizer
-from hotset.tiers.view import TieredView
 
 
 def make_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int) -> list[list[int]]:
@@ -71,18 +70,19 @@ class Seen:
 class RecordingView:
     """A view that keeps what is selected for segments of one query row, and hands every call on."""
 
-    inner: ResidentView | TieredView
+    inner: ResidentView
     seen: list[Seen]
 
     @property
     def segments(self) -> Segments:
         return self.inner.segments
 
-    def append(self, layer: int, rows: Tensor) -> None:
-        self.inner.append(layer, rows)
+    @property
+    def padded_seats(self) -> Tensor | None:
+        return self.inner.padded_seats
 
-    def append_keys(self, group: int, keys: Tensor) -> None:
-        self.inner.append_keys(group, keys)
+    def new_rows(self, layer: int) -> NewRows:
+        return self.inner.new_rows(layer)
 
     def context(self, layer: int) -> PagedRows:
         return self.inner.context(layer)
@@ -115,7 +115,7 @@ class RecordingModel:
         return self.inner.kv_shape
 
     def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
-        assert isinstance(view, ResidentView | TieredView)
+        assert isinstance(view, ResidentView)
         return self.inner.forward(token_ids, RecordingView(view, self.seen), wanted)
 
     def selections(self, prompt_lengths: Sequence[int], steps: int, k: int) -> np.ndarray:

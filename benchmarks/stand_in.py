@@ -47,10 +47,10 @@ class StandIn:
     def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
         count = token_ids.shape[0]
         for group in range(self._shape.groups):
-            view.append_keys(group, self._keys[:count])
+            view.keys(group).store(view.segments.positions, self._keys[:count])
             positions = self._select(view, group)
             for layer in self._shape.layers_of(group):
-                view.append(layer, self._rows[:count])
+                view.new_rows(layer).store(self._rows[:count])
                 view.select(layer, positions)
         return self._logits[: count if wanted is None else wanted.shape[0]]
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hotset.base.units import ceil_div
+from hotset.kernels import EMPTY
 
 Run = tuple[int, int]  # pages [first, first + count), consecutive in memory and in their request
 
@@ -103,12 +104,15 @@ def index_key_row(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> RowLa
 class PagedRows:
     """The contexts of one step's segments in one layer (or index group), found through their pages.
 
-    A page holds, in each of its `parts`, `block_rows` consecutive rows.
+    A page holds, in each of its `parts`, `block_rows` consecutive rows. The host knows the pages as `runs`, the device
+    as `table`: a captured graph goes by the table alone, and its runs are empty.
     """
 
     blocks: Tensor  # [parts, pages, block rows, stored width]: the whole pool of this layer or group
     runs: Sequence[Sequence[Run]]  # per segment, in order of position; pages that are neighbours are merged
     layout: RowLayout
+    table: Tensor  # [seats, pages] int64: the page of each page of a seat's context
+    seat_of: Tensor  # [query rows] int64: the seat of each query row; EMPTY: a padded one, of no request
 
     def gather(self, segment: int, length: int, dtype: torch.dtype | None = None) -> Tensor:
         """Rows [0, length) of a segment's context as [length, width] values; no copy where they are one run."""
@@ -122,6 +126,15 @@ class PagedRows:
                 break
         stored = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.layout.decode(stored[:length], dtype)
+
+    def store(self, positions: Tensor, values: Tensor) -> None:
+        """Writes `values` [query rows, width] at the positions [query rows] of each query row's own context."""
+        parts, _pages, block_rows, _width = self.blocks.shape
+        there = self.seat_of != EMPTY
+        at = positions[there]
+        within = at % (parts * block_rows)
+        page = self.table[self.seat_of[there], at // (parts * block_rows)]
+        self.blocks[within // block_rows, page, within % block_rows] = self.layout.encode(values)[there]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hotset.kernels.passage import sent
+
 
 class Span(NamedTuple):
     """Segment number `segment`: query rows [first, last) of the batch, at the end of a context of `length` rows."""
@@ -22,7 +24,8 @@ class Segments:
     """The query rows of one step, one segment per request, laid end to end in a flat batch.
 
     Segment i has `counts[i]` query rows; they are the newest rows of a context of `lengths[i]` rows, so query row j of
-    the segment stands at position `lengths[i] - counts[i] + j` and may see the positions up to its own.
+    the segment stands at position `lengths[i] - counts[i] + j` and may see the positions up to its own. Where a graph
+    is captured, the host knows no lengths.
     """
 
     counts: Sequence[int]
@@ -54,4 +57,4 @@ def make_segments(starts: Sequence[int], counts: Sequence[int], device: torch.de
         offset_in_batch = torch.cumsum(each, 0) - each
         positions = torch.arange(segment_of.shape[0]) - offset_in_batch[segment_of] + first[segment_of]
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-    return Segments(counts, lengths, positions.to(device, non_blocking=True), segment_of.to(device, non_blocking=True))
+    return Segments(counts, lengths, sent(positions, device), sent(segment_of, device))

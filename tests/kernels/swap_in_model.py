@@ -3,13 +3,13 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.swap_in import SeatTables, Swap
+from hotset.kernels.swap_in import Copies, SeatTables, Swap
 
 NOWHERE = 10**15  # a page that no pool has: whoever follows it is caught
 POISON = 0xAB
@@ -81,7 +81,15 @@ class Batch:
     positions: list[list[int]]
     seats: list[int]
     stamps: list[int]
-    tail_first: list[int]
+    ignore_tail: bool = False
+
+
+class Op(Protocol):
+    """The two functions of swap_in."""
+
+    def plan(self, *inputs: Any, ignore_tail: bool) -> Swap: ...
+
+    def copy(self, copies: Copies, host_rows: Tensor, device_rows: Tensor) -> None: ...
 
 
 class World:
@@ -91,9 +99,10 @@ class World:
     `full` slots hold positions from the beginning; the stamp of a step must then be `stamp` at least.
     """
 
-    def __init__(self, shape: Shape, seed: int, *, full: bool = False) -> None:
+    def __init__(self, shape: Shape, seed: int, *, full: bool = False, stamp: int = 6) -> None:
         self.shape = shape
         self.random = random.Random(seed)
+        self.stamp = stamp
         generator = torch.Generator().manual_seed(seed)
         each = 2 + shape.slot_page_count + shape.map_page_count
         device_pages = shape.tiered * each + shape.resident * shape.context_pages + 3
@@ -101,7 +110,6 @@ class World:
         self.free_device = self.random.sample(range(device_pages), device_pages)
         self.free_host = self.random.sample(range(host_pages), host_pages)
         self.tables = self._make_tables()
-        self.stamp = 6
         self.maps = [SeatMaps(shape.slots) for _ in range(shape.tiered)]
         if full:
             self._fill_slots()
@@ -113,9 +121,9 @@ class World:
         self.host_rows = torch.randint(0, 256, (host_rows, shape.width), dtype=torch.uint8, generator=generator)
         self.device_rows = torch.full((device_pages * shape.page_rows, shape.width), POISON, dtype=torch.uint8)
         for seat, maps in enumerate(self.maps):
-            for position in set(maps.position_of) - {EMPTY}:
-                row = self.device_row(seat, position, shape.context)
-                self.device_rows[row] = self.host_rows[self.host_row(seat, position)]
+            for slot, position in enumerate(maps.position_of):
+                if position != EMPTY:
+                    self.device_rows[self.slot_row(seat, slot)] = self.host_rows[self.host_row(seat, position)]
         self.counts = torch.zeros(2, dtype=torch.int64)
         self.counted = [0, 0]  # what `counts` must hold
 
@@ -138,12 +146,14 @@ class World:
         return SeatTables(**tables, tiered=is_tiered, page_rows=shape.page_rows, slots=shape.slots)
 
     def _fill_slots(self) -> None:
-        """As after a long run: slots hold positions in any order, and only few stamps tell them apart."""
+        """As after a long run: slots hold positions in any order; some were used long ago, many at the same time."""
         for maps in self.maps:
             held = min(self.shape.slots, self.shape.context)
             for slot, position in enumerate(self.random.sample(range(self.shape.context), held)):
                 maps.position_of[slot] = position
-                maps.last_used[slot] = self.random.randrange(self.stamp)
+                ages = [self.random.randrange(6), 2 ** self.random.uniform(0, 31), 2 ** self.random.randrange(32)]
+                age = int(self.random.choice(ages))
+                maps.last_used[slot] = max(-1, self.stamp - 1 - age)
 
     def write_maps(self, words: Tensor) -> None:
         """Writes every entry of every seat's maps, and nothing else, where the documented layout puts it."""
@@ -166,11 +176,10 @@ class World:
         seats += [draw.randrange(shape.tiered, shape.seats) for _ in range(draw.randint(0, 2)) if shape.resident]
         seats += [EMPTY] * draw.randint(0 if seats else 1, 1)
         draw.shuffle(seats)
-        self.stamp += draw.randint(1, 3)
+        self.stamp += draw.randint(3, 5)
         length = draw.randint(1, shape.context)
-        tail_first = max(0, length - draw.randint(0, 2 * shape.page_rows)) if draw.random() < 0.7 else shape.context
         positions = [self._draw_positions(length if seat != EMPTY else 2**40) for seat in seats]
-        return Batch(positions, seats, [self.stamp] * len(seats), [tail_first] * len(seats))
+        return Batch(positions, seats, [self.stamp + draw.randrange(3) for _ in seats], draw.random() < 0.3)
 
     def _draw_positions(self, length: int) -> list[int]:
         """k positions: some EMPTY, some twice, many from a range that is asked for again and again."""
@@ -187,64 +196,73 @@ class World:
                 chosen.append(draw.randrange(popular if draw.random() < 0.6 else length))
         return chosen
 
-    def run(self, op: ModuleType, batch: Batch) -> Swap:
+    def run(self, op: Op, batch: Batch) -> Swap:
         """Plans `batch` with `op`, on this world's tensors."""
-        columns = [torch.tensor(column) for column in (batch.seats, batch.stamps, batch.tail_first)]
-        positions = torch.tensor(batch.positions)
-        swap = op.plan(positions, *columns, self.tables, self.words, self.shape.words_per_page, self.counts)
-        assert isinstance(swap, Swap)
-        return swap
+        columns = [torch.tensor(column) for column in (batch.positions, batch.seats, batch.stamps)]
+        maps = (self.tables, self.words, self.shape.words_per_page)
+        return op.plan(*columns, *maps, self.counts, ignore_tail=batch.ignore_tail)
 
     def expect(self, batch: Batch) -> "Expected":
         """What `run` must do, by the model; moves the model on."""
         expected = Expected()
-        rows_of = zip(batch.positions, batch.seats, batch.stamps, batch.tail_first, strict=True)
-        for positions, seat, stamp, tail_first in rows_of:
+        for positions, seat, stamp in zip(batch.positions, batch.seats, batch.stamps, strict=True):
             if seat == EMPTY:
                 positions = [EMPTY] * len(positions)
-            there = [position for position in positions if position != EMPTY]
-            looked_up = [position for position in there if position < tail_first] if seat in self.tiered_seats else []
+            looked_up = [position for position in positions if self.is_looked_up(batch, seat, stamp, position)]
             missing = self.maps[seat].look_up(looked_up, stamp) if looked_up else []
             self.counted[0] += len(looked_up)
             self.counted[1] += len(missing)
-            expected.rows.append([self.device_row(seat, position, tail_first) for position in positions])
-            first = {positions.index(position): position for position in missing}
-            expected.missing_host.append(
-                [self.host_row(seat, first[i]) if i in first else EMPTY for i in range(len(positions))]
-            )
+            tail_stamp = None if batch.ignore_tail else stamp
+            expected.rows.append([self.device_row(seat, position, tail_stamp) for position in positions])
+            copies = [(self.device_row(seat, each, None), self.host_row(seat, each)) for each in missing]
+            expected.copies.append(copies)
         return expected
+
+    def is_looked_up(self, batch: Batch, seat: int, stamp: int, position: int) -> bool:
+        """Whether the maps are asked for it."""
+        if seat not in self.tiered_seats or position == EMPTY:
+            return False
+        return batch.ignore_tail or position < self.tail_first(stamp)
+
+    def tail_first(self, stamp: int) -> int:
+        """The tail holds the page of the newest row, whose position is the stamp, and the page before it."""
+        return max(0, stamp // self.shape.page_rows - 1) * self.shape.page_rows
 
     @property
     def tiered_seats(self) -> range:
         return range(self.shape.tiered)
 
-    def device_row(self, seat: int, position: int, tail_first: int) -> int:
+    def device_row(self, seat: int, position: int, stamp: int | None) -> int:
+        """`stamp`: None: not in the tail."""
         if position == EMPTY:
             return EMPTY
         page, offset = divmod(position, self.shape.page_rows)
         if seat not in self.tiered_seats:
             return int(self.tables.row_pages[seat, page]) * self.shape.page_rows + offset
-        if position >= tail_first:
+        if stamp is not None and position >= self.tail_first(stamp):
             return int(self.tables.tail_pages[seat, page % 2]) * self.shape.page_rows + offset
-        page, offset = divmod(self.maps[seat].slot_of(position), self.shape.page_rows)
+        return self.slot_row(seat, self.maps[seat].slot_of(position))
+
+    def slot_row(self, seat: int, slot: int) -> int:
+        page, offset = divmod(slot, self.shape.page_rows)
         return int(self.tables.slot_pages[seat, page]) * self.shape.page_rows + offset
 
     def host_row(self, seat: int, position: int) -> int:
         page, offset = divmod(position, self.shape.page_rows)
         return int(self.tables.host_pages[seat, page]) * self.shape.page_rows + offset
 
-    def check_step(self, op: ModuleType, batch: Batch) -> Swap:
+    def check_step(self, op: Op, batch: Batch) -> Swap:
         """One step of `op` equals the model in rows, copies, counts, every word of memory and every byte of rows."""
         words, rows = self.words.clone(), self.device_rows.clone()
         swap = self.run(op, batch)
         expected = self.expect(batch)
         assert swap.rows.tolist() == expected.rows
-        assert swap.missing_host.tolist() == expected.missing_host
+        assert listed(swap.copies) == expected.copies
         assert self.counts.tolist() == self.counted
         self.write_maps(words)
         assert torch.equal(self.words, words), "words of maps, or words beside them"
-        op.copy(swap, self.host_rows, self.device_rows)
-        for device_row, host_row in expected.copies:
+        op.copy(swap.copies, self.host_rows, self.device_rows)
+        for device_row, host_row in (pair for pairs in expected.copies for pair in pairs):
             rows[device_row] = self.host_rows[host_row]
         assert torch.equal(self.device_rows, rows), "rows that were missing, or rows beside them"
         self._check_rows_read(batch, swap)
@@ -252,11 +270,17 @@ class World:
 
     def _check_rows_read(self, batch: Batch, swap: Swap) -> None:
         """What attention reads from slots is what the host store holds for those positions."""
-        for row, (seat, tail_first) in enumerate(zip(batch.seats, batch.tail_first, strict=True)):
+        for row, (seat, stamp) in enumerate(zip(batch.seats, batch.stamps, strict=True)):
             for i, position in enumerate(batch.positions[row]):
-                if seat in self.tiered_seats and position != EMPTY and position < tail_first:
+                if self.is_looked_up(batch, seat, stamp, position):
                     read = self.device_rows[swap.rows[row, i]]
                     assert torch.equal(read, self.host_rows[self.host_row(seat, position)])
+
+
+def listed(copies: Copies) -> list[list[tuple[int, int]]]:
+    """(device row, host row) of each copy, by batch row."""
+    rows = zip(copies.device_rows.tolist(), copies.host_rows.tolist(), copies.counts.tolist(), strict=True)
+    return [list(zip(device[:count], host[:count], strict=True)) for device, host, count in rows]
 
 
 @dataclass
@@ -264,14 +288,4 @@ class Expected:
     """The outputs of one plan, by the model."""
 
     rows: list[list[int]] = field(default_factory=list)
-    missing_host: list[list[int]] = field(default_factory=list)
-
-    @property
-    def copies(self) -> list[tuple[int, int]]:
-        """(device row, host row) of each miss."""
-        return [
-            (device_row, host_row)
-            for device, host in zip(self.rows, self.missing_host, strict=True)
-            for device_row, host_row in zip(device, host, strict=True)
-            if host_row != EMPTY
-        ]
+    copies: list[list[tuple[int, int]]] = field(default_factory=list)  # as `listed` gives them

@@ -28,22 +28,25 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int], int, int]:
     return counts, lengths, draw(st.integers(1, 5)), draw(st.integers(0, 2**31))
 
 
-def paged(lengths: list[int], page_rows: int, width: int) -> tuple[PagedRows, list[torch.Tensor]]:
-    """Contexts scattered over a pool that is otherwise NaN."""
+def paged(counts: list[int], lengths: list[int], page_rows: int, width: int) -> tuple[PagedRows, list[torch.Tensor]]:
+    """Contexts scattered over a pool that is otherwise NaN; segment i sits on seat i."""
     each = [-(-length // page_rows) for length in lengths]
     order = torch.randperm(sum(each) + 2).tolist()
     layout = RowLayout(width, torch.float64)
     pool = torch.full((1, len(order), page_rows, layout.stored_width), float("nan"), dtype=torch.float64)
     contexts, runs = [], []
-    for length, count in zip(lengths, each, strict=True):
+    table = torch.full((len(lengths), max(each)), EMPTY)
+    for seat, (length, count) in enumerate(zip(lengths, each, strict=True)):
         pages = [order.pop() for _ in range(count)]
+        table[seat, :count] = torch.tensor(pages)
         context = torch.randn(length, width, dtype=torch.float64)
         for position in range(length):
             pool[0, pages[position // page_rows], position % page_rows, :width] = context[position]
         contexts.append(context)
         runs.append([])
         extend_runs(runs[-1], pages)
-    return PagedRows(pool, runs, layout), contexts
+    seat_of = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    return PagedRows(pool, runs, layout, table, seat_of), contexts
 
 
 def queries_of(counts: list[int], lengths: list[int]) -> list[tuple[int, int]]:
@@ -69,7 +72,7 @@ def test_paged_attention_is_causal_attention_over_the_segments_own_context(
     torch.manual_seed(seed)
     group, kv_heads = heads
     dim, scale = 4, 0.37
-    context, contexts = paged(lengths, page_rows, 2 * kv_heads * dim)
+    context, contexts = paged(counts, lengths, page_rows, 2 * kv_heads * dim)
     q = torch.randn(sum(counts), group * kv_heads, dim, dtype=torch.float64)
     starts = [length - count for count, length in zip(counts, lengths, strict=True)]
     out = paged_attention(q, context, make_segments(starts, counts, CPU), kv_heads, scale)
@@ -89,7 +92,7 @@ def test_index_topk_takes_the_best_positions_and_the_earlier_of_equals(
     counts, lengths, page_rows, seed = batch
     torch.manual_seed(seed)
     dim, scale = 3, 0.5
-    keys, contexts = paged(lengths, page_rows, dim)
+    keys, contexts = paged(counts, lengths, page_rows, dim)
     for context in (keys.blocks, *contexts):
         context.round_()  # small whole numbers, so that equal scores are frequent and exact
     q = torch.randn(sum(counts), heads, dim, dtype=torch.float64).round()

@@ -1,31 +1,48 @@
 """swap_in against a plain-Python model, over poisoned memory. Defects are those of the peers, by their numbers.
 
-The tests run with the reference. Started with TRITON_INTERPRET=1 they run with the Triton kernels on CPU tensors
-instead; Triton reads that variable once per process, so one test starts a second process with it.
+Every test runs with the reference and with the CUDA kernels, which a host compiler builds for the CPU.
 """
 
-import importlib
-import os
-import subprocess
-import sys
 from dataclasses import fields, replace
-from types import ModuleType
+from typing import Any
+from unittest import mock
 
+import cuda_on_cpu
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from swap_in_model import POISON, Batch, Shape, World
+from swap_in_model import NOWHERE, POISON, Batch, Op, Shape, World, listed
+from torch import Tensor
 
 from hotset.base.errors import ConfigError
-from hotset.kernels import EMPTY
-from hotset.kernels.swap_in import SeatTables, Swap, copy, plan, reference
+from hotset.kernels import EMPTY, cuda_source
+from hotset.kernels.swap_in import Copies, SeatTables, Swap, copy, cuda_impl, plan, reference
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-OP: ModuleType = importlib.import_module("hotset.kernels.swap_in.triton_impl") if INTERPRETED else reference
+
+class CudaOnCpu:
+    """The CUDA kernels on CPU tensors, in small blocks: a barrier costs as much as there are threads."""
+
+    def __init__(self, tuning: cuda_impl.Tuning) -> None:
+        self._tuning = tuning
+
+    def plan(self, *inputs: Any, ignore_tail: bool) -> Swap:
+        with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
+            return cuda_impl.plan(*inputs, ignore_tail=ignore_tail, tuning=self._tuning)
+
+    def copy(self, copies: Copies, host_rows: Tensor, device_rows: Tensor) -> None:
+        with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
+            cuda_impl.copy(copies, host_rows, device_rows, tuning=self._tuning)
+
+
+SMALL = cuda_impl.Tuning(plan_threads=64, copy_blocks=3, copy_threads=64, rows_at_once=2)
+needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no C++ compiler")
+OPS = [
+    pytest.param(reference, id="reference"),
+    pytest.param(CudaOnCpu(SMALL), id="cuda", marks=needs_compiler),
+]
+with_each_op = pytest.mark.parametrize("op", OPS)
 EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True, database=None)
-if INTERPRETED:  # slow: an example that fails is not made smaller
-    EXAMPLES = settings(EXAMPLES, max_examples=16, phases=[Phase.generate])
 
 CPU = torch.device("cpu")
 WIDTHS = [*range(1, 41), 656, 1152]
@@ -48,66 +65,74 @@ def shapes(draw: st.DrawFn) -> Shape:
     )
 
 
-def one_seat(world: World, positions: list[int], *, stamp: int, tail_first: int | None = None) -> Batch:
+def one_seat(world: World, positions: list[int], *, stamp: int, ignore_tail: bool = True) -> Batch:
     """Seat 0, which is tiered, alone; positions are padded with EMPTY to k."""
     padded = positions + [EMPTY] * (world.shape.k - len(positions))
-    return Batch([padded], [0], [stamp], [world.shape.context if tail_first is None else tail_first])
+    return Batch([padded], [0], [stamp], ignore_tail)
 
 
+@with_each_op
 @EXAMPLES
-@given(shapes(), st.integers(0, 2**31), st.booleans())
+@given(shapes(), st.integers(0, 2**31), st.booleans(), st.sampled_from([6, 40, 300, 150_000, 2**31 - 100]))
 def test_every_step_equals_the_model_in_rows_copies_counts_and_every_map_word(
-    shape: Shape, seed: int, full: bool
+    op: Op, shape: Shape, seed: int, full: bool, stamp: int
 ) -> None:
-    world = World(shape, seed, full=full)
-    for _ in range(4 if INTERPRETED else 10):
-        world.check_step(OP, world.draw_batch())
+    world = World(shape, seed, full=full, stamp=stamp)
+    for _ in range(10):
+        world.check_step(op, world.draw_batch())
 
 
+@with_each_op
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "stamp"),
     [
-        Shape(k=130, slots=300, page_rows=16, words_per_page=64, context_pages=40),
-        Shape(k=100, slots=2500, page_rows=48, words_per_page=333, context_pages=64, tiered=1),
+        (Shape(k=130, slots=300, page_rows=16, words_per_page=64, context_pages=40), 620),
+        (Shape(k=100, slots=2500, page_rows=48, words_per_page=333, context_pages=64, tiered=1), 3000),
+        (Shape(k=130, slots=400, page_rows=16, words_per_page=12, context_pages=40, tiered=1), 2**30),
     ],
-    ids=["130 of 300 slots", "100 of 2500 slots"],
+    ids=["130 of 300 slots", "100 of 2500 slots", "stamps far apart"],
 )
-def test_sequences_over_many_slots_equal_the_model(shape: Shape) -> None:
-    world = World(shape, seed=1, full=True)
-    for _ in range(6 if INTERPRETED else 30):
-        world.check_step(OP, world.draw_batch())
+def test_sequences_over_many_slots_equal_the_model(op: Op, shape: Shape, stamp: int) -> None:
+    world = World(shape, seed=1, full=True, stamp=stamp)
+    for _ in range(12):
+        world.check_step(op, world.draw_batch())
 
 
-def test_the_oldest_slots_give_way_and_of_equally_old_ones_the_lower() -> None:
+@with_each_op
+def test_the_oldest_slots_give_way_and_of_equally_old_ones_the_lower(op: Op) -> None:
     world = World(Shape(k=4, slots=6, page_rows=4, words_per_page=16, context_pages=8), seed=2)
     for stamp, positions in enumerate([[10, 11], [12, 13], [14, 15], [11, 14]]):
-        world.check_step(OP, one_seat(world, positions, stamp=stamp))
+        world.check_step(op, one_seat(world, positions, stamp=stamp))
     assert world.maps[0].last_used == [0, 3, 1, 1, 3, 2]
-    world.check_step(OP, one_seat(world, [20, 21], stamp=4))
+    world.check_step(op, one_seat(world, [20, 21], stamp=4))
     assert world.maps[0].position_of == [20, 11, 21, 13, 14, 15]
 
 
-def test_a_second_plan_with_the_same_stamp_spares_the_slots_of_the_first() -> None:
+@with_each_op
+def test_a_second_plan_with_the_same_stamp_spares_the_slots_of_the_first(op: Op) -> None:
     world = World(Shape(k=3, slots=6, page_rows=4, words_per_page=16, context_pages=8), seed=3)
-    world.check_step(OP, one_seat(world, [7, 8, 9], stamp=5))
-    world.check_step(OP, one_seat(world, [1, 8, 2], stamp=5))
+    world.check_step(op, one_seat(world, [7, 8, 9], stamp=5))
+    world.check_step(op, one_seat(world, [1, 8, 2], stamp=5))
     assert world.maps[0].position_of == [7, 8, 9, 1, 2, EMPTY]
 
 
-def test_k_positions_take_every_slot_when_there_are_no_more_than_k() -> None:
+@with_each_op
+def test_k_positions_take_every_slot_when_there_are_no_more_than_k(op: Op) -> None:
     world = World(Shape(k=5, slots=5, page_rows=3, words_per_page=4, context_pages=9), seed=4)
     for stamp in range(4):
-        world.check_step(OP, one_seat(world, [(7 * stamp + 4 * i) % 27 for i in range(5)], stamp=stamp))
+        world.check_step(op, one_seat(world, [(7 * stamp + 4 * i) % 27 for i in range(5)], stamp=stamp))
 
 
-def test_a_context_that_fits_the_slots_misses_every_position_once_only() -> None:
+@with_each_op
+def test_a_context_that_fits_the_slots_misses_every_position_once_only(op: Op) -> None:
     world = World(Shape(k=6, slots=20, page_rows=5, words_per_page=8, context_pages=4), seed=5)
-    for stamp in range(12 if INTERPRETED else 40):
+    for stamp in range(40):
         chosen = world.random.sample(range(20), 6)
-        world.check_step(OP, one_seat(world, chosen, stamp=stamp))
+        world.check_step(op, one_seat(world, chosen, stamp=stamp))
     assert int(world.counts[1]) <= 20
 
 
+@with_each_op
 @pytest.mark.parametrize(
     "positions",
     [
@@ -121,55 +146,69 @@ def test_a_context_that_fits_the_slots_misses_every_position_once_only() -> None
     ],
     ids=str,
 )
-def test_empty_padding_and_duplicates_do_not_corrupt_counts_defect_5(positions: list[int]) -> None:
+def test_empty_padding_and_duplicates_do_not_corrupt_counts_defect_5(op: Op, positions: list[int]) -> None:
     world = World(ODD, seed=6)
-    world.check_step(OP, one_seat(world, positions, stamp=1))  # all miss
+    world.check_step(op, one_seat(world, positions, stamp=1))  # all miss
     there = [position for position in positions if position != EMPTY]
     assert world.counts.tolist() == [len(there), len(set(there))]
-    world.check_step(OP, one_seat(world, positions, stamp=2))  # all hit
+    world.check_step(op, one_seat(world, positions, stamp=2))  # all hit
     assert world.counts.tolist() == [2 * len(there), len(set(there))]
 
 
-def test_positions_in_the_tail_touch_neither_maps_nor_counts() -> None:
+@with_each_op
+def test_positions_in_the_tail_touch_neither_maps_nor_counts(op: Op) -> None:
     world = World(ODD, seed=7)
     before = world.words.clone()
-    swap = world.check_step(OP, one_seat(world, [40, 44, 35, 39, 35], stamp=1, tail_first=35))
+    # Page 8 holds the newest row, so the tail holds positions from 35 on.
+    swap = world.check_step(op, one_seat(world, [40, 44, 35, 39, 35], stamp=44, ignore_tail=False))
     assert torch.equal(world.words, before) and world.counts.tolist() == [0, 0]
-    assert (swap.missing_host == EMPTY).all()
+    assert swap.copies.counts.tolist() == [0]
 
 
-def test_padded_rows_of_the_batch_touch_nothing_whatever_they_hold() -> None:
+@with_each_op
+def test_padded_rows_of_the_batch_touch_nothing_whatever_they_hold(op: Op) -> None:
     world = World(ODD, seed=8)
     before = world.words.clone()
-    swap = world.check_step(OP, Batch([[2**40, 0, 1, 2, 3, -7]], [EMPTY], [2**40], [-1]))
+    swap = world.check_step(op, Batch([[2**40, 0, 1, 2, 3, -7]], [EMPTY], [2**40]))
     assert torch.equal(world.words, before) and (swap.rows == EMPTY).all()
+    assert swap.copies.counts.tolist() == [0]
 
 
-def test_resident_seats_may_fill_a_batch_without_a_tiered_one() -> None:
+@with_each_op
+def test_resident_seats_may_fill_a_batch_without_a_tiered_one(op: Op) -> None:
     world = World(replace(ODD, tiered=0, resident=2), seed=9)
     positions = [[3, EMPTY, 44, 3, 0, 1], [40, 41, 42, 43, 44, EMPTY], [5, 4, 3, 2, 1, 0]]
-    world.check_step(OP, Batch(positions, [1, 0, 1], [1, 1, 1], [0, 7, 45]))
+    world.check_step(op, Batch(positions, [1, 0, 1], [0, 7, 45]))
 
 
-def test_a_swap_is_replayed_for_every_layer_that_shares_the_plan() -> None:
+@with_each_op
+def test_a_swap_is_replayed_for_every_layer_that_shares_the_plan(op: Op) -> None:
     world = World(ODD, seed=10)
-    swap = world.run(OP, one_seat(world, [4, 17, 30], stamp=1))
+    swap = world.run(op, one_seat(world, [4, 17, 30], stamp=1))
     for layer in range(3):
         host, device = world.host_rows + layer, torch.full_like(world.device_rows, POISON)
-        OP.copy(swap, host, device)
+        op.copy(swap.copies, host, device)
         for i, position in enumerate([4, 17, 30]):
             assert torch.equal(device[swap.rows[0, i]], host[world.host_row(0, position)])
 
 
+@with_each_op
 @pytest.mark.parametrize("width", WIDTHS)
-def test_rows_of_any_byte_size_keep_their_tail_and_spare_what_follows_defect_6(width: int) -> None:
-    check_row_bytes(OP, width, CPU)
+def test_rows_of_any_byte_size_keep_their_tail_and_spare_what_follows_defect_6(op: Op, width: int) -> None:
+    check_row_bytes(op, width, CPU)
 
 
-def check_row_bytes(op: ModuleType, width: int, device: torch.device) -> None:
+def copies_of(*lists: list[tuple[int, int]], device: torch.device = CPU) -> Copies:
+    """Lists of (host row, device row), and what must not be read after the end of each."""
+    most = max(map(len, lists)) + 1
+    padded = torch.tensor([pairs + [(NOWHERE, NOWHERE)] * (most - len(pairs)) for pairs in lists], device=device)
+    counts = torch.tensor([len(pairs) for pairs in lists], dtype=torch.int32, device=device)
+    return Copies(padded[:, :, 0], padded[:, :, 1], counts)
+
+
+def check_row_bytes(op: Op, width: int, device: torch.device) -> None:
     """Two rows of `width` bytes are copied, and no byte beside them, however rows are spaced and aligned."""
-    swap = Swap(torch.tensor([[5, 2, EMPTY, 0]]), torch.tensor([[1, 6, EMPTY, EMPTY]]))
-    on_device = Swap(swap.rows.to(device), swap.missing_host.to(device))
+    copies = copies_of([(1, 5)], [], [(6, 2)], device=device)
     aligned = -(-width // 16) * 16
     for stride, offset in ((width, 0), (aligned, 0), (aligned, 8), (width + 4, 4), (width + 1, 1)):
         host = torch.arange(7 * stride + offset).mul(37).remainder(251).to(torch.uint8)
@@ -179,55 +218,60 @@ def check_row_bytes(op: ModuleType, width: int, device: torch.device) -> None:
             source = host[offset + host_row * stride :][:width]
             expected[offset + device_row * stride :][:width] = source
         readable = host if device == CPU else host.pin_memory()
-        op.copy(on_device, *(torch.as_strided(flat, (7, width), (stride, 1), offset) for flat in (readable, written)))
+        op.copy(copies, *(torch.as_strided(flat, (7, width), (stride, 1), offset) for flat in (readable, written)))
         assert torch.equal(written.to(CPU), expected), f"rows of {width} bytes, {stride} apart, from byte {offset}"
 
 
+@with_each_op
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
-def test_rows_of_any_dtype_are_copied_bit_by_bit(dtype: torch.dtype) -> None:
+def test_rows_of_any_dtype_are_copied_bit_by_bit(op: Op, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(11)
     host = torch.randint(0, 256, (4, 3 * dtype.itemsize), dtype=torch.uint8, generator=generator)  # NaN among them
     device = torch.full_like(host, POISON)
-    OP.copy(Swap(torch.tensor([[3, 1]]), torch.tensor([[0, 2]])), host.view(dtype), device.view(dtype))
+    op.copy(copies_of([(0, 3), (2, 1)]), host.view(dtype), device.view(dtype))
     assert torch.equal(device[[3, 1]], host[[0, 2]]) and (device[[0, 2]] == POISON).all()
 
 
-def test_host_page_ids_are_never_taken_for_device_page_ids_defect_7() -> None:
+@with_each_op
+def test_host_page_ids_are_never_taken_for_device_page_ids_defect_7(op: Op) -> None:
     world = World(ODD, seed=12)
-    swap = world.check_step(OP, one_seat(world, [0, 12, 24, 36, 44], stamp=1))
+    swap = world.check_step(op, one_seat(world, [0, 12, 24, 36, 44], stamp=1))
     slot_rows = {int(page) * 5 + offset for page in world.tables.slot_pages[0] for offset in range(5)}
     assert set(swap.rows[0, :5].tolist()) <= slot_rows
-    assert swap.missing_host[0, :5].tolist() == [world.host_row(0, position) for position in (0, 12, 24, 36, 44)]
+    host_rows = [world.host_row(0, position) for position in (0, 12, 24, 36, 44)]
+    assert [host_row for _, host_row in listed(swap.copies)[0]] == host_rows
 
 
-def test_row_numbers_beyond_32_bits_are_exact_defect_7() -> None:
+@with_each_op
+def test_row_numbers_beyond_32_bits_are_exact_defect_7(op: Op) -> None:
     world = World(ODD, seed=13)
     far = {name: getattr(world.tables, name) for name in ("row_pages", "host_pages", "slot_pages", "tail_pages")}
     world.tables = replace(world.tables, **{name: pages % 1000 + 2**31 + 3 for name, pages in far.items()})
-    batch = Batch([[1, 2, 3, 30, 31, 44], [44, 43, 0, 1, 2, 3]], [0, 2], [1, 1], [30, 0])
-    swap = world.run(OP, batch)
+    batch = Batch([[1, 2, 3, 30, 31, 44], [44, 43, 0, 1, 2, 3]], [0, 2], [39, 1])
+    swap = world.run(op, batch)
     expected = world.expect(batch)
-    assert (swap.rows.tolist(), swap.missing_host.tolist()) == (expected.rows, expected.missing_host)
-    assert int(swap.rows.min()) > 2**33 and int(swap.missing_host.max()) > 2**33
+    assert (swap.rows.tolist(), listed(swap.copies)) == (expected.rows, expected.copies)
+    assert int(swap.rows.min()) > 2**33 and min(listed(swap.copies)[0][0]) > 2**33
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter copies whole tensors; the GPU test does this for Triton")
-def test_row_offsets_beyond_32_bits_are_exact_defect_7() -> None:
+@with_each_op
+def test_row_offsets_beyond_32_bits_are_exact_defect_7(op: Op) -> None:
     rows, stride = 2**16 + 2, 2**15  # more than 2**31 bytes of address space, of which almost nothing is touched
     host, device = (torch.empty(rows, stride, dtype=torch.uint8)[:, :24] for _ in range(2))
     host[rows - 1], device[rows - 2 : rows] = torch.arange(24, dtype=torch.uint8), POISON
-    OP.copy(Swap(torch.tensor([[rows - 2]]), torch.tensor([[rows - 1]])), host, device)
+    op.copy(copies_of([(rows - 1, rows - 2)]), host, device)
     assert torch.equal(device[rows - 2], host[rows - 1]) and (device[rows - 1] == POISON).all()
 
 
+@with_each_op
 @pytest.mark.parametrize("misses", [4, 8])
-def test_a_full_page_of_misses_still_copies_single_rows_defect_8(misses: int) -> None:
+def test_a_full_page_of_misses_still_copies_single_rows_defect_8(op: Op, misses: int) -> None:
     world = World(Shape(k=8, slots=12, page_rows=4, words_per_page=8, context_pages=12), seed=14)
     scattered = [(5 * i + 3) % 48 for i in range(misses)]
-    world.check_step(OP, one_seat(world, scattered, stamp=1))
+    world.check_step(op, one_seat(world, scattered, stamp=1))
     assert int((world.device_rows != POISON).any(1).sum()) == misses  # no row of 5 random bytes equals the poison
     together = list(range(16, 16 + misses))
-    world.check_step(OP, one_seat(world, together, stamp=2))
+    world.check_step(op, one_seat(world, together, stamp=2))
 
 
 def tiny_tables(**changed: int) -> SeatTables:
@@ -248,7 +292,7 @@ def test_impossible_tables_are_refused_before_the_maps_are_touched(changed: dict
     one = torch.zeros(1, dtype=torch.int64)
     words = torch.full((64,), 7, dtype=torch.int32)
     with pytest.raises(ConfigError, match=message):
-        plan(torch.tensor([[1, 2, 3]]), one, one, one, tiny_tables(**changed), words, 64, torch.zeros(2).long())
+        plan(torch.tensor([[1, 2, 3]]), one, one, tiny_tables(**changed), words, 64, torch.zeros(2).long())
     assert (words == 7).all()
 
 
@@ -261,15 +305,74 @@ def test_impossible_tables_are_refused_before_the_maps_are_touched(changed: dict
 )
 def test_rows_that_differ_between_the_tiers_are_refused(host: torch.Tensor, device: torch.Tensor, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        copy(Swap(torch.tensor([[0]]), torch.tensor([[1]])), host, device)
+        copy(copies_of([(0, 1)]), host, device)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is what starts the interpreted run")
-def test_triton_kernels_pass_all_of_this_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+@with_each_op
+@pytest.mark.parametrize("lists", [1, 3, 128, 300])
+def test_copies_of_every_list_of_a_batch_are_done_once_each(op: Op, lists: int) -> None:
+    generator = torch.Generator().manual_seed(lists)
+    counts = torch.randint(0, 4, (lists,), generator=generator).tolist()
+    order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
+    pairs = [
+        [(order[sum(counts[:row]) + i], sum(counts[:row]) + i) for i in range(counts[row])] for row in range(lists)
+    ]
+    host = torch.randint(0, 256, (len(order), 24), dtype=torch.uint8, generator=generator)
+    device = torch.full_like(host, POISON)
+    op.copy(copies_of(*pairs), host, device)
+    assert torch.equal(device[:-2], host[order[:-2]]) and (device[-2:] == POISON).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows_at_once", [1, 2, 4])
+def test_a_warp_may_have_any_number_of_rows_under_way(rows_at_once: int) -> None:
+    op = CudaOnCpu(replace(SMALL, copy_blocks=1, copy_threads=32, rows_at_once=rows_at_once))
+    host = torch.randint(0, 256, (40, 656), dtype=torch.uint8)
+    device = torch.full_like(host, POISON)
+    op.copy(copies_of([(i, 39 - i) for i in range(23)]), host, device)
+    assert torch.equal(device[17:], host[:23].flip(0)) and (device[:17] == POISON).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [32, 128])
+def test_a_plan_may_have_any_number_of_threads(threads: int) -> None:
+    op = CudaOnCpu(replace(SMALL, plan_threads=threads))
+    world = World(Shape(k=150, slots=256, page_rows=8, words_per_page=20, context_pages=50), seed=20, full=True)
+    for _ in range(6):
+        world.check_step(op, world.draw_batch())
+
+
+@needs_compiler
+def test_a_plan_as_large_and_tuned_as_on_a_gpu_equals_the_reference() -> None:
+    op = CudaOnCpu(cuda_impl.TUNED)
+    shape = Shape(k=2048, slots=8192, page_rows=64, words_per_page=10496, context_pages=256, tiered=2, width=1)
+    world = World(shape, seed=21, full=True, stamp=2**30)
+    for _ in range(2):
+        words, counts = world.words.clone(), world.counts.clone()
+        batch = world.draw_batch()
+        swap, words_after = world.run(op, batch), world.words.clone()
+        world.words.copy_(words)
+        world.counts.copy_(counts)
+        expected = world.run(reference, batch)
+        assert torch.equal(swap.rows, expected.rows) and listed(swap.copies) == listed(expected.copies)
+        assert torch.equal(words_after, world.words)
+
+
+def test_more_positions_than_a_gpu_can_plan_for_are_refused() -> None:
+    one = torch.zeros(1, dtype=torch.int64)
+    words = torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(ConfigError, match="top-20000 is more than the 16384 positions"):
+        positions = torch.zeros(1, 20_000, dtype=torch.int64)
+        cuda_impl.plan(positions, one, one, tiny_tables(slots=30_000), words, 64, torch.zeros(2).long())
+
+
+@needs_compiler
+def test_more_misses_than_slots_that_may_give_way_stop_the_kernel() -> None:
+    op = CudaOnCpu(SMALL)
+    world = World(Shape(k=3, slots=4, page_rows=4, words_per_page=16, context_pages=8), seed=3)
+    world.check_step(op, one_seat(world, [7, 8, 9], stamp=5))
+    with pytest.raises(AssertionError, match="the kernel stopped itself"):
+        world.run(op, one_seat(world, [1, 2], stamp=5))
 
 
 def on_gpu(tables: SeatTables) -> SeatTables:
@@ -279,46 +382,77 @@ def on_gpu(tables: SeatTables) -> SeatTables:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "stamp"),
     [
-        ODD,
-        Shape(k=2048, slots=4096, page_rows=64, words_per_page=1152, context_pages=256, tiered=6, width=656),
-        Shape(k=1500, slots=9000, page_rows=48, words_per_page=333, context_pages=300, tiered=3, width=1152),
-        # Hardly any position occurs once: the threads of a program race for the same entries.
-        Shape(k=4096, slots=5000, page_rows=16, words_per_page=64, context_pages=20, tiered=4, width=37),
+        (ODD, 40),
+        (Shape(k=2048, slots=4096, page_rows=64, words_per_page=1152, context_pages=256, tiered=6, width=656), 2**17),
+        (Shape(k=2048, slots=8192, page_rows=64, words_per_page=10496, context_pages=256, tiered=2, width=656), 2**30),
+        (Shape(k=1500, slots=9000, page_rows=48, words_per_page=333, context_pages=300, tiered=3, width=1152), 14_000),
+        # Hardly any position occurs once: the threads of a block race for the same places.
+        (Shape(k=4096, slots=5000, page_rows=16, words_per_page=64, context_pages=20, tiered=4, width=37), 10**6),
+        # More shared memory than a launch gets unasked.
+        (Shape(k=5000, slots=6000, page_rows=64, words_per_page=512, context_pages=256, tiered=2, width=16), 10**6),
     ],
-    ids=str,
+    ids=lambda each: str(each) if isinstance(each, Shape) else "",
 )
-def test_triton_on_a_gpu_equals_the_reference(shape: Shape) -> None:
-    world = World(shape, seed=15, full=shape.context >= shape.slots)
+def test_on_a_gpu_every_step_equals_the_reference(shape: Shape, stamp: int) -> None:
+    world = World(shape, seed=15, full=shape.context >= shape.slots, stamp=stamp)
     tables, words, counts = on_gpu(world.tables), world.words.cuda(), world.counts.cuda()
     host_rows, device_rows = world.host_rows.pin_memory(), world.device_rows.cuda()
-    for _ in range(12):
+    for step in range(12):
         batch = world.draw_batch()
         columns = [torch.tensor(column).cuda() for column in (batch.positions, batch.seats, batch.stamps)]
-        tail_first = torch.tensor(batch.tail_first).cuda()
-        swap = plan(*columns, tail_first, tables, words, shape.words_per_page, counts)
-        copy(swap, host_rows, device_rows)
+        maps = (tables, words, shape.words_per_page, counts)
+        swap = plan(*columns, *maps, ignore_tail=batch.ignore_tail)
+        copy(swap.copies, host_rows, device_rows, after_plan=step % 2 == 0)
         expected = world.run(reference, batch)
-        reference.copy(expected, world.host_rows, world.device_rows)
+        reference.copy(expected.copies, world.host_rows, world.device_rows)
         assert torch.equal(swap.rows.cpu(), expected.rows)
-        assert torch.equal(swap.missing_host.cpu(), expected.missing_host)
+        assert listed(swap.copies) == listed(expected.copies)
         assert torch.equal(words.cpu(), world.words) and torch.equal(counts.cpu(), world.counts)
         assert torch.equal(device_rows.cpu(), world.device_rows)
 
 
 @pytest.mark.gpu
-def test_triton_on_a_gpu_copies_rows_of_any_byte_size_defect_6() -> None:
-    triton_impl = importlib.import_module("hotset.kernels.swap_in.triton_impl")
-    for width in WIDTHS:
-        check_row_bytes(triton_impl, width, torch.device("cuda"))
+def test_on_a_gpu_a_captured_step_equals_the_reference_when_replayed() -> None:
+    """The copy begins while the plan ends, and inputs change between replays."""
+    shape = Shape(k=2048, slots=4096, page_rows=64, words_per_page=1152, context_pages=128, tiered=5, width=656)
+    world = World(shape, seed=16, full=True, stamp=9000)
+    tables, words, counts = on_gpu(world.tables), world.words.cuda(), world.counts.cuda()
+    host_rows, device_rows = world.host_rows.pin_memory(), world.device_rows.cuda()
+    columns = [torch.zeros(8, 2048).long().cuda(), torch.full((8,), EMPTY).cuda(), torch.zeros(8).long().cuda()]
+    swap = plan(*columns, tables, words, shape.words_per_page, counts)  # compiles; padded rows do nothing
+    copy(swap.copies, host_rows, device_rows, after_plan=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        swap = plan(*columns, tables, words, shape.words_per_page, counts)
+        copy(swap.copies, host_rows, device_rows, after_plan=True)
+    for _ in range(8):
+        batch = replace(world.draw_batch(), ignore_tail=False)
+        rows = len(batch.seats)
+        columns[1].fill_(EMPTY)
+        for column, values in zip(columns, (batch.positions, batch.seats, batch.stamps), strict=True):
+            column[:rows] = torch.tensor(values).cuda()
+        graph.replay()
+        expected = world.run(reference, batch)
+        reference.copy(expected.copies, world.host_rows, world.device_rows)
+        assert torch.equal(swap.rows[:rows].cpu(), expected.rows) and bool((swap.rows[rows:] == EMPTY).all())
+        assert listed(swap.copies)[:rows] == listed(expected.copies)
+        assert torch.equal(words.cpu(), world.words) and torch.equal(counts.cpu(), world.counts)
+        assert torch.equal(device_rows.cpu(), world.device_rows)
 
 
 @pytest.mark.gpu
-def test_triton_on_a_gpu_reaches_rows_beyond_32_bits_defect_7() -> None:
+def test_on_a_gpu_rows_of_any_byte_size_are_copied_defect_6() -> None:
+    for width in (*range(1, 20), 37, 132, 656, 1152, 5000):
+        check_row_bytes(cuda_impl, width, torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rows_beyond_32_bits_are_reached_defect_7() -> None:
     rows, stride = 2**16 + 2, 2**15
     host = torch.empty(rows, stride, dtype=torch.uint8, pin_memory=True)[:, :24]
     device = torch.empty(rows, stride, dtype=torch.uint8, device="cuda")[:, :24]
     host[rows - 1], device[rows - 2 : rows] = torch.arange(24, dtype=torch.uint8), POISON
-    copy(Swap(torch.tensor([[rows - 2]]).cuda(), torch.tensor([[rows - 1]]).cuda()), host, device)
+    copy(copies_of([(rows - 1, rows - 2)], device=torch.device("cuda")), host, device)
     assert torch.equal(device[rows - 2].cpu(), host[rows - 1]) and bool((device[rows - 1] == POISON).all())

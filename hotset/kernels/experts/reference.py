@@ -4,14 +4,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hotset.kernels import EMPTY
+
 
 def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     order = torch.argsort(chosen.flatten(), stable=True)
     row_of = order // chosen.shape[1]
-    counts = torch.bincount(chosen.flatten(), minlength=gate_up.shape[0]).tolist()
-    first = 0
-    for expert, count in enumerate(counts):
+    counts = torch.bincount(chosen.flatten() - EMPTY, minlength=gate_up.shape[0] + 1).tolist()
+    first = counts[0]  # EMPTY comes before every expert
+    for expert, count in enumerate(counts[1:]):
         if count == 0:
             continue
         part = slice(first, first + count)

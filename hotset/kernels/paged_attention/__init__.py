@@ -1,10 +1,19 @@
-"""paged_attention: full causal attention with grouped heads, over contexts found through page tables."""
+"""paged_attention: full causal attention with grouped heads, over contexts found through page tables.
+
+Decoding (one query row per context) on a GPU goes by the device's table, seats and positions alone, so it can be
+captured in a graph; a padded query row (seat EMPTY) gets zeros. Everything else goes by the host's runs of pages.
+"""
 
 from torch import Tensor
 
+from hotset.base.errors import ConfigError
+from hotset.kernels.fast_path import kernels_of, served_fast
 from hotset.kernels.paged_attention import reference
 from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
+
+MOST_FAST_DIM = 256
+MOST_FAST_GROUP = 64
 
 
 def paged_attention(
@@ -14,8 +23,18 @@ def paged_attention(
     kv_heads: int,
     scale: float,
 ) -> Tensor:  # [rows, heads, head_dim]
-    """Each query row attends to the positions of its own context up to and including its own."""
+    """Each query row attends to the positions of its own context up to and including its own.
+
+    Raises ConfigError before launch for heads that the fast path cannot serve.
+    """
     heads, head_dim = q.shape[1:]
     assert heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} KV heads"
     assert context.layout.width == 2 * kv_heads * head_dim, f"row width {context.layout.width} is not K + V"
-    return reference.paged_attention(q, context, segments, kv_heads, scale)
+    if not (served_fast(q) and segments.decoding):
+        return reference.paged_attention(q, context, segments, kv_heads, scale)
+    if head_dim > MOST_FAST_DIM or head_dim % 8:
+        raise ConfigError(f"heads of {head_dim} values: a GPU decodes multiples of 8 up to {MOST_FAST_DIM}")
+    if heads // kv_heads > MOST_FAST_GROUP:
+        raise ConfigError(f"{heads // kv_heads} heads share a KV head: a GPU decodes up to {MOST_FAST_GROUP}")
+    out: Tensor = kernels_of("paged_attention").decode(q, context, segments.positions, kv_heads, scale)
+    return out

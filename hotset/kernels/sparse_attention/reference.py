@@ -22,8 +22,9 @@ def _attend(q: Tensor, rows: Tensor, chosen: Tensor, layout: RowLayout, rank: in
     accumulate = accumulation_dtype(q.dtype)
     empty = chosen == EMPTY
     # An EMPTY entry reads a row that was chosen, with weight 0: any other might hold NaN, and 0 * NaN is NaN.
-    readable = torch.where(empty, chosen.amax(-1, keepdim=True), chosen)
+    readable = torch.where(empty, chosen.amax(-1, keepdim=True).clamp_min(0), chosen)
     gathered = layout.decode(rows[readable], accumulate)  # [rows, k, rank + rope]
     scores = torch.matmul(q.to(accumulate), gathered.transpose(1, 2)) * scale
     weights = torch.softmax(scores.masked_fill_(empty[:, None, :], float("-inf")), dim=-1)
-    return torch.matmul(weights, gathered[:, :, :rank]).to(q.dtype)
+    sums = torch.matmul(weights, gathered[:, :, :rank]).to(q.dtype)
+    return sums.masked_fill_(empty.all(-1)[:, None, None], 0)

@@ -6,39 +6,47 @@ import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.swap_in.tables import SeatTables, Swap
+from hotset.kernels.swap_in.tables import Copies, SeatTables, Swap
 
 
 def plan(
     positions: Tensor,
     seats: Tensor,
     stamps: Tensor,
-    tail_first: Tensor,
     tables: SeatTables,
     words: Tensor,
     words_per_page: int,
     counts: Tensor,
+    *,
+    ignore_tail: bool = False,
 ) -> Swap:
     seat = seats.clamp_min(0)[:, None]
     there = (positions != EMPTY) & (seats != EMPTY)[:, None]
     tiered = tables.tiered[seat] & (seats != EMPTY)[:, None]  # [batch, 1]
     resident = there & ~tiered
     rows = torch.where(resident, _rows_in(tables.row_pages, seat, positions, resident, tables.page_rows), EMPTY)
-    missing_host = torch.full_like(rows, EMPTY)
+    nothing = torch.zeros_like(seats, dtype=torch.int32)
+    copies = Copies(torch.full_like(rows, EMPTY), torch.full_like(rows, EMPTY), nothing)
     at = tiered[:, 0].nonzero()[:, 0]  # the batch rows of tiered seats
     if at.shape[0] > 0:
         maps = _Maps(tables.map_pages[seats[at]], tables.slots, words, words_per_page)
-        chosen = _Chosen(positions[at], seat[at], stamps[at, None], tail_first[at, None])
+        tail_first = (stamps[at, None] // tables.page_rows - 1).clamp_min(0) * tables.page_rows
+        if ignore_tail:
+            tail_first = torch.full_like(tail_first, torch.iinfo(torch.int64).max)
+        chosen = _Chosen(positions[at], seat[at], stamps[at, None], tail_first)
         swap = _plan_tiered(chosen, tables, maps, counts)
-        rows[at], missing_host[at] = swap.rows, swap.missing_host
-    return Swap(rows, missing_host)
+        rows[at] = swap.rows
+        copies.host_rows[at], copies.device_rows[at] = swap.copies.host_rows, swap.copies.device_rows
+        copies.counts[at] = swap.copies.counts
+    return Swap(rows, copies)
 
 
-def copy(swap: Swap, host_rows: Tensor, device_rows: Tensor) -> None:
-    wanted = swap.missing_host != EMPTY
+def copy(copies: Copies, host_rows: Tensor, device_rows: Tensor, *, after_plan: bool = False) -> None:
+    entry = torch.arange(copies.host_rows.shape[1], device=copies.counts.device)
+    wanted = entry < copies.counts[:, None]
     dtype = _widest_word(host_rows, device_rows)
-    missing = host_rows.view(dtype).index_select(0, swap.missing_host[wanted])
-    device_rows.view(dtype).index_copy_(0, swap.rows[wanted], missing)
+    missing = host_rows.view(dtype).index_select(0, copies.host_rows[wanted])
+    device_rows.view(dtype).index_copy_(0, copies.device_rows[wanted], missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +109,14 @@ def _plan_tiered(chosen: _Chosen, tables: SeatTables, maps: _Maps, counts: Tenso
     tail_rows = tail_page * tables.page_rows + chosen.positions % tables.page_rows
     rows = torch.where(looked_up, in_slots, torch.where(in_tail, tail_rows, EMPTY))
     host_rows = _rows_in(tables.host_pages, chosen.seat, chosen.positions, first, tables.page_rows)
-    return Swap(rows, torch.where(first, host_rows, EMPTY))
+    return Swap(rows, _listed(first, host_rows, rows))
+
+
+def _listed(first: Tensor, host_rows: Tensor, device_rows: Tensor) -> Copies:
+    """The rows at `first` [seats, k], in order; EMPTY after them."""
+    order = (~first).byte().argsort(dim=1, stable=True)
+    on_host, on_device = (torch.where(first, rows, EMPTY).gather(1, order) for rows in (host_rows, device_rows))
+    return Copies(on_host, on_device, first.sum(1, dtype=torch.int32))
 
 
 def _bring_in(first: Tensor, chosen: _Chosen, maps: _Maps) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 class SeatTables:
     """Where every seat's rows are, on the device. A seat is a running request's fixed place in the worker's tensors.
 
-    Entries that a seat does not use (device pages of a tiered seat, slots of a resident one) may hold anything.
+    Entries that a seat does not use (device pages of a tiered seat, slots of a resident one) may hold anything. Every
+    seat's part of a table is as long as its longest context needs, and lies in one piece.
 
     The maps of a tiered seat are a space of int32 words cut into `map_pages`: word w is
     `words[map_pages[w // words_per_page] * words_per_page + w % words_per_page]`.
@@ -29,8 +30,20 @@ class SeatTables:
 
 
 @dataclass(frozen=True, slots=True)
+class Copies:
+    """Rows to bring from the host to the device: the first `counts` entries of each batch row's list.
+
+    What the lists hold past that may be anything. No device row is named twice.
+    """
+
+    host_rows: Tensor  # [batch, n] int64
+    device_rows: Tensor  # [batch, n] int64
+    counts: Tensor  # [batch] int32
+
+
+@dataclass(frozen=True, slots=True)
 class Swap:
     """What attention will read, and the copies that must come first, in every layer of the index group."""
 
     rows: Tensor  # [batch, k] int64: device row of each position once the copies are done; EMPTY-padded
-    missing_host: Tensor  # [batch, k] int64: host row to copy into `rows` at the same index; EMPTY: nothing to copy
+    copies: Copies  # lists of k entries: what is missing, once each, in the order of the positions

@@ -1,0 +1,227 @@
+"""Sparse MLA decode attention over row indices, on one GPU.
+
+    python benchmarks/attention.py --json attention.json --png attention.png
+
+One query row per request, each with 2048 rows of its own, drawn at random from a pool of 2 GiB; MLA 512 + 64, plain
+bf16 rows (1152 B) and fp8 rows (656 B). GB/s counts every chosen row once; TFLOP/s counts the two products. Each is
+held against what the same run measures for a large copy and a large matrix product. The bars, at batch 32 and 128:
+16 heads at 60 % of the copy bandwidth; 128 heads at 50 % (bf16 rows) and 40 % (fp8 rows) of the matrix rate. Other
+cells are reported. Every call is timed cold: the L2 is overwritten before it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu import copy_bandwidth, matrix_rate, require_gpu, seconds_of
+from report import parser, report
+from torch import Tensor
+
+from hotset.kernels.rows import RowLayout, mla_row
+from hotset.kernels.sparse_attention import sparse_attention
+from hotset.kernels.sparse_attention.launch import GLUON_KEYS, Gpu, Launch, Work, choose, with_splits
+
+TOPK, RANK, ROPE = 2048, 512, 64
+SCALE = (RANK + ROPE) ** -0.5
+POOL_BYTES = 2 << 30
+ROWS_ENCODED = 1 << 16  # the pool repeats them: what counts is where rows lie
+INPUTS = 3  # different ones, in turn
+COPY_BAR = {16: 0.6}
+MATRIX_BAR = {(128, False): 0.5, (128, True): 0.4}
+BARRED_BATCHES = (32, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    batch: int
+    heads: int
+    fp8: bool
+
+    @property
+    def layout(self) -> RowLayout:
+        return mla_row(RANK, ROPE, torch.bfloat16, self.fp8)
+
+    @property
+    def work(self) -> Work:
+        return Work(self.batch, self.heads, TOPK, RANK, ROPE, self.fp8)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.batch * TOPK * self.layout.row_bytes
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.heads * TOPK * (2 * RANK + ROPE)
+
+
+ALL = [Cell(batch, heads, fp8) for heads in (16, 32, 64, 128) for fp8 in (False, True) for batch in (1, 8, 32, 128)]
+QUICK = [cell for cell in ALL if cell.heads in (16, 128) and cell.batch in BARRED_BATCHES]
+
+
+@cache
+def pool(fp8: bool) -> Tensor:
+    layout = mla_row(RANK, ROPE, torch.bfloat16, fp8)
+    rows = layout.encode(torch.randn(ROWS_ENCODED, RANK + ROPE, dtype=torch.bfloat16, device="cuda"))
+    return rows.repeat(POOL_BYTES // layout.stride_bytes // ROWS_ENCODED, 1)
+
+
+def seconds(cell: Cell, launch: Launch | None = None) -> float:
+    rows = pool(cell.fp8)
+    inputs = [
+        (
+            torch.randn(cell.batch, cell.heads, RANK + ROPE, dtype=torch.bfloat16, device="cuda"),
+            torch.randint(rows.shape[0], (cell.batch, TOPK), device="cuda"),
+        )
+        for _ in range(INPUTS)
+    ]
+
+    def call(q: Tensor, chosen: Tensor) -> object:
+        if launch is None:
+            return sparse_attention(q, rows, chosen, cell.layout, RANK, SCALE)
+        from hotset.kernels.sparse_attention import triton_impl
+
+        return triton_impl.sparse_attention(q, rows, chosen, cell.layout, RANK, SCALE, launch)
+
+    return seconds_of([lambda q=q, chosen=chosen: call(q, chosen) for q, chosen in inputs])
+
+
+def measured(cell: Cell) -> dict[str, Any]:
+    spent, launch = seconds(cell), choose(cell.work, gpu())
+    of_copy, of_matrix = (cell.row_bytes / spent / copy_bandwidth(), cell.flops / spent / matrix_rate())
+    return {
+        "batch": cell.batch,
+        "heads": cell.heads,
+        "rows": "fp8" if cell.fp8 else "bf16",
+        "kernel": f"{launch.kernel} {launch.block_heads}x{launch.block_keys}",
+        "splits": launch.splits,
+        "us": spent * 1e6,
+        "GB/s": cell.row_bytes / spent * 1e-9,
+        "TFLOP/s": cell.flops / spent * 1e-12,
+        "of copy": of_copy,
+        "of matrix": of_matrix,
+        "bar": verdict(cell, of_copy, of_matrix),
+    }
+
+
+def verdict(cell: Cell, of_copy: float, of_matrix: float) -> str:
+    """The bar of a cell, and whether it is met."""
+    if cell.batch in BARRED_BATCHES:
+        if (least := COPY_BAR.get(cell.heads)) is not None:
+            return f"copy {least:.0%} {'met' if of_copy >= least else 'MISSED'}"
+        if (least := MATRIX_BAR.get((cell.heads, cell.fp8))) is not None:
+            return f"matrix {least:.0%} {'met' if of_matrix >= least else 'MISSED'}"
+    return "-"
+
+
+def gpu() -> Gpu:
+    found = torch.cuda.get_device_properties(0)
+    return Gpu(found.multi_processor_count, found.major == 9)
+
+
+def candidates(block_heads: int, fp8: bool) -> list[Launch]:
+    """Launches worth a try, by the heads of a program."""
+    gluon = Launch("gluon", block_heads, GLUON_KEYS)
+    if block_heads == 64:
+        return [gluon, Launch("triton", 64, 32, stages=3)]
+    if block_heads == 32:
+        return [gluon, Launch("triton", 32, 64) if fp8 else Launch("triton", 32, 32, stages=4)]
+    triton = [
+        Launch("triton", 16, 32, warps=4, stages=3, programs_per_sm=2),
+        Launch("triton", 16, 64, warps=8, stages=2 if fp8 else 3),
+    ]
+    deep = Launch("triton", 16, 32, warps=4, stages=4, programs_per_sm=2 if fp8 else 1)
+    return [gluon, *triton, deep]
+
+
+def sweep(heads: Iterable[int]) -> None:
+    """Tries other launches and other numbers of splits, and prints every time: for whoever sets the constants.
+
+    A star stands at the number of splits that `with_splits` takes.
+    """
+    for count in heads:
+        for fp8 in (False, True):
+            rows: list[dict[str, Any]] = []
+            cells = [Cell(batch, count, fp8) for batch in BARRED_BATCHES]
+            for launch in candidates(16 if count <= 16 else 32 if count <= 32 else 64, fp8):
+                rows += sweep_rows(launch, cells)
+            rows.sort(key=lambda row: (row["batch"], row["us"]))
+            report(f"{count} heads, {'fp8' if fp8 else 'bf16'} rows", rows, None)
+
+
+def sweep_rows(launch: Launch, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    rows = []
+    for cell in cells:
+        chosen = with_splits(launch, cell.work, gpu())
+        for splits in sorted({max(1, chosen.splits // 2), chosen.splits, 2 * chosen.splits}):
+            tried = replace(chosen, splits=splits)
+            try:
+                spent = seconds(cell, tried)
+            except Exception as error:  # what does not compile or fit must not end the sweep
+                print(f"{tried}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+                continue
+            rows.append(
+                {
+                    "batch": cell.batch,
+                    "launch": f"{launch.kernel} {launch.block_heads}x{launch.block_keys}",
+                    "warps": launch.warps,
+                    "stages": launch.stages,
+                    "per SM": launch.programs_per_sm,
+                    "splits": f"{splits}{' *' if splits == chosen.splits else ''}",
+                    "us": spent * 1e6,
+                    "of copy": cell.row_bytes / spent / copy_bandwidth(),
+                    "of matrix": cell.flops / spent / matrix_rate(),
+                }
+            )
+    return rows
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [f"{row['heads']} heads\n{row['rows']}\nbatch {row['batch']}" for row in rows]
+    figure, axes = pyplot.subplots(figsize=(0.55 * len(rows) + 3, 5))
+    places = range(len(rows))
+    axes.bar([at - 0.2 for at in places], [100 * row["of copy"] for row in rows], 0.4, label="of copy bandwidth")
+    axes.bar([at + 0.2 for at in places], [100 * row["of matrix"] for row in rows], 0.4, label="of matrix rate")
+    for at, row in zip(places, rows, strict=True):
+        if row["bar"] != "-":
+            ceiling, least, _ = row["bar"].split()
+            middle = at - 0.2 if ceiling == "copy" else at + 0.2
+            axes.hlines(float(least.rstrip("%")), middle - 0.25, middle + 0.25, color="black", linewidth=2)
+    axes.set_xticks(list(places), names, fontsize=7)
+    axes.set_ylabel("%; black: the bar")
+    axes.set_title(f"sparse MLA decode attention, top-k {TOPK}, {torch.cuda.get_device_name()}")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--png", type=Path, help="also draw the results to this file")
+    arguments.add_argument("--quick", action="store_true", help="only the cells with a bar")
+    arguments.add_argument("--sweep", action="store_true", help="try other launches instead, and print their times")
+    arguments.add_argument("--heads", type=int, nargs="*", default=[16, 32, 128], help="of the sweep")
+    options = arguments.parse_args()
+    require_gpu()
+    torch.manual_seed(0)
+    if options.sweep:
+        sweep(options.heads)
+        return
+    rows = [measured(cell) for cell in (QUICK if options.quick else ALL)]
+    notes = (
+        f"copy {copy_bandwidth() * 1e-12:.2f} TB/s (read + written), matrix product {matrix_rate() * 1e-12:.0f} TFLOP/s"
+    )
+    report(f"sparse MLA decode attention, top-k {TOPK}", rows, options.json, notes)
+    if options.png is not None:
+        draw(rows, options.png)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+// What a copy of scattered host rows costs if nothing else has to be done: one warp for each row of a ready list.
+
+typedef long long i64;
+
+extern "C" __global__ void __launch_bounds__(128) bare_gather(
+    const i64 *host_rows, const i64 *device_rows, i64 count, const uint4 *host, uint4 *device, i64 units) {
+    const i64 row = (blockIdx.x * 128 + threadIdx.x) / 32;
+    if (row >= count) return;
+    const uint4 *source = host + host_rows[row] * units;
+    uint4 *target = device + device_rows[row] * units;
+    uint4 values[3];  // rows of up to 1536 bytes
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        const int at = i * 32 + threadIdx.x % 32;
+        if (at < units) values[i] = source[at];
+    }
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        const int at = i * 32 + threadIdx.x % 32;
+        if (at < units) target[at] = values[i];
+    }
+}

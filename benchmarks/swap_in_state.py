@@ -1,0 +1,160 @@
+"""Random states of tiered seats for `swap_in.py`, made on the GPU, and the pinned host rows behind them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hotset.kernels import EMPTY
+from hotset.kernels.swap_in import Copies, SeatTables, Swap, cuda_impl
+
+TOP_K = 2048
+CONTEXT = 131_072
+PAGE_ROWS = 64
+OLDEST = 1000  # steps since a slot was used, at most
+STAMP = CONTEXT - 1
+TAIL_FIRST = (STAMP // PAGE_ROWS - 1) * PAGE_ROWS
+PINNED_AT_ONCE = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    memory: Tensor  # [bytes] uint8, pinned
+
+    @property
+    def gib(self) -> float:
+        return self.memory.nbytes / 2**30
+
+    def of(self, row_bytes: int) -> Tensor:
+        """[rows, row bytes]: all of the memory as rows of that size, in whole pages."""
+        rows = self.memory.nbytes // row_bytes // PAGE_ROWS * PAGE_ROWS
+        return self.memory[: rows * row_bytes].view(rows, row_bytes)
+
+
+@contextmanager
+def pinned_host_rows(bytes_per_position: int) -> Iterator[HostRows]:
+    """Rows of so many bytes, all contexts together, for every position of a context; filled, pinned and unpinned."""
+    memory = torch.empty(CONTEXT * bytes_per_position, dtype=torch.uint8)
+    cudart, pinned = torch.cuda.cudart(), []
+    some = torch.randint(0, 256, (PINNED_AT_ONCE,), dtype=torch.uint8, device="cuda")
+    try:
+        for first in range(0, memory.nbytes, PINNED_AT_ONCE):
+            part = memory[first : first + PINNED_AT_ONCE]
+            failure = int(cudart.cudaHostRegister(part.data_ptr(), part.nbytes, 0))
+            if failure:
+                raise SystemExit(f"error: {memory.nbytes >> 30} GiB of host memory cannot be pinned (CUDA {failure})")
+            pinned.append(part.data_ptr())
+            part.copy_(some[: part.nbytes], non_blocking=True)
+        torch.cuda.synchronize()
+        yield HostRows(memory)
+    finally:
+        torch.cuda.synchronize()
+        for address in reversed(pinned):
+            cudart.cudaHostUnregister(address)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A batch of tiered seats about to plan a step. All states of one size share the device rows."""
+
+    tables: SeatTables
+    words: Tensor
+    words_before: Tensor  # what `words` holds when the step begins
+    words_per_page: int
+    positions: Tensor
+    seats: Tensor
+    stamps: Tensor
+    counts: Tensor
+    host_rows: Tensor
+    device_rows: Tensor
+    missing: int  # of each seat
+
+    def restore(self) -> None:
+        self.words.copy_(self.words_before)
+
+    def plan(self, tuning: cuda_impl.Tuning) -> Swap:
+        columns = (self.positions, self.seats, self.stamps)
+        return cuda_impl.plan(*columns, self.tables, self.words, self.words_per_page, self.counts, tuning=tuning)
+
+    def check(self, swap: Swap) -> None:
+        """What is timed is also right: so many misses, and the bytes of some of them."""
+        assert swap.copies.counts.tolist() == [self.missing] * self.seats.shape[0]
+        cuda_impl.copy(swap.copies, self.host_rows, self.device_rows)
+        some = (swap.copies.host_rows[-1, : self.missing], swap.copies.device_rows[-1, : self.missing])
+        assert torch.equal(self.device_rows[some[1]].cpu(), self.host_rows[some[0].cpu()])
+
+    def flat(self, copies: Copies) -> Copies:
+        """All copies in one list."""
+        lists = (copies.host_rows[:, : self.missing], copies.device_rows[:, : self.missing])
+        host_rows, device_rows = (each.reshape(1, -1).contiguous() for each in lists)
+        return Copies(host_rows, device_rows, torch.tensor([host_rows.shape[1]], dtype=torch.int32, device="cuda"))
+
+
+_pools: dict[tuple[int, int], Tensor] = {}
+
+
+def _device_rows(rows: int, row_bytes: int) -> Tensor:
+    """One pool at a time: the next size takes the place of the last."""
+    if (rows, row_bytes) not in _pools:
+        _pools.clear()
+        _pools[rows, row_bytes] = torch.zeros(rows, row_bytes, dtype=torch.uint8, device="cuda")
+    return _pools[rows, row_bytes]
+
+
+def make_state(slots: int, batch: int, misses: float, host_rows: Tensor, seed: int) -> State:
+    torch.manual_seed(seed)
+    row_bytes = host_rows.shape[1]
+    missing = round(misses * TOP_K)
+    order = torch.rand(batch, TAIL_FIRST, device="cuda").argsort(dim=1)  # positions outside the tail, in random order
+    held = order[:, :slots]
+    hits = held.gather(1, torch.rand(batch, slots, device="cuda").argsort(dim=1)[:, : TOP_K - missing])
+    chosen = torch.cat([hits, order[:, slots : slots + missing]], dim=1)
+    chosen = chosen.gather(1, torch.rand(batch, TOP_K, device="cuda").argsort(dim=1))
+    words_per_page = PAGE_ROWS * row_bytes // 4
+    logical = _maps(held, words_per_page)
+    map_pages = torch.randperm(logical.shape[0] * logical.shape[1], device="cuda").view(logical.shape[:2])
+    words = torch.empty(map_pages.numel(), words_per_page, dtype=torch.int32, device="cuda")
+    words[map_pages.flatten()] = logical.flatten(0, 1)
+    slot_page_count = slots // PAGE_ROWS
+    device_pages = torch.randperm(batch * (slot_page_count + 2), device="cuda").view(batch, -1)
+    context_pages = CONTEXT // PAGE_ROWS
+    seats = torch.randperm(batch, device="cuda")
+    host_pages = torch.arange(batch * context_pages, device="cuda") % (host_rows.shape[0] // PAGE_ROWS)
+    tables = SeatTables(
+        row_pages=torch.full((batch, context_pages), EMPTY, device="cuda"),
+        host_pages=host_pages.view(batch, context_pages),
+        slot_pages=device_pages[:, 2:].contiguous(),
+        tail_pages=device_pages[:, :2].contiguous(),
+        map_pages=map_pages,
+        tiered=torch.ones(batch, dtype=torch.bool, device="cuda"),
+        page_rows=PAGE_ROWS,
+        slots=slots,
+    )
+    return State(
+        tables=tables,
+        words=words.flatten(),
+        words_before=words.flatten().clone(),
+        words_per_page=words_per_page,
+        positions=chosen[seats],
+        seats=seats,
+        stamps=torch.full((batch,), STAMP, device="cuda"),
+        counts=torch.zeros(2, dtype=torch.int64, device="cuda"),
+        host_rows=host_rows,
+        device_rows=_device_rows(device_pages.numel() * PAGE_ROWS, row_bytes),
+        missing=missing,
+    )
+
+
+def _maps(held: Tensor, words_per_page: int) -> Tensor:
+    """[seats, map pages, words] int32 for seats whose slots hold the positions `held` [seats, slots]."""
+    batch, slots = held.shape
+    pages = -(-(2 * slots + CONTEXT // 2) // words_per_page)
+    words = torch.zeros(batch, pages * words_per_page, dtype=torch.int32, device="cuda")
+    words[:, :slots] = held.int()
+    words[:, slots : 2 * slots] = STAMP - 1 - torch.randint(0, OLDEST, (batch, slots), device="cuda").int()
+    slot_of = words.view(torch.int16)[:, 4 * slots : 4 * slots + CONTEXT]
+    slot_of.fill_(EMPTY)
+    slot_of.scatter_(1, held, torch.arange(slots, device="cuda").short().expand(batch, -1))
+    return words.view(batch, pages, words_per_page)

@@ -1,0 +1,253 @@
+"""Scores of index keys in Triton. A program serves a tile of query rows and a share of their context, keys by keys.
+
+Keys are the tall operand of the product, all heads of all query rows of the tile the wide one, so no head count wastes
+matrix work and a tile of several query rows reads its keys once. Keys of fp8 are taken as float16, which holds every
+e4m3 value; their scale is positive and waits until the heads are summed. Queries are divided by a power of two, their
+largest, so that float16 holds them as well as bfloat16 does.
+
+A block of keys is seldom a whole number of tiles long: its last tile is moved back to end with it, so that no load
+needs a mask. The keys that it shares with the tile before are not written again.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotset.kernels import EMPTY
+from hotset.kernels.rows import PagedRows
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How a program scores, and how many of them are wanted."""
+
+    columns: int = 0  # heads x query rows of a tile, which has one query row at least
+    keys: int = 64  # of a tile
+    warps: int = 4
+    stages: int = 4  # one less than this many tiles are in shared memory or on their way to it
+    registers: int | None = None  # of a thread; None: as many as it likes
+    per_processor: int = 5  # programs that a multiprocessor holds at a time
+
+
+# One query row for every context: bound by memory. By heads, the first entry that holds them.
+ALONE = {32: Tuning(registers=104), 64: Tuning(registers=128, per_processor=4), 128: Tuning(stages=3, per_processor=2)}
+PLAIN_ALONE = {64: Tuning(stages=3, per_processor=3), 128: Tuning(stages=3, per_processor=2)}  # keys of 16 bits
+TOGETHER = Tuning(columns=128, per_processor=2)  # query rows that share a context: bound by arithmetic
+FEWEST_HEADS = 16  # of the matrix instructions; fewer are padded with heads of weight 0
+MOST_SPLITS = 1024  # programs that may share one context
+OPERAND = {torch.float8_e4m3fn: tl.float16, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}  # by stored key
+INTERPRETED_PROCESSORS = 2
+OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns where this is left open
+
+_EMPTY = tl.constexpr(EMPTY)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores of a batch of query rows. What a row may not see is not written."""
+
+    values: Tensor  # [rows, context] float32
+    moments: Tensor  # [rows, splits, 2] float32: sums of the scores and of their squares, over shares of the context
+
+
+def score(
+    q: Tensor,  # [rows, heads, head_dim]
+    weights: Tensor,  # [rows, heads]
+    keys: PagedRows,  # its `seat_of` is not read
+    seats: Tensor,  # [rows] int64; EMPTY: a padded row, which is not scored
+    positions: Tensor,  # [rows] int64: a row sees the positions up to this one
+    context: int,  # positions that the result has room for
+    k: int,  # a row with at most so many positions is not scored: it selects them all
+    scale: float,
+    *,
+    alone: bool = True,  # False: neighbouring query rows mostly share a context
+    tuning: Tuning | None = None,
+) -> Scores:
+    rows, heads, head_dim = q.shape
+    blocks = keys.blocks.view(torch.float8_e4m3fn) if keys.layout.quantised else keys.blocks
+    parts, _, block_rows, width = blocks.shape
+    assert blocks.stride(3) == 1 and blocks.stride(2) == width, f"index keys lie {blocks.stride()} apart"
+    if tuning is None:
+        by_heads = ALONE if keys.layout.quantised else PLAIN_ALONE
+        tuning = next(each for most, each in by_heads.items() if heads <= most) if alone else TOGETHER
+    padded_heads = max(FEWEST_HEADS, triton.next_power_of_2(heads))
+    tile_rows = max(1, tuning.columns // padded_heads)
+    tiles = triton.cdiv(rows, tile_rows)
+    splits = processors(q.device) * tuning.per_processor // tiles
+    splits = max(1, min(splits, triton.cdiv(context, tuning.keys), MOST_SPLITS))
+    values = torch.empty(rows, context, dtype=torch.float32, device=q.device)
+    moments = torch.empty(rows, splits, 2, dtype=torch.float32, device=q.device)
+    q = q if q.stride(2) == 1 else q.contiguous()
+    _score_kernel[(tiles, splits)](
+        *(q, weights.float().contiguous(), blocks, keys.table, seats.contiguous(), positions.contiguous()),
+        *(values, moments, scale, k, rows, heads),
+        *(q.stride(0), q.stride(1), keys.table.stride(0), blocks.stride(0), blocks.stride(1), context),
+        tile_rows=tile_rows,
+        heads_padded=padded_heads,
+        head_dim=head_dim,
+        key_stride=width,
+        scaled=keys.layout.quantised > 0,
+        operand=OPERAND[blocks.dtype],
+        parts=parts,
+        block_rows=block_rows,
+        tile_keys=tuning.keys,
+        stages=tuning.stages,
+        num_warps=tuning.warps,
+        **launch_options(tuning),
+    )
+    return Scores(values, moments)
+
+
+def launch_options(tuning: Tuning) -> dict[str, Any]:
+    return OPTIONS if tuning.registers is None else OPTIONS | {"maxnreg": tuning.registers}
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; without one the kernels are interpreted."""
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit(do_not_specialize=["k", "rows"])  # type: ignore[untyped-decorator]
+def _score_kernel(
+    q: tl.tensor,
+    weights: tl.tensor,
+    blocks: tl.tensor,
+    table: tl.tensor,
+    seat_of: tl.tensor,
+    positions: tl.tensor,
+    values: tl.tensor,
+    moments: tl.tensor,
+    scale: tl.tensor,
+    k: tl.tensor,
+    rows: tl.tensor,
+    heads: tl.tensor,
+    q_row_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    part_stride: tl.tensor,
+    page_stride: tl.tensor,
+    value_stride: tl.tensor,
+    tile_rows: tl.constexpr,
+    heads_padded: tl.constexpr,
+    head_dim: tl.constexpr,
+    key_stride: tl.constexpr,
+    scaled: tl.constexpr,
+    operand: tl.constexpr,
+    parts: tl.constexpr,
+    block_rows: tl.constexpr,
+    tile_keys: tl.constexpr,
+    stages: tl.constexpr,
+) -> None:
+    first_row = tl.program_id(0).to(tl.int64) * tile_rows
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    row = first_row + tl.arange(0, tile_rows)
+    seats = tl.load(seat_of + row, mask=row < rows, other=_EMPTY)
+    lengths = tl.load(positions + row, mask=row < rows, other=_EMPTY).to(tl.int32) + 1
+    seats = tl.where(lengths > k, seats, _EMPTY)
+    sums = tl.zeros([tile_keys, tile_rows], tl.float32)
+    squares = tl.zeros([tile_keys, tile_rows], tl.float32)
+    seat = tl.max(seats, 0)
+    if seat != _EMPTY:
+        queries, head_weights = _queries(
+            q,
+            weights,
+            scale,
+            first_row,
+            rows,
+            heads,
+            q_row_stride,
+            q_head_stride,
+            tile_rows,
+            heads_padded,
+            head_dim,
+            operand,
+        )
+        key = tl.arange(0, tile_keys)
+        dim = tl.arange(0, head_dim)
+        block_tiles: tl.constexpr = (block_rows + tile_keys - 1) // tile_keys
+        while seat != _EMPTY:  # once for every seat in the tile, the highest first
+            mine = tl.where(seats == seat, lengths, 0)
+            length = tl.max(mine, 0)
+            tiles = length // block_rows * block_tiles + tl.cdiv(length % block_rows, tile_keys)
+            share = tl.cdiv(tiles, splits)
+            first = split * share
+            last = tl.minimum(first + share, tiles)
+            pages = table + seat * table_stride
+            if first < last:
+                # The page is looked up one tile ahead: the loads of keys wait for nothing but it.
+                page = tl.load(pages + first // block_tiles // parts)
+                for tile in tl.range(first, last, num_stages=stages):
+                    block = tile // block_tiles
+                    start = (tile - block * block_tiles) * tile_keys
+                    if block_rows < tile_keys:
+                        from_key = 0
+                        fresh = key < block_rows
+                    else:
+                        from_key = tl.minimum(start, block_rows - tile_keys)
+                        fresh = key >= start - from_key
+                    base = blocks + (block % parts).to(tl.int64) * part_stride + page * page_stride
+                    key_at = base + from_key * key_stride + key * key_stride  # all but the last term is the tile's
+                    if block_rows < tile_keys:
+                        stored = tl.load(key_at[:, None] + dim[None, :], mask=fresh[:, None], other=0.0)
+                    else:
+                        stored = tl.load(key_at[:, None] + dim[None, :])
+                    each = tl.maximum(tl.dot(stored.to(operand), queries), 0.0) * head_weights[None, :]
+                    score = tl.sum(tl.reshape(each, [tile_keys, tile_rows, heads_padded]), 2)
+                    if scaled:
+                        scale_at = (key_at + head_dim).to(tl.pointer_type(tl.float32))
+                        if block_rows < tile_keys:
+                            score *= tl.load(scale_at, mask=fresh, other=0.0)[:, None]
+                        else:
+                            score *= tl.load(scale_at)[:, None]
+                    page = tl.load(pages + tl.minimum(tile + 1, last - 1) // block_tiles // parts)
+                    position = block * block_rows + from_key + key
+                    seen = (position[:, None] < mine[None, :]) & fresh[:, None]
+                    tl.store(values + row[None, :] * value_stride + position[:, None], score, mask=seen)
+                    score = tl.where(seen, score, 0.0)
+                    sums += score
+                    squares += score * score
+            seat = tl.max(tl.where(seats < seat, seats, _EMPTY), 0)
+    mine = moments + (row * splits + split) * 2
+    tl.store(mine, tl.sum(sums, 0), mask=row < rows)
+    tl.store(mine + 1, tl.sum(squares, 0), mask=row < rows)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _queries(
+    q: tl.tensor,
+    weights: tl.tensor,
+    scale: tl.tensor,
+    first_row: tl.tensor,
+    rows: tl.tensor,
+    heads: tl.tensor,
+    q_row_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    tile_rows: tl.constexpr,
+    heads_padded: tl.constexpr,
+    head_dim: tl.constexpr,
+    operand: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """[head_dim, query rows x heads] queries in [-2, 2], and weights of these columns that make up for it."""
+    column = tl.arange(0, tile_rows * heads_padded)
+    row = first_row + column // heads_padded
+    head = column % heads_padded
+    there = (row < rows) & (head < heads)
+    dim = tl.arange(0, head_dim)
+    at = q + row[None, :] * q_row_stride + head[None, :] * q_head_stride + dim[:, None]
+    queries = tl.load(at, mask=there[None, :], other=0.0).to(tl.float32)
+    # The power of two at or below the largest value, as bits; its exponent is kept such that 1 / unit is normal too.
+    unit = tl.max(tl.abs(queries), 0).to(tl.int32, bitcast=True) & 0x7F800000
+    unit = tl.minimum(tl.maximum(unit, 0x0D800000), 0x71000000)
+    inverse = (0x7F000000 - unit).to(tl.float32, bitcast=True)
+    head_weights = tl.load(weights + row * heads + head, mask=there, other=0.0)
+    head_weights = head_weights * scale * unit.to(tl.float32, bitcast=True)
+    return (queries * inverse[None, :]).to(operand), head_weights

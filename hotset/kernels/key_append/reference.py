@@ -1,0 +1,29 @@
+"""The specification of key_append."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from hotset.kernels.rope.reference import rotate
+from hotset.kernels.rope.rotation import Rotation
+from hotset.kernels.rows import PagedRows
+
+
+def key_append(
+    key: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    rotation: Rotation,
+    interleaved: bool,
+    keys: PagedRows,
+    positions: Tensor,
+) -> None:
+    values = index_keys(key, weight, bias, eps, rotation, interleaved)
+    keys.store(positions, values)
+
+
+def index_keys(
+    key: Tensor, weight: Tensor, bias: Tensor, eps: float, rotation: Rotation, interleaved: bool
+) -> Tensor:  # [rows, dim], not yet encoded
+    normed = F.layer_norm(key, weight.shape, weight, bias, eps)
+    return rotate(normed[:, None], rotation, interleaved)[:, 0]

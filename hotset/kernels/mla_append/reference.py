@@ -1,0 +1,26 @@
+"""The specification of mla_append, but for padded rows: these are met in captured graphs only."""
+
+import torch
+from torch import Tensor
+
+from hotset.kernels.norm.reference import rms_norm
+from hotset.kernels.rope.reference import rotate_pairs
+from hotset.kernels.rope.rotation import Rotation
+from hotset.kernels.rows import RowLayout
+
+
+def mla_append(
+    kv: Tensor,
+    weight: Tensor,
+    eps: float,
+    rotation: Rotation,
+    layout: RowLayout,
+    device_rows: Tensor,
+    new_rows: Tensor,
+) -> None:
+    device_rows.index_copy_(0, new_rows, layout.encode(mla_rows(kv, weight, eps, rotation)))
+
+
+def mla_rows(kv: Tensor, weight: Tensor, eps: float, rotation: Rotation) -> Tensor:
+    latent, rope_key = kv.split([weight.shape[0], rotation.dim], dim=-1)
+    return torch.cat((rms_norm(latent, weight, eps), rotate_pairs(rope_key[:, None], rotation)[:, 0]), dim=-1)

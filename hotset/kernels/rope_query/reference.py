@@ -1,0 +1,14 @@
+"""The specification of rope_query."""
+
+import torch
+from torch import Tensor
+
+from hotset.kernels.head_product import reference as head_product
+from hotset.kernels.rope.reference import rotate_pairs
+from hotset.kernels.rope.rotation import Rotation
+
+
+def rope_query(q: Tensor, key_up: Tensor, rotation: Rotation) -> Tensor:
+    nope = key_up.shape[1]
+    absorbed = head_product.head_product(q[..., :nope], key_up)
+    return torch.cat((absorbed, rotate_pairs(q[..., nope:], rotation)), dim=-1)

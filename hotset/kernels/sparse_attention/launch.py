@@ -1,0 +1,89 @@
+"""How sparse_attention is cut into programs on a GPU. Everything that was tuned stands here."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from hotset.base.units import ceil_div
+
+Kernel = Literal["triton", "gluon"]
+
+GLUON_RANK, GLUON_ROPE, GLUON_KEYS = 512, 64, 64  # what the Gluon kernel is written for, and the keys of its tiles
+MOST_SPLITS = 32
+# In units of one key's work: what a program costs before its first key and after its last, what more it costs when its
+# sums are merged with those of other programs, and what the merge costs.
+PROGRAM_KEYS, PARTIAL_KEYS, MERGE_KEYS = 128, 64, 96
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The sizes of one call."""
+
+    rows: int  # query rows
+    heads: int
+    k: int
+    rank: int
+    rope: int
+    fp8: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    multiprocessors: int
+    hopper: bool  # and a Triton that has the Gluon of gluon_impl
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One way to run a call: a program takes one query row, `block_heads` of its heads and one split of its keys."""
+
+    kernel: Kernel
+    block_heads: int
+    block_keys: int  # in a tile
+    warps: int = 8
+    stages: int = 2  # of the pipeline that Triton builds; the Gluon kernel has two, always
+    programs_per_sm: int = 1  # that are resident together
+    splits: int = 1
+
+    def programs(self, work: Work) -> int:
+        return work.rows * ceil_div(work.heads, self.block_heads) * self.splits
+
+    def split_keys(self, work: Work) -> int:
+        """Keys of every split but the last: whole tiles."""
+        return ceil_div(ceil_div(work.k, self.splits), self.block_keys) * self.block_keys
+
+
+# By (fp8 rows, heads in a program). The Gluon kernel is for Hopper at the sizes that production models have.
+PORTABLE = {
+    (False, 16): Launch("triton", 16, 32, warps=4, stages=3, programs_per_sm=2),
+    (False, 32): Launch("triton", 32, 32, warps=8, stages=4),
+    (False, 64): Launch("triton", 64, 32, warps=8, stages=3),
+    (True, 16): Launch("triton", 16, 32, warps=4, stages=3, programs_per_sm=2),
+    (True, 32): Launch("triton", 32, 64, warps=8, stages=2),
+    (True, 64): Launch("triton", 64, 32, warps=8, stages=3),
+}
+HOPPER = PORTABLE | {
+    (True, 32): Launch("gluon", 32, GLUON_KEYS),
+    (False, 64): Launch("gluon", 64, GLUON_KEYS),
+    (True, 64): Launch("gluon", 64, GLUON_KEYS),
+}
+
+
+@lru_cache(maxsize=1024)  # it is asked for in every layer
+def choose(work: Work, gpu: Gpu) -> Launch:
+    """The launch for this work. It depends on sizes alone, so a captured graph stays right."""
+    block_heads = 16 if work.heads <= 16 else 32 if work.heads <= 32 else 64
+    gluon = gpu.hopper and (work.rank, work.rope) == (GLUON_RANK, GLUON_ROPE)
+    return with_splits((HOPPER if gluon else PORTABLE)[work.fp8, block_heads], work, gpu)
+
+
+def with_splits(launch: Launch, work: Work, gpu: Gpu) -> Launch:
+    """As many splits as make the last wave end soonest; of equals the fewest."""
+    most = min(MOST_SPLITS, ceil_div(work.k, launch.block_keys))
+    return min((replace(launch, splits=splits) for splits in range(1, most + 1)), key=lambda at: _cost(at, work, gpu))
+
+
+def _cost(launch: Launch, work: Work, gpu: Gpu) -> int:
+    waves = ceil_div(launch.programs(work), gpu.multiprocessors * launch.programs_per_sm)
+    alone = waves * (launch.split_keys(work) + PROGRAM_KEYS)
+    return alone if launch.splits == 1 else alone + waves * PARTIAL_KEYS + MERGE_KEYS

@@ -1,0 +1,303 @@
+"""sparse_attention in Triton: a program takes one query row, a block of its heads and one split of its chosen rows.
+
+Keys and values are the same rows, so a tile of rows is loaded once and used by both products. Scores are kept in units
+of log2. A tile of fp8 rows is made float16, whose conversion from e4m3 is one instruction for two values: each row is
+divided by a power of two, its `unit`, such that its largest scale is in [1, 2); the unit comes back in the scores and
+in the weights, and the running maximum is that of score + log2(unit), so that no weight exceeds 1. Queries are
+likewise divided by a power of two per head. So the only roundings are to float16, whatever the magnitudes.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotset.base.units import ceil_div
+from hotset.kernels.rows import SCALE_BLOCK, RowLayout
+from hotset.kernels.sparse_attention.launch import Gpu, Launch, Work, choose
+
+LOG2_E = 1.4426950408889634
+SCAN = 1024  # entries that are looked at together to find the last that is not EMPTY
+OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns where this is left open
+VARYING = ["chosen_stride", "k", "heads", "split_keys"]  # arguments whose values make no kernels of their own
+MERGE_VALUES = 4096  # partial sums in one program of the merge
+# The interpreter computes neither products in bfloat16 nor inline assembly.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+_LOWEST = tl.constexpr(-1.0e30)  # below every score, and finite: two of them may be subtracted
+_LEAST = tl.constexpr(1.0e-37)  # of what is divided by
+_SMALLEST_UNIT = tl.constexpr(2.0**-40)  # rows below it count as it: e4m3 values of 2**-40 are as good as 0
+_DEQUANTISE = tl.constexpr(
+    """{
+    .reg .b16 low, high;
+    .reg .b32 first, second;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 first, low;
+    cvt.rn.f16x2.e4m3x2 second, high;
+    mul.rn.f16x2 $0, first, $3;
+    mul.rn.f16x2 $1, second, $4;
+    }"""
+)
+
+
+def sparse_attention(
+    q: Tensor,
+    rows: Tensor,
+    chosen: Tensor,
+    layout: RowLayout,
+    rank: int,
+    scale: float,
+    launch: Launch | None = None,  # None: the one that `choose` takes
+) -> Tensor:
+    q, chosen = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, chosen))
+    count, heads, width = q.shape
+    out = q.new_empty(count, heads, rank)
+    work = Work(count, heads, chosen.shape[1], rank, width - rank, layout.quantised > 0)
+    if out.numel() == 0:
+        return out
+    launch = launch or choose(work, _gpu(q.device))
+    splits = launch.splits
+    partial = q.new_empty(count, splits, heads, rank, dtype=torch.float32) if splits > 1 else out
+    lse = q.new_empty(count, splits, heads, dtype=torch.float32)
+    tensors = (q, rows.view(torch.uint8), chosen, partial, lse)
+    if launch.kernel == "gluon":
+        from hotset.kernels.sparse_attention import gluon_impl  # never in the interpreter
+
+        gluon_impl.attend(work, launch, tensors, scale * LOG2_E)
+    else:
+        _attend(work, launch, tensors, scale * LOG2_E)
+    if splits > 1:
+        _merge(work, launch, partial, lse, out)
+    return out
+
+
+@cache
+def _gpu(device: torch.device) -> Gpu:
+    if device.type != "cuda":
+        return Gpu(multiprocessors=1, hopper=False)  # the interpreter
+    found = torch.cuda.get_device_properties(device)
+    return Gpu(found.multi_processor_count, found.major == 9 and _gluon_is_known())
+
+
+def _gluon_is_known() -> bool:
+    """Gluon is experimental: a later Triton may have another one, and then the Triton kernel serves all."""
+    try:
+        from hotset.kernels.sparse_attention import gluon_impl  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _attend(work: Work, launch: Launch, tensors: tuple[Tensor, ...], scale: float) -> None:
+    q, rows, chosen, out, lse = tensors
+    _attend_kernel[ceil_div(work.heads, launch.block_heads) * work.rows, launch.splits](
+        *(q, rows, chosen, out, lse, q.stride(0), q.stride(1), rows.stride(0), chosen.stride(0)),
+        *(work.k, work.heads, launch.split_keys(work), scale),
+        rank=work.rank,
+        rope=work.rope,
+        group=min(work.rank, SCALE_BLOCK),
+        fp8=work.fp8,
+        split=launch.splits > 1,
+        block_h=launch.block_heads,
+        block_k=launch.block_keys,
+        scan=SCAN,
+        stages=launch.stages,
+        interpreted=INTERPRETED,
+        num_warps=launch.warps,
+        **OPTIONS,
+    )
+
+
+def _merge(work: Work, launch: Launch, partial: Tensor, lse: Tensor, out: Tensor) -> None:
+    block_s = triton.next_power_of_2(launch.splits)
+    block = min(work.rank, max(64, MERGE_VALUES // block_s))
+    _merge_kernel[work.rows * work.heads, work.rank // block](
+        *(partial, lse, out, work.heads, launch.splits),
+        rank=work.rank,
+        block_s=block_s,
+        block=block,
+        num_warps=4,
+        **OPTIONS,
+    )
+
+
+@triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
+def _attend_kernel(
+    q: tl.tensor,
+    rows: tl.tensor,  # bytes
+    chosen: tl.tensor,
+    out: tl.tensor,  # [rows, heads, rank] bfloat16; if split: [rows, splits, heads, rank] float32
+    lse: tl.tensor,  # [rows, splits, heads] float32: log2 of the sum of 2**score; written if split
+    q_row_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    row_stride: tl.tensor,  # in bytes
+    chosen_stride: tl.tensor,
+    k: tl.tensor,
+    heads: tl.tensor,
+    split_keys: tl.tensor,
+    scale: tl.tensor,
+    rank: tl.constexpr,
+    rope: tl.constexpr,
+    group: tl.constexpr,  # latents that share a scale
+    fp8: tl.constexpr,
+    split: tl.constexpr,
+    block_h: tl.constexpr,
+    block_k: tl.constexpr,
+    scan: tl.constexpr,
+    stages: tl.constexpr,
+    interpreted: tl.constexpr,
+) -> None:
+    head_blocks = tl.cdiv(heads, block_h)
+    row = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head = tl.program_id(0) % head_blocks * block_h + tl.arange(0, block_h)
+    there = head < heads
+    latent, turned = tl.arange(0, rank), tl.arange(0, rope)
+    my_q = q + row * q_row_stride + head[:, None] * q_head_stride
+    q_latent = tl.load(my_q + latent[None, :], mask=there[:, None], other=0.0)
+    q_rope = tl.load(my_q + rank + turned[None, :], mask=there[:, None], other=0.0)
+    my_chosen = chosen + row * chosen_stride
+    first = tl.program_id(1) * split_keys
+    end, spare = _extent(my_chosen, first, tl.minimum(first + split_keys, k), scan)
+
+    if fp8:
+        q_unit = _unit(tl.max(tl.abs(q_latent.to(tl.float32)), 1))
+        q_latent = (q_latent.to(tl.float32) * _inverse(q_unit)[:, None]).to(tl.float16)
+    most = tl.full([block_h], _LOWEST, tl.float32)
+    mass = tl.zeros([block_h], tl.float32)
+    sums = tl.zeros([block_h, rank], tl.float32)
+    key = tl.arange(0, block_k)
+    index = tl.load(my_chosen + first + key, mask=first + key < end, other=-1)
+    for start in tl.range(first, end, block_k, num_stages=stages):
+        # One tile ahead of the rows, so that no row waits for its index.
+        coming = start + block_k + key
+        following = tl.load(my_chosen + coming, mask=coming < end, other=-1)
+        at = rows + tl.where(index < 0, spare, index) * row_stride
+        bias = tl.where(index < 0, float("-inf"), 0.0)
+        if fp8:
+            tile, unit = _dequantised(at, rank, group, block_k, interpreted)
+            at_rope = (at + rank + rank // group * 4).to(tl.pointer_type(tl.bfloat16))
+            k_rope = tl.load(at_rope[:, None] + turned[None, :])
+            s = _dot(q_latent, tl.trans(tile), None, interpreted) * (q_unit * scale)[:, None] * unit[None, :]
+            s += _dot(q_rope, tl.trans(k_rope), None, interpreted) * scale + bias[None, :]
+            now = tl.maximum(most, tl.max(s + _exponent(unit)[None, :], 1))
+            p = tl.exp2(s - now[:, None])
+            weights = (p * unit[None, :]).to(tl.float16)
+        else:
+            at_values = at.to(tl.pointer_type(tl.bfloat16))
+            tile = tl.load(at_values[:, None] + latent[None, :])
+            k_rope = tl.load(at_values[:, None] + rank + turned[None, :])
+            s = _dot(q_rope, tl.trans(k_rope), None, interpreted)
+            s = _dot(q_latent, tl.trans(tile), s, interpreted) * scale + bias[None, :]
+            now = tl.maximum(most, tl.max(s, 1))
+            p = tl.exp2(s - now[:, None])
+            weights = p.to(tl.bfloat16)
+        shrink = tl.exp2(most - now)
+        mass = mass * shrink + tl.sum(p, 1)
+        sums = _dot(weights, tile, sums * shrink[:, None], interpreted)
+        most = now
+        index = following
+    result = sums * (1 / tl.maximum(mass, _LEAST))[:, None]  # a mass of 0 has sums of 0
+    if split:
+        part = (row * tl.num_programs(1) + tl.program_id(1)) * heads + head
+        tl.store(lse + part, _lse(most, mass), mask=there)
+        # A split without a row stores no sums: the merge does not read them.
+        filled = head < tl.where(end > first, heads, 0)
+        tl.store(out + part[:, None] * rank + latent[None, :], result, mask=filled[:, None])
+    else:
+        at_out = out + (row * heads + head[:, None]) * rank + latent[None, :]
+        tl.store(at_out, result.to(tl.bfloat16), mask=there[:, None])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _extent(chosen: tl.tensor, first: tl.tensor, stop: tl.tensor, scan: tl.constexpr) -> tl.tensor:
+    """(end, spare): all entries in [end, stop) are EMPTY, and row `spare` may be read in place of an EMPTY one.
+
+    It is one of the chosen rows, since any other might hold NaN, which a weight of 0 does not undo. Where no row was
+    chosen, end <= first and spare is 0.
+    """
+    entry = tl.arange(0, scan)
+    last, some = tl.zeros([scan], tl.int32), tl.zeros([scan], tl.int32)
+    for start in tl.range(first, stop, scan, num_stages=1):
+        found = tl.load(chosen + start + entry, mask=start + entry < stop, other=-1).to(tl.int32)
+        last = tl.maximum(last, tl.where(found < 0, 0, start + entry + 1))
+        some = tl.maximum(some, found)
+    return tl.max(last, 0), tl.max(some, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dequantised(
+    at: tl.tensor, rank: tl.constexpr, group: tl.constexpr, block_k: tl.constexpr, interpreted: tl.constexpr
+) -> tl.tensor:
+    """([block_k, rank] float16 latents over the unit of their row, [block_k] units) of the fp8 rows at `at`."""
+    blocks = tl.arange(0, rank // group)
+    codes = tl.load(at[:, None, None] + blocks[None, :, None] * group + tl.arange(0, group)[None, None, :])
+    scales = tl.load((at + rank).to(tl.pointer_type(tl.float32))[:, None] + blocks[None, :])
+    unit = _unit(tl.max(scales, 1))
+    ratios = (scales * _inverse(unit)[:, None]).to(tl.float16)[:, :, None]
+    if interpreted:
+        tile = (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * ratios.to(tl.float32)).to(tl.float16)
+    else:
+        # Not "pure": the compiler would do this twice, in the layouts of both products, byte by byte.
+        tile = tl.inline_asm_elementwise(
+            _DEQUANTISE, "=r,=r,r,r,r", [codes, ratios], dtype=tl.float16, is_pure=False, pack=4
+        )
+    return tl.reshape(tile, [block_k, rank]), unit
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _unit(x: tl.tensor) -> tl.tensor:
+    """The largest power of two that is not above `x` >= 0: a float32 without its mantissa."""
+    return (tl.maximum(x, _SMALLEST_UNIT).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _inverse(unit: tl.tensor) -> tl.tensor:
+    """1 / unit: twice the exponent of 1, less that of `unit`."""
+    return (0x7F000000 - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _exponent(unit: tl.tensor) -> tl.tensor:
+    """log2 of a power of two: its exponent as the last bits of 2**23 + 127 + log2."""
+    return ((unit.to(tl.int32, bitcast=True) >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _lse(most: tl.tensor, mass: tl.tensor) -> tl.tensor:
+    """log2 of the sum of 2**score; minus infinity where nothing was chosen."""
+    return tl.where(mass > 0, most + tl.log2(tl.maximum(mass, _LEAST)), float("-inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dot(a: tl.tensor, b: tl.tensor, sums: tl.tensor, interpreted: tl.constexpr) -> tl.tensor:
+    if interpreted:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
+    return tl.dot(a, b, sums)
+
+
+@triton.jit(do_not_specialize=["heads", "splits"])  # type: ignore[untyped-decorator]
+def _merge_kernel(
+    partial: tl.tensor,
+    lse: tl.tensor,
+    out: tl.tensor,
+    heads: tl.tensor,
+    splits: tl.tensor,
+    rank: tl.constexpr,
+    block_s: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Joins the splits of one query row and head: a mean of their results, weighted by the mass of each."""
+    row = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
+    split = tl.arange(0, block_s)
+    value = tl.program_id(1) * block + tl.arange(0, block)
+    part = (row * splits + split) * heads + head
+    mass = tl.load(lse + part, mask=split < splits, other=float("-inf"))
+    filled = mass > float("-inf")
+    weight = tl.where(filled, tl.exp2(mass - tl.maximum(tl.max(mass, 0), _LOWEST)), 0.0)
+    results = tl.load(partial + part[:, None] * rank + value[None, :], mask=filled[:, None], other=0.0)
+    total = tl.sum(weight, 0)
+    merged = tl.sum(results * weight[:, None], 0) * (1 / tl.maximum(total, _LEAST))
+    tl.store(out + (row * heads + head) * rank + value, merged.to(tl.bfloat16))

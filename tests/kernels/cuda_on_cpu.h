@@ -1,0 +1,240 @@
+// CUDA C++ kernels run by a host compiler: every thread of a block is a fibre, and blocks run one after another.
+//
+// Between two barriers the fibres run in random order, so that what depends on an order that CUDA does not promise
+// shows. A barrier or an exchange within a warp that not all of its threads reach is reported, as is shared memory
+// written past the launch's share, and a trap. Single accesses that interleave, and caches, are not modelled.
+//
+// Only small headers are included: this is compiled once for every set of constants.
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __shared__
+#define __restrict__
+#define __launch_bounds__(threads)
+#define __syncthreads() emulated::wait(emulated::BLOCK)
+
+template <class T> static T max(T a, T b) { return a < b ? b : a; }
+template <class T> static T min(T a, T b) { return b < a ? b : a; }
+
+struct Index {
+    unsigned x, y, z;
+};
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+
+static Index threadIdx, blockIdx, gridDim, blockDim;
+static const int SHARED_LIMIT = 227 * 1024;
+int4 shared_memory[SHARED_LIMIT / 16];
+
+namespace emulated {
+
+enum State { READY, BLOCK, WARP, DONE };
+struct Fibre {
+    ucontext_t context;
+    char *stack;
+    State state;
+    unsigned votes;  // calls of __syncthreads_or
+};
+enum { MOST_THREADS = 1024, MOST_ARGUMENTS = 32, STACK_BYTES = 256 << 10 };
+
+static Fibre fibres[MOST_THREADS];
+static unsigned threads;
+static ucontext_t scheduler;
+static const char *failure;
+static int64_t lanes[64][32];  // what the threads of each warp exchange
+static int votes[3];
+static void *kernel;
+static int64_t arguments[MOST_ARGUMENTS];
+static uint64_t random_state;
+
+static void wait(State state) {
+    Fibre &self = fibres[threadIdx.x];
+    self.state = state;
+    swapcontext(&self.context, &scheduler);
+}
+
+static void fail(const char *message) {
+    failure = message;
+    wait(BLOCK);
+}
+
+// Every parameter of a kernel is eight bytes wide, so that one way of calling serves all of them.
+static void begin() {
+    typedef int64_t A;
+    typedef void (*Kernel)(A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A,
+                           A);
+    const A *a = arguments;
+    reinterpret_cast<Kernel>(kernel)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12],
+                                     a[13], a[14], a[15], a[16], a[17], a[18], a[19], a[20], a[21], a[22], a[23], a[24],
+                                     a[25], a[26], a[27], a[28], a[29], a[30], a[31]);
+    wait(DONE);
+}
+
+static unsigned draw(unsigned below) {
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<unsigned>(random_state >> 33) % below;
+}
+
+static void shuffle(unsigned *values, unsigned count) {
+    for (unsigned i = count; i > 1; --i) {
+        const unsigned j = draw(i), last = values[i - 1];
+        values[i - 1] = values[j], values[j] = last;
+    }
+}
+
+static bool release(State state, unsigned first, unsigned last) {
+    for (unsigned i = first; i < last; ++i) {
+        if (fibres[i].state != state && !(state == BLOCK && fibres[i].state == DONE)) return false;
+    }
+    bool any = false;
+    for (unsigned i = first; i < last; ++i) {
+        any |= fibres[i].state == state;
+        if (fibres[i].state == state) fibres[i].state = READY;
+    }
+    return any;
+}
+
+static void run_block() {
+    unsigned order[MOST_THREADS];
+    for (;;) {
+        unsigned ready = 0;
+        for (unsigned i = 0; i < threads; ++i) {
+            if (fibres[i].state == READY) order[ready++] = i;
+        }
+        shuffle(order, ready);
+        for (unsigned i = 0; i < ready; ++i) {
+            threadIdx.x = order[i];
+            swapcontext(&scheduler, &fibres[order[i]].context);
+            if (failure) return;
+        }
+        if (ready > 0) continue;
+        bool released = false;
+        for (unsigned first = 0; first < threads; first += 32) released |= release(WARP, first, first + 32);
+        if (released || release(BLOCK, 0, threads)) continue;
+        for (unsigned i = 0; i < threads; ++i) {
+            if (fibres[i].state != DONE) failure = "threads wait for others that never come";
+        }
+        return;
+    }
+}
+
+template <class T> static int64_t bits(T value) {
+    int64_t word = 0;
+    memcpy(&word, &value, sizeof value);
+    return word;
+}
+
+// The value that lane `from` of the same warp brings.
+template <class T> static T exchange(T value, unsigned from) {
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    lanes[warp][lane] = bits(value);
+    wait(WARP);
+    T result;
+    memcpy(&result, &lanes[warp][from % 32], sizeof result);
+    wait(WARP);
+    return result;
+}
+
+}  // namespace emulated
+
+extern "C" const char *run_on_cpu(void *kernel, int blocks, int threads, int shared_bytes, const int64_t *arguments,
+                                  int count, unsigned seed) {
+    using namespace emulated;
+    if (count > MOST_ARGUMENTS || threads > MOST_THREADS || threads % 32) return "this is not provided for";
+    emulated::kernel = kernel, emulated::threads = threads;
+    memcpy(emulated::arguments, arguments, count * sizeof *arguments);
+    failure = nullptr, random_state = seed;
+    gridDim.x = blocks, blockDim.x = threads;
+    unsigned *order = static_cast<unsigned *>(malloc(blocks * sizeof(unsigned)));
+    for (int i = 0; i < blocks; ++i) order[i] = i;
+    shuffle(order, blocks);
+    for (int n = 0; n < blocks && !failure; ++n) {
+        blockIdx.x = order[n];
+        memset(shared_memory, 0xAB, sizeof shared_memory);
+        memset(votes, 0, sizeof votes);
+        for (int i = 0; i < threads; ++i) {
+            Fibre &fibre = fibres[i];
+            if (!fibre.stack) fibre.stack = static_cast<char *>(malloc(STACK_BYTES));
+            fibre.state = READY, fibre.votes = 0;
+            getcontext(&fibre.context);
+            fibre.context.uc_stack.ss_sp = fibre.stack;
+            fibre.context.uc_stack.ss_size = STACK_BYTES;
+            fibre.context.uc_link = nullptr;
+            makecontext(&fibre.context, begin, 0);
+        }
+        run_block();
+        const unsigned char *bytes = reinterpret_cast<unsigned char *>(shared_memory);
+        for (int i = shared_bytes; i < SHARED_LIMIT && !failure; ++i) {
+            if (bytes[i] != 0xAB) failure = "shared memory was written past what the launch asked for";
+        }
+    }
+    free(order);
+    return failure;
+}
+
+static inline int __syncthreads_or(int vote) {
+    const unsigned n = emulated::fibres[threadIdx.x].votes++;
+    emulated::votes[n % 3] |= vote != 0;
+    emulated::wait(emulated::BLOCK);
+    emulated::votes[(n + 2) % 3] = 0;
+    return emulated::votes[n % 3];
+}
+template <class T> static T __shfl_sync(unsigned, T value, int lane) { return emulated::exchange(value, lane); }
+template <class T> static T __shfl_up_sync(unsigned, T value, unsigned step) {
+    const unsigned lane = threadIdx.x % 32;
+    return emulated::exchange(value, lane >= step ? lane - step : lane);
+}
+static inline unsigned __ballot_sync(unsigned, bool vote) {
+    unsigned ballot = 0;
+    const unsigned warp = threadIdx.x / 32;
+    emulated::lanes[warp][threadIdx.x % 32] = vote;
+    emulated::wait(emulated::WARP);
+    for (int lane = 0; lane < 32; ++lane) ballot |= static_cast<unsigned>(emulated::lanes[warp][lane] != 0) << lane;
+    emulated::wait(emulated::WARP);
+    return ballot;
+}
+static inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+    unsigned sum = 0;
+    const unsigned warp = threadIdx.x / 32;
+    emulated::lanes[warp][threadIdx.x % 32] = value;
+    emulated::wait(emulated::WARP);
+    for (int lane = 0; lane < 32; ++lane) sum += static_cast<unsigned>(emulated::lanes[warp][lane]);
+    emulated::wait(emulated::WARP);
+    return sum;
+}
+static inline int __popc(unsigned value) { return __builtin_popcount(value); }
+static inline int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
+static inline void __trap() { emulated::fail("the kernel stopped itself"); }
+template <class T> static T __ldcg(const T *address) { return *address; }
+template <class T, class U> static T atomicAdd(T *address, U value) {
+    const T before = *address;
+    *address = before + value;
+    return before;
+}
+template <class T, class U> static T atomicMin(T *address, U value) {
+    const T before = *address;
+    *address = min(before, static_cast<T>(value));
+    return before;
+}
+template <class T, class U> static T atomicCAS(T *address, T expected, U value) {
+    const T before = *address;
+    if (before == expected) *address = value;
+    return before;
+}
+template <class T> static unsigned load_page_now(const T *address) { return static_cast<unsigned>(*address); }
+template <class T> static int load_stamp_now(const T *address) { return static_cast<int>(*address); }
+static inline void bring_to_l2(const void *) {}
+static inline void wait_for_earlier_launches() {}
+static inline void let_next_launch_begin() {}

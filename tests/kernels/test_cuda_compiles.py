@@ -1,0 +1,110 @@
+"""The CUDA kernels compile for the GPUs that they are meant for, with what the ops would give them; no GPU is needed.
+
+Whoever has `nvcc` or cuda-core at hand can run this.
+"""
+
+import importlib.util
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotset.kernels import cuda_source
+from hotset.kernels.cuda_source import LaunchShape
+from hotset.kernels.page_copy import cuda_impl as page_copy_cuda
+from hotset.kernels.swap_in import Copies, SeatTables
+from hotset.kernels.swap_in import cuda_impl as swap_in_cuda
+
+NVCC = shutil.which("nvcc")
+HAS_CUDA_CORE = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
+pytestmark = pytest.mark.skipif(NVCC is None and not HAS_CUDA_CORE, reason="neither nvcc nor cuda-core")
+
+
+@dataclass
+class Recorder:
+    """Stands in for a kernel: what would be compiled, and how it would be launched."""
+
+    source: Path = Path()
+    constants: dict[str, int] = field(default_factory=dict)
+    shape: LaunchShape | None = None
+
+    def kernel(self, source: Path, name: str, **constants: int) -> "Recorder":
+        self.source, self.constants = source, constants
+        return self
+
+    def launch(self, shape: LaunchShape, *arguments: Tensor | int) -> None:
+        self.shape = shape
+
+
+def plan_of(k: int, slots: int, words_per_page: int) -> Recorder:
+    pages, one = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    tables = SeatTables(pages, pages, pages, pages, pages, torch.tensor([True]), page_rows=64, slots=slots)
+    positions, words = torch.zeros(1, k, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+    recorder = Recorder()
+    with mock.patch.object(cuda_source, "kernel", recorder.kernel):
+        swap_in_cuda.plan(positions, one, one, tables, words, words_per_page, torch.zeros(2, dtype=torch.int64))
+    return recorder
+
+
+def copy_of(row_bytes: int) -> Recorder:
+    rows, list_of_one = torch.zeros(2, row_bytes, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int64)
+    recorder = Recorder()
+    with mock.patch.object(cuda_source, "kernel", recorder.kernel):
+        swap_in_cuda.copy(Copies(list_of_one, list_of_one, torch.ones(1, dtype=torch.int32)), rows, rows.clone())
+    return recorder
+
+
+def pages_of() -> Recorder:
+    rows = torch.zeros(1, 2, 656, dtype=torch.uint8)
+    recorder = Recorder()
+    with mock.patch.object(cuda_source, "kernel", recorder.kernel):
+        page_copy_cuda.copy(torch.tensor([[0, 0, 1]]), rows, rows.clone(), to_host=True)
+    return recorder
+
+
+CASES = {
+    "plan of 2048 of 4096 slots": (lambda: plan_of(2048, 4096, 10496), 0),
+    "plan of 2048 of 8192 slots": (lambda: plan_of(2048, 8192, 10496), 0),
+    # These may spill: nobody is in a hurry there.
+    "plan of 5 of 11 slots": (lambda: plan_of(5, 11, 7), None),
+    "plan of 9000 of 30001 slots": (lambda: plan_of(9000, 30_001, 333), None),
+    "copy of 656 bytes": (lambda: copy_of(656), 0),
+    "copy of 1152 bytes": (lambda: copy_of(1152), 0),
+    "copy of 37 bytes": (lambda: copy_of(37), 0),
+    "pieces": (pages_of, 0),
+}
+
+
+def spilled_bytes(recorder: Recorder, folder: Path) -> int:
+    """Compiles for sm_90; bytes that do not fit registers."""
+    if NVCC is None:
+        assert len(cuda_source.compile_source(recorder.source, recorder.constants, "sm_90").code) > 0
+        return 0
+    macros = [f"-D{name}={value}" for name, value in recorder.constants.items()]
+    options = ["-arch=sm_90", "-std=c++17", "-Xptxas", "-v", "-Werror", "all-warnings", "-cubin"]
+    command = [NVCC, *options, *macros, str(recorder.source), "-o", str(folder / "kernel.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "spill stores" in line]
+    assert len(lines) == 1, done.stderr
+    return int(lines[0].split("bytes stack frame, ")[1].split()[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_compiles_for_sm_90_and_keeps_to_its_registers(name: str, tmp_path: Path) -> None:
+    record, may_spill = CASES[name]
+    recorder = record()
+    spilled = spilled_bytes(recorder, tmp_path)
+    assert may_spill is None or spilled <= may_spill
+    assert recorder.shape is not None and recorder.shape.shared_bytes <= 227 << 10
+
+
+def test_usual_plans_need_no_more_shared_memory_than_a_launch_gets_unasked() -> None:
+    for slots in (4096, 8192):
+        shape = plan_of(2048, slots, 10496).shape
+        assert shape is not None and shape.shared_bytes <= cuda_source.SHARED_BYTES_UNASKED

@@ -1,0 +1,465 @@
+"""index_topk's Triton kernels: scores against the reference, the selection bit by bit against stable_topk.
+
+The tests of the kernels are marked `gpu`. Started with TRITON_INTERPRET=1 they run at small sizes on CPU tensors
+instead; Triton reads that variable once per process, so one test starts a second process with it. Run as a program,
+this file compiles the kernels for sm_90, without a GPU, and prints what the compiler made.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotset.base.errors import ConfigError
+from hotset.kernels import EMPTY
+from hotset.kernels.index_topk import index_topk, reference
+from hotset.kernels.rows import PagedRows, index_key_row
+from hotset.kernels.segments import Segments, make_segments
+from hotset.kernels.stable_topk import stable_topk
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+SCALE = 0.0883
+CONTEXT = 4096 if INTERPRETED else 12_288  # of the rows that are selected from
+NAN, INFINITE = float("nan"), float("inf")
+
+if INTERPRETED:  # numpy warns of infinities, which are meant
+    pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def on_device(test: Callable[..., None]) -> Callable[..., None]:
+    return test if INTERPRETED else pytest.mark.gpu(test)
+
+
+@pytest.fixture
+def impl() -> ModuleType:
+    if INTERPRETED:  # its products of bfloat16 are wrong; float32 holds the same values
+        score = importlib.import_module("hotset.kernels.index_topk.triton_score")
+        score.OPERAND[torch.bfloat16] = importlib.import_module("triton.language").float32
+    return importlib.import_module("hotset.kernels.index_topk.triton_impl")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Query rows of some contexts, whose keys are scattered over a pool of pages."""
+
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    heads: int = 32
+    dim: int = 128
+    fp8: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    block_rows: int = 318
+    parts: int = 1
+
+    @property
+    def decoding(self) -> bool:
+        return len(self.counts) == sum(self.counts)
+
+
+@dataclass(frozen=True)
+class World:
+    q: Tensor
+    weights: Tensor
+    keys: PagedRows
+    segments: Segments
+
+    def captured(self) -> "World":
+        """As a graph knows it: by its tensors alone."""
+        segments = Segments((), (), self.segments.positions, self.segments.segment_of)
+        return replace(self, segments=segments, keys=replace(self.keys, runs=()))
+
+
+def make_world(case: Case, seed: int) -> World:
+    """The pool is NaN wherever no key lies; queries and pool are views into larger memory."""
+    torch.manual_seed(seed)
+    layout = index_key_row(case.dim, case.dtype, case.fp8)
+    page_keys = case.parts * case.block_rows
+    pages_of = [-(-length // page_keys) for length in case.lengths]
+    order = torch.randperm(sum(pages_of) + 3)
+    used = case.block_rows * layout.stored_width
+    block_values = -(-used // 16) * 16 + 16
+    pool = torch.empty(case.parts, len(order), block_values, dtype=layout.stored_dtype, device=DEVICE)
+    pool.view(torch.uint8).fill_(0xFF)  # NaN in e4m3, bfloat16, float16 and float32
+    blocks = pool[:, :, :used].unflatten(2, (case.block_rows, layout.stored_width))
+    seats = torch.randperm(len(case.lengths) + 2)[: len(case.lengths)]
+    table = torch.full((len(case.lengths) + 2, max(pages_of) + 1), EMPTY)
+    runs, taken = [], 0
+    for seat, length, count in zip(seats.tolist(), case.lengths, pages_of, strict=True):
+        pages = order[taken : taken + count]
+        taken += count
+        table[seat, :count] = pages
+        runs.append([(page, 1) for page in pages.tolist()])
+        at, pages = torch.arange(length, device=DEVICE), pages.to(DEVICE)
+        stored = layout.encode(torch.randn(length, case.dim, device=DEVICE).to(case.dtype))
+        blocks[at % page_keys // case.block_rows, pages[at // page_keys], at % case.block_rows] = stored
+    rows = sum(case.counts)
+    wide = torch.randn(rows, case.heads + 1, case.dim + 16, device=DEVICE)
+    wide *= torch.logspace(-3, 3, case.heads + 1, device=DEVICE)[:, None]  # heads of very different size
+    starts = [length - count for length, count in zip(case.lengths, case.counts, strict=True)]
+    return World(
+        wide.to(case.dtype)[:, 1:, 16:],
+        torch.randn(rows, case.heads, device=DEVICE) * torch.logspace(3, -3, case.heads, device=DEVICE),
+        PagedRows(
+            blocks, runs, layout, table.to(DEVICE), seats.repeat_interleave(torch.tensor(case.counts)).to(DEVICE)
+        ),
+        make_segments(starts, case.counts, DEVICE),
+    )
+
+
+def padded(world: World) -> World:
+    """With rows of no request between and behind the others, whose positions mean nothing."""
+    rows = world.q.shape[0]
+    order = torch.tensor([0, *range(rows), rows - 1], device=DEVICE)
+    seat_of, positions = world.keys.seat_of[order], world.segments.positions[order]
+    seat_of[[0, -1]] = EMPTY
+    positions[0] = 1 << 40
+    return World(
+        world.q[order],
+        world.weights[order],
+        replace(world.keys, seat_of=seat_of, runs=()),
+        Segments((), (), positions, torch.zeros_like(positions)),
+    )
+
+
+def reference_scores(world: World) -> list[Tensor]:
+    """Of each query row, what it may see, in float32."""
+    rows: list[Tensor] = []
+    for segment, first, last, length in world.segments:
+        context = world.keys.gather(segment, length, torch.float32)
+        positions = world.segments.positions[first:last]
+        scores = reference.index_scores(world.q[first:last], world.weights[first:last], context, positions, SCALE)
+        rows.extend(row[: int(position) + 1] for row, position in zip(scores, positions, strict=True))
+    return rows
+
+
+def scored(impl: ModuleType, world: World, k: int = 0, *, alone: bool = True) -> Any:
+    context = -(-int(world.segments.positions.max() + 1) // 4096) * 4096
+    poison = torch.full((world.q.shape[0], context), NAN, device=DEVICE)
+    del poison  # on a GPU the next tensor of this size lies where it was
+    seats, positions = world.keys.seat_of, world.segments.positions
+    return impl.score(world.q, world.weights, world.keys, seats, positions, context, k, SCALE, alone=alone)
+
+
+SMALL = [
+    Case((1, 1, 1), (300, 77, 150), heads=5, dim=64, block_rows=70, parts=2),
+    Case((1, 1), (200, 64), heads=20, dim=32, fp8=False, block_rows=64),
+    Case((1,), (40,), heads=16, dim=32, block_rows=11, parts=3),
+    Case((1, 6, 2), (90, 95, 40), heads=16, dim=32, block_rows=80),
+    Case((5,), (150,), heads=64, dim=32, fp8=False, block_rows=100),
+]
+LARGE = [
+    Case((1,) * 7, (1, 63, 318, 319, 2049, 5000, 40_000)),
+    Case((1,) * 3, (3000, 12_345, 700), heads=64, parts=3),
+    Case((1,) * 2, (9000, 100), heads=4, dim=64, block_rows=41, parts=2),
+    Case((1,) * 3, (4096, 4097, 33), fp8=False, block_rows=164),
+    Case((1,) * 2, (1000, 2000), heads=128, fp8=False, dtype=torch.float16, block_rows=288),
+    Case((1,) * 2, (1000, 2000), heads=1, dim=32, block_rows=558),
+    Case((37, 1, 130), (500, 9000, 2000), heads=32),
+    Case((3, 8, 64), (3, 800, 700), heads=64, fp8=False, block_rows=288, parts=2),
+    Case((50, 20), (1200, 6000), heads=4, block_rows=318, parts=2),
+]
+CASES = SMALL if INTERPRETED else LARGE
+
+
+@on_device
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scores_are_those_of_the_reference(impl: ModuleType, case: Case) -> None:
+    # Products of 16-bit (or e4m3) operands are exact in float32: only the order of the sums differs.
+    world = make_world(case, seed=1)
+    expected = reference_scores(world)
+    scores = scored(impl, world, alone=case.decoding)
+    for row, (position, right) in enumerate(zip(world.segments.positions.tolist(), expected, strict=True)):
+        got = scores.values[row, : position + 1]
+        assert float((got - right).norm() / right.norm()) < 1e-3
+        sums = scores.moments[row].sum(0)
+        assert abs(float(sums[0] - got.sum())) < 1e-3 * float(got.abs().sum())
+        torch.testing.assert_close(sums[1], got.square().sum(), rtol=1e-3, atol=0.0)
+
+
+@on_device
+def test_padded_rows_and_rows_that_select_all_are_not_scored(impl: ModuleType) -> None:
+    case = CASES[0]
+    world = make_world(case, seed=2)
+    k = sorted(case.lengths)[len(case.lengths) // 2]
+    seats = world.keys.seat_of.clone()
+    seats[0] = EMPTY
+    world = replace(world, keys=replace(world.keys, seat_of=seats))
+    for row, (length, moments) in enumerate(zip(case.lengths, scored(impl, world, k).moments, strict=True)):
+        assert bool((moments == 0).all()) == (row == 0 or length <= k)
+
+
+def some_scores(kind: str, rows: int) -> Tensor:
+    x = torch.randn(rows, CONTEXT)
+    few = torch.randint(0, 4, x.shape)
+    return {
+        "normal": x,
+        "ties": (2 * x).round(),
+        "all equal": torch.full_like(x, -3.25),
+        "zeros of both signs": torch.where(x > 2.5, x, torch.where(few > 1, 0.0, -0.0)),
+        "mostly zero": torch.relu(x - 1.0),
+        "one far above": torch.where(torch.arange(CONTEXT) == 17, 1e9, x),
+        "heavy tail": x.exp().pow(4),
+        "huge": x * 1e37,
+        "tiny": x * 1e-42,
+        "large mean": 1e6 + x,
+        "ascending": torch.arange(CONTEXT).float().expand(rows, -1).contiguous(),
+        "descending": -torch.arange(CONTEXT).float().expand(rows, -1).contiguous(),
+        "not numbers": torch.where(few == 0, NAN, torch.where(few == 1, -INFINITE, torch.where(x > 1, INFINITE, x))),
+        "hardly any": torch.where(x > 3.2, x, -INFINITE),
+    }[kind]
+
+
+KINDS = ["normal", "ties", "all equal", "zeros of both signs", "mostly zero", "not numbers", "hardly any"]
+if not INTERPRETED:
+    KINDS += ["one far above", "heavy tail", "huge", "tiny", "large mean", "ascending", "descending"]
+
+
+def check_selection(impl: ModuleType, values: Tensor, lengths: Sequence[int], k: int, moments: Tensor | None) -> None:
+    """Rows of `values` up to `lengths`, two padded rows beside them: exactly what stable_topk takes."""
+    rows = len(lengths)
+    length = torch.tensor(lengths)
+    seen = torch.arange(CONTEXT) < length[:, None]
+    comparable = torch.where(seen & ~values.isnan(), values, -INFINITE)
+    if moments is None:
+        finite = torch.where(seen & values.isfinite(), values, 0.0).double()
+        moments = torch.stack((finite.sum(1), finite.square().sum(1)), 1)[:, None].float()
+    expected = torch.full((rows + 2, k), EMPTY)
+    for row, each in enumerate(lengths):
+        # A row of at most k positions takes them all, whatever they score.
+        expected[row + 1] = stable_topk(comparable[row : row + 1], k) if each > k else _all(each, k)
+    unseen = torch.where(seen, values, torch.where(torch.rand(values.shape) < 0.5, NAN, INFINITE))
+    surrounded = torch.cat((unseen[:1], unseen, unseen[:1])).to(DEVICE)
+    seats = torch.tensor([EMPTY, *range(rows), EMPTY], device=DEVICE)
+    positions = torch.tensor([5, *(each - 1 for each in lengths), CONTEXT - 1], device=DEVICE)
+    around = torch.cat((moments[:1], moments, moments[:1])).to(DEVICE)
+    out = torch.full((rows + 2, k), -7, device=DEVICE)
+    impl.select(impl.Scores(surrounded, around), seats, positions, k, out)
+    assert torch.equal(out.cpu(), expected)
+
+
+def _all(length: int, k: int) -> Tensor:
+    return torch.where(torch.arange(k) < length, torch.arange(k), EMPTY)
+
+
+@on_device
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [130] if INTERPRETED else [1, 128, 1000, 2048, 4096])
+def test_selection_is_that_of_stable_topk_to_the_bit(impl: ModuleType, kind: str, k: int) -> None:
+    torch.manual_seed(k)
+    lengths = [CONTEXT - 1] if INTERPRETED else [CONTEXT, CONTEXT - 1, 8192, 7001, 4097, 4097]
+    check_selection(impl, some_scores(kind, len(lengths)), lengths, k, None)
+
+
+@on_device
+@pytest.mark.parametrize("k", [700] if INTERPRETED else [1, 2, 127, 1023, 2048, 4095])
+def test_selection_at_lengths_around_k_and_around_the_borders_of_blocks(impl: ModuleType, k: int) -> None:
+    torch.manual_seed(k)
+    lengths = sorted({1, k - 1, k, k + 1, 2047, 2048, 2049, 4095, 4096} - {0})
+    check_selection(impl, some_scores("ties", len(lengths)), lengths, k, None)
+
+
+@on_device
+@pytest.mark.parametrize("wrong", [NAN] if INTERPRETED else [0.0, 1.0, -5.0, NAN, INFINITE, 1e38])
+def test_moments_decide_how_long_a_selection_takes_and_never_what_it_takes(impl: ModuleType, wrong: float) -> None:
+    torch.manual_seed(3)
+    moments = torch.full((2, 3, 2), wrong)
+    moments[1, :, 0] *= -1
+    check_selection(impl, some_scores("ties", 2), [3000, CONTEXT], 40, moments)
+
+
+@pytest.mark.gpu
+def test_rows_whose_list_would_overflow_do_not_disturb_their_neighbours(impl: ModuleType) -> None:
+    torch.manual_seed(8)
+    values = some_scores("normal", 24)
+    values[::2] = 1.5
+    check_selection(impl, values, [CONTEXT] * 24, 100, None)
+
+
+@on_device
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("case", [SMALL[3]] if INTERPRETED else [LARGE[0], LARGE[6], LARGE[8]], ids=str)
+def test_index_topk_takes_the_best_of_its_own_scores(impl: ModuleType, case: Case, captured: bool) -> None:
+    world = make_world(case, seed=4)
+    k = 20 if INTERPRETED else 300
+    op = impl.index_topk if INTERPRETED else index_topk
+    given = world.captured() if captured else world
+    out = op(given.q, given.weights, given.keys, given.segments, k, SCALE)
+    values = scored(impl, world, alone=captured or case.decoding).values
+    for row, position in enumerate(world.segments.positions.tolist()):
+        mine = values[row : row + 1, : position + 1]
+        best = stable_topk(mine, k)[0].cpu() if position + 1 > k else _all(position + 1, k)
+        assert torch.equal(out[row].cpu(), best)
+    right = reference.index_topk(world.q, world.weights, world.keys, world.segments, k, SCALE)
+    assert float((out == right).all(1).float().mean()) > 0.9  # equal to the last place but for rounding at the cut
+
+
+@on_device
+def test_rows_that_exceed_the_workspace_are_served_in_turns(impl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = padded(make_world(CASES[3], seed=5))
+    arguments = (world.q, world.weights, world.keys, world.segments, 13, SCALE)
+    together = impl.index_topk(*arguments)
+    monkeypatch.setattr(impl, "WORKSPACE_BYTES", 3 * 4 * 4096)
+    assert torch.equal(impl.index_topk(*arguments), together)
+    assert bool((together[[0, -1]] == EMPTY).all()) and bool((together[1:-1] != EMPTY).any(1).all())
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_tables_seats_and_positions_that_change_under_it() -> None:
+    case = Case((1,) * 6, (20_000, 3000, 2049, 2048, 1, 9000))
+    world = padded(make_world(case, seed=6))
+    arguments = (world.q, world.weights, world.keys, world.segments, 2048, SCALE)
+    index_topk(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = index_topk(*arguments)
+    for _ in range(3):
+        order = torch.randperm(8, device=DEVICE)
+        world.keys.seat_of.copy_(world.keys.seat_of[order])
+        world.segments.positions.copy_(world.segments.positions[order])
+        world.q.copy_(torch.randn_like(world.q))
+        out.fill_(-7)
+        graph.replay()
+        assert torch.equal(out, index_topk(*arguments))
+        assert torch.equal((out == EMPTY).all(1), world.keys.seat_of == EMPTY)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("changed", "k", "message"),
+    [
+        ({"dim": 16}, 8, "index_head_dim of 16"),
+        ({"heads": 129}, 8, "129 index heads"),
+        ({}, 4097, "top-k of 4097"),
+        ({"fp8": False, "dtype": torch.float32}, 8, "index keys of torch.float32"),
+    ],
+)
+def test_sizes_that_are_not_served_are_refused_by_name(changed: dict[str, Any], k: int, message: str) -> None:
+    world = make_world(replace(Case((1,), (9,), heads=2), **changed), seed=7)
+    with pytest.raises(ConfigError, match=message):
+        index_topk(world.q.bfloat16(), world.weights, world.keys, world.segments, k, SCALE)
+
+
+@pytest.mark.not_interpreted
+def test_kernels_pass_all_of_this_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@dataclass(frozen=True)
+class Compiled:
+    ptx: str
+    stack_bytes: int  # registers that did not suffice
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return {name: Compiled(**each) for name, each in json.loads(done.stdout).items()}
+
+
+KERNELS = ["score fp8", "score bf16", "score together", "count", "gather", "finish"]
+
+
+@pytest.mark.not_interpreted
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compile_for_sm_90_without_spilling(compiled: dict[str, Compiled], name: str) -> None:
+    assert ".target sm_90" in compiled[name].ptx and compiled[name].stack_bytes == 0
+
+
+@pytest.mark.not_interpreted
+def test_scoring_copies_keys_ahead_and_multiplies_them_on_wide_matrix_units(compiled: dict[str, Compiled]) -> None:
+    for name, copied in (("score fp8", 4), ("score together", 4), ("score bf16", 16)):
+        assert re.search(rf"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x{copied:x}", compiled[name].ptx)
+        assert "wgmma.mma_async" in compiled[name].ptx
+
+
+POINTERS = {
+    "*bf16": "q",
+    "*fp32": "weights values moments bins_at listed",
+    "*i64": "table seat_of positions out",
+    "*i32": "counts listed_positions totals",
+}
+MULTIPLES_OF_16 = ["heads", "q_row_stride", "q_head_stride", "part_stride", "page_stride", "value_stride", "room"]
+
+
+def compile_for_sm90(kernel: Any, constants: dict[str, Any], blocks: str = "*u8", **options: Any) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {name: kind for kind, names in POINTERS.items() for name in names.split()} | {"blocks": blocks}
+    numbers = {"scale": "fp32", "part_stride": "i64"}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, numbers.get(name, "i32"))
+        for name in kernel.arg_names
+    }
+    multiples = [i for i, name in enumerate(kernel.arg_names) if name in types or name in MULTIPLES_OF_16]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in multiples}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    cubin = Path(os.environ["TRITON_CACHE_DIR"]) / "resources.cubin"
+    cubin.write_bytes(made.asm["cubin"])
+    usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return {"ptx": made.asm["ptx"], "stack_bytes": int(re.findall(r"STACK:(\d+)", usage)[-1])}
+
+
+def compile_all() -> dict[str, dict[str, Any]]:
+    import triton.language as tl
+
+    from hotset.kernels.index_topk import triton_score as score
+    from hotset.kernels.index_topk import triton_select as select
+
+    def scoring(tuning: Any, fp8: bool) -> dict[str, Any]:
+        constants = {
+            "tile_rows": max(1, tuning.columns // 32),
+            "heads_padded": 32,
+            "head_dim": 128,
+            "key_stride": 132 if fp8 else 128,
+            "scaled": fp8,
+            "operand": tl.float16 if fp8 else tl.bfloat16,
+            "parts": 1,
+            "block_rows": 318 if fp8 else 164,
+            "tile_keys": tuning.keys,
+            "stages": tuning.stages,
+        }
+        blocks = "*fp8e4nv" if fp8 else "*bf16"
+        options = score.launch_options(tuning) | {"num_warps": tuning.warps}
+        return compile_for_sm90(score._score_kernel, constants, blocks, **options)
+
+    tuning = select.TUNING
+    sizes = {"block": tuning.block, "bins": tuning.bins}
+    options = select.OPTIONS | {"num_warps": tuning.warps}
+    finish = select.OPTIONS | {"num_warps": tuning.finish_warps}
+    return {
+        "score fp8": scoring(score.ALONE[32], fp8=True),
+        "score bf16": scoring(score.PLAIN_ALONE[64], fp8=False),
+        "score together": scoring(score.TOGETHER, fp8=True),
+        "count": compile_for_sm90(select._count_kernel, sizes, **options),
+        "gather": compile_for_sm90(select._gather_kernel, sizes | {"most_splits": 8}, **options),
+        "finish": compile_for_sm90(select._finish_kernel, {"block": 4096}, **finish),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all()))

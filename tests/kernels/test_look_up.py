@@ -1,0 +1,47 @@
+"""look_up against plain Python: the reference, the kernel under the interpreter, and the kernel on a GPU."""
+
+import pytest
+import torch
+from interpreted import INTERPRETED, run_interpreted, triton_impl
+from torch import Tensor
+
+from hotset.kernels import EMPTY
+from hotset.kernels.look_up import look_up, reference
+
+PAGE_ROWS, SEATS, PAGES = 5, 4, 6
+
+
+def case(rows: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions that are not contiguous, seats with a padded row among them, a table with seats of its own pages."""
+    positions = torch.randint(-1, PAGE_ROWS * PAGES, (n, rows)).T
+    seat_of = torch.randint(-1, SEATS, (rows,))
+    return positions, seat_of, torch.randperm(1000)[: SEATS * PAGES].view(SEATS, PAGES)
+
+
+def expected(positions: Tensor, seat_of: Tensor, table: Tensor) -> list[list[int]]:
+    def row(seat: int, position: int) -> int:
+        if EMPTY in (seat, position):
+            return EMPTY
+        return int(table[seat, position // PAGE_ROWS]) * PAGE_ROWS + position % PAGE_ROWS
+
+    return [[row(seat, at) for at in each] for seat, each in zip(seat_of.tolist(), positions.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (7, 3), (3, 700)])
+def test_positions_become_rows_and_padding_stays_empty(rows: int, n: int) -> None:
+    positions, seat_of, table = case(rows, n)
+    op = triton_impl("look_up") if INTERPRETED else reference
+    assert op.look_up(positions, seat_of, table, PAGE_ROWS).tolist() == expected(positions, seat_of, table)
+
+
+@pytest.mark.not_interpreted
+def test_the_kernel_passes_all_of_this_under_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (128, 2048), (300, 513)])
+def test_on_a_gpu_as_well(rows: int, n: int) -> None:
+    positions, seat_of, table = case(rows, n)
+    found = look_up(positions.cuda(), seat_of.cuda(), table.cuda(), PAGE_ROWS)
+    assert found.tolist() == expected(positions, seat_of, table)

@@ -1,0 +1,159 @@
+"""Decoding over pages with the Triton kernels against the reference: odd pages, parts, groups, padded rows."""
+
+import importlib
+
+import pytest
+import torch
+from interpreted import run_interpreted, triton_impl
+from torch import Tensor
+
+from hotset.base.errors import ConfigError
+from hotset.kernels import EMPTY
+from hotset.kernels.paged_attention import paged_attention, reference
+from hotset.kernels.rows import PagedRows, gqa_row
+from hotset.kernels.segments import Segments, make_segments
+from hotset.memory.pages import extend_runs
+
+CPU = torch.device("cpu")
+only_interpreted = pytest.mark.interpreted
+
+
+class Batch:
+    """Query rows, one per context, over a pool that is NaN wherever no context has a row; the last row is padded."""
+
+    def __init__(
+        self, lengths: list[int], heads: int, kv_heads: int, dim: int, page_rows: int, dtype: torch.dtype
+    ) -> None:
+        self.kv_heads, self.scale, self.lengths = kv_heads, dim**-0.5, lengths
+        self.layout = gqa_row(kv_heads, dim, dtype)
+        each = [-(-length // page_rows) for length in lengths]
+        order = torch.randperm(sum(each) + 2).tolist()
+        self.blocks = torch.full((1, len(order), page_rows, self.layout.stored_width), float("nan"), dtype=dtype)
+        self.table = torch.full((len(lengths) + 1, max(each) + 1), EMPTY)
+        self.runs: list[list[tuple[int, int]]] = []
+        for seat, (length, count) in enumerate(zip(lengths, each, strict=True)):
+            pages = [order.pop() for _ in range(count)]
+            self.table[seat, :count] = torch.tensor(pages)
+            filled = torch.full((count * page_rows, self.layout.stored_width), float("nan"), dtype=dtype)
+            filled[:length] = torch.randn(length, self.layout.stored_width).to(dtype)
+            self.blocks[0, pages] = filled.view(count, page_rows, -1)
+            self.runs.append([])
+            extend_runs(self.runs[-1], pages)
+        self.q = torch.randn(len(lengths) + 1, heads + 3, dim).to(dtype)[:, 1 : heads + 1]
+        self.positions = torch.tensor([*(length - 1 for length in lengths), 10**9])
+        self.seat_of = torch.tensor([*range(len(lengths)), EMPTY])
+
+    def context(self, device: torch.device) -> PagedRows:
+        """As in a captured graph: no runs."""
+        return PagedRows(self.blocks.to(device), [], self.layout, self.table.to(device), self.seat_of.to(device))
+
+    def segments(self, device: torch.device) -> Segments:
+        rows = len(self.positions)
+        return Segments([1] * rows, [1] * rows, self.positions.to(device), torch.arange(rows, device=device))
+
+    def expect(self, wide: torch.dtype) -> Tensor:
+        """By the reference, in a wider dtype; zeros for the padded row."""
+        layout = gqa_row(self.kv_heads, self.q.shape[2], wide)
+        context = PagedRows(self.blocks.to(wide), self.runs, layout, self.table, self.seat_of[:-1])
+        segments = make_segments([length - 1 for length in self.lengths], [1] * len(self.lengths), CPU)
+        out = reference.paged_attention(self.q[:-1].to(wide), context, segments, self.kv_heads, self.scale)
+        return torch.cat((out, torch.zeros_like(out[:1])))
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    return float((got.cpu().double() - expected.double()).norm() / expected.double().norm())
+
+
+@only_interpreted
+@pytest.mark.parametrize("least_part_rows", [32, 10**6])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 24), (2, 2, 8)])
+@pytest.mark.parametrize("page_rows", [5, 16, 32])
+def test_kernel_equals_the_reference(
+    page_rows: int, heads: int, kv_heads: int, dim: int, least_part_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impl = triton_impl("paged_attention")
+    monkeypatch.setattr(impl, "LEAST_PART_ROWS", least_part_rows)
+    batch = Batch([1, 33, 100, 64], heads, kv_heads, dim, page_rows, torch.float32)
+    got = impl.decode(batch.q, batch.context(CPU), batch.positions, kv_heads, batch.scale)
+    torch.testing.assert_close(got.double(), batch.expect(torch.float64), atol=1e-5, rtol=1e-5)
+
+
+@only_interpreted
+def test_contexts_are_cut_into_parts_where_the_batch_is_small() -> None:
+    impl = triton_impl("paged_attention")
+    assert impl._parts(8, 131_072, 132) == impl.MOST_PARTS and impl._parts(128, 131_072, 132) > 1
+    assert impl._parts(100_000, 131_072, 132) == 1 and impl._parts(8, 100, 132) == 1
+
+
+@pytest.mark.not_interpreted
+def test_kernels_pass_all_of_this_under_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "lengths", "heads", "kv_heads", "dim", "page_rows"),
+    [
+        (torch.bfloat16, [1, 2, 4097, 700, 63, 64, 65, 9000], 32, 8, 128, 64),
+        (torch.bfloat16, [30_000], 32, 8, 128, 64),
+        pytest.param(torch.bfloat16, [5, 300] * 70, 32, 8, 128, 64, id="140 contexts, uncut"),
+        (torch.bfloat16, [77, 1000, 1], 16, 1, 80, 48),
+        (torch.bfloat16, [513, 20, 2000], 4, 4, 96, 32),
+        (torch.float32, [5, 300, 1025], 9, 3, 64, 64),
+    ],
+    ids=str,
+)
+def test_decoding_on_a_gpu_equals_the_reference(
+    dtype: torch.dtype, lengths: list[int], heads: int, kv_heads: int, dim: int, page_rows: int
+) -> None:
+    device = torch.device("cuda")
+    batch = Batch(lengths, heads, kv_heads, dim, page_rows, dtype)
+    got = paged_attention(batch.q.cuda(), batch.context(device), batch.segments(device), kv_heads, batch.scale)
+    # bf16: the softmax's weights are rounded to 8 bits before they meet V, and the result once more.
+    assert error(got, batch.expect(torch.float64)) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert bool((got[-1] == 0).all())
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_new_positions_pages_and_padding() -> None:
+    device = torch.device("cuda")
+    batch = Batch([3000, 40, 900], 8, 2, 64, 64, torch.bfloat16)
+    context, segments = batch.context(device), batch.segments(device)
+    q = batch.q.cuda()
+    paged_attention(q, context, segments, 2, batch.scale)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(q, context, segments, 2, batch.scale)
+    other = Batch([500, 2800, 300], 8, 2, 64, 64, torch.bfloat16)  # in fewer pages
+    context.blocks[:, : other.blocks.shape[1]].copy_(other.blocks)
+    context.table[:, : other.table.shape[1]].copy_(other.table)
+    q.copy_(other.q)
+    segments.positions.copy_(other.positions)
+    context.seat_of.copy_(torch.tensor([0, 1, EMPTY, 2]))
+    segments.positions[3] = other.positions[2]
+    graph.replay()
+    expected = other.expect(torch.float64)
+    assert error(out[:2], expected[:2]) < 1e-2 and bool((out[2] == 0).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "message"),
+    [(8, 8, 36, "heads of 36 values"), (4, 4, 264, "heads of 264 values"), (65, 1, 64, "65 heads share")],
+)
+def test_heads_that_a_gpu_cannot_decode_are_refused_by_name(heads: int, kv_heads: int, dim: int, message: str) -> None:
+    device = torch.device("cuda")
+    batch = Batch([4], heads, kv_heads, dim, 16, torch.bfloat16)
+    with pytest.raises(ConfigError, match=message):
+        paged_attention(batch.q.cuda(), batch.context(device), batch.segments(device), kv_heads, batch.scale)
+
+
+@pytest.mark.gpu
+def test_prefill_on_a_gpu_stays_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    impl = importlib.import_module("hotset.kernels.paged_attention.triton_impl")
+    monkeypatch.setattr(impl, "decode", None)
+    batch = Batch([40], 4, 2, 64, 64, torch.bfloat16)
+    device = torch.device("cuda")
+    context = PagedRows(batch.blocks.cuda(), batch.runs, batch.layout, batch.table.cuda(), torch.zeros(3).long().cuda())
+    q = torch.randn(3, 4, 64).bfloat16().cuda()
+    assert paged_attention(q, context, make_segments([37], [3], device), 2, 0.1).isfinite().all()

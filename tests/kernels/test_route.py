@@ -1,0 +1,228 @@
+"""route against the rule in plain Python: groups, ties, weights, padded rows.
+
+The tests run with the reference. Started with TRITON_INTERPRET=1 they run with the Triton kernels on CPU tensors
+instead; Triton reads that variable once per process, so one test starts a second process with it.
+"""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from interpreted import INTERPRETED, run_interpreted
+from torch import Tensor
+
+from hotset.base.errors import ConfigError
+from hotset.kernels import EMPTY
+from hotset.kernels.route import MOST_EXPERTS, Routes, RoutingRule, reference, route
+
+EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+if INTERPRETED:  # slow: an example that fails is not made smaller
+    EXAMPLES = settings(EXAMPLES, max_examples=12, phases=[Phase.generate])
+
+# Sigmoids of these are far apart or equal (the last two both are 1), whoever computes them.
+LEVELS = [*(step / 2 for step in range(-6, 7)), 30.0, 40.0]
+
+PLAIN = RoutingRule(64, 6, scale=2.5)
+GROUPED = RoutingRule(256, 8, groups=8, chosen_groups=4, scale=2.5)
+ODD = RoutingRule(60, 5, groups=5, chosen_groups=2, normalise=False)
+
+
+def triton_impl() -> Any:
+    return importlib.import_module("hotset.kernels.route.triton_impl")
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_poisoned() -> Iterator[None]:
+    """Where the kernels run on CPU tensors, torch fills what it allocates with NaN or the largest integer."""
+    torch.use_deterministic_algorithms(INTERPRETED)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> RoutingRule:
+    groups = draw(st.integers(1, 5))
+    group_size = draw(st.integers(2, 7))
+    chosen_groups = draw(st.integers(1, groups))
+    chosen = draw(st.integers(1, chosen_groups * group_size))
+    normalise, scale = draw(st.booleans()), draw(st.sampled_from([1.0, 2.5]))
+    return RoutingRule(groups * group_size, chosen, groups, chosen_groups, normalise, scale)
+
+
+def best(scores: dict[int, float], count: int) -> list[int]:
+    """Keys of the `count` largest scores, ascending; of equals the lower key."""
+    return sorted(sorted(scores, key=lambda key: (-scores[key], key))[:count])
+
+
+def by_hand(logits: Tensor, correction: Tensor, rule: RoutingRule) -> tuple[list[int], list[float]]:
+    """One row's experts and weights."""
+    scores = torch.sigmoid(logits)
+    corrected = dict(enumerate((scores + correction).tolist()))
+    size = rule.experts // rule.groups
+    members = {group: range(group * size, (group + 1) * size) for group in range(rule.groups)}
+    two_best = {
+        group: float(torch.tensor(sorted((corrected[e] for e in of), reverse=True)[:2], dtype=logits.dtype).sum())
+        for group, of in members.items()
+    }
+    allowed = best(two_best, rule.chosen_groups) if rule.groups > 1 else [0]
+    chosen = best({e: corrected[e] for group in allowed for e in members[group]}, rule.chosen)
+    weights = [float(scores[e]) for e in chosen]
+    total = sum(weights) if rule.normalise else 1.0
+    return chosen, [weight / total * rule.scale for weight in weights]
+
+
+def choose(logits: Tensor, correction: Tensor, rule: RoutingRule, seats: Tensor | None = None) -> Routes:
+    """By the path under test."""
+    if INTERPRETED:
+        parts = torch.stack((logits - 1, torch.ones_like(logits)))  # both exact
+        routes: Routes = triton_impl().choose(parts, correction, rule, seats)
+        return routes
+    return reference.choose(logits, correction, rule, seats)
+
+
+def draw_logits(rows: int, rule: RoutingRule, levels: int) -> tuple[Tensor, Tensor]:
+    """Few levels: many ties, between experts and between groups."""
+    logits = torch.tensor(LEVELS)[torch.randint(len(LEVELS) - levels, len(LEVELS), (rows, rule.experts))]
+    correction = torch.randint(0, 2, (rule.experts,)) * 0.375
+    return logits, correction
+
+
+@EXAMPLES
+@given(rules(), st.integers(1, 5), st.integers(1, len(LEVELS)), st.integers(0, 2**31))
+def test_choice_and_weights_are_those_made_by_hand_with_ties_for_the_lower(
+    rule: RoutingRule, rows: int, levels: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    logits, correction = draw_logits(rows, rule, levels)
+    routes = choose(logits, correction, rule)
+    for row in range(rows):
+        chosen, weights = by_hand(logits[row], correction, rule)
+        assert routes.chosen[row].tolist() == chosen
+        torch.testing.assert_close(routes.weights[row], torch.tensor(weights), rtol=1e-5, atol=1e-7)
+
+
+def test_the_correction_bears_on_the_choice_and_not_on_the_weights() -> None:
+    routes = choose(torch.zeros(1, 4), torch.tensor([0.0, 0.25, 0.0, 0.5]), RoutingRule(4, 2, normalise=False))
+    assert routes.chosen.tolist() == [[1, 3]] and routes.weights.tolist() == [[0.5, 0.5]]
+
+
+def test_padded_rows_go_to_no_expert() -> None:
+    rule = RoutingRule(8, 3, groups=2, chosen_groups=1)
+    logits, correction = draw_logits(4, rule, 5)
+    whole = choose(logits, correction, rule)
+    seats = torch.tensor([3, EMPTY, 0, EMPTY])
+    routes = choose(logits, correction, rule, seats)
+    assert (routes.chosen[1::2] == EMPTY).all() and not routes.weights[1::2].any()
+    assert torch.equal(routes.chosen[::2], whole.chosen[::2]) and torch.equal(routes.weights[::2], whole.weights[::2])
+
+
+def test_a_row_without_numbers_goes_nowhere() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0], [float("nan")] * 3])
+    routes = choose(logits, torch.zeros(3), RoutingRule(3, 2))
+    assert routes.chosen.tolist() == [[1, 2], [EMPTY, EMPTY]]
+    assert not routes.weights[1].any()
+
+
+@pytest.mark.parametrize(("hidden", "experts", "rows"), [(8, 3, 1), (100, 5, 20), (200, 70, 3)])
+def test_scores_are_products_with_the_router(hidden: int, experts: int, rows: int) -> None:
+    torch.manual_seed(hidden)
+    x, router = torch.randn(rows, hidden + 3)[:, :hidden], torch.randn(experts, hidden)
+    correction, rule = torch.randn(experts), RoutingRule(experts, experts - 1)
+    expected = reference.choose((x.double() @ router.double().t()).float(), correction, rule, None)
+    routes = (triton_impl().route if INTERPRETED else reference.route)(x, router, correction, rule, None)
+    assert torch.equal(routes.chosen, expected.chosen)
+    torch.testing.assert_close(routes.weights, expected.weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"groups": 5}, "64 experts cannot be divided into 5 groups"),
+        ({"groups": 64}, "groups of 1 expert cannot be ranked"),
+        ({"groups": 4, "chosen_groups": 5}, "5 groups cannot be chosen of 4"),
+        ({"groups": 32, "chosen_groups": 2}, "6 experts cannot be chosen of 2 groups of 2"),
+        ({"chosen": 0}, "0 experts cannot be chosen of 1 groups of 64"),
+    ],
+)
+def test_a_rule_that_no_row_can_meet_is_refused(rule: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(PLAIN, **rule)
+
+
+@pytest.mark.not_interpreted
+def test_triton_kernels_pass_all_of_this_under_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", [PLAIN, GROUPED, ODD, RoutingRule(8, 2), RoutingRule(512, 10)], ids=str)
+@pytest.mark.parametrize("levels", [2, len(LEVELS)])
+def test_on_a_gpu_ties_are_decided_as_in_the_reference(rule: RoutingRule, levels: int) -> None:
+    torch.manual_seed(levels)
+    logits, correction = draw_logits(333, rule, levels)
+    seats = torch.arange(333) % 7 - 1
+    expected = reference.choose(logits, correction, rule, seats)
+    parts = torch.stack((logits - 1, torch.ones_like(logits))).cuda()
+    routes = triton_impl().choose(parts, correction.cuda(), rule, seats.cuda())
+    assert torch.equal(routes.chosen.cpu(), expected.chosen)
+    torch.testing.assert_close(routes.weights.cpu(), expected.weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 77, 512, 1500])
+@pytest.mark.parametrize(
+    ("rule", "hidden", "dtype"),
+    [(PLAIN, 4096, torch.bfloat16), (GROUPED, 7168, torch.bfloat16), (ODD, 250, torch.float32)],
+    ids=str,
+)
+def test_on_a_gpu_routes_are_those_of_float32(rule: RoutingRule, hidden: int, dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(rows)
+    x = torch.randn(rows, 2, hidden, device="cuda").to(dtype)[:, 1]  # not contiguous
+    router = torch.randn(rule.experts, hidden, device="cuda") * hidden**-0.5
+    correction = torch.rand(rule.experts, device="cuda") * 0.1
+    routes = route(x, router, correction, rule)
+    exact = reference.choose(x.double() @ router.double().t(), correction.double(), rule, None)
+    # float32 cannot tell scores apart that differ in the seventh digit: a few rows may choose the other of such two.
+    same = (routes.chosen == exact.chosen).all(1)
+    assert float(same.float().mean()) > 0.99 or (rows < 100 and int((~same).sum()) <= 1)
+    torch.testing.assert_close(routes.weights[same], exact.weights[same].float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_row_is_routed_alike_in_every_decode_batch() -> None:
+    x, router = torch.randn(512, 4096, device="cuda").bfloat16(), torch.randn(64, 4096, device="cuda") / 64
+    correction = torch.zeros(64, device="cuda")
+    whole = route(x, router, correction, PLAIN)
+    for rows in (1, 16, 100):
+        part = route(x[:rows], router, correction, PLAIN)
+        assert torch.equal(part.chosen, whole.chosen[:rows]) and torch.equal(part.weights, whole.weights[:rows])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_graph_routes_what_is_there_at_replay() -> None:
+    x, router = torch.randn(16, 4096, device="cuda").bfloat16(), torch.randn(64, 4096, device="cuda") / 64
+    correction, seats = torch.zeros(64, device="cuda"), torch.arange(16, device="cuda")
+    route(x, router, correction, PLAIN, seats)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        routes = route(x, router, correction, PLAIN, seats)
+    x.copy_(torch.randn(16, 4096))
+    seats[10:] = EMPTY
+    routes.chosen.fill_(77)
+    graph.replay()
+    again = route(x, router, correction, PLAIN, seats)
+    assert torch.equal(routes.chosen, again.chosen) and torch.equal(routes.weights, again.weights)
+    assert (routes.chosen[10:] == EMPTY).all() and int(routes.chosen[:10].min()) >= 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_too_many_experts_are_refused_before_launch() -> None:
+    experts = MOST_EXPERTS + 1
+    router = torch.randn(experts, 8, device="cuda")
+    with pytest.raises(ConfigError, match=f"{experts} experts are more than the {MOST_EXPERTS}"):
+        route(torch.randn(2, 8, device="cuda"), router, router[:, 0], RoutingRule(experts, 2))

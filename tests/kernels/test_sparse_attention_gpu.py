@@ -1,0 +1,466 @@
+"""sparse_attention: its Triton kernel, its Gluon kernels for Hopper, and how a call is cut into programs.
+
+The tests of the kernels are marked `gpu`. Started with TRITON_INTERPRET=1 the Triton kernel runs on CPU tensors
+instead; Triton reads that variable once per process, so one test starts a second process with it. The Gluon kernels
+run on the CPU in a stand-in for Gluon. Run as a program, this file compiles the kernels for sm_90, without a GPU, and
+prints what the compiler made.
+"""
+
+import importlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from gluon_on_cpu import load_module
+from interpreted import INTERPRETED, run_interpreted
+from interpreted import triton_impl as interpreted_impl
+from torch import Tensor
+
+from hotset.base.errors import ConfigError
+from hotset.kernels import EMPTY
+from hotset.kernels.rows import RowLayout, mla_row
+from hotset.kernels.sparse_attention import check, reference, sparse_attention
+from hotset.kernels.sparse_attention.launch import HOPPER, PORTABLE, Gpu, Launch, Work, choose
+
+ROOT = Path(__file__).resolve().parents[2]
+GLUON_FILE = ROOT / "hotset" / "kernels" / "sparse_attention" / "gluon_impl.py"
+GLUON_KERNELS = ("_attend_plain_kernel", "_attend_fp8_kernel")
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+H200 = Gpu(132, hopper=True)
+MOST_SHARED = 227 << 10  # bytes that one program may have
+SHARED_OF_TWO = (228 << 10) // 2 - 1024
+# Operands and results have 8 bits of mantissa: each is off by at most 1/512, by 1/900 in the mean.
+TOLERANCE = 5e-3
+
+if INTERPRETED:  # numpy warns of NaN, which are meant
+    pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def on_device(test: Callable[..., None]) -> Callable[..., None]:
+    return test if INTERPRETED else pytest.mark.gpu(test)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Query rows that chose k entries each from a pool that is NaN wherever nothing was chosen.
+
+    The last query row, if there are several, is a padded one: its entries are EMPTY and its q is NaN. Of the others a
+    part of the entries is EMPTY; from `used` on all are.
+    """
+
+    rows: int
+    heads: int
+    k: int
+    rank: int = 512
+    rope: int = 64
+    fp8: bool = False
+    used: int | None = None
+    magnitude: float = 1.0  # of the latents; those of q are as much smaller
+    spare_bytes: int = 0  # between one row and the next
+
+    @property
+    def layout(self) -> RowLayout:
+        return mla_row(self.rank, self.rope, torch.bfloat16, self.fp8)
+
+    @property
+    def work(self) -> Work:
+        return Work(self.rows, self.heads, self.k, self.rank, self.rope, self.fp8)
+
+    @property
+    def scale(self) -> float:
+        return float((self.rank + self.rope) ** -0.5)
+
+
+@dataclass(frozen=True)
+class World:
+    case: Case
+    q: Tensor
+    pool: Tensor
+    chosen: Tensor
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, RowLayout, int, float]:
+        return self.q, self.pool, self.chosen, self.case.layout, self.case.rank, self.case.scale
+
+    def expected(self) -> Tensor:
+        q, pool, chosen, layout, rank, scale = self.arguments
+        return reference.sparse_attention(q.float(), pool, chosen, layout, rank, scale)
+
+    def check(self, out: Tensor) -> None:
+        live = max(1, self.case.rows - 1)
+        expected = self.expected()
+        assert bool(torch.isfinite(out).all()), "an output was not written, or a row was read that nobody chose"
+        error = float((out[:live].double() - expected[:live].double()).norm() / expected[:live].double().norm())
+        assert error < TOLERANCE, f"relative error {error:.4f}"
+        assert bool((out[live:] == 0).all())
+
+
+def make_world(case: Case, seed: int = 0, device: torch.device = DEVICE, pool_rows: int = 0) -> World:
+    generator = torch.Generator(device).manual_seed(seed)
+    layout, live = case.layout, max(1, case.rows - 1)
+    count = pool_rows or max(64, min(live * case.k, 1 << 15))
+    usable = count // 2
+    values = torch.randn(usable, layout.width, device=device, generator=generator)
+    values[:, : case.rank] *= case.magnitude
+    stride = layout.stride_bytes + case.spare_bytes
+    memory = torch.full((count, stride), 0xFF, dtype=torch.uint8, device=device)  # NaN, in fp8 and in bfloat16
+    pool = memory.view(layout.stored_dtype)[:, : layout.stored_width]
+    where = 1 + torch.randperm(count - 1, device=device, generator=generator)[:usable]  # row 0 is what EMPTY might read
+    pool[where] = layout.encode(values.to(torch.bfloat16))
+    chosen = where[torch.randint(usable, (case.rows, case.k), device=device, generator=generator)]
+    chosen[torch.rand(chosen.shape, device=device, generator=generator) < 0.2] = EMPTY
+    chosen[:, 0] = where[0]
+    chosen[:, case.k if case.used is None else case.used :] = EMPTY
+    chosen[live:] = EMPTY
+    q = torch.randn(case.rows, case.heads, layout.width, device=device, generator=generator)
+    q[:, :, : case.rank] /= case.magnitude
+    q[live:] = float("nan")
+    return World(case, q.to(torch.bfloat16), pool, chosen)
+
+
+def run(world: World, launch: Launch | None = None) -> Tensor:
+    """The fast path, with NaN in all that it allocates."""
+    impl = interpreted_impl("sparse_attention") if INTERPRETED else fast_path()
+    torch.use_deterministic_algorithms(True)  # for its effect on fresh memory
+    try:
+        out: Tensor = impl.sparse_attention(*world.arguments, launch=launch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return out
+
+
+def fast_path() -> ModuleType:
+    return importlib.import_module("hotset.kernels.sparse_attention.triton_impl")
+
+
+SMALL_CASES = {
+    "plain": (Case(3, 5, 70, 128, 32), Launch("triton", 16, 32)),
+    "fp8": (Case(3, 5, 70, 128, 32, fp8=True), Launch("triton", 16, 32)),
+    "plain, more heads than a block": (Case(2, 20, 40, 64, 16), Launch("triton", 16, 16, splits=2)),
+    "fp8, masked heads": (Case(2, 20, 40, 64, 16, fp8=True), Launch("triton", 32, 32, splits=2)),
+    "plain, the sizes of models": (Case(2, 8, 50), Launch("triton", 16, 32)),
+    "fp8, the sizes of models": (Case(2, 8, 50, fp8=True), Launch("triton", 16, 32)),
+    "plain, empty splits": (Case(2, 4, 96, 64, 16, used=3), Launch("triton", 16, 16, splits=4)),
+    "fp8, empty splits": (Case(2, 4, 96, 64, 16, fp8=True, used=3), Launch("triton", 16, 16, splits=4)),
+    "fp8, large": (Case(2, 4, 40, 256, 64, fp8=True, magnitude=3e4), Launch("triton", 16, 32)),
+    "fp8, small": (Case(2, 4, 40, 256, 64, fp8=True, magnitude=1e-4), Launch("triton", 16, 32)),
+    "one entry": (Case(2, 1, 1, 64, 16), Launch("triton", 16, 16)),
+    "rows apart": (Case(2, 3, 20, 64, 16, fp8=True, spare_bytes=48), Launch("triton", 16, 16)),
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", SMALL_CASES)
+def test_triton_kernel_equals_the_reference_under_the_interpreter(name: str) -> None:
+    case, launch = SMALL_CASES[name]
+    world = make_world(case)
+    world.check(run(world, launch))
+
+
+@pytest.mark.not_interpreted
+def test_triton_kernel_passes_under_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+# Each kernel with one program and with several to a query row.
+GLUON_CASES = {
+    "64 heads": (Case(2, 64, 200), Launch("gluon", 64, 64)),
+    "64 heads, fp8": (Case(2, 64, 200, fp8=True), Launch("gluon", 64, 64)),
+    "70 heads, splits": (Case(2, 70, 300), Launch("gluon", 64, 64, splits=3)),
+    "70 heads, splits, fp8": (Case(2, 70, 300, fp8=True), Launch("gluon", 64, 64, splits=3)),
+    "20 heads": (Case(2, 20, 300), Launch("gluon", 32, 64, splits=2)),
+    "20 heads, fp8": (Case(2, 20, 300, fp8=True), Launch("gluon", 32, 64, splits=2)),
+    "5 heads, one tile": (Case(2, 5, 37), Launch("gluon", 16, 64)),
+    "5 heads, one tile, fp8": (Case(2, 5, 37, fp8=True), Launch("gluon", 16, 64)),
+    "empty splits, fp8": (Case(2, 33, 256, fp8=True, used=9), Launch("gluon", 64, 64, splits=4)),
+    "large, fp8": (Case(2, 33, 130, fp8=True, magnitude=3e4), Launch("gluon", 64, 64)),
+    "small, fp8": (Case(2, 16, 130, fp8=True, magnitude=1e-4), Launch("gluon", 16, 64)),
+    "rows apart": (Case(2, 16, 130, spare_bytes=48), Launch("gluon", 16, 64)),
+}
+
+
+@pytest.mark.not_interpreted
+@pytest.mark.parametrize("name", GLUON_CASES)
+def test_gluon_kernels_equal_the_reference_in_a_stand_in_for_gluon(name: str) -> None:
+    case, launch = GLUON_CASES[name]
+    world = make_world(case, device=torch.device("cpu"))
+    splits, shape = launch.splits, (case.rows, launch.splits, case.heads)
+    out = torch.full((*shape, case.rank), float("nan"), dtype=torch.bfloat16 if splits == 1 else torch.float32)
+    lse = torch.full(shape, float("nan"))
+    tensors = (world.q, world.pool.view(torch.uint8), world.chosen, out, lse)
+    load_module(GLUON_FILE, GLUON_KERNELS).attend(case.work, launch, tensors, case.scale * 1.4426950408889634)
+    world.check(out[:, 0] if splits == 1 else merged(out, lse))
+
+
+def merged(partial: Tensor, lse: Tensor) -> Tensor:
+    """What the merge makes of partial results: those of a split without a row were never written."""
+    weights = torch.softmax(lse * 0.6931471805599453, dim=1).nan_to_num(0)
+    assert bool((partial.isnan().all(-1) == (lse == float("-inf"))).all())
+    return (partial.nan_to_num(0) * weights[..., None]).sum(1)
+
+
+def test_a_query_row_without_chosen_rows_gives_zeros_whatever_its_q_holds() -> None:
+    world = make_world(Case(3, 2, 7, 64, 16), device=torch.device("cpu"))
+    out = sparse_attention(*world.arguments)
+    assert bool((out[2] == 0).all()) and bool((out[:2] != 0).any())
+
+
+@pytest.mark.parametrize("k", [1, 64, 100, 2048, 4096])
+def test_splits_hold_every_entry_once_and_leave_no_program_without_any(k: int) -> None:
+    for rows, heads, fp8 in itertools.product((1, 3, 8, 32, 128, 500, 4096), (8, 32, 128), (False, True)):
+        work = Work(rows, heads, k, 512, 64, fp8)
+        launch = choose(work, H200)
+        each = launch.split_keys(work)
+        assert each % launch.block_keys == 0
+        assert (launch.splits - 1) * each < k <= launch.splits * each, f"{launch} for {work}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "splits"), [(1, 128, 32), (32, 128, 2), (128, 128, 1), (32, 64, 4), (128, 64, 1), (2048, 64, 1)]
+)
+def test_programs_of_many_heads_fill_the_multiprocessors_without_a_short_wave(
+    rows: int, heads: int, splits: int
+) -> None:
+    assert choose(Work(rows, heads, 2048, 512, 64, False), H200).splits == splits
+
+
+def test_only_hopper_at_the_sizes_of_models_takes_the_gluon_kernel() -> None:
+    work = Work(4, 128, 2048, 512, 64, True)
+    assert choose(work, H200).kernel == "gluon"
+    assert choose(work, Gpu(108, hopper=False)).kernel == "triton"
+    assert choose(replace(work, rank=256), H200).kernel == "triton"
+    assert choose(replace(work, rope=32), H200).kernel == "triton"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 96}, "latent rank of 64, 128, 256 or 512, not 96"),
+        ({"rank": 1024}, "not 1024"),
+        ({"rope": 8}, "16, 32, 64 or 128 rope values, not 8"),
+        ({"rope": 96}, "not 96"),
+    ],
+    ids=str,
+)
+def test_sizes_that_no_kernel_takes_are_refused_by_name(changes: dict[str, int], message: str) -> None:
+    sizes = {"rank": 512, "rope": 64} | changes
+    layout = mla_row(sizes["rank"], sizes["rope"], torch.bfloat16)
+    with pytest.raises(ConfigError, match=message):
+        check(torch.zeros(4, layout.stored_width, dtype=torch.bfloat16), layout, sizes["rank"], 0.1)
+
+
+def test_rows_that_no_kernel_can_read_are_refused_by_name() -> None:
+    layout = mla_row(512, 64, torch.bfloat16)
+    pool = torch.zeros(5, layout.stored_width + 4, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="stride 1160: it must be a multiple of 16"):
+        check(pool[:, : layout.stored_width], layout, 512, 0.1)
+    with pytest.raises(ConfigError, match=r"not torch\.float32"):
+        check(torch.zeros(4, layout.stored_width), layout, 512, 0.1)
+    with pytest.raises(ConfigError, match="100 values of a row are fp8"):
+        check(torch.zeros(4, 1200, dtype=torch.uint8), RowLayout(576, torch.bfloat16, quantised=100), 512, 0.1)
+    with pytest.raises(ConfigError, match="scale of 0"):
+        check(torch.zeros(4, layout.stored_width, dtype=torch.bfloat16), layout, 512, 0)
+    with pytest.raises(ConfigError, match="device rows, not 0"):
+        check(torch.zeros(0, layout.stored_width, dtype=torch.bfloat16), layout, 512, 0.1)
+
+
+GPU_CASES = [
+    *(Case(5, heads, 2048, fp8=fp8) for fp8 in (False, True) for heads in (8, 16, 20, 32, 64, 128)),
+    *(Case(140, heads, 300, fp8=fp8) for fp8 in (False, True) for heads in (24, 96)),  # no splits
+    *(Case(3, 16, 4096, fp8=fp8, used=700) for fp8 in (False, True)),
+    *(Case(2, 128, 1, fp8=fp8) for fp8 in (False, True)),
+    *(Case(2, 128, 130, fp8=True, magnitude=magnitude) for magnitude in (1e-4, 3e4)),
+    *(Case(3, 40, 500, 256, 64, fp8=fp8, spare_bytes=48) for fp8 in (False, True)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_fast_path_on_a_gpu_equals_the_reference(case: Case) -> None:
+    for seed in range(2):
+        world = make_world(case, seed)
+        world.check(run(world))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True])
+def test_every_kernel_on_a_gpu_equals_the_reference(fp8: bool) -> None:
+    """With and without splits if it is in use on Hopper; the others with splits."""
+    in_use = {launch for (of_fp8, _), launch in HOPPER.items() if of_fp8 == fp8}
+    others = {launch for (of_fp8, _), launch in PORTABLE.items() if of_fp8 == fp8}
+    others |= {Launch("gluon", block_heads, 64) for block_heads in (16, 32)}
+    for launch in sorted(in_use | others, key=str):
+        if launch.kernel == "gluon" and torch.cuda.get_device_capability()[0] != 9:
+            continue
+        world = make_world(Case(3, launch.block_heads + 4, 700, fp8=fp8))
+        for splits in (1, 5) if launch in in_use else (5,):
+            world.check(run(world, replace(launch, splits=splits)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_inputs_that_are_not_contiguous_are_read_where_they_are(heads: int, fp8: bool) -> None:
+    world = make_world(Case(6, heads, 333, fp8=fp8))
+    q = torch.full((6, heads + 3, 2 * world.q.shape[2]), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    q[:, 1:-2, : world.q.shape[2]] = world.q
+    chosen = torch.full((6, 1000), 1 << 40, device=DEVICE)
+    chosen[:, 7:340] = world.chosen
+    apart = replace(world, q=q[:, 1:-2, : world.q.shape[2]], chosen=chosen[:, 7:340])
+    apart.check(run(apart))
+    turned = replace(
+        world, q=world.q.transpose(1, 2).contiguous().transpose(1, 2), chosen=world.chosen.T.contiguous().T
+    )
+    turned.check(run(turned))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rows_beyond_32_bits_of_bytes_are_reached(heads: int, fp8: bool) -> None:
+    case = Case(2, heads, 100, fp8=fp8)
+    layout = case.layout
+    count = (5 << 30) // layout.stride_bytes
+    pool = torch.empty(count, layout.stored_width, dtype=layout.stored_dtype, device=DEVICE)
+    near = make_world(case, pool_rows=4096)
+    pool[-4096:] = near.pool
+    chosen = torch.where(near.chosen == EMPTY, EMPTY, near.chosen + (count - 4096))
+    out = run(replace(near, pool=pool, chosen=chosen))
+    near.check(out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_captured_call_follows_its_inputs(heads: int, fp8: bool) -> None:
+    worlds = [make_world(Case(5, heads, 512, fp8=fp8), seed) for seed in range(3)]
+    q, pool, chosen = (each.clone() for each in (worlds[0].q, worlds[0].pool, worlds[0].chosen))
+    static = replace(worlds[0], q=q, pool=pool, chosen=chosen)
+    run(static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sparse_attention(*static.arguments)
+    for world in worlds:
+        q.copy_(world.q)
+        pool.copy_(world.pool)
+        chosen.copy_(world.chosen)
+        out.fill_(float("nan"))
+        graph.replay()
+        world.check(out)
+
+
+@pytest.mark.gpu
+def test_the_same_call_gives_the_same_bits() -> None:
+    for fp8 in (False, True):
+        for heads in (16, 32, 128):
+            world = make_world(Case(9, heads, 2048, fp8=fp8))
+            first = run(world)
+            assert all(torch.equal(run(world), first) for _ in range(20)), f"{heads} heads, fp8 {fp8}: a race"
+
+
+@pytest.mark.gpu
+def test_an_empty_batch_and_other_dtypes_are_served() -> None:
+    world = make_world(Case(2, 4, 9))
+    empty = sparse_attention(world.q[:0], world.pool, world.chosen[:0], *world.arguments[3:])
+    assert empty.shape == (0, 4, 512)
+    wide = sparse_attention(world.q.double(), world.pool, *world.arguments[2:])
+    assert wide.dtype == torch.float64 and bool((wide[1] == 0).all())
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the compiler made of a kernel."""
+
+    ptx: str
+    shared: int
+    stack: int  # bytes per thread: what did not fit into registers
+    waits: int  # for matrix products, in machine code
+
+
+def launch_for(name: str) -> tuple[Launch, bool]:
+    fp8 = name.endswith("fp8")
+    return HOPPER[fp8, int(name.split()[0])], fp8
+
+
+COMPILED = ("16 heads", "16 heads, fp8", "32 heads, fp8", "64 heads", "64 heads, fp8")
+
+
+def compile_for_sm90(name: str) -> Made:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    launch, fp8 = launch_for(name)
+    gluon = launch.kernel == "gluon"
+    impl = importlib.import_module(f"hotset.kernels.sparse_attention.{launch.kernel}_impl")
+    kernel = getattr(impl, GLUON_KERNELS[fp8] if gluon else "_attend_kernel")
+    constants: dict[str, Any] = {"split": True, "block_h": launch.block_heads}
+    if not gluon:
+        constants |= {"rank": 512, "rope": 64, "group": 128, "fp8": fp8, "block_k": launch.block_keys}
+        constants |= {"scan": impl.SCAN, "stages": launch.stages, "interpreted": False}
+    types = {"q": "*bf16", "rows": "*u8", "chosen": "*i64", "out": "*fp32", "lse": "*fp32", "scale": "fp32"}
+    signature = {each: "constexpr" if each in constants else types.get(each, "i32") for each in kernel.arg_names}
+    strides = ("q_row_stride", "q_head_stride", "row_stride")  # what varies is not specialised
+    aligned = [kind.startswith("*") or each in strides for each, kind in signature.items()]
+    attributes = {(i,): [["tt.divisibility", 16]] for i, is_aligned in enumerate(aligned) if is_aligned}
+    source = (GluonASTSource if gluon else ASTSource)(kernel, signature, constants, attributes)
+    options = {"num_warps": launch.warps, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return Made(str(compiled.asm["ptx"]), compiled.metadata.shared, *inspected(triton, compiled.asm))
+
+
+def inspected(triton: Any, asm: Any) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(asm["cubin"])
+        cubin.flush()
+        usage, code = (
+            subprocess.run(
+                [triton.knobs.nvidia.cuobjdump.path, option, cubin.name], capture_output=True, text=True, check=True
+            ).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
+    stack = re.search(r"STACK:(\d+)", usage)
+    assert stack is not None, usage
+    return int(stack[1]), code.count("WARPGROUP.DEPBAR")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return {name: Made(**each) for name, each in json.loads(done.stdout.splitlines()[0]).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.not_interpreted
+@pytest.mark.parametrize("name", COMPILED)
+def test_kernel_compiles_for_sm_90_as_it_is_meant_to(made: dict[str, Made], name: str) -> None:
+    launch, fp8 = launch_for(name)
+    each = made[name]
+    assert ".target sm_90" in each.ptx
+    assert each.shared <= (SHARED_OF_TWO if launch.programs_per_sm == 2 else MOST_SHARED), f"{each.shared} B shared"
+    assert each.stack <= 256, f"{each.stack} B of registers spilled"
+    assert each.waits <= 4, "ptxas makes the products wait for each other"
+    assert ("wgmma.mma_async" in each.ptx) == (launch.kernel == "gluon")
+    assert ("cvt.rn.f16x2.e4m3x2" in each.ptx) == fp8
+    rows_wide = "ld.global.v2.b32" if fp8 and launch.kernel == "gluon" else "cp.async.cg.shared.global"
+    assert rows_wide in each.ptx
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: asdict(compile_for_sm90(name)) for name in COMPILED}), flush=True)
