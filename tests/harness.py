@@ -14,14 +14,13 @@ from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import assemble, model_card
 from hotset.engine.core import Engine
+from hotset.engine.decode_graphs import Model
 from hotset.engine.intake import Intake
-from hotset.engine.runner import Model
 from hotset.engine.sizing import kv_budget
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
 from hotset.models.spec import ModelSpec
-from hotset.tiers.view import TieredView
 
 CPU = torch.device("cpu")
 
@@ -63,7 +62,7 @@ class Recorder:
         return self._inner.kv_shape
 
     def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
-        assert isinstance(view, ResidentView | TieredView)
+        assert isinstance(view, ResidentView)
         logits = self._inner.forward(token_ids, view, None)
         for _segment, first, last, length in view.segments:
             context = self.tokens[int(view.seat_of[first]), :length].tolist()

@@ -41,7 +41,8 @@ def test_every_defect_has_a_patch() -> None:
 def test_a_patch_applies_changes_something_and_names_tests_that_exist(patch: Any) -> None:
     for file, text in patch.patched(ROOT).items():
         assert text != (ROOT / file).read_text()
-        compile(text, file, "exec")
+        if file.endswith(".py"):
+            compile(text, file, "exec")
     for test in patch.tests:
         file, name = test.split("::")
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{test} is gone"

@@ -16,6 +16,7 @@ CHOICES = {
     "tiers": ("auto", "off", "always"),
     "kv_dtype": ("auto", "fp8"),
     "index_dtype": ("auto", "fp8"),
+    "cuda_graphs": ("auto", "off"),
 }
 
 
@@ -57,6 +58,9 @@ class EngineConfig:
     index_dtype: Literal["auto", "fp8"] = _setting("auto", "How index keys are stored: likewise.")
     plans_in_flight: int | None = _setting(
         None, "Steps submitted ahead of their results. Default: 1 on a CPU, 2 on a GPU."
+    )
+    cuda_graphs: Literal["auto", "off"] = _setting(
+        "auto", "'auto': on a GPU, in bfloat16, steps that only decode are captured once and replayed; 'off': never."
     )
     seed: int | None = _setting(None, "Makes the seeds of requests that bring none repeatable.")
 

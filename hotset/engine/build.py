@@ -11,9 +11,10 @@ from hotset.base.config import EMBEDDED, EngineConfig
 from hotset.base.errors import CheckpointError, ConfigError, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
+from hotset.engine.decode_graphs import Model
 from hotset.engine.intake import ModelCard
 from hotset.engine.progress import LoadingBar
-from hotset.engine.runner import Model, Runner
+from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
@@ -102,7 +103,11 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
     budget = kv_budget(config, model.kv_shape, files.spec.context, device)
     card = model_card(config, files.spec, budget, device, dtype)
     with LoadingBar("Preparing the host store", show_progress) as bar:
-        return assemble(config, card, model, budget, device, bar.update)
+        engine = assemble(config, card, model, budget, device, bar.update)
+    if device.type == "cuda":
+        with LoadingBar("Capturing decode steps", show_progress, counting=True) as bar:
+            engine.warm_up(bar.update)
+    return engine
 
 
 def model_card(
@@ -140,7 +145,8 @@ def assemble(
         budget.geometry, PageAllocator(budget.device_pages), PageAllocator(budget.host_pages) if host else None
     )
     scheduler = Scheduler(ledger, config.max_num_seqs, config.max_num_batched_tokens, config.tiers)
-    runner = Runner(model, memory, config.max_num_seqs, budget.max_model_len, card.vocab)
+    graphs = device.type == "cuda" and config.cuda_graphs == "auto" and card.dtype == "bfloat16"
+    runner = Runner(model, memory, config.max_num_seqs, budget.max_model_len, card.vocab, graphs=graphs)
     depth = config.plans_in_flight or (2 if device.type == "cuda" else 1)
     return Engine(card, scheduler, runner, ledger, memory, depth)
 

@@ -1,6 +1,7 @@
 """The step loop: the scheduler decides, the runner acts, the scheduler commits."""
 
 from collections import deque
+from collections.abc import Callable
 
 from hotset.base.errors import EngineStopped
 from hotset.engine.intake import Choice, ModelCard
@@ -34,6 +35,10 @@ class Engine:
         self._depth = plans_in_flight
         self._tickets: deque[Ticket] = deque()
         self._broken = False
+
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """Compiles and captures ahead what steps will need. `progress(done, total)`."""
+        self._runner.warm_up(progress)
 
     @property
     def idle(self) -> bool:

@@ -1,23 +1,29 @@
-"""A progress bar on standard error while weights load."""
+"""A progress bar on standard error while an engine starts."""
 
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 
 class LoadingBar:
-    """A context manager; `update(done, total)` in bytes. Silent if not shown, or where nobody watches the terminal."""
+    """A context manager; `update(done, total)` in bytes, or in things where `counting`.
 
-    def __init__(self, title: str, shown: bool) -> None:
+    Silent if not shown, or where nobody watches the terminal.
+    """
+
+    def __init__(self, title: str, shown: bool, *, counting: bool = False) -> None:
         console = Console(stderr=True)
-        columns = (
-            TextColumn(title),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
+        how_far = (MofNCompleteColumn(),) if counting else (DownloadColumn(binary_units=True), TransferSpeedColumn())
+        columns = (TextColumn(title), BarColumn(), *how_far, TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, disable=not (shown and console.is_terminal))
         self._task = self._bar.add_task(title, total=None)
 

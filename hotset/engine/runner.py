@@ -1,47 +1,35 @@
 """The runner carries out plans: it owns the model, its memory and every seat's tensors, and decides nothing."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from hotset.memory.device_pool import KvShape
-from hotset.memory.view import View
+from hotset.engine.decode_graphs import DecodeGraphs, Model, SampledRows
+from hotset.kernels.passage import fetched, uploaded
 from hotset.models.sampler import Sampled, Sampler
 from hotset.schedule.plan import Admission, Alternatives, Plan, StepResult
 from hotset.tiers.coordinator import Coordinator
 
 
-class Model(Protocol):
-    """A model as the runner sees it."""
-
-    device: torch.device
-
-    @property
-    def kv_shape(self) -> KvShape:
-        """What one token costs in memory."""
-
-    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
-        """Logits of the query rows numbered in `wanted` (None: all), KV read and written through the view."""
-
-
-@dataclass(frozen=True, slots=True)
 class Ticket:
-    """A plan that was submitted. On a GPU its work may still be under way."""
+    """A plan that was submitted. On a GPU its work may still be under way, and its tokens on their way to the host."""
 
-    number: int
-    sampled: Sampled | None
+    def __init__(self, number: int, sampled: Sampled | None) -> None:
+        self.number = number
+        self._sampled = sampled
+        if sampled is not None:
+            self._token_ids, self._arrived = fetched(sampled.token_ids)
 
     def result(self) -> StepResult:
-        """Waits for the step and brings its tokens to the host."""
-        if self.sampled is None:
+        """Waits for this step alone: those submitted after it run on."""
+        if self._sampled is None:
             return StepResult(self.number, ())
-        token_ids = self.sampled.token_ids.tolist()
+        self._arrived()
+        token_ids = self._token_ids.tolist()
         alternatives: dict[int, Alternatives] = {}
-        if self.sampled.logprobs is not None:
-            on_host = self.sampled.logprobs.to_host()
+        if self._sampled.logprobs is not None:
+            on_host = self._sampled.logprobs.to_host()
             found = ((at, on_host.row(at)) for at in range(len(token_ids)))
             alternatives = {at: row for at, row in found if row is not None}
         return StepResult(self.number, token_ids, alternatives)
@@ -50,13 +38,22 @@ class Ticket:
 class Runner:
     """Executes plans in the order they come. A seat's tokens live here, so a plan need not carry them."""
 
-    def __init__(self, model: Model, memory: Coordinator, seats: int, context: int, vocab: int) -> None:
-        """`context` is the longest that any request may grow."""
+    def __init__(
+        self, model: Model, memory: Coordinator, seats: int, context: int, vocab: int, *, graphs: bool = False
+    ) -> None:
+        """`context` is the longest that any request may grow. `graphs`: steps that only decode are captured once for
+        each size of batch and then replayed; on a GPU only."""
         self._model = model
         self._memory = memory
         self._device = model.device
         self._tokens = torch.zeros(seats, context + 1, dtype=torch.int32, device=self._device)
         self._sampler = Sampler(seats, vocab, self._device)
+        self._graphs = DecodeGraphs(model, memory, self._tokens) if graphs else None
+
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """Captures every graph that will be needed, so that no request waits for it. `progress(done, total)`."""
+        if self._graphs is not None:
+            self._graphs.capture_all(progress)
 
     @torch.inference_mode()
     def submit(self, plan: Plan) -> Ticket:
@@ -66,27 +63,31 @@ class Runner:
                 self._admit(command)
             else:
                 self._memory.execute(command)
-        view = self._memory.view(plan.seats, plan.starts, plan.counts)
-        positions = view.segments.positions
-        token_ids = self._tokens[view.seat_of, positions]
-        wanted = self._last_rows(plan)
-        if wanted is not None:
-            positions, seat_of = positions[wanted], view.seat_of[wanted]
-        else:
-            seat_of = view.seat_of
-        logits = self._model.forward(token_ids, view, wanted)
+        graphs = self._graphs
+        rows = graphs.run(plan) if graphs is not None and graphs.serve(plan) else self._forward(plan)
         self._memory.written(plan.seats, plan.starts, plan.counts)
         if not plan.sampled:
             return Ticket(plan.number, None)
         seats = plan.seats if len(plan.sampled) == len(plan.seats) else [plan.seats[at] for at in plan.sampled]
-        sampled = self._sampler.sample(logits, seats, positions + 1)
-        self._tokens[seat_of, positions + 1] = sampled.token_ids.to(torch.int32)
+        at = rows.positions + 1
+        sampled = self._sampler.sample(rows.logits, seats, at)
+        self._tokens[rows.seat_of, at] = sampled.token_ids.to(torch.int32)
         return Ticket(plan.number, sampled)
+
+    def _forward(self, plan: Plan) -> SampledRows:
+        view = self._memory.view(plan.seats, plan.starts, plan.counts)
+        positions, seat_of = view.segments.positions, view.seat_of
+        token_ids = self._tokens[seat_of, positions]
+        wanted = self._last_rows(plan)
+        logits = self._model.forward(token_ids, view, wanted)
+        if wanted is not None:
+            positions, seat_of = positions[wanted], seat_of[wanted]
+        return SampledRows(logits, positions, seat_of)
 
     def _admit(self, admission: Admission) -> None:
         seat, tokens = admission.seat, admission.token_ids
         self._memory.seat(seat)
-        self._tokens[seat, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        self._tokens[seat, : len(tokens)] = uploaded(tokens, torch.int32, self._device)
         self._sampler.admit(seat, admission.params, tokens, admission.prompt_length, admission.stop_ids)
 
     def _last_rows(self, plan: Plan) -> Tensor | None:
@@ -94,7 +95,7 @@ class Runner:
         if len(plan.sampled) == len(plan.counts) == plan.rows:
             return None
         ends = _running_sum(plan.counts)
-        return torch.tensor([ends[at] - 1 for at in plan.sampled], dtype=torch.int64).to(self._device)
+        return uploaded([ends[at] - 1 for at in plan.sampled], torch.int64, self._device)
 
 
 def _running_sum(counts: Sequence[int]) -> list[int]:

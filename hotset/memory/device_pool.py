@@ -1,5 +1,6 @@
 """The device pool: pages of bytes, `[layer][page]`, that hold rows, index keys, maps or a workspace."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,10 @@ class KvShape:
         """The layers that share this group's selection."""
         end = self.key_layers[group + 1] if group + 1 < self.groups else self.layers
         return range(self.key_layers[group], end)
+
+    def group_of(self, layer: int) -> int:
+        """The index group whose selection a layer uses."""
+        return bisect_right(self.key_layers, layer) - 1
 
     @property
     def key_parts(self) -> int:

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from hotset.base.errors import StartupError
-from hotset.base.units import GIB, show_bytes
+from hotset.base.units import show_bytes
 from hotset.memory.device_pool import KvShape
-
-REGISTERED_AT_ONCE = GIB  # pinning takes about half a second per GiB, so progress is shown piece by piece
 
 
 class HostStore:
@@ -35,22 +33,21 @@ class HostStore:
             self._pin(progress)
 
     def _pin(self, progress: Callable[[int, int], None] | None) -> None:
-        tensors = [tensor for tensor in (self.rows, self.keys) if tensor is not None]
-        total, done = sum(tensor.nbytes for tensor in tensors), 0
-        for tensor in tensors:
-            for first in range(0, tensor.nbytes, REGISTERED_AT_ONCE):
-                size = min(REGISTERED_AT_ONCE, tensor.nbytes - first)
-                failure = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr() + first, size, 0))
-                if failure:
-                    self.close()
-                    raise StartupError(
-                        f"{show_bytes(total)} of host memory cannot be pinned (CUDA error {failure}); "
-                        "lower --host-kv-gib or raise the limit on locked memory"
-                    )
-                self._pinned.append(tensor.data_ptr() + first)
-                done += size
-                if progress is not None:
-                    progress(done, total)
+        """Layer by layer, so that progress can be shown: a copy must not span what was pinned in two pieces."""
+        layers = [layer for tensor in (self.rows, self.keys) if tensor is not None for layer in tensor]
+        total, done = sum(layer.nbytes for layer in layers), 0
+        for layer in layers:
+            failure = int(torch.cuda.cudart().cudaHostRegister(layer.data_ptr(), layer.nbytes, 0))
+            if failure:
+                self.close()
+                raise StartupError(
+                    f"{show_bytes(total)} of host memory cannot be pinned (CUDA error {failure}); "
+                    "lower --host-kv-gib or raise the limit on locked memory"
+                )
+            self._pinned.append(layer.data_ptr())
+            done += layer.nbytes
+            if progress is not None:
+                progress(done, total)
 
     def close(self) -> None:
         """Unpins piece by piece, in order: an exit that leaves it to the kernel can hang a machine. Idempotent."""

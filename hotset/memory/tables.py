@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
+from hotset.kernels.passage import uploaded
 from hotset.kernels.rows import Run
 from hotset.memory.geometry import TAIL_PAGES, Geometry
 from hotset.memory.pages import extend_runs
@@ -34,10 +35,11 @@ class PageTables:
         self.row_runs: list[list[Run]] = [[] for _ in range(seats)]
         self.key_runs: list[list[Run]] = [[] for _ in range(seats)]
         self.row_pages: list[list[int]] = [[] for _ in range(seats)]
+        self.key_pages: list[list[int]] = [[] for _ in range(seats)]
         self.host_pages: list[list[int]] = [[] for _ in range(seats)]
         self.tail_pages: list[tuple[int, ...]] = [() for _ in range(seats)]
         self.work_pages: list[list[int]] = [[] for _ in range(seats)]  # of seats whose prefill streams
-        self.is_tiered = [False] * seats  # `tiered`, for the host
+        self.tiered_seats: set[int] = set()  # `tiered`, for the host
 
     def clear(self, seat: int) -> None:
         """A new request takes the seat: it holds no pages yet."""
@@ -45,11 +47,12 @@ class PageTables:
             table[seat] = EMPTY
         self.set_tiered(seat, False)
         self.drop_rows(seat)
-        self.key_runs[seat], self.host_pages[seat], self.work_pages[seat] = [], [], []
+        self.key_runs[seat], self.key_pages[seat] = [], []
+        self.host_pages[seat], self.work_pages[seat] = [], []
 
     def set_tiered(self, seat: int, tiered: bool) -> None:
         self.tiered[seat] = tiered
-        self.is_tiered[seat] = tiered
+        (self.tiered_seats.add if tiered else self.tiered_seats.discard)(seat)
 
     def set_tail(self, seat: int, pages: Sequence[int]) -> None:
         self.put(self.tail, seat, 0, pages)
@@ -59,7 +62,7 @@ class PageTables:
         if len(pages) == 1:  # what a decoding request grows by, many times a step: a number is written sooner
             table[seat, first] = pages[0]
         else:
-            table[seat, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int64)
+            table[seat, first : first + len(pages)] = uploaded(pages, torch.int64, self.device)
 
     def extend_rows(self, seat: int, first: int, pages: Sequence[int]) -> None:
         """`pages` become the seat's row pages number `first` and following."""
@@ -75,21 +78,22 @@ class PageTables:
     def extend_keys(self, seat: int, first: int, pages: Sequence[int]) -> None:
         self.put(self.keys, seat, first, pages)
         extend_runs(self.key_runs[seat], pages)
+        self.key_pages[seat] += pages
 
     def extend_host(self, seat: int, first: int, pages: Sequence[int]) -> None:
         self.put(self.host, seat, first, pages)
         self.host_pages[seat] += pages
 
-    def rows_at(self, seats: Tensor, positions: Tensor) -> Tensor:
+    def rows_at(self, seats: Tensor | int, positions: Tensor) -> Tensor:
         """Device rows, within a layer, of `positions` in resident contexts (same shape, or broadcast)."""
         page_rows = self.geometry.page_rows
         return self.rows[seats, positions // page_rows] * page_rows + positions % page_rows
 
-    def tail_at(self, seats: Tensor, positions: Tensor) -> Tensor:
+    def tail_at(self, seats: Tensor | int, positions: Tensor) -> Tensor:
         """Device rows, within a layer, of `positions` in the tails of tiered contexts."""
         page_rows = self.geometry.page_rows
         return self.tail[seats, positions // page_rows % TAIL_PAGES] * page_rows + positions % page_rows
 
-    def host_at(self, seats: Tensor, positions: Tensor) -> Tensor:
+    def host_at(self, seats: Tensor | int, positions: Tensor) -> Tensor:
         page_rows = self.geometry.page_rows
         return self.host[seats, positions // page_rows] * page_rows + positions % page_rows

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hotset.kernels import EMPTY
 from hotset.kernels.rows import PagedRows, RowLayout
 from hotset.kernels.segments import Segments
 
@@ -23,24 +24,39 @@ class Selected:
     layout: RowLayout  # how `rows` are stored
 
 
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """Where a step's rows of one layer go."""
+
+    rows: Tensor  # [device rows, stored width]
+    places: Tensor  # [query rows] int64, distinct indices into `rows`; EMPTY: a padded query row's, dropped
+    layout: RowLayout  # how `rows` are stored
+
+    def store(self, values: Tensor) -> None:
+        """Writes `values` [query rows, width]."""
+        there = self.places != EMPTY
+        self.rows.index_copy_(0, self.places[there], self.layout.encode(values)[there])
+
+
 class View(Protocol):
-    """One step's window on memory. Several query rows per request; rows are appended layer by layer, then read."""
+    """One step's window on memory. Several query rows per request; layer by layer rows are written, then read."""
 
     @property
     def segments(self) -> Segments:
         """Which query rows belong to which context, and where they stand in it."""
 
-    def append(self, layer: int, rows: Tensor) -> None:
-        """Writes this step's rows [query rows, width] at their positions."""
+    @property
+    def padded_seats(self) -> Tensor | None:
+        """[query rows] int64: seats, EMPTY where the batch was filled up. None: every query row is a request's."""
 
-    def append_keys(self, group: int, keys: Tensor) -> None:
-        """Writes this step's index keys [query rows, key width] at their positions."""
+    def new_rows(self, layer: int) -> NewRows:
+        """Where this step's rows go: to be written before any of the layer's rows are read."""
+
+    def keys(self, group: int) -> PagedRows:
+        """All index keys of every context. This step's own go there as well, before any are read."""
 
     def context(self, layer: int) -> PagedRows:
         """All rows of every context, this step's included: for attention without selection."""
-
-    def keys(self, group: int) -> PagedRows:
-        """All index keys of every context, this step's included."""
 
     def select(self, layer: int, positions: Tensor) -> Selected:
         """The rows at `positions` [query rows, k] (int64, EMPTY-padded) of each query row's own context."""

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hotset.kernels.rope import Rotation
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.checkpoint.source import WeightSource
 from hotset.models.dsa import DsaAttention, dsa_kv_shape
 from hotset.models.gqa import GqaAttention, gqa_kv_shape
 from hotset.models.layers import Mlp, Moe, RmsNorm, Vocabulary, feed_forward
-from hotset.models.rope import Rope, Rotation
+from hotset.models.rope import Rope
 from hotset.models.spec import AS_COMPUTED, GqaSpec, ModelSpec, Storage
 
 
@@ -22,12 +23,16 @@ class _Layer:
     mlp: Mlp | Moe
 
     def __call__(
-        self, x: Tensor, rotation: Rotation, view: View, selected: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """[rows, hidden] after the layer, and the positions that a layer sharing this one's selection reuses."""
-        attended, selected = self.attention(self.before(x), rotation, view, selected)
-        x = x + attended
-        return x + self.mlp(self.between(x)), selected
+        self, x: Tensor, delta: Tensor | None, rotation: Rotation, view: View, selected: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The residual stream is x + delta: each norm makes the sum that the part before it left open.
+
+        Returns both anew [rows, hidden], and the positions that a layer sharing this one's selection reuses.
+        """
+        x, normed = (x, self.before(x)) if delta is None else self.before.after_adding(x, delta)
+        attended, selected = self.attention(normed, rotation, view, selected)
+        x, normed = self.between.after_adding(x, attended)
+        return x, self.mlp(normed, view.padded_seats), selected
 
 
 class Decoder:
@@ -54,9 +59,11 @@ class Decoder:
         """Logits [wanted rows, vocab] of the query rows numbered in `wanted` (None: all)."""
         rotation = self._rope.at(view.segments.positions)
         x = self._vocabulary.embed(token_ids)
+        delta: Tensor | None = None
         selected: Tensor | None = None
         for layer in self._layers:
-            x, selected = layer(x, rotation, view, selected)
+            x, delta, selected = layer(x, delta, rotation, view, selected)
+        x = x if delta is None else x + delta
         return self._vocabulary.logits(x if wanted is None else x[wanted])
 
 

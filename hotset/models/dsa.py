@@ -2,17 +2,22 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from hotset.kernels.head_product import head_product
 from hotset.kernels.index_topk import index_topk
+from hotset.kernels.key_append import key_append
 from hotset.kernels.linear import Linear
+from hotset.kernels.mla_append import mla_append
+from hotset.kernels.rope import Rotation, rotate
+from hotset.kernels.rope_query import rope_query
 from hotset.kernels.rows import index_key_row, mla_row
 from hotset.kernels.sparse_attention import sparse_attention
+from hotset.kernels.wide_linear import wide_linear
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.checkpoint.source import WeightSource
 from hotset.models.layers import RmsNorm, take_wide
-from hotset.models.rope import Rotation, rotate_halves, rotate_pairs, softmax_gain
+from hotset.models.rope import softmax_gain
 from hotset.models.spec import MlaSpec, ModelSpec, Storage
 
 LATENT_NORM_EPS = 1e-6  # of the norms on the two latents, whatever the model's own epsilon
@@ -26,8 +31,6 @@ class Indexer:
         index = spec.index
         self._spec = index
         self._group = group
-        self._rope_dim = spec.rope_dim
-        self._rotate = rotate_pairs if index.interleaved_rope else rotate_halves
         self._query = Linear(weights.take(f"{prefix}.wq_b.weight", (index.heads * index.head_dim, spec.q_lora_rank)))
         self._key = Linear(weights.take(f"{prefix}.wk.weight", (index.head_dim, model.hidden)))
         self._norm_weight = weights.take(f"{prefix}.k_norm.weight", (index.head_dim,))
@@ -38,15 +41,12 @@ class Indexer:
     def __call__(self, x: Tensor, q_latent: Tensor, rotation: Rotation, view: View) -> Tensor:
         """Appends this step's index keys and returns positions [rows, topk], ascending, EMPTY-padded."""
         spec = self._spec
-        key = F.layer_norm(self._key(x), (spec.head_dim,), self._norm_weight, self._norm_bias, INDEX_NORM_EPS)
-        view.append_keys(self._group, self._with_rope(key[:, None], rotation)[:, 0])
-        q = self._with_rope(self._query(q_latent).view(-1, spec.heads, spec.head_dim), rotation)
-        head_weights = F.linear(x.to(self._head_weights.dtype), self._head_weights) * spec.heads**-0.5
-        return index_topk(q, head_weights, view.keys(self._group), view.segments, spec.topk, spec.head_dim**-0.5)
-
-    def _with_rope(self, x: Tensor, rotation: Rotation) -> Tensor:
-        rotated, plain = x[..., : self._rope_dim], x[..., self._rope_dim :]
-        return torch.cat((self._rotate(rotated, rotation), plain), dim=-1)
+        keys, segments = view.keys(self._group), view.segments
+        norm = (self._norm_weight, self._norm_bias, INDEX_NORM_EPS)
+        key_append(self._key(x), *norm, rotation, spec.interleaved_rope, keys, segments.positions)
+        q = rotate(self._query(q_latent).view(-1, spec.heads, spec.head_dim), rotation, spec.interleaved_rope)
+        head_weights = wide_linear(x, self._head_weights, spec.heads**-0.5)
+        return index_topk(q, head_weights, keys, segments, spec.topk, spec.head_dim**-0.5)
 
 
 class DsaAttention:
@@ -90,20 +90,19 @@ class DsaAttention:
         spec = self._spec
         q_latent = self._q_norm(self._q_down(x))
         q = self._q_up(q_latent).view(-1, spec.heads, spec.nope_dim + spec.rope_dim)
-        q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
-        latent, rope_key = self._kv_down(x).split([spec.kv_lora_rank, spec.rope_dim], dim=-1)
-        row = torch.cat((self._kv_norm(latent), rotate_pairs(rope_key[:, None], rotation)[:, 0]), dim=-1)
-        view.append(self._layer, row)
+        new = view.new_rows(self._layer)
+        mla_append(
+            self._kv_down(x), self._kv_norm.weight, self._kv_norm.eps, rotation, new.layout, new.rows, new.places
+        )
 
         positions = previous if self._indexer is None else self._indexer(x, q_latent, rotation, view)
         assert positions is not None, f"layer {self._layer} has no indexer and none ran before it"
         selected = view.select(self._layer, positions)
-        absorbed = torch.matmul(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)  # [rows, heads, rank]
-        q_all = torch.cat((absorbed, rotate_pairs(q_rope, rotation)), dim=-1)
+        q_all = rope_query(q, self._key_up, rotation)
         attended = sparse_attention(
             q_all, selected.rows, selected.chosen, selected.layout, spec.kv_lora_rank, self._scale
         )
-        values = torch.matmul(attended.transpose(0, 1), self._value_up).transpose(0, 1)  # [rows, heads, v]
+        values = head_product(attended, self._value_up)  # [rows, heads, v]
         return self._out(values.reshape(x.shape[0], -1)), positions
 
 

@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor
 
+from hotset.kernels.gqa_append import HeadNorms, gqa_append
 from hotset.kernels.linear import Linear
 from hotset.kernels.paged_attention import paged_attention
+from hotset.kernels.rope import Rotation
 from hotset.kernels.rows import gqa_row
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.checkpoint.source import WeightSource
-from hotset.models.layers import RmsNorm, fused, fused_bias
-from hotset.models.rope import Rotation, rotate_halves
+from hotset.models.layers import fused, fused_bias
 from hotset.models.spec import GqaSpec, ModelSpec
 
 
@@ -29,25 +30,18 @@ class GqaAttention:
         )
         out_bias = weights.take(f"{prefix}.o_proj.bias", (model.hidden,)) if spec.out_bias else None
         self._out = Linear(weights.take(f"{prefix}.o_proj.weight", (model.hidden, rows[0])), out_bias)
-        self._head_norms: tuple[RmsNorm, RmsNorm] | None = None
+        self._head_norms: HeadNorms | None = None
         if spec.qk_norm:
             q_norm = weights.take(f"{prefix}.q_norm.weight", (spec.head_dim,))
             k_norm = weights.take(f"{prefix}.k_norm.weight", (spec.head_dim,))
-            self._head_norms = RmsNorm(q_norm, model.norm_eps), RmsNorm(k_norm, model.norm_eps)
+            self._head_norms = HeadNorms(q_norm, k_norm, model.norm_eps)
 
     def __call__(self, x: Tensor, rotation: Rotation, view: View, previous: Tensor | None) -> tuple[Tensor, None]:
         """[rows, hidden] from [rows, hidden]. Nothing is selected, so nothing is passed on to the next layer."""
         spec = self._spec
         qkv = self._qkv(x).view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
-        q, k, v = qkv.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
-        if self._head_norms is not None:
-            q, k = self._head_norms[0](q), self._head_norms[1](k)
-            q, k = rotate_halves(q, rotation), rotate_halves(k, rotation)
-        else:
-            q, k = rotate_halves(qkv[:, : spec.heads + spec.kv_heads], rotation).split(
-                [spec.heads, spec.kv_heads], dim=1
-            )
-        view.append(self._layer, torch.cat((k, v), dim=1).flatten(1))
+        new = view.new_rows(self._layer)
+        q = gqa_append(qkv, spec.kv_heads, self._head_norms, rotation, new.layout, new.rows, new.places)
         scale = spec.head_dim**-0.5
         attended = paged_attention(q, view.context(self._layer), view.segments, spec.kv_heads, scale)
         return self._out(attended.flatten(1)), None

@@ -6,8 +6,10 @@ from torch.nn import functional as F
 
 from hotset.kernels.experts import experts
 from hotset.kernels.linear import Linear
+from hotset.kernels.norm import add_rms_norm, rms_norm
+from hotset.kernels.route import RoutingRule, route
 from hotset.kernels.rows import accumulation_dtype
-from hotset.kernels.stable_topk import stable_topk
+from hotset.kernels.swiglu import swiglu
 from hotset.models.checkpoint.source import WeightSource
 from hotset.models.spec import ModelSpec, MoeSpec
 
@@ -16,16 +18,15 @@ class RmsNorm:
     """x / rms(x) * weight; the mean square is taken in the accumulation dtype."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight = weight
-        self._eps = eps
-        self._accumulate = accumulation_dtype(weight.dtype)
+        self.weight = weight
+        self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:  # [..., width]
-        if x.dtype == self._accumulate:
-            return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
-        wide = x.to(self._accumulate)
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
-        return self._weight * scaled.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+    def after_adding(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and the norm of that."""
+        return add_rms_norm(x, delta, self.weight, self.eps)
 
 
 def fused(weights: WeightSource, names: list[str], rows: list[int], columns: int, like: Tensor) -> Tensor:
@@ -56,16 +57,16 @@ class Mlp:
         self._gate_up = Linear(gate_up, gate_up_bias)
         self._down = Linear(weights.take(f"{prefix}.down_proj.weight", (hidden, width)), down_bias)
 
-    def __call__(self, x: Tensor) -> Tensor:  # [rows, hidden]
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(F.silu(gate) * up)
+    def __call__(self, x: Tensor, padded_seats: Tensor | None = None) -> Tensor:  # [rows, hidden]
+        """Padded rows cost nothing more here: the weights are read once for all."""
+        return self._down(swiglu(self._gate_up(x)))
 
 
 class Moe:
     """Routed experts plus shared ones. Each row chooses `chosen` experts within its best `chosen_groups` groups."""
 
     def __init__(self, weights: WeightSource, prefix: str, hidden: int, spec: MoeSpec, like: Tensor) -> None:
-        self._spec = spec
+        self._rule = RoutingRule(spec.experts, spec.chosen, spec.groups, spec.chosen_groups, spec.normalise, spec.scale)
         self._router = take_wide(weights, f"{prefix}.gate.weight", (spec.experts, hidden), like)
         self._correction = take_wide(weights, f"{prefix}.gate.e_score_correction_bias", (spec.experts,), like)
         shape = (spec.experts, 2 * spec.width, hidden)
@@ -82,27 +83,11 @@ class Moe:
             Mlp(weights, f"{prefix}.shared_experts", hidden, shared_width, False, like) if spec.shared else None
         )
 
-    def __call__(self, x: Tensor) -> Tensor:  # [rows, hidden]
-        chosen, weights = self._route(x)
-        out = experts(x, chosen, weights, self._gate_up, self._down)
+    def __call__(self, x: Tensor, padded_seats: Tensor | None = None) -> Tensor:  # [rows, hidden]
+        """Rows whose seat is EMPTY go to no expert, or experts would be read for nobody."""
+        routes = route(x, self._router, self._correction, self._rule, padded_seats)
+        out = experts(x, routes.chosen, routes.weights, self._gate_up, self._down)
         return out if self._shared is None else out + self._shared(x)
-
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[rows, chosen] expert ids and weights. The correction bears on the choice, not on the weights."""
-        spec = self._spec
-        scores = torch.sigmoid(F.linear(x.to(self._router.dtype), self._router))
-        corrected = scores + self._correction
-        if spec.groups > 1:
-            by_group = corrected.view(-1, spec.groups, spec.experts // spec.groups)
-            group_scores = by_group.topk(2, dim=-1).values.sum(-1)
-            best_groups = stable_topk(group_scores, spec.chosen_groups)
-            barred = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best_groups, False)
-            corrected = by_group.masked_fill(barred[:, :, None], float("-inf")).view_as(corrected)
-        chosen = stable_topk(corrected, spec.chosen)
-        weights = scores.gather(1, chosen)
-        if spec.normalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return chosen, weights * spec.scale
 
 
 def feed_forward(weights: WeightSource, layer: int, spec: ModelSpec, like: Tensor) -> Mlp | Moe:

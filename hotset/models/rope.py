@@ -1,20 +1,12 @@
-"""Rotary position embedding: the frequencies of each kind of scaling, and the rotation in its two orders."""
+"""Rotary position embedding: the frequencies of each kind of scaling, and the angles of a step."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hotset.kernels.rope import Rotation
 from hotset.models.spec import RopeSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """Cosines and sines of one step's positions: [rows, 1, dim / 2], to be broadcast over heads."""
-
-    cos: Tensor
-    sin: Tensor
 
 
 class Rope:
@@ -31,22 +23,6 @@ class Rope:
         return Rotation(
             (angles.cos() * self._amplitude).to(self._dtype), (angles.sin() * self._amplitude).to(self._dtype)
         )
-
-
-def rotate_halves(x: Tensor, rotation: Rotation) -> Tensor:
-    """Pairs (i, i + dim/2). x: [rows, heads, dim]."""
-    first, second = x.chunk(2, dim=-1)
-    return _rotate(first, second, rotation)
-
-
-def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
-    """Pairs (2i, 2i + 1), written as two halves: an order that queries and keys share, so scores are the same."""
-    return _rotate(x[..., 0::2], x[..., 1::2], rotation)
-
-
-def _rotate(first: Tensor, second: Tensor, rotation: Rotation) -> Tensor:
-    cos, sin = rotation.cos, rotation.sin
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def inverse_frequencies(spec: RopeSpec, precision: torch.dtype) -> Tensor:

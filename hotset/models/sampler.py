@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
+from hotset.kernels.passage import uploaded
 from hotset.models.sampling.counts import Penalties, TokenCounts
 from hotset.models.sampling.draw import LISTED, WEIGHT_ONE, DrawRules, draw, draw_key, uniforms
 from hotset.models.sampling.logprobs import LogprobRows, logprob_rows
-from hotset.models.sampling.upload import uploaded
 
 __all__ = ["LogprobRows", "Sampled", "Sampler"]
 

@@ -3,13 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from hotset.memory.batch import Batch, blank_batch, make_batch
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.resident import ResidentView
 from hotset.memory.tables import PageTables
 from hotset.tiers.commands import Command, Demote, Flush, Grant, Kind, Load, Promote
 from hotset.tiers.hot_buffers import HotBuffers
-from hotset.tiers.mirror import Mirror
+from hotset.tiers.mirror import Mirror, Stretch
 from hotset.tiers.residence import Residence
 from hotset.tiers.view import TieredView
 
@@ -35,6 +38,11 @@ class Coordinator:
         self._mirror = None if host is None else Mirror(pool, host, self.tables)
         self._hot = None if host is None or not pool.geometry.slots else HotBuffers(pool, host, self.tables, seats)
 
+    @property
+    def swaps(self) -> bool:
+        """Requests may be tiered."""
+        return self._hot is not None
+
     def seat(self, seat: int) -> None:
         """A new request takes the seat; what it held before is forgotten."""
         self.tables.clear(seat)
@@ -54,23 +62,39 @@ class Coordinator:
             case Promote(seat, length, rows):
                 self._promote(seat, length, rows)
 
-    def view(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> ResidentView | TieredView:
+    def prepare(self, seats: Sequence[int], starts: Sequence[int]) -> bool:
+        """Before a step that computes rows from `starts[i]` of `seats[i]` on. True: some of them are tiered."""
+        tiered = self.tables.tiered_seats
+        if not tiered or tiered.isdisjoint(seats):
+            return False
+        leaving = self._hot_buffers.leaving(seats, starts)
+        if leaving:
+            self._mirroring.wait()  # their tail pages are on the host before they are written anew
+            self._hot_buffers.make_way(leaving)
+        return True
+
+    def view(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> ResidentView:
         """The window on one step: rows [starts[i], starts[i] + counts[i]) of `seats[i]` are to be written."""
-        if self._mirror is not None:
-            self._mirror.wait()  # pages that it still reads may have changed hands
-        if self._hot is None:
-            return ResidentView(self.pool, self.tables, seats, starts, counts)
-        self._hot.make_way(seats, starts)
-        return TieredView(self.pool, self.tables, self._hot, self._mirroring, seats, starts, counts)
+        swapping = self.prepare(seats, starts)
+        return self._view(make_batch(seats, starts, counts, self.pool.device), swapping)
+
+    def blank_view(self, seat_of: Tensor, positions: Tensor, swapping: bool) -> ResidentView:
+        """The window on any step that computes one row of each seat in `seat_of`, whoever will sit there: to be
+        captured. Before each replay the caller prepares the step. `swapping`: some may be tiered."""
+        return self._view(blank_batch(seat_of, positions), swapping)
 
     def written(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
         """The step has written these rows: every page that it filled is copied to the host."""
         if self._mirror is None:
             return
         page_rows = self.pool.geometry.page_rows
-        for seat, start, count in zip(seats, starts, counts, strict=True):
-            if start % page_rows + count >= page_rows:
-                self._mirror.filled(seat, start, start + count)
+        self._mirror.filled(
+            [
+                Stretch(seat, start, start + count)
+                for seat, start, count in zip(seats, starts, counts, strict=True)
+                if start % page_rows + count >= page_rows
+            ]
+        )
 
     def traffic(self) -> Traffic:
         """What moved since start. Counted on the device; asking waits for it, so ask seldom."""
@@ -97,8 +121,13 @@ class Coordinator:
     def audit(self, tiered: Mapping[int, int]) -> None:
         """Proves of the hot buffers of these seats, whose contexts have so many rows, that their maps agree."""
         for seat, length in tiered.items():
-            assert self.tables.is_tiered[seat], f"seat {seat} should be tiered"
+            assert seat in self.tables.tiered_seats, f"seat {seat} should be tiered"
             self._hot_buffers.audit(seat, length)
+
+    def _view(self, batch: Batch, swapping: bool) -> ResidentView:
+        if self._hot is None:
+            return ResidentView(self.pool, self.tables, batch)
+        return TieredView(self.pool, self.tables, self._hot, self._mirroring, batch, swapping)
 
     @property
     def _mirroring(self) -> Mirror:
@@ -112,6 +141,8 @@ class Coordinator:
 
     def _grant(self, seat: int, kind: Kind, first: int, pages: tuple[int, ...]) -> None:
         tables = self.tables
+        if self._mirror is not None and kind is not Kind.HOST and not self._mirror.reading.isdisjoint(pages):
+            self._mirror.wait()  # the page changed hands while its last owner's rows are still on their way
         match kind:
             case Kind.ROWS:
                 tables.extend_rows(seat, first, pages)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.swap_in import MOST_SLOTS, SeatTables, Swap, copy, plan
+from hotset.kernels.passage import uploaded
+from hotset.kernels.swap_in import MOST_SLOTS, Copies, SeatTables, Swap, copy, plan
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.geometry import TAIL_PAGES
 from hotset.memory.host_store import HostStore
@@ -32,30 +33,51 @@ class HotBuffers:
             tables.rows, tables.host, tables.slots, tables.tail, tables.maps, tables.tiered,
             geometry.page_rows, geometry.slots,
         )  # fmt: skip
-        size = (seats, pool.shape.groups, pool.shape.topk)
+        size = (seats + 1, pool.shape.groups, pool.shape.topk)  # the last is for padded query rows, whose seat is -1
         self.last_selected = torch.full(size, EMPTY, dtype=torch.int32, device=pool.device)
         self._opened_at = [0] * seats  # rows of the context when it became tiered: its tail was made for the next one
         self.counts = torch.zeros(pool.shape.groups, 2, dtype=torch.int64, device=pool.device)
 
     def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> Swap:
         """Finds the rows at `positions` [rows, k] of tiered seats, one query row each, at the step `stamps` [rows]."""
-        newest_page = stamps // self._geometry.page_rows
-        tail_first = (newest_page - 1).clamp_min(0) * self._geometry.page_rows
         words, per_page = self._pool.words_of(group), self._geometry.words_per_page
-        return plan(positions, seats, stamps, tail_first, self._seat_tables, words, per_page, self.counts[group])
+        return plan(positions, seats, stamps, self._seat_tables, words, per_page, self.counts[group])
 
-    def copy(self, layer: int, swap: Swap) -> None:
-        """Brings what `swap` misses from the host into this layer's slots."""
-        copy(swap, self._host.rows[layer], self._pool.rows[layer])
+    def copy(self, layer: int, swap: Swap, *, after_plan: bool = False) -> None:
+        """Brings what `swap` misses from the host into this layer's slots. `after_plan`: `plan` was called just now."""
+        copy(swap.copies, self._host.rows[layer], self._pool.rows[layer], after_plan=after_plan)
 
-    def make_way(self, seats: Sequence[int], starts: Sequence[int]) -> None:
-        """Before a tail page is written anew, the rows in it, which are on the host by now, are put into slots."""
-        page_rows = self._geometry.page_rows
-        for seat, start in zip(seats, starts, strict=True):
-            leaving = start // page_rows - TAIL_PAGES
-            tiered = self._tables.is_tiered[seat] and start > self._opened_at[seat]
-            if start % page_rows == 0 and leaving >= 0 and tiered:
-                self._enter_slots(seat, leaving * page_rows, start)
+    def leaving(self, seats: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int]]:
+        """(seat, start) of those whose row at `start` begins a page, where older rows lie in the tail."""
+        page_rows, tiered = self._geometry.page_rows, self._tables.tiered_seats
+        return [
+            (seat, start)
+            for seat, start in zip(seats, starts, strict=True)
+            if start % page_rows == 0 and seat in tiered and start > max(self._opened_at[seat], page_rows)
+        ]
+
+    def make_way(self, leaving: Sequence[tuple[int, int]]) -> None:
+        """Before tail pages are written anew, the rows in them, on the host by now, enter slots of every group, as used
+        one step ago.
+
+        They take the place of slots not used in that step; where those are fewer than a page, the newest rows go in.
+        While a whole context fits the slots there are empty ones for all of its rows.
+        """
+        page_rows, slots, device = self._geometry.page_rows, self._geometry.slots, self._pool.device
+        seats = uploaded([seat for seat, _start in leaving], torch.int64, device)
+        starts = uploaded([start for _seat, start in leaving], torch.int64, device)
+        first = starts - TAIL_PAGES * page_rows
+        room = min(page_rows, slots - self._geometry.topk)
+        count = torch.where(first + page_rows <= slots, page_rows, room)
+        number = torch.arange(page_rows, device=device)
+        entering = (first + page_rows - count)[:, None] + number
+        entering = torch.where(number < count[:, None], entering, EMPTY)
+        tail_rows = self._tables.tail_at(seats[:, None], entering.clamp_min(0))
+        slot_of = self._half_places(seats[:, None], first[:, None] + number)
+        for group in range(self._pool.shape.groups):
+            self._pool.words_of(group).view(torch.int16)[slot_of] = EMPTY
+            swap = self._plan_outside_tail(group, seats, entering, starts - 1)
+            self._move(group, Copies(tail_rows, swap.rows, count.int()))
 
     def open(self, seat: int, length: int) -> None:
         """A context of `length` rows, all of them on the host, becomes tiered: empty maps, its newest rows in the tail.
@@ -65,36 +87,32 @@ class HotBuffers:
         """
         self._tables.set_tiered(seat, True)
         self._opened_at[seat] = length
-        for group in range(self._pool.shape.groups):
-            self._clear_maps(seat, group, length)
         tail_first = self._geometry.tail_first(length)
-        positions = torch.arange(tail_first, length, device=self._pool.device)
-        at = torch.tensor(seat, device=self._pool.device)
-        host, device = self._tables.host_at(at, positions), self._tables.tail_at(at, positions)
-        for layer in range(self._pool.shape.layers):
-            self._bring(layer, host, device)
-        if tail_first == 0:
+        positions = torch.arange(length, device=self._pool.device)
+        newest = positions[tail_first:]
+        self._bring(seat, newest, self._tables.tail_at(seat, newest))
+        if tail_first <= self._geometry.slots:
+            self._open_whole(seat, positions[:tail_first], length)
             return
         for group in range(self._pool.shape.groups):
+            self._clear_maps(seat, group, length)
             wanted = self.last_selected[seat, group].long()
-            if tail_first <= self._geometry.slots:
-                wanted = torch.arange(tail_first, device=self._pool.device)
             wanted = torch.where(wanted < tail_first, wanted, EMPTY)
-            swap = self._plan_outside_tail(group, seat, wanted, length - 1)
+            at, stamp = (torch.full((1,), number, device=self._pool.device) for number in (seat, length - 1))
+            swap = self._plan_outside_tail(group, at, wanted[None], stamp)
             for layer in self._pool.shape.layers_of(group):
                 self.copy(layer, swap)
 
     def demote(self, command: Demote) -> None:
         """Makes a resident seat tiered on its own pages, without needing room."""
         seat, length, tables = command.seat, command.length, self._tables
-        held = torch.arange(self._geometry.slots, device=self._pool.device) + command.first * self._geometry.page_rows
         tables.put(tables.slots, seat, 0, command.slots)
         tables.set_tail(seat, command.tail)
         tables.put(tables.maps, seat, 0, command.maps)
         for group in range(self._pool.shape.groups):
             # A group's rows are copied before its maps are written: the map pages still hold rows that are wanted.
-            position_of, last_used = self._seed(group, seat, held, length)
-            self._write_maps(seat, group, position_of, last_used, length)
+            position_of, last_used = self._seed(group, seat, command.first * self._geometry.page_rows, length)
+            self._write_maps(seat, group, position_of, last_used, self._geometry.slots, length)
         tables.set_tiered(seat, True)
         self._opened_at[seat] = length
         tables.drop_rows(seat)
@@ -117,89 +135,81 @@ class HotBuffers:
         slot_of = words.view(torch.int16)[4 * slots :]
         return words[:slots].tolist(), words[slots : 2 * slots].tolist(), slot_of.tolist()
 
-    def _enter_slots(self, seat: int, first: int, start: int) -> None:
-        """Puts the rows [first, first + page_rows) of a tail page into slots of every group, as used one step ago.
-
-        They take the place of slots not used in that step; where those are fewer than a page, the newest rows go in.
-        While the whole context fits the slots there are empty ones for all of them.
-        """
-        geometry = self._geometry
-        page_rows, slots = geometry.page_rows, geometry.slots
-        count = page_rows if first + page_rows <= slots else min(page_rows, slots - geometry.topk)
-        device = self._pool.device
-        positions = torch.arange(first, first + page_rows, device=device)
-        entering = positions[page_rows - count :]
-        tail_rows = self._tables.tail_at(torch.tensor(seat, device=device), entering)
+    def _open_whole(self, seat: int, positions: Tensor, length: int) -> None:
+        """Every position outside the tail takes the slot of the same number."""
+        slots = torch.arange(self._geometry.slots, device=self._pool.device)
+        taken = slots < positions.shape[0]
+        position_of, last_used = torch.where(taken, slots, EMPTY), torch.where(taken, length - 1, NEVER)
         for group in range(self._pool.shape.groups):
-            self._set_slot_of(seat, group, positions, EMPTY)
-            if count == 0:
-                continue
-            swap = self._plan_outside_tail(group, seat, entering, start - 1)
-            for layer in self._pool.shape.layers_of(group):
-                rows = self._pool.rows[layer]
-                rows.index_copy_(0, swap.rows[0], rows[tail_rows])
+            self._write_maps(seat, group, position_of, last_used, positions.shape[0], length)
+        self._bring(seat, positions, self._slot_rows(seat, positions))
 
-    def _seed(self, group: int, seat: int, held: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def _bring(self, seat: int, positions: Tensor, device_rows: Tensor) -> None:
+        """Copies the rows at `positions` from the host, in every layer."""
+        host_rows = self._tables.host_at(seat, positions)
+        count = torch.full((1,), positions.shape[0], dtype=torch.int32, device=self._pool.device)
+        copies = Copies(host_rows[None], device_rows[None], count)
+        for layer in range(self._pool.shape.layers):
+            copy(copies, self._host.rows[layer], self._pool.rows[layer])
+
+    def _move(self, group: int, copies: Copies) -> None:
+        """Copies rows from device rows to device rows, in every layer of a group."""
+        for layer in self._pool.shape.layers_of(group):
+            copy(copies, self._pool.rows[layer], self._pool.rows[layer])
+
+    def _seed(self, group: int, seat: int, first: int, length: int) -> tuple[Tensor, Tensor]:
         """Copies the rows last selected over slots that hold others, in every layer of the group.
 
-        `held` [slots]: the position that each slot holds in place. Returns position_of and last_used [slots].
+        Slot n holds position `first + n` in place. Returns position_of and last_used [slots].
         """
         device, slots = self._pool.device, self._geometry.slots
-        tail_first = self._geometry.tail_first(length)
         chosen = self.last_selected[seat, group].long()
-        chosen = chosen[(chosen >= 0) & (chosen < tail_first)]
-        first = int(held[0])
-        in_place = (chosen >= first) & (chosen < first + slots)
-        kept = torch.zeros(slots, dtype=torch.bool, device=device)
-        kept[chosen[in_place] - first] = True
-        moved = chosen[~in_place]
-        targets = torch.nonzero(~kept)[:, 0][: moved.shape[0]]  # the oldest of those held in place give way
-        at = torch.tensor(seat, device=device)
-        sources, slot_rows = self._tables.rows_at(at, moved), self._slot_rows(seat, targets)
-        for layer in self._pool.shape.layers_of(group):
-            rows = self._pool.rows[layer]
-            rows.index_copy_(0, slot_rows, rows[sources])
-        position_of, last_used = held.clone(), held.clone()
-        position_of[targets] = moved
-        last_used[kept] = length - 1
-        last_used[targets] = length - 1
-        return position_of, last_used
+        there = (chosen >= 0) & (chosen < self._geometry.tail_first(length))
+        in_place = there & (chosen >= first) & (chosen < first + slots)
+        moves = there & ~in_place
+        # One slot more than there are takes what is written for entries that stay out.
+        kept = torch.zeros(slots + 1, dtype=torch.bool, device=device)
+        kept[torch.where(in_place, chosen - first, slots)] = True
+        oldest_first = torch.argsort(kept[:slots].int(), stable=True)  # of those held in place, which give way
+        target = torch.where(moves, oldest_first[(torch.cumsum(moves, 0) - 1).clamp_min(0)], slots)
+        packed = torch.argsort(moves.int(), descending=True, stable=True)
+        sources = self._tables.rows_at(seat, chosen.clamp_min(0))[packed]
+        targets = self._slot_rows(seat, target.clamp_max(slots - 1))[packed]
+        self._move(group, Copies(sources[None], targets[None], moves.sum(0, keepdim=True).int()))
+        held = torch.arange(first, first + slots + 1, device=device)
+        used = kept.scatter(0, target, True)
+        return held.scatter(0, target, chosen)[:slots], torch.where(used, length - 1, held)[:slots]
 
-    def _plan_outside_tail(self, group: int, seat: int, wanted: Tensor, stamp: int) -> Swap:
+    def _plan_outside_tail(self, group: int, seats: Tensor, wanted: Tensor, stamps: Tensor) -> Swap:
         """Plans for positions as if none were in the tail. What it misses is not counted: nobody asked for it yet."""
-        device = self._pool.device
-        everywhere = torch.tensor([torch.iinfo(torch.int64).max], device=device)
-        seats, stamps = torch.tensor([seat], device=device), torch.tensor([stamp], device=device)
         words, per_page = self._pool.words_of(group), self._geometry.words_per_page
         counts = torch.zeros_like(self.counts[group])
-        return plan(wanted[None], seats, stamps, everywhere, self._seat_tables, words, per_page, counts)
+        return plan(wanted, seats, stamps, self._seat_tables, words, per_page, counts, ignore_tail=True)
 
     def _clear_maps(self, seat: int, group: int, length: int) -> None:
         slots = torch.full((self._geometry.slots,), EMPTY, dtype=torch.int64, device=self._pool.device)
-        self._write_maps(seat, group, slots, torch.full_like(slots, NEVER), length)
+        self._write_maps(seat, group, slots, torch.full_like(slots, NEVER), 0, length)
 
-    def _write_maps(self, seat: int, group: int, position_of: Tensor, last_used: Tensor, length: int) -> None:
-        """Sets the maps of one hot buffer. slot_of is written up to `length`; later positions enter with their page."""
-        words = self._pool.words_of(group)
-        slots, device = self._geometry.slots, self._pool.device
-        words[self._word_places(seat, torch.arange(2 * slots, device=device))] = torch.cat(
-            (position_of, last_used)
-        ).int()
-        self._set_slot_of(seat, group, torch.arange(length, device=device), EMPTY)
-        occupied = position_of != EMPTY
-        self._set_slot_of(seat, group, position_of[occupied], torch.nonzero(occupied)[:, 0].short())
+    def _write_maps(
+        self, seat: int, group: int, position_of: Tensor, last_used: Tensor, occupied: int, length: int
+    ) -> None:
+        """Sets the maps of one hot buffer, whose first `occupied` slots hold rows. slot_of is written up to `length`;
+        later positions enter with their page."""
+        words, device = self._pool.words_of(group), self._pool.device
+        per_page = self._geometry.words_per_page
+        number = torch.arange(2 * self._geometry.slots, device=device)
+        place = self._tables.maps[seat, number // per_page] * per_page + number % per_page
+        words[place] = torch.cat((position_of, last_used)).int()
+        halves = words.view(torch.int16)
+        halves[self._half_places(seat, torch.arange(length, device=device))] = EMPTY
+        in_slots = torch.arange(occupied, dtype=torch.int16, device=device)
+        halves[self._half_places(seat, position_of[:occupied])] = in_slots
 
-    def _set_slot_of(self, seat: int, group: int, positions: Tensor, slots: Tensor | int) -> None:
-        halves = self._pool.words_of(group).view(torch.int16)
-        halves[self._word_places(seat, 4 * self._geometry.slots + positions, per_word=2)] = slots
-
-    def _word_places(self, seat: int, words: Tensor, per_word: int = 1) -> Tensor:
-        per_page = self._geometry.words_per_page * per_word
-        return self._tables.maps[seat][words // per_page] * per_page + words % per_page
+    def _half_places(self, seats: Tensor | int, positions: Tensor) -> Tensor:
+        """Where slot_of of each position is, in halves of words."""
+        per_page, half = 2 * self._geometry.words_per_page, 4 * self._geometry.slots + positions
+        return self._tables.maps[seats, half // per_page] * per_page + half % per_page
 
     def _slot_rows(self, seat: int, slots: Tensor) -> Tensor:
         page_rows = self._geometry.page_rows
         return self._tables.slots[seat][slots // page_rows] * page_rows + slots % page_rows
-
-    def _bring(self, layer: int, host_rows: Tensor, device_rows: Tensor) -> None:
-        copy(Swap(device_rows[None], host_rows[None]), self._host.rows[layer], self._pool.rows[layer])

@@ -1,164 +1,204 @@
 """Whole pages between device and host: mirrored as they fill, flushed when a request parks, loaded when it comes back.
 
 [0, flushed) of a context is on the host, where `flushed` is the start of its newest page: a page is copied once, when
-its last row has been written. What lies past that is on the device alone, until `flush`.
+its last row has been written. What lies past that is on the device alone, until `flush`. A copy is a list of pieces,
+carried out in all layers by one kernel.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hotset.kernels import page_copy
+from hotset.kernels.passage import uploaded
 from hotset.memory.device_pool import DevicePool
-from hotset.memory.geometry import TAIL_PAGES
+from hotset.memory.geometry import TAIL_PAGES, WORD_BYTES
 from hotset.memory.host_store import HostStore
-from hotset.memory.resident import key_places
 from hotset.memory.tables import PageTables
 
 
-class Piece(NamedTuple):
-    """`rows` rows, consecutive on both sides."""
+class Stretch(NamedTuple):
+    """Positions [first, last) of the context on a seat."""
 
-    host_row: int
-    device_row: int
-    rows: int
+    seat: int
+    first: int
+    last: int
+
+
+class Piece(NamedTuple):
+    """`size` rows, or words of keys, consecutive on both sides."""
+
+    device: int
+    host: int
+    size: int
 
 
 class Mirror:
-    """Copies of whole stretches. On a GPU they go over a stream of their own, each after the event that it needs."""
+    """Copies of whole stretches. On a GPU, what is stored goes over a stream of its own, after the event it needs."""
 
     def __init__(self, pool: DevicePool, host: HostStore, tables: PageTables) -> None:
         self._pool = pool
         self._host = host
         self._tables = tables
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+        key = pool.shape.key
+        self._key_word = torch.uint8 if key is None or key.stride_bytes % WORD_BYTES else torch.int32
+        self.reading: set[int] = set()  # device pages that the side stream may not have read yet
         self.rows_flushed = 0  # rows copied to the host since start, each counted once for all layers
 
-    def filled(self, seat: int, start: int, end: int) -> None:
-        """Rows [start, end) of a seat were written by the step just submitted: copies every page that they filled.
+    def filled(self, written: Sequence[Stretch]) -> None:
+        """The step just submitted has written these rows: copies every page that they filled.
 
         A streamed seat's rows went to the host as they were made; only its index keys are still to be copied.
         """
         page_rows = self._pool.geometry.page_rows
-        first, last = start // page_rows * page_rows, end // page_rows * page_rows
-        if first < last:
-            self._store(seat, first, last)
+        whole = ((seat, first - first % page_rows, last - last % page_rows) for seat, first, last in written)
+        self._store([Stretch(seat, first, last) for seat, first, last in whole if first < last])
 
     def flush(self, seat: int, length: int) -> None:
         """Copies the rows and keys of the newest page, which is not full; all before it is on the host."""
         first = length // self._pool.geometry.page_rows * self._pool.geometry.page_rows
         if first < length:
-            self._store(seat, first, length)
+            self._store([Stretch(seat, first, length)])
         self.wait()
 
     def load_rows(self, seat: int, first: int, last: int, pages: Sequence[int]) -> None:
-        """Rows [first, last) of a context from the host into its device `pages`, in every layer, by merged runs."""
+        """Rows [first, last) of a context from the host into its device `pages`, in every layer."""
         self.wait()
-        for piece in self._pieces(seat, first, last, pages):
-            on_host = slice(piece.host_row, piece.host_row + piece.rows)
-            on_device = slice(piece.device_row, piece.device_row + piece.rows)
-            for layer in range(self._pool.shape.layers):
-                self._pool.rows[layer, on_device].copy_(self._host.rows[layer, on_host], non_blocking=True)
+        if first < last:
+            pieces = self.row_pieces(Stretch(seat, first, last), pages)
+            page_copy.to_device(pieces, self._pool.rows, self._host.rows)
 
     def load_keys(self, seat: int, length: int) -> None:
-        """All index keys of a context from the host: each run of host pages is one copy per group."""
+        """All index keys of a context from the host."""
         if self._host.keys is None or length == 0:
             return
         self.wait()
-        part, page, key = self._key_places(seat, 0, length)
-        for group in range(self._pool.shape.groups):
-            runs = [self._host.keys[group, first : first + count] for first, count in self._host_runs(seat, 0, length)]
-            on_device = [run.to(self._pool.device, non_blocking=True) for run in runs]
-            self._pool.keys_of(group)[part, page, key] = torch.cat(on_device)
+        for part, pieces in self._key_pieces([Stretch(seat, 0, length)]).items():
+            sent = self._sent(pieces)
+            for device, host in self._key_words(part):
+                page_copy.to_device(sent, device, host)
 
-    def stream_in(self, layer: int, seat: int, length: int, work: Tensor) -> None:
-        """Rows [0, length) of one layer into the rows `work` of the pool's flat rows."""
-        done = 0
-        for first, count in self._host_runs(seat, 0, length):
-            rows = self._host.rows[layer, first : first + count].to(self._pool.device, non_blocking=True)
-            self._pool.flat_rows[work[done : done + count]] = rows
-            done += count
+    def stream_in(self, layer: int, pieces: Tensor) -> None:
+        """Rows of one layer into a workspace: `pieces` are of the pool's flat rows."""
+        page_copy.to_device(pieces, self._pool.flat_rows[None], self._host.rows[layer : layer + 1])
 
-    def stream_out(self, layer: int, seat: int, first: int, rows: Tensor) -> None:
-        """Rows [first, first + len(rows)) of one layer, just made, to the host."""
-        done = 0
-        for host_row, count in self._host_runs(seat, first, first + rows.shape[0]):
-            part = rows[done : done + count]
-            self._host.rows[layer, host_row : host_row + count].copy_(part, non_blocking=True)
-            done += count
+    def stream_out(self, layer: int, pieces: Tensor) -> None:
+        """Rows of one layer, just made in a workspace, to the host."""
+        page_copy.to_host(pieces, self._pool.flat_rows[None], self._host.rows[layer : layer + 1])
 
-    def _store(self, seat: int, first: int, last: int) -> None:
-        """Rows and keys [first, last) to the host, after what the device was told so far."""
-        self._after_compute()
-        with torch.cuda.stream(self._stream):
-            if not self._tables.work_pages[seat]:
-                for piece in self._pieces(seat, first, last, None):
-                    on_host = slice(piece.host_row, piece.host_row + piece.rows)
-                    on_device = slice(piece.device_row, piece.device_row + piece.rows)
-                    for layer in range(self._pool.shape.layers):
-                        self._host.rows[layer, on_host].copy_(self._pool.rows[layer, on_device], non_blocking=True)
-            if self._host.keys is not None:
-                self._store_keys(seat, first, last)
-        self.rows_flushed += last - first
-
-    def _store_keys(self, seat: int, first: int, last: int) -> None:
-        assert self._host.keys is not None
-        part, page, key = self._key_places(seat, first, last)
-        for group in range(self._pool.shape.groups):
-            keys = self._pool.keys_of(group)[part, page, key]
-            done = 0
-            for host_row, count in self._host_runs(seat, first, last):
-                self._host.keys[group, host_row : host_row + count].copy_(keys[done : done + count], non_blocking=True)
-                done += count
-
-    def _pieces(self, seat: int, first: int, last: int, pages: Sequence[int] | None) -> Iterator[Piece]:
-        """[first, last) of a context cut where host or device pages are not neighbours. `pages`: None: where they are
-        now, in the tail or in row pages."""
-        page_rows = self._pool.geometry.page_rows
-        tail = self._tables.tail_pages[seat] if pages is None and self._tables.is_tiered[seat] else None
-        if pages is None:
-            pages = self._tables.row_pages[seat]
-        host_pages = self._tables.host_pages[seat]
-        piece: Piece | None = None
-        for number in range(first // page_rows, -(-last // page_rows)):
-            low, high = max(first, number * page_rows), min(last, (number + 1) * page_rows)
-            host_row = host_pages[number] * page_rows + low % page_rows
-            device_page = pages[number] if tail is None else tail[number % TAIL_PAGES]
-            device_row = device_page * page_rows + low % page_rows
-            if piece is not None and piece[0] + piece[2] == host_row and piece[1] + piece[2] == device_row:
-                piece = Piece(piece.host_row, piece.device_row, piece.rows + high - low)
-                continue
-            if piece is not None:
-                yield piece
-            piece = Piece(host_row, device_row, high - low)
-        if piece is not None:
-            yield piece
-
-    def _host_runs(self, seat: int, first: int, last: int) -> list[tuple[int, int]]:
-        """(first host row, count) of [first, last), neighbours merged."""
-        page_rows = self._pool.geometry.page_rows
-        runs: list[tuple[int, int]] = []
-        for number in range(first // page_rows, -(-last // page_rows)):
-            low, high = max(first, number * page_rows), min(last, (number + 1) * page_rows)
-            row = self._tables.host_pages[seat][number] * page_rows + low % page_rows
-            if runs and sum(runs[-1]) == row:
-                runs[-1] = (runs[-1][0], runs[-1][1] + high - low)
-            else:
-                runs.append((row, high - low))
-        return runs
-
-    def _key_places(self, seat: int, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
-        device = self._pool.device
-        positions = torch.arange(first, last, device=device)
-        return key_places(self._pool, self._tables, torch.tensor(seat, device=device), positions)
-
-    def _after_compute(self) -> None:
-        """The side stream goes on after what the main stream was told so far."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+    def row_pieces(self, stretch: Stretch, pages: Sequence[int]) -> Tensor:
+        """[pieces, 3] on the device: a stretch of a context whose device pages are `pages`, for `page_copy`."""
+        return self._sent(self._row_pieces(stretch, pages))
 
     def wait(self) -> None:
         """The main stream goes on after what the side stream was told so far."""
+        self.reading.clear()
         if self._stream is not None:
             torch.cuda.current_stream(self._pool.device).wait_stream(self._stream)
+
+    def _store(self, stretches: Sequence[Stretch]) -> None:
+        """Rows and keys to the host, after what the device was told so far."""
+        if not stretches:
+            return
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+        with torch.cuda.stream(self._stream):
+            self._store_rows([each for each in stretches if not self._tables.work_pages[each.seat]])
+            if self._host.keys is not None:
+                self._store_keys(stretches)
+        self.rows_flushed += sum(last - first for _seat, first, last in stretches)
+
+    def _store_rows(self, stretches: Sequence[Stretch]) -> None:
+        pieces: list[Piece] = []
+        page_rows = self._pool.geometry.page_rows
+        for stretch in stretches:
+            pages: Sequence[int] = self._tables.row_pages[stretch.seat]
+            if stretch.seat in self._tables.tiered_seats:
+                tail = self._tables.tail_pages[stretch.seat]
+                pages = tail * (stretch.last // page_rows // TAIL_PAGES + 1)  # page n lies in tail page n % 2
+            self.reading.update(pages[stretch.first // page_rows : -(-stretch.last // page_rows)])
+            pieces += self._row_pieces(stretch, pages)
+        if pieces:
+            page_copy.to_host(self._sent(pieces), self._pool.rows, self._host.rows)
+
+    def _row_pieces(self, stretch: Stretch, pages: Sequence[int]) -> list[Piece]:
+        """Cut where pages of either side are no neighbours."""
+        page_rows, host_pages = self._pool.geometry.page_rows, self._tables.host_pages[stretch.seat]
+        return _merged(
+            Piece(
+                pages[low // page_rows] * page_rows + low % page_rows,
+                host_pages[low // page_rows] * page_rows + low % page_rows,
+                high - low,
+            )
+            for low, high in _cuts(stretch.first, stretch.last, page_rows)
+        )
+
+    def _store_keys(self, stretches: Sequence[Stretch]) -> None:
+        per_page = self._pool.geometry.keys_per_page
+        for seat, first, last in stretches:
+            self.reading.update(self._tables.key_pages[seat][first // per_page : -(-last // per_page)])
+        for part, pieces in self._key_pieces(stretches).items():
+            sent = self._sent(pieces)
+            for device, host in self._key_words(part):
+                page_copy.to_host(sent, device, host)
+
+    def _key_pieces(self, stretches: Sequence[Stretch]) -> dict[int, list[Piece]]:
+        """By part of a page: pieces in words, the same for every index group."""
+        pool, page_rows, word = self._pool, self._pool.geometry.page_rows, self._key_word.itemsize
+        assert pool.shape.key is not None and pool.key_blocks is not None
+        key_words, per_block = pool.shape.key.stride_bytes // word, pool.key_blocks.shape[2]
+        per_page, words_per_page = pool.geometry.keys_per_page, pool.geometry.part_bytes // word
+        pieces: dict[int, list[Piece]] = {}
+        for seat, first, last in stretches:
+            pages, host_pages = self._tables.key_pages[seat], self._tables.host_pages[seat]
+            for low, high in _cuts(first, last, page_rows, per_block, per_page):
+                part, key = divmod(low % per_page, per_block)
+                device = pages[low // per_page] * words_per_page + key * key_words
+                host = (host_pages[low // page_rows] * page_rows + low % page_rows) * key_words
+                pieces.setdefault(part, []).append(Piece(device, host, (high - low) * key_words))
+        return {part: _merged(of_part) for part, of_part in pieces.items()}
+
+    def _key_words(self, part: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(device, host) words [groups, words, 1] of this part: of all groups at once where they are evenly apart."""
+        assert self._host.keys is not None
+        layers = self._pool.shape.key_layers
+        device = self._pool.bytes.flatten(1).view(self._key_word)[:, :, None]
+        host = self._host.keys.view(torch.uint8).flatten(1).view(self._key_word)[:, :, None]
+        apart = {after - before for before, after in pairwise(layers)} or {1}
+        if len(apart) == 1:
+            every = slice(layers[0] + part, layers[-1] + part + 1, *apart)
+            yield device[every], host
+            return
+        for group, layer in enumerate(layers):
+            yield device[layer + part][None], host[group : group + 1]
+
+    def _sent(self, pieces: Sequence[Piece]) -> Tensor:
+        return uploaded([number for piece in pieces for number in piece], torch.int64, self._pool.device).view(-1, 3)
+
+
+def _cuts(first: int, last: int, page_rows: int, per_block: int = 0, per_page: int = 0) -> Iterator[tuple[int, int]]:
+    """[first, last) cut where a page of rows ends, and, for keys, where a block of a page of keys ends."""
+    while first < last:
+        end = min(last, first - first % page_rows + page_rows)
+        if per_page:
+            within = first % per_page
+            end = min(end, first - within % per_block + per_block, first - within + per_page)
+        yield first, end
+        first = end
+
+
+def _merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """Neighbours on both sides become one."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        if merged:
+            device, host, size = merged[-1]
+            if (device + size, host + size) == (piece.device, piece.host):
+                merged[-1] = Piece(device, host, size + piece.size)
+                continue
+        merged.append(piece)
+    return merged

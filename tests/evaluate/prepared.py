@@ -12,10 +12,11 @@ from torch import Tensor
 from hotset.evaluate.tasks import Question
 from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
+from hotset.memory.batch import make_batch
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.resident import ResidentView, key_places
 from hotset.memory.tables import PageTables
-from hotset.memory.view import Selected, View
+from hotset.memory.view import NewRows, Selected, View
 from hotset.models.checkpoint import find_model, open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.tokenizer import Tokenizer
@@ -41,11 +42,12 @@ class DamagedView:
     def segments(self) -> Segments:
         return self._inner.segments
 
-    def append(self, layer: int, rows: Tensor) -> None:
-        self._inner.append(layer, rows)
+    @property
+    def padded_seats(self) -> Tensor | None:
+        return self._inner.padded_seats
 
-    def append_keys(self, group: int, keys: Tensor) -> None:
-        self._inner.append_keys(group, keys)
+    def new_rows(self, layer: int) -> NewRows:
+        return self._inner.new_rows(layer)
 
     def context(self, layer: int) -> PagedRows:
         return self._inner.context(layer)
@@ -82,7 +84,9 @@ class Prepared:
         answers: list[list[int]] = [[] for _ in self.prompts]
         (end,) = self.tokenizer.encode("<|end|>")
         while len(answers[0]) < ANSWER_TOKENS and not all(end in answer for answer in answers):
-            view = ResidentView(self.pool, self.tables, range(len(starts)), starts, [len(new) for new in tokens])
+            view = ResidentView(
+                self.pool, self.tables, make_batch(range(len(starts)), starts, [len(new) for new in tokens], CPU)
+            )
             flat = torch.tensor([token for new in tokens for token in new])
             wanted = torch.cumsum(torch.tensor([len(new) for new in tokens]), 0) - 1
             chosen = self.model.forward(flat, DamagedView(view, damage), wanted).argmax(-1).tolist()
@@ -146,6 +150,6 @@ def prepare(model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question])
         tables.extend_keys(seat, 0, pages[rows:])
         for first in range(0, len(prompt) - QUESTION_TOKENS, CHUNK):
             chunk = prompt[first : min(first + CHUNK, len(prompt) - QUESTION_TOKENS)]
-            view = ResidentView(pool, tables, [seat], [first], [len(chunk)])
+            view = ResidentView(pool, tables, make_batch([seat], [first], [len(chunk)], CPU))
             model.forward(torch.tensor(chunk), view, torch.tensor([len(chunk) - 1]))
     return Prepared(questions, prompts, model, tokenizer, pool, tables)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout, index_key_row
+from hotset.memory.batch import make_batch
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.pages import PageAllocator
 from hotset.memory.resident import ResidentView
@@ -44,11 +45,11 @@ class Rig:
                 assert got is not None
                 extend(seat, len(held), got)
                 held += got
-        view = ResidentView(self.pool, self.tables, seats, starts, counts)
+        view = ResidentView(self.pool, self.tables, make_batch(seats, starts, counts, self.pool.device))
         new_rows, new_keys = torch.randn(LAYERS, sum(counts), WIDTH), torch.randn(sum(counts), KEY_WIDTH)
         for layer in range(LAYERS):
-            view.append(layer, new_rows[layer])
-        view.append_keys(0, new_keys)
+            view.new_rows(layer).store(new_rows[layer])
+        view.keys(0).store(view.segments.positions, new_keys)
         at = 0
         for seat, count in zip(seats, counts, strict=True):
             self.rows[seat] += new_rows[:, at : at + count].unbind(1)

@@ -77,7 +77,7 @@ class Attention:
 
     def _append(self, view: View, batch: Sequence[Written], layer: int) -> None:
         values = self._values(self._shape.row, view.segments)
-        view.append(layer, values)
+        view.new_rows(layer).store(values)
         stored = as_bytes(self._shape.row.encode(values))
         for segment, first, last, length in view.segments:
             batch[segment].rows[layer, length - (last - first) : length] = stored[first:last]
@@ -86,7 +86,7 @@ class Attention:
         layout = self._shape.key
         assert layout is not None
         values = self._values(layout, view.segments)
-        view.append_keys(group, values)
+        view.keys(group).store(view.segments.positions, values)
         stored = as_bytes(layout.encode(values))
         keys = view.keys(group)
         for segment, first, last, length in view.segments:

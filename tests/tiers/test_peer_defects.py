@@ -36,7 +36,7 @@ def test_defect_01_parking_keeps_host_rows_and_resuming_sets_the_hot_buffer_up_a
     assert old.phase is Phase.FINISHED or young.holding.residence is Residence.TIERED
     bench.run(until=lambda: bench.settled)
     if young.holding.residence is Residence.TIERED:
-        assert young.seat is not None and bench.memory.tables.is_tiered[young.seat]
+        assert young.seat is not None and young.seat in bench.memory.tables.tiered_seats
         assert len(young.holding.pages[Kind.SLOTS]) == bench.geometry.slot_pages
     bench.finish()
     counters = bench.scheduler.counters
@@ -247,9 +247,9 @@ def test_defect_16_the_side_stream_waits_for_the_pass_that_writes_a_page() -> No
     view = memory.view([0], [0], [2048])
     torch.cuda._sleep(200_000_000)  # about a tenth of a second, for which the copy must wait
     for layer in range(LAYERS):
-        view.append(layer, values + layer)
+        view.new_rows(layer).store(values + layer)
     for group in range(SHAPE.groups):
-        view.append_keys(group, values[:, :3])
+        view.keys(group).store(view.segments.positions, values[:, :3])
     memory.written([0], [0], [2048])
     torch.cuda.synchronize()
     for layer in range(LAYERS):

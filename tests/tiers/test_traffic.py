@@ -12,7 +12,6 @@ from tiers.whole_numbers import INDEXED, SHAPE, Bench
 from hotset.memory.resident import ResidentView
 from hotset.tiers.commands import Command, Demote, Flush, Load, Promote
 from hotset.tiers.coordinator import Coordinator, Traffic
-from hotset.tiers.view import TieredView
 
 RUNS = {
     "always": {"device_pages": 18, "host_pages": 80, "tiers": "always", "depth": 1},
@@ -38,7 +37,7 @@ class Recorded(Coordinator):
         self.told.append(command)
         super().execute(command)
 
-    def view(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> ResidentView | TieredView:
+    def view(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> ResidentView:
         self.told.append((list(seats), list(starts), list(counts)))
         return super().view(seats, starts, counts)
 

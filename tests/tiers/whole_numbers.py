@@ -55,9 +55,10 @@ class IntegerModel:
         hidden = _mix(token_ids.long() + 1, at + 1)
         choices: list[Tensor] = []
         for layer in range(LAYERS):
-            view.append(layer, _spread(hidden, layer, ROW_WIDTH, 1 << 16).short())
+            view.new_rows(layer).store(_spread(hidden, layer, ROW_WIDTH, 1 << 16).short())
             if layer in INDEXED:
-                view.append_keys(len(choices), _spread(hidden, 100 + layer, KEY_WIDTH, 7).short())
+                new_keys = _spread(hidden, 100 + layer, KEY_WIDTH, 7).short()
+                view.keys(len(choices)).store(view.segments.positions, new_keys)
                 choices.append(self._choose(view, len(choices), _spread(hidden, 200 + layer, KEY_WIDTH, 7)))
             hidden = self._attend(view, layer, choices[-1], hidden)
         for _segment, _first, last, length in view.segments:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hotset.models.sampling.upload import uploaded
+from hotset.kernels.passage import uploaded
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,53 @@
+"""Captured decode steps: which sizes there are, and, beside a GPU, that replaying them changes nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotset.base.sampling import SamplingParams
+from hotset.engine.decode_graphs import batch_sizes
+from hotset.engine.llm import LLM
+from hotset.evaluate.tasks import make_questions
+from hotset.models.checkpoint import find_model
+from hotset.models.tokenizer import Tokenizer
+
+DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 64, 65, 100, 256, 1000, 4096])
+def test_every_batch_has_a_captured_size_that_is_hardly_larger(most: int) -> None:
+    sizes = batch_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    for rows in range(1, most + 1):
+        size = next(size for size in sizes if size >= rows)
+        assert size - rows < max(8, -(-rows // 4)), f"{rows} rows run as {size}"
+
+
+def answers(prompts: list[dict[str, list[int]]], **settings: Any) -> list[list[int]]:
+    llm = LLM(model=DEMO, max_num_seqs=len(prompts), max_num_batched_tokens=8192, seed=0, **settings)
+    try:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    finally:
+        llm.close()
+
+
+@pytest.mark.gpu
+def test_graphs_eager_steps_and_the_cpu_answer_alike() -> None:
+    """Forty tokens after each question: the answer, then whatever the model goes on to say. All prompts are computed in
+    one step, so that every batch has a captured size: eager steps of that size run the same kernels."""
+    tokenizer = Tokenizer.load(find_model(DEMO), None)
+    assert tokenizer is not None
+    questions = make_questions(["lookup", "several", "chain"], 1024, 6, 3, lambda text: 1 + len(tokenizer.encode(text)))
+    prompts = [{"prompt_token_ids": tokenizer.encode("<|bos|>" + question.prompt)} for question in questions]
+    on_cpu = answers(prompts, device="cpu")
+    small = {"device_kv_tokens": 8192, "host_kv_tokens": 32768}
+    for tiers in ("off", "auto", "always"):
+        memory = {"device_kv_tokens": 8192} if tiers == "off" else small
+        captured = answers(prompts, device="cuda", tiers=tiers, **memory)
+        eager = answers(prompts, device="cuda", tiers=tiers, cuda_graphs="off", **memory)
+        assert captured == eager, f"tiers {tiers}"
+        for question, cpu, gpu in zip(questions, on_cpu, captured, strict=True):
+            count = len(tokenizer.encode(question.answer))
+            assert gpu[:count] == cpu[:count], f"tiers {tiers}: {question.task}"
