@@ -18,7 +18,7 @@ NEAR_MISSES = 0.3  # of new keys share a word with a key that exists
 CHAINED = 0.2  # of values are themselves keys
 UPDATES = (0.0, 0.3, 0.6)  # of records give a new value to a key that exists; one of these for each sequence
 ASK_UPDATED = 0.5  # of recalls are about a key with several values, where there is one: the last value must win
-# Where updates come in chains:
+CHAINS = 0.5  # of sequences have chains of updates, so that keys come to three values and four:
 CHAIN_UPDATES = 0.6  # of records are updates
 CHAIN_GOES_ON = 0.7  # of updates are of a key that was updated before
 CHAIN_LENGTH = 3  # updates of one key
@@ -32,6 +32,7 @@ class Sequence:
 
     tokens: list[int]
     weights: list[float]
+    chains: bool  # updates go on with keys that were updated before
     updates: float  # share of records that give a new value to a key that exists
     updates_end: int  # after so many tokens none does, so that old values close to each other are asked for as well
     keys: list[Key] = field(default_factory=list)
@@ -47,26 +48,20 @@ class Sequence:
 
 
 class Writer:
-    """Writes sequences of exactly the length asked for.
+    """Writes sequences of exactly the length asked for. `evaluating`: with the keys that training never sees."""
 
-    `chains`: updates go on with keys that were updated before, which so come to three values and four. `evaluating`:
-    with the keys that training never sees.
-    """
-
-    def __init__(
-        self, lexicon: Lexicon, filler: NDArray[np.uint16], seed: int, chains: bool, evaluating: bool = False
-    ) -> None:
+    def __init__(self, lexicon: Lexicon, filler: NDArray[np.uint16], seed: int, evaluating: bool = False) -> None:
         self._lexicon = lexicon
-        self._chains = chains
         self._filler = filler
         self._rng = np.random.default_rng(seed)
         self._evaluating = evaluating
 
     def write(self, length: int) -> tuple[list[int], list[float]]:
         rng = self._rng
-        updates = CHAIN_UPDATES if self._chains else float(rng.choice(UPDATES))
+        chains = rng.random() < CHAINS
+        updates = CHAIN_UPDATES if chains else float(rng.choice(UPDATES))
         updates_end = int(rng.random() * length)
-        sequence = Sequence([self._lexicon.bos], [0.0], updates, updates_end)
+        sequence = Sequence([self._lexicon.bos], [0.0], chains, updates, updates_end)
         longest_text = int(rng.choice([3, 16, 48])) * (1 if length < 2048 else 2)
         late = rng.random() < 0.4  # questions only near the end, as in evaluation
         while len(sequence.tokens) < length:
@@ -105,7 +100,7 @@ class Writer:
 
     def _changing_key(self, sequence: Sequence) -> Key:
         """The key of an update."""
-        going_on = [key for key, count in sequence.changed.items() if count < CHAIN_LENGTH] if self._chains else []
+        going_on = [key for key, count in sequence.changed.items() if count < CHAIN_LENGTH] if sequence.chains else []
         return self._pick(going_on if going_on and self._rng.random() < CHAIN_GOES_ON else sequence.keys)
 
     def _record(self, sequence: Sequence) -> None:
@@ -144,7 +139,7 @@ class Writer:
         kind = kinds[self._rng.choice(len(kinds), p=list(QUESTIONS.values()))]
         lexicon, marks = self._lexicon, self._lexicon.marks
         if kind == "recall" or len(sequence.keys) < 3:
-            again = sequence.updated and self._rng.random() < (CHAIN_ASKED if self._chains else ASK_UPDATED)
+            again = sequence.updated and self._rng.random() < (CHAIN_ASKED if sequence.chains else ASK_UPDATED)
             key = self._pick(sequence.updated if again else sequence.keys)
             if key in sequence.updated:  # asked again, the earlier answer alone would tell
                 sequence.updated.remove(key)

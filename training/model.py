@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -150,49 +149,51 @@ class Attention(nn.Module):
         return self._out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
     def warm_up(self, x: Tensor, by: Rotation, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Dense attention, and the divergence of the indexer's distribution from attention's at some query rows."""
+        """Dense attention, and the indexer's loss at some query rows."""
         q, k, v, q_latent = self.qkv(x, by)
         out = self._out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        iq, ik, weights = self.indexer.parts(x, q_latent, by)
-        unseen = torch.arange(x.shape[1], device=x.device) > rows[:, None]
+        return out, self._index_loss(q, k, self.indexer.parts(x, q_latent, by), rows)
+
+    def sparse(self, x: Tensor, by: Rotation, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Attention over each row's own top-k, and the indexer's loss at some query rows (None: none).
+
+        The indexer goes on learning what attention would give to all positions, not only to those that it chose: what
+        it misses now it could never learn from its own choice.
+        """
+        q, k, v, q_latent = self.qkv(x, by)
+        parts = self.indexer.parts(x, q_latent, by)
+        out = []
+        for first in range(0, x.shape[1], SPARSE_BLOCK):
+            last = min(first + SPARSE_BLOCK, x.shape[1])
+            kept = self._kept(parts, first, last)
+            block = q[:, :, first:last], k[:, :, :last], v[:, :, :last]
+            out.append(F.scaled_dot_product_attention(*block, attn_mask=kept[:, None]))
+        loss = x.new_zeros((), dtype=torch.float32) if rows is None else self._index_loss(q, k, parts, rows)
+        return self._out(torch.cat(out, dim=2)), loss
+
+    @torch.no_grad()
+    def _kept(self, parts: tuple[Tensor, Tensor, Tensor], first: int, last: int) -> Tensor:
+        """[b, last - first, last] bool: what query rows [first, last) may attend to."""
+        q, k, weights = parts
+        positions = torch.arange(last, device=q.device)
+        unseen = positions > positions[first:, None]
+        scores = self.indexer.scores(q[:, first:last], k[:, :last], weights[:, first:last])
+        scores = scores.masked_fill(unseen, float("-inf"))
+        topk = self.config.index_topk
+        if last <= topk:
+            return ~unseen.expand_as(scores)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(topk, dim=-1).indices, True)
+        return chosen & ~unseen  # by index: many scores are exactly 0, and a threshold would let all of those in
+
+    def _index_loss(self, q: Tensor, k: Tensor, parts: tuple[Tensor, Tensor, Tensor], rows: Tensor) -> Tensor:
+        """The divergence of the indexer's distribution from dense attention's, at query rows `rows`."""
+        index_q, index_k, weights = parts
+        unseen = torch.arange(k.shape[2], device=k.device) > rows[:, None]
         with torch.no_grad():
             scores = (q[:, :, rows] @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
             target = scores.masked_fill(unseen, float("-inf")).softmax(-1).mean(1)  # [b, rows, n]
-        index_scores = self.indexer.scores(iq[:, rows], ik, weights[:, rows])
-        return out, divergence(target, index_scores.masked_fill(unseen, float("-inf")))
-
-    def sparse(self, x: Tensor, by: Rotation) -> tuple[Tensor, Tensor]:
-        """Attention over each row's own top-k, and the indexer's divergence within it."""
-        q, k, v, q_latent = self.qkv(x, by)
-        parts = self.indexer.parts(x, q_latent, by)
-        out, losses = [], []
-        for first in range(0, x.shape[1], SPARSE_BLOCK):
-            last = min(first + SPARSE_BLOCK, x.shape[1])
-            if self.training and x.shape[1] > SPARSE_BLOCK:  # keep one block's scores at a time, not all
-                block, loss = checkpoint(self._sparse_block, q, k, v, parts, first, last, use_reentrant=False)
-            else:
-                block, loss = self._sparse_block(q, k, v, parts, first, last)
-            out.append(block)
-            losses.append(loss * block.shape[2])
-        return self._out(torch.cat(out, dim=2)), torch.stack(losses).sum() / x.shape[1]
-
-    def _sparse_block(
-        self, q: Tensor, k: Tensor, v: Tensor, parts: tuple[Tensor, Tensor, Tensor], first: int, last: int
-    ) -> tuple[Tensor, Tensor]:
-        """Query rows [first, last) over the positions before `last`."""
-        iq, ik, weights = parts
-        positions = torch.arange(last, device=q.device)
-        unseen = positions > positions[first:, None]
-        index_scores = self.indexer.scores(iq[:, first:last], ik[:, :last], weights[:, first:last])
-        index_scores = index_scores.masked_fill(unseen, float("-inf"))
-        kept = ~unseen.expand_as(index_scores)
-        if last > self.config.index_topk:
-            chosen = index_scores.detach().topk(self.config.index_topk, dim=-1).indices
-            kept = kept & torch.zeros_like(kept).scatter_(-1, chosen, True)
-        scores = (q[:, :, first:last] @ k[:, :, :last].transpose(-1, -2)).float() * q.shape[-1] ** -0.5
-        probabilities = scores.masked_fill(~kept[:, None], float("-inf")).softmax(-1)
-        loss = divergence(probabilities.detach().mean(1), index_scores.masked_fill(~kept, float("-inf")))
-        return probabilities.to(v.dtype) @ v[:, :, :last], loss
+        index_scores = self.indexer.scores(index_q[:, rows], index_k, weights[:, rows])
+        return divergence(target, index_scores.masked_fill(unseen, float("-inf")))
 
     def _out(self, attended: Tensor) -> Tensor:
         return self.o_proj(attended.transpose(1, 2).flatten(2))
@@ -271,7 +272,7 @@ class Layer(nn.Module):
             assert rows is not None
             attended, loss = self.self_attn.warm_up(normed, by, rows)
         else:
-            attended, loss = self.self_attn.sparse(normed, by)
+            attended, loss = self.self_attn.sparse(normed, by, rows)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), loss
 
