@@ -69,11 +69,11 @@ class HotBuffers:
         first = starts - TAIL_PAGES * page_rows
         room = min(page_rows, slots - self._geometry.topk)
         count = torch.where(first + page_rows <= slots, page_rows, room)
-        number = torch.arange(page_rows, device=device)
+        number = torch.arange(min(page_rows, slots), device=device)  # no more than the slots can be planned for
         entering = (first + page_rows - count)[:, None] + number
         entering = torch.where(number < count[:, None], entering, EMPTY)
         tail_rows = self._tables.tail_at(seats[:, None], entering.clamp_min(0))
-        slot_of = self._half_places(seats[:, None], first[:, None] + number)
+        slot_of = self._half_places(seats[:, None], first[:, None] + torch.arange(page_rows, device=device))
         for group in range(self._pool.shape.groups):
             self._pool.words_of(group).view(torch.int16)[slot_of] = EMPTY
             swap = self._plan_outside_tail(group, seats, entering, starts - 1)
