@@ -1,0 +1,118 @@
+"""The demo model under Hotset and under transformers with its offloaded cache: same prompts, same GPU, one run.
+
+    python benchmarks/against_transformers.py --json against.json
+
+Both read the same long prompts and answer greedily, in bfloat16. transformers keeps its KV in host memory and brings a
+whole layer to the GPU at a time; Hotset has every request tiered. Times are of whole answers, prompts included, and of
+decoding alone (the difference to answers of one token). There is no bar: the ratio is reported.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu import require_gpu
+from report import parser, report
+from transformers import AutoModelForCausalLM
+
+from hotset.base.sampling import SamplingParams
+from hotset.engine.llm import LLM
+from hotset.evaluate.tasks import make_questions
+
+DEMO = str(Path(__file__).resolve().parents[1] / "models" / "demo-dsa")
+
+Answers = list[list[int]]
+
+
+def seconds(answer: Callable[[int], Answers], tokens: int) -> tuple[float, float, Answers]:
+    """Of answers of `tokens` tokens to all prompts, of their first token alone, and the answers."""
+    answer(2)  # compiles, allocates
+    spent = []
+    for count in (1, tokens):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        answers = answer(count)
+        torch.cuda.synchronize()
+        spent.append(time.perf_counter() - start)
+    return spent[1], spent[0], answers
+
+
+def under_transformers(prompts: Answers, cache: str, batch: int) -> Callable[[int], Answers]:
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16).cuda().eval()
+    rows = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+
+    def answer(tokens: int) -> Answers:
+        answers: Answers = []
+        for some in rows:
+            ids = torch.tensor(some, device="cuda")
+            options: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+            with torch.inference_mode():
+                whole = model.generate(ids, attention_mask=torch.ones_like(ids), cache_implementation=cache, **options)
+            answers += whole[:, ids.shape[1] :].tolist()
+        return answers
+
+    return answer
+
+
+def under_hotset(prompts: Answers) -> Callable[[int], Answers]:
+    longest = max(map(len, prompts))
+    llm = LLM(
+        model=DEMO,
+        device="cuda",
+        tiers="always",
+        max_num_seqs=len(prompts),
+        max_num_batched_tokens=longest,
+        device_kv_tokens=(longest + 512) * len(prompts),
+        host_kv_tokens=(longest + 512) * (len(prompts) + 1),
+    )
+
+    def answer(tokens: int) -> Answers:
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    return answer
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--length", type=int, default=8192)
+    arguments.add_argument("--prompts", type=int, default=8)
+    arguments.add_argument("--tokens", type=int, default=64)
+    options = arguments.parse_args()
+    require_gpu()
+    tokenizer = LLM(model=DEMO, device="cpu", progress=False).tokenizer
+    assert tokenizer is not None
+    questions = make_questions(
+        ["lookup"], options.length, options.prompts, 1, lambda text: 1 + len(tokenizer.encode(text))
+    )
+    prompts = [tokenizer.encode("<|bos|>" + question.prompt) for question in questions]
+    shortest = min(map(len, prompts))
+    prompts = [prompt[len(prompt) - shortest :] for prompt in prompts]  # alike in length, so that both may batch them
+    right = [tokenizer.encode(question.answer) for question in questions]
+    runs = {
+        "hotset, all tiered": under_hotset(prompts),
+        "transformers, offloaded": under_transformers(prompts, "offloaded", 1),
+        "transformers, offloaded, batched": under_transformers(prompts, "offloaded", len(prompts)),
+    }
+    rows = []
+    for name, answer in runs.items():
+        whole, first, answers = seconds(answer, options.tokens)
+        decoded = len(prompts) * (options.tokens - 1)
+        rows.append(
+            {
+                "engine": name,
+                "answers s": whole,
+                "decode tokens/s": decoded / (whole - first),
+                "right": sum(got[: len(want)] == want for got, want in zip(answers, right, strict=True)),
+            }
+        )
+    for row in rows:
+        row["x hotset"] = row["decode tokens/s"] / rows[0]["decode tokens/s"]
+    report(f"{len(prompts)} prompts of {shortest} tokens, {options.tokens} tokens each", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
