@@ -36,6 +36,8 @@ class HotBuffers:
         size = (seats + 1, pool.shape.groups, pool.shape.topk)  # the last is for padded query rows, whose seat is -1
         self.last_selected = torch.full(size, EMPTY, dtype=torch.int32, device=pool.device)
         self._opened_at = [0] * seats  # rows of the context when it became tiered: its tail was made for the next one
+        self._ahead = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+        self._arrived: dict[int, torch.cuda.Event] = {}  # by layer: its rows were copied ahead
         self.counts = torch.zeros(pool.shape.groups, 2, dtype=torch.int64, device=pool.device)
 
     def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> Swap:
@@ -46,6 +48,21 @@ class HotBuffers:
     def copy(self, layer: int, swap: Swap, *, after_plan: bool = False) -> None:
         """Brings what `swap` misses from the host into this layer's slots. `after_plan`: `plan` was called just now."""
         copy(swap.copies, self._host.rows[layer], self._pool.rows[layer], after_plan=after_plan)
+
+    def copy_ahead(self, layers: Sequence[int], swap: Swap) -> None:
+        """Does so for layers that come later, beside what the main stream computes meanwhile."""
+        if self._ahead is not None:
+            self._ahead.wait_stream(torch.cuda.current_stream(self._pool.device))
+        with torch.cuda.stream(self._ahead):
+            for layer in layers:
+                self.copy(layer, swap)
+                if self._ahead is not None:
+                    self._arrived[layer] = self._ahead.record_event()
+
+    def wait_for(self, layer: int) -> None:
+        """The main stream goes on when this layer's rows, copied ahead, are there."""
+        if self._ahead is not None:
+            torch.cuda.current_stream(self._pool.device).wait_event(self._arrived.pop(layer))
 
     def leaving(self, seats: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int]]:
         """(seat, start) of those whose row at `start` begins a page, where older rows lie in the tail."""

@@ -92,9 +92,12 @@ class TieredView(ResidentView):
         if layer == shape.key_layers[group]:
             self._remember(group, positions)
             self._choose(group, positions)
+            if self._swap is not None:
+                self._hot.copy(layer, self._swap, after_plan=True)
+                self._hot.copy_ahead(shape.layers_of(group)[1:], self._swap)
+        elif self._swap is not None:
+            self._hot.wait_for(layer)
         assert self._chosen is not None, "a layer that shares a selection came before the one that makes it"
-        if self._swap is not None:
-            self._hot.copy(layer, self._swap, after_plan=layer == shape.key_layers[group])
         if not self._streams:
             return Selected(self._pool.rows[layer], self._chosen, shape.row)
         chosen = torch.where(self._chosen == EMPTY, EMPTY, self._chosen + layer * self._pool.layer_rows)
