@@ -23,7 +23,8 @@ from hotset.kernels.gqa_append import gqa_append
 from hotset.kernels.gqa_append import reference as gqa_reference
 from hotset.kernels.head_product import head_product
 from hotset.kernels.head_product import reference as head_reference
-from hotset.kernels.key_append import index_keys, key_append
+from hotset.kernels.key_append import key_append
+from hotset.kernels.key_append.reference import index_keys
 from hotset.kernels.mla_append import mla_append
 from hotset.kernels.mla_append import reference as mla_reference
 from hotset.kernels.norm import add_rms_norm, rms_norm

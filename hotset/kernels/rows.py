@@ -129,12 +129,14 @@ class PagedRows:
 
     def store(self, positions: Tensor, values: Tensor) -> None:
         """Writes `values` [query rows, width] at the positions [query rows] of each query row's own context."""
-        parts, _pages, block_rows, _width = self.blocks.shape
         there = self.seat_of != EMPTY
-        at = positions[there]
-        within = at % (parts * block_rows)
-        page = self.table[self.seat_of[there], at // (parts * block_rows)]
-        self.blocks[within // block_rows, page, within % block_rows] = self.layout.encode(values)[there]
+        self.blocks[self.places(self.seat_of[there], positions[there])] = self.layout.encode(values)[there]
+
+    def places(self, seats: Tensor | int, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(part, page, row) in `blocks` of the positions of contexts on `seats`."""
+        parts, _pages, block_rows, _width = self.blocks.shape
+        within = positions % (parts * block_rows)
+        return within // block_rows, self.table[seats, positions // (parts * block_rows)], within % block_rows
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

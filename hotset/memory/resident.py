@@ -65,11 +65,3 @@ class ResidentView:
     def _find(self, positions: Tensor) -> Tensor:
         """Device rows, within a layer, of `positions` [query rows, n] of each query row's own context."""
         return look_up(positions, self._batch.seat_of, self._tables.rows, self._pool.geometry.page_rows)
-
-
-def key_places(pool: DevicePool, tables: PageTables, seats: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(part, page, key) of each position's index key in `pool.keys_of(group)`, the same for every group."""
-    assert pool.key_blocks is not None, "this model has no index keys"
-    per_page, per_block = pool.geometry.keys_per_page, pool.key_blocks.shape[2]
-    within = positions % per_page
-    return within // per_block, tables.keys[seats, positions // per_page], within % per_block

@@ -14,7 +14,7 @@ from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
 from hotset.memory.batch import make_batch
 from hotset.memory.device_pool import DevicePool
-from hotset.memory.resident import ResidentView, key_places
+from hotset.memory.resident import ResidentView
 from hotset.memory.tables import PageTables
 from hotset.memory.view import NewRows, Selected, View
 from hotset.models.checkpoint import find_model, open_weights
@@ -120,10 +120,11 @@ class Prepared:
                 here, there = (self.tables.rows_at(torch.tensor(seat), each) for each in (positions, later))
                 self.pool.rows[:, there] = self.pool.rows[:, here]
             else:
-                here, there = (key_places(self.pool, self.tables, torch.tensor(seat), p) for p in (positions, later))
+                view = ResidentView(self.pool, self.tables, make_batch([seat], [0], [1], CPU))
                 for group in range(self.pool.shape.groups):
-                    keys = self.pool.keys_of(group)
-                    keys[there] = keys[here].clone()
+                    keys = view.keys(group)
+                    here, there = (keys.places(seat, each) for each in (positions, later))
+                    keys.blocks[there] = keys.blocks[here].clone()
         yield
         self.pool.bytes.copy_(before)
 

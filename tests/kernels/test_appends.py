@@ -81,7 +81,7 @@ class Mla:
         )
 
     def values(self) -> Tensor:
-        return mla_append.mla_rows(self.kv, self.weight, EPS, self.rotation)
+        return mla_append.reference.mla_rows(self.kv, self.weight, EPS, self.rotation)
 
     def expect(self, values: Tensor) -> Tensor:
         """All bytes of the rows after `values` were stored."""
@@ -123,7 +123,7 @@ class Keys:
         return Keys(key, weight.to(dtype), bias.to(dtype), rotation, interleaved, keys, positions)
 
     def values(self) -> Tensor:
-        return key_append.index_keys(self.key, self.weight, self.bias, EPS, self.rotation, self.interleaved)
+        return key_append.reference.index_keys(self.key, self.weight, self.bias, EPS, self.rotation, self.interleaved)
 
     def expect(self, values: Tensor) -> Tensor:
         blocks = to("cpu", self.keys.blocks)
@@ -177,7 +177,7 @@ class Gqa:
         return q, rows
 
     def expect(self) -> tuple[Tensor, Tensor]:
-        q, values = gqa_append.gqa_rows(self.qkv, self.kv_heads, self.norms, self.rotation)
+        q, values = gqa_append.reference.gqa_rows(self.qkv, self.kv_heads, self.norms, self.rotation)
         rows = to("cpu", self.rows)
         kept = self.at != EMPTY
         rows[self.at[kept]] = self.layout.encode(values)[kept]
@@ -352,7 +352,7 @@ def test_gqa_append_on_a_gpu_stores_the_same_rows(
         return
     torch.testing.assert_close(q.cpu(), expected_q)  # a sum in another order: a rounding may fall the other way
     kept = case.at[case.at != EMPTY]
-    values = gqa_append.gqa_rows(case.qkv, kv_heads, case.norms, case.rotation)[1][case.at != EMPTY]
+    values = gqa_append.reference.gqa_rows(case.qkv, kv_heads, case.norms, case.rotation)[1][case.at != EMPTY]
     torch.testing.assert_close(case.layout.decode(rows.cpu())[kept], values)
     others = sorted(set(range(11)) - set(kept.tolist()))
     assert torch.equal(rows.cpu().view(torch.uint8)[others], case.rows.view(torch.uint8)[others])

@@ -9,7 +9,7 @@ from hotset.kernels.gqa_append.norms import HeadNorms
 from hotset.kernels.rope.rotation import Rotation
 from hotset.kernels.rows import RowLayout
 
-__all__ = ["HeadNorms", "gqa_append", "gqa_rows"]
+__all__ = ["HeadNorms", "gqa_append"]
 
 MOST_FAST_DIM = 512  # one program holds a head in registers
 
@@ -38,10 +38,3 @@ def gqa_append(
         raise ConfigError(f"heads of {dim} values are more than the {MOST_FAST_DIM} that a GPU appends")
     q: Tensor = kernels_of("gqa_append").gqa_append(qkv, kv_heads, norms, rotation, layout, device_rows, new_rows)
     return q
-
-
-def gqa_rows(
-    qkv: Tensor, kv_heads: int, norms: HeadNorms | None, rotation: Rotation
-) -> tuple[Tensor, Tensor]:  # [rows, heads, dim] queries, [rows, 2 * kv_heads * dim] rows as values
-    """What `gqa_append` returns, and what it stores, for whoever stores it otherwise."""
-    return reference.gqa_rows(qkv, kv_heads, norms, rotation)

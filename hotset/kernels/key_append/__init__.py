@@ -39,10 +39,3 @@ def key_append(
     if dim > MOST_FAST_DIM:
         raise ConfigError(f"an index key of {dim} values is more than the {MOST_FAST_DIM} that a GPU appends")
     kernels_of("key_append").key_append(key, weight, bias, eps, rotation, interleaved, keys, positions)
-
-
-def index_keys(
-    key: Tensor, weight: Tensor, bias: Tensor, eps: float, rotation: Rotation, interleaved: bool
-) -> Tensor:  # [rows, dim]
-    """The keys as values, not yet encoded: what `key_append` stores, for whoever stores them otherwise."""
-    return reference.index_keys(key, weight, bias, eps, rotation, interleaved)

@@ -36,8 +36,3 @@ def mla_append(
     if rank > MOST_FAST_RANK:
         raise ConfigError(f"a latent of {rank} values is more than the {MOST_FAST_RANK} that a GPU appends")
     kernels_of("mla_append").mla_append(kv, weight, eps, rotation, layout, device_rows, new_rows)
-
-
-def mla_rows(kv: Tensor, weight: Tensor, eps: float, rotation: Rotation) -> Tensor:  # [rows, rank + rope]
-    """The rows as values, not yet encoded: what `mla_append` stores, for whoever stores them otherwise."""
-    return reference.mla_rows(kv, weight, eps, rotation)
