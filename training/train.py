@@ -67,6 +67,7 @@ LEGS = {
         Stage("dense", 256, 64, 3, 0.02, 0.02),
         Stage("warm_up", 512, 32, 3, 0.01, 0.01),
         Stage("sparse", 1024, 16, 3, 0.01, 0.01),
+        Stage("sparse", 16384, 4, 3, 0.01, 0.01),  # the longest, so that memory is tried
     ),
 }
 
