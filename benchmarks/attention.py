@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hotset.kernels.rows import RowLayout, mla_row
 from hotset.kernels.sparse_attention import sparse_attention
-from hotset.kernels.sparse_attention.launch import GLUON_KEYS, Gpu, Launch, Work, choose, with_splits
+from hotset.kernels.sparse_attention.launch import HOPPER, MOST_SPLITS, PORTABLE, Gpu, Launch, Work, choose, with_splits
 
 TOPK, RANK, ROPE = 2048, 512, 64
 SCALE = (RANK + ROPE) ** -0.5
@@ -32,6 +32,7 @@ INPUTS = 3  # different ones, in turn
 COPY_BAR = {16: 0.6}
 MATRIX_BAR = {(128, False): 0.5, (128, True): 0.4}
 BARRED_BATCHES = (32, 128)
+SWEPT_HEADS, SWEPT_BATCHES = (16, 32, 128), (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Cell:
 
 
 ALL = [Cell(batch, heads, fp8) for heads in (16, 32, 64, 128) for fp8 in (False, True) for batch in (1, 8, 32, 128)]
-QUICK = [cell for cell in ALL if cell.heads in (16, 128) and cell.batch in BARRED_BATCHES]
+QUICK = [cell for cell in ALL if cell.heads in SWEPT_HEADS and cell.batch in BARRED_BATCHES]
 
 
 @cache
@@ -121,31 +122,31 @@ def gpu() -> Gpu:
     return Gpu(found.multi_processor_count, found.major == 9)
 
 
-def candidates(block_heads: int, fp8: bool) -> list[Launch]:
-    """Launches worth a try, by the heads of a program."""
-    gluon = Launch("gluon", block_heads, GLUON_KEYS)
-    if block_heads == 64:
-        return [gluon, Launch("triton", 64, 32, stages=3)]
-    if block_heads == 32:
-        return [gluon, Launch("triton", 32, 64) if fp8 else Launch("triton", 32, 32, stages=4)]
-    triton = [
-        Launch("triton", 16, 32, warps=4, stages=3, programs_per_sm=2),
-        Launch("triton", 16, 64, warps=8, stages=2 if fp8 else 3),
-    ]
-    deep = Launch("triton", 16, 32, warps=4, stages=4, programs_per_sm=2 if fp8 else 1)
-    return [gluon, *triton, deep]
+def candidates(heads: int, fp8: bool) -> list[Launch]:
+    """Launches worth a try; the first is the one in use."""
+    group = 16 if heads <= 16 else 32 if heads <= 32 else 64
+    in_use = HOPPER[fp8, group]
+    if group == 64:
+        others = [HOPPER[fp8, 32]]
+    elif not fp8:
+        others = [PORTABLE[fp8, group]]
+    else:
+        sizes = [(32, 3, 3), (32, 4, 2), *([(64, 2, 2)] if group == 16 else [])]  # keys, stages, programs
+        others = [Launch("cuda", 16, keys, warps=4, stages=n, programs_per_sm=m) for keys, n, m in sizes]
+    return [in_use, *(each for each in others if each != in_use)]
 
 
-def sweep(heads: Iterable[int]) -> None:
+def sweep(heads: Iterable[int], batches: Sequence[int]) -> None:
     """Tries other launches and other numbers of splits, and prints every time: for whoever sets the constants.
 
-    A star stands at the number of splits that `with_splits` takes.
+    Where they stand: HOPPER and the costs of splits in hotset/kernels/sparse_attention/launch.py. A star stands at the
+    number of splits that `with_splits` takes.
     """
     for count in heads:
         for fp8 in (False, True):
             rows: list[dict[str, Any]] = []
-            cells = [Cell(batch, count, fp8) for batch in BARRED_BATCHES]
-            for launch in candidates(16 if count <= 16 else 32 if count <= 32 else 64, fp8):
+            cells = [Cell(batch, count, fp8) for batch in batches]
+            for launch in candidates(count, fp8):
                 rows += sweep_rows(launch, cells)
             rows.sort(key=lambda row: (row["batch"], row["us"]))
             report(f"{count} heads, {'fp8' if fp8 else 'bf16'} rows", rows, None)
@@ -155,7 +156,7 @@ def sweep_rows(launch: Launch, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     rows = []
     for cell in cells:
         chosen = with_splits(launch, cell.work, gpu())
-        for splits in sorted({max(1, chosen.splits // 2), chosen.splits, 2 * chosen.splits}):
+        for splits in sorted({max(1, chosen.splits // 2), chosen.splits, min(MOST_SPLITS, 2 * chosen.splits)}):
             tried = replace(chosen, splits=splits)
             try:
                 spent = seconds(cell, tried)
@@ -205,14 +206,15 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--png", type=Path, help="also draw the results to this file")
-    arguments.add_argument("--quick", action="store_true", help="only the cells with a bar")
+    arguments.add_argument("--quick", action="store_true", help="only the cells with a bar, and those of 32 heads")
     arguments.add_argument("--sweep", action="store_true", help="try other launches instead, and print their times")
-    arguments.add_argument("--heads", type=int, nargs="*", default=[16, 32, 128], help="of the sweep")
+    arguments.add_argument("--heads", type=int, nargs="*", default=SWEPT_HEADS, help="of the sweep")
+    arguments.add_argument("--batches", type=int, nargs="*", default=SWEPT_BATCHES, help="of the sweep")
     options = arguments.parse_args()
     require_gpu()
     torch.manual_seed(0)
     if options.sweep:
-        sweep(options.heads)
+        sweep(options.heads, options.batches)
         return
     rows = [measured(cell) for cell in (QUICK if options.quick else ALL)]
     notes = (

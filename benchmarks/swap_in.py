@@ -1,10 +1,11 @@
-"""Swap-in on a GPU: plan and copy against SGLang's kernel and against a bare gather of the same rows.
+"""Swap-in on a GPU: plan and copy of one layer against SGLang's kernel and against a bare gather of the same rows.
 
 Top-k 2048 over contexts of 131,072 tokens, each with host rows of its own, neighbours as an allocator would give them.
-Resident sets, hits, misses, their order and the ages of the slots are random; 8 sets of inputs in turn; the maps are
-restored and the L2 is overwritten before every call; CUDA graphs are timed. SGLang's times (commit cce0a12) were taken
-under the same conditions on an H200. The bare gather copies exactly the missing rows from a ready list: the better of
-a kernel with one warp per row and of swap-in's own copy.
+Resident sets, hits, misses, their order and the ages of the slots are random; 8 sets of inputs in turn (4 at batch
+128); the maps are restored and the L2 is overwritten before every call; CUDA graphs are timed. SGLang's times (commit
+cce0a12) were taken under the same conditions on an H200. The bare gather copies exactly the missing rows from a ready
+list: the better of a kernel with one warp per row and of swap-in's own copy. A swap-in may begin while the kernel
+before it ends, as it would in a step; the gather does not. `two launches`: plan and copy as kernels of their own.
 
 Bars, 656-byte rows: without misses at most 9 us to batch 32 and 14 us at 128; over the grid, geometric mean at least
 1.8 times as fast as SGLang and no cell more than 3 % slower; from 5 % misses on at most 1.15 times the bare gather from
@@ -13,7 +14,7 @@ batch 32 on, 1.8 times at batch 8.
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ SLOTS = (4096, 8192)
 BATCHES = (1, 8, 32, 128)
 MISSES = (0.0, 0.01, 0.05, 0.2)
 INPUT_SETS = 8
+TWO_LAUNCHES = replace(cuda_impl.TUNED, clusters=((1, None),))
 
 # us: SGLang's kernel, for each of MISSES, by (slots, batch).
 SGLANG = {
@@ -63,90 +65,85 @@ class Measured:
     """Microseconds."""
 
     cell: Cell
-    plan: float
-    copy: float
-    both: float
+    ours: float
+    two_launches: float
     gather: float | None  # None: nothing is missing
     rows: int  # that were missing
 
     @property
     def faster(self) -> float | None:
-        return None if self.cell.sglang_us is None else self.cell.sglang_us / self.both
+        return None if self.cell.sglang_us is None else self.cell.sglang_us / self.ours
 
     @property
     def over_gather(self) -> float | None:
-        return None if self.gather is None else self.both / self.gather
+        return None if self.gather is None else self.ours / self.gather
 
     def shown(self) -> dict[str, Any]:
-        bytes_per_us = self.rows * self.cell.row_bytes / self.both
+        bytes_per_us = self.rows * self.cell.row_bytes / self.ours
         return {
             "row bytes": self.cell.row_bytes,
             "slots": self.cell.slots,
             "batch": self.cell.batch,
             "misses": f"{self.cell.misses:.0%}",
+            "ours us": round(self.ours, 2),
             "sglang us": self.cell.sglang_us or "-",
-            "plan us": round(self.plan, 2),
-            "copy us": round(self.copy, 2),
-            "both us": round(self.both, 2),
             "x faster": round(self.faster, 2) if self.faster else "-",
             "gather us": round(self.gather, 2) if self.gather else "-",
             "x gather": round(self.over_gather, 2) if self.over_gather else "-",
             "GB/s": round(bytes_per_us * 1e-3, 1),
+            "two launches us": round(self.two_launches, 2),
         }
 
 
-def states_of(cell: Cell, host: HostRows) -> list[State]:
+def tuned(cluster: cuda_impl.Cluster) -> cuda_impl.Tuning:
+    """Whatever the batch."""
+    return replace(cuda_impl.TUNED, clusters=((1, cluster),))
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def states_of(cell: Cell, host: HostRows, sets: int = INPUT_SETS) -> list[State]:
     rows = host.of(cell.row_bytes)
-    return [make_state(cell.slots, cell.batch, cell.misses, rows, seed) for seed in range(INPUT_SETS)]
+    return [make_state(cell.slots, cell.batch, cell.misses, rows, seed) for seed in range(sets)]
 
 
-def us_of_both(states: list[State], tuning: cuda_impl.Tuning = cuda_impl.TUNED, *, early: bool = True) -> float:
-    def call(state: State) -> None:
-        swap = state.plan(tuning)
-        cuda_impl.copy(swap.copies, state.host_rows, state.device_rows, after_plan=early, tuning=tuning)
-
-    return 1e6 * seconds_of([partial(call, state) for state in states], before=[state.restore for state in states])
-
-
-def us_of_plan(states: list[State], tuning: cuda_impl.Tuning = cuda_impl.TUNED) -> float:
-    calls = [partial(state.plan, tuning) for state in states]
+def us_of(states: list[State], tuning: cuda_impl.Tuning) -> float:
+    calls = [partial(state.swap_in, tuning) for state in states]
     return 1e6 * seconds_of(calls, before=[state.restore for state in states])
 
 
-def us_of_copy(states: list[State], lists: list[Copies], tuning: cuda_impl.Tuning = cuda_impl.TUNED) -> float:
-    def call(state: State, copies: Copies) -> None:
-        cuda_impl.copy(copies, state.host_rows, state.device_rows, tuning=tuning)
-
-    return 1e6 * seconds_of([partial(call, *each) for each in zip(states, lists, strict=True)])
-
-
-def us_of_gather(states: list[State], lists: list[Copies]) -> float:
-    """The better of two ways to copy the same rows from a ready list."""
-    flat = [state.flat(copies) for state, copies in zip(states, lists, strict=True)]
+def us_of_gather(states: list[State]) -> float:
+    """The better of two ways to copy the rows that a plan misses, from a ready list."""
+    lists = []
+    for state in states:
+        state.restore()
+        lists.append(state.flat(state.swap_in(cuda_impl.TUNED).copies))
     kernel = cuda_source.kernel(Path(__file__).with_name("bare_gather.cu"), "bare_gather")
 
-    def call(state: State, copies: Copies) -> None:
+    def gather(state: State, copies: Copies) -> None:
         count = copies.host_rows.shape[1]
         shape = LaunchShape(-(-count // 4), 128)
         units = state.host_rows.shape[1] // 16
         rows = (copies.host_rows, copies.device_rows, count)
         kernel.launch(shape, *rows, state.host_rows, state.device_rows, units)
 
-    bare = 1e6 * seconds_of([partial(call, *each) for each in zip(states, flat, strict=True)])
-    return min(bare, us_of_copy(states, flat))
+    def copy(state: State, copies: Copies) -> None:
+        cuda_impl.copy(copies, state.host_rows, state.device_rows)
+
+    return min(
+        1e6 * seconds_of([partial(call, *each) for each in zip(states, lists, strict=True)]) for call in (gather, copy)
+    )
 
 
 def measure(cell: Cell, host: HostRows) -> Measured:
-    states = states_of(cell, host)
-    lists = []
-    for state in states:
-        state.restore()
-        swap = state.plan(cuda_impl.TUNED)
-        state.check(swap)
-        lists.append(swap.copies)
-    gather = us_of_gather(states, lists) if cell.misses else None
-    missing = int(lists[0].counts.sum())
-    return Measured(cell, us_of_plan(states), us_of_copy(states, lists), us_of_both(states), gather, missing)
+    states = states_of(cell, host, INPUT_SETS if cell.batch <= 32 else INPUT_SETS // 2)
+    for tuning in (cuda_impl.TUNED, TWO_LAUNCHES):
+        states[0].check(tuning)
+    ours, two_launches = us_of(states, cuda_impl.TUNED), us_of(states, TWO_LAUNCHES)
+    gather = us_of_gather(states) if cell.misses else None
+    return Measured(cell, ours, two_launches, gather, states[0].missing * cell.batch)
 
 
 def bars(measured: list[Measured]) -> list[tuple[str, bool]]:
@@ -154,11 +151,11 @@ def bars(measured: list[Measured]) -> list[tuple[str, bool]]:
     found: list[tuple[str, bool]] = []
     grid = [each for each in measured if each.cell.row_bytes == 656]
     for most, batches in ((9.0, (1, 8, 32)), (14.0, (128,))):
-        times = [each.both for each in grid if not each.cell.misses and each.cell.batch in batches]
+        times = [each.ours for each in grid if not each.cell.misses and each.cell.batch in batches]
         if times:
             found.append((f"no misses, batch {batches}: {max(times):.2f} us, at most {most:.0f}", max(times) <= most))
     ratios = [each.faster for each in grid if each.faster is not None]
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    mean = geometric_mean(ratios)
     found.append(
         (f"geometric mean of {len(ratios)} cells: {mean:.2f} times as fast as SGLang, at least 1.8", mean >= 1.8)
     )
@@ -189,40 +186,53 @@ def measure_pages(host: HostRows, blocks: int = page_copy_cuda.TUNED.blocks) -> 
     return shown
 
 
-def sweep_plan(host: HostRows) -> None:
-    cells = [Cell(656, 4096, 8, 0.0), Cell(656, 8192, 1, 0.05), Cell(656, 8192, 32, 0.2)]
-    found = {f"b{cell.batch} {cell.slots} {cell.misses:.0%}": states_of(cell, host) for cell in cells}
-    shown = []
-    for threads in (256, 512, 1024):
-        tuning = cuda_impl.Tuning(plan_threads=threads)
-        times = {name: round(us_of_plan(states, tuning), 2) for name, states in found.items()}
-        shown.append({"plan threads": threads} | times)
-    report("Plan, us", shown, None)
-    shown = []
-    for early in (False, True):
-        times = {name: round(us_of_both(states, early=early), 2) for name, states in found.items()}
-        shown.append({"copy begins early": early} | times)
-    report("Plan and copy, us", shown, None)
+EIGHT, FOUR = cuda_impl.Cluster(8, 1), cuda_impl.Cluster(4, 1)
+SMALL_BATCHES = {
+    "8 blocks": tuned(EIGHT),
+    "8 blocks, not early": replace(tuned(EIGHT), early=False),
+    "8 blocks, 1 row": tuned(replace(EIGHT, rows_at_once=1)),
+    "8 blocks, not eager": tuned(replace(EIGHT, eager=False)),
+    "8 blocks, 1024 threads": replace(tuned(EIGHT), plan_threads=1024),
+    "4 blocks": tuned(FOUR),
+    "two launches": TWO_LAUNCHES,
+}
+SWEEP = {
+    1: SMALL_BATCHES,
+    8: SMALL_BATCHES,
+    32: {
+        "4 blocks": tuned(FOUR),
+        "4 blocks, not early": replace(tuned(FOUR), early=False),
+        "4 blocks, 1 row": tuned(replace(FOUR, rows_at_once=1)),
+        "4 blocks, 1024 threads": replace(tuned(FOUR), plan_threads=1024),
+        "8 blocks": tuned(EIGHT),
+        "8 blocks, 2 plan": tuned(cuda_impl.Cluster(8, 2)),
+        "two launches": TWO_LAUNCHES,
+    },
+    128: {
+        "8 blocks, 8 plan": tuned(cuda_impl.Cluster(8, 8)),
+        "8 blocks, 4 plan": tuned(cuda_impl.Cluster(8, 4)),
+        "8 blocks, 4 plan, 1 row": tuned(cuda_impl.Cluster(8, 4, rows_at_once=1)),
+        "4 blocks, 2 plan": tuned(cuda_impl.Cluster(4, 2)),
+        "2 blocks": tuned(cuda_impl.Cluster(2, 1)),
+        "1 block": tuned(cuda_impl.Cluster(1, 1)),
+        "two launches": TWO_LAUNCHES,
+    },
+}
 
 
 def sweep(host: HostRows) -> None:
-    """Tries launch shapes on a few cells; the best go into `cuda_impl.Tuning`."""
-    sweep_plan(host)
-    cells = [Cell(656, 4096, 1, 0.05), Cell(656, 4096, 8, 0.2), Cell(656, 4096, 32, 0.2), Cell(656, 4096, 128, 0.05)]
-    lists = []
-    for cell in cells:
-        states = states_of(cell, host)[:4]
-        lists.append((cell, states, [state.plan(cuda_impl.TUNED).copies for state in states]))
-    shown = []
-    for blocks, threads, rows in (
-        *((16, 512, 2), (32, 256, 2), (32, 512, 1), (32, 512, 2), (64, 256, 1), (64, 256, 2), (64, 256, 4)),
-        *((132, 128, 1), (132, 256, 1), (132, 256, 2), (132, 256, 4), (264, 256, 1), (264, 256, 2)),
-    ):
-        tuning = cuda_impl.Tuning(copy_blocks=blocks, copy_threads=threads, rows_at_once=rows)
-        times = {f"b{c.batch} {c.misses:.0%}": round(us_of_copy(s, copies, tuning), 2) for c, s, copies in lists}
-        shown.append({"copy blocks": blocks, "threads": threads, "rows at once": rows} | times)
-    report("Copy, us", shown, None)
-    report("Pages", [row for blocks in (8, 16, 32, 64) for row in measure_pages(host, blocks)], None)
+    """Tries launches at 4096 slots; the best for each batch go into `cuda_impl.Tuning`."""
+    for batch, tunings in SWEEP.items():
+        cells = [Cell(656, 4096, batch, misses) for misses in MISSES]
+        states = {cell: states_of(cell, host, 3) for cell in cells}
+        shown = []
+        for name, tuning in tunings.items():
+            times = {cell: us_of(states[cell], tuning) for cell in cells}
+            faster = [SGLANG[4096, batch][MISSES.index(cell.misses)] / time for cell, time in times.items()]
+            columns = {f"{cell.misses:.0%} us": round(time, 2) for cell, time in times.items()}
+            shown.append({"launch": name} | columns | {"x faster, mean": round(geometric_mean(faster), 3)})
+        report(f"Batch {batch}", shown, None)
+        print(f"best at batch {batch}: {max(shown, key=lambda row: float(row['x faster, mean']))['launch']}")
 
 
 def draw(measured: list[Measured], path: Path) -> None:
@@ -240,7 +250,7 @@ def draw(measured: list[Measured], path: Path) -> None:
             cells = [each for each in grid if (each.cell.slots, each.cell.batch) == (slots, batch)]
             at = [f"{each.cell.misses:.0%}" for each in cells]
             axes[i][j].plot(at, [each.cell.sglang_us for each in cells], "o-", color="#c0504d", label="SGLang")
-            axes[i][j].plot(at, [each.both for each in cells], "o-", color="#1f77b4", label="Hotset")
+            axes[i][j].plot(at, [each.ours for each in cells], "o-", color="#1f77b4", label="Hotset")
             gathers = [each.gather if each.gather is not None else math.nan for each in cells]
             axes[i][j].plot(at, gathers, "--", color="#888888", label="bare gather")
             axes[i][j].set(yscale="log", title=f"batch {batch}, {slots} slots")
@@ -274,7 +284,7 @@ def main() -> None:
         pages = measure_pages(host)
     notes = (
         f"{host.gib:.1f} GiB of pinned rows; contexts of 1152-byte rows share it from batch 73 on. "
-        "x gather: both over the bare gather."
+        "x gather: ours over the bare gather."
     )
     report("Swap-in", [each.shown() for each in measured], arguments.json, notes)
     report("Whole pages by one kernel, 656-byte rows, 8 layers", pages, None)

@@ -74,16 +74,19 @@ class State:
     def restore(self) -> None:
         self.words.copy_(self.words_before)
 
-    def plan(self, tuning: cuda_impl.Tuning) -> Swap:
-        columns = (self.positions, self.seats, self.stamps)
-        return cuda_impl.plan(*columns, self.tables, self.words, self.words_per_page, self.counts, tuning=tuning)
+    def swap_in(self, tuning: cuda_impl.Tuning) -> Swap:
+        inputs = (self.positions, self.seats, self.stamps, self.tables, self.words, self.words_per_page, self.counts)
+        return cuda_impl.plan(*inputs, host_rows=self.host_rows, device_rows=self.device_rows, tuning=tuning)
 
-    def check(self, swap: Swap) -> None:
-        """What is timed is also right: so many misses, and the bytes of some of them."""
-        assert swap.copies.counts.tolist() == [self.missing] * self.seats.shape[0]
-        cuda_impl.copy(swap.copies, self.host_rows, self.device_rows)
-        some = (swap.copies.host_rows[-1, : self.missing], swap.copies.device_rows[-1, : self.missing])
-        assert torch.equal(self.device_rows[some[1]].cpu(), self.host_rows[some[0].cpu()])
+    def check(self, tuning: cuda_impl.Tuning) -> None:
+        """What is timed is also right: so many misses, and every byte of them."""
+        self.restore()
+        self.device_rows.zero_()
+        copies = self.swap_in(tuning).copies
+        assert copies.counts.tolist() == [self.missing] * self.seats.shape[0]
+        flat = self.flat(copies)
+        brought = self.device_rows[flat.device_rows[0]].cpu()
+        assert torch.equal(brought, self.host_rows[flat.host_rows[0].cpu()]), "rows differ from those on the host"
 
     def flat(self, copies: Copies) -> Copies:
         """All copies in one list."""

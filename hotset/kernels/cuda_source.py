@@ -74,7 +74,8 @@ def compile_source(source: Path, constants: dict[str, int], arch: str) -> Any:
     except ImportError as error:
         raise MissingDependency(f'{source.parent.name} on a GPU needs cuda-core: pip install "hotset[cuda]"') from error
     macros = [(name, str(value)) for name, value in constants.items()]
-    options = ProgramOptions(name=f"{source.parent.name}.cu", arch=arch, std="c++17", define_macro=macros or None)
+    name, folder = f"{source.parent.name}.cu", str(source.parent)  # where files lie that it includes
+    options = ProgramOptions(name=name, arch=arch, std="c++17", define_macro=macros or None, include_path=folder)
     return Program(source.read_text(), "c++", options).compile("cubin")
 
 

@@ -41,13 +41,21 @@ class HotBuffers:
         self.counts = torch.zeros(pool.shape.groups, 2, dtype=torch.int64, device=pool.device)
 
     def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> Swap:
-        """Finds the rows at `positions` [rows, k] of tiered seats, one query row each, at the step `stamps` [rows]."""
-        words, per_page = self._pool.words_of(group), self._geometry.words_per_page
-        return plan(positions, seats, stamps, self._seat_tables, words, per_page, self.counts[group])
+        """Finds the rows at `positions` [rows, k] of tiered seats, one query row each, at the step `stamps` [rows].
 
-    def copy(self, layer: int, swap: Swap, *, after_plan: bool = False) -> None:
-        """Brings what `swap` misses from the host into this layer's slots. `after_plan`: `plan` was called just now."""
-        copy(swap.copies, self._host.rows[layer], self._pool.rows[layer], after_plan=after_plan)
+        What is missing is brought into the slots of the group's first layer; the caller owes it to the others.
+        """
+        words, per_page = self._pool.words_of(group), self._geometry.words_per_page
+        first = self._pool.shape.layers_of(group)[0]
+        return plan(
+            *(positions, seats, stamps, self._seat_tables, words, per_page, self.counts[group]),
+            host_rows=self._host.rows[first],
+            device_rows=self._pool.rows[first],
+        )
+
+    def copy(self, layer: int, swap: Swap) -> None:
+        """Brings what `swap` misses from the host into this layer's slots."""
+        copy(swap.copies, self._host.rows[layer], self._pool.rows[layer])
 
     def copy_ahead(self, layers: Sequence[int], swap: Swap) -> None:
         """Does so for layers that come later, beside what the main stream computes meanwhile."""

@@ -93,7 +93,6 @@ class TieredView(ResidentView):
             self._remember(group, positions)
             self._choose(group, positions)
             if self._swap is not None:
-                self._hot.copy(layer, self._swap, after_plan=True)
                 self._hot.copy_ahead(shape.layers_of(group)[1:], self._swap)
         elif self._swap is not None:
             self._hot.wait_for(layer)
@@ -108,7 +107,8 @@ class TieredView(ResidentView):
         return Selected(self._pool.flat_rows, chosen, shape.row)
 
     def _choose(self, group: int, positions: Tensor) -> None:
-        """Finds the rows of a group's selection, the same within each of its layers, and what must be copied first."""
+        """Finds the rows of a group's selection, the same within each of its layers, and what must be copied first: in
+        the first layer that is done."""
         if self._swapping:
             self._swap = self._hot.plan(group, self.seat_of, positions, self.segments.positions)
             self._chosen = self._swap.rows

@@ -1,8 +1,9 @@
-// CUDA C++ kernels run by a host compiler: every thread of a block is a fibre, and blocks run one after another.
+// CUDA C++ kernels run by a host compiler: every thread of a block is a fibre. The blocks of a cluster (the constant
+// CLUSTER, where there is one) run together, clusters one after another.
 //
-// Between two barriers the fibres run in random order, so that what depends on an order that CUDA does not promise
-// shows. A barrier or an exchange within a warp that not all of its threads reach is reported, as is shared memory
-// written past the launch's share, and a trap. Single accesses that interleave, and caches, are not modelled.
+// Between two barriers the fibres run in random order, and so do blocks, so that what depends on an order that CUDA does
+// not promise shows. A barrier or an exchange within a warp that not all of its threads reach is reported, as is shared
+// memory written past the launch's share, and a trap. Single accesses that interleave, and caches, are not modelled.
 //
 // Only small headers are included: this is compiled once for every set of constants.
 #include <stdint.h>
@@ -15,8 +16,12 @@
 #define __forceinline__ inline
 #define __shared__
 #define __restrict__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __syncthreads() emulated::wait(emulated::BLOCK)
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
 
 template <class T> static T max(T a, T b) { return a < b ? b : a; }
 template <class T> static T min(T a, T b) { return b < a ? b : a; }
@@ -40,27 +45,32 @@ int4 shared_memory[SHARED_LIMIT / 16];
 
 namespace emulated {
 
-enum State { READY, BLOCK, WARP, DONE };
+enum State { READY, BLOCK, WARP, IN_CLUSTER, DONE };
 struct Fibre {
     ucontext_t context;
     char *stack;
     State state;
-    unsigned votes;  // calls of __syncthreads_or
+    unsigned votes;     // calls of __syncthreads_or
+    unsigned arrivals;  // at the barrier of the cluster
+    unsigned waits;     // for it
+    bool began;
 };
 enum { MOST_THREADS = 1024, MOST_ARGUMENTS = 32, STACK_BYTES = 256 << 10 };
 
-static Fibre fibres[MOST_THREADS];
-static unsigned threads;
+static Fibre fibres[CLUSTER * MOST_THREADS];  // of one block after another
+static unsigned threads;                       // of a block
+static unsigned current;                       // the fibre that runs
 static ucontext_t scheduler;
 static const char *failure;
-static int64_t lanes[64][32];  // what the threads of each warp exchange
-static int votes[3];
+static int64_t lanes[CLUSTER * MOST_THREADS / 32][32];  // what the threads of each warp exchange
+static int votes[CLUSTER][3];
+static int4 *shared_of_block[CLUSTER];  // of blocks that are not running
 static void *kernel;
 static int64_t arguments[MOST_ARGUMENTS];
 static uint64_t random_state;
 
 static void wait(State state) {
-    Fibre &self = fibres[threadIdx.x];
+    Fibre &self = fibres[current];
     self.state = state;
     swapcontext(&self.context, &scheduler);
 }
@@ -106,27 +116,62 @@ static bool release(State state, unsigned first, unsigned last) {
     return any;
 }
 
-static void run_block() {
-    unsigned order[MOST_THREADS];
-    for (;;) {
-        unsigned ready = 0;
-        for (unsigned i = 0; i < threads; ++i) {
-            if (fibres[i].state == READY) order[ready++] = i;
+// Those who wait for arrivals that all threads of the cluster, but for those that have ended, have made.
+static bool release_from_cluster(unsigned first, unsigned last) {
+    unsigned least = ~0u;
+    for (unsigned i = 0; i < CLUSTER * threads; ++i) {
+        if (fibres[i].state != DONE) least = min(least, fibres[i].arrivals);
+    }
+    bool any = false;
+    for (unsigned i = first; i < last; ++i) {
+        if (fibres[i].state != IN_CLUSTER || fibres[i].waits > least) continue;
+        fibres[i].state = READY;
+        any = true;
+    }
+    return any;
+}
+
+// Goes on with one block until all its threads wait. Returns false if none could go on.
+static bool run_block(unsigned member) {
+    static unsigned order[MOST_THREADS];
+    const unsigned first = member * threads, last = first + threads;
+    unsigned ready = 0;
+    for (unsigned i = first; i < last; ++i) {
+        if (fibres[i].state == READY) order[ready++] = i;
+    }
+    shuffle(order, ready);
+    for (unsigned i = 0; i < ready; ++i) {
+        current = order[i];
+        fibres[current].began = true;
+        threadIdx.x = order[i] - first;
+        swapcontext(&scheduler, &fibres[order[i]].context);
+        if (failure) return false;
+    }
+    if (ready > 0) return true;
+    bool released = false;
+    for (unsigned warp = first; warp < last; warp += 32) released |= release(WARP, warp, warp + 32);
+    return released || release(BLOCK, first, last) || release_from_cluster(first, last);
+}
+
+static void run_cluster(unsigned first_block, int shared_bytes) {
+    unsigned order[CLUSTER];
+    for (unsigned i = 0; i < CLUSTER; ++i) order[i] = i;
+    for (bool any = true; any && !failure;) {
+        shuffle(order, CLUSTER);
+        any = false;
+        // Some blocks get far ahead of others.
+        for (unsigned i = 0; i < CLUSTER && !any && !failure; ++i) {
+            blockIdx.x = first_block + order[i];
+            memcpy(shared_memory, shared_of_block[order[i]], shared_bytes);
+            while (run_block(order[i])) {
+                any = true;
+                if (CLUSTER > 1 && draw(8) == 0) break;
+            }
+            memcpy(shared_of_block[order[i]], shared_memory, shared_bytes);
         }
-        shuffle(order, ready);
-        for (unsigned i = 0; i < ready; ++i) {
-            threadIdx.x = order[i];
-            swapcontext(&scheduler, &fibres[order[i]].context);
-            if (failure) return;
-        }
-        if (ready > 0) continue;
-        bool released = false;
-        for (unsigned first = 0; first < threads; first += 32) released |= release(WARP, first, first + 32);
-        if (released || release(BLOCK, 0, threads)) continue;
-        for (unsigned i = 0; i < threads; ++i) {
-            if (fibres[i].state != DONE) failure = "threads wait for others that never come";
-        }
-        return;
+    }
+    for (unsigned i = 0; i < CLUSTER * threads && !failure; ++i) {
+        if (fibres[i].state != DONE) failure = "threads wait for others that never come";
     }
 }
 
@@ -138,7 +183,7 @@ template <class T> static int64_t bits(T value) {
 
 // The value that lane `from` of the same warp brings.
 template <class T> static T exchange(T value, unsigned from) {
-    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const unsigned warp = current / 32, lane = current % 32;
     lanes[warp][lane] = bits(value);
     wait(WARP);
     T result;
@@ -153,53 +198,84 @@ extern "C" const char *run_on_cpu(void *kernel, int blocks, int threads, int sha
                                   int count, unsigned seed) {
     using namespace emulated;
     if (count > MOST_ARGUMENTS || threads > MOST_THREADS || threads % 32) return "this is not provided for";
+    if (blocks % CLUSTER) return "a cluster lacks blocks";
     emulated::kernel = kernel, emulated::threads = threads;
     memcpy(emulated::arguments, arguments, count * sizeof *arguments);
     failure = nullptr, random_state = seed;
     gridDim.x = blocks, blockDim.x = threads;
-    unsigned *order = static_cast<unsigned *>(malloc(blocks * sizeof(unsigned)));
-    for (int i = 0; i < blocks; ++i) order[i] = i;
-    shuffle(order, blocks);
-    for (int n = 0; n < blocks && !failure; ++n) {
-        blockIdx.x = order[n];
+    const int clusters = blocks / CLUSTER;
+    unsigned *order = static_cast<unsigned *>(malloc(clusters * sizeof(unsigned)));
+    for (int i = 0; i < clusters; ++i) order[i] = i;
+    shuffle(order, clusters);
+    for (int i = 0; i < CLUSTER; ++i) shared_of_block[i] = static_cast<int4 *>(malloc(shared_bytes + 1));
+    for (int n = 0; n < clusters && !failure; ++n) {
         memset(shared_memory, 0xAB, sizeof shared_memory);
         memset(votes, 0, sizeof votes);
-        for (int i = 0; i < threads; ++i) {
+        for (int i = 0; i < CLUSTER; ++i) memset(shared_of_block[i], 0xAB, shared_bytes);
+        for (int i = 0; i < CLUSTER * threads; ++i) {
             Fibre &fibre = fibres[i];
             if (!fibre.stack) fibre.stack = static_cast<char *>(malloc(STACK_BYTES));
-            fibre.state = READY, fibre.votes = 0;
+            fibre.state = READY, fibre.votes = fibre.arrivals = fibre.waits = 0, fibre.began = false;
             getcontext(&fibre.context);
             fibre.context.uc_stack.ss_sp = fibre.stack;
             fibre.context.uc_stack.ss_size = STACK_BYTES;
             fibre.context.uc_link = nullptr;
             makecontext(&fibre.context, begin, 0);
         }
-        run_block();
+        run_cluster(order[n] * CLUSTER, shared_bytes);
         const unsigned char *bytes = reinterpret_cast<unsigned char *>(shared_memory);
         for (int i = shared_bytes; i < SHARED_LIMIT && !failure; ++i) {
             if (bytes[i] != 0xAB) failure = "shared memory was written past what the launch asked for";
         }
     }
+    for (int i = 0; i < CLUSTER; ++i) free(shared_of_block[i]);
     free(order);
     return failure;
 }
 
 static inline int __syncthreads_or(int vote) {
-    const unsigned n = emulated::fibres[threadIdx.x].votes++;
-    emulated::votes[n % 3] |= vote != 0;
+    const unsigned n = emulated::fibres[emulated::current].votes++;
+    int *const votes = emulated::votes[emulated::current / emulated::threads];
+    votes[n % 3] |= vote != 0;
     emulated::wait(emulated::BLOCK);
-    emulated::votes[(n + 2) % 3] = 0;
-    return emulated::votes[n % 3];
+    votes[(n + 2) % 3] = 0;
+    return votes[n % 3];
+}
+static inline void arrive_in_cluster(bool) {
+    emulated::Fibre &self = emulated::fibres[emulated::current];
+    if (self.arrivals++ != self.waits) emulated::fail("a thread arrived twice without waiting");
+}
+static inline void wait_in_cluster() {
+    emulated::Fibre &self = emulated::fibres[emulated::current];
+    if (++self.waits != self.arrivals) emulated::fail("a thread waits without having arrived");
+    emulated::wait(emulated::IN_CLUSTER);
+}
+// The same address in the shared memory of another block of the cluster.
+template <class T> static T *in_block(unsigned member, T *address) {
+    using namespace emulated;
+    bool began = false, ended = true;
+    for (unsigned i = member * threads; i < (member + 1) * threads; ++i) {
+        began |= fibres[i].began;
+        ended &= fibres[i].state == DONE;
+    }
+    if (!began || ended) fail("shared memory of a block that has not begun or has ended");
+    const size_t offset = reinterpret_cast<const char *>(address) - reinterpret_cast<char *>(shared_memory);
+    int4 *const there = member == current / threads ? shared_memory : shared_of_block[member];
+    return reinterpret_cast<T *>(reinterpret_cast<char *>(there) + offset);
+}
+template <class T> static T read_in_block(unsigned member, const T *address) { return *in_block(member, address); }
+template <class T> static void write_in_block(unsigned member, T *address, T value) {
+    *in_block(member, address) = value;
 }
 template <class T> static T __shfl_sync(unsigned, T value, int lane) { return emulated::exchange(value, lane); }
 template <class T> static T __shfl_up_sync(unsigned, T value, unsigned step) {
-    const unsigned lane = threadIdx.x % 32;
+    const unsigned lane = emulated::current % 32;
     return emulated::exchange(value, lane >= step ? lane - step : lane);
 }
 static inline unsigned __ballot_sync(unsigned, bool vote) {
     unsigned ballot = 0;
-    const unsigned warp = threadIdx.x / 32;
-    emulated::lanes[warp][threadIdx.x % 32] = vote;
+    const unsigned warp = emulated::current / 32;
+    emulated::lanes[warp][emulated::current % 32] = vote;
     emulated::wait(emulated::WARP);
     for (int lane = 0; lane < 32; ++lane) ballot |= static_cast<unsigned>(emulated::lanes[warp][lane] != 0) << lane;
     emulated::wait(emulated::WARP);
@@ -207,8 +283,8 @@ static inline unsigned __ballot_sync(unsigned, bool vote) {
 }
 static inline unsigned __reduce_add_sync(unsigned, unsigned value) {
     unsigned sum = 0;
-    const unsigned warp = threadIdx.x / 32;
-    emulated::lanes[warp][threadIdx.x % 32] = value;
+    const unsigned warp = emulated::current / 32;
+    emulated::lanes[warp][emulated::current % 32] = value;
     emulated::wait(emulated::WARP);
     for (int lane = 0; lane < 32; ++lane) sum += static_cast<unsigned>(emulated::lanes[warp][lane]);
     emulated::wait(emulated::WARP);
@@ -233,8 +309,7 @@ template <class T, class U> static T atomicCAS(T *address, T expected, U value) 
     if (before == expected) *address = value;
     return before;
 }
-template <class T> static unsigned load_page_now(const T *address) { return static_cast<unsigned>(*address); }
-template <class T> static int load_stamp_now(const T *address) { return static_cast<int>(*address); }
+template <class T> static int load_now(const T *address) { return static_cast<int>(*address); }
 static inline void bring_to_l2(const void *) {}
 static inline void wait_for_earlier_launches() {}
 static inline void let_next_launch_begin() {}

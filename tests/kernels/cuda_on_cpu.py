@@ -44,18 +44,17 @@ class EmulatedKernel:
 def kernel(source: Path, name: str, **constants: int) -> EmulatedKernel:
     variables = {each: value for each, value in constants.items() if each in VARIABLES}
     fixed = tuple(sorted((each, value) for each, value in constants.items() if each not in VARIABLES))
-    return EmulatedKernel(_library(source.read_text(), fixed), name, variables)
+    return EmulatedKernel(_library(source, fixed), name, variables)
 
 
 @cache
-def _library(source: str, constants: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+def _library(source: Path, constants: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     assert COMPILER is not None
     folder = Path(tempfile.mkdtemp(dir=_folder.name))
-    (folder / "kernel.cpp").write_text(source)
     given = "".join(f'extern "C" {{ int given_{each}; }}\n#define {each} given_{each}\n' for each in VARIABLES)
     (folder / "given.h").write_text(f'#include "{HEADER}"\n{given}')
     defined = [f"-D{each}={value}" for each, value in constants]
     options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-include", str(folder / "given.h")]
-    command = [COMPILER, *options, *defined, str(folder / "kernel.cpp"), "-o", str(folder / "kernel.so")]
+    command = [COMPILER, *options, *defined, "-x", "c++", str(source), "-o", str(folder / "kernel.so")]
     subprocess.run(command, check=True, timeout=120)
     return ctypes.CDLL(str(folder / "kernel.so"))

@@ -32,6 +32,10 @@ class Value:
         self.memory, self.pointee = memory, pointee
         self.type = SimpleNamespace(layout=None)
 
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.data.shape
+
     def _with(self, other: Any, function: Callable[[Any, Any], Tensor], swap: bool = False) -> "Value":
         theirs = other.data if isinstance(other, Value) else other
         if self.pointee is not None:
@@ -77,6 +81,9 @@ class Value:
     def __lt__(self, other: Any) -> "Value":
         return self._with(other, lambda a, b: a < b)
 
+    def __ge__(self, other: Any) -> "Value":
+        return self._with(other, lambda a, b: a >= b)
+
     def __gt__(self, other: Any) -> "Value":
         return self._with(other, lambda a, b: a > b)
 
@@ -94,6 +101,10 @@ class Shared:
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.data.shape
 
     def index(self, at: int | Value) -> "Shared":
         return Shared(self.data[int(at)])
@@ -142,8 +153,8 @@ class Machine:
         self.program, self.grid = (0, 0), (1, 1)
         self.copies: list[tuple[Tensor, Tensor]] = []
 
-    def copy(self, target: Shared, source: Value) -> None:
-        data = load(source).data
+    def copy(self, target: Shared, source: Value, mask: Value) -> None:
+        data = load(source, mask).data
         assert data.shape == target.data.shape and data.dtype == target.data.dtype
         target.data.fill_(float("nan"))
         self.copies.append((target.data, data))

@@ -13,6 +13,7 @@ from hotset.kernels.swap_in import Copies, SeatTables, Swap
 
 NOWHERE = 10**15  # a page that no pool has: whoever follows it is caught
 POISON = 0xAB
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Shape:
     @property
     def map_page_count(self) -> int:
         return -(-(2 * self.slots + -(-self.context // 2)) // self.words_per_page)
+
+
+# k and slots are no powers of two, slots fill their pages only in part, pages have 5 rows.
+ODD = Shape(k=6, slots=11, page_rows=5, words_per_page=7, context_pages=9)
 
 
 @dataclass
@@ -87,7 +92,7 @@ class Batch:
 class Op(Protocol):
     """The two functions of swap_in."""
 
-    def plan(self, *inputs: Any, ignore_tail: bool) -> Swap: ...
+    def plan(self, *inputs: Any, ignore_tail: bool, **rows: Tensor) -> Swap: ...
 
     def copy(self, copies: Copies, host_rows: Tensor, device_rows: Tensor) -> None: ...
 
@@ -196,11 +201,11 @@ class World:
                 chosen.append(draw.randrange(popular if draw.random() < 0.6 else length))
         return chosen
 
-    def run(self, op: Op, batch: Batch) -> Swap:
-        """Plans `batch` with `op`, on this world's tensors."""
+    def run(self, op: Op, batch: Batch, **rows: Tensor) -> Swap:
+        """Plans `batch` with `op`, on this world's tensors; with `rows` (of both tiers) it also copies."""
         columns = [torch.tensor(column) for column in (batch.positions, batch.seats, batch.stamps)]
         maps = (self.tables, self.words, self.shape.words_per_page)
-        return op.plan(*columns, *maps, self.counts, ignore_tail=batch.ignore_tail)
+        return op.plan(*columns, *maps, self.counts, ignore_tail=batch.ignore_tail, **rows)
 
     def expect(self, batch: Batch) -> "Expected":
         """What `run` must do, by the model; moves the model on."""
@@ -254,14 +259,13 @@ class World:
     def check_step(self, op: Op, batch: Batch) -> Swap:
         """One step of `op` equals the model in rows, copies, counts, every word of memory and every byte of rows."""
         words, rows = self.words.clone(), self.device_rows.clone()
-        swap = self.run(op, batch)
+        swap = self.run(op, batch, host_rows=self.host_rows, device_rows=self.device_rows)
         expected = self.expect(batch)
         assert swap.rows.tolist() == expected.rows
         assert listed(swap.copies) == expected.copies
         assert self.counts.tolist() == self.counted
         self.write_maps(words)
         assert torch.equal(self.words, words), "words of maps, or words beside them"
-        op.copy(swap.copies, self.host_rows, self.device_rows)
         for device_row, host_row in (pair for pairs in expected.copies for pair in pairs):
             rows[device_row] = self.host_rows[host_row]
         assert torch.equal(self.device_rows, rows), "rows that were missing, or rows beside them"
@@ -281,6 +285,30 @@ def listed(copies: Copies) -> list[list[tuple[int, int]]]:
     """(device row, host row) of each copy, by batch row."""
     rows = zip(copies.device_rows.tolist(), copies.host_rows.tolist(), copies.counts.tolist(), strict=True)
     return [list(zip(device[:count], host[:count], strict=True)) for device, host, count in rows]
+
+
+def copies_of(*lists: list[tuple[int, int]], device: torch.device = CPU) -> Copies:
+    """Lists of (host row, device row), and what must not be read after the end of each."""
+    most = max(map(len, lists)) + 1
+    padded = torch.tensor([pairs + [(NOWHERE, NOWHERE)] * (most - len(pairs)) for pairs in lists], device=device)
+    counts = torch.tensor([len(pairs) for pairs in lists], dtype=torch.int32, device=device)
+    return Copies(padded[:, :, 0], padded[:, :, 1], counts)
+
+
+def check_row_bytes(op: Op, width: int, device: torch.device) -> None:
+    """Two rows of `width` bytes are copied, and no byte beside them, however rows are spaced and aligned."""
+    copies = copies_of([(1, 5)], [], [(6, 2)], device=device)
+    aligned = -(-width // 16) * 16
+    for stride, offset in ((width, 0), (aligned, 0), (aligned, 8), (width + 4, 4), (width + 1, 1)):
+        host = torch.arange(7 * stride + offset).mul(37).remainder(251).to(torch.uint8)
+        expected = torch.full((7 * stride + offset,), POISON, dtype=torch.uint8)
+        written = expected.to(device, copy=True)
+        for device_row, host_row in ((5, 1), (2, 6)):
+            source = host[offset + host_row * stride :][:width]
+            expected[offset + device_row * stride :][:width] = source
+        readable = host if device == CPU else host.pin_memory()
+        op.copy(copies, *(torch.as_strided(flat, (7, width), (stride, 1), offset) for flat in (readable, written)))
+        assert torch.equal(written.to(CPU), expected), f"rows of {width} bytes, {stride} apart, from byte {offset}"
 
 
 @dataclass

@@ -25,23 +25,21 @@ import torch
 from gluon_on_cpu import load_module
 from interpreted import INTERPRETED, run_interpreted
 from interpreted import triton_impl as interpreted_impl
+from sparse_attention_worlds import DEVICE, Case, World, make_world
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout, mla_row
-from hotset.kernels.sparse_attention import check, reference, sparse_attention
+from hotset.kernels.sparse_attention import check, sparse_attention
 from hotset.kernels.sparse_attention.launch import HOPPER, PORTABLE, Gpu, Launch, Work, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 GLUON_FILE = ROOT / "hotset" / "kernels" / "sparse_attention" / "gluon_impl.py"
 GLUON_KERNELS = ("_attend_plain_kernel", "_attend_fp8_kernel")
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 H200 = Gpu(132, hopper=True)
 MOST_SHARED = 227 << 10  # bytes that one program may have
 SHARED_OF_TWO = (228 << 10) // 2 - 1024
-# Operands and results have 8 bits of mantissa: each is off by at most 1/512, by 1/900 in the mean.
-TOLERANCE = 5e-3
 
 if INTERPRETED:  # numpy warns of NaN, which are meant
     pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -49,84 +47,6 @@ if INTERPRETED:  # numpy warns of NaN, which are meant
 
 def on_device(test: Callable[..., None]) -> Callable[..., None]:
     return test if INTERPRETED else pytest.mark.gpu(test)
-
-
-@dataclass(frozen=True)
-class Case:
-    """Query rows that chose k entries each from a pool that is NaN wherever nothing was chosen.
-
-    The last query row, if there are several, is a padded one: its entries are EMPTY and its q is NaN. Of the others a
-    part of the entries is EMPTY; from `used` on all are.
-    """
-
-    rows: int
-    heads: int
-    k: int
-    rank: int = 512
-    rope: int = 64
-    fp8: bool = False
-    used: int | None = None
-    magnitude: float = 1.0  # of the latents; those of q are as much smaller
-    spare_bytes: int = 0  # between one row and the next
-
-    @property
-    def layout(self) -> RowLayout:
-        return mla_row(self.rank, self.rope, torch.bfloat16, self.fp8)
-
-    @property
-    def work(self) -> Work:
-        return Work(self.rows, self.heads, self.k, self.rank, self.rope, self.fp8)
-
-    @property
-    def scale(self) -> float:
-        return float((self.rank + self.rope) ** -0.5)
-
-
-@dataclass(frozen=True)
-class World:
-    case: Case
-    q: Tensor
-    pool: Tensor
-    chosen: Tensor
-
-    @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, RowLayout, int, float]:
-        return self.q, self.pool, self.chosen, self.case.layout, self.case.rank, self.case.scale
-
-    def expected(self) -> Tensor:
-        q, pool, chosen, layout, rank, scale = self.arguments
-        return reference.sparse_attention(q.float(), pool, chosen, layout, rank, scale)
-
-    def check(self, out: Tensor) -> None:
-        live = max(1, self.case.rows - 1)
-        expected = self.expected()
-        assert bool(torch.isfinite(out).all()), "an output was not written, or a row was read that nobody chose"
-        error = float((out[:live].double() - expected[:live].double()).norm() / expected[:live].double().norm())
-        assert error < TOLERANCE, f"relative error {error:.4f}"
-        assert bool((out[live:] == 0).all())
-
-
-def make_world(case: Case, seed: int = 0, device: torch.device = DEVICE, pool_rows: int = 0) -> World:
-    generator = torch.Generator(device).manual_seed(seed)
-    layout, live = case.layout, max(1, case.rows - 1)
-    count = pool_rows or max(64, min(live * case.k, 1 << 15))
-    usable = count // 2
-    values = torch.randn(usable, layout.width, device=device, generator=generator)
-    values[:, : case.rank] *= case.magnitude
-    stride = layout.stride_bytes + case.spare_bytes
-    memory = torch.full((count, stride), 0xFF, dtype=torch.uint8, device=device)  # NaN, in fp8 and in bfloat16
-    pool = memory.view(layout.stored_dtype)[:, : layout.stored_width]
-    where = 1 + torch.randperm(count - 1, device=device, generator=generator)[:usable]  # row 0 is what EMPTY might read
-    pool[where] = layout.encode(values.to(torch.bfloat16))
-    chosen = where[torch.randint(usable, (case.rows, case.k), device=device, generator=generator)]
-    chosen[torch.rand(chosen.shape, device=device, generator=generator) < 0.2] = EMPTY
-    chosen[:, 0] = where[0]
-    chosen[:, case.k if case.used is None else case.used :] = EMPTY
-    chosen[live:] = EMPTY
-    q = torch.randn(case.rows, case.heads, layout.width, device=device, generator=generator)
-    q[:, :, : case.rank] /= case.magnitude
-    q[live:] = float("nan")
-    return World(case, q.to(torch.bfloat16), pool, chosen)
 
 
 def run(world: World, launch: Launch | None = None) -> Tensor:
@@ -175,18 +95,17 @@ def test_triton_kernel_passes_under_the_interpreter() -> None:
 
 # Each kernel with one program and with several to a query row.
 GLUON_CASES = {
-    "64 heads": (Case(2, 64, 200), Launch("gluon", 64, 64)),
-    "64 heads, fp8": (Case(2, 64, 200, fp8=True), Launch("gluon", 64, 64)),
-    "70 heads, splits": (Case(2, 70, 300), Launch("gluon", 64, 64, splits=3)),
-    "70 heads, splits, fp8": (Case(2, 70, 300, fp8=True), Launch("gluon", 64, 64, splits=3)),
-    "20 heads": (Case(2, 20, 300), Launch("gluon", 32, 64, splits=2)),
-    "20 heads, fp8": (Case(2, 20, 300, fp8=True), Launch("gluon", 32, 64, splits=2)),
-    "5 heads, one tile": (Case(2, 5, 37), Launch("gluon", 16, 64)),
-    "5 heads, one tile, fp8": (Case(2, 5, 37, fp8=True), Launch("gluon", 16, 64)),
-    "empty splits, fp8": (Case(2, 33, 256, fp8=True, used=9), Launch("gluon", 64, 64, splits=4)),
-    "large, fp8": (Case(2, 33, 130, fp8=True, magnitude=3e4), Launch("gluon", 64, 64)),
-    "small, fp8": (Case(2, 16, 130, fp8=True, magnitude=1e-4), Launch("gluon", 16, 64)),
-    "rows apart": (Case(2, 16, 130, spare_bytes=48), Launch("gluon", 16, 64)),
+    "plain": (Case(2, 64, 200), Launch("gluon", 64, 64)),
+    "fp8": (Case(2, 64, 200, fp8=True), Launch("gluon", 64, 64)),
+    "plain, splits": (Case(2, 70, 300), Launch("gluon", 64, 64, splits=3)),
+    "fp8, splits": (Case(2, 70, 300, fp8=True), Launch("gluon", 64, 64, splits=3)),
+    "plain, one tile": (Case(2, 40, 37), Launch("gluon", 64, 128)),
+    "fp8, one tile": (Case(2, 40, 37, fp8=True), Launch("gluon", 64, 128)),
+    "plain, empty splits": (Case(2, 33, 512, used=9), Launch("gluon", 64, 128, splits=4)),
+    "fp8, empty splits": (Case(2, 33, 512, fp8=True, used=9), Launch("gluon", 64, 128, splits=4)),
+    "fp8, large": (Case(2, 33, 130, fp8=True, magnitude=3e4), Launch("gluon", 64, 128)),
+    "fp8, small": (Case(2, 33, 130, fp8=True, magnitude=1e-4), Launch("gluon", 64, 128)),
+    "rows apart": (Case(2, 33, 130, spare_bytes=48), Launch("gluon", 64, 128)),
 }
 
 
@@ -227,7 +146,7 @@ def test_splits_hold_every_entry_once_and_leave_no_program_without_any(k: int) -
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "splits"), [(1, 128, 32), (32, 128, 2), (128, 128, 1), (32, 64, 4), (128, 64, 1), (2048, 64, 1)]
+    ("rows", "heads", "splits"), [(1, 128, 16), (32, 128, 2), (128, 128, 1), (32, 64, 4), (128, 64, 1), (2048, 64, 1)]
 )
 def test_programs_of_many_heads_fill_the_multiprocessors_without_a_short_wave(
     rows: int, heads: int, splits: int
@@ -235,9 +154,10 @@ def test_programs_of_many_heads_fill_the_multiprocessors_without_a_short_wave(
     assert choose(Work(rows, heads, 2048, 512, 64, False), H200).splits == splits
 
 
-def test_only_hopper_at_the_sizes_of_models_takes_the_gluon_kernel() -> None:
+def test_only_hopper_at_the_sizes_of_models_takes_the_kernels_made_for_it() -> None:
     work = Work(4, 128, 2048, 512, 64, True)
     assert choose(work, H200).kernel == "gluon"
+    assert choose(replace(work, heads=32), H200).kernel == "cuda"
     assert choose(work, Gpu(108, hopper=False)).kernel == "triton"
     assert choose(replace(work, rank=256), H200).kernel == "triton"
     assert choose(replace(work, rope=32), H200).kernel == "triton"
@@ -299,9 +219,8 @@ def test_every_kernel_on_a_gpu_equals_the_reference(fp8: bool) -> None:
     """With and without splits if it is in use on Hopper; the others with splits."""
     in_use = {launch for (of_fp8, _), launch in HOPPER.items() if of_fp8 == fp8}
     others = {launch for (of_fp8, _), launch in PORTABLE.items() if of_fp8 == fp8}
-    others |= {Launch("gluon", block_heads, 64) for block_heads in (16, 32)}
     for launch in sorted(in_use | others, key=str):
-        if launch.kernel == "gluon" and torch.cuda.get_device_capability()[0] != 9:
+        if launch.kernel != "triton" and torch.cuda.get_device_capability()[0] != 9:
             continue
         world = make_world(Case(3, launch.block_heads + 4, 700, fp8=fp8))
         for splits in (1, 5) if launch in in_use else (5,):
@@ -323,6 +242,9 @@ def test_inputs_that_are_not_contiguous_are_read_where_they_are(heads: int, fp8:
         world, q=world.q.transpose(1, 2).contiguous().transpose(1, 2), chosen=world.chosen.T.contiguous().T
     )
     turned.check(run(turned))
+    odd = torch.full((6, heads, world.q.shape[2] + 1), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    odd[:, :, 1:] = world.q
+    world.check(run(replace(world, q=odd[:, :, 1:])))
 
 
 @pytest.mark.gpu
@@ -389,11 +311,11 @@ class Made:
 
 
 def launch_for(name: str) -> tuple[Launch, bool]:
-    fp8 = name.endswith("fp8")
-    return HOPPER[fp8, int(name.split()[0])], fp8
+    fp8, heads = name.endswith("fp8"), int(name.split()[0])
+    return (PORTABLE if heads < 64 else HOPPER)[fp8, heads], fp8
 
 
-COMPILED = ("16 heads", "16 heads, fp8", "32 heads, fp8", "64 heads", "64 heads, fp8")
+COMPILED = ("16 heads", "16 heads, fp8", "64 heads", "64 heads, fp8")
 
 
 def compile_for_sm90(name: str) -> Made:
@@ -406,10 +328,10 @@ def compile_for_sm90(name: str) -> Made:
     gluon = launch.kernel == "gluon"
     impl = importlib.import_module(f"hotset.kernels.sparse_attention.{launch.kernel}_impl")
     kernel = getattr(impl, GLUON_KERNELS[fp8] if gluon else "_attend_kernel")
-    constants: dict[str, Any] = {"split": True, "block_h": launch.block_heads}
+    constants: dict[str, Any] = {"split": True}
     if not gluon:
-        constants |= {"rank": 512, "rope": 64, "group": 128, "fp8": fp8, "block_k": launch.block_keys}
-        constants |= {"scan": impl.SCAN, "stages": launch.stages, "interpreted": False}
+        constants |= {"rank": 512, "rope": 64, "group": 128, "fp8": fp8, "interpreted": False, "scan": impl.SCAN}
+        constants |= {"block_h": launch.block_heads, "block_k": launch.block_keys, "stages": launch.stages}
     types = {"q": "*bf16", "rows": "*u8", "chosen": "*i64", "out": "*fp32", "lse": "*fp32", "scale": "fp32"}
     signature = {each: "constexpr" if each in constants else types.get(each, "i32") for each in kernel.arg_names}
     strides = ("q_row_stride", "q_head_stride", "row_stride")  # what varies is not specialised
@@ -454,8 +376,8 @@ def test_kernel_compiles_for_sm_90_as_it_is_meant_to(made: dict[str, Made], name
     each = made[name]
     assert ".target sm_90" in each.ptx
     assert each.shared <= (SHARED_OF_TWO if launch.programs_per_sm == 2 else MOST_SHARED), f"{each.shared} B shared"
-    assert each.stack <= 256, f"{each.stack} B of registers spilled"
-    assert each.waits <= 4, "ptxas makes the products wait for each other"
+    assert each.stack <= 384, f"{each.stack} B of registers spilled"  # by Triton 3.6: 40 at the most
+    assert each.waits <= 6, "ptxas makes the products wait for each other"
     assert ("wgmma.mma_async" in each.ptx) == (launch.kernel == "gluon")
     assert ("cvt.rn.f16x2.e4m3x2" in each.ptx) == fp8
     rows_wide = "ld.global.v2.b32" if fp8 and launch.kernel == "gluon" else "cp.async.cg.shared.global"

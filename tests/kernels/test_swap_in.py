@@ -3,7 +3,7 @@
 Every test runs with the reference and with the CUDA kernels, which a host compiler builds for the CPU.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from swap_in_model import NOWHERE, POISON, Batch, Op, Shape, World, listed
+from swap_in_model import CPU, ODD, POISON, Batch, Op, Shape, World, check_row_bytes, copies_of, listed
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
@@ -26,29 +26,32 @@ class CudaOnCpu:
     def __init__(self, tuning: cuda_impl.Tuning) -> None:
         self._tuning = tuning
 
-    def plan(self, *inputs: Any, ignore_tail: bool) -> Swap:
+    def plan(self, *inputs: Any, ignore_tail: bool, **rows: Tensor) -> Swap:
         with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
-            return cuda_impl.plan(*inputs, ignore_tail=ignore_tail, tuning=self._tuning)
+            return cuda_impl.plan(*inputs, ignore_tail=ignore_tail, **rows, tuning=self._tuning)
 
     def copy(self, copies: Copies, host_rows: Tensor, device_rows: Tensor) -> None:
         with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
             cuda_impl.copy(copies, host_rows, device_rows, tuning=self._tuning)
 
 
-SMALL = cuda_impl.Tuning(plan_threads=64, copy_blocks=3, copy_threads=64, rows_at_once=2)
+def small(*clusters: tuple[int, cuda_impl.Cluster | None]) -> cuda_impl.Tuning:
+    return cuda_impl.Tuning(plan_threads=64, clusters=clusters, copy_blocks=3, copy_threads=64, rows_at_once=2)
+
+
+TWO_LAUNCHES = small((1, None))
+CLUSTERS = small((1, cuda_impl.Cluster(3, 1, rows_at_once=1)), (9, cuda_impl.Cluster(2, 2)))
 needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no C++ compiler")
-OPS = [
+COPIES = [
     pytest.param(reference, id="reference"),
-    pytest.param(CudaOnCpu(SMALL), id="cuda", marks=needs_compiler),
+    pytest.param(CudaOnCpu(TWO_LAUNCHES), id="cuda", marks=needs_compiler),
 ]
+OPS = [*COPIES, pytest.param(CudaOnCpu(CLUSTERS), id="cuda in clusters", marks=needs_compiler)]
 with_each_op = pytest.mark.parametrize("op", OPS)
+with_each_copy = pytest.mark.parametrize("op", COPIES)
 EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
-CPU = torch.device("cpu")
 WIDTHS = [*range(1, 41), 656, 1152]
-
-# k and slots are no powers of two, slots fill their pages only in part, pages have 5 rows.
-ODD = Shape(k=6, slots=11, page_rows=5, words_per_page=7, context_pages=9)
 
 
 @st.composite
@@ -181,7 +184,7 @@ def test_resident_seats_may_fill_a_batch_without_a_tiered_one(op: Op) -> None:
     world.check_step(op, Batch(positions, [1, 0, 1], [0, 7, 45]))
 
 
-@with_each_op
+@with_each_copy
 def test_a_swap_is_replayed_for_every_layer_that_shares_the_plan(op: Op) -> None:
     world = World(ODD, seed=10)
     swap = world.run(op, one_seat(world, [4, 17, 30], stamp=1))
@@ -192,37 +195,13 @@ def test_a_swap_is_replayed_for_every_layer_that_shares_the_plan(op: Op) -> None
             assert torch.equal(device[swap.rows[0, i]], host[world.host_row(0, position)])
 
 
-@with_each_op
+@with_each_copy
 @pytest.mark.parametrize("width", WIDTHS)
 def test_rows_of_any_byte_size_keep_their_tail_and_spare_what_follows_defect_6(op: Op, width: int) -> None:
     check_row_bytes(op, width, CPU)
 
 
-def copies_of(*lists: list[tuple[int, int]], device: torch.device = CPU) -> Copies:
-    """Lists of (host row, device row), and what must not be read after the end of each."""
-    most = max(map(len, lists)) + 1
-    padded = torch.tensor([pairs + [(NOWHERE, NOWHERE)] * (most - len(pairs)) for pairs in lists], device=device)
-    counts = torch.tensor([len(pairs) for pairs in lists], dtype=torch.int32, device=device)
-    return Copies(padded[:, :, 0], padded[:, :, 1], counts)
-
-
-def check_row_bytes(op: Op, width: int, device: torch.device) -> None:
-    """Two rows of `width` bytes are copied, and no byte beside them, however rows are spaced and aligned."""
-    copies = copies_of([(1, 5)], [], [(6, 2)], device=device)
-    aligned = -(-width // 16) * 16
-    for stride, offset in ((width, 0), (aligned, 0), (aligned, 8), (width + 4, 4), (width + 1, 1)):
-        host = torch.arange(7 * stride + offset).mul(37).remainder(251).to(torch.uint8)
-        expected = torch.full((7 * stride + offset,), POISON, dtype=torch.uint8)
-        written = expected.to(device, copy=True)
-        for device_row, host_row in ((5, 1), (2, 6)):
-            source = host[offset + host_row * stride :][:width]
-            expected[offset + device_row * stride :][:width] = source
-        readable = host if device == CPU else host.pin_memory()
-        op.copy(copies, *(torch.as_strided(flat, (7, width), (stride, 1), offset) for flat in (readable, written)))
-        assert torch.equal(written.to(CPU), expected), f"rows of {width} bytes, {stride} apart, from byte {offset}"
-
-
-@with_each_op
+@with_each_copy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
 def test_rows_of_any_dtype_are_copied_bit_by_bit(op: Op, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(11)
@@ -254,7 +233,7 @@ def test_row_numbers_beyond_32_bits_are_exact_defect_7(op: Op) -> None:
     assert int(swap.rows.min()) > 2**33 and min(listed(swap.copies)[0][0]) > 2**33
 
 
-@with_each_op
+@with_each_copy
 def test_row_offsets_beyond_32_bits_are_exact_defect_7(op: Op) -> None:
     rows, stride = 2**16 + 2, 2**15  # more than 2**31 bytes of address space, of which almost nothing is touched
     host, device = (torch.empty(rows, stride, dtype=torch.uint8)[:, :24] for _ in range(2))
@@ -308,7 +287,7 @@ def test_rows_that_differ_between_the_tiers_are_refused(host: torch.Tensor, devi
         copy(copies_of([(0, 1)]), host, device)
 
 
-@with_each_op
+@with_each_copy
 @pytest.mark.parametrize("lists", [1, 3, 128, 300])
 def test_copies_of_every_list_of_a_batch_are_done_once_each(op: Op, lists: int) -> None:
     generator = torch.Generator().manual_seed(lists)
@@ -326,7 +305,7 @@ def test_copies_of_every_list_of_a_batch_are_done_once_each(op: Op, lists: int) 
 @needs_compiler
 @pytest.mark.parametrize("rows_at_once", [1, 2, 4])
 def test_a_warp_may_have_any_number_of_rows_under_way(rows_at_once: int) -> None:
-    op = CudaOnCpu(replace(SMALL, copy_blocks=1, copy_threads=32, rows_at_once=rows_at_once))
+    op = CudaOnCpu(replace(TWO_LAUNCHES, copy_blocks=1, copy_threads=32, rows_at_once=rows_at_once))
     host = torch.randint(0, 256, (40, 656), dtype=torch.uint8)
     device = torch.full_like(host, POISON)
     op.copy(copies_of([(i, 39 - i) for i in range(23)]), host, device)
@@ -336,123 +315,65 @@ def test_a_warp_may_have_any_number_of_rows_under_way(rows_at_once: int) -> None
 @needs_compiler
 @pytest.mark.parametrize("threads", [32, 128])
 def test_a_plan_may_have_any_number_of_threads(threads: int) -> None:
-    op = CudaOnCpu(replace(SMALL, plan_threads=threads))
+    op = CudaOnCpu(replace(CLUSTERS, plan_threads=threads))
     world = World(Shape(k=150, slots=256, page_rows=8, words_per_page=20, context_pages=50), seed=20, full=True)
     for _ in range(6):
         world.check_step(op, world.draw_batch())
 
 
 @needs_compiler
-def test_a_plan_as_large_and_tuned_as_on_a_gpu_equals_the_reference() -> None:
+@pytest.mark.parametrize("eager", [False, True], ids=["asked for late", "asked for early"])
+@pytest.mark.parametrize(("blocks", "planners"), [(1, 1), (4, 1), (8, 3), (4, 4), (8, 8)])
+def test_blocks_of_a_cluster_may_share_the_work_in_any_way(blocks: int, planners: int, eager: bool) -> None:
+    op = CudaOnCpu(small((9, cuda_impl.Cluster(blocks, planners, eager=eager))))
+    shape = Shape(k=60, slots=100, page_rows=8, words_per_page=20, context_pages=50, tiered=4, resident=2, width=48)
+    world = World(shape, seed=22, full=True)
+    for _ in range(6):
+        world.check_step(op, world.draw_batch())
+
+
+@needs_compiler
+@pytest.mark.parametrize("width", [1, 16, 37, 656, 1152, 3000])
+def test_rows_copied_by_a_plan_keep_their_tail_and_spare_what_follows_defect_6(width: int) -> None:
+    op, world = CudaOnCpu(CLUSTERS), World(replace(ODD, width=width), seed=23)
+    for stamp in range(3):
+        world.check_step(op, one_seat(world, [(7 * stamp + 11 * i) % 45 for i in range(6)], stamp=stamp))
+
+
+@needs_compiler
+@pytest.mark.parametrize("batch", [3, 20, 40])
+def test_a_plan_as_large_and_tuned_as_on_a_gpu_equals_the_reference(batch: int) -> None:
+    """Only a few of the rows of each batch are not padded: every thread is a fibre."""
     op = CudaOnCpu(cuda_impl.TUNED)
-    shape = Shape(k=2048, slots=8192, page_rows=64, words_per_page=10496, context_pages=256, tiered=2, width=1)
+    shape = Shape(k=2048, slots=8192, page_rows=64, words_per_page=10496, context_pages=256, tiered=2, width=16)
     world = World(shape, seed=21, full=True, stamp=2**30)
-    for _ in range(2):
-        words, counts = world.words.clone(), world.counts.clone()
-        batch = world.draw_batch()
-        swap, words_after = world.run(op, batch), world.words.clone()
-        world.words.copy_(words)
-        world.counts.copy_(counts)
-        expected = world.run(reference, batch)
-        assert torch.equal(swap.rows, expected.rows) and listed(swap.copies) == listed(expected.copies)
-        assert torch.equal(words_after, world.words)
+    drawn = world.draw_batch()
+    padding = batch - len(drawn.seats)
+    step = Batch(
+        drawn.positions + [[0] * 2048] * padding, drawn.seats + [EMPTY] * padding, drawn.stamps + [0] * padding
+    )
+    words, counts, device_rows = world.words.clone(), world.counts.clone(), world.device_rows.clone()
+    swap = world.run(op, step, host_rows=world.host_rows, device_rows=world.device_rows)
+    after = (world.words.clone(), world.counts.clone(), world.device_rows.clone())
+    for mine, before in ((world.words, words), (world.counts, counts), (world.device_rows, device_rows)):
+        mine.copy_(before)
+    expected = world.run(reference, step, host_rows=world.host_rows, device_rows=world.device_rows)
+    assert torch.equal(swap.rows, expected.rows) and listed(swap.copies) == listed(expected.copies)
+    assert all(map(torch.equal, after, (world.words, world.counts, world.device_rows)))
 
 
 def test_more_positions_than_a_gpu_can_plan_for_are_refused() -> None:
     one = torch.zeros(1, dtype=torch.int64)
     words = torch.zeros(4, dtype=torch.int32)
-    with pytest.raises(ConfigError, match="top-20000 is more than the 16384 positions"):
+    with pytest.raises(ConfigError, match="top-20000 is more than the 8192 positions"):
         positions = torch.zeros(1, 20_000, dtype=torch.int64)
         cuda_impl.plan(positions, one, one, tiny_tables(slots=30_000), words, 64, torch.zeros(2).long())
 
 
 @needs_compiler
 def test_more_misses_than_slots_that_may_give_way_stop_the_kernel() -> None:
-    op = CudaOnCpu(SMALL)
+    op = CudaOnCpu(CLUSTERS)
     world = World(Shape(k=3, slots=4, page_rows=4, words_per_page=16, context_pages=8), seed=3)
     world.check_step(op, one_seat(world, [7, 8, 9], stamp=5))
     with pytest.raises(AssertionError, match="the kernel stopped itself"):
         world.run(op, one_seat(world, [1, 2], stamp=5))
-
-
-def on_gpu(tables: SeatTables) -> SeatTables:
-    named = {field.name: getattr(tables, field.name) for field in fields(tables)}
-    return replace(tables, **{name: value.cuda() for name, value in named.items() if isinstance(value, torch.Tensor)})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("shape", "stamp"),
-    [
-        (ODD, 40),
-        (Shape(k=2048, slots=4096, page_rows=64, words_per_page=1152, context_pages=256, tiered=6, width=656), 2**17),
-        (Shape(k=2048, slots=8192, page_rows=64, words_per_page=10496, context_pages=256, tiered=2, width=656), 2**30),
-        (Shape(k=1500, slots=9000, page_rows=48, words_per_page=333, context_pages=300, tiered=3, width=1152), 14_000),
-        # Hardly any position occurs once: the threads of a block race for the same places.
-        (Shape(k=4096, slots=5000, page_rows=16, words_per_page=64, context_pages=20, tiered=4, width=37), 10**6),
-        # More shared memory than a launch gets unasked.
-        (Shape(k=5000, slots=6000, page_rows=64, words_per_page=512, context_pages=256, tiered=2, width=16), 10**6),
-    ],
-    ids=lambda each: str(each) if isinstance(each, Shape) else "",
-)
-def test_on_a_gpu_every_step_equals_the_reference(shape: Shape, stamp: int) -> None:
-    world = World(shape, seed=15, full=shape.context >= shape.slots, stamp=stamp)
-    tables, words, counts = on_gpu(world.tables), world.words.cuda(), world.counts.cuda()
-    host_rows, device_rows = world.host_rows.pin_memory(), world.device_rows.cuda()
-    for step in range(12):
-        batch = world.draw_batch()
-        columns = [torch.tensor(column).cuda() for column in (batch.positions, batch.seats, batch.stamps)]
-        maps = (tables, words, shape.words_per_page, counts)
-        swap = plan(*columns, *maps, ignore_tail=batch.ignore_tail)
-        copy(swap.copies, host_rows, device_rows, after_plan=step % 2 == 0)
-        expected = world.run(reference, batch)
-        reference.copy(expected.copies, world.host_rows, world.device_rows)
-        assert torch.equal(swap.rows.cpu(), expected.rows)
-        assert listed(swap.copies) == listed(expected.copies)
-        assert torch.equal(words.cpu(), world.words) and torch.equal(counts.cpu(), world.counts)
-        assert torch.equal(device_rows.cpu(), world.device_rows)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_a_captured_step_equals_the_reference_when_replayed() -> None:
-    """The copy begins while the plan ends, and inputs change between replays."""
-    shape = Shape(k=2048, slots=4096, page_rows=64, words_per_page=1152, context_pages=128, tiered=5, width=656)
-    world = World(shape, seed=16, full=True, stamp=9000)
-    tables, words, counts = on_gpu(world.tables), world.words.cuda(), world.counts.cuda()
-    host_rows, device_rows = world.host_rows.pin_memory(), world.device_rows.cuda()
-    columns = [torch.zeros(8, 2048).long().cuda(), torch.full((8,), EMPTY).cuda(), torch.zeros(8).long().cuda()]
-    swap = plan(*columns, tables, words, shape.words_per_page, counts)  # compiles; padded rows do nothing
-    copy(swap.copies, host_rows, device_rows, after_plan=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        swap = plan(*columns, tables, words, shape.words_per_page, counts)
-        copy(swap.copies, host_rows, device_rows, after_plan=True)
-    for _ in range(8):
-        batch = replace(world.draw_batch(), ignore_tail=False)
-        rows = len(batch.seats)
-        columns[1].fill_(EMPTY)
-        for column, values in zip(columns, (batch.positions, batch.seats, batch.stamps), strict=True):
-            column[:rows] = torch.tensor(values).cuda()
-        graph.replay()
-        expected = world.run(reference, batch)
-        reference.copy(expected.copies, world.host_rows, world.device_rows)
-        assert torch.equal(swap.rows[:rows].cpu(), expected.rows) and bool((swap.rows[rows:] == EMPTY).all())
-        assert listed(swap.copies)[:rows] == listed(expected.copies)
-        assert torch.equal(words.cpu(), world.words) and torch.equal(counts.cpu(), world.counts)
-        assert torch.equal(device_rows.cpu(), world.device_rows)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_rows_of_any_byte_size_are_copied_defect_6() -> None:
-    for width in (*range(1, 20), 37, 132, 656, 1152, 5000):
-        check_row_bytes(cuda_impl, width, torch.device("cuda"))
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_rows_beyond_32_bits_are_reached_defect_7() -> None:
-    rows, stride = 2**16 + 2, 2**15
-    host = torch.empty(rows, stride, dtype=torch.uint8, pin_memory=True)[:, :24]
-    device = torch.empty(rows, stride, dtype=torch.uint8, device="cuda")[:, :24]
-    host[rows - 1], device[rows - 2 : rows] = torch.arange(24, dtype=torch.uint8), POISON
-    copy(copies_of([(rows - 1, rows - 2)], device=torch.device("cuda")), host, device)
-    assert torch.equal(device[rows - 2].cpu(), host[rows - 1]) and bool((device[rows - 1] == POISON).all())

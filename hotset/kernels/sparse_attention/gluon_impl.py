@@ -1,17 +1,19 @@
-"""sparse_attention for Hopper, in Gluon: what Triton's compiler does not find by itself, above all where many heads
-share the rows.
+"""sparse_attention for Hopper where many heads share the rows, in Gluon: the products of 64 heads are worth the large
+matrix instructions, and Triton's compiler does not find by itself how to keep those busy.
 
 A program of two warpgroups works on tiles of 64 rows, in two buffers. While the scores of one tile are computed, the
-next is brought to the other buffer, part by part between the matrix products, so that neither waits for the other.
-Plain rows are copied asynchronously. fp8 rows are loaded into registers a whole tile ahead and are dequantised on
-their way to shared memory (how, says triton_impl). Both warpgroups share each product: of 64 heads, each takes half of
-the keys for the scores and half of the latents for the sums. With fewer heads (`few`) every product is transposed, so
-that keys, and then latents, take the place of the 64 rows that the instruction wants.
+next is brought to the other buffer. Plain rows are copied asynchronously. fp8 rows are loaded into registers a whole
+tile ahead and are dequantised on their way to shared memory (how, says triton_impl). Both warpgroups share each
+product: each takes half of the keys for the scores and half of the latents for the sums.
 
-Order between the threads: a tile is written by all and read by the matrix units of both warpgroups, hence wait, fence
-and barrier at the end of every step. Barriers for what threads exchange through shared memory by ordinary loads and
-stores are the compiler's. All products of a step are waited for in that step, with no branch in between: else ptxas
-makes them wait for each other.
+Order between the threads: a tile is written by all and read by the matrix units of both warpgroups, hence fence and
+barrier at the end of every step. Barriers for what threads exchange through shared memory by ordinary loads and stores
+are the compiler's. It puts them between any two uses of one allocation, hence two allocations and two steps in the loop
+instead of one that is indexed. All products of a step are waited for in that step, with no branch in between: else
+ptxas makes them wait for each other.
+
+Order of loads: one that is issued after the rows of a tile also comes after them, a microsecond later. So indices are
+loaded a step or two before they are needed, and what the scores need of them passes through shared memory.
 """
 
 from torch import Tensor
@@ -21,21 +23,21 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from hotset.base.units import ceil_div
-from hotset.kernels.sparse_attention.launch import GLUON_KEYS, GLUON_RANK, GLUON_ROPE, Launch, Work
+from hotset.kernels.sparse_attention.launch import GLUON_HEADS, RANK, ROPE, Launch, Work
 
 VARYING = ["chosen_stride", "k", "heads", "split_keys"]  # arguments whose values make no kernels of their own
 # Triton 3.6 had other names.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
-_KEYS = gl.constexpr(GLUON_KEYS)
-_RANK = gl.constexpr(GLUON_RANK)
-_ROPE = gl.constexpr(GLUON_ROPE)
+_HEADS = gl.constexpr(GLUON_HEADS)
+_KEYS = gl.constexpr(64)  # of a tile
+_RANK = gl.constexpr(RANK)
+_ROPE = gl.constexpr(ROPE)
 _PART = gl.constexpr(128)  # latents; a tile has four parts, and in fp8 rows each has one scale
-_SCALES_AT = gl.constexpr(GLUON_RANK)  # bytes from the beginning of an fp8 row
-_ROPE_AT = gl.constexpr(GLUON_RANK + 16)
+_SCALES_AT = gl.constexpr(RANK)  # bytes from the beginning of an fp8 row
+_ROPE_AT = gl.constexpr(RANK + 16)
 _SCAN = gl.constexpr(1024)
-_WARPS = gl.constexpr(8)
 _LOWEST = gl.constexpr(-1.0e30)
 _LEAST = gl.constexpr(1.0e-37)
 
@@ -47,6 +49,12 @@ _ROPE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 _WIDE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 _FLAT_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_VECTORS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # half of the keys to a warpgroup
+_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
+_BY_HEAD = gl.constexpr(gl.SliceLayout(1, _SCORES))
+_BY_KEY = gl.constexpr(gl.SliceLayout(0, _SCORES))
 _DEQUANTISE = gl.constexpr(
     """{
     .reg .b16 low, high;
@@ -63,37 +71,17 @@ _DEQUANTISE = gl.constexpr(
 
 
 def attend(work: Work, launch: Launch, tensors: tuple[Tensor, ...], scale: float) -> None:
-    """As the kernel of triton_impl, for ranks and ropes of 512 and 64 and blocks of 16, 32 or 64 heads."""
-    assert (work.rank, work.rope) == (GLUON_RANK, GLUON_ROPE), f"rank {work.rank} and rope {work.rope} in Gluon"
+    """As the kernel of triton_impl, for ranks and ropes of 512 and 64 and blocks of 64 heads."""
+    assert (work.rank, work.rope, launch.block_heads) == (RANK, ROPE, GLUON_HEADS), f"{launch} for {work}"
     q, rows, chosen, out, lse = tensors
     kernel = _attend_fp8_kernel if work.fp8 else _attend_plain_kernel
     kernel[ceil_div(work.heads, launch.block_heads) * work.rows, launch.splits](
         *(q, rows, chosen, out, lse, q.stride(0), q.stride(1), rows.stride(0), chosen.stride(0)),
         *(work.k, work.heads, launch.split_keys(work), scale),
         split=launch.splits > 1,
-        block_h=launch.block_heads,
         num_warps=8,
         enable_fp_fusion=True,
     )
-
-
-@gluon.constexpr_function  # type: ignore[untyped-decorator]
-def _scores_layout(block_h: int) -> gl.NVMMADistributedLayout:
-    """Of [heads, keys], or of [keys, heads] where heads are few: 64 rows, and the columns in two halves."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, block_h // 2, 16])
-
-
-@gluon.constexpr_function  # type: ignore[untyped-decorator]
-def _sums_layout(block_h: int) -> gl.NVMMADistributedLayout:
-    """Of [heads, rank], or of [rank, heads] where heads are few."""
-    if block_h < 64:
-        return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, block_h, 16])
-    return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
-
-
-@gluon.constexpr_function  # type: ignore[untyped-decorator]
-def _weights_layout(block_h: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(2 * block_h, 16, 2)
 
 
 @gluon.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
@@ -112,70 +100,70 @@ def _attend_plain_kernel(
     split_keys: gl.tensor,
     scale: gl.tensor,
     split: gl.constexpr,
-    block_h: gl.constexpr,
 ) -> None:
-    few: gl.constexpr = block_h < 64
-    by_head: gl.constexpr = 0 if few else 1  # the axis of scores that a value per head lacks
-    by_key: gl.constexpr = 1 if few else 0
-    scores_layout: gl.constexpr = _scores_layout(block_h)
-    sums_layout: gl.constexpr = _sums_layout(block_h)
-    row, head_first, first, stop = _place(heads, split_keys, k, block_h)
+    row, head_first, first, stop = _place(heads, split_keys, k)
     my_chosen = chosen + row * chosen_stride
-    end, spare = _extent(my_chosen, first, stop)
 
-    q_latent = gl.allocate_shared_memory(gl.bfloat16, [block_h, _RANK], _SHARED)
-    q_rope = gl.allocate_shared_memory(gl.bfloat16, [block_h, _ROPE], _SHARED)
-    tiles = gl.allocate_shared_memory(gl.bfloat16, [2, _KEYS, _RANK], _SHARED)
-    ropes = gl.allocate_shared_memory(gl.bfloat16, [2, _KEYS, _ROPE], _SHARED)
-    weights = gl.allocate_shared_memory(
-        gl.bfloat16, [_KEYS, block_h] if few else [block_h, _KEYS], _weights_layout(block_h)
-    )
+    q_latent = gl.allocate_shared_memory(gl.bfloat16, [_HEADS, _RANK], _SHARED)
+    q_rope = gl.allocate_shared_memory(gl.bfloat16, [_HEADS, _ROPE], _SHARED)
+    even_tile = gl.allocate_shared_memory(gl.bfloat16, [_KEYS, _RANK], _SHARED)
+    odd_tile = gl.allocate_shared_memory(gl.bfloat16, [_KEYS, _RANK], _SHARED)
+    even_rope = gl.allocate_shared_memory(gl.bfloat16, [_KEYS, _ROPE], _SHARED)
+    odd_rope = gl.allocate_shared_memory(gl.bfloat16, [_KEYS, _ROPE], _SHARED)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [_HEADS, _KEYS], _SHARED)
+    biases = gl.allocate_shared_memory(gl.bfloat16, [2, _KEYS], _VECTORS)
     key = gl.arange(0, _KEYS, gl.SliceLayout(1, _PART_LAYOUT))
     rope_key = gl.arange(0, _KEYS, gl.SliceLayout(1, _ROPE_LAYOUT))
-    score_key = gl.arange(0, _KEYS, gl.SliceLayout(by_key, scores_layout))
 
-    at = _rows_at(rows, row_stride, _load_index(my_chosen, first, key, end), spare)
-    for n in gl.static_range(4):
-        _copy(tiles.index(0).slice(n * _PART, _PART, 1), _values_at(at + n * _PART * 2, _PART, _PART_LAYOUT))
-    at_rope = _rows_at(rows, row_stride, _load_index(my_chosen, first, rope_key, end), spare) + _RANK * 2
-    _copy(ropes.index(0), _values_at(at_rope, _ROPE, _ROPE_LAYOUT))
+    index = _load_index(my_chosen, first, key, stop)
+    rope_index = _load_index(my_chosen, first, rope_key, stop)
+    _copy_values(even_tile, rows, row_stride, index, 0, _PART_LAYOUT)
+    _copy_values(even_rope, rows, row_stride, rope_index, _RANK * 2, _ROPE_LAYOUT)
     async_copy.commit_group()
-    index = _load_index(my_chosen, first + _KEYS, key, end)
-    rope_index = _load_index(my_chosen, first + _KEYS, rope_key, end)
+    biases.index(0).store(_bias(rope_index))
+    index = _load_index(my_chosen, first + _KEYS, key, stop)
+    rope_index = _load_index(my_chosen, first + _KEYS, rope_key, stop)
+    end = _end(my_chosen, first, stop)
     my_q = q + row * q_row_stride
-    q_latent.store(_load_q(my_q, q_head_stride, head_first, heads, block_h, _RANK, _WIDE_LAYOUT))
-    q_rope.store(_load_q(my_q + _RANK, q_head_stride, head_first, heads, block_h, _ROPE, _ROPE_LAYOUT))
+    q_latent.store(_load_q(my_q, q_head_stride, head_first, heads, _RANK, _WIDE_LAYOUT))
+    q_rope.store(_load_q(my_q + _RANK, q_head_stride, head_first, heads, _ROPE, _ROPE_LAYOUT))
 
-    zero = gl.zeros([_KEYS, block_h] if few else [block_h, _KEYS], gl.float32, scores_layout)
-    mass = zero
-    most = gl.full([block_h], _LOWEST, gl.float32, gl.SliceLayout(by_head, scores_layout))
-    sums = gl.zeros([_RANK, block_h] if few else [block_h, _RANK], gl.float32, sums_layout)
+    zero = gl.zeros([_HEADS, _KEYS], gl.float32, _SCORES)
+    mass = _sums_of_threads(zero)
+    most = gl.full([_HEADS], _LOWEST, gl.float32, _BY_HEAD)
+    sums = gl.zeros([_HEADS, _RANK], gl.float32, _SUMS)
+    async_copy.wait_group(0)
     _finish_step()
-    for start in range(first, end, _KEYS):
-        use = (start - first) // _KEYS % 2
-        tile, other = tiles.index(use), tiles.index(1 - use)
-        s = _score(q_rope, ropes.index(use), zero, True, few)
-        at = _rows_at(rows, row_stride, index, spare)
-        for n in gl.static_range(4):
-            _copy(other.slice(n * _PART, _PART, 1), _values_at(at + n * _PART * 2, _PART, _PART_LAYOUT))
-            s = _score(q_latent.slice(n * _PART, _PART, 1), tile.slice(n * _PART, _PART, 1), s, False, few)
-        at_rope = _rows_at(rows, row_stride, rope_index, spare) + _RANK * 2
-        _copy(ropes.index(1 - use), _values_at(at_rope, _ROPE, _ROPE_LAYOUT))
-        async_copy.commit_group()
-        index = _load_index(my_chosen, start + 2 * _KEYS, key, end)
-        rope_index = _load_index(my_chosen, start + 2 * _KEYS, rope_key, end)
-        bias = gl.where(_load_index(my_chosen, start, score_key, end) < 0, float("-inf"), 0.0)
-        s = warpgroup_mma_wait(0, deps=[s])
-        s = s * scale + gl.expand_dims(bias, by_key)
-        now = gl.maximum(most, gl.max(s, by_head))
-        p = gl.exp2(s - gl.expand_dims(now, by_head))
-        weights.store(p.to(gl.bfloat16))
-        shrink = gl.exp2(most - now)
-        mass = mass * gl.expand_dims(shrink, by_head) + p
-        most = now
-        sums = _add(weights, tile, sums, shrink, sums_layout, few)
-        _finish_step()
-    _store(out, lse, row, head_first, heads, sums, most, mass, end > first, split, block_h)
+    for pair in range(first, end, 2 * _KEYS):
+        for use in gl.static_range(2):
+            start = pair + use * _KEYS
+            tile, other = (even_tile, odd_tile) if use == 0 else (odd_tile, even_tile)
+            rope, other_rope = (even_rope, odd_rope) if use == 0 else (odd_rope, even_rope)
+            s = _score(q_rope, rope, zero, True)
+            s = _score_part(q_latent, tile, 0, s, False)
+            _copy_values(other, rows, row_stride, index, 0, _PART_LAYOUT)
+            for n in gl.static_range(1, 4):
+                s = _score_part(q_latent, tile, n, s, False)
+            _copy_values(other_rope, rows, row_stride, rope_index, _RANK * 2, _ROPE_LAYOUT)
+            async_copy.commit_group()
+            next_bias = _bias(rope_index)
+            index = _load_index(my_chosen, start + 2 * _KEYS, key, stop)
+            rope_index = _load_index(my_chosen, start + 2 * _KEYS, rope_key, stop)
+            bias = biases.index(use).load(_BY_KEY).to(gl.float32)
+            s = warpgroup_mma_wait(0, deps=[s])
+            s = s * scale + gl.expand_dims(bias, 0)
+            now = gl.maximum(most, gl.max(s, 1))
+            p = gl.exp2(s - gl.expand_dims(now, 1))
+            weights.store(p.to(gl.bfloat16))
+            shrink = gl.exp2(most - now)
+            mass = _grown(mass, shrink, p)
+            most = now
+            begun = _add(weights, tile, sums, shrink)
+            biases.index(1 - use).store(next_bias)
+            sums = warpgroup_mma_wait(0, deps=[begun])
+            async_copy.wait_group(0)
+            _finish_step()
+    _store(out, lse, row, head_first, heads, sums, most, mass, end > first, split)
 
 
 @gluon.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
@@ -194,137 +182,147 @@ def _attend_fp8_kernel(
     split_keys: gl.tensor,
     scale: gl.tensor,
     split: gl.constexpr,
-    block_h: gl.constexpr,
 ) -> None:
-    few: gl.constexpr = block_h < 64
-    by_head: gl.constexpr = 0 if few else 1
-    by_key: gl.constexpr = 1 if few else 0
-    scores_layout: gl.constexpr = _scores_layout(block_h)
-    sums_layout: gl.constexpr = _sums_layout(block_h)
-    row, head_first, first, stop = _place(heads, split_keys, k, block_h)
+    row, head_first, first, stop = _place(heads, split_keys, k)
     my_chosen = chosen + row * chosen_stride
-    end, spare = _extent(my_chosen, first, stop)
 
-    q_latent = gl.allocate_shared_memory(gl.float16, [block_h, _RANK], _SHARED)
-    q_rope = gl.allocate_shared_memory(gl.bfloat16, [block_h, _ROPE], _SHARED)
-    tiles = gl.allocate_shared_memory(gl.float16, [2, _KEYS, _RANK], _SHARED)
-    ropes = gl.allocate_shared_memory(gl.bfloat16, [2, _KEYS, _ROPE], _SHARED)
-    weights = gl.allocate_shared_memory(
-        gl.float16, [_KEYS, block_h] if few else [block_h, _KEYS], _weights_layout(block_h)
-    )
-    scales = gl.allocate_shared_memory(gl.float32, [_KEYS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    units = gl.allocate_shared_memory(gl.float32, [2, _KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_latent = gl.allocate_shared_memory(gl.float16, [_HEADS, _RANK], _SHARED)
+    q_rope = gl.allocate_shared_memory(gl.bfloat16, [_HEADS, _ROPE], _SHARED)
+    even_tile = gl.allocate_shared_memory(gl.float16, [_KEYS, _RANK], _SHARED)
+    odd_tile = gl.allocate_shared_memory(gl.float16, [_KEYS, _RANK], _SHARED)
+    even_rope = gl.allocate_shared_memory(gl.bfloat16, [_KEYS, _ROPE], _SHARED)
+    odd_rope = gl.allocate_shared_memory(gl.bfloat16, [_KEYS, _ROPE], _SHARED)
+    weights = gl.allocate_shared_memory(gl.float16, [_HEADS, _KEYS], _SHARED)
+    even_scales = gl.allocate_shared_memory(gl.float32, [_KEYS, 4], _LINES)
+    odd_scales = gl.allocate_shared_memory(gl.float32, [_KEYS, 4], _LINES)
+    units = gl.allocate_shared_memory(gl.bfloat16, [2, _KEYS], _VECTORS)  # powers of two; 0 for an EMPTY entry
     key = gl.arange(0, _KEYS, gl.SliceLayout(1, _CODE_LAYOUT))
     line_key = gl.arange(0, _KEYS, gl.SliceLayout(1, _LINE_LAYOUT))
     rope_key = gl.arange(0, _KEYS, gl.SliceLayout(1, _ROPE_LAYOUT))
-    score_key = gl.arange(0, _KEYS, gl.SliceLayout(by_key, scores_layout))
 
     # Tile 0 is made at once; of tile 1 the codes go to registers and the scales to shared memory.
-    codes = _load_codes(rows, row_stride, _load_index(my_chosen, first, key, end), spare)
-    _copy_scales(scales, rows, row_stride, _load_index(my_chosen, first, line_key, end), spare)
-    at_rope = _rows_at(rows, row_stride, _load_index(my_chosen, first, rope_key, end), spare) + _ROPE_AT
-    _copy(ropes.index(0), _values_at(at_rope, _ROPE, _ROPE_LAYOUT))
+    index = _load_index(my_chosen, first, key, stop)
+    rope_index = _load_index(my_chosen, first, rope_key, stop)
+    line_index = _load_index(my_chosen, first, line_key, stop)
+    next_line_index = _load_index(my_chosen, first + _KEYS, line_key, stop)
+    _copy_scales(even_scales, rows, row_stride, line_index)
+    _copy_scales(odd_scales, rows, row_stride, next_line_index)
+    _copy_values(even_rope, rows, row_stride, rope_index, _ROPE_AT, _ROPE_LAYOUT)
     async_copy.commit_group()
+    codes = _load_codes(rows, row_stride, index)
     my_q = q + row * q_row_stride
-    values = _load_q(my_q, q_head_stride, head_first, heads, block_h, _RANK, _WIDE_LAYOUT).to(gl.float32)
+    values = _load_q(my_q, q_head_stride, head_first, heads, _RANK, _WIDE_LAYOUT).to(gl.float32)
     q_unit = _unit(gl.max(gl.abs(values), 1))
     q_latent.store((values * gl.expand_dims(_inverse(q_unit), 1)).to(gl.float16))
-    q_rope.store(_load_q(my_q + _RANK, q_head_stride, head_first, heads, block_h, _ROPE, _ROPE_LAYOUT))
-    factor = gl.convert_layout(q_unit, gl.SliceLayout(by_head, scores_layout)) * scale
+    q_rope.store(_load_q(my_q + _RANK, q_head_stride, head_first, heads, _ROPE, _ROPE_LAYOUT))
+    factor = gl.convert_layout(q_unit, _BY_HEAD)
+    index = _load_index(my_chosen, first + _KEYS, key, stop)
+    rope_index = _load_index(my_chosen, first + _KEYS, rope_key, stop)
+    end = _end(my_chosen, first, stop)
     async_copy.wait_group(0)
-    unit, ratios = _ratios(scales)
-    units.index(0).store(unit)
-    for n in gl.static_range(4):
-        _fill(tiles.index(0), n, codes[n], ratios[n])
-    code0, code1, code2, code3 = _load_codes(rows, row_stride, _load_index(my_chosen, first + _KEYS, key, end), spare)
-    _barrier()  # scales have been read, before others replace them
-    _copy_scales(scales, rows, row_stride, _load_index(my_chosen, first + _KEYS, line_key, end), spare)
-    async_copy.commit_group()
-    index = _load_index(my_chosen, first + 2 * _KEYS, key, end)
-    line_index = _load_index(my_chosen, first + 2 * _KEYS, line_key, end)
-    rope_index = _load_index(my_chosen, first + _KEYS, rope_key, end)
+    _make_ratios(even_scales, units.index(0), line_index)
+    _make_ratios(odd_scales, units.index(1), next_line_index)
+    line_index = _load_index(my_chosen, first + 2 * _KEYS, line_key, stop)
+    _fill(even_tile, 0, codes[0], codes[1], even_scales)
+    _fill(even_tile, 1, codes[2], codes[3], even_scales)
+    code0, code1, code2, code3 = _load_codes(rows, row_stride, index)
+    index = _load_index(my_chosen, first + 2 * _KEYS, key, stop)
 
-    zero = gl.zeros([_KEYS, block_h] if few else [block_h, _KEYS], gl.float32, scores_layout)
-    mass = zero
-    most = gl.full([block_h], _LOWEST, gl.float32, gl.SliceLayout(by_head, scores_layout))
-    sums = gl.zeros([_RANK, block_h] if few else [block_h, _RANK], gl.float32, sums_layout)
+    zero = gl.zeros([_HEADS, _KEYS], gl.float32, _SCORES)
+    mass = _sums_of_threads(zero)
+    most = gl.full([_HEADS], _LOWEST, gl.float32, _BY_HEAD)
+    sums = gl.zeros([_HEADS, _RANK], gl.float32, _SUMS)
     _finish_step()
-    for start in range(first, end, _KEYS):
-        use = (start - first) // _KEYS % 2
-        tile, other = tiles.index(use), tiles.index(1 - use)
-        next_unit, next_ratios = _ratios(scales)
-        units.index(1 - use).store(next_unit)
-        of_rope = _score(q_rope, ropes.index(use), zero, True, few)
-        s = _score(q_latent.slice(0, _PART, 1), tile.slice(0, _PART, 1), zero, True, few)
-        _fill(other, 0, code0, next_ratios[0])
-        s = _score(q_latent.slice(_PART, _PART, 1), tile.slice(_PART, _PART, 1), s, False, few)
-        _fill(other, 1, code1, next_ratios[1])
-        s = _score(q_latent.slice(2 * _PART, _PART, 1), tile.slice(2 * _PART, _PART, 1), s, False, few)
-        _fill(other, 2, code2, next_ratios[2])
-        s = _score(q_latent.slice(3 * _PART, _PART, 1), tile.slice(3 * _PART, _PART, 1), s, False, few)
-        _fill(other, 3, code3, next_ratios[3])
-        code0, code1, code2, code3 = _load_codes(rows, row_stride, index, spare)
-        _copy_scales(scales, rows, row_stride, line_index, spare)
-        at_rope = _rows_at(rows, row_stride, rope_index, spare) + _ROPE_AT
-        _copy(ropes.index(1 - use), _values_at(at_rope, _ROPE, _ROPE_LAYOUT))
-        async_copy.commit_group()
-        index = _load_index(my_chosen, start + 3 * _KEYS, key, end)
-        line_index = _load_index(my_chosen, start + 3 * _KEYS, line_key, end)
-        rope_index = _load_index(my_chosen, start + 2 * _KEYS, rope_key, end)
-        bias = gl.where(_load_index(my_chosen, start, score_key, end) < 0, float("-inf"), 0.0)
-        key_unit = units.index(use).load(gl.SliceLayout(by_key, scores_layout))
-        s, of_rope = warpgroup_mma_wait(0, deps=[s, of_rope])
-        s = s * gl.expand_dims(factor, by_head) * gl.expand_dims(key_unit, by_key)
-        s += of_rope * scale + gl.expand_dims(bias, by_key)
-        now = gl.maximum(most, gl.max(s + gl.expand_dims(_exponent(key_unit), by_key), by_head))
-        p = gl.exp2(s - gl.expand_dims(now, by_head))
-        weights.store((p * gl.expand_dims(key_unit, by_key)).to(gl.float16))
-        shrink = gl.exp2(most - now)
-        mass = mass * gl.expand_dims(shrink, by_head) + p
-        most = now
-        sums = _add(weights, tile, sums, shrink, sums_layout, few)
-        _finish_step()
-    _store(out, lse, row, head_first, heads, sums, most, mass, end > first, split, block_h)
+    for pair in range(first, end, 2 * _KEYS):
+        for use in gl.static_range(2):
+            start = pair + use * _KEYS
+            tile, other = (even_tile, odd_tile) if use == 0 else (odd_tile, even_tile)
+            spent_scales, next_scales = (even_scales, odd_scales) if use == 0 else (odd_scales, even_scales)
+            rope, other_rope = (even_rope, odd_rope) if use == 0 else (odd_rope, even_rope)
+            s = _score_part(q_latent, tile, 0, zero, True)
+            # All that is small is asked for before the codes: what is asked for after them comes after them.
+            _copy_scales(spent_scales, rows, row_stride, line_index)
+            _copy_values(other_rope, rows, row_stride, rope_index, _ROPE_AT, _ROPE_LAYOUT)
+            async_copy.commit_group()
+            rope_index = _load_index(my_chosen, start + 2 * _KEYS, rope_key, stop)
+            next_line_index = _load_index(my_chosen, start + 3 * _KEYS, line_key, stop)
+            next_index = _load_index(my_chosen, start + 3 * _KEYS, key, stop)
+            _fill(other, 0, code0, code1, next_scales)
+            s = _score_part(q_latent, tile, 1, s, False)
+            s = _score_part(q_latent, tile, 2, s, False)
+            _fill(other, 1, code2, code3, next_scales)
+            s = _score_part(q_latent, tile, 3, s, False)
+            code0, code1, code2, code3 = _load_codes(rows, row_stride, index)
+            index = next_index
+            key_unit = units.index(use).load(_BY_KEY).to(gl.float32)
+            s = warpgroup_mma_wait(0, deps=[s]) * gl.expand_dims(factor, 1) * gl.expand_dims(key_unit, 0)
+            s = warpgroup_mma_wait(0, deps=[_score(q_rope, rope, s, False)])
+            s = gl.where(gl.expand_dims(key_unit, 0) > 0, s * scale, float("-inf"))
+            now = gl.maximum(most, gl.max(s + gl.expand_dims(_exponent(key_unit), 0), 1))
+            p = gl.exp2(s - gl.expand_dims(now, 1))
+            weights.store((p * gl.expand_dims(key_unit, 0)).to(gl.float16))
+            shrink = gl.exp2(most - now)
+            mass = _grown(mass, shrink, p)
+            most = now
+            async_copy.wait_group(0)
+            begun = _add(weights, tile, sums, shrink)
+            _make_ratios(spent_scales, units.index(use), line_index)
+            line_index = next_line_index
+            sums = warpgroup_mma_wait(0, deps=[begun])
+            _finish_step()
+    _store(out, lse, row, head_first, heads, sums, most, mass, end > first, split)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _place(heads: gl.tensor, split_keys: gl.tensor, k: gl.tensor, block_h: gl.constexpr) -> gl.tensor:
+def _place(heads: gl.tensor, split_keys: gl.tensor, k: gl.tensor) -> gl.tensor:
     """(query row, first head, first entry, entry to stop before) of this program."""
-    head_blocks = gl.cdiv(heads, block_h)
+    head_blocks = gl.cdiv(heads, _HEADS)
     row = (gl.program_id(0) // head_blocks).to(gl.int64)
     first = gl.program_id(1) * split_keys
-    return row, gl.program_id(0) % head_blocks * block_h, first, gl.minimum(first + split_keys, k)
+    return row, gl.program_id(0) % head_blocks * _HEADS, first, gl.minimum(first + split_keys, k)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _extent(chosen: gl.tensor, first: gl.tensor, stop: gl.tensor) -> gl.tensor:
-    """As in triton_impl."""
+def _end(chosen: gl.tensor, first: gl.tensor, stop: gl.tensor) -> gl.tensor:
+    """All entries in [end, stop) are EMPTY; end <= first where none is left."""
     entry = gl.arange(0, _SCAN, _FLAT_LAYOUT)
     last = gl.full([_SCAN], 0, gl.int32, _FLAT_LAYOUT)
-    some = gl.full([_SCAN], 0, gl.int32, _FLAT_LAYOUT)
     for start in range(first, stop, _SCAN):
         found = _load_index(chosen, start, entry, stop)
         last = gl.maximum(last, gl.where(found < 0, 0, start + entry + 1))
-        some = gl.maximum(some, found)
-    return gl.max(last, 0), gl.max(some, 0)
+    return gl.max(last, 0)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load_index(chosen: gl.tensor, start: gl.tensor, key: gl.tensor, end: gl.tensor) -> gl.tensor:
-    """Entries start + key, EMPTY from `end` on. Row numbers fit 32 bits; the offsets made from them do not."""
-    return gl.load(chosen + start + key, mask=start + key < end, other=-1).to(gl.int32)
+def _load_index(chosen: gl.tensor, start: gl.tensor, key: gl.tensor, stop: gl.tensor) -> gl.tensor:
+    """Entries start + key, EMPTY from `stop` on. Row numbers fit 32 bits; the offsets made from them do not."""
+    return gl.load(chosen + start + key, mask=start + key < stop, other=-1).to(gl.int32)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _rows_at(rows: gl.tensor, row_stride: gl.tensor, index: gl.tensor, spare: gl.tensor) -> gl.tensor:
-    return rows + gl.where(index < 0, spare, index).to(gl.int64) * row_stride
+def _bias(index: gl.tensor) -> gl.tensor:
+    """What is added to the scores of these entries."""
+    return gl.where(index < 0, float("-inf"), 0.0).to(gl.bfloat16)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _values_at(at: gl.tensor, count: gl.constexpr, layout: gl.constexpr) -> gl.tensor:
-    """[rows, count] addresses of the bfloat16 values that begin at the bytes `at`."""
-    value = gl.arange(0, count, gl.SliceLayout(0, layout))
-    return gl.expand_dims(at.to(gl.pointer_type(gl.bfloat16)), 1) + gl.expand_dims(value, 0)
+def _rows_at(rows: gl.tensor, row_stride: gl.tensor, index: gl.tensor) -> gl.tensor:
+    return rows + gl.maximum(index, 0).to(gl.int64) * row_stride
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _copy_values(
+    target: gl.shared_memory_descriptor,
+    rows: gl.tensor,
+    row_stride: gl.tensor,
+    index: gl.tensor,
+    byte: gl.constexpr,
+    layout: gl.constexpr,
+) -> None:
+    """Begins to copy the bfloat16 values from `byte` on of the rows `index`; of EMPTY ones, zeros."""
+    at = (_rows_at(rows, row_stride, index) + byte).to(gl.pointer_type(gl.bfloat16))
+    value = gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
+    _copy(target, gl.expand_dims(at, 1) + gl.expand_dims(value, 0), mask=gl.expand_dims(index, 1) >= 0)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -333,36 +331,40 @@ def _load_q(
     head_stride: gl.tensor,
     head_first: gl.tensor,
     heads: gl.tensor,
-    block_h: gl.constexpr,
     count: gl.constexpr,
     layout: gl.constexpr,
 ) -> gl.tensor:
-    head = head_first + gl.arange(0, block_h, gl.SliceLayout(1, layout))
+    head = head_first + gl.arange(0, _HEADS, gl.SliceLayout(1, layout))
     value = gl.arange(0, count, gl.SliceLayout(0, layout))
     at = gl.expand_dims(my_q + head * head_stride, 1) + gl.expand_dims(value, 0)
     return gl.load(at, mask=gl.expand_dims(head, 1) < heads, other=0.0)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load_codes(rows: gl.tensor, row_stride: gl.tensor, index: gl.tensor, spare: gl.tensor) -> gl.tensor:
-    """The four parts of a tile, four codes to a word."""
-    at = gl.expand_dims(_rows_at(rows, row_stride, index, spare).to(gl.pointer_type(gl.int32)), 1)
+def _load_codes(rows: gl.tensor, row_stride: gl.tensor, index: gl.tensor) -> gl.tensor:
+    """The four parts of a tile, four codes to a word; zeros of EMPTY rows."""
+    at = gl.expand_dims(_rows_at(rows, row_stride, index).to(gl.pointer_type(gl.int32)), 1)
     at += gl.expand_dims(gl.arange(0, _PART // 4, gl.SliceLayout(0, _CODE_LAYOUT)), 0)
-    return gl.load(at), gl.load(at + _PART // 4), gl.load(at + _PART // 2), gl.load(at + _PART // 4 * 3)
+    there = gl.expand_dims(index, 1) >= 0
+    return (
+        gl.load(at, mask=there, other=0),
+        gl.load(at + _PART // 4, mask=there, other=0),
+        gl.load(at + _PART // 2, mask=there, other=0),
+        gl.load(at + _PART // 4 * 3, mask=there, other=0),
+    )
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _copy_scales(
-    scales: gl.shared_memory_descriptor, rows: gl.tensor, row_stride: gl.tensor, index: gl.tensor, spare: gl.tensor
-) -> None:
-    at = (_rows_at(rows, row_stride, index, spare) + _SCALES_AT).to(gl.pointer_type(gl.float32))
-    _copy(scales, gl.expand_dims(at, 1) + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, _LINE_LAYOUT)), 0))
+def _copy_scales(scales: gl.shared_memory_descriptor, rows: gl.tensor, row_stride: gl.tensor, index: gl.tensor) -> None:
+    at = (_rows_at(rows, row_stride, index) + _SCALES_AT).to(gl.pointer_type(gl.float32))
+    at = gl.expand_dims(at, 1) + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, _LINE_LAYOUT)), 0)
+    _copy(scales, at, mask=gl.expand_dims(index, 1) >= 0)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _ratios(scales: gl.shared_memory_descriptor) -> gl.tensor:
-    """(units, the scales over them): a vector per part, each value twice in a word as float16."""
-    values = scales.load(_SCALE_LAYOUT)
+def _make_ratios(scales: gl.shared_memory_descriptor, units: gl.shared_memory_descriptor, index: gl.tensor) -> None:
+    """Writes the units of a tile; in place of its scales, what they are over the units, twice in a word as float16."""
+    values = scales.load(_LINE_LAYOUT)
     unit = _unit(gl.max(values, 1))
     ratio = gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $1, $1;",
@@ -372,74 +374,91 @@ def _ratios(scales: gl.shared_memory_descriptor) -> gl.tensor:
         is_pure=True,
         pack=1,
     )
-    even, odd = gl.split(gl.reshape(ratio, [_KEYS, 2, 2]))
-    ratio0, ratio2 = gl.split(even)
-    ratio1, ratio3 = gl.split(odd)
-    layout: gl.constexpr = gl.SliceLayout(1, _CODE_LAYOUT)
-    return unit, (
-        gl.convert_layout(ratio0, layout),
-        gl.convert_layout(ratio1, layout),
-        gl.convert_layout(ratio2, layout),
-        gl.convert_layout(ratio3, layout),
-    )
+    scales.store(ratio.to(gl.float32, bitcast=True))
+    units.store(gl.where(index < 0, 0.0, unit).to(gl.bfloat16))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _fill(tile: gl.shared_memory_descriptor, n: gl.constexpr, codes: gl.tensor, ratio: gl.tensor) -> None:
-    """Writes part n of a tile: codes * ratio as float16, four from every word."""
+def _fill(
+    tile: gl.shared_memory_descriptor,
+    half: gl.constexpr,
+    codes: gl.tensor,
+    more_codes: gl.tensor,
+    ratios: gl.shared_memory_descriptor,
+) -> None:
+    """Writes two parts of a tile. By one store: between two to the same tile, the compiler puts a barrier."""
+    even, odd = gl.split(gl.reshape(ratios.load(_SCALE_LAYOUT).to(gl.int32, bitcast=True), [_KEYS, 2, 2]))
+    ratio, more_ratio = gl.split(even)[half], gl.split(odd)[half]
+    values = gl.join(_dequantised(codes, ratio), _dequantised(more_codes, more_ratio))
+    tile.slice(half * 2 * _PART, 2 * _PART, 1).store(gl.reshape(gl.permute(values, (0, 2, 1)), [_KEYS, 2 * _PART]))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _dequantised(codes: gl.tensor, ratio: gl.tensor) -> gl.tensor:
+    """codes * ratio as float16, four from every word."""
     a, b, c, d = gl.inline_asm_elementwise(
         _DEQUANTISE,
         "=h,=h,=h,=h,r,r",
-        [codes, gl.expand_dims(ratio, 1)],
+        [codes, gl.expand_dims(gl.convert_layout(ratio, gl.SliceLayout(1, _CODE_LAYOUT)), 1)],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
         is_pure=True,
         pack=1,
     )
-    values = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [_KEYS, _PART])
-    tile.slice(n * _PART, _PART, 1).store(values)
+    return gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [_KEYS, _PART])
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _score(
-    q: gl.shared_memory_descriptor,
-    tile: gl.shared_memory_descriptor,
-    s: gl.tensor,
-    fresh: gl.constexpr,
-    few: gl.constexpr,
+    q: gl.shared_memory_descriptor, tile: gl.shared_memory_descriptor, s: gl.tensor, fresh: gl.constexpr
 ) -> gl.tensor:
     """Begins to add q . row to `s`, or to a fresh sum."""
-    if few:
-        begun = warpgroup_mma(tile, q.permute((1, 0)), s, use_acc=not fresh, is_async=True)
-    else:
-        begun = warpgroup_mma(q, tile.permute((1, 0)), s, use_acc=not fresh, is_async=True)
-    return begun
+    return warpgroup_mma(q, tile.permute((1, 0)), s, use_acc=not fresh, is_async=True)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _score_part(
+    q: gl.shared_memory_descriptor,
+    tile: gl.shared_memory_descriptor,
+    n: gl.constexpr,
+    s: gl.tensor,
+    fresh: gl.constexpr,
+) -> gl.tensor:
+    """As `_score`, for part n of the latents."""
+    return _score(q.slice(n * _PART, _PART, 1), tile.slice(n * _PART, _PART, 1), s, fresh)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _sums_of_threads(p: gl.tensor) -> gl.tensor:
+    """Weights summed over the keys as far as each thread has them: the rest is left to the end, and to `_mass`."""
+    by_thread = gl.reshape(p, [_HEADS, 2, 4, 4, 2])  # of warpgroups, registers, lanes, registers
+    return gl.sum(gl.sum(by_thread, 4), 2)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _mass(sums_of_threads: gl.tensor) -> gl.tensor:
+    return gl.convert_layout(gl.sum(gl.sum(sums_of_threads, 2), 1), _BY_HEAD)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _grown(mass: gl.tensor, shrink: gl.tensor, p: gl.tensor) -> gl.tensor:
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, gl.SliceLayout(2, mass.type.layout)))
+    return mass * gl.expand_dims(gl.expand_dims(shrink, 1), 2) + _sums_of_threads(p)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _add(
-    weights: gl.shared_memory_descriptor,
-    tile: gl.shared_memory_descriptor,
-    sums: gl.tensor,
-    shrink: gl.tensor,
-    sums_layout: gl.constexpr,
-    few: gl.constexpr,
+    weights: gl.shared_memory_descriptor, tile: gl.shared_memory_descriptor, sums: gl.tensor, shrink: gl.tensor
 ) -> gl.tensor:
-    """sums * shrink + weights . latents, once all threads have stored their weights."""
-    by_head: gl.constexpr = 0 if few else 1
-    sums = sums * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(by_head, sums_layout)), by_head)
+    """Begins sums * shrink + weights . latents, once all threads have stored their weights."""
+    sums = sums * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, _SUMS)), 1)
     fence_async_shared()
     _barrier()
-    if few:
-        begun = warpgroup_mma(tile.permute((1, 0)), weights, sums, is_async=True)
-    else:
-        begun = warpgroup_mma(weights, tile, sums, is_async=True)
-    return warpgroup_mma_wait(0, deps=[begun])
+    return warpgroup_mma(weights, tile, sums, is_async=True)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _finish_step() -> None:
     """All that was written to the other buffer, by any thread, is there for the matrix units; this one is free."""
-    async_copy.wait_group(0)
     fence_async_shared()
     _barrier()
 
@@ -456,30 +475,25 @@ def _store(
     mass: gl.tensor,
     filled: gl.tensor,
     split: gl.constexpr,
-    block_h: gl.constexpr,
 ) -> None:
-    by_head: gl.constexpr = 0 if block_h < 64 else 1
-    total = gl.maximum(gl.sum(mass, by_head), _LEAST)  # where it is less, all sums are 0
-    inverse = gl.convert_layout(1 / total, gl.SliceLayout(by_head, sums.type.layout))
-    sums = sums * gl.expand_dims(inverse, by_head)
+    total = gl.maximum(_mass(mass), _LEAST)  # where it is less, all sums are 0
+    inverse = gl.convert_layout(1 / total, gl.SliceLayout(1, _SUMS))
+    sums = sums * gl.expand_dims(inverse, 1)
     if split:
         part = (row * gl.num_programs(1) + gl.program_id(1)) * heads
-        head = head_first + gl.arange(0, block_h, most.type.layout)
+        head = head_first + gl.arange(0, _HEADS, _BY_HEAD)
         gl.store(lse + part + head, gl.where(filled, most + gl.log2(total), float("-inf")), mask=head < heads)
-        # In the layout that it has: 8 threads or 4 fill a sector of memory. Nothing where nothing was chosen.
-        by_latent: gl.constexpr = 1 - by_head
-        head = head_first + gl.arange(0, block_h, gl.SliceLayout(by_head, sums.type.layout))
-        latent = gl.arange(0, _RANK, gl.SliceLayout(by_latent, sums.type.layout))
-        at = gl.expand_dims((part + head) * _RANK, by_head) + gl.expand_dims(latent, by_latent)
-        gl.store(out + at, sums, mask=gl.expand_dims(head, by_head) < gl.where(filled, heads, 0))
+        # In the layout that it has: 4 threads fill a sector of memory. Nothing where nothing was chosen.
+        head = head_first + gl.arange(0, _HEADS, gl.SliceLayout(1, _SUMS))
+        latent = gl.arange(0, _RANK, gl.SliceLayout(0, _SUMS))
+        at = gl.expand_dims((part + head) * _RANK, 1) + gl.expand_dims(latent, 0)
+        gl.store(out + at, sums, mask=gl.expand_dims(head, 1) < gl.where(filled, heads, 0))
     else:
-        result = sums.to(gl.bfloat16)
-        if block_h < 64:
-            result = gl.permute(result, (1, 0))
-        head = head_first + gl.arange(0, block_h, gl.SliceLayout(1, _WIDE_LAYOUT))
+        head = head_first + gl.arange(0, _HEADS, gl.SliceLayout(1, _WIDE_LAYOUT))
         latent = gl.arange(0, _RANK, gl.SliceLayout(0, _WIDE_LAYOUT))
         at = gl.expand_dims((row * heads + head) * _RANK, 1) + gl.expand_dims(latent, 0)
-        gl.store(out + at, gl.convert_layout(result, _WIDE_LAYOUT), mask=gl.expand_dims(head, 1) < heads)
+        result = gl.convert_layout(sums.to(gl.bfloat16), _WIDE_LAYOUT)
+        gl.store(out + at, result, mask=gl.expand_dims(head, 1) < heads)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

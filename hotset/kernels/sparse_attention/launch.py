@@ -6,10 +6,11 @@ from typing import Literal
 
 from hotset.base.units import ceil_div
 
-Kernel = Literal["triton", "gluon"]
+Kernel = Literal["triton", "gluon", "cuda"]
 
-GLUON_RANK, GLUON_ROPE, GLUON_KEYS = 512, 64, 64  # what the Gluon kernel is written for, and the keys of its tiles
-MOST_SPLITS = 32
+RANK, ROPE = 512, 64  # what the kernels for Hopper are written for
+GLUON_HEADS, GLUON_KEYS = 64, 128  # of a program of the Gluon kernel, and of one turn of its loop
+MOST_SPLITS = 32  # that the merge can join
 # In units of one key's work: what a program costs before its first key and after its last, what more it costs when its
 # sums are merged with those of other programs, and what the merge costs.
 PROGRAM_KEYS, PARTIAL_KEYS, MERGE_KEYS = 128, 64, 96
@@ -41,7 +42,7 @@ class Launch:
     block_heads: int
     block_keys: int  # in a tile
     warps: int = 8
-    stages: int = 2  # of the pipeline that Triton builds; the Gluon kernel has two, always
+    stages: int = 2  # tiles of rows in shared memory; two in the Gluon kernel, always
     programs_per_sm: int = 1  # that are resident together
     splits: int = 1
 
@@ -53,28 +54,31 @@ class Launch:
         return ceil_div(ceil_div(work.k, self.splits), self.block_keys) * self.block_keys
 
 
-# By (fp8 rows, heads in a program). The Gluon kernel is for Hopper at the sizes that production models have.
+# By (fp8 rows, class of heads). HOPPER is for the sizes that production models have.
 PORTABLE = {
     (False, 16): Launch("triton", 16, 32, warps=4, stages=3, programs_per_sm=2),
     (False, 32): Launch("triton", 32, 32, warps=8, stages=4),
     (False, 64): Launch("triton", 64, 32, warps=8, stages=3),
     (True, 16): Launch("triton", 16, 32, warps=4, stages=3, programs_per_sm=2),
-    (True, 32): Launch("triton", 32, 64, warps=8, stages=2),
+    (True, 32): Launch("triton", 32, 32, warps=8, stages=3),
     (True, 64): Launch("triton", 64, 32, warps=8, stages=3),
 }
-HOPPER = PORTABLE | {
-    (True, 32): Launch("gluon", 32, GLUON_KEYS),
-    (False, 64): Launch("gluon", 64, GLUON_KEYS),
-    (True, 64): Launch("gluon", 64, GLUON_KEYS),
+HOPPER = {
+    (False, 16): Launch("cuda", 16, 32, warps=4, stages=2, programs_per_sm=2),
+    (False, 32): Launch("cuda", 32, 32, warps=4, stages=2, programs_per_sm=2),
+    (False, 64): Launch("gluon", GLUON_HEADS, GLUON_KEYS),
+    (True, 16): Launch("cuda", 16, 32, warps=4, stages=3, programs_per_sm=3),
+    (True, 32): Launch("cuda", 32, 32, warps=4, stages=4, programs_per_sm=2),
+    (True, 64): Launch("gluon", GLUON_HEADS, GLUON_KEYS),
 }
 
 
 @lru_cache(maxsize=1024)  # it is asked for in every layer
 def choose(work: Work, gpu: Gpu) -> Launch:
     """The launch for this work. It depends on sizes alone, so a captured graph stays right."""
-    block_heads = 16 if work.heads <= 16 else 32 if work.heads <= 32 else 64
-    gluon = gpu.hopper and (work.rank, work.rope) == (GLUON_RANK, GLUON_ROPE)
-    return with_splits((HOPPER if gluon else PORTABLE)[work.fp8, block_heads], work, gpu)
+    heads = 16 if work.heads <= 16 else 32 if work.heads <= 32 else 64
+    table = HOPPER if gpu.hopper and (work.rank, work.rope) == (RANK, ROPE) else PORTABLE
+    return with_splits(table[work.fp8, heads], work, gpu)
 
 
 def with_splits(launch: Launch, work: Work, gpu: Gpu) -> Launch:

@@ -7,6 +7,7 @@ in the weights, and the running maximum is that of score + log2(unit), so that n
 likewise divided by a power of two per head. So the only roundings are to float16, whatever the magnitudes.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -16,7 +17,11 @@ from torch import Tensor
 
 from hotset.base.units import ceil_div
 from hotset.kernels.rows import SCALE_BLOCK, RowLayout
+from hotset.kernels.sparse_attention import cuda_impl
 from hotset.kernels.sparse_attention.launch import Gpu, Launch, Work, choose
+
+Attend = Callable[[Work, Launch, tuple[Tensor, ...], float], None]
+Merge = Callable[[Work, Launch, Tensor, Tensor, Tensor], None]
 
 LOG2_E = 1.4426950408889634
 SCAN = 1024  # entries that are looked at together to find the last that is not EMPTY
@@ -62,15 +67,23 @@ def sparse_attention(
     partial = q.new_empty(count, splits, heads, rank, dtype=torch.float32) if splits > 1 else out
     lse = q.new_empty(count, splits, heads, dtype=torch.float32)
     tensors = (q, rows.view(torch.uint8), chosen, partial, lse)
+    _attend_of(launch)(work, launch, tensors, scale * LOG2_E)
+    if splits > 1:
+        _merge_of(launch)(work, launch, partial, lse, out)
+    return out
+
+
+def _attend_of(launch: Launch) -> Attend:
     if launch.kernel == "gluon":
         from hotset.kernels.sparse_attention import gluon_impl  # never in the interpreter
 
-        gluon_impl.attend(work, launch, tensors, scale * LOG2_E)
-    else:
-        _attend(work, launch, tensors, scale * LOG2_E)
-    if splits > 1:
-        _merge(work, launch, partial, lse, out)
-    return out
+        return gluon_impl.attend
+    return cuda_impl.attend if launch.kernel == "cuda" else _attend
+
+
+def _merge_of(launch: Launch) -> Merge:
+    """On Hopper the one that begins early."""
+    return _merge if launch.kernel == "triton" else cuda_impl.merge
 
 
 @cache

@@ -1,6 +1,7 @@
 """swap_in: before attention, the rows that an index group chose are brought to the device.
 
-`plan` runs once per index group and step, `copy` once for each layer of the group with the copies of the same `Swap`.
+`plan` runs once per index group and step, and copies the rows of the group's first layer if it is given them; `copy`
+runs for each other layer of the group, with the copies of the same `Swap`.
 """
 
 from types import ModuleType
@@ -27,6 +28,8 @@ def plan(
     counts: Tensor,  # [2] int64: positions looked up in slots (duplicates count), misses (unique); added to
     *,
     ignore_tail: bool = False,  # look every position up in slots, as if none were in the tail
+    host_rows: Tensor | None = None,  # both or none: as for `copy`, which is then done for this layer
+    device_rows: Tensor | None = None,
 ) -> Swap:
     """Finds the device row of every position; misses take the least recently used slots (of equals the lower slot).
 
@@ -34,8 +37,9 @@ def plan(
     it are in the tail, and positions there touch no map. For the rest of a tiered seat's positions the maps in `words`
     are updated in place as if the copies were done already, so the caller owes `copy` in every layer of the group
     before the next `plan` for that seat. Padded batch rows touch nothing.
-    The missing positions, in the order of their first occurrence, get the victims in ascending order. Raises
-    ConfigError before anything is touched if the slots cannot hold k positions or cannot be numbered.
+    The missing positions, in the order of their first occurrence, get the victims in ascending order. To plan and copy
+    in one call is quicker than in two. Raises ConfigError before anything is touched if the slots cannot hold k
+    positions or cannot be numbered, or if rows of the two tiers are not alike.
     """
     batch, k = positions.shape
     if k > tables.slots:
@@ -47,8 +51,13 @@ def plan(
     for name, each in (("seats", seats), ("stamps", stamps)):
         assert each.shape == (batch,), f"{name} {tuple(each.shape)} for a batch of {batch}"
     assert words.dim() == 1 and words.dtype == torch.int32, f"map words are {words.dtype} {tuple(words.shape)}"
+    assert (host_rows is None) == (device_rows is None), "rows of one tier only"
+    if host_rows is not None and device_rows is not None:
+        _check_rows(host_rows, device_rows)
     op = _fast_path() if positions.is_cuda else reference
-    swap: Swap = op.plan(positions, seats, stamps, tables, words, words_per_page, counts, ignore_tail=ignore_tail)
+    maps = (tables, words, words_per_page)
+    options = {"ignore_tail": ignore_tail, "host_rows": host_rows, "device_rows": device_rows}
+    swap: Swap = op.plan(positions, seats, stamps, *maps, counts, **options)
     return swap
 
 
@@ -56,22 +65,24 @@ def copy(
     copies: Copies,
     host_rows: Tensor,  # [host rows, width]: one layer of the host store; pinned where the device is a GPU
     device_rows: Tensor,  # [device rows, width]: the same layer of the device pool
-    *,
-    after_plan: bool = False,  # the call before, on this stream, was the `plan` that made `copies`
 ) -> None:
     """Copies the rows of one layer into their slots, byte for byte; nothing else is written.
 
-    Values within a row are adjacent; rows may lie further apart than their width. On a GPU, a copy right `after_plan`
-    may begin while the plan ends. Raises ConfigError before anything is written if rows of the two tiers are not alike.
+    Values within a row are adjacent; rows may lie further apart than their width. Raises ConfigError before anything is
+    written if rows of the two tiers are not alike.
     """
+    _check_rows(host_rows, device_rows)
+    op = _fast_path() if device_rows.is_cuda else reference
+    op.copy(copies, host_rows, device_rows)
+
+
+def _check_rows(host_rows: Tensor, device_rows: Tensor) -> None:
     if host_rows.dtype != device_rows.dtype:
         raise ConfigError(f"host rows of {host_rows.dtype} cannot be copied to device rows of {device_rows.dtype}")
     if host_rows.shape[1] != device_rows.shape[1]:
         raise ConfigError(f"host rows of {host_rows.shape[1]} values, device rows of {device_rows.shape[1]}")
     for name, rows in (("host", host_rows), ("device", device_rows)):
         assert rows.stride(1) == 1, f"the values of a {name} row are {rows.stride(1)} apart"
-    op = _fast_path() if device_rows.is_cuda else reference
-    op.copy(copies, host_rows, device_rows, after_plan=after_plan)
 
 
 def _fast_path() -> ModuleType:

@@ -1,4 +1,4 @@
-"""swap_in in CUDA C++: constants and launch shapes of the two kernels. The sizes of a step are arguments."""
+"""swap_in in CUDA C++: constants and launch shapes. The sizes of a step are arguments."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,15 +8,27 @@ from torch import Tensor
 
 from hotset.base.errors import ConfigError
 from hotset.kernels import cuda_source
-from hotset.kernels.cuda_source import Kernel, LaunchShape
+from hotset.kernels.cuda_source import LaunchShape
 from hotset.kernels.swap_in.tables import Copies, SeatTables, Swap
 
 PLAN, COPY = (Path(__file__).with_name(name) for name in ("plan.cu", "copy.cu"))
 UNITS = (16, 8, 4, 2, 1)  # bytes that one access of a copy may span
-HISTOGRAM_BYTES = 27 * 64 * 4
+MOST_UNITS = 4  # of rows that one lane of the planning kernel holds: more would not fit its registers
+HISTOGRAM_BYTES = (1024 + 22 * 64) * 4
 ROOMY_TABLE = 4096  # up to this size the hash table has twice as many places as it may need
 LINE = 128  # bytes
-MOST_POSITIONS = 16_384  # of one batch row: lists of them lie in shared memory
+MOST_POSITIONS = 8_192  # of one batch row: lists of them lie in shared memory
+CLUSTERS_SINCE = 9  # compute capability, major
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Blocks of one launch that plan and then copy together."""
+
+    blocks: int  # at most 8
+    planners: int  # of the blocks: each plans for a batch row of its own
+    rows_at_once: int = 2  # of each warp
+    eager: bool = True  # blocks that do not plan ask for rows before it is known where they go
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +36,20 @@ class Tuning:
     """What was found best by `benchmarks/swap_in.py --sweep`."""
 
     plan_threads: int = 512
+    early: bool = True  # a plan may begin while the kernel before it on the stream ends
+    # By batch, up to and including: None: plan and copy are two launches. The last serves larger batches as well.
+    clusters: tuple[tuple[int, Cluster | None], ...] = (
+        (16, Cluster(8, 1)),
+        (32, Cluster(4, 1)),
+        (128, Cluster(8, 4)),
+        (256, Cluster(8, 8)),
+    )
     copy_blocks: int = 132  # at most: a copy leaves the rest of the GPU to others
     copy_threads: int = 256
-    rows_at_once: int = 2  # of each warp
+    rows_at_once: int = 2  # of each warp of a copy
+
+    def cluster(self, batch: int) -> Cluster | None:
+        return next((cluster for most, cluster in self.clusters if batch <= most), self.clusters[-1][1])
 
 
 TUNED = Tuning()
@@ -42,81 +65,115 @@ def plan(
     counts: Tensor,
     *,
     ignore_tail: bool = False,
+    host_rows: Tensor | None = None,
+    device_rows: Tensor | None = None,
     tuning: Tuning = TUNED,
 ) -> Swap:
     batch, k = positions.shape
     if k > MOST_POSITIONS:
         raise ConfigError(f"top-{k} is more than the {MOST_POSITIONS} positions that a plan on a GPU can take")
     device = positions.device
-    rows, host_rows, device_rows = (torch.empty(batch, k, dtype=torch.int64, device=device) for _ in range(3))
-    copies = Copies(host_rows, device_rows, torch.empty(batch, dtype=torch.int32, device=device))
     pages = (tables.row_pages, tables.host_pages, tables.slot_pages, tables.tail_pages, tables.map_pages)
     for table in pages:
         assert table.stride(1) == 1, f"the pages of a seat are {table.stride(1)} apart"
-    entries = _power_of_2(-(-k // tuning.plan_threads))
-    wide = tables.slots % 4 == 0 and words_per_page % 4 == 0 and words.data_ptr() % 16 == 0
-    held = -(-tables.slots // tuning.plan_threads)
-    held = -(-held // 4) * 4 if wide else held
-    shared_bytes = _shared_bytes(k, tuning.plan_threads, entries, held)
-    kernel = cuda_source.kernel(
-        PLAN,
-        "plan",
-        THREADS=tuning.plan_threads,
-        ENTRIES=entries,
-        SLOTS_HELD=held,
-        TABLE=_table(k),
-        SHARED_BYTES=shared_bytes,
-        SLOTS=tables.slots,
-        PAGE_ROWS=tables.page_rows,
-        WORDS_PER_PAGE=words_per_page,
-        WIDE=int(wide),
-    )
+    rows, from_host, to_device = (torch.empty(batch, k, dtype=torch.int64, device=device) for _ in range(3))
+    copies = Copies(from_host, to_device, torch.empty(batch, dtype=torch.int32, device=device))
+    layer = _Layer(host_rows, device_rows) if host_rows is not None and device_rows is not None else None
+    cluster = tuning.cluster(batch) if layer is not None and _has_clusters(device) else None
+    planners = 1 if cluster is None else cluster.planners
+    constants = _plan_constants(k, tables, words, words_per_page, tuning.plan_threads, planners)
+    blocks = batch if cluster is None else -(-batch // cluster.planners) * cluster.blocks
+    kernel = cuda_source.kernel(PLAN, "plan", **constants, **_cluster_constants(cluster, layer))
     kernel.launch(
-        LaunchShape(batch, tuning.plan_threads, shared_bytes),
+        LaunchShape(blocks, tuning.plan_threads, constants["SHARED_BYTES"], early=tuning.early),
         *(positions.contiguous(), seats.contiguous(), stamps.contiguous(), tables.tiered.contiguous()),
         *pages,
         *(table.stride(0) for table in pages),
-        *(words, counts, k, tables.slot_pages.shape[1], tables.map_pages.shape[1], int(ignore_tail)),
-        *(rows, copies.host_rows, copies.device_rows, copies.counts),
+        *(words, counts, batch, k, tables.slot_pages.shape[1], tables.map_pages.shape[1], int(ignore_tail)),
+        *(rows, from_host, to_device, copies.counts),
+        *(layer.arguments() if layer is not None and cluster is not None else (0,) * 5),
     )
+    if layer is not None and cluster is None:
+        _launch_copy(copies, layer, early=True, tuning=tuning)
     return Swap(rows, copies)
 
 
-def copy(
-    copies: Copies, host_rows: Tensor, device_rows: Tensor, *, after_plan: bool = False, tuning: Tuning = TUNED
-) -> None:
-    host, device = host_rows.view(torch.uint8), device_rows.view(torch.uint8)
+def copy(copies: Copies, host_rows: Tensor, device_rows: Tensor, *, tuning: Tuning = TUNED) -> None:
+    _launch_copy(copies, _Layer(host_rows, device_rows), early=False, tuning=tuning)
+
+
+def _launch_copy(copies: Copies, layer: "_Layer", *, early: bool, tuning: Tuning) -> None:
+    """`early`: the launch before it is the plan that made `copies`."""
     batch, most = copies.host_rows.shape
     warps = tuning.copy_threads // 32
-    kernel = copy_kernel(host, device, tuning)
+    kernel = cuda_source.kernel(
+        COPY, "copy_rows", THREADS=tuning.copy_threads, **layer.constants(), ROWS_AT_ONCE=tuning.rows_at_once
+    )
     kernel.launch(
-        LaunchShape(max(1, min(tuning.copy_blocks, -(-batch * most // warps))), tuning.copy_threads, early=after_plan),
+        LaunchShape(max(1, min(tuning.copy_blocks, -(-batch * most // warps))), tuning.copy_threads, early=early),
         *(copies.host_rows.contiguous(), copies.device_rows.contiguous(), copies.counts.contiguous(), batch, most),
-        *(host, host.stride(0), device, device.stride(0), host.shape[1]),
+        *layer.arguments(),
     )
 
 
-def copy_kernel(host: Tensor, device: Tensor, tuning: Tuning) -> Kernel:
-    """The copy of such rows, of bytes."""
-    addresses = (host.data_ptr(), host.stride(0), device.data_ptr(), device.stride(0))
-    unit = next(unit for unit in UNITS if all(address % unit == 0 for address in addresses))
-    # A row that begins within a line of host memory may reach into one line more.
-    loads = min(4, -(-(host.shape[1] + LINE - unit) // (32 * unit)))
-    return cuda_source.kernel(
-        COPY, "copy_rows", THREADS=tuning.copy_threads, UNIT=unit, LOADS=loads, ROWS_AT_ONCE=tuning.rows_at_once
-    )
+class _Layer:
+    """One layer's rows in both tiers, as bytes."""
+
+    def __init__(self, host_rows: Tensor, device_rows: Tensor) -> None:
+        self._host, self._device = host_rows.view(torch.uint8), device_rows.view(torch.uint8)
+
+    def constants(self) -> dict[str, int]:
+        """How such rows are best read."""
+        tiers = (self._host, self._device)
+        addresses = [address for rows in tiers for address in (rows.data_ptr(), rows.stride(0))]
+        unit = next(unit for unit in UNITS if all(address % unit == 0 for address in addresses))
+        # A row that begins within a line of host memory may reach into one line more.
+        return {"UNIT": unit, "LOADS": min(4, -(-(self._host.shape[1] + LINE - unit) // (32 * unit)))}
+
+    def arguments(self) -> tuple[Tensor | int, ...]:
+        return (self._host, self._host.stride(0), self._device, self._device.stride(0), self._host.shape[1])
+
+
+def _has_clusters(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= CLUSTERS_SINCE
+
+
+def _plan_constants(
+    k: int, tables: SeatTables, words: Tensor, words_per_page: int, threads: int, planners: int
+) -> dict[str, int]:
+    entries, table = _power_of_2(-(-k // threads)), max(_power_of_2(k), min(2 * _power_of_2(k), ROOMY_TABLE))
+    wide = tables.slots % 4 == 0 and words_per_page % 4 == 0 and words.data_ptr() % 16 == 0
+    held = -(-tables.slots // threads)
+    held = -(-held // 4) * 4 if wide else held
+    # Of `Shared` in plan.cu: pages, the hash table, lists, ages, marks, sums and counts.
+    shared_bytes = 4 * threads + 8 * table + 8 * threads * entries + max(HISTOGRAM_BYTES, 2 * threads * entries) + 8
+    shared_bytes += threads * held + 33 * 4 + 4 * planners
+    return {
+        "THREADS": threads,
+        "ENTRIES": entries,
+        "SLOTS_HELD": held,
+        "TABLE": table,
+        "SHARED_BYTES": shared_bytes,
+        "SLOTS": tables.slots,
+        "PAGE_ROWS": tables.page_rows,
+        "WORDS_PER_PAGE": words_per_page,
+        "WIDE": int(wide),
+    }
+
+
+def _cluster_constants(cluster: Cluster | None, layer: _Layer | None) -> dict[str, int]:
+    if cluster is None or layer is None:
+        return {"COPIES": 0, "CLUSTER": 1, "PLANNERS": 1}
+    reading = layer.constants()
+    return {
+        "COPIES": 1,
+        "CLUSTER": cluster.blocks,
+        "PLANNERS": cluster.planners,
+        "EAGER": int(cluster.eager),
+        "ROWS_AT_ONCE": max(1, min(cluster.rows_at_once, MOST_UNITS // reading["LOADS"])),
+    } | reading
 
 
 def _power_of_2(number: int) -> int:
     """The least that is no smaller."""
     return 1 << max(0, number - 1).bit_length()
-
-
-def _table(k: int) -> int:
-    return max(_power_of_2(k), min(2 * _power_of_2(k), ROOMY_TABLE))
-
-
-def _shared_bytes(k: int, threads: int, entries: int, held: int) -> int:
-    """Of `Shared` in plan.cu."""
-    slot_pages, misses, totals = 4 * threads, 2 * threads * entries, 3 * 32 * 4
-    return slot_pages + 4 * _table(k) + max(HISTOGRAM_BYTES, misses) + misses + threads * held + totals + 3 * 4

@@ -19,6 +19,24 @@ def plan(
     counts: Tensor,
     *,
     ignore_tail: bool = False,
+    host_rows: Tensor | None = None,
+    device_rows: Tensor | None = None,
+) -> Swap:
+    swap = _plan(positions, seats, stamps, tables, words, words_per_page, counts, ignore_tail)
+    if host_rows is not None and device_rows is not None:
+        copy(swap.copies, host_rows, device_rows)
+    return swap
+
+
+def _plan(
+    positions: Tensor,
+    seats: Tensor,
+    stamps: Tensor,
+    tables: SeatTables,
+    words: Tensor,
+    words_per_page: int,
+    counts: Tensor,
+    ignore_tail: bool,
 ) -> Swap:
     seat = seats.clamp_min(0)[:, None]
     there = (positions != EMPTY) & (seats != EMPTY)[:, None]
@@ -41,7 +59,7 @@ def plan(
     return Swap(rows, copies)
 
 
-def copy(copies: Copies, host_rows: Tensor, device_rows: Tensor, *, after_plan: bool = False) -> None:
+def copy(copies: Copies, host_rows: Tensor, device_rows: Tensor) -> None:
     entry = torch.arange(copies.host_rows.shape[1], device=copies.counts.device)
     wanted = entry < copies.counts[:, None]
     dtype = _widest_word(host_rows, device_rows)

@@ -1,0 +1,63 @@
+"""sparse_attention in CUDA C++, for Hopper where few heads share the rows: constants and launch shapes."""
+
+import struct
+from pathlib import Path
+
+from torch import Tensor
+
+from hotset.base.units import ceil_div
+from hotset.kernels import cuda_source
+from hotset.kernels.cuda_source import LaunchShape
+from hotset.kernels.sparse_attention.launch import MOST_SPLITS, RANK, ROPE, Launch, Work
+
+ATTEND, MERGE = (Path(__file__).with_name(name) for name in ("kernel.cu", "merge.cu"))
+WARPS = 4
+
+
+def attend(work: Work, launch: Launch, tensors: tuple[Tensor, ...], scale: float) -> None:
+    """As the kernel of triton_impl, for ranks and ropes of 512 and 64 and blocks of 16 or 32 heads."""
+    assert (work.rank, work.rope, launch.warps) == (RANK, ROPE, WARPS), f"{launch} for {work}"
+    q, rows, chosen, out, lse = tensors
+    if q.data_ptr() % 8 or q.stride(0) % 4 or q.stride(1) % 4:  # it is read 8 bytes at a time
+        q = q.contiguous()
+    shared_bytes = _shared_bytes(work, launch)
+    kernel = cuda_source.kernel(
+        ATTEND,
+        "attend",
+        FP8=int(work.fp8),
+        HEADS=launch.block_heads,
+        KEYS=launch.block_keys,
+        STAGES=launch.stages,
+        BLOCKS=launch.programs_per_sm,
+        SHARED_BYTES=shared_bytes,
+    )
+    blocks = work.rows * launch.splits * ceil_div(work.heads, launch.block_heads)
+    kernel.launch(
+        LaunchShape(blocks, 32 * WARPS, shared_bytes),
+        *(q, rows, chosen, out, lse, q.stride(0), q.stride(1), rows.stride(0), chosen.stride(0)),
+        *(work.k, work.heads, launch.splits, launch.split_keys(work), _bits(scale)),
+    )
+
+
+def merge(work: Work, launch: Launch, partial: Tensor, lse: Tensor, out: Tensor) -> None:
+    """Joins the splits. May begin while `attend` ends, and waits for it."""
+    assert launch.splits <= MOST_SPLITS, f"{launch.splits} splits: a warp weighs one in each lane"
+    threads = work.rank // 4
+    kernel = cuda_source.kernel(MERGE, "merge", THREADS=threads)
+    shape = LaunchShape(work.rows * work.heads, threads, early=True)
+    kernel.launch(shape, partial, lse, out, work.heads, launch.splits)
+
+
+def _shared_bytes(work: Work, launch: Launch) -> int:
+    """Of `Shared` in kernel.cu."""
+    heads, keys, stages = launch.block_heads, launch.block_keys, launch.stages
+    pitch = RANK + 16 + 2 * ROPE if work.fp8 else 2 * (RANK + ROPE) + 16
+    scores = 4 * WARPS * heads * (keys + 8) + 2 * heads * (keys + 8)  # and weights
+    of_key = 2 * WARPS + 2 * 4 + stages * (pitch + 4)
+    return scores + keys * of_key + 4 * heads * (3 + WARPS) + 4 * WARPS
+
+
+def _bits(value: float) -> int:
+    """Of a float32: kernels take whole numbers only."""
+    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return bits

@@ -1,0 +1,61 @@
+// Joins the splits of sparse_attention on a GPU: the results of a query row and head, weighted by the mass of each.
+//
+// THREADS, a constant of the compilation, is what a block has: each takes four of the 4 * THREADS latents.
+
+typedef long long i64;
+typedef unsigned short u16;
+typedef unsigned u32;
+
+namespace {
+
+constexpr unsigned ALL = ~0u;
+constexpr int RANK = 4 * THREADS;
+
+#ifdef __CUDACC__
+// A launch that was allowed to begin early waits here until all before it is done and visible. Else it does nothing.
+__device__ __forceinline__ void wait_for_earlier_launches() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ u32 packed_bfloat(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+#endif
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) merge(
+    const float *partial,  // [rows, splits, heads, RANK]; unset where nothing was chosen
+    const float *lse,      // [rows, splits, heads]: minus infinity there
+    u16 *out,              // [rows, heads, RANK] bfloat16
+    i64 heads, i64 splits  // at most 32 splits
+) {
+    const int lane = threadIdx.x % 32;
+    const i64 row = blockIdx.x / heads, head = blockIdx.x % heads;
+    wait_for_earlier_launches();
+    const float none = __uint_as_float(0xFF800000u);
+    const float mass = lane < splits ? lse[(row * splits + lane) * heads + head] : none;
+    float most = fmaxf(mass, -1.0e30f);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
+    const float weight = exp2f(mass - most);
+    float total = weight;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(ALL, total, step);
+    const float share = weight / fmaxf(total, 1.0e-37f);
+    const float *mine = partial + (row * splits * heads + head) * RANK + 4 * threadIdx.x;
+    float4 sum = {0, 0, 0, 0};
+#pragma unroll 8
+    for (int split = 0; split < splits; ++split) {
+        const float of_split = __shfl_sync(ALL, share, split);
+        float4 more = {0, 0, 0, 0};
+        if (of_split > 0) more = *reinterpret_cast<const float4 *>(mine + split * heads * RANK);
+        sum.x += of_split * more.x, sum.y += of_split * more.y;
+        sum.z += of_split * more.z, sum.w += of_split * more.w;
+    }
+    u16 *to = out + (row * heads + head) * RANK + 4 * threadIdx.x;
+    *reinterpret_cast<uint2 *>(to) = uint2{packed_bfloat(sum.x, sum.y), packed_bfloat(sum.z, sum.w)};
+}

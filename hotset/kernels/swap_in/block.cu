@@ -1,0 +1,123 @@
+// What the kernels of swap_in share: types, the order of launches and of blocks, sums over a block.
+#pragma once
+
+typedef long long i64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+namespace {
+
+constexpr int EMPTY = -1;
+constexpr unsigned ALL = ~0u;  // lanes of a warp
+constexpr int WARPS = THREADS / 32;
+
+#ifdef __CUDACC__
+// The lower half of a number, asked for where this is written: the compiler would put the load off until after the
+// branch that decides if it is needed. Nor may it come before `wait_for_earlier_launches`.
+__device__ __forceinline__ int load_now(const i64 *address) {
+    int low;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(low) : "l"(address) : "memory");
+    return low;
+}
+
+__device__ __forceinline__ void bring_to_l2(const void *address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// A launch that was allowed to begin early waits here until all before it is done and visible. Else it does nothing.
+__device__ __forceinline__ void wait_for_earlier_launches() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The launch after this one may begin, if it was made so that it waits by itself until this one is done.
+__device__ __forceinline__ void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The barrier of a cluster. What a thread wrote before it arrived is there for those that waited, if it `published`.
+__device__ __forceinline__ void arrive_in_cluster(bool published) {
+#if __CUDA_ARCH__ >= 900
+    if (published) {
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    } else {
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    }
+#endif
+}
+__device__ __forceinline__ void wait_in_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Where another block of the cluster has what is at `address` in this block's shared memory. That block must have begun
+// and may not have ended.
+__device__ __forceinline__ unsigned in_block(unsigned member, const void *address) {
+    unsigned there = static_cast<unsigned>(__cvta_generic_to_shared(address));
+#if __CUDA_ARCH__ >= 900
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(there), "r"(member));
+#endif
+    return there;
+}
+__device__ __forceinline__ unsigned read_in_block(unsigned member, const unsigned *address) {
+    unsigned value = 0;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(in_block(member, address)) : "memory");
+#endif
+    return value;
+}
+__device__ __forceinline__ u16 read_in_block(unsigned member, const u16 *address) {
+    u16 value = 0;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("ld.shared::cluster.u16 %0, [%1];" : "=h"(value) : "r"(in_block(member, address)) : "memory");
+#endif
+    return value;
+}
+__device__ __forceinline__ void write_in_block(unsigned member, unsigned *address, unsigned value) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(in_block(member, address)), "r"(value) : "memory");
+#endif
+}
+#endif
+
+struct Prefix {
+    unsigned before;  // sum over what comes before
+    unsigned total;
+};
+
+// Sums of one number from each warp, known to all its lanes; contains one barrier. Two 16-bit sums may share a word.
+// `totals` [WARPS] may be used again when another barrier has passed.
+__device__ __forceinline__ Prefix sum_warps(unsigned of_warp, unsigned *totals) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (lane == 0) totals[warp] = of_warp;
+    __syncthreads();
+    const unsigned total = lane < WARPS ? totals[lane] : 0;
+    return {__reduce_add_sync(ALL, lane < warp ? total : 0), __reduce_add_sync(ALL, total)};
+}
+
+// Sums of one number from each thread, in the order of threads; otherwise the same.
+__device__ __forceinline__ Prefix sum_threads(unsigned value, unsigned *totals) {
+    const int lane = threadIdx.x % 32;
+    unsigned sum = value;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const unsigned below = __shfl_up_sync(ALL, sum, step);
+        sum += lane >= step ? below : 0;
+    }
+    const Prefix warps = sum_warps(__shfl_sync(ALL, sum, 31), totals);
+    return {warps.before + sum - value, warps.total};
+}
+
+template <int count> __device__ __forceinline__ void fill(unsigned *values, unsigned value) {
+#pragma unroll
+    for (int start = 0; start < count; start += THREADS) {
+        const int i = start + threadIdx.x;
+        if (count % THREADS == 0 || i < count) values[i] = value;
+    }
+}
+
+}  // namespace

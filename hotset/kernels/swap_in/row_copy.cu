@@ -1,0 +1,92 @@
+// Rows copied from the host by the threads of a warp. Every copy of swap_in is made of this.
+//
+// Constants given by the compilation:
+//   UNIT            bytes of one access: 16, 8, 4, 2 or 1; every row of both tiers begins at a multiple of it
+//   ROWS_AT_ONCE    rows that a warp has under way, LOADS units of each in every lane
+//
+// A row of host memory takes about two microseconds to come, so the bytes under way at any time decide.
+#pragma once
+#include "block.cu"
+
+namespace {
+
+constexpr int LINE = 128;                    // bytes; a request to the host never spans more
+constexpr int STRETCH = 32 * UNIT * LOADS;  // bytes of a row that are under way at once
+
+template <int bytes> struct Word;
+template <> struct Word<16> { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef u16 type; };
+template <> struct Word<1> { typedef u8 type; };
+typedef Word<UNIT>::type Unit;
+
+// One layer of both tiers.
+struct Layer {
+    const u8 *host;
+    i64 host_stride;
+    u8 *device;
+    i64 device_stride;
+    int row_bytes;
+};
+
+// Rows that a warp copies together. First `come_from` and `ask`, then, when it is known where they go, `put`: all loads
+// of a stretch are on their way before the first store.
+struct Rows {
+    const u8 *source[ROWS_AT_ONCE];
+    int skew[ROWS_AT_ONCE];  // bytes from the beginning of a line of host memory to the row; negative: there is no row
+    Unit units[ROWS_AT_ONCE][LOADS];
+
+    __device__ __forceinline__ void come_from(int r, const Layer &layer, i64 row, bool there) {
+        source[r] = layer.host + row * layer.host_stride;
+        skew[r] = there ? static_cast<int>(reinterpret_cast<unsigned long long>(source[r]) % LINE) : -1;
+    }
+    __device__ __forceinline__ void ask(const Layer &layer) { load(0, whole(layer)); }
+    __device__ __forceinline__ void put(const Layer &layer, const i64 (&device_rows)[ROWS_AT_ONCE]) {
+        u8 *target[ROWS_AT_ONCE];
+#pragma unroll
+        for (int r = 0; r < ROWS_AT_ONCE; ++r) target[r] = layer.device + device_rows[r] * layer.device_stride;
+        const int end = whole(layer);
+        store(target, 0, end);
+        for (int start = STRETCH; start < end + LINE; start += STRETCH) {
+            load(start, end);
+            store(target, start, end);
+        }
+        const int rest = end + threadIdx.x % 32;  // fewer bytes than a unit are left
+#pragma unroll
+        for (int r = 0; r < ROWS_AT_ONCE; ++r) {
+            if (skew[r] >= 0 && rest < layer.row_bytes) target[r][rest] = source[r][rest];
+        }
+    }
+
+  private:
+    static __device__ __forceinline__ int whole(const Layer &layer) { return layer.row_bytes / UNIT * UNIT; }
+
+    // Lanes are laid out along the lines of host memory, so that no line is asked for twice.
+    __device__ __forceinline__ int place(int r, int i, int start) const {
+        return start + (i * 32 + static_cast<int>(threadIdx.x % 32)) * UNIT - skew[r];
+    }
+    __device__ __forceinline__ void load(int start, int end) {
+#pragma unroll
+        for (int r = 0; r < ROWS_AT_ONCE; ++r) {
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i) {
+                const int at = place(r, i, start);
+                if (skew[r] < 0 || at < 0 || at >= end) continue;
+                units[r][i] = __ldcg(reinterpret_cast<const Unit *>(source[r] + at));
+            }
+        }
+    }
+    __device__ __forceinline__ void store(u8 *const (&target)[ROWS_AT_ONCE], int start, int end) const {
+#pragma unroll
+        for (int r = 0; r < ROWS_AT_ONCE; ++r) {
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i) {
+                const int at = place(r, i, start);
+                if (skew[r] >= 0 && at >= 0 && at < end) *reinterpret_cast<Unit *>(target[r] + at) = units[r][i];
+            }
+        }
+    }
+};
+
+}  // namespace

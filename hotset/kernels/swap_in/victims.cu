@@ -1,0 +1,123 @@
+// Which slots give way: those that were used longest ago, of equals the lower. The threads of a block hold the ages of
+// all slots, SLOTS_HELD neighbours each.
+#pragma once
+#include "block.cu"
+
+namespace {
+
+// Ages (steps since a slot was used) are counted in buckets: one for each age below 2^EXACT, then 64 for every
+// doubling. A bucket that spans several ages is divided again, DIGIT bits at a time, until the one age is found at which
+// the oldest slots must be cut. Slots of age 0 may not give way and are not counted.
+constexpr int EXACT = 10;
+constexpr int DIGIT = 10;
+constexpr int BUCKETS = (1 << EXACT) + (32 - EXACT) * 64;
+
+// In shared memory.
+struct SlotsLeaving {
+    union {
+        unsigned histogram[BUCKETS];     // of ages; not needed any more when the victims are known
+        u16 victims[THREADS * ENTRIES];  // slot for the nth miss
+    };
+    unsigned cut_bucket;  // 0: not found
+    unsigned cut_needed;
+
+    __device__ __forceinline__ void clear() {
+        fill<BUCKETS>(histogram, 0);
+        if (threadIdx.x == 0) cut_bucket = 0;
+    }
+};
+
+__device__ __forceinline__ unsigned bucket_of(unsigned age) {
+    const int doublings = 31 - EXACT - __clz(age);  // past 2^EXACT; such ages keep their seven highest bits
+    return doublings < 0 ? age : (1 << EXACT) + doublings * 64 + (age >> (doublings + EXACT - 6)) - 64;
+}
+
+// Ages [low, low + 2^shift).
+struct Span {
+    unsigned low;
+    int shift;
+};
+
+__device__ __forceinline__ Span span_of(unsigned bucket) {
+    if (bucket < 1 << EXACT) return {bucket, 0};
+    const unsigned past = bucket - (1 << EXACT);
+    const int shift = static_cast<int>(past / 64) + EXACT - 6;
+    return {(64 + past % 64) << shift, shift};
+}
+
+__device__ __forceinline__ void count_ages(SlotsLeaving &shared, const unsigned (&age)[SLOTS_HELD]) {
+#pragma unroll
+    for (int i = 0; i < SLOTS_HELD; ++i) {
+        if (age[i] > 0) atomicAdd(shared.histogram + bucket_of(age[i]), 1);
+    }
+}
+
+// Finds the bucket in which the oldest `count` slots end; contains a barrier, and ends with one.
+template <int buckets>
+__device__ __forceinline__ void find_cut(SlotsLeaving &shared, unsigned count, unsigned *totals) {
+    constexpr int each = (buckets + THREADS - 1) / THREADS;
+    unsigned in_bucket[each], sum = 0;
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+        const int bucket = threadIdx.x * each + i;
+        in_bucket[i] = bucket < buckets ? shared.histogram[bucket] : 0;
+        sum += in_bucket[i];
+    }
+    const Prefix prefix = sum_threads(sum, totals);
+    unsigned from_here = prefix.total - prefix.before;  // slots in this bucket or an older one
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+        const unsigned older = from_here - in_bucket[i];
+        if (from_here >= count && older < count) {
+            shared.cut_bucket = threadIdx.x * each + i;
+            shared.cut_needed = count - older;
+        }
+        from_here = older;
+    }
+    __syncthreads();
+}
+
+// Lists `count` victims in ascending order; `count_ages` was called by all threads. The list is complete, and `totals`
+// free again, after the next barrier.
+__device__ __forceinline__ void find_victims(
+    SlotsLeaving &shared, const unsigned (&age)[SLOTS_HELD], unsigned count, unsigned *totals) {
+    __syncthreads();  // all ages are counted
+    find_cut<BUCKETS>(shared, count, totals);
+    if (shared.cut_bucket == 0) __trap();  // the caller promised at least as many slots as positions
+    Span cut = span_of(shared.cut_bucket);
+    while (cut.shift > 0) {
+        const unsigned needed = shared.cut_needed;
+        const int left = max(0, cut.shift - DIGIT);
+        fill<1 << DIGIT>(shared.histogram, 0);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < SLOTS_HELD; ++i) {
+            const unsigned past = age[i] - cut.low;
+            if (past >> cut.shift == 0) atomicAdd(shared.histogram + (past >> left), 1);
+        }
+        __syncthreads();
+        find_cut<1 << DIGIT>(shared, needed, totals);
+        cut.low += shared.cut_bucket << left;
+        cut.shift = left;
+    }
+    // All slots older than the cut give way, and of those that are exactly as old the first ones.
+    const unsigned ties_wanted = shared.cut_needed;
+    unsigned older_and_ties = 0;
+#pragma unroll
+    for (int i = 0; i < SLOTS_HELD; ++i) older_and_ties += age[i] > cut.low ? 0x10000 : age[i] == cut.low;
+    // Neither sum exceeds 2^15. Nobody looks at the histogram any more, whose place the victims take.
+    const unsigned before = sum_threads(older_and_ties, totals).before;
+    if (older_and_ties == 0) return;
+    unsigned older = before >> 16, ties = before & 0xffff;
+#pragma unroll
+    for (int i = 0; i < SLOTS_HELD; ++i) {
+        const bool is_older = age[i] > cut.low, is_tie = age[i] == cut.low;
+        if (is_older || (is_tie && ties < ties_wanted)) {
+            shared.victims[older + min(ties, ties_wanted)] = threadIdx.x * SLOTS_HELD + i;
+        }
+        older += is_older;
+        ties += is_tie;
+    }
+}
+
+}  // namespace

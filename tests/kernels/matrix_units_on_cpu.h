@@ -1,0 +1,172 @@
+// What kernel.cu of sparse_attention asks of a GPU beyond cuda_on_cpu.h: asynchronous copies, matrix products, numbers
+// of 8 and 16 bits. Copies arrive when they are waited for, and until then their target holds NaN.
+#include <math.h>
+
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+
+static inline unsigned __float_as_uint(float value) { return static_cast<unsigned>(emulated::bits(value)); }
+static inline float __uint_as_float(unsigned word) {
+    float value;
+    memcpy(&value, &word, sizeof value);
+    return value;
+}
+template <class T> static T __shfl_xor_sync(unsigned, T value, int step) {
+    return emulated::exchange(value, threadIdx.x % 32 ^ step);
+}
+static inline bool __all_sync(unsigned lanes, bool vote) { return __ballot_sync(lanes, vote) == ~0u; }
+static inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
+    unsigned result = 0;
+    for (int n = 0; n < 4; ++n) {
+        result |= static_cast<unsigned>(both >> (selector >> 4 * n & 7) * 8 & 0xFF) << 8 * n;
+    }
+    return result;
+}
+
+namespace emulated {
+
+struct Copy {
+    void *to;
+    const unsigned char *at;
+    bool there;
+};
+struct Copies {
+    Copy begun[4096];
+    int arrived, ended, count, groups[64], group_count;
+};
+static Copies copies[MOST_THREADS];
+
+static float from_bfloat(unsigned half) { return __uint_as_float(half << 16); }
+static float from_half(unsigned half) {
+    const int exponent = half >> 10 & 31, mantissa = half & 1023;
+    const float size = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                       : exponent     ? ldexpf(1024 + mantissa, exponent - 25)
+                                      : ldexpf(mantissa, -24);
+    return half >> 15 ? -size : size;
+}
+// Rounds to the nearest, of two to the even.
+static unsigned to_bfloat(float value) {
+    const unsigned word = __float_as_uint(value);
+    if (value != value) return 0x7FFF;
+    return (word + 0x7FFF + (word >> 16 & 1)) >> 16;
+}
+static unsigned to_half(float value) {
+    const unsigned sign = __float_as_uint(value) >> 31 << 15;
+    const float size = fabsf(value);
+    if (value != value) return 0x7FFF;
+    if (size >= 65520) return sign | 0x7C00;
+    int exponent;
+    frexpf(size, &exponent);
+    const int step = (exponent < -13 ? -14 : exponent - 1) - 10;  // log2 of the distance between two float16 there
+    const unsigned count = static_cast<unsigned>(nearbyintf(ldexpf(size, -step)));  // of such steps, at most 2048
+    return sign | (exponent < -13 ? count : (static_cast<unsigned>(step + 24) << 10) + count);
+}
+static unsigned from_e4m3(unsigned code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const float size = (code & 127) == 127 ? NAN
+                       : exponent          ? ldexpf(8 + mantissa, exponent - 10)
+                                           : ldexpf(mantissa, -9);
+    return to_half(code >> 7 ? -size : size);
+}
+
+static unsigned words[MOST_THREADS][8];  // what the threads of a warp bring to a matrix product
+static const unsigned char *row_at[MOST_THREADS];
+
+static unsigned of_matrix(unsigned matrix, unsigned row, unsigned column) {
+    uint16_t half;
+    memcpy(&half, row_at[threadIdx.x / 32 * 32 + matrix * 8 + row] + 2 * column, 2);
+    return half;
+}
+
+}  // namespace emulated
+
+static inline void copy_unit(void *to, const unsigned char *at, bool there) {
+    using namespace emulated;
+    Copies &mine = copies[threadIdx.x];
+    if (reinterpret_cast<uintptr_t>(to) % 16 || (there && reinterpret_cast<uintptr_t>(at) % 16)) fail("a misaligned copy");
+    if (mine.count == 4096) fail("too many copies under way");
+    memset(to, 0xFF, 16);
+    mine.begun[mine.count++] = Copy{to, at, there};
+}
+static inline void end_copies() {
+    emulated::Copies &mine = emulated::copies[threadIdx.x];
+    if (mine.group_count == 64) emulated::fail("too many groups of copies under way");
+    mine.groups[mine.group_count++] = mine.count;
+}
+template <int left> static inline void wait_for_copies() {
+    using namespace emulated;
+    Copies &mine = copies[threadIdx.x];
+    const int groups = mine.group_count > left ? mine.group_count - left : 0;
+    if (groups == 0) return;
+    const int end = mine.groups[groups - 1];
+    for (int n = 0; n < end; ++n) {
+        if (mine.begun[n].there) {
+            memcpy(mine.begun[n].to, mine.begun[n].at, 16);
+        } else {
+            memset(mine.begun[n].to, 0, 16);
+        }
+    }
+    memmove(mine.begun, mine.begun + end, (mine.count - end) * sizeof *mine.begun);
+    mine.count -= end, mine.group_count -= groups;
+    for (int n = 0; n < mine.group_count; ++n) mine.groups[n] = mine.groups[n + groups] - end;
+}
+static inline void load_matrices(unsigned (&to)[4], const void *at) {
+    using namespace emulated;
+    if (reinterpret_cast<uintptr_t>(at) % 16) fail("a misaligned row of a matrix");
+    row_at[threadIdx.x] = static_cast<const unsigned char *>(at);
+    wait(WARP);
+    const unsigned row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    for (int n = 0; n < 4; ++n) to[n] = of_matrix(n, row, column) | of_matrix(n, row, column + 1) << 16;
+    wait(WARP);
+}
+static inline void load_matrices_turned(unsigned (&to)[4], const void *at) {
+    using namespace emulated;
+    if (reinterpret_cast<uintptr_t>(at) % 16) fail("a misaligned row of a matrix");
+    row_at[threadIdx.x] = static_cast<const unsigned char *>(at);
+    wait(WARP);
+    const unsigned row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    for (int n = 0; n < 4; ++n) to[n] = of_matrix(n, column, row) | of_matrix(n, column + 1, row) << 16;
+    wait(WARP);
+}
+template <bool half> static inline void multiply(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    using namespace emulated;
+    unsigned (&mine)[8] = words[threadIdx.x];
+    for (int n = 0; n < 4; ++n) mine[n] = a[n];
+    mine[4] = b0, mine[5] = b1;
+    wait(WARP);
+    const unsigned warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned row = lane / 4, column = lane % 4 * 2 + i % 2;
+        float sum = sums[i];
+        for (unsigned k = 0; k < 16; ++k) {
+            const unsigned shift = k % 2 * 16;
+            const unsigned left = words[warp + row * 4 + k % 8 / 2][i / 2 + k / 8 * 2] >> shift & 0xFFFF;
+            const unsigned right = words[warp + column * 4 + k % 8 / 2][4 + k / 8] >> shift & 0xFFFF;
+            sum += half ? from_half(left) * from_half(right) : from_bfloat(left) * from_bfloat(right);
+        }
+        sums[i] = sum;
+    }
+    wait(WARP);
+}
+static inline void decode(unsigned codes, unsigned &first, unsigned &second) {
+    using emulated::from_e4m3;
+    first = from_e4m3(codes & 0xFF) | from_e4m3(codes >> 8 & 0xFF) << 16;
+    second = from_e4m3(codes >> 16 & 0xFF) | from_e4m3(codes >> 24) << 16;
+}
+static inline unsigned packed_half(float low, float high) { return emulated::to_half(low) | emulated::to_half(high) << 16; }
+static inline unsigned packed_bfloat(float low, float high) {
+    return emulated::to_bfloat(low) | emulated::to_bfloat(high) << 16;
+}
+static inline unsigned multiply_halves(unsigned a, unsigned b) {
+    using emulated::from_half;
+    return packed_half(from_half(a & 0xFFFF) * from_half(b & 0xFFFF), from_half(a >> 16) * from_half(b >> 16));
+}
+static inline float power_of_2(float x) { return exp2f(x); }

@@ -1,0 +1,94 @@
+"""Inputs of sparse_attention for its tests, and what must come of them."""
+
+from dataclasses import dataclass
+
+import torch
+from interpreted import INTERPRETED
+from torch import Tensor
+
+from hotset.kernels import EMPTY
+from hotset.kernels.rows import RowLayout, mla_row
+from hotset.kernels.sparse_attention import reference
+from hotset.kernels.sparse_attention.launch import Work
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+# Operands and results have 8 bits of mantissa: each is off by at most 1/512, by 1/900 in the mean.
+TOLERANCE = 5e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """Query rows that chose k entries each from a pool that is NaN wherever nothing was chosen.
+
+    The last query row, if there are several, is a padded one: its entries are EMPTY and its q is NaN. Of the others a
+    part of the entries is EMPTY; from `used` on all are.
+    """
+
+    rows: int
+    heads: int
+    k: int
+    rank: int = 512
+    rope: int = 64
+    fp8: bool = False
+    used: int | None = None
+    magnitude: float = 1.0  # of the latents; those of q are as much smaller
+    spare_bytes: int = 0  # between one row and the next
+
+    @property
+    def layout(self) -> RowLayout:
+        return mla_row(self.rank, self.rope, torch.bfloat16, self.fp8)
+
+    @property
+    def work(self) -> Work:
+        return Work(self.rows, self.heads, self.k, self.rank, self.rope, self.fp8)
+
+    @property
+    def scale(self) -> float:
+        return float((self.rank + self.rope) ** -0.5)
+
+
+@dataclass(frozen=True)
+class World:
+    case: Case
+    q: Tensor
+    pool: Tensor
+    chosen: Tensor
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, RowLayout, int, float]:
+        return self.q, self.pool, self.chosen, self.case.layout, self.case.rank, self.case.scale
+
+    def expected(self) -> Tensor:
+        q, pool, chosen, layout, rank, scale = self.arguments
+        return reference.sparse_attention(q.float(), pool, chosen, layout, rank, scale)
+
+    def check(self, out: Tensor) -> None:
+        live = max(1, self.case.rows - 1)
+        expected = self.expected()
+        assert bool(torch.isfinite(out).all()), "an output was not written, or a row was read that nobody chose"
+        error = float((out[:live].double() - expected[:live].double()).norm() / expected[:live].double().norm())
+        assert error < TOLERANCE, f"relative error {error:.4f}"
+        assert bool((out[live:] == 0).all())
+
+
+def make_world(case: Case, seed: int = 0, device: torch.device = DEVICE, pool_rows: int = 0) -> World:
+    generator = torch.Generator(device).manual_seed(seed)
+    layout, live = case.layout, max(1, case.rows - 1)
+    count = pool_rows or max(64, min(live * case.k, 1 << 15))
+    usable = count // 2
+    values = torch.randn(usable, layout.width, device=device, generator=generator)
+    values[:, : case.rank] *= case.magnitude
+    stride = layout.stride_bytes + case.spare_bytes
+    memory = torch.full((count, stride), 0xFF, dtype=torch.uint8, device=device)  # NaN, in fp8 and in bfloat16
+    pool = memory.view(layout.stored_dtype)[:, : layout.stored_width]
+    where = 1 + torch.randperm(count - 1, device=device, generator=generator)[:usable]  # row 0 is what EMPTY might read
+    pool[where] = layout.encode(values.to(torch.bfloat16))
+    chosen = where[torch.randint(usable, (case.rows, case.k), device=device, generator=generator)]
+    chosen[torch.rand(chosen.shape, device=device, generator=generator) < 0.2] = EMPTY
+    chosen[:, 0] = where[0]
+    chosen[:, case.k if case.used is None else case.used :] = EMPTY
+    chosen[live:] = EMPTY
+    q = torch.randn(case.rows, case.heads, layout.width, device=device, generator=generator)
+    q[:, :, : case.rank] /= case.magnitude
+    q[live:] = float("nan")
+    return World(case, q.to(torch.bfloat16), pool, chosen)

@@ -1,0 +1,125 @@
+"""sparse_attention's CUDA kernels: on the CPU, built by a host compiler, and compiled for sm_90; no GPU is needed.
+
+On a GPU they are tested with the others, in test_sparse_attention_gpu.py.
+"""
+
+import shutil
+import subprocess
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import cuda_on_cpu
+import pytest
+import torch
+from sparse_attention_worlds import Case, World, make_world
+from torch import Tensor
+
+from hotset.kernels import cuda_source
+from hotset.kernels.sparse_attention import cuda_impl
+from hotset.kernels.sparse_attention.launch import HOPPER, Launch
+
+HEADER = Path(__file__).with_name("matrix_units_on_cpu.h")
+NVCC = shutil.which("nvcc")
+SHARED_OF_SM = 228 << 10  # of which every block costs 1 KiB more than it asks for
+REGISTERS_OF_SM = 64 << 10
+THREADS = 32 * cuda_impl.WARPS
+
+_folder = tempfile.TemporaryDirectory(prefix="sparse-attention-on-cpu-")
+
+
+@cache
+def with_matrix_units(source: Path) -> Path:
+    joined = Path(_folder.name) / f"{source.stem}.cpp"
+    joined.write_text(f'#include "{HEADER}"\n#include "{source}"\n')
+    return joined
+
+
+def emulated(source: Path, name: str, **constants: int) -> cuda_on_cpu.EmulatedKernel:
+    return cuda_on_cpu.kernel(with_matrix_units(source), name, **constants)
+
+
+def run(world: World, launch: Launch) -> Tensor:
+    case = world.case
+    shape = (case.rows, launch.splits, case.heads)
+    out, merged = (torch.full((*of, 512), float("nan"), dtype=torch.bfloat16) for of in (shape, shape[::2]))
+    partial, lse = torch.full((*shape, 512), float("nan")), torch.full(shape, float("nan"))
+    target = partial if launch.splits > 1 else out
+    tensors = (world.q, world.pool.view(torch.uint8), world.chosen, target, lse)
+    with mock.patch.object(cuda_source, "kernel", emulated):
+        cuda_impl.attend(case.work, launch, tensors, case.scale * 1.4426950408889634)
+        if launch.splits == 1:
+            return out[:, 0]
+        assert bool((partial.isnan().all(-1) == (lse == float("-inf"))).all()), "sums of a split without a row"
+        cuda_impl.merge(case.work, launch, partial, lse, merged)
+    return merged
+
+
+PLAIN_16, PLAIN_32, FP8_16, FP8_32 = (HOPPER[fp8, heads] for fp8 in (False, True) for heads in (16, 32))
+CASES = {
+    "plain, 16 heads": (Case(2, 16, 110), PLAIN_16),
+    "plain, 5 heads, one tile": (Case(2, 5, 9), PLAIN_16),
+    "plain, 20 heads, splits": (Case(2, 20, 150), replace(PLAIN_32, splits=3)),
+    "plain, more heads than a block": (Case(2, 20, 70), PLAIN_16),
+    "plain, long tiles": (Case(2, 8, 150), replace(PLAIN_16, block_keys=64)),
+    "plain, rows apart": (Case(2, 16, 40, spare_bytes=48), PLAIN_16),
+    "fp8, 16 heads": (Case(2, 16, 150, fp8=True), FP8_16),
+    "fp8, 5 heads, one tile": (Case(2, 5, 9, fp8=True), FP8_16),
+    "fp8, 20 heads, splits": (Case(2, 20, 150, fp8=True), replace(FP8_32, splits=3)),
+    "fp8, 32 heads": (Case(2, 32, 70, fp8=True), FP8_32),
+    "fp8, more heads than a block": (Case(2, 40, 70, fp8=True), FP8_32),
+    "fp8, long tiles": (Case(2, 16, 150, fp8=True), replace(FP8_16, block_keys=64, stages=2)),
+    "fp8, long tiles, 32 heads": (Case(2, 32, 70, fp8=True), replace(FP8_32, block_keys=64, stages=2)),
+    "fp8, empty splits": (Case(2, 17, 256, fp8=True, used=9), replace(FP8_32, splits=4)),
+    "fp8, large": (Case(2, 8, 130, fp8=True, magnitude=3e4), FP8_16),
+    "fp8, small": (Case(2, 8, 130, fp8=True, magnitude=1e-4), FP8_16),
+    "fp8, rows apart": (Case(2, 16, 40, fp8=True, spare_bytes=48), FP8_16),
+}
+
+
+@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_equals_the_reference_on_a_cpu(name: str) -> None:
+    case, launch = CASES[name]
+    world = make_world(case, device=torch.device("cpu"))
+    world.check(run(world, launch))
+
+
+@pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
+def test_queries_that_cannot_be_read_eight_bytes_at_a_time_are_copied() -> None:
+    world = make_world(Case(2, 3, 20, fp8=True), device=torch.device("cpu"))
+    apart = torch.full((2, 3, 577), float("nan"), dtype=torch.bfloat16)
+    apart[:, :, 1:] = world.q
+    world.check(run(replace(world, q=apart[:, :, 1:]), FP8_16))
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+@pytest.mark.parametrize(("fp8", "heads"), [(fp8, heads) for fp8 in (False, True) for heads in (16, 32)])
+def test_kernel_compiles_for_sm_90_and_as_many_blocks_fit_as_are_meant_to(
+    fp8: bool, heads: int, tmp_path: Path
+) -> None:
+    launch = HOPPER[fp8, heads]
+    recorder = mock.Mock()
+    world = make_world(Case(2, heads, 40, fp8=fp8), device=torch.device("cpu"))
+    with mock.patch.object(cuda_source, "kernel", recorder):
+        cuda_impl.attend(world.case.work, launch, (world.q, world.pool, world.chosen, world.q, world.q), 1.0)
+    (source, _), constants = recorder.call_args
+    macros = [f"-D{name}={value}" for name, value in constants.items()]
+    options = ["-arch=sm_90", "-std=c++17", "-Xptxas", "-v", "-Werror", "all-warnings", "-cubin"]
+    command = [str(NVCC), *options, *macros, str(source), "-o", str(tmp_path / "kernel.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    spilled = int(done.stderr.split(" bytes spill stores")[0].split()[-1])
+    registers = int(done.stderr.split(" registers")[0].split()[-1])
+    assert spilled <= 64, f"{spilled} B of registers spilled"
+    assert launch.programs_per_sm * THREADS * -(-registers // 8) * 8 <= REGISTERS_OF_SM, f"{registers} registers"
+    assert launch.programs_per_sm * (constants["SHARED_BYTES"] + 1024) <= SHARED_OF_SM
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+def test_merge_compiles(tmp_path: Path) -> None:
+    options = ["-arch=sm_90", "-std=c++17", "-Werror", "all-warnings", "-DTHREADS=128", "-cubin"]
+    command = [str(NVCC), *options, str(cuda_impl.MERGE), "-o", str(tmp_path / "merge.cubin")]
+    subprocess.run(command, check=True, timeout=240)
