@@ -3,10 +3,12 @@
     python training/prepare.py FOLDER_WITH_DEBS        once, on any machine: tokenizer, words, filler
     python training/train.py --leg 1                   look-up heads form, the indexer learns, selection up to 4k
     python training/train.py --leg 2                   selection up to 16k
+    python training/train.py --leg 3                   keys with three values and four, at all lengths
     python training/export.py training/build/checkpoint
 
 Leg 1: dense attention at 256 and 1024 tokens; the indexer learns attention's distribution by KL while attention stays
-dense; then every layer attends to the indexer's top-k. Leg 2 lengthens the contexts. Both stages of DSA, in small.
+dense; then every layer attends to the indexer's top-k. Leg 2 lengthens the contexts. Both stages of DSA, in small. Leg
+3 goes through both once more, with data in which many keys change their value several times.
 """
 
 import argparse
@@ -33,6 +35,7 @@ import matplotlib.pyplot as plt
 FEEDERS = 13
 TOKENS_PER_PUT = 16384
 HELD_OUT_FILLER = 0.1  # the last tenth of the filler is for evaluation
+EVALUATED_CHAINS = 0.5
 PART_BYTES = 11_000_000
 
 
@@ -45,6 +48,7 @@ class Stage:
     rate: float  # of Muon, at the start; AdamW runs at a tenth of it
     last_rate: float
     compiled: bool = False
+    chains: float = 0.0  # of sequences have chains of updates
 
 
 LEGS = {
@@ -52,16 +56,25 @@ LEGS = {
         Stage("dense", 256, 256, 50, 0.02, 0.02, compiled=True),
         Stage("dense", 1024, 64, 40, 0.02, 0.01, compiled=True),
         Stage("warm_up", 1024, 64, 40, 0.01, 0.01),
-        Stage("warm_up", 4096, 16, 60, 0.01, 0.008),
-        Stage("sparse", 1024, 64, 50, 0.008, 0.007),
+        Stage("sparse", 1024, 64, 50, 0.01, 0.01),
+        Stage("sparse", 2048, 32, 90, 0.01, 0.007),
         Stage("sparse", 4096, 16, 90, 0.007, 0.005),
     ),
     "2": (
-        Stage("warm_up", 16384, 4, 50, 0.005, 0.004),
-        Stage("sparse", 16384, 4, 90, 0.004, 0.003),
-        Stage("sparse", 8192, 8, 70, 0.003, 0.002),
-        Stage("sparse", 2048, 32, 50, 0.002, 0.001),
-        Stage("sparse", 4096, 16, 70, 0.001, 0.0002),
+        Stage("sparse", 4096, 16, 60, 0.005, 0.004),
+        Stage("sparse", 8192, 8, 110, 0.004, 0.003),
+        Stage("sparse", 16384, 4, 150, 0.003, 0.002),
+        Stage("sparse", 4096, 16, 60, 0.002, 0.0002),
+    ),
+    "3": (
+        Stage("warm_up", 1024, 64, 40, 0.006, 0.005, chains=0.5),
+        Stage("warm_up", 4096, 16, 40, 0.005, 0.004, chains=0.5),
+        Stage("warm_up", 16384, 4, 40, 0.004, 0.004, chains=0.5),
+        Stage("sparse", 16384, 4, 60, 0.004, 0.003, chains=0.5),
+        Stage("sparse", 8192, 8, 40, 0.003, 0.002, chains=0.5),
+        Stage("sparse", 1024, 64, 25, 0.002, 0.002, chains=0.5),
+        Stage("sparse", 2048, 32, 30, 0.002, 0.001, chains=0.5),
+        Stage("sparse", 4096, 16, 50, 0.001, 0.0002, chains=0.5),
     ),
     "smoke": (
         Stage("dense", 256, 64, 3, 0.02, 0.02),
@@ -72,10 +85,10 @@ LEGS = {
 }
 
 
-def feed(queue: "multiprocessing.Queue[tuple[np.ndarray, np.ndarray]]", folder: Path, seed: int, length: int) -> None:
+def feed(queue: "multiprocessing.Queue[tuple[np.ndarray, np.ndarray]]", folder: Path, seed: int, stage: Stage) -> None:
     filler = np.load(folder / "filler.npy")
-    writer = Writer(Lexicon.load(folder), filler[: int(len(filler) * (1 - HELD_OUT_FILLER))], seed)
-    for batch in batches(writer, max(1, TOKENS_PER_PUT // length), length):
+    writer = Writer(Lexicon.load(folder), filler[: int(len(filler) * (1 - HELD_OUT_FILLER))], seed, stage.chains)
+    for batch in batches(writer, max(1, TOKENS_PER_PUT // stage.length), stage.length):
         queue.put(batch)
 
 
@@ -85,7 +98,7 @@ class Feeder:
     def __init__(self, folder: Path, stage: Stage, seed: int) -> None:
         self._queue: multiprocessing.Queue[tuple[np.ndarray, np.ndarray]] = multiprocessing.Queue(48)
         self._parts = max(1, stage.rows * stage.length // max(TOKENS_PER_PUT, stage.length))
-        arguments = [(self._queue, folder, seed * 100 + number, stage.length) for number in range(FEEDERS)]
+        arguments = [(self._queue, folder, seed * 100 + number, stage) for number in range(FEEDERS)]
         self._workers = [multiprocessing.Process(target=feed, args=each, daemon=True) for each in arguments]
         for worker in self._workers:
             worker.start()
@@ -109,7 +122,7 @@ class Trainer:
         self.history: list[dict[str, float | str]] = []
         torch.manual_seed(0)
         self.model = DemoModel(DemoConfig()).cuda()
-        if leg == "2":
+        if leg in ("2", "3"):
             self._resume()
         named = list(self.model.named_parameters())
         is_matrix = {
@@ -128,7 +141,7 @@ class Trainer:
 
     def run(self, number: int, stage: Stage) -> None:
         """Trains one stage for its seconds, not counting its first three steps, which may compile."""
-        feeder = Feeder(self._folder, stage, seed=number + (1000 if self._leg == "2" else 0))
+        feeder = Feeder(self._folder, stage, seed=number + {"2": 1000, "3": 2000}.get(self._leg, 0))
         losses = torch.compile(self._losses, dynamic=False) if stage.compiled else self._losses
         self.model.train()
         begun, count = 0.0, 0
@@ -196,7 +209,8 @@ class Trainer:
         """
         filler = np.load(self._folder / "filler.npy")
         lexicon = Lexicon.load(self._folder)
-        writer = Writer(lexicon, filler[int(len(filler) * (1 - HELD_OUT_FILLER)) :], 987654 + length, evaluating=True)
+        held_out = filler[int(len(filler) * (1 - HELD_OUT_FILLER)) :]
+        writer = Writer(lexicon, held_out, 987654 + length, EVALUATED_CHAINS, evaluating=True)
         kinds = {lexicon.marks[kind][0]: kind for kind in ("recall", "list", "chain", "copy", "sum")}
         counts: dict[str, tuple[int, int]] = {}
         self.model.eval()
