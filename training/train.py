@@ -1,6 +1,7 @@
 """Trains the demo model on one GPU, in legs of at most 9 minutes that resume from a local checkpoint.
 
     python training/prepare.py FOLDER_WITH_DEBS        once, on any machine: tokenizer, words, filler
+    python training/train.py --leg all                 21 minutes; or one after the other:
     python training/train.py --leg 1                   look-up heads form, the indexer learns, selection up to 4k
     python training/train.py --leg 2                   selection up to 16k
     python training/train.py --leg 3                   keys with three values and four, at all lengths
@@ -269,23 +270,29 @@ def plot(history: list[dict[str, float | str]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--leg", choices=LEGS, required=True)
-    parser.add_argument("--build", type=Path, default=Path("training/build"), help="what prepare.py wrote")
-    parser.add_argument("--out", type=Path, default=Path("training/build"), help="for history, plot and results")
-    parser.add_argument("--budget", type=float, default=440, help="seconds after which training stops")
-    options = parser.parse_args()
-    trainer = Trainer(options.build, options.leg, options.budget)
-    for number, stage in enumerate(LEGS[options.leg]):
+def run_leg(leg: str, build: Path, out: Path, budget_s: float) -> None:
+    """Trains, saves the checkpoint, evaluates, and writes history, plot and results to `out`."""
+    trainer = Trainer(build, leg, budget_s)
+    for number, stage in enumerate(LEGS[leg]):
         trainer.run(number, stage)
     trainer.save()
-    options.out.mkdir(parents=True, exist_ok=True)
-    plot(trainer.history, options.out / f"leg-{options.leg}.png")
-    lengths = (1024, 2048, 4096, 8192, 16384) if options.leg != "smoke" else (1024,)
+    plot(trainer.history, out / f"leg-{leg}.png")
+    lengths = (1024, 2048, 4096, 8192, 16384) if leg != "smoke" else (1024,)
     results = {length: trainer.evaluate(length, 48 if length <= 4096 else 12) for length in lengths}
     record = {"history": trainer.history, "results": results}
-    (options.out / f"leg-{options.leg}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (out / f"leg-{leg}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--leg", choices=["all", *LEGS], required=True)
+    parser.add_argument("--build", type=Path, default=Path("training/build"), help="what prepare.py wrote")
+    parser.add_argument("--out", type=Path, default=Path("training/build"), help="for history, plot and results")
+    parser.add_argument("--budget", type=float, default=440, help="seconds after which a leg stops training")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for leg in ("1", "2", "3") if options.leg == "all" else (options.leg,):
+        run_leg(leg, options.build, options.out, options.budget)
 
 
 if __name__ == "__main__":
