@@ -12,13 +12,14 @@ OLDEST = (8, 0)  # compute capability that the kernels are written for: bfloat16
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device asked for, or the GPU if there is one that serves, or the CPU with one line of warning.
+    """The device asked for, or the GPU if there is one that serves, or the CPU: with one line of warning, unless torch
+    was installed for the CPU alone.
 
     ConfigError if a device was asked for by name and does not serve.
     """
     if name is None:
         reason = why_no_gpu(0)
-        if reason is not None:
+        if reason is not None and torch.version.cuda is not None:
             LOGGER.warning("%s: computing on the CPU, by the reference kernels", reason)
         return torch.device("cuda" if reason is None else "cpu")
     try:

@@ -59,9 +59,13 @@ def test_without_a_gpu_that_serves_there_is_one_line_and_the_cpu(
         choose_device("cuda")
 
 
-def test_a_torch_without_cuda_says_so(machine: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_cuda_says_so_where_a_gpu_was_asked_for(
+    machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     machine.setattr(torch.version, "cuda", None)
     machine.setattr(torch.cuda, "is_available", no_gpu)
+    assert choose_device(None) == torch.device("cpu")
+    assert not caplog.records
     with pytest.raises(ConfigError, match="built without CUDA; use --device cpu"):
         choose_device("cuda")
 
