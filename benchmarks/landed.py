@@ -28,6 +28,12 @@ class Selection:
     among: Tensor  # [topk] int64: 1: always the same, OFTEN_EVERY and SELDOM_EVERY: in turn, more: at random
 
     @staticmethod
+    def still(topk: int, device: torch.device) -> "Selection":
+        """The same positions at every step: after the first nothing is missing."""
+        place = torch.arange(topk, device=device)
+        return Selection(place, torch.ones_like(place))
+
+    @staticmethod
     def make(topk: int, shortest: int, device: torch.device) -> "Selection":
         """For contexts that are never shorter than `shortest`."""
         often, seldom, new = (round(share * topk) for share in (OFTEN, SELDOM, NEVER_AGAIN))

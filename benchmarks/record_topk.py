@@ -26,8 +26,9 @@ from torch import Tensor
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, HotsetError
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import assemble, choose_device, choose_dtype, model_card
+from hotset.engine.build import assemble, choose_dtype, model_card
 from hotset.engine.core import Engine
+from hotset.engine.device import choose_device
 from hotset.engine.intake import Intake
 from hotset.engine.sizing import kv_budget
 from hotset.evaluate.tasks import TASKS, make_questions
@@ -179,6 +180,7 @@ def record(options: argparse.Namespace) -> TopkTrace:
         max_num_seqs=options.requests,
         device_kv_tokens=sum(wanted) + options.requests * (options.steps + 128),
         max_model_len=options.longest + options.steps + 1,
+        cuda_graphs="off",  # a captured step runs no Python that could keep anything
     )
     files, model, engine = load(config)
     tokenizer = Tokenizer.load(files, None)

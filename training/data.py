@@ -18,7 +18,7 @@ NEAR_MISSES = 0.3  # of new keys share a word with a key that exists
 CHAINED = 0.2  # of values are themselves keys
 UPDATES = (0.0, 0.3, 0.6)  # of records give a new value to a key that exists; one of these for each sequence
 ASK_UPDATED = 0.5  # of recalls are about a key with several values, where there is one: the last value must win
-CHAINS = 0.5  # of sequences have chains of updates, so that keys come to three values and four:
+# Where updates come in chains, so that keys come to three values and four:
 CHAIN_UPDATES = 0.6  # of records are updates
 CHAIN_GOES_ON = 0.7  # of updates are of a key that was updated before
 CHAIN_LENGTH = 3  # updates of one key
@@ -48,17 +48,24 @@ class Sequence:
 
 
 class Writer:
-    """Writes sequences of exactly the length asked for. `evaluating`: with the keys that training never sees."""
+    """Writes sequences of exactly the length asked for.
 
-    def __init__(self, lexicon: Lexicon, filler: NDArray[np.uint16], seed: int, evaluating: bool = False) -> None:
+    `chains`: of sequences have chains of updates. None at first: else the heads settle for a part of the key and the
+    latest record that has it, which is right often enough. `evaluating`: with the keys that training never sees.
+    """
+
+    def __init__(
+        self, lexicon: Lexicon, filler: NDArray[np.uint16], seed: int, chains: float, evaluating: bool = False
+    ) -> None:
         self._lexicon = lexicon
+        self._chains = chains
         self._filler = filler
         self._rng = np.random.default_rng(seed)
         self._evaluating = evaluating
 
     def write(self, length: int) -> tuple[list[int], list[float]]:
         rng = self._rng
-        chains = rng.random() < CHAINS
+        chains = rng.random() < self._chains
         updates = CHAIN_UPDATES if chains else float(rng.choice(UPDATES))
         updates_end = int(rng.random() * length)
         sequence = Sequence([self._lexicon.bos], [0.0], chains, updates, updates_end)

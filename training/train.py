@@ -1,12 +1,15 @@
 """Trains the demo model on one GPU, in legs of at most 9 minutes that resume from a local checkpoint.
 
     python training/prepare.py FOLDER_WITH_DEBS        once, on any machine: tokenizer, words, filler
+    python training/train.py --leg all                 21 minutes; or one after the other:
     python training/train.py --leg 1                   look-up heads form, the indexer learns, selection up to 4k
     python training/train.py --leg 2                   selection up to 16k
+    python training/train.py --leg 3                   keys with three values and four, at all lengths
     python training/export.py training/build/checkpoint
 
 Leg 1: dense attention at 256 and 1024 tokens; the indexer learns attention's distribution by KL while attention stays
-dense; then every layer attends to the indexer's top-k. Leg 2 lengthens the contexts. Both stages of DSA, in small.
+dense; then every layer attends to the indexer's top-k. Leg 2 lengthens the contexts. Both stages of DSA, in small. Leg
+3 goes through both once more, with data in which many keys change their value several times.
 """
 
 import argparse
@@ -33,6 +36,7 @@ import matplotlib.pyplot as plt
 FEEDERS = 13
 TOKENS_PER_PUT = 16384
 HELD_OUT_FILLER = 0.1  # the last tenth of the filler is for evaluation
+EVALUATED_CHAINS = 0.5
 PART_BYTES = 11_000_000
 
 
@@ -45,6 +49,7 @@ class Stage:
     rate: float  # of Muon, at the start; AdamW runs at a tenth of it
     last_rate: float
     compiled: bool = False
+    chains: float = 0.0  # of sequences have chains of updates
 
 
 LEGS = {
@@ -52,16 +57,25 @@ LEGS = {
         Stage("dense", 256, 256, 50, 0.02, 0.02, compiled=True),
         Stage("dense", 1024, 64, 40, 0.02, 0.01, compiled=True),
         Stage("warm_up", 1024, 64, 40, 0.01, 0.01),
-        Stage("warm_up", 4096, 16, 60, 0.01, 0.008),
-        Stage("sparse", 1024, 64, 50, 0.008, 0.007),
+        Stage("sparse", 1024, 64, 50, 0.01, 0.01),
+        Stage("sparse", 2048, 32, 90, 0.01, 0.007),
         Stage("sparse", 4096, 16, 90, 0.007, 0.005),
     ),
     "2": (
-        Stage("warm_up", 16384, 4, 50, 0.005, 0.004),
-        Stage("sparse", 16384, 4, 90, 0.004, 0.003),
-        Stage("sparse", 8192, 8, 70, 0.003, 0.002),
-        Stage("sparse", 2048, 32, 50, 0.002, 0.001),
-        Stage("sparse", 4096, 16, 70, 0.001, 0.0002),
+        Stage("sparse", 4096, 16, 60, 0.005, 0.004),
+        Stage("sparse", 8192, 8, 110, 0.004, 0.003),
+        Stage("sparse", 16384, 4, 150, 0.003, 0.002),
+        Stage("sparse", 4096, 16, 60, 0.002, 0.0002),
+    ),
+    "3": (
+        Stage("warm_up", 1024, 64, 40, 0.006, 0.005, chains=0.5),
+        Stage("warm_up", 4096, 16, 40, 0.005, 0.004, chains=0.5),
+        Stage("warm_up", 16384, 4, 40, 0.004, 0.004, chains=0.5),
+        Stage("sparse", 16384, 4, 60, 0.004, 0.003, chains=0.5),
+        Stage("sparse", 8192, 8, 40, 0.003, 0.002, chains=0.5),
+        Stage("sparse", 1024, 64, 25, 0.002, 0.002, chains=0.5),
+        Stage("sparse", 2048, 32, 30, 0.002, 0.001, chains=0.5),
+        Stage("sparse", 4096, 16, 50, 0.001, 0.0002, chains=0.5),
     ),
     "smoke": (
         Stage("dense", 256, 64, 3, 0.02, 0.02),
@@ -72,10 +86,10 @@ LEGS = {
 }
 
 
-def feed(queue: "multiprocessing.Queue[tuple[np.ndarray, np.ndarray]]", folder: Path, seed: int, length: int) -> None:
+def feed(queue: "multiprocessing.Queue[tuple[np.ndarray, np.ndarray]]", folder: Path, seed: int, stage: Stage) -> None:
     filler = np.load(folder / "filler.npy")
-    writer = Writer(Lexicon.load(folder), filler[: int(len(filler) * (1 - HELD_OUT_FILLER))], seed)
-    for batch in batches(writer, max(1, TOKENS_PER_PUT // length), length):
+    writer = Writer(Lexicon.load(folder), filler[: int(len(filler) * (1 - HELD_OUT_FILLER))], seed, stage.chains)
+    for batch in batches(writer, max(1, TOKENS_PER_PUT // stage.length), stage.length):
         queue.put(batch)
 
 
@@ -85,7 +99,7 @@ class Feeder:
     def __init__(self, folder: Path, stage: Stage, seed: int) -> None:
         self._queue: multiprocessing.Queue[tuple[np.ndarray, np.ndarray]] = multiprocessing.Queue(48)
         self._parts = max(1, stage.rows * stage.length // max(TOKENS_PER_PUT, stage.length))
-        arguments = [(self._queue, folder, seed * 100 + number, stage.length) for number in range(FEEDERS)]
+        arguments = [(self._queue, folder, seed * 100 + number, stage) for number in range(FEEDERS)]
         self._workers = [multiprocessing.Process(target=feed, args=each, daemon=True) for each in arguments]
         for worker in self._workers:
             worker.start()
@@ -109,7 +123,7 @@ class Trainer:
         self.history: list[dict[str, float | str]] = []
         torch.manual_seed(0)
         self.model = DemoModel(DemoConfig()).cuda()
-        if leg == "2":
+        if leg in ("2", "3"):
             self._resume()
         named = list(self.model.named_parameters())
         is_matrix = {
@@ -128,7 +142,7 @@ class Trainer:
 
     def run(self, number: int, stage: Stage) -> None:
         """Trains one stage for its seconds, not counting its first three steps, which may compile."""
-        feeder = Feeder(self._folder, stage, seed=number + (1000 if self._leg == "2" else 0))
+        feeder = Feeder(self._folder, stage, seed=number + {"2": 1000, "3": 2000}.get(self._leg, 0))
         losses = torch.compile(self._losses, dynamic=False) if stage.compiled else self._losses
         self.model.train()
         begun, count = 0.0, 0
@@ -196,7 +210,8 @@ class Trainer:
         """
         filler = np.load(self._folder / "filler.npy")
         lexicon = Lexicon.load(self._folder)
-        writer = Writer(lexicon, filler[int(len(filler) * (1 - HELD_OUT_FILLER)) :], 987654 + length, evaluating=True)
+        held_out = filler[int(len(filler) * (1 - HELD_OUT_FILLER)) :]
+        writer = Writer(lexicon, held_out, 987654 + length, EVALUATED_CHAINS, evaluating=True)
         kinds = {lexicon.marks[kind][0]: kind for kind in ("recall", "list", "chain", "copy", "sum")}
         counts: dict[str, tuple[int, int]] = {}
         self.model.eval()
@@ -255,23 +270,29 @@ def plot(history: list[dict[str, float | str]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--leg", choices=LEGS, required=True)
-    parser.add_argument("--build", type=Path, default=Path("training/build"), help="what prepare.py wrote")
-    parser.add_argument("--out", type=Path, default=Path("training/build"), help="for history, plot and results")
-    parser.add_argument("--budget", type=float, default=440, help="seconds after which training stops")
-    options = parser.parse_args()
-    trainer = Trainer(options.build, options.leg, options.budget)
-    for number, stage in enumerate(LEGS[options.leg]):
+def run_leg(leg: str, build: Path, out: Path, budget_s: float) -> None:
+    """Trains, saves the checkpoint, evaluates, and writes history, plot and results to `out`."""
+    trainer = Trainer(build, leg, budget_s)
+    for number, stage in enumerate(LEGS[leg]):
         trainer.run(number, stage)
     trainer.save()
-    options.out.mkdir(parents=True, exist_ok=True)
-    plot(trainer.history, options.out / f"leg-{options.leg}.png")
-    lengths = (1024, 2048, 4096, 8192, 16384) if options.leg != "smoke" else (1024,)
+    plot(trainer.history, out / f"leg-{leg}.png")
+    lengths = (1024, 2048, 4096, 8192, 16384) if leg != "smoke" else (1024,)
     results = {length: trainer.evaluate(length, 48 if length <= 4096 else 12) for length in lengths}
     record = {"history": trainer.history, "results": results}
-    (options.out / f"leg-{options.leg}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (out / f"leg-{leg}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--leg", choices=["all", *LEGS], required=True)
+    parser.add_argument("--build", type=Path, default=Path("training/build"), help="what prepare.py wrote")
+    parser.add_argument("--out", type=Path, default=Path("training/build"), help="for history, plot and results")
+    parser.add_argument("--budget", type=float, default=440, help="seconds after which a leg stops training")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for leg in ("1", "2", "3") if options.leg == "all" else (options.leg,):
+        run_leg(leg, options.build, options.out, options.budget)
 
 
 if __name__ == "__main__":

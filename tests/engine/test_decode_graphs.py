@@ -1,5 +1,6 @@
 """Captured decode steps: which sizes there are, and, beside a GPU, that replaying them changes nothing."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from hotset.base.sampling import SamplingParams
 from hotset.engine.decode_graphs import batch_sizes
 from hotset.engine.llm import LLM
-from hotset.evaluate.tasks import make_questions
+from hotset.evaluate.tasks import Question, make_questions
 from hotset.models.checkpoint import find_model
 from hotset.models.tokenizer import Tokenizer
 
@@ -24,11 +25,21 @@ def test_every_batch_has_a_captured_size_that_is_hardly_larger(most: int) -> Non
         assert size - rows < max(8, -(-rows // 4)), f"{rows} rows run as {size}"
 
 
-def answers(prompts: list[dict[str, list[int]]], **settings: Any) -> list[list[int]]:
-    llm = LLM(model=DEMO, max_num_seqs=len(prompts), max_num_batched_tokens=8192, seed=0, **settings)
+def asked(tasks: list[str]) -> tuple[Tokenizer, list[Question], list[dict[str, list[int]]]]:
+    """Six questions of about a thousand tokens, and their prompts."""
+    tokenizer = Tokenizer.load(find_model(DEMO), None)
+    assert tokenizer is not None
+    questions = make_questions(tasks, 1024, 6, 3, lambda text: 1 + len(tokenizer.encode(text)))
+    return tokenizer, questions, [{"prompt_token_ids": tokenizer.encode("<|bos|>" + each.prompt)} for each in questions]
+
+
+def answers(prompts: list[dict[str, list[int]]], together: bool = True, **settings: Any) -> list[list[int]]:
+    common: dict[str, Any] = {"model": DEMO, "max_num_seqs": len(prompts), "max_num_batched_tokens": 8192, "seed": 0}
+    llm = LLM(**common | settings)
     try:
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        outputs = llm.generate(prompts, params) if together else [llm.generate([each], params)[0] for each in prompts]
+        return [output.outputs[0].token_ids for output in outputs]
     finally:
         llm.close()
 
@@ -37,17 +48,37 @@ def answers(prompts: list[dict[str, list[int]]], **settings: Any) -> list[list[i
 def test_graphs_eager_steps_and_the_cpu_answer_alike() -> None:
     """Forty tokens after each question: the answer, then whatever the model goes on to say. All prompts are computed in
     one step, so that every batch has a captured size: eager steps of that size run the same kernels."""
-    tokenizer = Tokenizer.load(find_model(DEMO), None)
-    assert tokenizer is not None
-    questions = make_questions(["lookup", "several", "chain"], 1024, 6, 3, lambda text: 1 + len(tokenizer.encode(text)))
-    prompts = [{"prompt_token_ids": tokenizer.encode("<|bos|>" + question.prompt)} for question in questions]
+    tokenizer, questions, prompts = asked(["lookup", "several", "chain"])
     on_cpu = answers(prompts, device="cpu")
-    small = {"device_kv_tokens": 8192, "host_kv_tokens": 32768}
+    small: dict[str, Any] = {"device_kv_tokens": 8192, "host_kv_tokens": 32768}
     for tiers in ("off", "auto", "always"):
-        memory = {"device_kv_tokens": 8192} if tiers == "off" else small
+        memory: dict[str, Any] = {"device_kv_tokens": 8192} if tiers == "off" else small
         captured = answers(prompts, device="cuda", tiers=tiers, **memory)
         eager = answers(prompts, device="cuda", tiers=tiers, cuda_graphs="off", **memory)
         assert captured == eager, f"tiers {tiers}"
         for question, cpu, gpu in zip(questions, on_cpu, captured, strict=True):
             count = len(tokenizer.encode(question.answer))
             assert gpu[:count] == cpu[:count], f"tiers {tiers}: {question.task}"
+
+
+def sharing_model(folder: Path) -> str:
+    """The demo model's weights, with one indexer for three layers. It answers nothing right, but not by chance."""
+    for path in Path(DEMO).iterdir():
+        (folder / path.name).symlink_to(path)
+    fields = json.loads((Path(DEMO) / "config.json").read_text())
+    fields |= {"model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"]}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(fields | {"indexer_types": ["full", "shared", "shared"] * 2}))
+    return str(folder)
+
+
+@pytest.mark.gpu
+def test_rows_copied_ahead_for_layers_that_share_a_selection_are_the_right_ones(tmp_path: Path) -> None:
+    """One request after the other: so steps have as many rows, and sums come out alike, with tiers and without."""
+    _, _, prompts = asked(["lookup", "several", "chain"])
+    settings: dict[str, Any] = {"model": sharing_model(tmp_path), "device": "cuda", "together": False}
+    resident = answers(prompts, tiers="off", device_kv_tokens=8192, **settings)
+    assert len({token for tokens in resident for token in tokens}) > 40
+    for graphs in ("auto", "off"):
+        small: dict[str, Any] = {"device_kv_tokens": 8192, "host_kv_tokens": 32768}
+        assert answers(prompts, tiers="always", cuda_graphs=graphs, **small, **settings) == resident, graphs

@@ -1,5 +1,6 @@
 """Questions whose contexts were read once by the demo model; each test then answers them over memory it has damaged."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
 CPU = torch.device("cpu")
 PAGE_ROWS = 64
 ANSWER_TOKENS = 16
+ASKED = re.compile(r" (?:recall|list) (?P<key>\S+ [^\s;]+)(?: and \S+ [^\s;]+)*;?$")  # the question, at the very end
 QUESTION_TOKENS = 12  # what is left to be read over the damaged memory: at least the question itself
 CHUNK = 1024
 
@@ -103,9 +105,9 @@ class Prepared:
     def needle_page(self, nth: int) -> int:
         """The page, in question `nth`'s own context, that holds the value of the first key it asks about."""
         prompt = self.questions[nth].prompt
-        asked = prompt.split(" note ")[-1]
-        key = asked[max(asked.rfind(" recall "), asked.rfind(" list ")) :].rstrip(";").split()[1:3]
-        record = f" note {' '.join(key)}"
+        asked = ASKED.search(prompt)
+        assert asked is not None, prompt[-80:]
+        record = f" note {asked['key']}"
         position = 1 + len(self.tokenizer.encode(prompt[: prompt.rindex(record) + len(record)]))
         return position // PAGE_ROWS
 

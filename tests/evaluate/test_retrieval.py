@@ -25,7 +25,7 @@ LOOKUPS = ("lookup", "several", "last")
 @pytest.fixture(scope="module", params=[1024, pytest.param(4096, marks=pytest.mark.slow)])
 def prepared(request: pytest.FixtureRequest) -> Prepared:
     model, tokenizer = load()
-    count = 6 if request.param == 1024 else 9
+    count = 6 if request.param == 1024 else 24
     questions = make_questions(LOOKUPS, request.param, count, 0, lambda text: 1 + len(tokenizer.encode(text)))
     return prepare(model, tokenizer, questions)
 

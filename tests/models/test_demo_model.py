@@ -35,7 +35,7 @@ def make_prompts(lengths: dict[int, int]) -> list[list[int]]:
     return [encode(question.prompt) for question in questions]
 
 
-@pytest.mark.parametrize("lengths", [SOME, pytest.param(FIFTY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lengths", [SOME, pytest.param(FIFTY, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_greedy_tokens_on_long_prompts_equal_transformers(lengths: dict[int, int]) -> None:
     """The oracle scores prompt + answer in one pass; by induction its own greedy answer is the same."""
     prompts = make_prompts(lengths)

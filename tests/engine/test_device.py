@@ -1,0 +1,81 @@
+"""Choosing a device: what a user is told on a machine whose GPU does not serve. torch's answers are set by hand, since
+no machine has all of these GPUs."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+
+from hotset.base.errors import ConfigError
+from hotset.engine.device import choose_device
+
+
+def no_gpu() -> bool:
+    return False
+
+
+def old_driver() -> bool:
+    warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old (found 10010)", stacklevel=1)
+    return False
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A torch with CUDA, beside two GPUs that serve."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Old GPU")
+    return monkeypatch
+
+
+def test_a_gpu_that_serves_is_taken_without_a_word(
+    machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert choose_device(None) == torch.device("cuda")
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    assert choose_device("cpu") == torch.device("cpu")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("attribute", "answer", "reason"),
+    [
+        ("is_available", no_gpu, "no GPU was found"),
+        ("is_available", old_driver, "driver is too old for CUDA 13.0"),
+        ("get_device_capability", lambda index: (7, 0), "Old GPU is older than compute capability 8.0"),
+    ],
+)
+def test_without_a_gpu_that_serves_there_is_one_line_and_the_cpu(
+    machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, attribute: str, answer: object, reason: str
+) -> None:
+    machine.setattr(torch.cuda, attribute, answer)
+    with caplog.at_level(logging.WARNING):
+        assert choose_device(None) == torch.device("cpu")
+    assert [reason in record.getMessage() for record in caplog.records] == [True]
+    with pytest.raises(ConfigError, match=reason):
+        choose_device("cuda")
+
+
+def test_a_torch_without_cuda_says_so_where_a_gpu_was_asked_for(
+    machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.setattr(torch.version, "cuda", None)
+    machine.setattr(torch.cuda, "is_available", no_gpu)
+    assert choose_device(None) == torch.device("cpu")
+    assert not caplog.records
+    with pytest.raises(ConfigError, match="built without CUDA; use --device cpu"):
+        choose_device("cuda")
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_number(machine: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no GPU 2, only 2"):
+        choose_device("cuda:2")
+
+
+@pytest.mark.parametrize("name", ["gpu", "mps"])
+def test_what_is_no_device_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--device '{name}'"):
+        choose_device(name)
