@@ -4,8 +4,8 @@ Top-k 2048 over contexts of 131,072 tokens, each with host rows of its own, neig
 Resident sets, hits, misses, their order and the ages of the slots are random; 8 sets of inputs in turn (4 at batch
 128); the maps are restored and the L2 is overwritten before every call; CUDA graphs are timed. SGLang's times (commit
 cce0a12) were taken under the same conditions on an H200. The bare gather copies exactly the missing rows from a ready
-list: the better of a kernel with one warp per row and of swap-in's own copy. A swap-in may begin while the kernel
-before it ends, as it would in a step; the gather does not. `two launches`: plan and copy as kernels of their own.
+list: the better of a kernel with one warp per row and of swap-in's own copy. `two launches`: plan and copy as kernels
+of their own.
 
 Bars, 656-byte rows: without misses at most 9 us to batch 32 and 14 us at 128; over the grid, geometric mean at least
 1.8 times as fast as SGLang and no cell more than 3 % slower; from 5 % misses on at most 1.15 times the bare gather from
@@ -186,12 +186,10 @@ def measure_pages(host: HostRows, blocks: int = page_copy_cuda.TUNED.blocks) -> 
     return shown
 
 
-EIGHT, FOUR = cuda_impl.Cluster(8, 1), cuda_impl.Cluster(4, 1)
+ONE, TWO, FOUR, EIGHT = (cuda_impl.Cluster(blocks, 1) for blocks in (1, 2, 4, 8))
 SMALL_BATCHES = {
     "8 blocks": tuned(EIGHT),
-    "8 blocks, not early": replace(tuned(EIGHT), early=False),
     "8 blocks, 1 row": tuned(replace(EIGHT, rows_at_once=1)),
-    "8 blocks, not eager": tuned(replace(EIGHT, eager=False)),
     "8 blocks, 1024 threads": replace(tuned(EIGHT), plan_threads=1024),
     "4 blocks": tuned(FOUR),
     "two launches": TWO_LAUNCHES,
@@ -201,20 +199,16 @@ SWEEP = {
     8: SMALL_BATCHES,
     32: {
         "4 blocks": tuned(FOUR),
-        "4 blocks, not early": replace(tuned(FOUR), early=False),
-        "4 blocks, 1 row": tuned(replace(FOUR, rows_at_once=1)),
-        "4 blocks, 1024 threads": replace(tuned(FOUR), plan_threads=1024),
-        "8 blocks": tuned(EIGHT),
-        "8 blocks, 2 plan": tuned(cuda_impl.Cluster(8, 2)),
+        "2 blocks": tuned(TWO),
+        "2 blocks, 1 row": tuned(replace(TWO, rows_at_once=1)),
+        "1 block": tuned(ONE),
         "two launches": TWO_LAUNCHES,
     },
     128: {
         "8 blocks, 8 plan": tuned(cuda_impl.Cluster(8, 8)),
-        "8 blocks, 4 plan": tuned(cuda_impl.Cluster(8, 4)),
-        "8 blocks, 4 plan, 1 row": tuned(cuda_impl.Cluster(8, 4, rows_at_once=1)),
-        "4 blocks, 2 plan": tuned(cuda_impl.Cluster(4, 2)),
-        "2 blocks": tuned(cuda_impl.Cluster(2, 1)),
-        "1 block": tuned(cuda_impl.Cluster(1, 1)),
+        "2 blocks": tuned(TWO),
+        "2 blocks, 2 plan": tuned(cuda_impl.Cluster(2, 2)),
+        "1 block": tuned(ONE),
         "two launches": TWO_LAUNCHES,
     },
 }

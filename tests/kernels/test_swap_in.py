@@ -322,10 +322,9 @@ def test_a_plan_may_have_any_number_of_threads(threads: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("eager", [False, True], ids=["asked for late", "asked for early"])
 @pytest.mark.parametrize(("blocks", "planners"), [(1, 1), (4, 1), (8, 3), (4, 4), (8, 8)])
-def test_blocks_of_a_cluster_may_share_the_work_in_any_way(blocks: int, planners: int, eager: bool) -> None:
-    op = CudaOnCpu(small((9, cuda_impl.Cluster(blocks, planners, eager=eager))))
+def test_blocks_of_a_cluster_may_share_the_work_in_any_way(blocks: int, planners: int) -> None:
+    op = CudaOnCpu(small((9, cuda_impl.Cluster(blocks, planners))))
     shape = Shape(k=60, slots=100, page_rows=8, words_per_page=20, context_pages=50, tiered=4, resident=2, width=48)
     world = World(shape, seed=22, full=True)
     for _ in range(6):

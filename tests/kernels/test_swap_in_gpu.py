@@ -50,7 +50,7 @@ def on_gpu(tables: SeatTables) -> SeatTables:
         (
             Shape(k=5000, slots=6000, page_rows=64, words_per_page=512, context_pages=256, tiered=2, width=16),
             10**6,
-            together(cuda_impl.Cluster(4, 1, rows_at_once=1, eager=False)),
+            together(cuda_impl.Cluster(4, 1, rows_at_once=1)),
         ),
     ],
     ids=lambda each: str(each) if isinstance(each, Shape) else "",

@@ -13,7 +13,7 @@ constexpr int WARPS = THREADS / 32;
 
 #ifdef __CUDACC__
 // The lower half of a number, asked for where this is written: the compiler would put the load off until after the
-// branch that decides if it is needed. Nor may it come before `wait_for_earlier_launches`.
+// branch that decides if it is needed.
 __device__ __forceinline__ int load_now(const i64 *address) {
     int low;
     asm volatile("ld.global.b32 %0, [%1];" : "=r"(low) : "l"(address) : "memory");

@@ -28,7 +28,6 @@ class Cluster:
     blocks: int  # at most 8
     planners: int  # of the blocks: each plans for a batch row of its own
     rows_at_once: int = 2  # of each warp
-    eager: bool = True  # blocks that do not plan ask for rows before it is known where they go
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +35,10 @@ class Tuning:
     """What was found best by `benchmarks/swap_in.py --sweep`."""
 
     plan_threads: int = 512
-    early: bool = True  # a plan may begin while the kernel before it on the stream ends
     # By batch, up to and including: None: plan and copy are two launches. The last serves larger batches as well.
     clusters: tuple[tuple[int, Cluster | None], ...] = (
         (16, Cluster(8, 1)),
-        (32, Cluster(4, 1)),
-        (128, Cluster(8, 4)),
-        (256, Cluster(8, 8)),
+        (132, Cluster(2, 1)),
     )
     copy_blocks: int = 132  # at most: a copy leaves the rest of the GPU to others
     copy_threads: int = 256
@@ -85,7 +81,7 @@ def plan(
     blocks = batch if cluster is None else -(-batch // cluster.planners) * cluster.blocks
     kernel = cuda_source.kernel(PLAN, "plan", **constants, **_cluster_constants(cluster, layer))
     kernel.launch(
-        LaunchShape(blocks, tuning.plan_threads, constants["SHARED_BYTES"], early=tuning.early),
+        LaunchShape(blocks, tuning.plan_threads, constants["SHARED_BYTES"]),
         *(positions.contiguous(), seats.contiguous(), stamps.contiguous(), tables.tiered.contiguous()),
         *pages,
         *(table.stride(0) for table in pages),
@@ -169,7 +165,6 @@ def _cluster_constants(cluster: Cluster | None, layer: _Layer | None) -> dict[st
         "COPIES": 1,
         "CLUSTER": cluster.blocks,
         "PLANNERS": cluster.planners,
-        "EAGER": int(cluster.eager),
         "ROWS_AT_ONCE": max(1, min(cluster.rows_at_once, MOST_UNITS // reading["LOADS"])),
     } | reading
 

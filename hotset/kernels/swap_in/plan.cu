@@ -11,20 +11,18 @@
 //   COPIES          1: rows are copied too; then the constants of row_copy.cu are given as well
 //   CLUSTER         blocks that copy together; neighbours in the grid
 //   PLANNERS        of these blocks, the first ones: each plans for a batch row of its own
-//   EAGER           1: blocks that do not plan ask for their first rows before it is known where they go
 //
 // What a plan costs: first a chain of reads that wait for each other (seat -> pages of its maps -> slot_of), each a
-// miss of the L2, so whatever does not depend on an earlier read is asked for at the same time, and what can be done
-// before the first is done while the launch before this one ends; then, if something is missing, barriers and
-// instructions, so that work on misses and victims is done on lists of them, not where they are found.
+// miss of the L2, so whatever does not depend on an earlier read is asked for at the same time; then, if something is
+// missing, barriers and instructions, so that work on misses and victims is done on lists of them, not where they are
+// found.
 //
-// What is missing is known before it is known which slots give way. So the blocks of a cluster that do not plan have rows
-// on their way from the host while the planner looks for victims. They read its lists in its shared memory:
-//     planner    looks up, lists what is missing |1| counts slots by age, finds victims |2| writes results, copies |3|
-//     others                                     |1| ask for rows                       |2| copy                   |3|
+// The blocks of a cluster that do not plan help to copy. They read the lists of its planners in their shared memory:
+//     planner    looks up, lists what is missing, finds victims |1| writes results, copies |2|
+//     others                                                    |1| copy                   |2|
 // The barriers are of the cluster; one more comes before all, when every block has begun. Where nothing is missing,
 // everybody leaves after the first. To publish means to wait for one's own writes to memory, so a planner writes none
-// before the second, or before the first if nothing is missing.
+// before it.
 // Page numbers fit 32 bits; row numbers and addresses do not.
 #include "block.cu"
 #include "victims.cu"
@@ -384,7 +382,6 @@ struct Share {
     const Layer &layer;
     unsigned end[PLANNERS];  // of each list
     unsigned nth;            // first row that this warp has not copied yet
-    Rows rows;
 
     // When the counts of all lists are known.
     __device__ __forceinline__ Share(const Shared &given_shared, const Layer &given_layer)
@@ -396,8 +393,10 @@ struct Share {
     }
     __device__ __forceinline__ bool has_rows() const { return nth < end[PLANNERS - 1]; }
 
-    // Only if it has rows.
-    __device__ __forceinline__ void ask() {
+    // The next rows of this warp, if it has any.
+    __device__ __forceinline__ void copy() {
+        Rows rows;
+        i64 target[ROWS_AT_ONCE];
 #pragma unroll
         for (int r = 0; r < ROWS_AT_ONCE; ++r) {
             const Entry at = entry(r);
@@ -406,14 +405,11 @@ struct Share {
             rows.come_from(r, layer, row, nth + r * TURN < end[PLANNERS - 1]);
         }
         rows.ask(layer);
-    }
-    __device__ __forceinline__ void put() {
-        i64 target[ROWS_AT_ONCE];
 #pragma unroll
         for (int r = 0; r < ROWS_AT_ONCE; ++r) {
             const Entry at = entry(r);
-            const unsigned page = read(at.list, shared.slot_pages_taken + at.within);
-            target[r] = row_at(page, read(at.list, shared.leaving.victims + at.within) % PAGE_ROWS);
+            const unsigned slot_page = read(at.list, shared.slot_pages_taken + at.within);
+            target[r] = row_at(slot_page, read(at.list, shared.leaving.victims + at.within) % PAGE_ROWS);
         }
         rows.put(layer, target);
         nth += TURN * ROWS_AT_ONCE;
@@ -466,7 +462,6 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     wait();
 #endif
     __syncthreads();
-    wait_for_earlier_launches();
 
     const Inputs in = {
         positions + row * k, seats + row, stamps + row, tiered,
@@ -476,34 +471,21 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     const Outputs out = {rows + row * k, copy_host + row * k, copy_device + row * k, copy_counts + row};
     Planner planner(shared, in, out);
     if (plans) planner.look_up();
-    const bool chooses = plans && planner.missing > 0;
+    const bool misses = plans && planner.missing > 0;
+    if (misses) planner.choose_slots();
 #if COPIES
-    if (chooses && threadIdx.x < CLUSTER) announce(shared, threadIdx.x, planner.missing);
-    arrive(chooses);  // 1
-    if (chooses) {
-        planner.choose_slots();
-        wait();
-        arrive(true);  // 2
-    }
+    if (misses && threadIdx.x < CLUSTER) announce(shared, threadIdx.x, planner.missing);
+    arrive(misses);  // 1
     if (plans) planner.write_results();
-    if (plans && !chooses && PLANNERS == 1) return;
-    if (!chooses) wait();
+    if (plans && !misses && PLANNERS == 1) return;
+    wait();
     const Layer layer = {host, host_stride, device, device_stride, static_cast<int>(row_bytes)};
     Share share(shared, layer);
     if (share.end[PLANNERS - 1] == 0) return;
-    bool asked = EAGER && !chooses && share.has_rows();
-    if (asked) share.ask();
-    if (!chooses) arrive(false);  // 2
-    wait();
-    while (share.has_rows()) {
-        if (!asked) share.ask();
-        asked = false;
-        share.put();
-    }
-    arrive(false);  // 3: the lists are not looked at any more
+    while (share.has_rows()) share.copy();
+    arrive(false);  // 2: the lists are not looked at any more
     if (plans) wait();
 #else
-    if (chooses) planner.choose_slots();
     planner.write_results();
 #endif
 }
