@@ -119,7 +119,8 @@ def us_of_gather(states: list[State]) -> float:
     lists = []
     for state in states:
         state.restore()
-        lists.append(state.flat(state.swap_in(cuda_impl.TUNED).copies))
+        lists.append(state.swap_in(cuda_impl.TUNED).copies)
+    flat = [state.flat(copies) for state, copies in zip(states, lists, strict=True)]
     kernel = cuda_source.kernel(Path(__file__).with_name("bare_gather.cu"), "bare_gather")
 
     def gather(state: State, copies: Copies) -> None:
@@ -132,8 +133,9 @@ def us_of_gather(states: list[State]) -> float:
     def copy(state: State, copies: Copies) -> None:
         cuda_impl.copy(copies, state.host_rows, state.device_rows)
 
+    ways = ((gather, flat), (copy, lists))
     return min(
-        1e6 * seconds_of([partial(call, *each) for each in zip(states, lists, strict=True)]) for call in (gather, copy)
+        1e6 * seconds_of([partial(call, *each) for each in zip(states, given, strict=True)]) for call, given in ways
     )
 
 
@@ -186,7 +188,7 @@ def measure_pages(host: HostRows, blocks: int = page_copy_cuda.TUNED.blocks) -> 
     return shown
 
 
-ONE, TWO, FOUR, EIGHT = (cuda_impl.Cluster(blocks, 1) for blocks in (1, 2, 4, 8))
+ONE, TWO, FOUR, EIGHT = (cuda_impl.Cluster(blocks) for blocks in (1, 2, 4, 8))
 SMALL_BATCHES = {
     "8 blocks": tuned(EIGHT),
     "8 blocks, 1 row": tuned(replace(EIGHT, rows_at_once=1)),
@@ -201,14 +203,19 @@ SWEEP = {
         "4 blocks": tuned(FOUR),
         "2 blocks": tuned(TWO),
         "2 blocks, 1 row": tuned(replace(TWO, rows_at_once=1)),
+        "2 blocks, 8 lists": replace(tuned(TWO), lists_at_once=8),
+        "2 blocks, all lists": replace(tuned(TWO), lists_at_once=32),
         "1 block": tuned(ONE),
         "two launches": TWO_LAUNCHES,
     },
     128: {
-        "8 blocks, 8 plan": tuned(cuda_impl.Cluster(8, 8)),
         "2 blocks": tuned(TWO),
-        "2 blocks, 2 plan": tuned(cuda_impl.Cluster(2, 2)),
+        "2 blocks, 8 lists": replace(tuned(TWO), lists_at_once=8),
+        "2 blocks, 32 lists": replace(tuned(TWO), lists_at_once=32),
+        "2 blocks, all lists": replace(tuned(TWO), lists_at_once=128),
         "1 block": tuned(ONE),
+        "two launches, 8 lists": replace(TWO_LAUNCHES, lists_at_once=8),
+        "two launches, 64 blocks": replace(TWO_LAUNCHES, copy_blocks=64),
         "two launches": TWO_LAUNCHES,
     },
 }

@@ -241,6 +241,11 @@ static inline int __syncthreads_or(int vote) {
     votes[(n + 2) % 3] = 0;
     return votes[n % 3];
 }
+static inline unsigned take_turn(unsigned *turns) { return turns[0]++; }
+static inline void end_turn(unsigned *turns) { ++turns[1]; }
+static inline void wait_until_over(const unsigned *turns, unsigned number) {  // clusters come one after another
+    if (static_cast<int>(turns[1] - number) <= 0) emulated::fail("a turn that never comes");
+}
 static inline void arrive_in_cluster(bool) {
     emulated::Fibre &self = emulated::fibres[emulated::current];
     if (self.arrivals++ != self.waits) emulated::fail("a thread arrived twice without waiting");

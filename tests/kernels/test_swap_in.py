@@ -36,11 +36,11 @@ class CudaOnCpu:
 
 
 def small(*clusters: tuple[int, cuda_impl.Cluster | None]) -> cuda_impl.Tuning:
-    return cuda_impl.Tuning(plan_threads=64, clusters=clusters, copy_blocks=3, copy_threads=64, rows_at_once=2)
+    return cuda_impl.Tuning(plan_threads=64, clusters=clusters, lists_at_once=2, copy_blocks=3, copy_threads=64, rows_at_once=2)
 
 
 TWO_LAUNCHES = small((1, None))
-CLUSTERS = small((1, cuda_impl.Cluster(3, 1, rows_at_once=1)), (9, cuda_impl.Cluster(2, 2)))
+CLUSTERS = small((1, cuda_impl.Cluster(3, rows_at_once=1)), (9, cuda_impl.Cluster(2)))
 needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no C++ compiler")
 COPIES = [
     pytest.param(reference, id="reference"),
@@ -322,9 +322,9 @@ def test_a_plan_may_have_any_number_of_threads(threads: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("blocks", "planners"), [(1, 1), (4, 1), (8, 3), (4, 4), (8, 8)])
-def test_blocks_of_a_cluster_may_share_the_work_in_any_way(blocks: int, planners: int) -> None:
-    op = CudaOnCpu(small((9, cuda_impl.Cluster(blocks, planners))))
+@pytest.mark.parametrize("blocks", [1, 4, 8])
+def test_a_cluster_may_have_any_number_of_blocks(blocks: int) -> None:
+    op = CudaOnCpu(small((9, cuda_impl.Cluster(blocks))))
     shape = Shape(k=60, slots=100, page_rows=8, words_per_page=20, context_pages=50, tiered=4, resident=2, width=48)
     world = World(shape, seed=22, full=True)
     for _ in range(6):

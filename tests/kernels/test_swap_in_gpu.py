@@ -13,8 +13,8 @@ pytestmark = pytest.mark.gpu
 
 
 def together(cluster: cuda_impl.Cluster | None) -> cuda_impl.Tuning:
-    """Whatever the batch."""
-    return cuda_impl.Tuning(clusters=((1, cluster),))
+    """Whatever the batch; its rows take turns."""
+    return cuda_impl.Tuning(clusters=((1, cluster),), lists_at_once=2)
 
 
 def on_gpu(tables: SeatTables) -> SeatTables:
@@ -25,7 +25,7 @@ def on_gpu(tables: SeatTables) -> SeatTables:
 @pytest.mark.parametrize(
     ("shape", "stamp", "tuning"),
     [
-        (ODD, 40, together(cuda_impl.Cluster(1, 1))),
+        (ODD, 40, together(cuda_impl.Cluster(1))),
         (
             Shape(k=2048, slots=4096, page_rows=64, words_per_page=1152, context_pages=256, tiered=6, width=656),
             2**17,
@@ -39,18 +39,18 @@ def on_gpu(tables: SeatTables) -> SeatTables:
         (
             Shape(k=1500, slots=9000, page_rows=48, words_per_page=333, context_pages=300, tiered=3, width=1152),
             14_000,
-            together(cuda_impl.Cluster(8, 4)),
+            together(cuda_impl.Cluster(8)),
         ),
         # Hardly any position occurs once: the threads of a block race for the same places.
         (
             Shape(k=4096, slots=5000, page_rows=16, words_per_page=64, context_pages=20, tiered=4, width=37),
             10**6,
-            together(cuda_impl.Cluster(2, 2)),
+            together(cuda_impl.Cluster(2)),
         ),
         (
             Shape(k=5000, slots=6000, page_rows=64, words_per_page=512, context_pages=256, tiered=2, width=16),
             10**6,
-            together(cuda_impl.Cluster(4, 1, rows_at_once=1)),
+            together(cuda_impl.Cluster(4, rows_at_once=1)),
         ),
     ],
     ids=lambda each: str(each) if isinstance(each, Shape) else "",
@@ -73,7 +73,7 @@ def test_on_a_gpu_every_step_equals_the_reference(shape: Shape, stamp: int, tuni
 
 
 def test_on_a_gpu_a_captured_step_equals_the_reference_when_replayed() -> None:
-    """It begins while the kernel before it ends, and inputs change between replays."""
+    """Inputs change between replays."""
     shape = Shape(k=2048, slots=4096, page_rows=64, words_per_page=1152, context_pages=128, tiered=5, width=656)
     world = World(shape, seed=16, full=True, stamp=9000)
     tables, words, counts = on_gpu(world.tables), world.words.cuda(), world.counts.cuda()

@@ -82,6 +82,18 @@ __device__ __forceinline__ void write_in_block(unsigned member, unsigned *addres
     asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(in_block(member, address)), "r"(value) : "memory");
 #endif
 }
+
+// Turns of many that wait for each other: [0] taken, [1] over, both since ever. Who took one is under way, and waits
+// only for those that took theirs before.
+__device__ __forceinline__ unsigned take_turn(unsigned *turns) { return atomicAdd(turns, 1u); }
+__device__ __forceinline__ void end_turn(unsigned *turns) { atomicAdd(turns + 1, 1u); }
+// Until so many turns are over.
+__device__ __forceinline__ void wait_until_over(const unsigned *turns, unsigned number) {
+    unsigned over;
+    do {
+        asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(over) : "l"(turns + 1) : "memory");
+    } while (static_cast<int>(over - number) <= 0);
+}
 #endif
 
 struct Prefix {

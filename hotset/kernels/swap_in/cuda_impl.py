@@ -1,6 +1,7 @@
 """swap_in in CUDA C++: constants and launch shapes. The sizes of a step are arguments."""
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -23,10 +24,9 @@ CLUSTERS_SINCE = 9  # compute capability, major
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Blocks of one launch that plan and then copy together."""
+    """Blocks that plan and copy for one batch row, all in one launch."""
 
     blocks: int  # at most 8
-    planners: int  # of the blocks: each plans for a batch row of its own
     rows_at_once: int = 2  # of each warp
 
 
@@ -37,9 +37,10 @@ class Tuning:
     plan_threads: int = 512
     # By batch, up to and including: None: plan and copy are two launches. The last serves larger batches as well.
     clusters: tuple[tuple[int, Cluster | None], ...] = (
-        (16, Cluster(8, 1)),
-        (132, Cluster(2, 1)),
+        (16, Cluster(8)),
+        (132, Cluster(2)),
     )
+    lists_at_once: int = 16  # of a batch, whose rows are copied at the same time
     copy_blocks: int = 132  # at most: a copy leaves the rest of the GPU to others
     copy_threads: int = 256
     rows_at_once: int = 2  # of each warp of a copy
@@ -76,17 +77,17 @@ def plan(
     copies = Copies(from_host, to_device, torch.empty(batch, dtype=torch.int32, device=device))
     layer = _Layer(host_rows, device_rows) if host_rows is not None and device_rows is not None else None
     cluster = tuning.cluster(batch) if layer is not None and _has_clusters(device) else None
-    planners = 1 if cluster is None else cluster.planners
-    constants = _plan_constants(k, tables, words, words_per_page, tuning.plan_threads, planners)
-    blocks = batch if cluster is None else -(-batch // cluster.planners) * cluster.blocks
-    kernel = cuda_source.kernel(PLAN, "plan", **constants, **_cluster_constants(cluster, layer))
+    constants = _plan_constants(k, tables, words, words_per_page, tuning.plan_threads)
+    constants |= _cluster_constants(cluster, layer, tuning.lists_at_once if batch > tuning.lists_at_once else 0)
+    blocks = batch * constants["CLUSTER"]
+    kernel = cuda_source.kernel(PLAN, "plan", **constants)
     kernel.launch(
         LaunchShape(blocks, tuning.plan_threads, constants["SHARED_BYTES"]),
         *(positions.contiguous(), seats.contiguous(), stamps.contiguous(), tables.tiered.contiguous()),
         *pages,
         *(table.stride(0) for table in pages),
-        *(words, counts, batch, k, tables.slot_pages.shape[1], tables.map_pages.shape[1], int(ignore_tail)),
-        *(rows, from_host, to_device, copies.counts),
+        *(words, counts, k, tables.slot_pages.shape[1], tables.map_pages.shape[1], int(ignore_tail)),
+        *(rows, from_host, to_device, copies.counts, _turns(device)),
         *(layer.arguments() if layer is not None and cluster is not None else (0,) * 5),
     )
     if layer is not None and cluster is None:
@@ -101,13 +102,15 @@ def copy(copies: Copies, host_rows: Tensor, device_rows: Tensor, *, tuning: Tuni
 def _launch_copy(copies: Copies, layer: "_Layer", *, early: bool, tuning: Tuning) -> None:
     """`early`: the launch before it is the plan that made `copies`."""
     batch, most = copies.host_rows.shape
-    warps = tuning.copy_threads // 32
+    teams, warps = max(1, min(batch, tuning.lists_at_once)), tuning.copy_threads // 32
+    team = max(1, min(tuning.copy_blocks // teams, -(-most // warps)))  # blocks
     kernel = cuda_source.kernel(
         COPY, "copy_rows", THREADS=tuning.copy_threads, **layer.constants(), ROWS_AT_ONCE=tuning.rows_at_once
     )
     kernel.launch(
-        LaunchShape(max(1, min(tuning.copy_blocks, -(-batch * most // warps))), tuning.copy_threads, early=early),
-        *(copies.host_rows.contiguous(), copies.device_rows.contiguous(), copies.counts.contiguous(), batch, most),
+        LaunchShape(teams * team, tuning.copy_threads, early=early),
+        *(copies.host_rows.contiguous(), copies.device_rows.contiguous(), copies.counts.contiguous()),
+        *(batch, most, team),
         *layer.arguments(),
     )
 
@@ -135,7 +138,7 @@ def _has_clusters(device: torch.device) -> bool:
 
 
 def _plan_constants(
-    k: int, tables: SeatTables, words: Tensor, words_per_page: int, threads: int, planners: int
+    k: int, tables: SeatTables, words: Tensor, words_per_page: int, threads: int
 ) -> dict[str, int]:
     entries, table = _power_of_2(-(-k // threads)), max(_power_of_2(k), min(2 * _power_of_2(k), ROOMY_TABLE))
     wide = tables.slots % 4 == 0 and words_per_page % 4 == 0 and words.data_ptr() % 16 == 0
@@ -143,7 +146,7 @@ def _plan_constants(
     held = -(-held // 4) * 4 if wide else held
     # Of `Shared` in plan.cu: pages, the hash table, lists, ages, marks, sums and counts.
     shared_bytes = 4 * threads + 8 * table + 8 * threads * entries + max(HISTOGRAM_BYTES, 2 * threads * entries) + 8
-    shared_bytes += threads * held + 33 * 4 + 4 * planners
+    shared_bytes += threads * held + 33 * 4 + 8
     return {
         "THREADS": threads,
         "ENTRIES": entries,
@@ -157,14 +160,20 @@ def _plan_constants(
     }
 
 
-def _cluster_constants(cluster: Cluster | None, layer: _Layer | None) -> dict[str, int]:
+@cache
+def _turns(device: torch.device) -> Tensor:
+    """The turns that all plans of a device take. Made with the first of them, before any graph is captured."""
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+def _cluster_constants(cluster: Cluster | None, layer: _Layer | None, lists_at_once: int) -> dict[str, int]:
     if cluster is None or layer is None:
-        return {"COPIES": 0, "CLUSTER": 1, "PLANNERS": 1}
+        return {"COPIES": 0, "CLUSTER": 1}
     reading = layer.constants()
     return {
         "COPIES": 1,
         "CLUSTER": cluster.blocks,
-        "PLANNERS": cluster.planners,
+        "LISTS_AT_ONCE": lists_at_once,
         "ROWS_AT_ONCE": max(1, min(cluster.rows_at_once, MOST_UNITS // reading["LOADS"])),
     } | reading
 
