@@ -68,6 +68,7 @@ SEATS = 128
 PAGE_ROWS = 64
 ANSWER = 512  # tokens that any request may generate
 LANDING_S = 200.0
+IDLE_STEPS = 1000  # that an engine may take until all have left
 ALL_HITS = 16  # requests
 WARM_STEPS = 20  # until the least recently used rows are those that the selection gives up
 
@@ -145,17 +146,27 @@ def make_engine(setting: Setting, selection: Selection) -> tuple[Engine, Runner]
     return Engine(card, scheduler, runner, ledger, memory, plans_in_flight=2), runner
 
 
-def land(engine: Engine, requests: int, context: int) -> float:
-    """Adds `requests` contexts and steps until all of them decode. Seconds."""
+def land(engine: Engine, requests: int, context: int) -> list[str]:
+    """Adds `requests` contexts and steps until all of them decode. Their ids."""
     intake = Intake(engine.card, seed=0)
-    params = SamplingParams(temperature=0, max_tokens=engine.card.max_model_len - context, ignore_eos=True)
-    for number in range(requests):
-        for choice in intake.accept(str(number), [0] * context, params):
-            engine.add(choice)
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    choices = [choice for n in range(requests) for choice in intake.accept(str(n), [0] * context, params)]
+    for choice in choices:
+        engine.add(choice)
     start = time.perf_counter()
     while len(engine.step().token_ids) < requests:
         assert time.perf_counter() - start < LANDING_S, f"{requests} requests did not come to decode"
-    return time.perf_counter() - start
+    return [choice.request_id for choice in choices]
+
+
+def leave(engine: Engine, request_ids: list[str]) -> None:
+    for request_id in request_ids:
+        engine.abort(request_id)
+    for _ in range(IDLE_STEPS):
+        if engine.idle:
+            return
+        engine.step()
+    raise AssertionError(f"{len(request_ids)} requests did not leave")
 
 
 def timed_steps(engine: Engine, steps: int) -> list[float]:
@@ -177,7 +188,9 @@ def replay_seconds(runner: Runner, requests: int, swapping: bool) -> float:
 
 def run(engine: Engine, runner: Runner, requests: int, context: int, steps: int) -> dict[str, Any]:
     """Lands `requests` contexts, lets all of them decode, and times `steps` steps."""
-    landing = land(engine, requests, context)
+    start = time.perf_counter()
+    request_ids = land(engine, requests, context)
+    landing = time.perf_counter() - start
     timed_steps(engine, WARM_STEPS)
     before = engine.stats()
     times = timed_steps(engine, steps)
@@ -185,10 +198,7 @@ def run(engine: Engine, runner: Runner, requests: int, context: int, steps: int)
     looked_up = sum(after.slot_lookups.values()) - sum(before.slot_lookups.values())
     missed = sum(after.slot_misses.values()) - sum(before.slot_misses.values())
     alone = replay_seconds(runner, requests, after.tiered > 0)
-    for number in range(requests):
-        engine.abort(str(number))
-    while not engine.idle:
-        engine.step()
+    leave(engine, request_ids)
     mean = statistics.mean(times)
     return {
         "context": context,
@@ -278,6 +288,7 @@ def serve_model(name: str, options: argparse.Namespace, host: HostStore | None) 
     """All rows of one model, those of steps without misses, and the host store, which the next one may use."""
     weights = Weights(torch.bfloat16, CUDA)
     decoder = Decoder(load_spec(name, options.share), weights, Storage(fp8_rows=True, fp8_keys=True))
+    print(f"{name}: {weights.bytes * 1e-9:.1f} GB of weights", flush=True)
     rows: Rows = []
     without_misses: Rows = []
     tiers: TiersMode

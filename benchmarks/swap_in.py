@@ -190,10 +190,10 @@ def measure_pages(host: HostRows, blocks: int = page_copy_cuda.TUNED.blocks) -> 
 
 ONE, TWO, FOUR, EIGHT = (cuda_impl.Cluster(blocks) for blocks in (1, 2, 4, 8))
 SMALL_BATCHES = {
+    "8 blocks, 1024 threads": tuned(replace(EIGHT, threads=1024)),
+    "8 blocks, 1024 threads, 1 row": tuned(replace(EIGHT, threads=1024, rows_at_once=1)),
     "8 blocks": tuned(EIGHT),
-    "8 blocks, 1 row": tuned(replace(EIGHT, rows_at_once=1)),
-    "8 blocks, 1024 threads": replace(tuned(EIGHT), plan_threads=1024),
-    "4 blocks": tuned(FOUR),
+    "4 blocks, 1024 threads": tuned(replace(FOUR, threads=1024)),
     "two launches": TWO_LAUNCHES,
 }
 SWEEP = {

@@ -36,7 +36,10 @@ class CudaOnCpu:
 
 
 def small(*clusters: tuple[int, cuda_impl.Cluster | None]) -> cuda_impl.Tuning:
-    return cuda_impl.Tuning(plan_threads=64, clusters=clusters, lists_at_once=2, copy_blocks=3, copy_threads=64, rows_at_once=2)
+    smaller = tuple((most, cluster and replace(cluster, threads=64)) for most, cluster in clusters)
+    return cuda_impl.Tuning(
+        plan_threads=64, clusters=smaller, lists_at_once=2, copy_blocks=3, copy_threads=64, rows_at_once=2
+    )
 
 
 TWO_LAUNCHES = small((1, None))
@@ -315,7 +318,7 @@ def test_a_warp_may_have_any_number_of_rows_under_way(rows_at_once: int) -> None
 @needs_compiler
 @pytest.mark.parametrize("threads", [32, 128])
 def test_a_plan_may_have_any_number_of_threads(threads: int) -> None:
-    op = CudaOnCpu(replace(CLUSTERS, plan_threads=threads))
+    op = CudaOnCpu(replace(TWO_LAUNCHES, clusters=((1, cuda_impl.Cluster(2, threads=threads)),)))
     world = World(Shape(k=150, slots=256, page_rows=8, words_per_page=20, context_pages=50), seed=20, full=True)
     for _ in range(6):
         world.check_step(op, world.draw_batch())

@@ -27,6 +27,7 @@ class Cluster:
     """Blocks that plan and copy for one batch row, all in one launch."""
 
     blocks: int  # at most 8
+    threads: int = 512  # of a block
     rows_at_once: int = 2  # of each warp
 
 
@@ -34,10 +35,10 @@ class Cluster:
 class Tuning:
     """What was found best by `benchmarks/swap_in.py --sweep`."""
 
-    plan_threads: int = 512
+    plan_threads: int = 512  # where plan and copy are two launches
     # By batch, up to and including: None: plan and copy are two launches. The last serves larger batches as well.
     clusters: tuple[tuple[int, Cluster | None], ...] = (
-        (16, Cluster(8)),
+        (16, Cluster(8, threads=1024)),
         (132, Cluster(2)),
     )
     lists_at_once: int = 16  # of a batch, whose rows are copied at the same time
@@ -77,12 +78,12 @@ def plan(
     copies = Copies(from_host, to_device, torch.empty(batch, dtype=torch.int32, device=device))
     layer = _Layer(host_rows, device_rows) if host_rows is not None and device_rows is not None else None
     cluster = tuning.cluster(batch) if layer is not None and _has_clusters(device) else None
-    constants = _plan_constants(k, tables, words, words_per_page, tuning.plan_threads)
+    threads = tuning.plan_threads if cluster is None else cluster.threads
+    constants = _plan_constants(k, tables, words, words_per_page, threads)
     constants |= _cluster_constants(cluster, layer, tuning.lists_at_once if batch > tuning.lists_at_once else 0)
-    blocks = batch * constants["CLUSTER"]
     kernel = cuda_source.kernel(PLAN, "plan", **constants)
     kernel.launch(
-        LaunchShape(blocks, tuning.plan_threads, constants["SHARED_BYTES"]),
+        LaunchShape(batch * constants["CLUSTER"], threads, constants["SHARED_BYTES"]),
         *(positions.contiguous(), seats.contiguous(), stamps.contiguous(), tables.tiered.contiguous()),
         *pages,
         *(table.stride(0) for table in pages),
@@ -137,9 +138,7 @@ def _has_clusters(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= CLUSTERS_SINCE
 
 
-def _plan_constants(
-    k: int, tables: SeatTables, words: Tensor, words_per_page: int, threads: int
-) -> dict[str, int]:
+def _plan_constants(k: int, tables: SeatTables, words: Tensor, words_per_page: int, threads: int) -> dict[str, int]:
     entries, table = _power_of_2(-(-k // threads)), max(_power_of_2(k), min(2 * _power_of_2(k), ROOMY_TABLE))
     wide = tables.slots % 4 == 0 and words_per_page % 4 == 0 and words.data_ptr() % 16 == 0
     held = -(-tables.slots // threads)
