@@ -21,6 +21,7 @@ hits within 1.05 times resident.
 
 import argparse
 import dataclasses
+import gc
 import json
 import statistics
 import time
@@ -38,7 +39,6 @@ from torch import Tensor
 
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.sampling import SamplingParams
-from hotset.base.units import GIB
 from hotset.engine.build import model_card
 from hotset.engine.core import Engine
 from hotset.engine.intake import Intake
@@ -65,6 +65,7 @@ CONFIGS = Path(__file__).parent / "configs"
 CUDA = torch.device("cuda")
 CHUNK = 16384  # prompt rows that land in one step
 SEATS = 128
+MODES: tuple[TiersMode, ...] = ("off", "auto", "always")
 PAGE_ROWS = 64
 ANSWER = 512  # tokens that any request may generate
 LANDING_S = 200.0
@@ -115,22 +116,40 @@ def load_spec(name: str, share: int) -> ModelSpec:
     return dataclasses.replace(spec, attention=dataclasses.replace(spec.attention, index=index))
 
 
-def make_setting(
-    decoder: Decoder, weight_bytes: int, tiers: TiersMode, host: HostStore | None, options: argparse.Namespace
-) -> Setting:
-    config = EngineConfig(
+def make_config(tiers: TiersMode, options: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
         tiers=tiers,
         max_num_seqs=SEATS,
         max_num_batched_tokens=CHUNK,
         device_kv_gib=options.device_gib,
-        host_kv_gib=None if host is None else options.host_gib,
+        host_kv_gib=None if tiers == "off" else options.host_gib,
         max_model_len=max(options.contexts) + ANSWER,
         kv_dtype="fp8",
         index_dtype="fp8",
     )
-    budget = kv_budget(config, decoder.kv_shape, decoder.spec.context, CUDA)
-    pool = DevicePool(decoder.kv_shape, budget.geometry, budget.device_pages, CUDA)
-    return Setting(config, decoder, budget, pool, host, weight_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What all models are served in, for their rows and keys are alike: pinning takes longer than a run."""
+
+    configs: dict[TiersMode, EngineConfig]
+    budgets: dict[TiersMode, KvBudget]  # counted while the host's memory was free
+    host: HostStore
+
+    @staticmethod
+    def make(decoder: Decoder, options: argparse.Namespace) -> "Memory":
+        configs = {tiers: make_config(tiers, options) for tiers in MODES}
+        budgets = {
+            tiers: kv_budget(config, decoder.kv_shape, decoder.spec.context, CUDA) for tiers, config in configs.items()
+        }
+        print(f"pinning {options.host_gib} GiB", flush=True)
+        return Memory(configs, budgets, HostStore(decoder.kv_shape, budgets["auto"].host_pages, PAGE_ROWS, CUDA))
+
+    def setting(self, decoder: Decoder, weight_bytes: int, tiers: TiersMode) -> Setting:
+        config, budget = self.configs[tiers], self.budgets[tiers]
+        pool = DevicePool(decoder.kv_shape, budget.geometry, budget.device_pages, CUDA)
+        return Setting(config, decoder, budget, pool, None if tiers == "off" else self.host, weight_bytes)
 
 
 def make_engine(setting: Setting, selection: Selection) -> tuple[Engine, Runner]:
@@ -284,37 +303,30 @@ def most_requests(setting: Setting, context: int) -> int:
     return min(fit, SEATS)
 
 
-def serve_model(name: str, options: argparse.Namespace, host: HostStore | None) -> tuple[Rows, Rows, HostStore]:
-    """All rows of one model, those of steps without misses, and the host store, which the next one may use."""
+def serve_model(name: str, options: argparse.Namespace, memory: Memory | None) -> tuple[Rows, Rows, Memory]:
+    """All rows of one model, those of steps without misses, and the memory, which the next one may use."""
     weights = Weights(torch.bfloat16, CUDA)
     decoder = Decoder(load_spec(name, options.share), weights, Storage(fp8_rows=True, fp8_keys=True))
     print(f"{name}: {weights.bytes * 1e-9:.1f} GB of weights", flush=True)
+    memory = memory or Memory.make(decoder, options)
     rows: Rows = []
     without_misses: Rows = []
-    tiers: TiersMode
-    for tiers in ("off", "auto"):
-        if tiers == "auto" and host is None:
-            print(f"pinning {options.host_gib} GiB", flush=True)
-            pages = int(options.host_gib * GIB) // (decoder.kv_shape.token_bytes * PAGE_ROWS)
-            host = HostStore(decoder.kv_shape, pages, PAGE_ROWS, CUDA)
-        setting = make_setting(decoder, weights.bytes, tiers, host if tiers == "auto" else None, options)
-        for context in options.contexts:
-            most = most_requests(setting, context)
-            counts = [count for count in options.requests if count < most] + [most]
-            for row in measure(setting, context, counts, options.steps):
-                rows.append({"model": name, "tiers": tiers} | row)
+    context, alike = min(options.contexts), ALL_HITS
+    for tiers in MODES:
+        setting = memory.setting(decoder, weights.bytes, tiers)
+        if tiers != "always":
+            for length in options.contexts:
+                most = most_requests(setting, length)
+                counts = [count for count in options.requests if count < most] + [most]
+                rows += [
+                    {"model": name, "tiers": tiers} | row for row in measure(setting, length, counts, options.steps)
+                ]
+        if tiers != "auto":
+            alike = min(alike, most_requests(setting, context))
+            without_misses.append({"model": name, "tiers": tiers} | all_hits(setting, alike, context, options.steps))
         del setting
         torch.cuda.empty_cache()
-    context, requests = min(options.contexts), ALL_HITS
-    for tiers in ("off", "always"):
-        setting = make_setting(decoder, weights.bytes, tiers, host if tiers == "always" else None, options)
-        requests = min(requests, most_requests(setting, context))
-        row = all_hits(setting, requests, context, options.steps)
-        without_misses.append({"model": name, "tiers": tiers} | row)
-        del setting
-        torch.cuda.empty_cache()
-    assert host is not None
-    return rows, without_misses, host
+    return rows, without_misses, memory
 
 
 def verdicts(rows: Rows, without_misses: Rows) -> Rows:
@@ -380,11 +392,14 @@ def main() -> None:
     require_gpu()
     if options.quick:
         options.models, options.contexts, options.host_gib, options.requests = ["dsa-50b-dense"], [32768], 34, [1, 16]
-    rows, without_misses, host = [], [], None
+    rows: Rows = []
+    without_misses: Rows = []
+    memory = None
     for name in options.models:
-        found, found_without, host = serve_model(name, options, host)
+        found, found_without, memory = serve_model(name, options, memory)
         rows += found
         without_misses += found_without
+        gc.collect()  # the weights of this one before those of the next
         torch.cuda.empty_cache()
     note = "prompts land uncomputed; the indexer's choice is overridden by one that misses as published"
     report("Serving", rows, options.json, note)
@@ -392,8 +407,8 @@ def main() -> None:
     report("Bars", verdicts(rows, without_misses), bars)
     if options.png is not None:
         plot(rows, options.png)
-    if host is not None:
-        host.close()
+    if memory is not None:
+        memory.host.close()
 
 
 if __name__ == "__main__":
