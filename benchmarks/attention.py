@@ -6,7 +6,7 @@ One query row per request, each with 2048 rows of its own, drawn at random from 
 bf16 rows (1152 B) and fp8 rows (656 B). GB/s counts every chosen row once; TFLOP/s counts the two products. Each is
 held against what the same run measures for a large copy and a large matrix product. The bars, at batch 32 and 128:
 16 heads at 60 % of the copy bandwidth; 128 heads at 50 % (bf16 rows) and 40 % (fp8 rows) of the matrix rate. Other
-cells are reported. Every call is timed cold: the L2 is overwritten before it.
+cells are reported. Every call is timed cold: the L2 is flushed before it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,9 +20,20 @@ from gpu import copy_bandwidth, matrix_rate, require_gpu, seconds_of
 from report import parser, report
 from torch import Tensor
 
+from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout, mla_row
 from hotset.kernels.sparse_attention import sparse_attention
-from hotset.kernels.sparse_attention.launch import HOPPER, MOST_SPLITS, PORTABLE, Gpu, Launch, Work, choose, with_splits
+from hotset.kernels.sparse_attention.launch import (
+    CLUSTERS,
+    HOPPER,
+    MOST_SPLITS,
+    PORTABLE,
+    Gpu,
+    Launch,
+    Work,
+    choose,
+    with_splits,
+)
 
 TOPK, RANK, ROPE = 2048, 512, 64
 SCALE = (RANK + ROPE) ** -0.5
@@ -32,7 +43,7 @@ INPUTS = 3  # different ones, in turn
 COPY_BAR = {16: 0.6}
 MATRIX_BAR = {(128, False): 0.5, (128, True): 0.4}
 BARRED_BATCHES = (32, 128)
-SWEPT_HEADS, SWEPT_BATCHES = (16, 32, 128), (16, 32, 64, 128)
+SWEPT_HEADS, SWEPT_BATCHES = (16, 32), (8, 16, 32, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +70,7 @@ class Cell:
 
 
 ALL = [Cell(batch, heads, fp8) for heads in (16, 32, 64, 128) for fp8 in (False, True) for batch in (1, 8, 32, 128)]
-QUICK = [cell for cell in ALL if cell.heads in SWEPT_HEADS and cell.batch in BARRED_BATCHES]
+QUICK = [cell for cell in ALL if cell.heads != 64 and cell.batch in BARRED_BATCHES]
 
 
 @cache
@@ -69,12 +80,13 @@ def pool(fp8: bool) -> Tensor:
     return rows.repeat(POOL_BYTES // layout.stride_bytes // ROWS_ENCODED, 1)
 
 
-def seconds(cell: Cell, launch: Launch | None = None) -> float:
+def seconds(cell: Cell, launch: Launch | None = None, *, empty: bool = False) -> float:
+    """`empty`: nothing is chosen, so what is left is what every call costs."""
     rows = pool(cell.fp8)
     inputs = [
         (
             torch.randn(cell.batch, cell.heads, RANK + ROPE, dtype=torch.bfloat16, device="cuda"),
-            torch.randint(rows.shape[0], (cell.batch, TOPK), device="cuda"),
+            torch.randint(EMPTY if empty else 0, 0 if empty else rows.shape[0], (cell.batch, TOPK), device="cuda"),
         )
         for _ in range(INPUTS)
     ]
@@ -127,20 +139,18 @@ def candidates(heads: int, fp8: bool) -> list[Launch]:
     group = 16 if heads <= 16 else 32 if heads <= 32 else 64
     in_use = HOPPER[fp8, group]
     if group == 64:
-        others = [HOPPER[fp8, 32]]
-    elif not fp8:
-        others = [PORTABLE[fp8, group]]
-    else:
-        sizes = [(32, 3, 3), (32, 4, 2), *([(64, 2, 2)] if group == 16 else [])]  # keys, stages, programs
-        others = [Launch("cuda", 16, keys, warps=4, stages=n, programs_per_sm=m) for keys, n, m in sizes]
-    return [in_use, *(each for each in others if each != in_use)]
+        return [in_use, HOPPER[fp8, 32]]
+    others = [replace(in_use, clustered=False)]
+    if group == 16:
+        others.append(replace(in_use, block_keys=64) if fp8 else PORTABLE[fp8, group])
+    return [in_use, *others]
 
 
 def sweep(heads: Iterable[int], batches: Sequence[int]) -> None:
     """Tries other launches and other numbers of splits, and prints every time: for whoever sets the constants.
 
     Where they stand: HOPPER and the costs of splits in hotset/kernels/sparse_attention/launch.py. A star stands at the
-    number of splits that `with_splits` takes.
+    number of splits that `with_splits` takes; only there the time of a call without rows is taken.
     """
     for count in heads:
         for fp8 in (False, True):
@@ -155,11 +165,13 @@ def sweep(heads: Iterable[int], batches: Sequence[int]) -> None:
 def sweep_rows(launch: Launch, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     rows = []
     for cell in cells:
-        chosen = with_splits(launch, cell.work, gpu())
-        for splits in sorted({max(1, chosen.splits // 2), chosen.splits, min(MOST_SPLITS, 2 * chosen.splits)}):
-            tried = replace(chosen, splits=splits)
+        taken = with_splits(launch, cell.work, gpu()).splits
+        most = max(CLUSTERS) if launch.clustered else MOST_SPLITS
+        for splits in sorted({max(1, taken // 2), taken, min(most, 2 * taken)}):
+            tried = replace(launch, splits=splits)
             try:
                 spent = seconds(cell, tried)
+                empty = f"{seconds(cell, tried, empty=True) * 1e6:.3g}" if splits == taken else "-"
             except Exception as error:  # what does not compile or fit must not end the sweep
                 print(f"{tried}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
                 continue
@@ -167,11 +179,11 @@ def sweep_rows(launch: Launch, cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 {
                     "batch": cell.batch,
                     "launch": f"{launch.kernel} {launch.block_heads}x{launch.block_keys}",
-                    "warps": launch.warps,
-                    "stages": launch.stages,
                     "per SM": launch.programs_per_sm,
-                    "splits": f"{splits}{' *' if splits == chosen.splits else ''}",
+                    "merge": "launch" if tried.merged else "cluster" if splits > 1 else "-",
+                    "splits": f"{splits}{' *' if splits == taken else ''}",
                     "us": spent * 1e6,
+                    "us empty": empty,
                     "of copy": cell.row_bytes / spent / copy_bandwidth(),
                     "of matrix": cell.flops / spent / matrix_rate(),
                 }

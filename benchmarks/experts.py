@@ -4,7 +4,7 @@
 
 64 experts of 3 x 4096 x 1536 values in bf16, 6 of them drawn at random for each row. Bytes are the weights of the
 experts touched, once each; the ceilings are a copy within device memory and a large matrix product, of the same run.
-Times are of CUDA graphs with the L2 overwritten before every call. "torch" is the same with torch's grouped product
+Times are of CUDA graphs with the L2 flushed before every call. "torch" is the same with torch's grouped product
 in the middle; for routing, the reference in torch. The bar: at batches of 16 and 64, 70 % of the copy bandwidth.
 """
 

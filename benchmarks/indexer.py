@@ -6,7 +6,7 @@ Decode: one query row per request, each with a context of its own, top-k 2048. S
 context once: its rate is those bytes over its time, held against a large copy in the same run. The bars, at 32k and
 128k tokens and batches of 32 and 128: scoring at 60 % of the copy's rate, top-k no longer than the scoring. Other
 cells are reported. Prefill: a chunk of query rows that share one context; held against a large matrix product.
-Every call is timed cold (the L2 is overwritten), top-k too, which in a step finds some of its scores in the L2.
+Every call is timed cold (the L2 is flushed), top-k too, which in a step finds some of its scores in the L2.
 """
 
 from collections.abc import Sequence

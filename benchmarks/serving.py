@@ -157,6 +157,7 @@ def make_engine(setting: Setting, selection: Selection) -> tuple[Engine, Runner]
     config, budget = setting.config, setting.budget
     model = LandedModel(setting.decoder, selection, CHUNK + SEATS)
     memory = Coordinator(setting.pool, setting.host, SEATS, budget.max_model_len)
+    memory.warm_up()
     on_host = PageAllocator(budget.host_pages) if setting.host else None
     ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), on_host)
     scheduler = Scheduler(ledger, SEATS, CHUNK, config.tiers)

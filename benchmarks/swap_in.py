@@ -111,7 +111,7 @@ def states_of(cell: Cell, host: HostRows, sets: int = INPUT_SETS) -> list[State]
 
 def us_of(states: list[State], tuning: cuda_impl.Tuning) -> float:
     calls = [partial(state.swap_in, tuning) for state in states]
-    return 1e6 * seconds_of(calls, before=[state.restore for state in states])
+    return 1e6 * seconds_of(calls, clean=False, before=[state.restore for state in states])
 
 
 def us_of_gather(states: list[State]) -> float:
@@ -135,7 +135,8 @@ def us_of_gather(states: list[State]) -> float:
 
     ways = ((gather, flat), (copy, lists))
     return min(
-        1e6 * seconds_of([partial(call, *each) for each in zip(states, given, strict=True)]) for call, given in ways
+        1e6 * seconds_of([partial(call, *each) for each in zip(states, given, strict=True)], clean=False)
+        for call, given in ways
     )
 
 
@@ -265,14 +266,20 @@ def draw(measured: list[Measured], path: Path) -> None:
 
 def cells_of(arguments: argparse.Namespace) -> list[Cell]:
     batches = (8, 32) if arguments.quick else BATCHES
-    row_sizes = (656,) if arguments.quick else (656, 1152)
-    return [Cell(size, slots, batch, m) for size in row_sizes for slots in SLOTS for batch in batches for m in MISSES]
+    return [
+        Cell(size, slots, batch, m)
+        for size in arguments.row_bytes
+        for slots in SLOTS
+        for batch in batches
+        for m in MISSES
+    ]
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--png", type=Path, help="also draw the 656-byte grid")
-    options.add_argument("--quick", action="store_true", help="batches 8 and 32, 656-byte rows only")
+    options.add_argument("--quick", action="store_true", help="batches 8 and 32 only")
+    options.add_argument("--row-bytes", type=int, nargs="+", default=[656, 1152], choices=[656, 1152])
     options.add_argument("--sweep", action="store_true", help="try launch shapes instead")
     arguments = options.parse_args()
     require_gpu()

@@ -51,7 +51,8 @@ class Runner:
         self._graphs = DecodeGraphs(model, memory, self._tokens) if graphs else None
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Captures every graph that will be needed, so that no request waits for it. `progress(done, total)`."""
+        """Compiles and captures all that will be needed, so that no request waits for it. `progress(done, total)`."""
+        self._memory.warm_up()
         if self._graphs is not None:
             self._graphs.capture_all(progress)
 

@@ -43,6 +43,12 @@ class Coordinator:
         """Requests may be tiered."""
         return self._hot is not None
 
+    def warm_up(self) -> None:
+        """Compiles kernels ahead, so that no request waits for it; changes nothing."""
+        for part in (self._mirror, self._hot):
+            if part is not None:
+                part.warm_up()
+
     def seat(self, seat: int) -> None:
         """A new request takes the seat; what it held before is forgotten."""
         self.tables.clear(seat)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hotset.kernels import EMPTY
 from hotset.kernels.passage import uploaded
+from hotset.kernels.remember import remember
 from hotset.kernels.swap_in import MOST_SLOTS, Copies, SeatTables, Swap, copy, plan
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.geometry import TAIL_PAGES
@@ -33,12 +34,27 @@ class HotBuffers:
             tables.rows, tables.host, tables.slots, tables.tail, tables.maps, tables.tiered,
             geometry.page_rows, geometry.slots,
         )  # fmt: skip
-        size = (seats + 1, pool.shape.groups, pool.shape.topk)  # the last is for padded query rows, whose seat is -1
+        size = (seats, pool.shape.groups, pool.shape.topk)
         self.last_selected = torch.full(size, EMPTY, dtype=torch.int32, device=pool.device)
         self._opened_at = [0] * seats  # rows of the context when it became tiered: its tail was made for the next one
         self._ahead = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
         self._arrived: dict[int, torch.cuda.Event] = {}  # by layer: its rows were copied ahead
         self.counts = torch.zeros(pool.shape.groups, 2, dtype=torch.int64, device=pool.device)
+        self._uncounted = torch.zeros(2, dtype=torch.int64, device=pool.device)  # counts that nobody reads
+        # A number given by the host would make it wait for the device.
+        self._empty = torch.full((), EMPTY, dtype=torch.int16, device=pool.device)
+        self._key_layers = torch.tensor(pool.shape.key_layers, device=pool.device)
+
+    def warm_up(self) -> None:
+        """Compiles what is needed between steps, by plans and copies of nothing."""
+        nobody = torch.full((1,), EMPTY, device=self._pool.device)
+        for k in {min(self._geometry.page_rows, self._geometry.slots), self._geometry.topk}:
+            swap = self._plan_outside_tail(0, nobody, torch.full((1, k), EMPTY, device=self._pool.device), nobody)
+            self._move(0, swap.copies)
+
+    def remember(self, group: int, seats: Tensor, positions: Tensor) -> None:
+        """Keeps the newest selection of each seat, with which its slots would be seeded."""
+        remember(self.last_selected[:, group], seats, positions)
 
     def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> Swap:
         """Finds the rows at `positions` [rows, k] of tiered seats, one query row each, at the step `stamps` [rows].
@@ -99,10 +115,11 @@ class HotBuffers:
         entering = torch.where(number < count[:, None], entering, EMPTY)
         tail_rows = self._tables.tail_at(seats[:, None], entering.clamp_min(0))
         slot_of = self._half_places(seats[:, None], first[:, None] + torch.arange(page_rows, device=device))
+        self._pool.words.view(torch.int16)[self._key_layers[:, None, None], slot_of] = self._empty
+        count = count.int()
         for group in range(self._pool.shape.groups):
-            self._pool.words_of(group).view(torch.int16)[slot_of] = EMPTY
             swap = self._plan_outside_tail(group, seats, entering, starts - 1)
-            self._move(group, Copies(tail_rows, swap.rows, count.int()))
+            self._move(group, Copies(tail_rows, swap.rows, count))
 
     def open(self, seat: int, length: int) -> None:
         """A context of `length` rows, all of them on the host, becomes tiered: empty maps, its newest rows in the tail.
@@ -194,7 +211,7 @@ class HotBuffers:
         moves = there & ~in_place
         # One slot more than there are takes what is written for entries that stay out.
         kept = torch.zeros(slots + 1, dtype=torch.bool, device=device)
-        kept[torch.where(in_place, chosen - first, slots)] = True
+        kept.scatter_(0, torch.where(in_place, chosen - first, slots), True)
         oldest_first = torch.argsort(kept[:slots].int(), stable=True)  # of those held in place, which give way
         target = torch.where(moves, oldest_first[(torch.cumsum(moves, 0) - 1).clamp_min(0)], slots)
         packed = torch.argsort(moves.int(), descending=True, stable=True)
@@ -208,8 +225,7 @@ class HotBuffers:
     def _plan_outside_tail(self, group: int, seats: Tensor, wanted: Tensor, stamps: Tensor) -> Swap:
         """Plans for positions as if none were in the tail. What it misses is not counted: nobody asked for it yet."""
         words, per_page = self._pool.words_of(group), self._geometry.words_per_page
-        counts = torch.zeros_like(self.counts[group])
-        return plan(wanted, seats, stamps, self._seat_tables, words, per_page, counts, ignore_tail=True)
+        return plan(wanted, seats, stamps, self._seat_tables, words, per_page, self._uncounted, ignore_tail=True)
 
     def _clear_maps(self, seat: int, group: int, length: int) -> None:
         slots = torch.full((self._geometry.slots,), EMPTY, dtype=torch.int64, device=self._pool.device)
@@ -226,7 +242,7 @@ class HotBuffers:
         place = self._tables.maps[seat, number // per_page] * per_page + number % per_page
         words[place] = torch.cat((position_of, last_used)).int()
         halves = words.view(torch.int16)
-        halves[self._half_places(seat, torch.arange(length, device=device))] = EMPTY
+        halves[self._half_places(seat, torch.arange(length, device=device))] = self._empty
         in_slots = torch.arange(occupied, dtype=torch.int16, device=device)
         halves[self._half_places(seat, position_of[:occupied])] = in_slots
 

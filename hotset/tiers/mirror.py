@@ -49,6 +49,16 @@ class Mirror:
         self.reading: set[int] = set()  # device pages that the side stream may not have read yet
         self.rows_flushed = 0  # rows copied to the host since start, each counted once for all layers
 
+    def warm_up(self) -> None:
+        """Compiles the copies, by copies of nothing."""
+        nothing = self._sent([Piece(0, 0, 0)])
+        tiers = [(self._pool.rows, self._host.rows)]
+        if self._host.keys is not None:
+            tiers += self._key_words(0)
+        for device, host in tiers:
+            page_copy.to_host(nothing, device, host)
+            page_copy.to_device(nothing, device, host)
+
     def filled(self, written: Sequence[Stretch]) -> None:
         """The step just submitted has written these rows: copies every page that they filled.
 

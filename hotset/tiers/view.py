@@ -116,9 +116,8 @@ class TieredView(ResidentView):
             self._chosen = self._find(positions)
 
     def _remember(self, group: int, positions: Tensor) -> None:
-        """Keeps the newest selection of every request, with which its slots would be seeded."""
-        assert positions.shape[1] == self._pool.shape.topk, f"{positions.shape[1]} positions, not top-k"
+        """Keeps the newest selection of every request."""
         seats, newest = self.seat_of, positions
         if self._newest is not None:
             seats, newest = seats[self._newest], positions[self._newest]
-        self._hot.last_selected[seats, group] = newest.int()
+        self._hot.remember(group, seats, newest)

@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hotset.base.sampling import SamplingParams
 from hotset.engine.decode_graphs import batch_sizes
 from hotset.engine.llm import LLM
+from hotset.engine.runner import Runner, Ticket
 from hotset.evaluate.tasks import Question, make_questions
 from hotset.models.checkpoint import find_model
 from hotset.models.tokenizer import Tokenizer
+from hotset.schedule.plan import Plan
+from hotset.tiers.commands import Grant
 
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 
@@ -33,11 +37,13 @@ def asked(tasks: list[str]) -> tuple[Tokenizer, list[Question], list[dict[str, l
     return tokenizer, questions, [{"prompt_token_ids": tokenizer.encode("<|bos|>" + each.prompt)} for each in questions]
 
 
-def answers(prompts: list[dict[str, list[int]]], together: bool = True, **settings: Any) -> list[list[int]]:
+def answers(
+    prompts: list[dict[str, list[int]]], together: bool = True, tokens: int = 40, **settings: Any
+) -> list[list[int]]:
     common: dict[str, Any] = {"model": DEMO, "max_num_seqs": len(prompts), "max_num_batched_tokens": 8192, "seed": 0}
     llm = LLM(**common | settings)
     try:
-        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         outputs = llm.generate(prompts, params) if together else [llm.generate([each], params)[0] for each in prompts]
         return [output.outputs[0].token_ids for output in outputs]
     finally:
@@ -82,3 +88,27 @@ def test_rows_copied_ahead_for_layers_that_share_a_selection_are_the_right_ones(
     for graphs in ("auto", "off"):
         small: dict[str, Any] = {"device_kv_tokens": 8192, "host_kv_tokens": 32768}
         assert answers(prompts, tiers="always", cuda_graphs=graphs, **small, **settings) == resident, graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiers", ["off", "always"])
+def test_no_decode_step_makes_the_host_wait(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two page ends: then rows enter slots and pages are mirrored."""
+    submit, decoded = Runner.submit, 0
+
+    def watched(runner: Runner, plan: Plan) -> Ticket:
+        nonlocal decoded
+        if plan.rows != len(plan.seats) or not all(isinstance(each, Grant) for each in plan.commands):
+            return submit(runner, plan)
+        decoded += 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return submit(runner, plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Runner, "submit", watched)
+    _, _, prompts = asked(["lookup"])
+    memory = {"device_kv_tokens": 8192} | ({} if tiers == "off" else {"host_kv_tokens": 32768})
+    answers(prompts, tokens=140, tiers=tiers, device="cuda", **memory)
+    assert decoded > 130

@@ -68,6 +68,7 @@ static int4 *shared_of_block[CLUSTER];  // of blocks that are not running
 static void *kernel;
 static int64_t arguments[MOST_ARGUMENTS];
 static uint64_t random_state;
+static unsigned char poison = 0xAB;  // in every byte of shared memory that was not written
 
 static void wait(State state) {
     Fibre &self = fibres[current];
@@ -209,9 +210,9 @@ extern "C" const char *run_on_cpu(void *kernel, int blocks, int threads, int sha
     shuffle(order, clusters);
     for (int i = 0; i < CLUSTER; ++i) shared_of_block[i] = static_cast<int4 *>(malloc(shared_bytes + 1));
     for (int n = 0; n < clusters && !failure; ++n) {
-        memset(shared_memory, 0xAB, sizeof shared_memory);
+        memset(shared_memory, poison, sizeof shared_memory);
         memset(votes, 0, sizeof votes);
-        for (int i = 0; i < CLUSTER; ++i) memset(shared_of_block[i], 0xAB, shared_bytes);
+        for (int i = 0; i < CLUSTER; ++i) memset(shared_of_block[i], poison, shared_bytes);
         for (int i = 0; i < CLUSTER * threads; ++i) {
             Fibre &fibre = fibres[i];
             if (!fibre.stack) fibre.stack = static_cast<char *>(malloc(STACK_BYTES));
@@ -225,7 +226,7 @@ extern "C" const char *run_on_cpu(void *kernel, int blocks, int threads, int sha
         run_cluster(order[n] * CLUSTER, shared_bytes);
         const unsigned char *bytes = reinterpret_cast<unsigned char *>(shared_memory);
         for (int i = shared_bytes; i < SHARED_LIMIT && !failure; ++i) {
-            if (bytes[i] != 0xAB) failure = "shared memory was written past what the launch asked for";
+            if (bytes[i] != poison) failure = "shared memory was written past what the launch asked for";
         }
     }
     for (int i = 0; i < CLUSTER; ++i) free(shared_of_block[i]);

@@ -1,5 +1,6 @@
-// What kernel.cu of sparse_attention asks of a GPU beyond cuda_on_cpu.h: asynchronous copies, matrix products, numbers
-// of 8 and 16 bits. Copies arrive when they are waited for, and until then their target holds NaN.
+// What instructions.cu of sparse_attention asks of a GPU, beyond cuda_on_cpu.h: asynchronous copies, matrix products,
+// numbers of 8 and 16 bits. Copies arrive when they are waited for, and until then their target holds NaN, as does
+// shared memory that was not written.
 #include <math.h>
 
 #undef __launch_bounds__
@@ -33,16 +34,19 @@ static inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selecto
 
 namespace emulated {
 
+static const bool poisoned = (poison = 0xFF);
+
 struct Copy {
     void *to;
     const unsigned char *at;
     bool there;
 };
 struct Copies {
-    Copy begun[4096];
-    int arrived, ended, count, groups[64], group_count;
+    enum { MOST = 512, MOST_GROUPS = 64 };
+    Copy begun[MOST];
+    int count, groups[MOST_GROUPS], group_count;
 };
-static Copies copies[MOST_THREADS];
+static Copies copies[CLUSTER * MOST_THREADS];  // of each fibre, as all that follows
 
 static float from_bfloat(unsigned half) { return __uint_as_float(half << 16); }
 static float from_half(unsigned half) {
@@ -77,12 +81,12 @@ static unsigned from_e4m3(unsigned code) {
     return to_half(code >> 7 ? -size : size);
 }
 
-static unsigned words[MOST_THREADS][8];  // what the threads of a warp bring to a matrix product
-static const unsigned char *row_at[MOST_THREADS];
+static unsigned words[CLUSTER * MOST_THREADS][8];  // what the threads of a warp bring to a matrix product
+static const unsigned char *row_at[CLUSTER * MOST_THREADS];
 
 static unsigned of_matrix(unsigned matrix, unsigned row, unsigned column) {
     uint16_t half;
-    memcpy(&half, row_at[threadIdx.x / 32 * 32 + matrix * 8 + row] + 2 * column, 2);
+    memcpy(&half, row_at[current / 32 * 32 + matrix * 8 + row] + 2 * column, 2);
     return half;
 }
 
@@ -90,20 +94,20 @@ static unsigned of_matrix(unsigned matrix, unsigned row, unsigned column) {
 
 static inline void copy_unit(void *to, const unsigned char *at, bool there) {
     using namespace emulated;
-    Copies &mine = copies[threadIdx.x];
+    Copies &mine = copies[current];
     if (reinterpret_cast<uintptr_t>(to) % 16 || (there && reinterpret_cast<uintptr_t>(at) % 16)) fail("a misaligned copy");
-    if (mine.count == 4096) fail("too many copies under way");
+    if (mine.count == Copies::MOST) fail("too many copies under way");
     memset(to, 0xFF, 16);
     mine.begun[mine.count++] = Copy{to, at, there};
 }
 static inline void end_copies() {
-    emulated::Copies &mine = emulated::copies[threadIdx.x];
-    if (mine.group_count == 64) emulated::fail("too many groups of copies under way");
+    emulated::Copies &mine = emulated::copies[emulated::current];
+    if (mine.group_count == emulated::Copies::MOST_GROUPS) emulated::fail("too many groups of copies under way");
     mine.groups[mine.group_count++] = mine.count;
 }
 template <int left> static inline void wait_for_copies() {
     using namespace emulated;
-    Copies &mine = copies[threadIdx.x];
+    Copies &mine = copies[current];
     const int groups = mine.group_count > left ? mine.group_count - left : 0;
     if (groups == 0) return;
     const int end = mine.groups[groups - 1];
@@ -121,7 +125,7 @@ template <int left> static inline void wait_for_copies() {
 static inline void load_matrices(unsigned (&to)[4], const void *at) {
     using namespace emulated;
     if (reinterpret_cast<uintptr_t>(at) % 16) fail("a misaligned row of a matrix");
-    row_at[threadIdx.x] = static_cast<const unsigned char *>(at);
+    row_at[current] = static_cast<const unsigned char *>(at);
     wait(WARP);
     const unsigned row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     for (int n = 0; n < 4; ++n) to[n] = of_matrix(n, row, column) | of_matrix(n, row, column + 1) << 16;
@@ -130,7 +134,7 @@ static inline void load_matrices(unsigned (&to)[4], const void *at) {
 static inline void load_matrices_turned(unsigned (&to)[4], const void *at) {
     using namespace emulated;
     if (reinterpret_cast<uintptr_t>(at) % 16) fail("a misaligned row of a matrix");
-    row_at[threadIdx.x] = static_cast<const unsigned char *>(at);
+    row_at[current] = static_cast<const unsigned char *>(at);
     wait(WARP);
     const unsigned row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     for (int n = 0; n < 4; ++n) to[n] = of_matrix(n, column, row) | of_matrix(n, column + 1, row) << 16;
@@ -138,11 +142,11 @@ static inline void load_matrices_turned(unsigned (&to)[4], const void *at) {
 }
 template <bool half> static inline void multiply(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     using namespace emulated;
-    unsigned (&mine)[8] = words[threadIdx.x];
+    unsigned (&mine)[8] = words[current];
     for (int n = 0; n < 4; ++n) mine[n] = a[n];
     mine[4] = b0, mine[5] = b1;
     wait(WARP);
-    const unsigned warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
+    const unsigned warp = current / 32 * 32, lane = current % 32;
     for (int i = 0; i < 4; ++i) {
         const unsigned row = lane / 4, column = lane % 4 * 2 + i % 2;
         float sum = sums[i];

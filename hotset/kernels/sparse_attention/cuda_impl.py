@@ -8,26 +8,35 @@ from torch import Tensor
 from hotset.base.units import ceil_div
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
-from hotset.kernels.sparse_attention.launch import MOST_SPLITS, RANK, ROPE, Launch, Work
+from hotset.kernels.sparse_attention.launch import CLUSTERS, MOST_SPLITS, RANK, ROPE, Launch, Work
 
 ATTEND, MERGE = (Path(__file__).with_name(name) for name in ("kernel.cu", "merge.cu"))
 WARPS = 4
+GROUP = 8  # rows that are waited for together
+MOST_AHEAD = 128  # rows that can be asked for before the first step
+SHARED_OF_SM, SHARED_OF_BLOCK, UNUSABLE = 228 << 10, 227 << 10, 1 << 10  # bytes; every block costs the last ones more
 
 
 def attend(work: Work, launch: Launch, tensors: tuple[Tensor, ...], scale: float) -> None:
-    """As the kernel of triton_impl, for ranks and ropes of 512 and 64 and blocks of 16 or 32 heads."""
+    """As the kernel of triton_impl, for ranks and ropes of 512 and 64 and blocks of 16 or 32 heads.
+
+    In clusters it leaves results, whatever the number of splits.
+    """
     assert (work.rank, work.rope, launch.warps) == (RANK, ROPE, WARPS), f"{launch} for {work}"
+    assert not launch.clustered or launch.splits in CLUSTERS, f"{launch.splits} splits are no cluster"
     q, rows, chosen, out, lse = tensors
     if q.data_ptr() % 8 or q.stride(0) % 4 or q.stride(1) % 4:  # it is read 8 bytes at a time
         q = q.contiguous()
-    shared_bytes = _shared_bytes(work, launch)
+    ring = _ring(work, launch)
+    shared_bytes = _shared_bytes(work, launch, ring)
     kernel = cuda_source.kernel(
         ATTEND,
         "attend",
         FP8=int(work.fp8),
         HEADS=launch.block_heads,
         KEYS=launch.block_keys,
-        STAGES=launch.stages,
+        RING=ring,
+        CLUSTER=launch.splits if launch.clustered else 1,
         BLOCKS=launch.programs_per_sm,
         SHARED_BYTES=shared_bytes,
     )
@@ -48,13 +57,24 @@ def merge(work: Work, launch: Launch, partial: Tensor, lse: Tensor, out: Tensor)
     kernel.launch(shape, partial, lse, out, work.heads, launch.splits)
 
 
-def _shared_bytes(work: Work, launch: Launch) -> int:
-    """Of `Shared` in kernel.cu."""
-    heads, keys, stages = launch.block_heads, launch.block_keys, launch.stages
-    pitch = RANK + 16 + 2 * ROPE if work.fp8 else 2 * (RANK + ROPE) + 16
+def _ring(work: Work, launch: Launch) -> int:
+    """Rows that a block holds: as many as fit."""
+    room = min(SHARED_OF_BLOCK, SHARED_OF_SM // launch.programs_per_sm - UNUSABLE) - _shared_bytes(work, launch, 0)
+    rows = min(room // _bytes_of_row(work), launch.block_keys + MOST_AHEAD) // GROUP * GROUP
+    assert rows >= 2 * launch.block_keys, f"{launch} leaves room for {rows} rows"
+    return rows
+
+
+def _shared_bytes(work: Work, launch: Launch, ring: int) -> int:
+    """Of `Shared` in rows.cu."""
+    heads, keys = launch.block_heads, launch.block_keys
     scores = 4 * WARPS * heads * (keys + 8) + 2 * heads * (keys + 8)  # and weights
-    of_key = 2 * WARPS + 2 * 4 + stages * (pitch + 4)
-    return scores + keys * of_key + 4 * heads * (3 + WARPS) + 4 * WARPS
+    return ring * _bytes_of_row(work) + scores + keys * (2 * WARPS + 2 * 4) + 4 * heads * (4 + WARPS) + 4 * WARPS
+
+
+def _bytes_of_row(work: Work) -> int:
+    """With its entry."""
+    return 4 + (RANK + 16 + 2 * ROPE if work.fp8 else 2 * (RANK + ROPE) + 16)
 
 
 def _bits(value: float) -> int:

@@ -11,9 +11,11 @@ Kernel = Literal["triton", "gluon", "cuda"]
 RANK, ROPE = 512, 64  # what the kernels for Hopper are written for
 GLUON_HEADS, GLUON_KEYS = 64, 128  # of a program of the Gluon kernel, and of one turn of its loop
 MOST_SPLITS = 32  # that the merge can join
+CLUSTERS = (1, 2, 4, 8)  # splits that blocks can merge among themselves; 8 is the largest cluster that any GPU takes
+CLUSTER_SMS = 16  # multiprocessors that a cluster can be spread over: those of one GPC; some have more
 # In units of one key's work: what a program costs before its first key and after its last, what more it costs when its
-# sums are merged with those of other programs, and what the merge costs.
-PROGRAM_KEYS, PARTIAL_KEYS, MERGE_KEYS = 128, 64, 96
+# sums are merged with those of other programs, and what the merge costs, by a launch of its own or within a cluster.
+PROGRAM_KEYS, PARTIAL_KEYS, MERGE_KEYS, CLUSTER_KEYS = 128, 64, 96, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,15 @@ class Launch:
     block_heads: int
     block_keys: int  # in a tile
     warps: int = 8
-    stages: int = 2  # tiles of rows in shared memory; two in the Gluon kernel, always
+    stages: int = 2  # tiles of rows in shared memory: in Triton; Gluon has two, CUDA C++ as many rows as fit
     programs_per_sm: int = 1  # that are resident together
     splits: int = 1
+    clustered: bool = False  # the splits of a query row are merged by their programs, in a cluster; CUDA C++ only
+
+    @property
+    def merged(self) -> bool:
+        """By a launch of its own."""
+        return self.splits > 1 and not self.clustered
 
     def programs(self, work: Work) -> int:
         return work.rows * ceil_div(work.heads, self.block_heads) * self.splits
@@ -52,6 +60,10 @@ class Launch:
     def split_keys(self, work: Work) -> int:
         """Keys of every split but the last: whole tiles."""
         return ceil_div(ceil_div(work.k, self.splits), self.block_keys) * self.block_keys
+
+    def leaves_none_empty(self, work: Work) -> bool:
+        """Every split has an entry."""
+        return (self.splits - 1) * self.split_keys(work) < work.k
 
 
 # By (fp8 rows, class of heads). HOPPER is for the sizes that production models have.
@@ -64,11 +76,11 @@ PORTABLE = {
     (True, 64): Launch("triton", 64, 32, warps=8, stages=3),
 }
 HOPPER = {
-    (False, 16): Launch("cuda", 16, 32, warps=4, stages=2, programs_per_sm=2),
-    (False, 32): Launch("cuda", 32, 32, warps=4, stages=2, programs_per_sm=2),
+    (False, 16): Launch("cuda", 16, 32, warps=4, programs_per_sm=2, clustered=True),
+    (False, 32): Launch("cuda", 32, 32, warps=4, programs_per_sm=2, clustered=True),
     (False, 64): Launch("gluon", GLUON_HEADS, GLUON_KEYS),
-    (True, 16): Launch("cuda", 16, 32, warps=4, stages=3, programs_per_sm=3),
-    (True, 32): Launch("cuda", 32, 32, warps=4, stages=4, programs_per_sm=2),
+    (True, 16): Launch("cuda", 16, 32, warps=4, programs_per_sm=2, clustered=True),
+    (True, 32): Launch("cuda", 32, 32, warps=4, programs_per_sm=2, clustered=True),
     (True, 64): Launch("gluon", GLUON_HEADS, GLUON_KEYS),
 }
 
@@ -83,11 +95,24 @@ def choose(work: Work, gpu: Gpu) -> Launch:
 
 def with_splits(launch: Launch, work: Work, gpu: Gpu) -> Launch:
     """As many splits as make the last wave end soonest; of equals the fewest."""
-    most = min(MOST_SPLITS, ceil_div(work.k, launch.block_keys))
-    return min((replace(launch, splits=splits) for splits in range(1, most + 1)), key=lambda at: _cost(at, work, gpu))
+    counts = CLUSTERS if launch.clustered else range(1, MOST_SPLITS + 1)
+    tried = (replace(launch, splits=splits) for splits in counts)
+    return min((each for each in tried if each.leaves_none_empty(work)), key=lambda at: _cost(at, work, gpu))
 
 
 def _cost(launch: Launch, work: Work, gpu: Gpu) -> int:
-    waves = ceil_div(launch.programs(work), gpu.multiprocessors * launch.programs_per_sm)
-    alone = waves * (launch.split_keys(work) + PROGRAM_KEYS)
-    return alone if launch.splits == 1 else alone + waves * PARTIAL_KEYS + MERGE_KEYS
+    waves = ceil_div(launch.programs(work), _resident(launch, gpu))
+    each = launch.split_keys(work) + PROGRAM_KEYS
+    if launch.splits == 1:
+        return waves * each
+    if launch.clustered:
+        return waves * (each + CLUSTER_KEYS)
+    return waves * (each + PARTIAL_KEYS) + MERGE_KEYS
+
+
+def _resident(launch: Launch, gpu: Gpu) -> int:
+    """Programs that run together."""
+    if not launch.clustered or launch.splits == 1:
+        return gpu.multiprocessors * launch.programs_per_sm
+    parts = max(1, gpu.multiprocessors // CLUSTER_SMS)
+    return parts * (CLUSTER_SMS * launch.programs_per_sm // launch.splits * launch.splits)

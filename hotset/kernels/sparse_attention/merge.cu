@@ -2,13 +2,10 @@
 //
 // THREADS, a constant of the compilation, is what a block has: each takes four of the 4 * THREADS latents.
 
-typedef long long i64;
-typedef unsigned short u16;
-typedef unsigned u32;
+#include "instructions.cu"
 
 namespace {
 
-constexpr unsigned ALL = ~0u;
 constexpr int RANK = 4 * THREADS;
 
 #ifdef __CUDACC__
@@ -17,11 +14,6 @@ __device__ __forceinline__ void wait_for_earlier_launches() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-}
-__device__ __forceinline__ u32 packed_bfloat(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
 }
 #endif
 
@@ -36,16 +28,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(
     const int lane = threadIdx.x % 32;
     const i64 row = blockIdx.x / heads, head = blockIdx.x % heads;
     wait_for_earlier_launches();
-    const float none = __uint_as_float(0xFF800000u);
-    const float mass = lane < splits ? lse[(row * splits + lane) * heads + head] : none;
-    float most = fmaxf(mass, -1.0e30f);
+    const float mass = lane < splits ? lse[(row * splits + lane) * heads + head] : minus_infinity();
+    float most = fmaxf(mass, LOWEST);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
     const float weight = exp2f(mass - most);
     float total = weight;
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(ALL, total, step);
-    const float share = weight / fmaxf(total, 1.0e-37f);
+    const float share = weight / fmaxf(total, LEAST);
     const float *mine = partial + (row * splits * heads + head) * RANK + 4 * threadIdx.x;
     float4 sum = {0, 0, 0, 0};
 #pragma unroll 8

@@ -1,0 +1,104 @@
+// What the kernels of sparse_attention ask of a GPU beyond C++: asynchronous copies, the matrix units, numbers of 8 and
+// 16 bits.
+#pragma once
+
+typedef long long i64;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned u32;
+
+namespace {
+
+constexpr unsigned ALL = ~0u;  // lanes of a warp
+constexpr float LOWEST = -1.0e30f;  // below every score, and finite: two of them may be subtracted
+constexpr float LEAST = 1.0e-37f;   // of what is divided by
+constexpr float SMALLEST_UNIT = 9.094947017729282e-13f;  // 2**-40
+
+#ifdef __CUDACC__
+__device__ __forceinline__ u32 shared_address(const void *at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
+
+// 16 bytes, or zeros. `at` is not read unless `there`.
+__device__ __forceinline__ void copy_unit(void *to, const u8 *at, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(at), "r"(there ? 16 : 0)
+                 : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most `left` of the groups of copies that this thread began are under way.
+template <int left> __device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
+}
+
+// Four 8 x 8 matrices of two bytes. Lane n gives where row n % 8 of matrix n / 8 lies; it gets, of row lane / 4, the
+// columns 2 * (lane % 4) and the next.
+__device__ __forceinline__ void load_matrices(u32 (&to)[4], const void *at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(at))
+                 : "memory");
+}
+// The same, transposed: of column lane / 4, the rows 2 * (lane % 4) and the next.
+__device__ __forceinline__ void load_matrices_turned(u32 (&to)[4], const void *at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(at))
+                 : "memory");
+}
+
+// sums [16, 8] += a [16, 16] b [16, 8], of float16 or of bfloat16.
+template <bool half> __device__ __forceinline__ void multiply(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (half) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}
+
+// Four e4m3 numbers as float16: the first two, and the others.
+__device__ __forceinline__ void decode(u32 codes, u32 &first, u32 &second) {
+    asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, low;\n\t"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n\t}"
+        : "=r"(first), "=r"(second)
+        : "r"(codes));
+}
+__device__ __forceinline__ u32 packed_half(float low, float high) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+__device__ __forceinline__ u32 packed_bfloat(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+__device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
+    u32 both;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+    return both;
+}
+__device__ __forceinline__ float power_of_2(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+__device__ __forceinline__ void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#endif
+
+__device__ __forceinline__ float low_of(u32 bfloats) { return __uint_as_float(bfloats << 16); }
+__device__ __forceinline__ float high_of(u32 bfloats) { return __uint_as_float(bfloats & 0xFFFF0000u); }
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
+// The largest power of two that is not above x >= 0, and 1 over such a power.
+__device__ __forceinline__ float unit_of(float x) {
+    return __uint_as_float(__float_as_uint(fmaxf(x, SMALLEST_UNIT)) & 0x7F800000u);
+}
+__device__ __forceinline__ float inverse_of(float unit) { return __uint_as_float(0x7F000000u - __float_as_uint(unit)); }
+__device__ __forceinline__ float level_of(float unit) {
+    return static_cast<float>(static_cast<int>(__float_as_uint(unit) >> 23) - 127);
+}
+
+}  // namespace

@@ -1,0 +1,83 @@
+// The query of a block, in registers. A warp has its 128 latents of all heads, and 16 of their rope values.
+#pragma once
+#include "rows.cu"
+
+namespace {
+
+constexpr int TURNS = HEADS / 16;  // of the matrix unit, which takes 16 heads
+
+// As the matrix unit takes them from the left: in each step of 16 values, words 0 and 1 belong to heads lane / 4 and
+// lane / 4 + 8, and 2 and 3 to the same.
+struct Query {
+    u32 latents[TURNS][PART / 16][4];
+    u32 rope[TURNS][4];
+};
+
+// In a step over codes a lane multiplies the values 4 * (lane % 4) to + 3, which lie in one word of codes; over bfloat16
+// values those at 2 * (lane % 4) and, 8 later, the next two. The order of values is free if it is the same on both sides.
+__device__ __forceinline__ void load_query(Query &query, const u16 *q, i64 head_stride, int heads) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int n = 0; n < 2 * TURNS; ++n) {
+        const int turn = n / 2, later = n % 2, head = turn * 16 + later * 8 + lane / 4;
+        const u16 *mine = q + head * head_stride;
+        const bool there = head < heads;
+#pragma unroll
+        for (int step = 0; step < PART / 16; ++step) {
+            u32 (&words)[4] = query.latents[turn][step];
+            if (FP8) {
+                const u16 *at = mine + warp * PART + step * 16 + 4 * (lane % 4);
+                const uint2 values = there ? *reinterpret_cast<const uint2 *>(at) : uint2{0, 0};
+                words[later] = values.x, words[later + 2] = values.y;
+            } else {
+                const u16 *at = mine + warp * PART + step * 16 + 2 * (lane % 4);
+                words[later] = there ? *reinterpret_cast<const u32 *>(at) : 0;
+                words[later + 2] = there ? *reinterpret_cast<const u32 *>(at + 8) : 0;
+            }
+        }
+        const u16 *at = mine + RANK + warp * 16 + 2 * (lane % 4);
+        query.rope[turn][later] = there ? *reinterpret_cast<const u32 *>(at) : 0;
+        query.rope[turn][later + 2] = there ? *reinterpret_cast<const u32 *>(at + 8) : 0;
+    }
+}
+
+// Divides the query of each head by a power of two, such that its latents fit float16, and makes them that. Writes the
+// factors of the scores. Contains a barrier.
+__device__ __forceinline__ void quantise_query(Shared &shared, Query &query, float scale) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int n = 0; n < 2 * TURNS; ++n) {
+        const int turn = n / 2, later = n % 2;
+        float most = 0;
+#pragma unroll
+        for (int step = 0; step < PART / 16; ++step) {
+            const u32 (&words)[4] = query.latents[turn][step];
+            most = fmaxf(most, fmaxf(fabsf(low_of(words[later])), fabsf(high_of(words[later]))));
+            most = fmaxf(most, fmaxf(fabsf(low_of(words[later + 2])), fabsf(high_of(words[later + 2]))));
+        }
+        most = fmaxf(most, __shfl_xor_sync(ALL, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(ALL, most, 2));
+        if (lane % 4 == 0) shared.largest[warp][turn * 16 + later * 8 + lane / 4] = most;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < 2 * TURNS; ++n) {
+        const int turn = n / 2, later = n % 2, head = turn * 16 + later * 8 + lane / 4;
+        float most = 0;
+#pragma unroll
+        for (int other = 0; other < WARPS; ++other) most = fmaxf(most, shared.largest[other][head]);
+        const float unit = unit_of(most), inverse = inverse_of(unit);
+#pragma unroll
+        for (int step = 0; step < PART / 16; ++step) {
+            u32 (&words)[4] = query.latents[turn][step];
+            words[later] = packed_half(low_of(words[later]) * inverse, high_of(words[later]) * inverse);
+            words[later + 2] = packed_half(low_of(words[later + 2]) * inverse, high_of(words[later + 2]) * inverse);
+        }
+        u32 (&rope)[4] = query.rope[turn];
+        rope[later] = packed_bfloat(low_of(rope[later]) * inverse, high_of(rope[later]) * inverse);
+        rope[later + 2] = packed_bfloat(low_of(rope[later + 2]) * inverse, high_of(rope[later + 2]) * inverse);
+        if (warp == 0 && lane % 4 == 0) shared.factors[head] = scale * unit;
+    }
+}
+
+}  // namespace
