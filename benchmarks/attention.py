@@ -23,17 +23,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout, mla_row
 from hotset.kernels.sparse_attention import sparse_attention
-from hotset.kernels.sparse_attention.launch import (
-    CLUSTERS,
-    HOPPER,
-    MOST_SPLITS,
-    PORTABLE,
-    Gpu,
-    Launch,
-    Work,
-    choose,
-    with_splits,
-)
+from hotset.kernels.sparse_attention.launch import HOPPER, MOST_SPLITS, PORTABLE, Gpu, Launch, Work, choose, with_splits
 
 TOPK, RANK, ROPE = 2048, 512, 64
 SCALE = (RANK + ROPE) ** -0.5
@@ -135,19 +125,13 @@ def gpu() -> Gpu:
 
 
 def candidates(heads: int, fp8: bool) -> list[Launch]:
-    """Launches worth a try; the first is the one in use."""
+    """The launch in use and that of the Triton kernel."""
     group = 16 if heads <= 16 else 32 if heads <= 32 else 64
-    in_use = HOPPER[fp8, group]
-    if group == 64:
-        return [in_use, HOPPER[fp8, 32]]
-    others = [replace(in_use, clustered=False)]
-    if group == 16:
-        others.append(replace(in_use, block_keys=64) if fp8 else PORTABLE[fp8, group])
-    return [in_use, *others]
+    return [HOPPER[fp8, group], PORTABLE[fp8, group]]
 
 
 def sweep(heads: Iterable[int], batches: Sequence[int]) -> None:
-    """Tries other launches and other numbers of splits, and prints every time: for whoever sets the constants.
+    """Tries another launch and other numbers of splits, and prints every time: for whoever sets the constants.
 
     Where they stand: HOPPER and the costs of splits in hotset/kernels/sparse_attention/launch.py. A star stands at the
     number of splits that `with_splits` takes; only there the time of a call without rows is taken.
@@ -166,8 +150,7 @@ def sweep_rows(launch: Launch, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     rows = []
     for cell in cells:
         taken = with_splits(launch, cell.work, gpu()).splits
-        most = max(CLUSTERS) if launch.clustered else MOST_SPLITS
-        for splits in sorted({max(1, taken // 2), taken, min(most, 2 * taken)}):
+        for splits in sorted({max(1, taken // 2), taken, min(MOST_SPLITS, 2 * taken)}):
             tried = replace(launch, splits=splits)
             try:
                 spent = seconds(cell, tried)
@@ -180,7 +163,6 @@ def sweep_rows(launch: Launch, cells: Sequence[Cell]) -> list[dict[str, Any]]:
                     "batch": cell.batch,
                     "launch": f"{launch.kernel} {launch.block_heads}x{launch.block_keys}",
                     "per SM": launch.programs_per_sm,
-                    "merge": "launch" if tried.merged else "cluster" if splits > 1 else "-",
                     "splits": f"{splits}{' *' if splits == taken else ''}",
                     "us": spent * 1e6,
                     "us empty": empty,

@@ -65,7 +65,7 @@ CONFIGS = Path(__file__).parent / "configs"
 CUDA = torch.device("cuda")
 CHUNK = 16384  # prompt rows that land in one step
 SEATS = 128
-MODES: tuple[TiersMode, ...] = ("off", "auto", "always")
+MODES: tuple[TiersMode, ...] = ("off", "auto", "off", "always")  # off before and after: a GPU grows warm and slow
 PAGE_ROWS = 64
 ANSWER = 512  # tokens that any request may generate
 LANDING_S = 200.0
@@ -139,7 +139,7 @@ class Memory:
 
     @staticmethod
     def make(decoder: Decoder, options: argparse.Namespace) -> "Memory":
-        configs = {tiers: make_config(tiers, options) for tiers in MODES}
+        configs = {tiers: make_config(tiers, options) for tiers in set(MODES)}
         budgets = {
             tiers: kv_budget(config, decoder.kv_shape, decoder.spec.context, CUDA) for tiers, config in configs.items()
         }
@@ -313,7 +313,7 @@ def serve_model(name: str, options: argparse.Namespace, memory: Memory | None) -
     rows: Rows = []
     without_misses: Rows = []
     context, alike = min(options.contexts), ALL_HITS
-    for tiers in MODES:
+    for turn, tiers in enumerate(MODES):
         setting = memory.setting(decoder, weights.bytes, tiers)
         if tiers != "always":
             for length in options.contexts:
@@ -322,7 +322,7 @@ def serve_model(name: str, options: argparse.Namespace, memory: Memory | None) -
                 rows += [
                     {"model": name, "tiers": tiers} | row for row in measure(setting, length, counts, options.steps)
                 ]
-        if tiers != "auto":
+        if turn >= MODES.index("auto") and tiers != "auto":
             alike = min(alike, most_requests(setting, context))
             without_misses.append({"model": name, "tiers": tiers} | all_hits(setting, alike, context, options.steps))
         del setting
@@ -343,17 +343,18 @@ def verdicts(rows: Rows, without_misses: Rows) -> Rows:
     bar("tiers off: worst step / bytes", max(row["step / bytes"] for row in off), 1.3, False)
     bar("tiers off: largest share of a step that the GPU idles", max(row["idle"] for row in off), 0.05, False)
     for model, context in sorted({(row["model"], row["context"]) for row in rows}):
-        here = {
-            (row["tiers"], row["requests"]): row for row in rows if (row["model"], row["context"]) == (model, context)
-        }
-        speeds = {tiers: [row["tokens/s"] for (of, _), row in here.items() if of == tiers] for tiers in ("off", "auto")}
+        here = [row for row in rows if (row["model"], row["context"]) == (model, context)]
+        best = {tiers: max(row["tokens/s"] for row in here if row["tiers"] == tiers) for tiers in ("off", "auto")}
         wanted = {32768: 1.8, 131072: 3.0}.get(context, 1.0) if model.endswith("dense") else 1.0
-        bar(f"{model} {context}: best auto / best off", max(speeds["auto"]) / max(speeds["off"]), wanted, True)
-        fitting = [here["auto", count]["tokens/s"] / row["tokens/s"] for (of, count), row in here.items()
-                   if of == "off" and ("auto", count) in here and not here["auto", count]["tiered"]]  # fmt: skip
+        bar(f"{model} {context}: best auto / best off", best["auto"] / best["off"], wanted, True)
+        fitting = []
+        for row in here:
+            if row["tiers"] == "auto" and not row["tiered"]:
+                off_here = [of["tokens/s"] for of in here if of["tiers"] == "off" and of["requests"] == row["requests"]]
+                fitting += [row["tokens/s"] / statistics.mean(off_here)] if off_here else []
         if fitting:
             bar(f"{model} {context}: least auto / off where all is resident", min(fitting), 0.98, True)
-        top = max((row for (of, _), row in here.items() if of == "auto"), key=lambda row: row["tokens/s"])
+        top = max((row for row in here if row["tiers"] == "auto"), key=lambda row: float(row["tokens/s"]))
         bar(f"{model} {context}: best with tiers, of predicted", top["of predicted"], 0.8, True)
     for resident, tiered in zip(without_misses[::2], without_misses[1::2], strict=True):
         what = f"{resident['model']}: step of {resident['requests']}, tiered with all hits / resident"

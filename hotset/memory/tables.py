@@ -15,7 +15,8 @@ from hotset.memory.pages import extend_runs
 class PageTables:
     """Tables of up to `seats` requests, each of at most `context` tokens.
 
-    A seat is a running request's fixed place in the worker's tensors.
+    A seat is a running request's fixed place in the worker's tensors. Numbers are written by `fill_`: assigned to an
+    element, they would go through a copy that waits until the device has nothing left to do.
     """
 
     def __init__(self, seats: int, context: int, geometry: Geometry, device: torch.device) -> None:
@@ -44,14 +45,14 @@ class PageTables:
     def clear(self, seat: int) -> None:
         """A new request takes the seat: it holds no pages yet."""
         for table in (self.host, self.keys, self.slots, self.tail, self.maps):
-            table[seat] = EMPTY
+            table[seat].fill_(EMPTY)
         self.set_tiered(seat, False)
         self.drop_rows(seat)
         self.key_runs[seat], self.key_pages[seat] = [], []
         self.host_pages[seat], self.work_pages[seat] = [], []
 
     def set_tiered(self, seat: int, tiered: bool) -> None:
-        self.tiered[seat] = tiered
+        self.tiered[seat].fill_(tiered)
         (self.tiered_seats.add if tiered else self.tiered_seats.discard)(seat)
 
     def set_tail(self, seat: int, pages: Sequence[int]) -> None:
@@ -60,7 +61,7 @@ class PageTables:
 
     def put(self, table: Tensor, seat: int, first: int, pages: Sequence[int]) -> None:
         if len(pages) == 1:  # what a decoding request grows by, many times a step: a number is written sooner
-            table[seat, first] = pages[0]
+            table[seat, first].fill_(pages[0])
         else:
             table[seat, first : first + len(pages)] = uploaded(pages, torch.int64, self.device)
 
@@ -72,7 +73,7 @@ class PageTables:
 
     def drop_rows(self, seat: int) -> None:
         """The seat is not resident any more."""
-        self.rows[seat] = EMPTY
+        self.rows[seat].fill_(EMPTY)
         self.row_runs[seat], self.row_pages[seat] = [], []
 
     def extend_keys(self, seat: int, first: int, pages: Sequence[int]) -> None:

@@ -91,6 +91,7 @@ def test_rows_copied_ahead_for_layers_that_share_a_selection_are_the_right_ones(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("tiers", ["off", "always"])
 def test_no_decode_step_makes_the_host_wait(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over two page ends: then rows enter slots and pages are mirrored."""

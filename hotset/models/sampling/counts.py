@@ -35,9 +35,9 @@ class TokenCounts:
         if not self._free:
             self._grow()
         row = self._free.pop()
-        self._in_prompt[row] = False
+        self._in_prompt[row].zero_()
         self._in_prompt[row].index_fill_(0, self._sent(prompt_ids), True)
-        self._answers[row] = 0
+        self._answers[row].zero_()
         answers = self._sent(answer_ids)
         self.add(torch.full_like(answers, row), answers)
         return row
