@@ -46,7 +46,7 @@ struct Copies {
     Copy begun[MOST];
     int count, groups[MOST_GROUPS], group_count;
 };
-static Copies copies[CLUSTER * MOST_THREADS];  // of each fibre, as all that follows
+static Copies copies[MOST_THREADS];
 
 static float from_bfloat(unsigned half) { return __uint_as_float(half << 16); }
 static float from_half(unsigned half) {
@@ -81,8 +81,8 @@ static unsigned from_e4m3(unsigned code) {
     return to_half(code >> 7 ? -size : size);
 }
 
-static unsigned words[CLUSTER * MOST_THREADS][8];  // what the threads of a warp bring to a matrix product
-static const unsigned char *row_at[CLUSTER * MOST_THREADS];
+static unsigned words[MOST_THREADS][8];  // what the threads of a warp bring to a matrix product
+static const unsigned char *row_at[MOST_THREADS];
 
 static unsigned of_matrix(unsigned matrix, unsigned row, unsigned column) {
     uint16_t half;

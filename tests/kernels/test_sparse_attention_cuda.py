@@ -46,49 +46,39 @@ def run(world: World, launch: Launch) -> Tensor:
     shape = (case.rows, launch.splits, case.heads)
     out = torch.full((*shape[::2], 512), float("nan"), dtype=torch.bfloat16)
     partial, lse = torch.full((*shape, 512), float("nan")), torch.full(shape, float("nan"))
-    tensors = (world.q, world.pool.view(torch.uint8), world.chosen, partial if launch.merged else out, lse)
+    tensors = (world.q, world.pool.view(torch.uint8), world.chosen, partial if launch.splits > 1 else out, lse)
     with mock.patch.object(cuda_source, "kernel", emulated):
         cuda_impl.attend(case.work, launch, tensors, case.scale * 1.4426950408889634)
-        if launch.merged:
+        if launch.splits > 1:
             assert bool((partial.isnan().all(-1) == (lse == float("-inf"))).all()), "sums of a split without a row"
             cuda_impl.merge(case.work, launch, partial, lse, out)
     return out
 
 
 PLAIN_16, PLAIN_32, FP8_16, FP8_32 = (HOPPER[fp8, heads] for fp8 in (False, True) for heads in (16, 32))
-
-
-def merged(launch: Launch, splits: int) -> Launch:
-    """By a launch of its own."""
-    return replace(launch, splits=splits, clustered=False)
-
-
 CASES = {
     "plain, 16 heads": (Case(2, 16, 300), PLAIN_16),
     "plain, 5 heads, one tile": (Case(2, 5, 9), PLAIN_16),
-    "plain, 20 heads, merge": (Case(2, 20, 150), merged(PLAIN_32, 3)),
+    "plain, 20 heads, 3 splits": (Case(2, 20, 150), replace(PLAIN_32, splits=3)),
     "plain, more heads than a block": (Case(2, 20, 70), PLAIN_16),
     "plain, long tiles": (Case(2, 8, 300), replace(PLAIN_16, block_keys=64, programs_per_sm=1)),
     "plain, rows apart": (Case(2, 16, 40, spare_bytes=48), PLAIN_16),
-    "plain, cluster of 8": (Case(3, 16, 500), replace(PLAIN_16, splits=8)),
-    "plain, cluster of 4, masked heads": (Case(2, 20, 500), replace(PLAIN_32, splits=4)),
-    "plain, cluster of 2, more heads than a block": (Case(2, 37, 130), replace(PLAIN_32, splits=2)),
+    "plain, 8 splits": (Case(3, 16, 500), replace(PLAIN_16, splits=8)),
+    "plain, 2 splits, more heads than a block": (Case(2, 37, 130), replace(PLAIN_32, splits=2)),
+    "plain, empty splits": (Case(2, 16, 256, used=40), replace(PLAIN_16, splits=8)),
     "fp8, 16 heads": (Case(2, 16, 400, fp8=True), FP8_16),
     "fp8, 5 heads, one tile": (Case(2, 5, 9, fp8=True), FP8_16),
-    "fp8, 20 heads, merge": (Case(2, 20, 150, fp8=True), merged(FP8_32, 3)),
+    "fp8, 20 heads, 3 splits": (Case(2, 20, 150, fp8=True), replace(FP8_32, splits=3)),
     "fp8, 32 heads": (Case(2, 32, 300, fp8=True), FP8_32),
     "fp8, more heads than a block": (Case(2, 40, 70, fp8=True), FP8_32),
     "fp8, long tiles": (Case(2, 16, 300, fp8=True), replace(FP8_16, block_keys=64)),
-    "fp8, cluster of 8": (Case(2, 16, 256, fp8=True), replace(FP8_16, splits=8)),
-    "fp8, cluster of 4, masked heads": (Case(2, 3, 700, fp8=True), replace(FP8_16, splits=4)),
-    "fp8, cluster of 2": (Case(2, 32, 130, fp8=True), replace(FP8_32, splits=2)),
-    "fp8, empty splits, merge": (Case(2, 17, 256, fp8=True, used=9), merged(FP8_32, 4)),
-    "fp8, empty splits, cluster": (Case(2, 17, 256, fp8=True, used=9), replace(FP8_16, splits=4)),
-    "plain, empty splits, cluster": (Case(2, 16, 256, used=40), replace(PLAIN_16, splits=8)),
+    "fp8, 8 splits": (Case(2, 16, 256, fp8=True), replace(FP8_16, splits=8)),
+    "fp8, 4 splits, masked heads": (Case(2, 3, 700, fp8=True), replace(FP8_16, splits=4)),
+    "fp8, empty splits": (Case(2, 17, 256, fp8=True, used=9), replace(FP8_32, splits=4)),
     "fp8, large": (Case(2, 8, 130, fp8=True, magnitude=3e4), FP8_16),
-    "fp8, large, cluster": (Case(2, 8, 130, fp8=True, magnitude=3e4), replace(FP8_16, splits=4)),
+    "fp8, large, 4 splits": (Case(2, 8, 130, fp8=True, magnitude=3e4), replace(FP8_16, splits=4)),
     "fp8, small": (Case(2, 8, 130, fp8=True, magnitude=1e-4), FP8_16),
-    "fp8, small, cluster": (Case(2, 8, 130, fp8=True, magnitude=1e-4), replace(FP8_16, splits=4)),
+    "fp8, small, 4 splits": (Case(2, 8, 130, fp8=True, magnitude=1e-4), replace(FP8_16, splits=4)),
     "fp8, rows apart": (Case(2, 16, 40, fp8=True, spare_bytes=48), FP8_16),
 }
 
@@ -110,13 +100,12 @@ def test_queries_that_cannot_be_read_eight_bytes_at_a_time_are_copied() -> None:
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
-@pytest.mark.parametrize("splits", [1, 8])
 @pytest.mark.parametrize("heads", [16, 32])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_kernel_compiles_for_sm_90_and_as_many_blocks_fit_as_are_meant_to(
-    fp8: bool, heads: int, splits: int, tmp_path: Path
+    fp8: bool, heads: int, tmp_path: Path
 ) -> None:
-    launch = replace(HOPPER[fp8, heads], splits=splits)
+    launch = HOPPER[fp8, heads]
     recorder = mock.Mock()
     world = make_world(Case(2, heads, 40, fp8=fp8), device=torch.device("cpu"))
     with mock.patch.object(cuda_source, "kernel", recorder):

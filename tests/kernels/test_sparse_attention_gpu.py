@@ -32,7 +32,7 @@ from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout, mla_row
 from hotset.kernels.sparse_attention import check, sparse_attention
-from hotset.kernels.sparse_attention.launch import CLUSTERS, HOPPER, PORTABLE, Gpu, Launch, Work, choose
+from hotset.kernels.sparse_attention.launch import HOPPER, PORTABLE, Gpu, Launch, Work, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 GLUON_FILE = ROOT / "hotset" / "kernels" / "sparse_attention" / "gluon_impl.py"
@@ -145,20 +145,28 @@ def test_splits_hold_every_entry_once_and_leave_no_program_without_any(k: int) -
         assert (launch.splits - 1) * each < k <= launch.splits * each, f"{launch} for {work}"
 
 
-@pytest.mark.parametrize(
-    ("rows", "heads", "splits"), [(1, 128, 16), (32, 128, 2), (128, 128, 1), (32, 64, 4), (128, 64, 1), (2048, 64, 1)]
-)
-def test_programs_of_many_heads_fill_the_multiprocessors_without_a_short_wave(
-    rows: int, heads: int, splits: int
-) -> None:
-    assert choose(Work(rows, heads, 2048, 512, 64, False), H200).splits == splits
+# For 1, 2, 4 ... query rows. For 16, 32 and 64 of them with 16 or 32 heads, no other number that was tried on an H200
+# was faster, but for noise; the rest follows from the rule that explains these.
+SPLITS = {
+    16: (32, 32, 32, 16, 8, 4, 4, 2, 1),
+    32: (32, 32, 32, 16, 8, 8, 4, 2, 1),
+    64: (16, 16, 16, 16, 8, 4, 2, 1, 1),
+    128: (16, 16, 16, 8, 4, 2, 1, 1, 1),
+}
 
 
-@pytest.mark.parametrize(("rows", "splits"), [(1, 8), (8, 8), (16, 8), (32, 8), (33, 4), (64, 4), (128, 2), (256, 1)])
-def test_programs_of_few_heads_are_clusters_that_run_together(rows: int, splits: int) -> None:
-    for heads, fp8 in itertools.product((16, 32), (False, True)):
-        launch = choose(Work(rows, heads, 2048, 512, 64, fp8), H200)
-        assert launch.clustered and launch.splits == splits, f"{launch} for {rows} rows"
+@pytest.mark.parametrize("heads", SPLITS)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_splits_are_those_that_measurements_led_to(heads: int, fp8: bool) -> None:
+    works = [Work(1 << n, heads, 2048, 512, 64, fp8) for n in range(len(SPLITS[heads]))]
+    assert tuple(choose(work, H200).splits for work in works) == SPLITS[heads]
+    assert choose(Work(2048, heads, 2048, 512, 64, fp8), H200).splits == 1
+
+
+def test_splits_do_not_store_more_sums_than_they_save_time() -> None:
+    """Where programs are slightly more than multiprocessors, ever more splits would fill these ever better."""
+    for rows in range(67, 132):
+        assert choose(Work(rows, 128, 2048, 512, 64, False), H200).splits <= 4, f"{rows} rows"
 
 
 def test_only_hopper_at_the_sizes_of_models_takes_the_kernels_made_for_it() -> None:
@@ -223,18 +231,15 @@ def test_fast_path_on_a_gpu_equals_the_reference(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
 def test_every_kernel_on_a_gpu_equals_the_reference(fp8: bool) -> None:
-    """With splits; without, and in clusters of every size, if it is in use on Hopper."""
+    """With and without splits if it is in use on Hopper; the others with splits."""
     in_use = {launch for (of_fp8, _), launch in HOPPER.items() if of_fp8 == fp8}
     others = {launch for (of_fp8, _), launch in PORTABLE.items() if of_fp8 == fp8}
     for launch in sorted(in_use | others, key=str):
         if launch.kernel != "triton" and torch.cuda.get_device_capability()[0] != 9:
             continue
         world = make_world(Case(3, launch.block_heads + 4, 700, fp8=fp8))
-        tried = [replace(launch, splits=5, clustered=False)]
-        if launch in in_use:
-            tried += [replace(launch, splits=splits) for splits in (CLUSTERS if launch.clustered else (1,))]
-        for each in tried:
-            world.check(run(world, each))
+        for splits in (1, 5) if launch in in_use else (5,):
+            world.check(run(world, replace(launch, splits=splits)))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from torch import Tensor
 from hotset.base.units import ceil_div
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
-from hotset.kernels.sparse_attention.launch import CLUSTERS, MOST_SPLITS, RANK, ROPE, Launch, Work
+from hotset.kernels.sparse_attention.launch import MOST_SPLITS, RANK, ROPE, Launch, Work
 
 ATTEND, MERGE = (Path(__file__).with_name(name) for name in ("kernel.cu", "merge.cu"))
 WARPS = 4
@@ -18,12 +18,8 @@ SHARED_OF_SM, SHARED_OF_BLOCK, UNUSABLE = 228 << 10, 227 << 10, 1 << 10  # bytes
 
 
 def attend(work: Work, launch: Launch, tensors: tuple[Tensor, ...], scale: float) -> None:
-    """As the kernel of triton_impl, for ranks and ropes of 512 and 64 and blocks of 16 or 32 heads.
-
-    In clusters it leaves results, whatever the number of splits.
-    """
+    """As the kernel of triton_impl, for ranks and ropes of 512 and 64 and blocks of 16 or 32 heads."""
     assert (work.rank, work.rope, launch.warps) == (RANK, ROPE, WARPS), f"{launch} for {work}"
-    assert not launch.clustered or launch.splits in CLUSTERS, f"{launch.splits} splits are no cluster"
     q, rows, chosen, out, lse = tensors
     if q.data_ptr() % 8 or q.stride(0) % 4 or q.stride(1) % 4:  # it is read 8 bytes at a time
         q = q.contiguous()
@@ -36,7 +32,6 @@ def attend(work: Work, launch: Launch, tensors: tuple[Tensor, ...], scale: float
         HEADS=launch.block_heads,
         KEYS=launch.block_keys,
         RING=ring,
-        CLUSTER=launch.splits if launch.clustered else 1,
         BLOCKS=launch.programs_per_sm,
         SHARED_BYTES=shared_bytes,
     )

@@ -1,12 +1,11 @@
 // sparse_attention on a GPU where few heads share the rows: rank 512, rope 64.
 //
 // Constants given by the compilation:
-//   FP8         1: rows of [512 e4m3 | 4 float32 scales | 64 bfloat16], 0: rows of 576 bfloat16
-//   HEADS       of a block: 16 or 32
-//   KEYS        of a step: 32 or 64
-//   RING        rows in shared memory: those of a step and those on their way
-//   CLUSTER     blocks that merge their splits of a query row among themselves: 2, 4 or 8; 1: they do not
-//   BLOCKS      that a multiprocessor is to hold
+//   FP8           1: rows of [512 e4m3 | 4 float32 scales | 64 bfloat16], 0: rows of 576 bfloat16
+//   HEADS         of a block: 16 or 32
+//   KEYS          of a step: 32 or 64
+//   RING          rows in shared memory: those of a step and those on their way
+//   BLOCKS        that a multiprocessor is to hold
 //   SHARED_BYTES  as the launch sets them
 //
 // Rows are copied to shared memory as they are. Each of the four warps takes 128 of the 512 latents, for all heads and
@@ -21,25 +20,18 @@
 // asked for with the entries: what is asked for after the rows comes after them.
 #include "results.cu"
 
-#if CLUSTER > 1
-#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define IN_CLUSTERS
-#endif
-
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(32 * WARPS, BLOCKS) attend(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
     const u16 *q,       // [rows, heads, 576] bfloat16; heads begin at multiples of 8 bytes
     const u8 *rows,     // [device rows, row_stride bytes]
     const i64 *chosen,  // [rows, k], EMPTY-padded anywhere
-    void *out,          // [rows, heads, 512] bfloat16; for a merge: [rows, splits, heads, 512] float32
-    float *lse,         // [rows, splits, heads]: log2 of the sum of 2**score; written for a merge
+    void *out,          // [rows, heads, 512] bfloat16; of several splits: [rows, splits, heads, 512] float32
+    float *lse,         // [rows, splits, heads]: log2 of the sum of 2**score; written if these are several
     i64 q_row_stride, i64 q_head_stride, i64 row_stride, i64 chosen_stride, i64 k, i64 all_heads, i64 splits,
     i64 split_keys, i64 scale_bits) {
     extern __shared__ int4 shared_memory[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const bool for_merge = CLUSTER == 1 && splits > 1;
-    if (for_merge) let_next_launch_begin();
+    if (splits > 1) let_next_launch_begin();  // the merge
     const Place place = place_of(k, all_heads, splits, split_keys);
     const int first = place.first, stop = place.stop, heads = static_cast<int>(all_heads) - place.head_first;
     const i64 *my_chosen = chosen + place.row * chosen_stride;
@@ -82,16 +74,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(32 * WARPS, BLOCKS) att
         for (int key = 0; key < KEYS; key += 16) add_keys(shared, at, key, sums);
     }
     leave_totals(shared, weighed_head, most, mass);
-    wait_for_copies<0>();
+    wait_for_copies<0>();  // of zeros, past the last row
     __syncthreads();
-    if (CLUSTER > 1) {
-        u16 *to = static_cast<u16 *>(out) + (place.row * all_heads + place.head_first) * RANK;
-        merge_in_cluster(shared, sums, to, place.split, heads);
-        return;
-    }
     const i64 part = (place.row * splits + place.split) * all_heads + place.head_first;
-    if (!for_merge) {
-        store_sums(shared, sums, static_cast<u16 *>(out) + part * RANK, RANK, heads);
+    if (splits == 1) {
+        store_sums(shared, sums, static_cast<u16 *>(out) + part * RANK, heads);
         return;
     }
     const int head = threadIdx.x;
@@ -99,5 +86,5 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(32 * WARPS, BLOCKS) att
         lse[part + head] = steps > 0 ? shared.most[head] + log2f(shared.mass[head]) : minus_infinity();
     }
     // The merge does not read the sums of a split without a row.
-    if (steps > 0) store_sums(shared, sums, static_cast<float *>(out) + part * RANK, RANK, heads);
+    if (steps > 0) store_sums(shared, sums, static_cast<float *>(out) + part * RANK, heads);
 }

@@ -11,11 +11,12 @@ Kernel = Literal["triton", "gluon", "cuda"]
 RANK, ROPE = 512, 64  # what the kernels for Hopper are written for
 GLUON_HEADS, GLUON_KEYS = 64, 128  # of a program of the Gluon kernel, and of one turn of its loop
 MOST_SPLITS = 32  # that the merge can join
-CLUSTERS = (1, 2, 4, 8)  # splits that blocks can merge among themselves; 8 is the largest cluster that any GPU takes
-CLUSTER_SMS = 16  # multiprocessors that a cluster can be spread over: those of one GPC; some have more
-# In units of one key's work: what a program costs before its first key and after its last, what more it costs when its
-# sums are merged with those of other programs, and what the merge costs, by a launch of its own or within a cluster.
-PROGRAM_KEYS, PARTIAL_KEYS, MERGE_KEYS, CLUSTER_KEYS = 128, 64, 96, 24
+# By these the number of splits is decided; they explain times of an H200. Keys stand for the time that a program which
+# has a multiprocessor for itself takes for as many.
+TWO_AT_ONCE = 1.7  # times as long take two programs that share a multiprocessor
+PROGRAM_KEYS = 2048  # of one head: a program before its first key and after its last
+SUMS_KEYS = 0.75  # the sums of one head, stored by a program and read by the merge
+MERGE_KEYS = 96  # the merge otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,6 @@ class Launch:
     stages: int = 2  # tiles of rows in shared memory: in Triton; Gluon has two, CUDA C++ as many rows as fit
     programs_per_sm: int = 1  # that are resident together
     splits: int = 1
-    clustered: bool = False  # the splits of a query row are merged by their programs, in a cluster; CUDA C++ only
-
-    @property
-    def merged(self) -> bool:
-        """By a launch of its own."""
-        return self.splits > 1 and not self.clustered
 
     def programs(self, work: Work) -> int:
         return work.rows * ceil_div(work.heads, self.block_heads) * self.splits
@@ -76,11 +71,11 @@ PORTABLE = {
     (True, 64): Launch("triton", 64, 32, warps=8, stages=3),
 }
 HOPPER = {
-    (False, 16): Launch("cuda", 16, 32, warps=4, programs_per_sm=2, clustered=True),
-    (False, 32): Launch("cuda", 32, 32, warps=4, programs_per_sm=2, clustered=True),
+    (False, 16): Launch("cuda", 16, 32, warps=4, programs_per_sm=2),
+    (False, 32): Launch("cuda", 32, 32, warps=4, programs_per_sm=2),
     (False, 64): Launch("gluon", GLUON_HEADS, GLUON_KEYS),
-    (True, 16): Launch("cuda", 16, 32, warps=4, programs_per_sm=2, clustered=True),
-    (True, 32): Launch("cuda", 32, 32, warps=4, programs_per_sm=2, clustered=True),
+    (True, 16): Launch("cuda", 16, 32, warps=4, programs_per_sm=2),
+    (True, 32): Launch("cuda", 32, 32, warps=4, programs_per_sm=2),
     (True, 64): Launch("gluon", GLUON_HEADS, GLUON_KEYS),
 }
 
@@ -94,25 +89,14 @@ def choose(work: Work, gpu: Gpu) -> Launch:
 
 
 def with_splits(launch: Launch, work: Work, gpu: Gpu) -> Launch:
-    """As many splits as make the last wave end soonest; of equals the fewest."""
-    counts = CLUSTERS if launch.clustered else range(1, MOST_SPLITS + 1)
-    tried = (replace(launch, splits=splits) for splits in counts)
+    """As many splits as make the busiest multiprocessor end soonest; of equals the fewest."""
+    tried = (replace(launch, splits=splits) for splits in range(1, MOST_SPLITS + 1))
     return min((each for each in tried if each.leaves_none_empty(work)), key=lambda at: _cost(at, work, gpu))
 
 
-def _cost(launch: Launch, work: Work, gpu: Gpu) -> int:
-    waves = ceil_div(launch.programs(work), _resident(launch, gpu))
-    each = launch.split_keys(work) + PROGRAM_KEYS
-    if launch.splits == 1:
-        return waves * each
-    if launch.clustered:
-        return waves * (each + CLUSTER_KEYS)
-    return waves * (each + PARTIAL_KEYS) + MERGE_KEYS
-
-
-def _resident(launch: Launch, gpu: Gpu) -> int:
-    """Programs that run together."""
-    if not launch.clustered or launch.splits == 1:
-        return gpu.multiprocessors * launch.programs_per_sm
-    parts = max(1, gpu.multiprocessors // CLUSTER_SMS)
-    return parts * (CLUSTER_SMS * launch.programs_per_sm // launch.splits * launch.splits)
+def _cost(launch: Launch, work: Work, gpu: Gpu) -> float:
+    programs = ceil_div(launch.programs(work), gpu.multiprocessors)  # of the busiest multiprocessor
+    pairs, singles = divmod(programs, 2) if launch.programs_per_sm > 1 else (0, programs)
+    keys = launch.split_keys(work) + PROGRAM_KEYS // launch.block_heads
+    attend = (pairs * TWO_AT_ONCE + singles) * keys
+    return attend if launch.splits == 1 else attend + programs * launch.block_heads * SUMS_KEYS + MERGE_KEYS

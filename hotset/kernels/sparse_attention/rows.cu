@@ -16,21 +16,16 @@ constexpr int SCALES_AT = RANK;
 constexpr int ROPE_AT = ROW_BYTES - 2 * ROPE;
 constexpr int PITCH = FP8 ? ROW_BYTES : ROW_BYTES + 16;  // an odd number of 16 bytes: eight rows meet in no bank
 constexpr int CHUNKS = ROW_BYTES / 16;
-constexpr int GROUP = 8;                    // rows whose copies are waited for together
+constexpr int GROUP = 8;                      // rows whose copies are waited for together
 constexpr int ROWS_OF_GROUP = GROUP / WARPS;  // that a warp copies
-constexpr int ROWS_OF_WARP = KEYS / WARPS;  // of a step
+constexpr int ROWS_OF_WARP = KEYS / WARPS;    // of a step
 constexpr int AHEAD = RING - KEYS;
 constexpr int PEEKED = 4;  // entries that a thread looks at together
-// Sums of a head that other blocks read: heads that are written together meet in no bank.
-constexpr int SUMS_PITCH = RANK + (FP8 ? 16 : 8);
 static_assert(RING % GROUP == 0 && KEYS % 32 == 0 && AHEAD >= KEYS, "a ring holds two steps, in whole groups");
 static_assert(AHEAD / WARPS <= 32, "a lane asks for the entry of one row that its warp copies before the first step");
 
 struct Shared {
-    union {
-        alignas(16) u8 rows[RING][PITCH];
-        alignas(16) float sums[HEADS][SUMS_PITCH];  // when no row is needed any more
-    };
+    alignas(16) u8 rows[RING][PITCH];                  // the ring
     alignas(16) float parts[WARPS][HEADS][KEYS + 8];  // scores: the share of each warp
     alignas(16) u16 weights[HEADS][KEYS + 8];
     alignas(16) u16 ratios[WARPS][KEYS];  // scales over units, float16
@@ -45,7 +40,6 @@ struct Shared {
     int ends[WARPS];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the launch and the kernel disagree");
-static_assert(sizeof(Shared::sums) <= sizeof(Shared::rows), "the sums need more room than the rows");
 
 // What a block works on.
 struct Place {
@@ -55,13 +49,12 @@ struct Place {
     int first, stop;  // entries
 };
 
-__device__ __forceinline__ Place place_of(int k, int heads, int splits, int split_keys) {
+__device__ __forceinline__ Place place_of(int k, unsigned heads, unsigned splits, int split_keys) {
     const unsigned head_blocks = (heads + HEADS - 1) / HEADS;
-    const unsigned of_splits = CLUSTER > 1 ? CLUSTER : splits;  // the blocks of a cluster are numbered in a row
     Place place;
-    place.split = static_cast<int>(blockIdx.x % of_splits);
-    place.head_first = static_cast<int>(blockIdx.x / of_splits % head_blocks) * HEADS;
-    place.row = static_cast<int>(blockIdx.x / of_splits / head_blocks);
+    place.split = static_cast<int>(blockIdx.x % splits);
+    place.head_first = static_cast<int>(blockIdx.x / splits % head_blocks) * HEADS;
+    place.row = static_cast<int>(blockIdx.x / splits / head_blocks);
     place.first = place.split * split_keys;
     place.stop = min(place.first + split_keys, k);
     return place;

@@ -63,11 +63,12 @@ def sparse_attention(
     if out.numel() == 0:
         return out
     launch = launch or choose(work, _gpu(q.device))
-    partial = q.new_empty(count, launch.splits, heads, rank, dtype=torch.float32) if launch.merged else out
-    lse = q.new_empty(count, launch.splits, heads, dtype=torch.float32)
+    splits = launch.splits
+    partial = q.new_empty(count, splits, heads, rank, dtype=torch.float32) if splits > 1 else out
+    lse = q.new_empty(count, splits, heads, dtype=torch.float32)
     tensors = (q, rows.view(torch.uint8), chosen, partial, lse)
     _attend_of(launch)(work, launch, tensors, scale * LOG2_E)
-    if launch.merged:
+    if splits > 1:
         _merge_of(launch)(work, launch, partial, lse, out)
     return out
 
