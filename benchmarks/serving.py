@@ -366,16 +366,20 @@ def plot(rows: Rows, path: Path) -> None:
     keys = sorted({(row["model"], row["context"]) for row in rows})
     figure, axes = plt.subplots(2, len(keys), figsize=(4 * len(keys), 7), constrained_layout=True, squeeze=False)
     for column, (model, context) in enumerate(keys):
-        for tiers in ("off", "auto"):
+        for tiers, colour in (("auto", "#1f77b4"), ("off", "#888888")):
             here = [row for row in rows if (row["model"], row["context"], row["tiers"]) == (model, context, tiers)]
+            here.sort(key=lambda row: int(row["requests"]))
             requests = [row["requests"] for row in here]
-            axes[0, column].plot(requests, [row["tokens/s"] for row in here], marker="o", label=f"tiers {tiers}")
-            axes[1, column].plot(requests, [row["p50 ms"] for row in here], marker="o", label=f"{tiers}, p50")
-            axes[1, column].plot(requests, [row["p99 ms"] for row in here], linestyle=":", label=f"{tiers}, p99")
-        axes[0, column].set(title=f"{model}, {context // 1024}k", ylabel="tokens/s")
+            speed, between = axes[:, column]
+            speed.plot(requests, [row["tokens/s"] for row in here], "o-", color=colour, label=f"tiers {tiers}")
+            predicted = [row["tokens/s"] / row["of predicted"] for row in here]
+            speed.plot(requests, predicted, ":", color=colour, label="predicted")
+            between.plot(requests, [row["p50 ms"] for row in here], "o-", color=colour, label=f"{tiers}, p50")
+            between.plot(requests, [row["p99 ms"] for row in here], ":", color=colour, label=f"{tiers}, p99")
+        axes[0, column].set(title=f"{model}, {context // 1024}k", ylabel="tokens/s", ylim=(0, None))
         axes[1, column].set(xlabel="requests", ylabel="ms between tokens", ylim=(0, None))
         for axis in axes[:, column]:
-            axis.legend(fontsize=7)
+            axis.legend(fontsize=7, frameon=False)
     figure.savefig(path, dpi=120)
 
 

@@ -256,6 +256,8 @@ def draw(measured: list[Measured], path: Path) -> None:
             gathers = [each.gather if each.gather is not None else math.nan for each in cells]
             axes[i][j].plot(at, gathers, "--", color="#888888", label="bare gather")
             axes[i][j].set(yscale="log", title=f"batch {batch}, {slots} slots")
+            for axis in (axes[i][j].yaxis.set_major_formatter, axes[i][j].yaxis.set_minor_formatter):
+                axis("{x:.0f}")
     axes[0][0].set_ylabel("us")
     axes[1][0].set(ylabel="us", xlabel="misses")
     axes[0][0].legend(frameon=False)
