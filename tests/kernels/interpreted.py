@@ -6,8 +6,6 @@ nearest, as torch does. So in an interpreted process conversions are made by tor
 
 import importlib
 import os
-import subprocess
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -23,14 +21,6 @@ def triton_impl(op: str) -> ModuleType:
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     interpreter._convert_float = _convert
     return importlib.import_module(f"hotset.kernels.{op}.triton_impl")
-
-
-def run_interpreted(test_file: str) -> None:
-    """Runs a test file again in a process of its own, because Triton reads the variable once."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", test_file]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _convert(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from interpreted import INTERPRETED, run_interpreted
+from interpreted import INTERPRETED
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -182,11 +182,6 @@ def test_order_is_that_of_a_stable_sort_cut_into_blocks(rows: int, k: int, count
     found = zip(order.block_expert.tolist(), order.block_first.tolist(), strict=True)
     assert [(e, first) for e, first in found if e != EMPTY] == blocks
     assert (order.block_expert[len(blocks) :] == EMPTY).all()
-
-
-@pytest.mark.not_interpreted
-def test_triton_kernels_pass_all_of_this_under_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def scattered(case: Case, *, transposed: bool = False) -> Case:

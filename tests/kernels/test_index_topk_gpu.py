@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreted import INTERPRETED
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
@@ -29,7 +30,6 @@ from hotset.kernels.segments import Segments, make_segments
 from hotset.kernels.stable_topk import stable_topk
 
 ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SCALE = 0.0883
 CONTEXT = 4096 if INTERPRETED else 12_288  # of the rows that are selected from
@@ -351,14 +351,6 @@ def test_sizes_that_are_not_served_are_refused_by_name(changed: dict[str, Any], 
     world = make_world(replace(Case((1,), (9,), heads=2), **changed), seed=7)
     with pytest.raises(ConfigError, match=message):
         index_topk(world.q.bfloat16(), world.weights, world.keys, world.segments, k, SCALE)
-
-
-@pytest.mark.not_interpreted
-def test_kernels_pass_all_of_this_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from interpreted import run_interpreted, triton_impl
+from interpreted import triton_impl
 from torch import Tensor
 
 from hotset.kernels.head_product import head_product
@@ -143,11 +143,6 @@ def test_op_reaches_its_kernels_again_after_they_were_imported(monkeypatch: pyte
     x, weight = exact(2, 8, dtype=BF16), torch.randn(8).bfloat16()
     for _ in range(2):
         assert torch.equal(rms_norm(x, weight, EPS), impl.rms_norm(x, weight, EPS))
-
-
-@pytest.mark.not_interpreted
-def test_kernels_pass_all_of_this_under_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 @pytest.mark.gpu

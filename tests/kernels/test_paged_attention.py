@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from interpreted import run_interpreted, triton_impl
+from interpreted import triton_impl
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
@@ -83,11 +83,6 @@ def test_contexts_are_cut_into_parts_where_the_batch_is_small() -> None:
     impl = triton_impl("paged_attention")
     assert impl._parts(8, 131_072, 132) == impl.MOST_PARTS and impl._parts(128, 131_072, 132) > 1
     assert impl._parts(100_000, 131_072, 132) == 1 and impl._parts(8, 100, 132) == 1
-
-
-@pytest.mark.not_interpreted
-def test_kernels_pass_all_of_this_under_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 @pytest.mark.gpu

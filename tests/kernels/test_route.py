@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from interpreted import INTERPRETED, run_interpreted
+from interpreted import INTERPRETED
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
@@ -152,11 +152,6 @@ def test_scores_are_products_with_the_router(hidden: int, experts: int, rows: in
 def test_a_rule_that_no_row_can_meet_is_refused(rule: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(PLAIN, **rule)
-
-
-@pytest.mark.not_interpreted
-def test_triton_kernels_pass_all_of_this_under_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 import torch
-from interpreted import INTERPRETED, run_interpreted
+from interpreted import INTERPRETED
 from torch.nn import functional as F
 
 from hotset.base.errors import ConfigError
@@ -25,11 +25,6 @@ def test_gate_comes_first_and_rows_may_lie_apart(rows: int, width: int) -> None:
 def test_a_row_that_has_no_halves_is_refused() -> None:
     with pytest.raises(ConfigError, match="a row of 5 values"):
         swiglu(torch.zeros(2, 5))
-
-
-@pytest.mark.not_interpreted
-def test_triton_kernel_passes_this_under_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 @pytest.mark.gpu
