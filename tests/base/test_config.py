@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hotset.base.config import ServeConfig, flag_name
+from hotset.base.config import EngineConfig, ServeConfig, flag_name
 from hotset.base.errors import ConfigError
 
 
@@ -20,6 +20,35 @@ def test_numbers_of_the_server_are_finite_and_above_zero(name: str, value: Any) 
 def test_a_port_is_one_of_those_that_exist(port: Any) -> None:
     with pytest.raises(ConfigError, match=r"^--port"):
         ServeConfig(port=port)
+
+
+SECRET = "sixteen or more letters"
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"control": "127.0.0.1:7001"}, "--control is for --role prefill and decode"),
+        ({"advertise": "10.0.0.1:0"}, "--advertise is for"),
+        ({"handoff_secret": SECRET}, "--handoff-secret is for"),
+        ({"transfer": "mooncake"}, "--transfer is for"),
+        ({"transfer_protocol": "rdma"}, "--transfer-protocol is for --role"),
+        ({"role": "decode", "transfer_protocol": "rdma"}, "NIXL chooses by itself"),
+        ({"role": "decode", "transfer": "mooncake", "transfer_protocol": "udp"}, "must be one of 'tcp', 'rdma', got"),
+        ({"role": "decode", "control": "tcp://127.0.0.1:1"}, "takes the form host:port"),
+        ({"role": "decode", "control": "0.0.0.0:1", "handoff_secret": SECRET}, "as in --advertise 10"),
+        ({"role": "decode", "control": "0.0.0.0:1", "advertise": "10.0.0.1:0"}, "needs a shared secret"),
+        ({"role": "decode", "handoff_secret": "short"}, "at least 16 characters"),
+    ],
+)
+def test_what_a_worker_could_not_use_is_refused_before_a_model_is_loaded(settings: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        EngineConfig(**settings)
+
+
+def test_workers_take_what_they_need() -> None:
+    reached = {"control": "0.0.0.0:1", "advertise": "10.0.0.1:0", "handoff_secret": SECRET}
+    EngineConfig(role="prefill", transfer="mooncake", transfer_protocol="rdma", **reached)
 
 
 def test_an_empty_key_is_no_key() -> None:

@@ -1,0 +1,103 @@
+"""What a transfer engine does: writes spans of registered memory into a peer's registered memory, one-sided.
+
+Nothing here notifies a peer: control messages go by ZeroMQ (`handoff/`), where one that is lost is said again.
+
+Nothing here waits but `connect`. A list of writes ends in one of three ways, by a deadline at the latest, and only two
+of them say that the target may be used again.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Writes = NDArray[np.int64]  # [n, 3]: address here, address in the peer's memory, bytes
+
+
+class Memory(Enum):
+    HOST = "host"
+    DEVICE = "device"
+
+
+class State(Enum):
+    PENDING = "pending"
+    DONE = "done"  # every byte is in the peer's memory, for the peer's threads to see
+    FAILED_QUIESCED = "failed, quiesced"  # nothing of it will be written any more
+    FAILED_UNKNOWN = "failed, unknown"  # something may be written later: the target must not be used again
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A span of memory that may be read from, or that peers may write to."""
+
+    address: int
+    nbytes: int
+    memory: Memory = Memory.HOST
+    device: int = 0  # number of the GPU, for device memory
+
+
+class Event(Protocol):
+    """What a write waits for. `torch.cuda.Event` is one."""
+
+    def query(self) -> bool:
+        """It has happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One submitted list of writes. `handle` is the engine's own."""
+
+    number: int
+    nbytes: int
+    handle: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What has arrived at peers so far, and the seconds in which any write was under way."""
+
+    nbytes: int
+    seconds: float
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+class Transfer(Protocol):
+    """One process's end. Calls may come from any thread."""
+
+    name: str  # 'nixl', 'mooncake', 'loopback'
+
+    def register(self, region: Region) -> None:
+        """Before `describe`. StartupError if the memory cannot be registered: nothing would work without it."""
+
+    def describe(self) -> bytes:
+        """All that a peer needs to connect and to write here."""
+
+    def connect(self, name: str, description: bytes) -> None:
+        """`description`, as the peer gave it, becomes the peer `name`; one of that name before is forgotten.
+        TransferError if it makes no sense, if the peer cannot be reached and the engine can tell (that may take
+        seconds), or if the name was forgotten or connected anew meanwhile."""
+
+    def forget(self, name: str) -> None:
+        """No further writes to this peer: what has not begun fails as quiesced. Unknown: nothing happens."""
+
+    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> Ticket:
+        """Begins to write once `after` has happened. The array may be reused at once, the memory not before the end.
+        Lists are written in any order, and so are the writes of one. Never waits, and never raises for what the network
+        does: that is told by `poll`. FAILED_QUIESCED if the peer is unknown, or a write leaves registered memory."""
+
+    def poll(self, ticket: Ticket) -> State:
+        """How it stands. What is not pending any more stays as it is."""
+
+    def transport(self) -> str:
+        """What the bytes travel over, in words, for people."""
+
+    def measured(self) -> Measured:
+        """All that has been written so far."""
+
+    def close(self) -> None:
+        """Gives everything back. Writes under way end as they may. Idempotent."""

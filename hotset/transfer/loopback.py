@@ -1,0 +1,300 @@
+"""Transfers within one process, with faults on demand: for tests, and as the plainest statement of what an engine does.
+
+Ends find each other through a `Hub`. Either a thread of the hub moves the bytes (`Hub(threaded=True)`), or whoever owns
+the clock calls `hub.advance(now)`: then nothing happens at any other time, and the same seed gives the same run.
+"""
+
+import ctypes
+import heapq
+import itertools
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from hotset.base.errors import StartupError, TransferError
+from hotset.transfer.api import Event, Measured, Memory, Region, State, Ticket, Writes
+from hotset.transfer.description import Description, decode
+from hotset.transfer.faults import Fate, Faults
+from hotset.transfer.meter import Meter
+from hotset.transfer.regions import Regions
+from hotset.transfer.runs import runs_between
+
+log = logging.getLogger(__name__)
+
+EVENT_POLL_S = 0.0005
+
+Piece = tuple[int, int, int]  # one row of `Writes`
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A submitted list."""
+
+    source: "Loopback"
+    target: "Loopback"
+    writes: Writes
+    nbytes: int
+    after: Event | None
+    begun: bool = False
+    measured: bool = False
+    state: State = State.PENDING
+
+
+@dataclass(order=True, slots=True)
+class _Due:
+    at: float
+    number: int  # what is due at the same time is done in the order in which it was arranged
+    act: Callable[[], object] = field(compare=False)
+    job: _Job | None = field(compare=False)  # whose end makes this pointless
+
+
+class Hub:
+    """Where ends meet. Owns the clock, the faults and every write under way. Calls may come from any thread."""
+
+    def __init__(self, faults: Faults | None = None, seed: int = 0, *, threaded: bool = False) -> None:
+        self.faults = faults or Faults()  # may be replaced at any time: holds for the lists that begin afterwards
+        self.fates: deque[Fate] = deque()  # decide about the next lists to begin, before chance does
+        self.lock = threading.Condition(threading.RLock())  # over all that the hub and its ends hold
+        self._random = random.Random(seed)
+        self._now = 0.0
+        self._numbers = itertools.count()
+        self._ends: dict[int, Loopback] = {}
+        self._due: list[_Due] = []
+        self._waiting: list[_Job] = []  # to begin, most of them for their events
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="loopback", daemon=True) if threaded else None
+        if self._thread:
+            self._thread.start()
+
+    @property
+    def now(self) -> float:
+        return time.monotonic() if self._thread else self._now
+
+    def advance(self, now: float) -> None:
+        """Moves the clock to `now` and does everything that is due until then, in the order in which it is due."""
+        with self.lock:
+            self._begin_what_may()
+            while self._due and self._due[0].at <= now:
+                due = heapq.heappop(self._due)
+                self._now = max(self._now, due.at)
+                if due.job is None or due.job.state is State.PENDING:
+                    due.act()
+                self._begin_what_may()
+            self._now = max(self._now, now)
+
+    def pump(self) -> None:
+        """Does what is due, and leaves the clock where it is."""
+        self.advance(self.now)
+
+    def next_due(self) -> float | None:
+        """When something happens next by the clock alone. None: only an event or a new list can bring anything."""
+        with self.lock:
+            if self._ready():
+                return self.now
+            while self._due and (job := self._due[0].job) is not None and job.state is not State.PENDING:
+                heapq.heappop(self._due)
+            return self._due[0].at if self._due else None
+
+    def close(self) -> None:
+        """Closes all ends and stops the thread. Idempotent."""
+        with self.lock:
+            self._stopped = True
+            for end in list(self._ends.values()):
+                end.close()
+            self.lock.notify_all()
+        if self._thread and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def join(self, end: "Loopback") -> int:
+        """The number under which `end` is found from now on."""
+        with self.lock:
+            number = next(self._numbers)
+            self._ends[number] = end
+            return number
+
+    def find(self, number: int) -> "Loopback | None":
+        return self._ends.get(number)
+
+    def leave(self, number: int) -> None:
+        self._ends.pop(number, None)
+
+    def start(self, job: _Job, deadline_s: float) -> None:
+        with self.lock:
+            self._waiting.append(job)
+            self._at(self.now + deadline_s, lambda: self.end_early([job]), job)
+            self.lock.notify_all()
+
+    def end(self, job: _Job, state: State) -> None:
+        """A list has ended. What had ended already stays as it is."""
+        if job.state is State.PENDING:
+            job.state = state
+            job.source.ended(job)
+
+    def end_early(self, jobs: Iterable[_Job]) -> None:
+        """Nobody waits for these any longer. What has not begun never will."""
+        for job in list(jobs):
+            if not job.begun:
+                self._waiting.remove(job)
+            self.end(job, State.FAILED_UNKNOWN if job.begun else State.FAILED_QUIESCED)
+
+    def _run(self) -> None:
+        with self.lock:
+            while not self._stopped:
+                self.advance(time.monotonic())
+                due = self.next_due()
+                until_due = None if due is None else max(0.0, due - time.monotonic())
+                self.lock.wait(EVENT_POLL_S if self._waiting else until_due)
+
+    def _at(self, at: float, act: Callable[[], object], job: _Job | None = None) -> None:
+        heapq.heappush(self._due, _Due(at, next(self._numbers), act, job))
+
+    def _ready(self) -> list[_Job]:
+        return [job for job in self._waiting if job.after is None or job.after.query()]
+
+    def _begin_what_may(self) -> None:
+        for job in self._ready():
+            self._waiting.remove(job)
+            self._begin(job)
+
+    def _begin(self, job: _Job) -> None:
+        job.begun = True
+        runs = runs_between(job.writes, job.source.regions, job.target.regions)
+        if runs is None:
+            log.error("a list of writes was refused: a part of it lies outside registered memory")
+            self.end(job, State.FAILED_QUIESCED)
+            return
+        job.source.meter.begin()
+        job.measured = True
+        faults = job.target.faults or self.faults
+        fate = self.fates.popleft() if self.fates else faults.fate(self._random)
+        pieces = self._pieces(runs, whole=fate is Fate.WRITTEN)
+        if self._random.random() < faults.reorder:
+            self._random.shuffle(pieces)
+        at = max(self._now, self.now) + self._random.uniform(*faults.delay_s)
+        if fate is Fate.WRITTEN:
+            self._write(job, pieces, at, faults)
+        else:
+            self._fail(job, fate, pieces, at, faults)
+
+    def _pieces(self, runs: Writes, *, whole: bool) -> list[Piece]:
+        """What lands at once. The runs of a list that fails are cut anywhere: an engine may stop within a write."""
+        pieces: list[Piece] = []
+        for here, there, nbytes in runs.tolist():
+            cut = 0 if whole else self._random.randrange(nbytes)
+            pieces += [(here, there, cut)] if cut else []
+            pieces.append((here + cut, there + cut, nbytes - cut))
+        return pieces
+
+    def _write(self, job: _Job, pieces: list[Piece], at: float, faults: Faults) -> None:
+        if pieces and self._random.random() < faults.duplicate:
+            pieces = pieces + self._random.choices(pieces, k=1 + len(pieces) // 4)
+        if pieces and self._random.random() < faults.reorder:
+            some = self._random.randrange(len(pieces) + 1)
+            early, pieces = pieces[:some], pieces[some:]
+            self._at(at, lambda: self._land(job, early))
+            at += self._random.uniform(*faults.delay_s)
+
+        def finish() -> None:  # also if the deadline was first: then these bytes are late
+            self.end(job, State.DONE if self._land(job, pieces) else State.FAILED_UNKNOWN)
+
+        self._at(at, finish)
+
+    def _fail(self, job: _Job, fate: Fate, pieces: list[Piece], at: float, faults: Faults) -> None:
+        some = self._random.randrange(len(pieces)) if pieces else 0
+        self._at(at, lambda: self._land(job, pieces[:some]))
+        if fate is not Fate.SILENT:
+            state = State.FAILED_QUIESCED if fate is Fate.CUT else State.FAILED_UNKNOWN
+            self._at(at, lambda: self.end(job, state), job)
+        if fate is Fate.LATE:
+            late = at + self._random.uniform(*faults.late_s)
+            self._at(late, lambda: self._land(job, pieces[some:]))
+
+    def _land(self, job: _Job, pieces: Iterable[Piece]) -> bool:
+        """Copies, unless either end is closed: its memory may be gone."""
+        if job.source.closed or job.target.closed:
+            return False
+        for here, there, nbytes in pieces:
+            ctypes.memmove(there, here, nbytes)
+        return True
+
+
+class Loopback:
+    """One end: a `Transfer`. `faults`, where given, stand in place of the hub's for what is written to this end.
+
+    Once `close` has returned, no byte moves from or to this end's memory.
+    """
+
+    name = "loopback"
+
+    def __init__(self, hub: Hub, faults: Faults | None = None, deadline_s: float = 30.0) -> None:
+        self.faults = faults
+        self.regions = Regions()
+        self.closed = False
+        self._hub = hub
+        self._deadline_s = deadline_s
+        self.meter = Meter(lambda: hub.now)
+        self._peers: dict[str, Loopback] = {}
+        self._jobs: list[_Job] = []  # that have not ended
+        self._tickets = itertools.count()
+        self._number = hub.join(self)
+
+    def register(self, region: Region) -> None:
+        if region.memory is Memory.DEVICE:
+            raise StartupError("transfer engine loopback moves host memory only; for memory of a GPU take nixl")
+        self.regions.add(region)
+
+    def describe(self) -> bytes:
+        return Description(self.name, self.regions, b"%d:%d" % (id(self._hub), self._number)).encode()
+
+    def connect(self, name: str, description: bytes) -> None:
+        self.forget(name)
+        hub, _, number = decode(description, self.name).native.partition(b":")
+        with self._hub.lock:
+            peer = self._hub.find(int(number)) if hub == b"%d" % id(self._hub) and number.isdigit() else None
+            if peer is None:
+                raise TransferError(f"peer {name!r} is not on this hub, or not any more")
+            self._peers[name] = peer
+
+    def forget(self, name: str) -> None:
+        with self._hub.lock:
+            peer = self._peers.pop(name, None)
+            if peer is not None and peer not in self._peers.values():
+                self._hub.end_early(job for job in self._jobs if job.target is peer and not job.begun)
+
+    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> Ticket:
+        with self._hub.lock:
+            nbytes = int(writes[:, 2].sum())
+            target = self._peers.get(peer)
+            if self.closed or target is None:
+                return Ticket(next(self._tickets), nbytes, State.FAILED_QUIESCED)
+            job = _Job(self, target, writes.copy(), nbytes, after)
+            self._jobs.append(job)
+            self._hub.start(job, self._deadline_s)
+            return Ticket(next(self._tickets), nbytes, job)
+
+    def poll(self, ticket: Ticket) -> State:
+        found: _Job | State = ticket.handle
+        return found.state if isinstance(found, _Job) else found
+
+    def transport(self) -> str:
+        return "memory of this process"
+
+    def measured(self) -> Measured:
+        return self.meter.read()
+
+    def close(self) -> None:
+        with self._hub.lock:
+            self.closed = True
+            self._hub.end_early(self._jobs)
+            self._hub.leave(self._number)
+            self._peers.clear()
+
+    def ended(self, job: _Job) -> None:
+        """The hub says so, once for each list."""
+        self._jobs.remove(job)
+        if job.measured:
+            self.meter.end(job.nbytes if job.state is State.DONE else 0)

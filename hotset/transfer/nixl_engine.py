@@ -1,0 +1,200 @@
+"""NIXL, over UCX: shared memory, TCP or RDMA, whichever of them reaches the peer fastest."""
+
+import logging
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotset.base.address import is_loopback
+from hotset.base.errors import MissingDependency, StartupError, TransferError
+from hotset.transfer.api import Memory, Region, State, Writes
+from hotset.transfer.regions import Regions
+from hotset.transfer.ucx_log import UcxLog
+from hotset.transfer.wire import Limits
+
+log = logging.getLogger(__name__)
+
+# The progress thread sleeps until UCX has something for it. With 0, which the package's own agent sets, it spins.
+PROGRESS_DELAY_US = 20_000
+
+
+def load_bindings() -> Any:
+    try:
+        from nixl import _bindings
+    except ImportError as error:
+        raise MissingDependency(f"transfer engine nixl: {error}; pip install 'hotset[transfer]' adds it") from error
+    return _bindings
+
+
+@dataclass(slots=True, eq=False)
+class _Remote:
+    agent: str
+    regions: Regions
+
+
+@dataclass(slots=True)
+class _Post:
+    requests: list[int] = field(default_factory=list)  # not known to have ended
+    failed: bool = False
+
+
+class NixlWire:
+    """One NIXL agent. Its name is new for each process, so that a peer that comes back is another one."""
+
+    name = "nixl"
+    limits = Limits(writes=4096, nbytes=32 << 20, write_nbytes=32 << 20, in_flight=1 << 16)
+
+    def __init__(self, host: str, lanes: int) -> None:
+        self._nixl = load_bindings()
+        self._log = UcxLog()
+        self._agent_name = uuid.uuid4().hex
+        self._regions = Regions()
+        self._registered: list[Any] = []
+        self._lock = threading.Lock()
+        self._connections: Counter[str] = Counter()  # by agent: a peer may be connected again before it is let go
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread, config.useListenThread, config.pthrDelay = True, False, PROGRESS_DELAY_US
+        config.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
+        parameters = {"num_workers": str(lanes)} | ({"ucx_devices": "lo"} if is_loopback(host) else {})
+        try:
+            self._agent: Any = self._nixl.nixlAgent(self._agent_name, config)
+            self._ucx = self._agent.createBackend("UCX", parameters)
+        except Exception as error:
+            raise StartupError(f"transfer engine nixl: its UCX backend does not start: {error}") from error
+        finally:
+            self._log.loaded()
+
+    def register(self, region: Region) -> None:
+        entries = self._nixl.nixlRegDList(
+            self._kind(region.memory), [(region.address, region.nbytes, region.device, "")]
+        )
+        try:
+            self._agent.registerMem(entries, [self._ucx])
+        except Exception as error:
+            raise StartupError(
+                f"transfer engine nixl: {region.nbytes} bytes of {region.memory.value} memory cannot be registered: "
+                f"{error}"
+            ) from error
+        self._registered.append(entries)
+        self._regions.add(region)
+
+    def describe(self) -> bytes:
+        metadata: bytes = self._agent.getLocalMD()
+        return metadata
+
+    def connect(self, native: bytes, regions: Regions) -> _Remote:
+        try:
+            with self._lock:
+                remote = _Remote(self._agent.loadRemoteMD(native).decode(), regions)
+                self._connections[remote.agent] += 1
+        except Exception as error:
+            raise TransferError(f"nixl cannot connect: {error}") from error
+        try:
+            # May wait for the network: others are connected and let go of meanwhile.
+            self._agent.makeConnection(remote.agent, [self._ucx])
+        except Exception as error:
+            self.disconnect(remote)
+            raise TransferError(f"nixl cannot connect: {error}") from error
+        return remote
+
+    def disconnect(self, remote: _Remote) -> None:
+        with self._lock:
+            self._connections[remote.agent] -= 1
+            if not self._connections[remote.agent]:
+                del self._connections[remote.agent]
+                self._agent.invalidateRemoteMD(remote.agent)
+        self._log.read()
+
+    def post(self, remote: _Remote, writes: Writes) -> _Post:
+        requests: list[int] = []
+        try:
+            for here, there in self._lists(remote, writes):
+                requests.append(
+                    self._agent.createXferReq(self._nixl.NIXL_WRITE, here, there, remote.agent, b"", [self._ucx])
+                )
+        except Exception as error:
+            self._release(requests)
+            raise TransferError(f"nixl refused them: {error}") from error
+        post = _Post()
+        for request in requests:
+            if post.failed:
+                self._release([request])
+            else:
+                self._advance(post, request, begin=True)
+        return post
+
+    def check(self, handle: _Post) -> State:
+        requests, handle.requests = handle.requests, []
+        for request in requests:
+            self._advance(handle, request, begin=False)
+        if handle.requests:
+            return State.PENDING
+        # An error says that the connection is lost, not that the peer's side has written all that it had received.
+        return State.FAILED_UNKNOWN if handle.failed else State.DONE
+
+    def transport(self) -> str:
+        self._log.read()
+        return f"UCX ({', '.join(self._log.transports) or 'transports not known yet'})"
+
+    def close(self) -> None:
+        if self._agent is None:
+            return
+        for entries in self._registered:
+            self._agent.deregisterMem(entries, [self._ucx])
+        self._registered.clear()
+        self._agent = None  # the last reference: the agent and its threads end here
+        self._log.close()
+
+    def _advance(self, post: _Post, request: int, *, begin: bool) -> None:
+        try:
+            status = self._agent.postXferReq(request, b"") if begin else self._agent.getXferStatus(request)
+        except Exception as error:
+            log.warning("nixl: a write failed: %s", error)
+            status = None
+        if status == self._nixl.NIXL_IN_PROG:
+            post.requests.append(request)
+            return
+        post.failed |= status != self._nixl.NIXL_SUCCESS
+        self._release([request])
+
+    def _release(self, requests: list[int]) -> None:
+        for request in requests:
+            try:
+                self._agent.releaseXferReq(request)
+            except Exception as error:
+                log.debug("nixl keeps a request: %s", error)
+
+    def _kind(self, memory: Memory) -> Any:
+        return self._nixl.DRAM_SEG if memory is Memory.HOST else self._nixl.VRAM_SEG
+
+    def _lists(self, remote: _Remote, writes: Writes) -> Iterator[tuple[Any, Any]]:
+        """Lists that NIXL takes: each is of one kind of memory here, and of one there."""
+        here = _Side(self._regions, writes[:, 0], writes[:, 2])
+        there = _Side(remote.regions, writes[:, 1], writes[:, 2])
+        for memory in Memory:
+            for peer_memory in Memory:
+                chosen = here.of(memory) & there.of(peer_memory)
+                if chosen.any():
+                    yield (
+                        self._nixl.nixlXferDList(self._kind(memory), here.entries[chosen]),
+                        self._nixl.nixlXferDList(self._kind(peer_memory), there.entries[chosen]),
+                    )
+
+
+class _Side:
+    """One end of each write: address, bytes and device as NIXL wants them, and the kind of memory."""
+
+    def __init__(self, regions: Regions, addresses: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
+        at = regions.locate(addresses, nbytes)
+        devices = np.array([region.device for region in regions], np.int64)
+        self._on_device = np.array([region.memory is Memory.DEVICE for region in regions], np.bool_)[at]
+        self.entries = np.stack([addresses, nbytes, devices[at]], axis=1).astype(np.uint64)
+
+    def of(self, memory: Memory) -> NDArray[np.bool_]:
+        return self._on_device if memory is Memory.DEVICE else ~self._on_device

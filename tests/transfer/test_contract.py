@@ -1,0 +1,349 @@
+"""What every transfer engine must do, between two real processes where it is made for that."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from far_end import NBYTES, POISON, FarProcess, FarStandIn
+
+from hotset.base.errors import StartupError, TransferError
+from hotset.transfer.api import Region, State, Ticket, Transfer
+from hotset.transfer.engines import open_transfer
+from hotset.transfer.loopback import Hub
+
+DEADLINE_S = 10.0
+FAILED = (State.FAILED_QUIESCED, State.FAILED_UNKNOWN)
+
+Far = FarProcess | FarStandIn
+
+
+class Flag:
+    """An event that happens when the test says so."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+
+@dataclass
+class Bench:
+    """This process's end, with random memory, and as many others as a test opens."""
+
+    engine: str
+    hub: Hub
+    transfer: Transfer
+    memory: np.ndarray
+    opened: list[Far] = field(default_factory=list)
+    far: Far = field(init=False)  # one that stays connected, as 'far'
+
+    def __post_init__(self) -> None:
+        self.far = self.open_far()
+        self.transfer.connect("far", self.far.description)
+
+    def open_far(self) -> Far:
+        self.opened.append(FarStandIn(self.hub) if self.engine == "loopback" else FarProcess(self.engine))
+        return self.opened[-1]
+
+    def writes(self, spans: np.ndarray, far: Far | None = None) -> np.ndarray:
+        """`spans` [n, 3] are offsets here, offsets there, bytes."""
+        return spans.astype(np.int64) + np.array([self.memory.ctypes.data, (far or self.far).address, 0])
+
+    def ended(self, ticket: Ticket, seconds: float = DEADLINE_S + 1) -> State:
+        until = time.monotonic() + seconds
+        while (state := self.transfer.poll(ticket)) is State.PENDING and time.monotonic() < until:
+            time.sleep(0.0001)
+        return state
+
+    def send(self, spans: np.ndarray, peer: str = "far", far: Far | None = None) -> State:
+        return self.ended(self.transfer.submit(peer, self.writes(spans, far)))
+
+    def expected(self, spans: np.ndarray) -> np.ndarray:
+        target = np.full(NBYTES, POISON, np.uint8)
+        for here, there, nbytes in spans.tolist():
+            target[there : there + nbytes] = self.memory[here : here + nbytes]
+        return target
+
+
+def open_bench(engine: str) -> Bench:
+    hub = Hub(threaded=True)
+    transfer = open_transfer(engine, deadline_s=DEADLINE_S, lanes=2, hub=hub)
+    memory = np.zeros(NBYTES, np.uint8)
+    transfer.register(Region(memory.ctypes.data, NBYTES))
+    return Bench(engine, hub, transfer, memory)
+
+
+@pytest.fixture(scope="module", params=["loopback", "nixl", "mooncake"])
+def shared(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = open_bench(request.param)
+    yield bench
+    for far in bench.opened:
+        far.close()
+    bench.transfer.close()
+    bench.hub.close()
+
+
+@pytest.fixture
+def bench(shared: Bench) -> Iterator[Bench]:
+    """The shared one, its memory random and the far end poisoned; ends that the test opened are closed again."""
+    shared.memory[:] = np.random.default_rng(1).integers(0, 256, NBYTES, np.uint8)
+    shared.far.poison()
+    yield shared
+    while len(shared.opened) > 1:
+        shared.opened.pop().close()
+
+
+def random_spans(seed: int, count: int, longest: int) -> np.ndarray:
+    """Spans whose targets do not touch, in any order; sources anywhere."""
+    random = np.random.default_rng(seed)
+    nbytes = random.integers(1, longest + 1, count)
+    gaps = random.integers(1, 1 + (NBYTES - nbytes.sum()) // (count + 1), count)
+    there = np.cumsum(gaps) + np.cumsum(nbytes) - nbytes
+    here = random.integers(0, NBYTES - nbytes)
+    return random.permutation(np.stack([here, there, nbytes], axis=1))
+
+
+@pytest.mark.parametrize(("count", "longest"), [(1, 1), (1, NBYTES // 2), (7, 400_000), (300, 9_000), (4500, 700)])
+def test_every_byte_is_there_when_told_done_and_no_other_byte_changed(bench: Bench, count: int, longest: int) -> None:
+    for seed in range(3):
+        bench.far.poison()
+        spans = random_spans(seed, count, longest)
+        assert bench.send(spans) is State.DONE
+        found, expected = bench.far.read(), bench.expected(spans)
+        assert np.array_equal(found, expected), f"{np.flatnonzero(found != expected)[:8]} differ"
+
+
+@pytest.mark.parametrize("nbytes", [1, 64 << 10, 5 << 20])
+def test_the_last_byte_is_visible_as_soon_as_it_is_told(bench: Bench, nbytes: int) -> None:
+    """An engine for which a write is done when its own socket has taken it would lose this race."""
+    for round_ in range(40):
+        bench.memory[:nbytes] = round_
+        assert bench.send(np.array([[0, 4096, nbytes]])) is State.DONE
+        assert bench.far.read(4096 + nbytes - 1, 4096 + nbytes).tolist() == [round_]
+
+
+def test_neighbours_that_are_one_run_arrive(bench: Bench) -> None:
+    spans = np.stack([np.arange(2000) * 1152, 4096 + np.arange(2000) * 1152, np.full(2000, 1152)], axis=1)
+    assert bench.send(spans) is State.DONE
+    assert np.array_equal(bench.far.read(), bench.expected(spans))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_neighbours_on_one_side_only_are_no_run(bench: Bench, side: int) -> None:
+    spans = np.stack([np.arange(500) * 1000, np.arange(500) * 1000, np.full(500, 1000)], axis=1)
+    spans[:, side] = np.random.default_rng(side).permutation(spans[:, side])
+    assert bench.send(spans) is State.DONE
+    assert np.array_equal(bench.far.read(), bench.expected(spans))
+
+
+def test_an_empty_list_is_done(bench: Bench) -> None:
+    assert bench.send(np.empty((0, 3), np.int64)) is State.DONE
+    assert bench.send(np.array([[0, 0, 0]])) is State.DONE
+    assert (bench.far.read() == POISON).all()
+
+
+def test_defect_16_nothing_is_read_before_the_event_that_it_waits_for(bench: Bench) -> None:
+    spans, flag = random_spans(5, 40, 5000), Flag()
+    ticket = bench.transfer.submit("far", bench.writes(spans), after=flag)
+    time.sleep(0.1)
+    assert bench.transfer.poll(ticket) is State.PENDING
+    assert (bench.far.read() == POISON).all()
+    bench.memory[:] = np.random.default_rng(2).integers(0, 256, NBYTES, np.uint8)
+    flag.happened = True
+    assert bench.ended(ticket) is State.DONE
+    assert np.array_equal(bench.far.read(), bench.expected(spans))
+
+
+def test_one_that_waits_for_its_event_holds_up_no_other(bench: Bench) -> None:
+    flag = Flag()
+    waits = bench.transfer.submit("far", bench.writes(np.array([[0, 0, 100]])), after=flag)
+    assert bench.send(np.array([[0, 200, 100]])) is State.DONE
+    assert bench.transfer.poll(waits) is State.PENDING
+    flag.happened = True
+    assert bench.ended(waits) is State.DONE
+
+
+def test_an_event_that_never_happens_ends_at_the_deadline_with_nothing_written(bench: Bench) -> None:
+    hasty = open_transfer(bench.engine, deadline_s=0.3, lanes=1, hub=bench.hub)
+    hasty.register(Region(bench.memory.ctypes.data, NBYTES))
+    hasty.connect("far", bench.far.description)
+    ticket = hasty.submit("far", bench.writes(np.array([[0, 0, 100]])), after=Flag())
+    assert hasty.poll(ticket) is State.PENDING
+    time.sleep(0.4)
+    assert hasty.poll(ticket) is State.FAILED_QUIESCED
+    assert (bench.far.read() == POISON).all()
+    hasty.close()
+
+
+def test_the_array_of_writes_may_be_reused_at_once(bench: Bench) -> None:
+    spans = random_spans(6, 500, 2000)
+    writes = bench.writes(spans)
+    ticket = bench.transfer.submit("far", writes)
+    writes[:] = 0
+    assert bench.ended(ticket) is State.DONE
+    assert np.array_equal(bench.far.read(), bench.expected(spans))
+
+
+def test_several_lists_to_one_peer_are_told_apart(bench: Bench) -> None:
+    spans = random_spans(7, 64, 20_000)
+    tickets = [bench.transfer.submit("far", bench.writes(spans[i : i + 1])) for i in range(64)]
+    assert len({ticket.number for ticket in tickets}) == 64
+    assert [ticket.nbytes for ticket in tickets] == spans[:, 2].tolist()
+    assert {bench.ended(ticket) for ticket in tickets} == {State.DONE}
+    assert np.array_equal(bench.far.read(), bench.expected(spans))
+
+
+def test_lists_to_several_peers_at_once_do_not_mix(bench: Bench) -> None:
+    ends = {"far": bench.far, "second": bench.open_far(), "third": bench.open_far()}
+    for name in ("second", "third"):
+        bench.transfer.connect(name, ends[name].description)
+    spans = {name: random_spans(seed, 600, 3000) for seed, name in enumerate(ends)}
+    tickets = [
+        bench.transfer.submit(name, bench.writes(spans[name][part::30], far))
+        for part in range(30)
+        for name, far in ends.items()
+    ]
+    assert {bench.ended(ticket) for ticket in tickets} == {State.DONE}
+    for name, far in ends.items():
+        assert np.array_equal(far.read(), bench.expected(spans[name]))
+    bench.transfer.forget("second")
+    bench.transfer.forget("third")
+
+
+@pytest.mark.parametrize("span", [(0, NBYTES - 50, 100), (NBYTES - 50, 0, 100), (-1, 0, 8), (0, -(1 << 40), 8)])
+def test_a_write_outside_registered_memory_is_refused_with_its_whole_list(
+    bench: Bench, span: tuple[int, int, int]
+) -> None:
+    assert bench.send(np.array([(0, 0, 10), span])) is State.FAILED_QUIESCED
+    assert (bench.far.read() == POISON).all()
+
+
+def test_what_has_ended_stays_as_it_is(bench: Bench) -> None:
+    far = bench.open_far()
+    bench.transfer.connect("gone", far.description)
+    done = bench.transfer.submit("gone", bench.writes(np.array([[0, 0, 10]]), far))
+    assert bench.ended(done) is State.DONE
+    never = bench.transfer.submit("gone", bench.writes(np.array([[0, 0, 10]]), far), after=Flag())
+    bench.transfer.forget("gone")
+    assert bench.transfer.poll(never) is State.FAILED_QUIESCED
+    late = bench.transfer.submit("gone", bench.writes(np.array([[0, 0, 10]]), far))
+    far.kill()
+    bench.transfer.forget("gone")
+    for _ in range(3):
+        assert [bench.transfer.poll(each) for each in (done, never, late)] == [
+            State.DONE,
+            State.FAILED_QUIESCED,
+            State.FAILED_QUIESCED,
+        ]
+        time.sleep(0.02)
+
+
+def test_a_peer_that_was_restarted_is_connected_again_under_its_name(bench: Bench) -> None:
+    for seed in range(2):
+        far = bench.open_far()
+        bench.transfer.connect("phoenix", far.description)
+        spans = random_spans(seed, 20, 10_000)
+        assert bench.send(spans, "phoenix", far) is State.DONE
+        assert np.array_equal(far.read(), bench.expected(spans))
+        far.kill()
+    bench.transfer.forget("phoenix")
+
+
+def test_a_peer_that_was_not_restarted_is_connected_again(bench: Bench) -> None:
+    """Whether under its name or under another, forgetting one connection must not cut the other."""
+    for name in ("far", "far", "twin"):
+        bench.transfer.connect(name, bench.far.description)
+        time.sleep(0.05)
+        spans = random_spans(3, 20, 10_000)
+        assert bench.send(spans, name) is State.DONE
+    bench.transfer.forget("twin")
+    time.sleep(0.05)
+    assert bench.send(spans) is State.DONE
+    assert np.array_equal(bench.far.read(), bench.expected(spans))
+
+
+def test_a_peer_that_dies_under_writes_ends_them_and_no_others(bench: Bench) -> None:
+    victim = bench.open_far()
+    bench.transfer.connect("victim", victim.description)
+    spans = random_spans(8, 2000, 3000)
+    begun = time.monotonic()
+    doomed = [bench.transfer.submit("victim", bench.writes(spans, victim)) for _ in range(4)]
+    time.sleep(0.02)
+    victim.kill()
+    doomed.append(bench.transfer.submit("victim", bench.writes(spans, victim)))
+    assert bench.send(spans) is State.DONE
+    assert np.array_equal(bench.far.read(), bench.expected(spans))
+    states = [bench.ended(ticket) for ticket in doomed]
+    assert State.PENDING not in states
+    assert states[-1] in FAILED
+    assert time.monotonic() - begun < 2 * DEADLINE_S
+    assert bench.send(spans[:1], "victim", victim) in FAILED
+    assert bench.send(spans) is State.DONE
+    bench.transfer.forget("victim")
+    assert bench.send(spans) is State.DONE
+
+
+def test_a_peer_that_is_gone_cannot_be_connected_or_fails_by_the_deadline(bench: Bench) -> None:
+    far = bench.open_far()
+    far.kill()
+    try:
+        bench.transfer.connect("gone", far.description)
+    except TransferError:
+        pass
+    else:
+        assert bench.send(np.array([[0, 0, 100]]), "gone", far) in FAILED
+    assert bench.send(np.array([[0, 0, 100]])) is State.DONE
+
+
+@pytest.mark.parametrize("garbage", [b"", b"{}", b"[]", b"\xff\x00", b'{"version": 1, "engine": "pigeons"}', b"null"])
+def test_a_description_that_makes_no_sense_is_refused(bench: Bench, garbage: bytes) -> None:
+    with pytest.raises(TransferError):
+        bench.transfer.connect("garbage", garbage)
+    assert bench.send(np.array([[0, 0, 1]]), "garbage") is State.FAILED_QUIESCED
+
+
+def test_a_description_with_garbage_for_the_engine_is_refused(bench: Bench) -> None:
+    from hotset.transfer.description import Description, decode
+
+    found = decode(bench.far.description, bench.engine)
+    with pytest.raises(TransferError):
+        bench.transfer.connect("garbage", Description(bench.engine, found.regions, b"\x00garbage").encode())
+
+
+def test_forgetting_an_unknown_peer_does_nothing(bench: Bench) -> None:
+    bench.transfer.forget("nobody")
+    assert bench.send(np.array([[0, 0, 1]]), "nobody") is State.FAILED_QUIESCED
+
+
+def test_bytes_and_seconds_are_measured(bench: Bench) -> None:
+    before = bench.transfer.measured()
+    assert bench.send(np.array([[0, 0, 1 << 20]])) is State.DONE
+    after = bench.transfer.measured()
+    assert after.nbytes - before.nbytes == 1 << 20
+    assert after.seconds >= before.seconds
+    assert bench.transfer.transport()
+
+
+def test_defect_12_memory_that_cannot_be_registered_is_fatal(bench: Bench) -> None:
+    with pytest.raises(StartupError, match="overlaps"):
+        bench.transfer.register(Region(bench.memory.ctypes.data + 100, 100))
+    with pytest.raises(StartupError):
+        bench.transfer.register(Region(bench.memory.ctypes.data, 0))
+
+
+@pytest.mark.parametrize("engine", ["loopback", "nixl", "mooncake"])
+def test_closing_twice_with_writes_under_way_ends_them(engine: str) -> None:
+    bench = open_bench(engine)
+    spans = random_spans(9, 3000, 2000)
+    tickets = [bench.transfer.submit("far", bench.writes(spans), after=None) for _ in range(3)]
+    tickets.append(bench.transfer.submit("far", bench.writes(spans), after=Flag()))
+    bench.transfer.close()
+    bench.transfer.close()
+    assert State.PENDING not in [bench.transfer.poll(ticket) for ticket in tickets]
+    assert bench.transfer.poll(tickets[-1]) is State.FAILED_QUIESCED
+    assert bench.send(spans) is State.FAILED_QUIESCED
+    bench.far.close()
+    bench.hub.close()

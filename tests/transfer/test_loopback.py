@@ -1,0 +1,221 @@
+"""Loopback's faults: each does what it says, none does more, and the same seed gives the same run."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from hotset.base.errors import StartupError, TransferError
+from hotset.transfer.api import Memory, Region, State, Ticket
+from hotset.transfer.faults import Fate, Faults
+from hotset.transfer.loopback import Hub, Loopback
+
+NBYTES, POISON = 4096, 0xAB
+
+
+@dataclass
+class Pair:
+    """Two ends of a hub whose clock the test moves."""
+
+    faults: Faults = field(default_factory=Faults)
+    seed: int = 0
+    deadline_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        self.hub = Hub(self.faults, self.seed)
+        self.near, self.far = Loopback(self.hub, deadline_s=self.deadline_s), Loopback(self.hub)
+        self.source = np.random.default_rng(3).integers(1, POISON, NBYTES).astype(np.uint8)  # nowhere the poison
+        self.target = np.full(NBYTES, POISON, np.uint8)
+        self.near.register(Region(self.source.ctypes.data, NBYTES))
+        self.far.register(Region(self.target.ctypes.data, NBYTES))
+        self.near.connect("far", self.far.describe())
+
+    def submit(self, first: int = 0, last: int = NBYTES, step: int = 64) -> Ticket:
+        """Writes [first, last) in pieces that are no run: the second half of each goes before the first."""
+        starts = np.arange(first, last, step)
+        offsets = np.stack([starts, NBYTES - step - starts], axis=1)
+        spans = np.concatenate([offsets, np.full((len(starts), 1), step)], axis=1)
+        return self.near.submit("far", spans + np.array([self.source.ctypes.data, self.target.ctypes.data, 0]))
+
+    @property
+    def expected(self) -> np.ndarray:
+        return self.source.reshape(-1, 64)[::-1].reshape(-1)
+
+    @property
+    def landed(self) -> int:
+        """Bytes written so far. Each must be the right one."""
+        written = self.target != POISON
+        assert np.array_equal(self.target[written], self.expected[written])
+        return int(written.sum())
+
+
+def test_nothing_moves_until_the_clock_does() -> None:
+    pair = Pair(Faults(delay_s=(2.0, 2.0)))
+    ticket = pair.submit()
+    pair.hub.advance(1.9)
+    assert (pair.near.poll(ticket), pair.landed) == (State.PENDING, 0)
+    assert pair.hub.next_due() == 2.0
+    pair.hub.advance(2.0)
+    assert (pair.near.poll(ticket), pair.landed) == (State.DONE, NBYTES)
+    assert pair.near.measured().nbytes == NBYTES
+    assert pair.near.measured().seconds == 2.0
+
+
+def test_a_cut_list_lands_in_part_and_nothing_of_it_comes_later() -> None:
+    parts = set()
+    for seed in range(20):
+        pair = Pair(Faults(cut=1.0, delay_s=(0.0, 1.0)), seed)
+        ticket = pair.submit()
+        pair.hub.advance(1.0)
+        assert pair.near.poll(ticket) is State.FAILED_QUIESCED
+        parts.add(pair.landed)
+        pair.target[:] = POISON
+        pair.hub.advance(1000.0)
+        assert pair.landed == 0
+    assert len(parts) > 10 and max(parts) < NBYTES
+    assert any(part % 64 for part in parts), "no list was cut within a write"
+
+
+def test_a_lost_list_is_told_as_unknown() -> None:
+    pair = Pair(Faults(lost=1.0))
+    ticket = pair.submit()
+    pair.hub.pump()
+    assert pair.near.poll(ticket) is State.FAILED_UNKNOWN
+    assert pair.landed < NBYTES
+
+
+def test_a_silent_list_is_pending_until_its_deadline() -> None:
+    pair = Pair(Faults(silent=1.0))
+    ticket = pair.submit()
+    pair.hub.advance(9.9)
+    assert pair.near.poll(ticket) is State.PENDING
+    pair.hub.advance(10.0)
+    assert pair.near.poll(ticket) is State.FAILED_UNKNOWN
+
+
+def test_defect_13_a_late_list_fails_first_and_lands_afterwards() -> None:
+    pair = Pair(Faults(late=1.0, late_s=(3.0, 3.0)))
+    ticket = pair.submit()
+    pair.hub.pump()
+    assert pair.near.poll(ticket) is State.FAILED_UNKNOWN
+    assert pair.landed < NBYTES
+    pair.hub.advance(2.9)
+    assert pair.landed < NBYTES
+    pair.hub.advance(3.0)
+    assert (pair.near.poll(ticket), pair.landed) == (State.FAILED_UNKNOWN, NBYTES)
+
+
+def test_what_comes_after_the_deadline_is_late() -> None:
+    pair = Pair(Faults(delay_s=(20.0, 20.0)))
+    ticket = pair.submit()
+    pair.hub.advance(15.0)
+    assert (pair.near.poll(ticket), pair.landed) == (State.FAILED_UNKNOWN, 0)
+    pair.hub.advance(20.0)
+    assert (pair.near.poll(ticket), pair.landed) == (State.FAILED_UNKNOWN, NBYTES)
+
+
+def test_reordering_and_duplication_lose_nothing_and_end_before_done() -> None:
+    halves = 0
+    for seed in range(30):
+        pair = Pair(Faults(reorder=1.0, duplicate=1.0, delay_s=(0.0, 1.0)), seed)
+        ticket = pair.submit()
+        while pair.near.poll(ticket) is State.PENDING:
+            halves += 0 < pair.landed < NBYTES
+            due = pair.hub.next_due()
+            assert due is not None
+            pair.hub.advance(due)
+        assert (pair.near.poll(ticket), pair.landed) == (State.DONE, NBYTES)
+        pair.target[:] = POISON
+        pair.hub.advance(1000.0)
+        assert pair.landed == 0, "a duplicate came after the end"
+    assert halves > 10
+
+
+def test_lists_overtake_each_other() -> None:
+    overtaken = False
+    for seed in range(10):
+        pair = Pair(Faults(delay_s=(0.0, 1.0)), seed)
+        first, second = pair.submit(0, 2048), pair.submit(2048, 4096)
+        while pair.near.poll(second) is State.PENDING:
+            pair.hub.advance(pair.hub.next_due() or 0.0)
+        overtaken |= pair.near.poll(first) is State.PENDING
+    assert overtaken
+
+
+def history(seed: int) -> list[object]:
+    chances = Faults(0.2, 0.1, 0.1, 0.2, reorder=0.5, duplicate=0.5, delay_s=(0.0, 0.5))
+    pair, seen = Pair(chances, seed, deadline_s=2.0), []
+    tickets: list[Ticket] = []
+    for step in range(60):
+        tickets.append(pair.submit(step % 32 * 64, step % 32 * 64 + 1024))
+        pair.hub.advance(step * 0.1)
+        seen += [pair.target.tobytes(), [pair.near.poll(ticket) for ticket in tickets], pair.hub.next_due()]
+    pair.hub.advance(100.0)
+    states = [pair.near.poll(ticket) for ticket in tickets]
+    assert set(states) == {State.DONE, State.FAILED_QUIESCED, State.FAILED_UNKNOWN}
+    return [*seen, states]
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
+    assert history(1) == history(1)
+    assert history(1) != history(2)
+
+
+def test_fates_can_be_dictated() -> None:
+    pair = Pair()
+    pair.hub.fates.extend([Fate.CUT, Fate.WRITTEN, Fate.LATE])
+    tickets = [pair.submit() for _ in range(4)]
+    pair.hub.pump()
+    assert [pair.near.poll(ticket) for ticket in tickets] == [
+        State.FAILED_QUIESCED,
+        State.DONE,
+        State.FAILED_UNKNOWN,
+        State.DONE,
+    ]
+
+
+def test_faults_of_one_end_leave_others_alone() -> None:
+    pair = Pair()
+    bad = Loopback(pair.hub, Faults(lost=1.0))
+    memory = np.full(NBYTES, POISON, np.uint8)
+    bad.register(Region(memory.ctypes.data, NBYTES))
+    pair.near.connect("bad", bad.describe())
+    to_bad = pair.near.submit("bad", np.array([[pair.source.ctypes.data, memory.ctypes.data, 100]]))
+    to_good = pair.submit()
+    pair.hub.pump()
+    assert (pair.near.poll(to_bad), pair.near.poll(to_good)) == (State.FAILED_UNKNOWN, State.DONE)
+
+
+@pytest.mark.parametrize("who", ["near", "far"])
+def test_no_byte_moves_once_an_end_is_closed(who: str) -> None:
+    """The memory of a closed end may be gone."""
+    pair = Pair(Faults(late=0.5, delay_s=(1.0, 1.0)))
+    tickets = [pair.submit() for _ in range(8)]
+    pair.hub.advance(0.5)
+    (pair.near if who == "near" else pair.far).close()
+    pair.hub.advance(100.0)
+    assert {pair.near.poll(ticket) for ticket in tickets} == {State.FAILED_UNKNOWN}
+    assert pair.landed == 0
+
+
+def test_memory_of_a_gpu_is_refused() -> None:
+    with pytest.raises(StartupError, match="host memory only"):
+        Loopback(Hub()).register(Region(1 << 40, 4096, Memory.DEVICE))
+
+
+def test_an_end_that_left_or_is_on_another_hub_cannot_be_connected() -> None:
+    pair, other = Pair(), Pair()
+    with pytest.raises(TransferError):
+        pair.near.connect("other", other.far.describe())
+    description = pair.far.describe()
+    pair.far.close()
+    with pytest.raises(TransferError):
+        pair.near.connect("far", description)
+
+
+def test_closing_the_hub_closes_its_ends_and_its_thread() -> None:
+    hub = Hub(threaded=True)
+    end = Loopback(hub)
+    hub.close()
+    hub.close()
+    assert end.closed
