@@ -1,0 +1,65 @@
+"""Who is still there: peers on which something depends are asked now and then, and lost if they stay silent. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+PEERS_KEPT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """In seconds."""
+
+    hello_again: float = 0.5  # until Hello is said again
+    introduced_within: float = 30.0  # from the first Hello to its answer, which may wait for connecting
+    ping_every: float = 1.0
+    lost_after: float = 4.0  # of silence; so long, too, an introduction holds without a word
+    forget_after: float = 900.0  # of silence, where nothing depends on the peer
+    poll_every: float = 0.002  # between looks at writes under way
+
+
+class Liveness:
+    """When each peer was heard last. Time comes as an argument."""
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._heard: dict[str, float] = {}
+        self._asked: dict[str, float] = {}  # peers on which something depends: when they were pinged last
+        self._since: dict[str, float] = {}  # the same peers: since when something does
+
+    def heard(self, peer: str, now: float) -> None:
+        self._heard.pop(peer, None)
+        self._heard[peer] = now  # the one heard last comes last
+        if len(self._heard) > PEERS_KEPT:
+            del self._heard[next(iter(self._heard))]
+
+    def fresh(self, peer: str, now: float) -> bool:
+        """It was heard of late."""
+        return peer in self._heard and now - self._heard[peer] <= self._timing.lost_after
+
+    def forget(self, peer: str) -> None:
+        for table in (self._heard, self._asked, self._since):
+            table.pop(peer, None)
+
+    def watch(self, peers: Iterable[str], now: float) -> list[str]:
+        """From now on something depends on these and on no others. Returns whom to ping now."""
+        watched = set(peers)
+        for peer in self._since.keys() - watched:
+            del self._since[peer], self._asked[peer]
+        due = []
+        for peer in sorted(watched):
+            self._since.setdefault(peer, now)
+            if now - self._asked.get(peer, float("-inf")) >= self._timing.ping_every:
+                self._asked[peer] = now
+                due.append(peer)
+        return due
+
+    def silent(self, now: float) -> list[str]:
+        """The watched peers that must be taken for lost."""
+        limit = self._timing.lost_after
+        return [peer for peer, since in self._since.items() if now - max(since, self._heard.get(peer, since)) > limit]
+
+    def long_silent(self, now: float) -> list[str]:
+        """Peers on which nothing depends, and of which nothing was heard for so long that they can be forgotten."""
+        limit = self._timing.forget_after
+        return [peer for peer, at in self._heard.items() if peer not in self._since and now - at > limit]

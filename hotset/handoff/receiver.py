@@ -1,0 +1,239 @@
+"""The decode side of handoffs: asks, says go, and tells the engine how each one ended. Pure: no threads, no clock.
+
+A handoff that may be written to is never given up silently: either its sender says that it has stopped, or the engine
+is told that nobody knows.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+
+from hotset.handoff.course import Course, Timetable, Wait, earliest
+from hotset.handoff.messages import (
+    Accepted,
+    Ask,
+    Calm,
+    Cancel,
+    Done,
+    Failed,
+    Fetch,
+    Go,
+    Key,
+    Landed,
+    Lost,
+    Message,
+    Progress,
+    Received,
+    ReceiverFact,
+    Send,
+    Stopped,
+)
+
+
+class Phase(Enum):
+    ASKING = "asking"  # Ask is said again; no Go was sent, so nothing can be written
+    LANDING = "landing"  # Go was sent: rows may be written at any time
+    STOPPING = "stopping"  # Cancel is said again; the engine waits to hear whether writing has stopped
+    ABANDONED = "abandoned"  # the engine knows that it is lost, and the pages are its own; the sender is told to stop
+    UNSURE = "unsure"  # the engine knows that it is lost, and must not use the pages; the sender is asked again
+    CLOSED = "closed"  # forgotten
+
+
+NEXT: dict[Phase, frozenset[Phase]] = {
+    Phase.ASKING: frozenset({Phase.LANDING, Phase.ABANDONED, Phase.CLOSED}),
+    Phase.LANDING: frozenset({Phase.STOPPING, Phase.UNSURE, Phase.CLOSED}),
+    Phase.STOPPING: frozenset({Phase.UNSURE, Phase.CLOSED}),
+    Phase.ABANDONED: frozenset({Phase.CLOSED}),
+    Phase.UNSURE: frozenset({Phase.CLOSED}),
+    Phase.CLOSED: frozenset(),
+}
+
+# LANDING counts from the last sign of life. STOPPING outlasts the time that a sender waits for its writes to end.
+WAITS: dict[Phase, Wait] = {
+    Phase.ASKING: Wait(10.0, again=1.0),
+    Phase.LANDING: Wait(15.0),
+    Phase.STOPPING: Wait(15.0, again=0.5),
+    Phase.ABANDONED: Wait(10.0, again=1.0),
+    Phase.UNSURE: Wait(600.0, again=5.0),
+}
+
+OPEN = frozenset({Phase.ASKING, Phase.LANDING, Phase.STOPPING})  # the engine has not been told of an end
+
+
+class _Handoff:
+    __slots__ = ("ask", "course", "peer", "reason", "retry")
+
+    def __init__(self, fetch: Fetch, course: Course[Phase]) -> None:
+        self.peer, self.ask, self.course = fetch.peer, fetch.ask, course
+        self.reason, self.retry = "", False  # why it is being stopped
+
+    @property
+    def phase(self) -> Phase:
+        return self.course.phase
+
+
+class Receiver:
+    """Every handoff into this worker. One thread calls it; after each call `take_actions` says what to do.
+
+    For each `Fetch` the engine is told `Landed` or `Lost`, exactly once, and after a `Lost` that was not quiesced
+    perhaps `Calm`. Until then the pages belong to the handoff.
+    """
+
+    def __init__(self, waits: Mapping[Phase, Wait] = WAITS) -> None:
+        self.table = Timetable(NEXT, waits)
+        self.resent = 0  # messages that were said again
+        self._handoffs: dict[Key, _Handoff] = {}
+        self._actions: list[Send | ReceiverFact] = []
+
+    def fetch(self, fetch: Fetch, now: float) -> bool:
+        """Begins a handoff. False: one of this key is under way already, and goes on as if nothing had been said."""
+        key = fetch.ask.key
+        if key in self._handoffs:
+            return False
+        others = [other for other in self._handoffs if other.request_id == key.request_id]
+        if any(other.attempt > key.attempt for other in others):
+            self._actions.append(Lost(key, quiesced=True, retry=False, reason="a later attempt is under way"))
+            return True
+        for other in others:
+            self.give_up(other, now)
+        handoff = self._handoffs[key] = _Handoff(fetch, Course(self.table, Phase.ASKING, now))
+        self._speak(handoff)
+        return True
+
+    def give_up(self, key: Key, now: float) -> None:
+        """Nobody wants it any more. A handoff that has ended, or was never begun: nothing happens."""
+        handoff = self._handoffs.get(key)
+        if handoff is not None:
+            self._stop(handoff, False, "given up", now)
+
+    def take(self, peer: str, message: Message, now: float) -> None:
+        """What `peer` has to say. What is not about handoffs, or does not fit where one stands, changes nothing."""
+        if not isinstance(message, Accepted | Progress | Done | Failed | Stopped):
+            return
+        if isinstance(message, Done | Failed):
+            self._send(peer, Received(message.key))
+        handoff = self._handoffs.get(message.key)
+        if handoff is None or handoff.peer != peer:
+            if isinstance(message, Accepted | Progress):
+                self._send(peer, Cancel(message.key))
+            return
+        match message:
+            case Accepted() | Progress():
+                self._alive(handoff, message, now)
+            case Done():
+                self._done(handoff, message, now)
+            case Failed():
+                self._over(handoff, message.quiesced, message.retry, message.reason, now)
+            case Stopped():
+                self._over(handoff, message.quiesced, False, "the prefill worker stopped it", now)
+
+    def peer_lost(self, peer: str, reason: str, now: float) -> None:
+        """It died, or came back as another incarnation. What it began to write may still arrive."""
+        for handoff in [each for each in self._handoffs.values() if each.peer == peer]:
+            if handoff.phase in OPEN:
+                self._lose(handoff, handoff.phase is Phase.ASKING, False, reason, now)
+            elif handoff.phase is Phase.ABANDONED:
+                self._move(handoff, Phase.CLOSED, now)
+            # UNSURE: if it was only slow, it may say yet that it has stopped; another incarnation never does.
+
+    def tick(self, now: float) -> None:
+        """Lets time pass: what is overdue is said again, or given up."""
+        for handoff in list(self._handoffs.values()):
+            if now >= handoff.course.deadline:
+                self._expire(handoff, now)
+            elif handoff.course.due(now):
+                self.resent += 1
+                self._speak(handoff)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do, if nothing happens before."""
+        courses = [handoff.course for handoff in self._handoffs.values()]
+        return earliest(min(course.deadline, course.again_at) for course in courses)
+
+    def take_actions(self) -> list[Send | ReceiverFact]:
+        """What is to be sent and told, in this order. Each is given out once."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def open_keys(self, peer: str) -> list[Key]:
+        """The handoffs for which this peer has to be alive."""
+        return [key for key, each in self._handoffs.items() if each.peer == peer and each.phase in OPEN]
+
+    def phases(self) -> dict[Key, Phase]:
+        """Where every handoff stands that is not forgotten yet."""
+        return {key: handoff.phase for key, handoff in self._handoffs.items()}
+
+    def audit(self) -> None:
+        """Proves that every handoff has an end in sight, and that of one request at most one attempt is wanted."""
+        wanted = [key.request_id for key, each in self._handoffs.items() if each.phase in (Phase.ASKING, Phase.LANDING)]
+        assert len(wanted) == len(set(wanted)), "two attempts of one request are under way"
+        for key, handoff in self._handoffs.items():
+            assert handoff.ask.key == key and handoff.phase is not Phase.CLOSED, f"{key} should be forgotten"
+            assert handoff.course.deadline < float("inf"), f"{key} would wait for ever"
+
+    def _alive(self, handoff: _Handoff, message: Accepted | Progress, now: float) -> None:
+        if handoff.phase is Phase.ASKING and isinstance(message, Accepted):
+            self._move(handoff, Phase.LANDING, now)
+        if handoff.phase is Phase.LANDING:
+            handoff.course.stay(now)
+            if isinstance(message, Accepted):
+                self._send(handoff.peer, Go(message.key))
+
+    def _done(self, handoff: _Handoff, done: Done, now: float) -> None:
+        if handoff.phase is Phase.LANDING:
+            self._actions.append(Landed(done.key, done.token_id, done.alternatives))
+            self._move(handoff, Phase.CLOSED, now)
+        else:
+            self._over(handoff, True, False, "the prefill worker ended it before it began", now)
+
+    def _over(self, handoff: _Handoff, quiesced: bool, retry: bool, reason: str, now: float) -> None:
+        """Its sender does nothing more about it."""
+        match handoff.phase:
+            case Phase.ASKING:
+                self._lose(handoff, True, retry, reason, now)
+            case Phase.LANDING | Phase.STOPPING:
+                self._lose(handoff, quiesced, retry, reason, now)
+            case Phase.ABANDONED:
+                self._move(handoff, Phase.CLOSED, now)
+            case Phase.UNSURE if quiesced:
+                self._actions.append(Calm(handoff.ask.key))
+                self._move(handoff, Phase.CLOSED, now)
+
+    def _stop(self, handoff: _Handoff, retry: bool, reason: str, now: float) -> None:
+        if handoff.phase is Phase.ASKING:
+            self._actions.append(Lost(handoff.ask.key, quiesced=True, retry=retry, reason=reason))
+            self._move(handoff, Phase.ABANDONED, now)
+        elif handoff.phase is Phase.LANDING:
+            handoff.reason, handoff.retry = reason, retry
+            self._move(handoff, Phase.STOPPING, now)
+
+    def _lose(self, handoff: _Handoff, quiesced: bool, retry: bool, reason: str, now: float) -> None:
+        if handoff.phase is Phase.STOPPING:
+            reason, retry = handoff.reason, handoff.retry
+        self._actions.append(Lost(handoff.ask.key, quiesced, retry, reason))
+        self._move(handoff, Phase.CLOSED if quiesced else Phase.UNSURE, now)
+
+    def _expire(self, handoff: _Handoff, now: float) -> None:
+        limit = self.table.waits[handoff.phase].limit
+        match handoff.phase:
+            case Phase.ASKING | Phase.LANDING:
+                self._stop(handoff, True, f"{handoff.peer} has said nothing for {limit:g} s", now)
+            case Phase.STOPPING:
+                self._lose(handoff, False, handoff.retry, handoff.reason, now)
+            case _:
+                self._move(handoff, Phase.CLOSED, now)
+
+    def _move(self, handoff: _Handoff, to: Phase, now: float) -> None:
+        handoff.course.move(to, now)
+        if to is Phase.CLOSED:
+            del self._handoffs[handoff.ask.key]
+        else:
+            self._speak(handoff)
+
+    def _speak(self, handoff: _Handoff) -> None:
+        """Says what this phase has to say until it is answered."""
+        message: Ask | Cancel = handoff.ask if handoff.phase is Phase.ASKING else Cancel(handoff.ask.key)
+        if handoff.phase is not Phase.LANDING:
+            self._send(handoff.peer, message)
+
+    def _send(self, peer: str, message: Message) -> None:
+        self._actions.append(Send(peer, message))

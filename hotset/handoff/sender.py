@@ -1,0 +1,346 @@
+"""The prefill side of handoffs: accepts, has prompts computed, plans the writes, and says how each one ended.
+
+Pure: no threads, no clock. Nothing is written before the receiver said Go. Once something is, the handoff is kept until
+its last write has ended, or the receiver was told that nobody knows.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from hotset.handoff.course import Course, Timetable, Wait, earliest
+from hotset.handoff.layout import pages_for, writes
+from hotset.handoff.messages import (
+    Accepted,
+    Ask,
+    Cancel,
+    Done,
+    Drop,
+    Failed,
+    Go,
+    Hello,
+    Key,
+    Message,
+    NotComputed,
+    Prefill,
+    Progress,
+    Received,
+    Sampled,
+    Send,
+    SenderCommand,
+    SenderFact,
+    Stopped,
+    Store,
+    Submit,
+    Written,
+)
+from hotset.handoff.outgoing import NEXT, WAITS, Chunk, Ending, Outgoing, Phase
+from hotset.handoff.tombs import Name, Tombs
+from hotset.transfer.api import State, Ticket
+
+WRITE_LIMIT = 40.0  # seconds that one list of writes may take; the transfer engine's own limit should be shorter
+TOMB_LIMIT = 900.0  # longer than a receiver stays unsure: it must not be answered by a second handoff of that key
+MOST_TOMBS = 20_000
+
+
+class Sender:
+    """Every handoff out of this worker. One thread calls it; after each call `take_actions` says what to do.
+
+    The engine hears `Prefill` when a prompt is to be computed, and for each one `Drop`, exactly once: until then it
+    keeps the request's pages, whatever becomes of the request.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        waits: Mapping[Phase, Wait] = WAITS,
+        *,
+        write_limit: float = WRITE_LIMIT,
+        tomb_limit: float = TOMB_LIMIT,
+        most_tombs: int = MOST_TOMBS,
+    ) -> None:
+        """`store` is the memory that the engine's pages are numbered in."""
+        self.table = Timetable(NEXT, waits)
+        self.resent = 0  # messages that were said again
+        self._store, self._write_limit = store, write_limit
+        self._hellos: dict[str, Hello] = {}
+        self._handoffs: dict[Name, Outgoing] = {}
+        self._tombs = Tombs(tomb_limit, most_tombs)
+        self._actions: list[Send | Submit | SenderFact] = []
+
+    def peer_known(self, peer: str, hello: Hello) -> None:
+        """It introduced itself, and `check_peers` had nothing against it. After `peer_lost`, if it had before."""
+        self._hellos[peer] = hello
+        self._tombs.forget_others(peer, hello)
+
+    def peer_lost(self, peer: str, reason: str, now: float) -> None:
+        """It died, or came back as another incarnation. Writes under way are still waited for."""
+        self._hellos.pop(peer, None)
+        for handoff in [each for each in self._handoffs.values() if each.peer == peer]:
+            handoff.verdict = None
+            self._end(handoff, Ending.LOST, False, reason, now)
+
+    def take(self, peer: str, message: Message, now: float) -> None:
+        """What `peer` has to say. What is not about handoffs, or does not fit where one stands, changes nothing."""
+        match message:
+            case Ask():
+                self._asked(peer, message, now)
+            case Cancel(key):
+                self._cancelled(peer, key, now)
+            case Go(key) if handoff := self._handoffs.get((peer, key)):
+                self._go(handoff, now)
+            case Received(key) if handoff := self._handoffs.get((peer, key)):
+                self._received(handoff, now)
+
+    def tell(self, command: SenderCommand, now: float) -> None:
+        """What the engine has to say. About a handoff that is over: nothing happens."""
+        handoff = self._handoffs.get((command.peer, command.key))
+        if handoff is None or handoff.phase not in (Phase.OFFERED, Phase.WRITING):
+            return
+        match command:
+            case Written():
+                self._written(handoff, command, now)
+            case Sampled():
+                told, wanted = handoff.written, len(handoff.ask.token_ids)
+                assert told == wanted, f"{command.key}: sampled after {told} of {wanted} rows were told"
+                handoff.sampled = command
+                self._settle(handoff, now)
+            case NotComputed():
+                self._end(handoff, Ending.FAILED, command.retry, command.reason, now)
+
+    def submitted(self, peer: str, key: Key, ticket: Ticket) -> None:
+        """The answer to the oldest `Submit` of this handoff that has none yet."""
+        handoff = self._handoffs.get((peer, key))
+        if handoff is not None:
+            chunk = next((each for each in handoff.open if each.ticket is None), None)
+            assert chunk is not None, f"{key}: ticket {ticket.number} for nothing that was asked"
+            chunk.ticket = ticket.number
+
+    def ended(self, peer: str, key: Key, ticket: Ticket, state: State, now: float) -> None:
+        """A ticket is not pending any more. One that was given up: nothing happens."""
+        assert state is not State.PENDING, f"ticket {ticket.number} has not ended"
+        handoff = self._handoffs.get((peer, key))
+        chunk = next((each for each in handoff.open if each.ticket == ticket.number), None) if handoff else None
+        if handoff is None or chunk is None:
+            return
+        handoff.open.remove(chunk)
+        handoff.tainted |= state is State.FAILED_UNKNOWN
+        if state is not State.DONE and handoff.phase is Phase.WRITING:
+            rows = f"rows {chunk.first} to {chunk.last}"
+            self._end(handoff, Ending.FAILED, True, f"writing {rows} ended as '{state.value}'", now)
+            return
+        if handoff.phase is Phase.WRITING:
+            handoff.landed = min([each.first for each in handoff.open], default=handoff.written)
+            handoff.course.stay(now)
+            self._speak(handoff)
+        self._settle(handoff, now)
+
+    def end_all(self, reason: str, now: float) -> None:
+        """This worker stops: what has no end yet gets one, and its receiver is told when its writes have ended."""
+        for handoff in list(self._handoffs.values()):
+            if handoff.phase in (Phase.OFFERED, Phase.WRITING):
+                self._end(handoff, Ending.FAILED, False, reason, now)
+
+    def tick(self, now: float) -> None:
+        """Lets time pass: what is overdue is said again, or given up."""
+        self._tombs.lapse(now)
+        for handoff in list(self._handoffs.values()):
+            if now >= handoff.deadline:
+                self._expire(handoff, now)
+            elif handoff.course.due(now):
+                self.resent += handoff.phase is Phase.OFFERED or handoff.verdict is not None
+                self._speak(handoff)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do, if nothing happens before."""
+        return earliest(min(handoff.deadline, handoff.course.again_at) for handoff in self._handoffs.values())
+
+    def take_actions(self) -> list[Send | Submit | SenderFact]:
+        """What is to be sent, submitted and told, in this order. Each is given out once."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def open_keys(self, peer: str) -> list[Key]:
+        """The handoffs for which this peer has to be alive."""
+        return [
+            key for (owner, key), each in self._handoffs.items() if owner == peer and each.ending is not Ending.LOST
+        ]
+
+    def phases(self) -> dict[Name, Phase]:
+        """Where every handoff stands that is not over yet."""
+        return {name: handoff.phase for name, handoff in self._handoffs.items()}
+
+    def audit(self) -> None:
+        """Proves that writes and source pages are accounted for, and that every handoff has an end in sight."""
+        self._tombs.audit()
+        for name, handoff in self._handoffs.items():
+            phase = handoff.phase
+            assert handoff.name == name and phase is not Phase.CLOSED, f"{name} should be forgotten"
+            assert handoff.deadline < float("inf"), f"{name} would wait for ever"
+            assert self._tombs.get(name) is None, f"{name} is open and buried"
+            assert not handoff.open or phase in (Phase.WRITING, Phase.ENDING, Phase.STUCK), f"{name} writes in {phase}"
+            assert handoff.dropped == (phase in (Phase.STUCK, Phase.TELLING)), f"{name}: pages of {phase}"
+            assert not handoff.held or phase is Phase.OFFERED, f"{name} holds back what it may write"
+            assert (handoff.ending is None) == (phase in (Phase.OFFERED, Phase.WRITING)) or handoff.verdict, name
+
+    def _asked(self, peer: str, ask: Ask, now: float) -> None:
+        key, hello = ask.key, self._hellos.get(peer)
+        mine = [each for each in self._handoffs.values() if each.peer == peer]
+        attempts = [each for each in mine if each.ask.key.request_id == key.request_id]
+        known = [each.ask.key.attempt for each in attempts]
+        known.append(self._tombs.newest_attempt(peer, key.request_id))
+        if handoff := self._handoffs.get((peer, key)):
+            if handoff.ending is not Ending.LOST:  # else: of an incarnation before; it asks again
+                self._speak(handoff)
+        elif tomb := self._tombs.get((peer, key)):
+            self._send(peer, Stopped(key, tomb.quiesced))
+        elif max(known) > key.attempt:
+            self._send(peer, Stopped(key, False))
+        elif hello is None or (reason := self._refusal(ask, hello)):
+            # Whoever keeps no record vouches for nothing: not quiesced, though nothing was begun now.
+            why = "this worker does not know you: say Hello first" if hello is None else reason
+            self._send(peer, Failed(key, quiesced=False, retry=hello is None, reason=why))
+        else:
+            for each in attempts:
+                self._cancel(each, now)
+            handoff = Outgoing(peer, ask, hello, Course(self.table, Phase.OFFERED, now))
+            self._handoffs[handoff.name] = handoff
+            self._speak(handoff)
+            self._actions.append(Prefill(peer, key, ask.token_ids, ask.params, ask.stop_ids))
+
+    def _refusal(self, ask: Ask, hello: Hello) -> str:
+        """Why this can never be served; empty if it can."""
+        target, rows = hello.stores.get(ask.landing), len(ask.token_ids)
+        if target is None:
+            return f"landing {ask.landing!r} was not offered, only {sorted(hello.stores)}"
+        if not rows:
+            return "a prompt without tokens"
+        for what, span, pages in (("rows", target.rows, ask.row_pages), ("keys", target.keys, ask.key_pages)):
+            if span is not None and len(pages) < pages_for(span, rows):
+                return f"{len(pages)} pages for {rows} {what}, {span.page_rows} to a page"
+        return ""
+
+    def _cancelled(self, peer: str, key: Key, now: float) -> None:
+        if handoff := self._handoffs.get((peer, key)):
+            self._cancel(handoff, now)
+            return
+        if self._tombs.get((peer, key)) is None:
+            # Its Ask may come yet, and must not begin anything.
+            self._tombs.add((peer, key), False, self._hellos.get(peer), now)
+        tomb = self._tombs.get((peer, key))
+        self._send(peer, Stopped(key, tomb is not None and tomb.quiesced))
+
+    def _cancel(self, handoff: Outgoing, now: float) -> None:
+        handoff.verdict = None
+        self._end(handoff, Ending.CANCELLED, False, "cancelled", now)
+
+    def _go(self, handoff: Outgoing, now: float) -> None:
+        if handoff.phase is not Phase.OFFERED:
+            return
+        self._move(handoff, Phase.WRITING, now)
+        held, handoff.held = handoff.held, []
+        for written in held:
+            self._submit(handoff, written, now)
+        self._settle(handoff, now)
+
+    def _received(self, handoff: Outgoing, now: float) -> None:
+        handoff.verdict = None
+        if handoff.phase is Phase.TELLING:
+            self._move(handoff, Phase.CLOSED, now)
+
+    def _written(self, handoff: Outgoing, written: Written, now: float) -> None:
+        key, told = handoff.ask.key, handoff.written
+        assert told == written.first <= written.last, f"{key}: rows {told} are told, now [{written.first}, ...)"
+        handoff.written = written.last
+        if handoff.phase is Phase.OFFERED:
+            handoff.held.append(written)
+        else:
+            handoff.course.stay(now)
+            self._submit(handoff, written, now)
+
+    def _submit(self, handoff: Outgoing, written: Written, now: float) -> None:
+        ask, span = handoff.ask, (written.first, written.last)
+        target = handoff.hello.stores[ask.landing]
+        parts = [writes(self._store.rows, written.pages, target.rows, ask.row_pages, *span)]
+        if self._store.keys is not None and target.keys is not None:
+            parts.append(writes(self._store.keys, written.pages, target.keys, ask.key_pages, *span))
+        handoff.open.append(Chunk(*span, due=now + self._write_limit))
+        self._actions.append(Submit(handoff.peer, ask.key, np.concatenate(parts), written.after))
+
+    def _settle(self, handoff: Outgoing, now: float) -> None:
+        """Ends what has nothing left to wait for."""
+        if handoff.open:
+            return
+        if handoff.phase in (Phase.ENDING, Phase.STUCK):
+            self._conclude(handoff, now)
+        elif handoff.phase is Phase.WRITING and handoff.sampled is not None:
+            told = handoff.sampled
+            handoff.verdict = Done(told.key, told.token_id, told.alternatives)
+            self._drop(handoff)
+            self._move(handoff, Phase.TELLING, now)
+
+    def _end(self, handoff: Outgoing, ending: Ending, retry: bool, reason: str, now: float) -> None:
+        """Begins nothing more, and concludes when the writes under way have ended."""
+        handoff.ending, handoff.retry, handoff.reason = ending, retry, reason
+        handoff.held.clear()
+        if handoff.phase is Phase.WRITING and handoff.open:
+            self._move(handoff, Phase.ENDING, now)
+        elif handoff.phase is not Phase.ENDING:
+            self._conclude(handoff, now)
+
+    def _conclude(self, handoff: Outgoing, now: float) -> None:
+        """Tells how it ended: its writes have, or are waited for no longer (then it is stuck)."""
+        self._drop(handoff)
+        key, stuck = handoff.ask.key, bool(handoff.open)
+        if handoff.ending is Ending.FAILED and (handoff.phase is not Phase.STUCK or handoff.verdict):
+            handoff.verdict = Failed(key, handoff.quiesced, handoff.retry, handoff.reason)
+            self._move(handoff, Phase.STUCK if stuck else Phase.TELLING, now)
+            return
+        if handoff.ending is not Ending.LOST:
+            self._send(handoff.peer, Stopped(key, handoff.quiesced))
+        if stuck and handoff.ending is not Ending.LOST:
+            if handoff.phase is not Phase.STUCK:
+                self._move(handoff, Phase.STUCK, now)
+        else:
+            self._move(handoff, Phase.CLOSED, now)
+
+    def _expire(self, handoff: Outgoing, now: float) -> None:
+        limit = self.table.waits[handoff.phase].limit
+        match handoff.phase:
+            case Phase.OFFERED:
+                self._end(handoff, Ending.FAILED, True, f"no Go came within {limit:g} s", now)
+            case Phase.WRITING if now >= handoff.course.deadline:
+                self._end(handoff, Ending.FAILED, True, f"the engine has told nothing for {limit:g} s", now)
+            case Phase.WRITING:
+                why = f"a write has not ended within {self._write_limit:g} s"
+                self._end(handoff, Ending.FAILED, True, why, now)
+            case Phase.ENDING:
+                self._conclude(handoff, now)
+            case _:
+                self._move(handoff, Phase.CLOSED, now)
+
+    def _move(self, handoff: Outgoing, to: Phase, now: float) -> None:
+        handoff.course.move(to, now)
+        if to is Phase.CLOSED:
+            del self._handoffs[handoff.name]
+            self._tombs.add(handoff.name, handoff.quiesced, handoff.hello, now)
+        elif to is not Phase.WRITING:
+            self._speak(handoff)
+
+    def _drop(self, handoff: Outgoing) -> None:
+        if not handoff.dropped:
+            handoff.dropped = True
+            self._actions.append(Drop(*handoff.name))
+
+    def _speak(self, handoff: Outgoing) -> None:
+        """Says what this phase has to say until it is answered, or that it is alive."""
+        key = handoff.ask.key
+        if handoff.phase is Phase.OFFERED:
+            self._send(handoff.peer, Accepted(key))
+        elif handoff.phase is Phase.WRITING or (handoff.ending is Ending.FAILED and handoff.phase is Phase.ENDING):
+            self._send(handoff.peer, Progress(key, handoff.landed))
+        elif handoff.verdict is not None:
+            self._send(handoff.peer, handoff.verdict)
+
+    def _send(self, peer: str, message: Message) -> None:
+        self._actions.append(Send(peer, message))

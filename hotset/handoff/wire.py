@@ -1,0 +1,156 @@
+"""Messages as bytes: a mark, a tag where a secret is shared, and a versioned envelope in MessagePack.
+
+    "HS" | 0 | envelope                      nobody shares a secret
+    "HS" | 1 | tag (32 bytes) | envelope     keyed BLAKE2b over the envelope: its sender knows the secret
+
+The envelope's fields and `Refused` are the same in every version of the protocol: so a peer of another version can be
+told why it is refused. The tag proves that the sender knows the secret; it hides nothing. Whoever records messages can
+send them again: they are idempotent and mostly addressed to one incarnation, so that at worst a peer seems restarted.
+"""
+
+import hashlib
+import hmac
+import re
+from typing import Any, get_args
+
+import msgspec
+
+from hotset.base.address import Address
+from hotset.base.errors import BadMessage
+from hotset.handoff.messages import PROTOCOL, Ask, Done, Hello, Message, Ping, Pong, Progress, Refused, Span, Welcome
+from hotset.handoff.post import Foreign, Letter
+
+MAX_BYTES = 16 << 20  # an Ask for two million tokens fits
+MAX_QUOTED = 256  # characters of what strangers sent, in a complaint
+MAX_TOKEN = MAX_PAGE = (1 << 31) - 1
+MAX_ADDRESS = (1 << 63) - 1  # what arithmetic on addresses can hold
+
+MARK = b"HS"
+PLAIN, TAGGED = b"\x00", b"\x01"
+TAG_BYTES = 32
+INCARNATION = re.compile(r"[0-9a-f]{1,64}")
+
+
+class _Envelope(msgspec.Struct, frozen=True, array_like=True):
+    protocol: int
+    origin: str
+    sender: str
+    addressee: str
+    kind: str
+    body: msgspec.Raw
+
+
+KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
+_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in KINDS.items()}
+_ENVELOPES = msgspec.msgpack.Decoder(_Envelope)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class Wire:
+    """Turns letters into bytes and back, for everybody who shares a secret, or for everybody if there is none."""
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        assert secret is None or secret, "an empty secret protects nothing"
+        self._key = None if secret is None else hashlib.blake2b(secret).digest()
+
+    def encode(self, letter: Letter) -> bytes:
+        kind = type(letter.message).__name__
+        body = msgspec.Raw(_ENCODER.encode(letter.message))
+        envelope = _ENCODER.encode(_Envelope(PROTOCOL, letter.origin, letter.sender, letter.addressee, kind, body))
+        if self._key is None:
+            return MARK + PLAIN + envelope
+        return MARK + TAGGED + self._tag(self._key, envelope) + envelope
+
+    def decode(self, raw: bytes) -> Letter | Foreign:
+        """BadMessage, and nothing else, for whatever is not a message; its text tells people why."""
+        envelope_bytes = self._checked(raw)
+        try:
+            envelope = _ENVELOPES.decode(envelope_bytes)
+            _check_names(envelope)
+            # Refused means the same in every version.
+            if envelope.protocol != PROTOCOL and envelope.kind != Refused.__name__:
+                return Foreign(envelope.origin, envelope.sender, envelope.protocol, envelope.kind)
+            decoder = _DECODERS.get(envelope.kind)
+            if decoder is None:
+                raise BadMessage(f"a message of unknown kind {envelope.kind[:MAX_QUOTED]!r}")
+            message: Message = decoder.decode(envelope.body)
+            _check_message(message, envelope.origin)
+        except BadMessage:
+            raise
+        except Exception as error:
+            # Whatever a codec makes of bytes from strangers (recursion, memory, a value that refuses itself).
+            raise BadMessage(f"not a message: {str(error)[:MAX_QUOTED]}") from error
+        return Letter(envelope.origin, envelope.sender, envelope.addressee, message)
+
+    def _checked(self, raw: bytes) -> bytes:
+        """The envelope's bytes, which come from somebody who knows the secret."""
+        if len(raw) > MAX_BYTES:
+            raise BadMessage(f"{len(raw)} bytes, above the limit of {MAX_BYTES}")
+        mark, form, rest = raw[: len(MARK)], raw[len(MARK) : len(MARK) + 1], raw[len(MARK) + 1 :]
+        if mark != MARK or form not in (PLAIN, TAGGED):
+            raise BadMessage("not a message of this protocol")
+        if self._key is None:
+            if form == TAGGED:
+                raise BadMessage("it is signed with a shared secret; none is configured here")
+            return rest
+        if form == PLAIN:
+            raise BadMessage("it is not signed; a shared secret is configured here")
+        if not hmac.compare_digest(rest[:TAG_BYTES], self._tag(self._key, rest[TAG_BYTES:])):
+            raise BadMessage("signed with another secret, or damaged")
+        return rest[TAG_BYTES:]
+
+    @staticmethod
+    def _tag(key: bytes, envelope: bytes) -> bytes:
+        return hashlib.blake2b(envelope, digest_size=TAG_BYTES, key=key).digest()
+
+
+def _check_names(envelope: _Envelope) -> None:
+    origin = Address.parse(envelope.origin)
+    if origin is None or not origin.reachable:
+        raise BadMessage(f"sent from {envelope.origin[:MAX_QUOTED]!r}, which is no address")
+    if not INCARNATION.fullmatch(envelope.sender):
+        raise BadMessage("its sender's incarnation is not one")
+    if envelope.addressee and not INCARNATION.fullmatch(envelope.addressee):
+        raise BadMessage("its addressee's incarnation is not one")
+
+
+def _check_message(message: Message, origin: str) -> None:
+    """What types do not say."""
+    match message:
+        case Hello(control=control) | Welcome(hello=Hello(control=control)):
+            _require(control == origin, "it introduces somebody else than its sender")
+            hello = message.hello if isinstance(message, Welcome) else message
+            for store in hello.stores.values():
+                _check_span(store.rows)
+                _check_span(store.keys)
+        case Refused() | Ping() | Pong():
+            pass
+        case _:
+            _require(message.key.request_id != "", "request_id is empty")
+            _require(message.key.attempt >= 0, "attempt is negative")
+            _check_contents(message)
+
+
+def _check_span(span: Span | None) -> None:
+    if span is not None:
+        numbers = [span.page_bytes, span.page_rows, span.part_rows, span.row_bytes]
+        numbers += [base for parts in span.bases for base in parts]
+        _require(min(numbers) >= 0 and max(numbers) <= MAX_ADDRESS, "an address or a size is out of range")
+
+
+def _check_contents(message: Message) -> None:
+    match message:
+        case Ask():
+            ids, pages = (*message.token_ids, *message.stop_ids), (*message.row_pages, *message.key_pages)
+            _require(len(message.token_ids) > 0, "token_ids are empty")
+            _require(min(ids) >= 0 and max(ids) <= MAX_TOKEN, "a token id is out of range")
+            _require(not pages or (min(pages) >= 0 and max(pages) <= MAX_PAGE), "a page number is out of range")
+        case Progress(_, rows):
+            _require(rows >= 0, "rows is negative")
+        case Done(_, token_id):
+            _require(0 <= token_id <= MAX_TOKEN, "token_id is out of range")
+
+
+def _require(sound: bool, complaint: str) -> None:
+    if not sound:
+        raise BadMessage(complaint)

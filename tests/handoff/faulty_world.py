@@ -1,0 +1,521 @@
+"""A world of decode and prefill workers in which everything goes wrong that may: virtual time, real bytes, one seed.
+
+Each worker has a machine, a loopback transfer, memory and an allocator; this file is its engine and its agent. Memory
+that nobody holds is poisoned and must stay so; a landed context is compared with what was computed, twice.
+"""
+
+import heapq
+import itertools
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotset.base.sampling import SamplingParams
+from hotset.handoff.course import scaled
+from hotset.handoff.layout import check_peers, pages_for
+from hotset.handoff.messages import (
+    Ask,
+    Calm,
+    Drop,
+    Fetch,
+    Hello,
+    Key,
+    Landed,
+    Landing,
+    Lost,
+    Message,
+    Model,
+    NotComputed,
+    Prefill,
+    Sampled,
+    Send,
+    Span,
+    Store,
+    Submit,
+    Written,
+)
+from hotset.handoff.outgoing import WAITS as SENDER_WAITS
+from hotset.handoff.receiver import WAITS as RECEIVER_WAITS
+from hotset.handoff.receiver import Receiver
+from hotset.handoff.sender import Sender
+from hotset.memory.pages import PageAllocator
+from hotset.transfer.api import Region, State, Ticket
+from hotset.transfer.faults import Faults
+from hotset.transfer.loopback import Hub, Loopback
+
+POISON = 0xAB
+LAYERS, GROUPS, ROW_BYTES, KEY_BYTES = 3, 2, 12, 5
+PACE = 0.2  # of the machines' usual waits
+MODEL = Model("toy", LAYERS, f"{ROW_BYTES} bytes", f"{KEY_BYTES} bytes", GROUPS, "w")
+Bytes = NDArray[np.uint8]
+
+
+def content(token_ids: Sequence[int], first: int, last: int, unit: int, width: int) -> Bytes:
+    """What a model would compute: [last - first, width], different for every token, position and unit."""
+    tokens = np.asarray(token_ids[first:last], np.int64)[:, None]
+    positions = np.arange(first, last, dtype=np.int64)[:, None]
+    mixed = tokens * 2654435761 + positions * 40503 + unit * 9176 + np.arange(width) * 131
+    return ((mixed >> 7) & 0xFF).astype(np.uint8)
+
+
+class Arena:
+    """All memory of one worker, handed out from its start: in what order its pools lie is not left to chance."""
+
+    def __init__(self) -> None:
+        self._bytes, self._taken = np.full(1 << 17, POISON, np.uint8), 0
+
+    def take(self, *shape: int) -> Bytes:
+        first, self._taken = self._taken, self._taken + math.prod(shape)
+        return self._bytes[first : self._taken].reshape(shape)
+
+
+class Pool:
+    """Pages of rows, or of index keys: `[units][parts][pages][bytes]`, poisoned while free."""
+
+    def __init__(
+        self, arena: Arena, units: int, parts: int, pages: int, page_rows: int, row_bytes: int, spare: int = 0
+    ) -> None:
+        self.part_rows = -(-page_rows // parts)
+        page_bytes = self.part_rows * row_bytes + spare
+        self.bytes = arena.take(units, parts, pages, page_bytes)
+        base, steps = self.bytes.ctypes.data, self.bytes.strides
+        bases = tuple(tuple(base + unit * steps[0] + part * steps[1] for part in range(parts)) for unit in range(units))
+        self.span = Span(bases, page_bytes, page_rows, self.part_rows, row_bytes)
+        self.allocator = PageAllocator(pages)
+
+    def rows(self, pages: Sequence[int], unit: int, count: int) -> Bytes:
+        """A copy of the first `count` rows of a context: [count, row_bytes]."""
+        parts = self.bytes[unit][:, list(pages), : self.part_rows * self.span.row_bytes]
+        by_page = parts.swapaxes(0, 1).reshape(len(pages), -1, self.span.row_bytes)[:, : self.span.page_rows]
+        return by_page.reshape(-1, self.span.row_bytes)[:count]
+
+    def put(self, pages: Sequence[int], unit: int, first: int, rows: Bytes) -> None:
+        for position, row in enumerate(rows, first):
+            page, within = pages[position // self.span.page_rows], position % self.span.page_rows
+            start = within % self.part_rows * self.span.row_bytes
+            self.bytes[unit, within // self.part_rows, page, start : start + len(row)] = row
+
+    def poison(self, pages: Sequence[int]) -> None:
+        self.bytes[:, :, list(pages)] = POISON
+
+    def release(self, pages: Sequence[int]) -> None:
+        self.poison(pages)
+        self.allocator.release(pages)
+
+    def audit(self) -> None:
+        self.allocator.audit()
+        free = self.bytes[:, :, [page for page in range(self.allocator.capacity) if not self.allocator._held[page]]]
+        assert (free == POISON).all(), "somebody wrote to pages that are free"
+
+
+class Memory:
+    """Rows and index keys of one landing."""
+
+    def __init__(self, rows: Pool, keys: Pool) -> None:
+        self.rows, self.keys = rows, keys
+        self.store = Store(rows.span, keys.span)
+
+    def allocate(self, tokens: int) -> tuple[list[int], list[int]] | None:
+        rows = self.rows.allocator.allocate(pages_for(self.rows.span, tokens))
+        keys = self.keys.allocator.allocate(pages_for(self.keys.span, tokens)) if rows is not None else None
+        if rows is not None and keys is None:
+            self.rows.allocator.release(rows)
+        return None if rows is None or keys is None else (rows, keys)
+
+    def check(self, ask: Ask) -> None:
+        count = len(ask.token_ids)
+        for pool, pages in ((self.rows, ask.row_pages), (self.keys, ask.key_pages)):
+            for unit in range(len(pool.span.bases)):
+                expected = content(ask.token_ids, 0, count, unit, pool.span.row_bytes)
+                assert (pool.rows(pages, unit, count) == expected).all(), f"{ask.key}: wrong bytes landed"
+
+    def release(self, ask: Ask) -> None:
+        self.rows.release(ask.row_pages)
+        self.keys.release(ask.key_pages)
+
+    def audit(self) -> None:
+        self.rows.audit()
+        self.keys.audit()
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """How often what goes wrong: chances of each message, request or step."""
+
+    lose: float = 0.05
+    duplicate: float = 0.05
+    delay: float = 0.05  # of seconds instead of milliseconds
+    abort: float = 0.12
+    not_computed: float = 0.01
+    death: float = 0.0004
+    false_alarm: float = 0.0006
+    writes: Faults = field(default_factory=Faults)
+
+
+class World:
+    """Owns time, chance, the network and all workers."""
+
+    def __init__(self, seed: int, trouble: Trouble, decodes: int = 3, prefills: int = 3) -> None:
+        self.random, self.trouble, self.now = random.Random(seed), trouble, 0.0
+        self.hub = Hub(trouble.writes, seed)
+        self.counts: Counter[str] = Counter()
+        self.longest = 0.0  # seconds from asking to the end
+        self.seconds: Counter[str] = Counter()  # in each phase, of all machines that were
+        self._due: list[tuple[float, int, Any]] = []
+        self._numbers = itertools.count()
+        self.serial = itertools.count(1)
+        self.decodes = [Decode(self, f"decode-{number}", number) for number in range(decodes)]
+        self.prefills = [PrefillWorker(self, f"prefill-{number}") for number in range(prefills)]
+        self.zombies: list[tuple[float, Loopback, Any]] = []
+
+    @property
+    def workers(self) -> "list[Worker]":
+        return [*self.decodes, *self.prefills]
+
+    def later(self, seconds: float, act: Any) -> None:
+        heapq.heappush(self._due, (self.now + seconds, next(self._numbers), act))
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def send(self, origin: "Worker", to: str, message: Message) -> None:
+        """Over a network that loses, duplicates, delays and so reorders. It is meant for one incarnation."""
+        worker = next(each for each in self.workers if each.name == to)
+        meant, sender, trouble = origin.knows.get(to), origin.incarnation, self.trouble
+        for _ in range(2 if self.chance(trouble.duplicate) else 1):
+            if self.chance(trouble.lose):
+                self.counts["lost messages"] += 1
+                continue
+            seconds = self.random.uniform(0.1, 3.0) if self.chance(trouble.delay) else self.random.uniform(0, 0.02)
+
+            self.later(seconds, partial(self._arrive, worker, meant, origin.name, sender, message))
+
+    def _arrive(self, to: "Worker", meant: int | None, name: str, sender: int, message: Message) -> None:
+        if to.alive and to.incarnation == meant and to.knows.get(name) == sender:
+            to.machine.take(name, message, self.now)
+
+    def introduce(self, decode: "Decode", prefill: "PrefillWorker") -> None:
+        """Hello and Welcome, which the agents see to; the machines hear of a restart before anything else."""
+        if (
+            decode.knows.get(prefill.name) == prefill.incarnation
+            and prefill.knows.get(decode.name) == decode.incarnation
+        ):
+            return
+        for one, other in ((decode, prefill), (prefill, decode)):
+            if one.knows.get(other.name) not in (None, other.incarnation):
+                one.machine.peer_lost(other.name, "restarted", self.now)
+            one.knows[other.name] = other.incarnation
+        assert check_peers(prefill.hello, decode.hello) is None
+        prefill.transfer.connect(decode.name, decode.transfer.describe())
+        prefill.machine.peer_known(decode.name, decode.hello)
+
+    def step(self, seconds: float) -> None:
+        self.now += seconds
+        while self._due and self._due[0][0] <= self.now:
+            heapq.heappop(self._due)[2]()
+        self.hub.advance(self.now)
+        for worker in self.workers:
+            if worker.alive:
+                worker.step()
+        for zombie in [each for each in self.zombies if each[0] <= self.now]:
+            zombie[1].close()
+            self.zombies.remove(zombie)
+
+    def disturb(self) -> None:
+        """Deaths, and alarms that are false."""
+        for worker in self.workers:
+            if worker.alive and self.chance(self.trouble.death):
+                self.counts["deaths"] += 1
+                worker.die()
+        for worker in self.workers:
+            if worker.alive and self.chance(self.trouble.false_alarm):
+                other = self.random.choice(self.prefills if isinstance(worker, Decode) else self.decodes)
+                self.counts["false alarms"] += 1
+                if worker.knows.pop(other.name, None) is not None:
+                    worker.machine.peer_lost(other.name, "silent", self.now)
+
+    def audit(self) -> None:
+        for worker in self.workers:
+            if worker.alive:
+                worker.machine.audit()
+                for memory in worker.memories:
+                    memory.audit()
+
+
+class Worker:
+    """What both kinds share: a name that outlives its incarnations, and how it dies."""
+
+    machine: Any
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name, self.incarnation = world, name, 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.alive, self.knows = True, dict[str, int]()  # name: incarnation
+        self.incarnation += 1
+        self.memories = self.make_memories(Arena())
+        self.transfer = Loopback(self.world.hub, deadline_s=6.0)
+        for memory in self.memories:
+            for pool in (memory.rows, memory.keys):
+                self.transfer.register(Region(pool.bytes.ctypes.data, pool.bytes.nbytes))
+        stores = {landing: memory.store for landing, memory in zip(self.landings, self.memories, strict=True)}
+        self.hello = Hello(self.name, MODEL, stores, "loopback", self.transfer.describe())
+
+    landings: tuple[Landing, ...] = ("host",)
+
+    def make_memories(self, arena: Arena) -> list[Memory]:
+        raise NotImplementedError
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def die(self) -> None:
+        """A dead worker's writes may go on for a while, and nobody looks after them; its own memory is gone at once."""
+        world, self.alive = self.world, False
+        self.note_seconds()
+        if isinstance(self, Decode):
+            self.transfer.close()
+        else:
+            world.zombies.append((world.now + world.random.uniform(0, 2), self.transfer, self.memories))
+        died = self.incarnation
+        for other in world.workers:
+            delay = world.random.uniform(0.5, 1.5)
+            world.later(delay, partial(self._noticed, other, died))
+        world.later(world.random.uniform(0.2, 3), self.begin)
+
+    def _noticed(self, other: "Worker", died: int) -> None:
+        if other.alive and other.knows.get(self.name) == died:
+            del other.knows[self.name]
+            other.machine.peer_lost(self.name, "it died", self.world.now)
+
+    def note_seconds(self) -> None:
+        for phase, spent in self.machine.table.seconds.items():
+            self.world.seconds[f"{type(self.machine).__name__}.{phase.name}"] += spent
+
+
+class Decode(Worker):
+    """Asks for prompts, checks what lands, keeps it for a while, and gives pages back only when it may."""
+
+    landings = ("host", "device")
+
+    def __init__(self, world: World, name: str, number: int) -> None:
+        self.host_page = (4, 16, 6)[number % 3]
+        super().__init__(world, name)
+
+    def make_memories(self, arena: Arena) -> list[Memory]:
+        page = self.host_page
+        rows = Pool(arena, LAYERS, 1, 400 // page, page, ROW_BYTES)
+        keys = Pool(arena, GROUPS, 1, 400 // page, page, KEY_BYTES)
+        host = Memory(rows, keys)
+        device = Memory(Pool(arena, LAYERS, 1, 50, 8, ROW_BYTES), Pool(arena, GROUPS, 2, 40, 14, KEY_BYTES, spare=3))
+        return [host, device]
+
+    def begin(self) -> None:
+        super().begin()
+        self.machine = Receiver(scaled(RECEIVER_WAITS, PACE))
+        self.numbers = itertools.count()  # ids begin anew with every incarnation
+        self.waiting: deque[tuple[Key, tuple[int, ...], int]] = deque()  # for pages; the last: attempts left
+        self.asked: dict[Key, tuple[Ask, int, float]] = {}  # its end was not told yet; attempts left, since when
+        self.kept: dict[Key, tuple[float, Ask]] = {}  # landed: until when
+        self.doubtful: dict[Key, Ask] = {}  # quarantined
+        self.known_keys: set[Key] = set()
+
+    def request(self) -> None:
+        count, serial = self.world.random.randint(1, 40), next(self.world.serial)
+        token_ids = tuple(range(serial * 64, serial * 64 + count))
+        self.waiting.append((Key(str(next(self.numbers)), 1), token_ids, 2))
+
+    def step(self) -> None:
+        now = self.world.now
+        for key, (until, ask) in list(self.kept.items()):
+            if now >= until:
+                memory = self.memory(ask)
+                memory.check(ask)
+                memory.release(ask)
+                del self.kept[key]
+        while self.waiting and self._fetch(*self.waiting[0]):
+            self.waiting.popleft()
+        self.machine.tick(now)
+        for action in self.machine.take_actions():
+            match action:
+                case Send(peer, message):
+                    self.world.send(self, peer, message)
+                case fact:
+                    self._hear(fact)
+
+    def memory(self, ask: Ask) -> Memory:
+        return self.memories[self.landings.index(ask.landing)]
+
+    def _fetch(self, key: Key, token_ids: tuple[int, ...], attempts: int) -> bool:
+        """False: there is no room, or nobody to ask. It waits."""
+        prefills = [each for each in self.world.prefills if each.alive or self.knows.get(each.name) is not None]
+        at = self.world.random.randrange(2)
+        pages = self.memories[at].allocate(len(token_ids)) if prefills else None
+        if pages is None:
+            self.world.counts["waits for room"] += 1
+            return False
+        prefill = self.world.random.choice(prefills)
+        if prefill.alive:
+            self.world.introduce(self, prefill)
+        ask = Ask(key, token_ids, SamplingParams(), self.landings[at], tuple(pages[0]), tuple(pages[1]))
+        assert key not in self.known_keys
+        self.known_keys.add(key)
+        self.asked[key] = ask, attempts, self.world.now
+        assert self.machine.fetch(Fetch(prefill.name, ask), self.world.now)
+        self.world.counts["handoffs"] += 1
+        if self.world.chance(self.world.trouble.abort):
+            machine = self.machine
+            seconds = self.world.random.choice([0.0, 0.01, 0.05, 0.2, 1.0])
+            self.world.later(seconds, lambda: machine.give_up(key, self.world.now))
+        return True
+
+    def _hear(self, fact: Any) -> None:
+        counts = self.world.counts
+        if isinstance(fact, Calm):
+            ask = self.doubtful.pop(fact.key)
+            self.memory(ask).release(ask)
+            counts["calm"] += 1
+            return
+        ask, attempts, since = self.asked.pop(fact.key)  # a second end would not be found here
+        self.world.longest = max(self.world.longest, self.world.now - since)
+        if isinstance(fact, Landed):
+            assert fact.token_id == ask.token_ids[-1] + 1
+            self.memory(ask).check(ask)
+            self.kept[fact.key] = self.world.now + self.world.random.uniform(0, 1.5), ask
+            counts["landed"] += 1
+            return
+        assert isinstance(fact, Lost)
+        counts["lost" if fact.quiesced else "lost, in doubt"] += 1
+        if fact.quiesced:
+            self.memory(ask).release(ask)
+        else:
+            self.doubtful[fact.key] = ask
+        if attempts > 0 and fact.reason != "given up":
+            again = Key(fact.key.request_id, fact.key.attempt + 1)
+            self.waiting.append((again, ask.token_ids, attempts - 1))
+
+
+@dataclass
+class Job:
+    """A prompt that is computed, chunk by chunk."""
+
+    prefill: Prefill
+    pages: list[int]
+    done: int = 0
+
+
+@dataclass(eq=False)
+class Forward:
+    """The event of a forward pass: rows [first, last) are there when it has happened, not before."""
+
+    incarnation: int
+    job: Job
+    first: int
+    last: int
+    happened: bool = False
+
+    def query(self) -> bool:
+        return self.happened
+
+
+class PrefillWorker(Worker):
+    """Computes prompts in its own pages, which it poisons as soon as it has them back."""
+
+    def make_memories(self, arena: Arena) -> list[Memory]:
+        page = (16, 4, 10)[int(self.name[-1]) % 3]
+        rows = Pool(arena, LAYERS, 1, 240 // page, page, ROW_BYTES)
+        keys = Pool(arena, GROUPS, 1, 240 // page, page, KEY_BYTES)
+        keys.allocator = rows.allocator  # a page of a host store has both
+        return [Memory(rows, keys)]
+
+    def begin(self) -> None:
+        super().begin()
+        self.machine = Sender(self.memories[0].store, scaled(SENDER_WAITS, PACE), write_limit=3.0, tomb_limit=20.0)
+        self.queue: deque[Prefill] = deque()
+        self.jobs: dict[tuple[str, Key], Job] = {}
+        self.tickets: list[tuple[str, Key, Ticket]] = []
+
+    @property
+    def memory(self) -> Memory:
+        return self.memories[0]
+
+    def step(self) -> None:
+        now = self.world.now
+        for entry in list(self.tickets):
+            state = self.transfer.poll(entry[2])
+            if state is not State.PENDING:
+                self.tickets.remove(entry)
+                self.machine.ended(*entry, state, now)
+        self.machine.tick(now)
+        self._act()
+        self._compute()
+        self._act()
+
+    def _act(self) -> None:
+        while actions := self.machine.take_actions():
+            for action in actions:
+                match action:
+                    case Send(peer, message):
+                        self.world.send(self, peer, message)
+                    case Submit(peer, key, writes, after):
+                        ticket = self.transfer.submit(peer, writes, after)
+                        self.machine.submitted(peer, key, ticket)
+                        self.tickets.append((peer, key, ticket))
+                    case Prefill():
+                        assert (action.peer, action.key) not in self.jobs, "computed twice at once"
+                        self.queue.append(action)
+                    case Drop(peer, key):
+                        self._drop(peer, key)
+
+    def _drop(self, peer: str, key: Key) -> None:
+        job = self.jobs.pop((peer, key), None)
+        if job is not None:
+            self.memory.keys.poison(job.pages)
+            self.memory.rows.release(job.pages)
+        else:
+            queued = [each for each in self.queue if (each.peer, each.key) == (peer, key)]
+            assert len(queued) == 1, "dropped what it does not have"
+            self.queue.remove(queued[0])
+
+    def _compute(self) -> None:
+        """One chunk of up to two requests; the rows appear a little after the sender heard of them."""
+        while self.queue and (pages := self._room(len(self.queue[0].token_ids))) is not None:
+            prefill = self.queue.popleft()
+            self.jobs[prefill.peer, prefill.key] = Job(prefill, pages)
+        for job in list(self.jobs.values())[:3]:
+            peer, key, total = job.prefill.peer, job.prefill.key, len(job.prefill.token_ids)
+            if job.done == total:
+                continue
+            if self.world.chance(self.world.trouble.not_computed):
+                self.machine.tell(NotComputed(peer, key, True, "bad luck"), self.world.now)
+                continue
+            first, job.done = job.done, min(total, job.done + self.world.random.randint(1, 16))
+            forward = Forward(self.incarnation, job, first, job.done)
+            self.machine.tell(Written(peer, key, first, job.done, tuple(job.pages), forward), self.world.now)
+            self.world.later(self.world.random.uniform(0, 0.03), partial(self._pass, forward))
+            if job.done == total:
+                self.machine.tell(Sampled(peer, key, job.prefill.token_ids[-1] + 1, None), self.world.now)
+
+    def _room(self, tokens: int) -> list[int] | None:
+        return self.memory.rows.allocator.allocate(pages_for(self.memory.rows.span, tokens))
+
+    def _pass(self, forward: "Forward") -> None:
+        """The forward pass has run: rows and index keys are in the job's pages, if it still has them."""
+        job = forward.job
+        if forward.incarnation != self.incarnation or not self.alive:
+            return
+        if self.jobs.get((job.prefill.peer, job.prefill.key)) is job:
+            for pool in (self.memory.rows, self.memory.keys):
+                for unit in range(len(pool.span.bases)):
+                    token_ids, width = job.prefill.token_ids, pool.span.row_bytes
+                    rows = content(token_ids, forward.first, forward.last, unit, width)
+                    pool.put(job.pages, unit, forward.first, rows)
+        forward.happened = True

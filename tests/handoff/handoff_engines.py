@@ -1,0 +1,384 @@
+"""Engines without a model, for tests of the agent: they write bytes that can be foretold, and compare what landed.
+
+Everything around them is real: agents, state machines, sockets, a transfer that moves the bytes.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotset.base.errors import EngineStopped
+from hotset.base.sampling import SamplingParams
+from hotset.handoff import outgoing, receiver
+from hotset.handoff.agent import HandoffAgent
+from hotset.handoff.course import scaled
+from hotset.handoff.liveness import Timing
+from hotset.handoff.messages import (
+    Ask,
+    Calm,
+    Drop,
+    Fetch,
+    GiveUp,
+    Hello,
+    Key,
+    Landed,
+    Lost,
+    Model,
+    NotComputed,
+    Prefill,
+    ReceiverFact,
+    Sampled,
+    Span,
+    Store,
+    Written,
+)
+from hotset.handoff.post import Post
+from hotset.handoff.receiver import Receiver
+from hotset.handoff.sender import Sender
+from hotset.transfer.api import Event, Measured, Region, State, Ticket, Transfer, Writes
+
+LAYERS, ROW_BYTES, GROUPS, KEY_BYTES = 2, 48, 1, 16
+POISON = 0xAB
+MODEL = Model("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
+QUICK = Timing(hello_again=0.1, ping_every=0.2, lost_after=1.5, poll_every=0.001)
+SCALE = 0.2  # of the state machines' own times
+SECONDS = 15.0
+
+Bytes = NDArray[np.uint8]
+
+
+def until(true: Callable[[], bool], seconds: float = SECONDS) -> bool:
+    """Waits for it; whether it came in time."""
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return true()
+
+
+def contents(token_ids: Sequence[int], units: int, width: int) -> Bytes:
+    """[units, positions, width]: what a model would have made of this prompt."""
+    tokens = np.asarray(token_ids, np.int64)
+    before = np.cumsum(tokens)[None, :, None]
+    unit = np.arange(units)[:, None, None]
+    return ((before * 7 + tokens[None, :, None] * 3 + unit * 31 + np.arange(width) * 11) % 251).astype(np.uint8)
+
+
+def first_token(token_ids: Sequence[int]) -> int:
+    return sum(token_ids) % 1009
+
+
+class Memory:
+    """Rows and index keys in pages, poisoned at first."""
+
+    def __init__(self, pages: int, page_rows: int, buffer: Bytes | None = None) -> None:
+        self.pages, self.page_rows = pages, page_rows
+        rows_bytes = LAYERS * pages * page_rows * ROW_BYTES
+        self.buffer = np.empty(self.nbytes(pages, page_rows), np.uint8) if buffer is None else buffer
+        self.buffer[:] = POISON
+        self.rows = self.buffer[:rows_bytes].reshape(LAYERS, pages, page_rows, ROW_BYTES)
+        self.keys = self.buffer[rows_bytes:].reshape(GROUPS, pages, page_rows, KEY_BYTES)
+
+    @staticmethod
+    def nbytes(pages: int, page_rows: int) -> int:
+        return pages * page_rows * (LAYERS * ROW_BYTES + GROUPS * KEY_BYTES)
+
+    @property
+    def region(self) -> Region:
+        return Region(self.buffer.ctypes.data, self.buffer.nbytes)
+
+    @property
+    def store(self) -> Store:
+        return Store(self._span(self.rows), self._span(self.keys))
+
+    def _span(self, units: Bytes) -> Span:
+        bases = tuple((unit.ctypes.data,) for unit in units)
+        width = units.shape[-1]
+        return Span(bases, self.page_rows * width, self.page_rows, self.page_rows, width)
+
+    def fill(self, pages: Sequence[int], token_ids: Sequence[int], first: int, last: int) -> None:
+        """Computes positions [first, last)."""
+        where = np.arange(first, last)
+        page, row = np.asarray(pages)[where // self.page_rows], where % self.page_rows
+        self.rows[:, page, row] = contents(token_ids, LAYERS, ROW_BYTES)[:, first:last]
+        self.keys[:, page, row] = contents(token_ids, GROUPS, KEY_BYTES)[:, first:last]
+
+    def holds(self, row_pages: Sequence[int], key_pages: Sequence[int], token_ids: Sequence[int]) -> bool:
+        where = np.arange(len(token_ids))
+        row = where % self.page_rows
+        rows = self.rows[:, np.asarray(row_pages)[where // self.page_rows], row]
+        keys = self.keys[:, np.asarray(key_pages)[where // self.page_rows], row]
+        sound = np.array_equal(rows, contents(token_ids, LAYERS, ROW_BYTES))
+        return sound and np.array_equal(keys, contents(token_ids, GROUPS, KEY_BYTES))
+
+
+class _Engine:
+    """What both have in common: an agent, memory, and a thread that obeys facts."""
+
+    def __init__(
+        self,
+        machine: Receiver | Sender,
+        memory: Memory,
+        post: Post,
+        transfer: Transfer,
+        timing: Timing = QUICK,
+        model: Model = MODEL,
+    ) -> None:
+        self.machine, self.memory, self.transfer = machine, memory, transfer
+        transfer.register(memory.region)
+        hello = Hello(post.address, model, {"host": memory.store}, transfer.name, transfer.describe())
+        self.address = post.address
+        self._news = threading.Event()
+        self.agent = HandoffAgent(machine, hello, post, transfer, wake=self._news.set, timing=timing)
+        self.died: BaseException | None = None
+        self._closing = self._stopped = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.agent.start()
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                self._news.wait()
+                self._news.clear()
+                for fact in self.agent.facts():
+                    self.obey(fact)
+        except EngineStopped as error:
+            self.died = None if self._closing else error
+        except BaseException as error:
+            self.died = error
+
+    def obey(self, fact: Any) -> None:
+        raise NotImplementedError
+
+    def stands_in(self, *phases: str) -> bool:
+        """Whether these, and no others, are the phases of its handoffs."""
+        with self.agent._turn:
+            return sorted(phase.value for phase in self.machine.phases().values()) == sorted(phases)
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        self._closing = True
+        self.agent.close(drain_seconds)
+        self._stopped = True
+        self._news.set()
+        self._thread.join(SECONDS)
+        self.transfer.close()
+
+
+class DecodeEngine(_Engine):
+    def __init__(self, memory: Memory, post: Post, transfer: Transfer, *, scale: float = SCALE, **rest: Any) -> None:
+        self.free_rows = list(range(memory.pages))
+        self.free_keys = list(reversed(range(memory.pages)))
+        self.quarantined: set[Key] = set()
+        self.facts: dict[Key, list[ReceiverFact]] = {}
+        self._asks: dict[Key, Ask] = {}
+        self._lock = threading.Lock()
+        super().__init__(Receiver(scaled(receiver.WAITS, scale)), memory, post, transfer, **rest)
+
+    def fetch(self, peer: str, token_ids: Sequence[int], name: str, attempt: int = 0) -> Key:
+        key, count = Key(name, attempt), -(-len(token_ids) // self.memory.page_rows)
+        with self._lock:
+            rows, self.free_rows = self.free_rows[:count], self.free_rows[count:]
+            keys, self.free_keys = self.free_keys[:count], self.free_keys[count:]
+            assert len(rows) == len(keys) == count, "the test asks for more pages than there are"
+        for page in rows:
+            self.memory.rows[:, page] = POISON
+        for page in keys:
+            self.memory.keys[:, page] = POISON
+        ask = Ask(key, tuple(token_ids), SamplingParams(), "host", tuple(rows), tuple(keys), (2,))
+        self._asks[key] = ask
+        self.facts[key] = []
+        self.agent.put(Fetch(peer, ask))
+        return key
+
+    def give_up(self, key: Key) -> None:
+        self.agent.put(GiveUp(key))
+
+    def obey(self, fact: ReceiverFact) -> None:
+        ask = self._asks[fact.key]
+        match fact:
+            case Landed(key, token_id):
+                assert not self.facts[key], f"{fact} after {self.facts[key]}"
+                assert self.memory.holds(ask.row_pages, ask.key_pages, ask.token_ids), f"wrong bytes landed for {key}"
+                assert token_id == first_token(ask.token_ids)
+                self._give_back(ask)
+            case Lost(key, quiesced):
+                assert not self.facts[key], f"{fact} after {self.facts[key]}"
+                if quiesced:
+                    self._give_back(ask)
+                else:
+                    self.quarantined.add(key)
+            case Calm(key):
+                self.quarantined.remove(key)
+                self._give_back(ask)
+        self.facts[fact.key].append(fact)
+
+    def _give_back(self, ask: Ask) -> None:
+        with self._lock:
+            self.free_rows += ask.row_pages
+            self.free_keys += ask.key_pages
+
+    def ended(self, key: Key, seconds: float = SECONDS) -> ReceiverFact:
+        """The handoff's terminal fact."""
+        assert until(lambda: bool(self.facts[key]) or self.died is not None, seconds), f"{key} is stuck"
+        assert self.died is None, self.died
+        return self.facts[key][0]
+
+    def audit(self) -> None:
+        """Every page is free or quarantined, once."""
+        self.agent.audit()
+        assert self.died is None, self.died
+        for free, quarantined in (
+            (self.free_rows, [page for key in self.quarantined for page in self._asks[key].row_pages]),
+            (self.free_keys, [page for key in self.quarantined for page in self._asks[key].key_pages]),
+        ):
+            assert sorted([*free, *quarantined]) == list(range(self.memory.pages))
+
+
+class _Later:
+    """What a GPU's event is: the bytes are there when it says so, and not before."""
+
+    def __init__(self, seconds: float, act: Callable[[], None]) -> None:
+        self._happened = False
+        self._act = act
+        threading.Timer(seconds, self._happen).start()
+
+    def _happen(self) -> None:
+        self._act()
+        self._happened = True
+
+    def query(self) -> bool:
+        return self._happened
+
+
+class PrefillEngine(_Engine):
+    """Computes in chunks. `hold` stops it before a stage of every prompt: 'compute', 'second chunk' or 'sample'."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        post: Post,
+        transfer: Transfer,
+        *,
+        scale: float = SCALE,
+        chunk: int = 24,
+        hold: str = "",
+        refuse: str = "",
+        event_s: float = 0.0,
+        report: Callable[[str], None] = lambda stage: None,
+        **rest: Any,
+    ) -> None:
+        self._chunk, self._hold, self._refuse, self._event_s, self._report = chunk, hold, refuse, event_s, report
+        self.free = list(range(memory.pages))
+        self.held: dict[tuple[str, Key], list[int]] = {}
+        self.computed: list[Key] = []
+        machine = Sender(memory.store, scaled(outgoing.WAITS, scale), write_limit=40.0 * scale)
+        super().__init__(machine, memory, post, transfer, **rest)
+
+    def obey(self, fact: Any) -> None:
+        match fact:
+            case Prefill():
+                self.computed.append(fact.key)
+                self._compute(fact)
+            case Drop(peer, key):
+                self.free += self.held.pop((peer, key))
+
+    def _compute(self, prompt: Prefill) -> None:
+        peer, key, token_ids = prompt.peer, prompt.key, prompt.token_ids
+        count = -(-len(token_ids) // self.memory.page_rows)
+        pages, self.free = self.free[-count:], self.free[:-count]
+        assert len(pages) == count, "the test asks for more pages than there are"
+        self.held[peer, key] = pages
+        if self._refuse:
+            self.agent.put(NotComputed(peer, key, False, self._refuse))
+            return
+        for first in range(0, len(token_ids), self._chunk):
+            if self._stops("compute" if first == 0 else "second chunk"):
+                return
+            last = min(first + self._chunk, len(token_ids))
+            after = self._computed(pages, token_ids, first, last)
+            self.agent.put(Written(peer, key, first, last, tuple(pages), after))
+        if not self._stops("sample"):
+            alternatives = {5: (-0.5, 1)}
+            self.agent.put(Sampled(peer, key, first_token(token_ids), alternatives))
+
+    def _computed(self, pages: list[int], token_ids: Sequence[int], first: int, last: int) -> Event | None:
+        if not self._event_s:
+            self.memory.fill(pages, token_ids, first, last)
+            return None
+        return _Later(self._event_s, lambda: self.memory.fill(pages, token_ids, first, last))
+
+    def _stops(self, stage: str) -> bool:
+        self._report(stage)
+        return self._hold == stage
+
+    def audit(self) -> None:
+        self.agent.audit()
+        assert self.died is None, self.died
+        held = [page for pages in self.held.values() for page in pages]
+        assert sorted([*self.free, *held]) == list(range(self.memory.pages))
+
+
+class FileTransfer:
+    """A transfer between processes on one machine: memory is a file that everybody maps. Writes at once, but says so
+    only when `go` is set."""
+
+    name = "file"
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._region: Region | None = None
+        self._peers: dict[str, tuple[int, Bytes]] = {}
+        self._numbers = 0
+        self._written = 0
+        self.go = threading.Event()
+        self.go.set()
+
+    @staticmethod
+    def memory(path: Path, pages: int, page_rows: int) -> Memory:
+        return Memory(pages, page_rows, np.memmap(path, np.uint8, "w+", shape=(Memory.nbytes(pages, page_rows),)))
+
+    def register(self, region: Region) -> None:
+        self._region = region
+
+    def describe(self) -> bytes:
+        assert self._region is not None
+        return json.dumps([str(self._path), self._region.address]).encode()
+
+    def connect(self, name: str, description: bytes) -> None:
+        path, address = json.loads(description)
+        self._peers[name] = (address, np.memmap(path, np.uint8, "r+"))
+
+    def forget(self, name: str) -> None:
+        self._peers.pop(name, None)
+
+    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> Ticket:
+        assert after is None and self._region is not None
+        self._numbers += 1
+        if peer not in self._peers:
+            return Ticket(self._numbers, 0, State.FAILED_QUIESCED)
+        base, target = self._peers[peer]
+        source = np.memmap(self._path, np.uint8, "r")
+        for here, there, nbytes in writes.tolist():
+            at = here - self._region.address
+            target[there - base : there - base + nbytes] = source[at : at + nbytes]
+            self._written += nbytes
+        return Ticket(self._numbers, 0, State.DONE)
+
+    def poll(self, ticket: Ticket) -> State:
+        state: State = ticket.handle
+        return state if self.go.is_set() else State.PENDING
+
+    def transport(self) -> str:
+        return "a file"
+
+    def measured(self) -> Measured:
+        return Measured(self._written, 0.0)
+
+    def close(self) -> None:
+        self._peers.clear()

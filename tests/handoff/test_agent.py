@@ -1,0 +1,322 @@
+"""Agents with real sockets, real state machines and bytes that really move."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import get_args
+
+import msgspec
+import pytest
+import zmq
+from handoff_engines import MODEL, QUICK, Memory, until
+from handoff_world import Clock, Dictated, FaultyPost, World, prompt, worlds
+
+from hotset.base.errors import EngineStopped, MissingDependency
+from hotset.base.sampling import SamplingParams
+from hotset.handoff.agent import HandoffAgent, open_channel
+from hotset.handoff.channel import Channel
+from hotset.handoff.messages import PROTOCOL, Ask, Fetch, Hello, Key, Landed, Lost, Message, Refused, Welcome
+from hotset.handoff.post import Arrival
+from hotset.handoff.receiver import Receiver
+from hotset.handoff.wire import MARK, PLAIN
+from hotset.transfer.api import State, Ticket
+from hotset.transfer.loopback import Fate, Faults, Hub, Loopback
+
+SECRET = "a secret that peers share"
+LENGTHS = (1, 7, 8, 16, 17, 24, 25, 63, 100)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with worlds() as made:
+        yield made
+
+
+def test_prompts_of_many_lengths_land_byte_for_byte(world: World) -> None:
+    decode, prefill = world.decode(), world.prefill(event_s=0.1)
+    keys = [decode.fetch(prefill.address, prompt(length, length), f"r{length}") for length in LENGTHS]
+    assert [type(decode.ended(key)) for key in keys] == [Landed] * len(LENGTHS)
+    assert decode.facts[keys[0]] == [Landed(keys[0], sum(prompt(1, 1)) % 1009, {5: (-0.5, 1)})]
+    assert until(world.settled)
+    world.audit()
+    landed, written = decode.agent.stats(), prefill.agent.stats()
+    assert landed.outcomes["landed"] == written.outcomes["done"] == len(LENGTHS)
+    assert landed.nbytes == written.nbytes == sum(LENGTHS) * (2 * 48 + 16)
+    assert written.measured is not None and written.measured.gb_per_s > 0
+    assert landed.seconds["landing"] > 0 and written.seconds["writing"] > 0
+    assert not landed.dropped and not written.dropped
+
+
+def test_two_decode_and_two_prefill_workers_serve_each_other_at_once(world: World) -> None:
+    decodes, prefills = [world.decode(), world.decode()], [world.prefill(), world.prefill()]
+    keys = [
+        (decode, decode.fetch(prefills[number % 2].address, prompt(20 + number, number), f"r{number}"))
+        for number in range(8)
+        for decode in decodes
+    ]
+    assert all(isinstance(decode.ended(key), Landed) for decode, key in keys)
+    assert until(world.settled)
+    world.audit()
+
+
+def test_an_idle_agent_neither_polls_nor_pings(world: World) -> None:
+    posts = [FaultyPost(Channel("127.0.0.1:0")) for _ in range(2)]
+    decode, prefill = world.decode(posts[0]), world.prefill(posts[1])
+    assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(40), "r")), Landed)
+    assert until(world.settled)
+    time.sleep(0.3)
+    said = [len(post.sent) for post in posts]
+    assert all(engine.agent._pause() > 1.0 for engine in world.engines)
+    time.sleep(0.3)
+    assert [len(post.sent) for post in posts] == said
+
+
+GIVEN_UP, NOT_COMPUTED, MISMATCHED = "given up", "not computed", "mismatched"
+KINDS = {
+    **dict.fromkeys(("Hello", "Welcome", "Ask", "Accepted", "Go", "Progress", "Done", "Received"), ""),
+    **dict.fromkeys(("Ping", "Pong"), ""),
+    **dict.fromkeys(("Cancel", "Stopped"), GIVEN_UP),
+    "Failed": NOT_COMPUTED,
+    "Refused": MISMATCHED,
+}
+FAULTS: dict[str, Callable[[FaultyPost, str], None]] = {
+    "lost": lambda post, kind: post.lose.update({kind: 2}),
+    "twice": lambda post, kind: post.twice.add(kind),
+    "late": lambda post, kind: post.late.update({kind: 0.15}),
+    "all of it": lambda post, kind: (post.lose.update({kind: 1}), post.twice.add(kind), post.late.update({kind: 0.1}))[
+        2
+    ],
+}
+
+
+def test_these_tests_know_every_kind_of_message() -> None:
+    assert set(KINDS) == {kind.__name__ for kind in get_args(Message)}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_control_message_is_needed_more_than_its_repetition(world: World, kind: str, fault: str) -> None:
+    posts = [FaultyPost(Channel("127.0.0.1:0"), seed) for seed in range(2)]
+    for post in posts:
+        FAULTS[fault](post, kind)
+    how = KINDS[kind]
+    hold = "second chunk" if how == GIVEN_UP else ""
+    model = replace(MODEL, layers=3) if how == MISMATCHED else MODEL
+    decode = world.decode(posts[0])
+    prefill = world.prefill(posts[1], hold=hold, refuse="too long" if how == NOT_COMPUTED else "", model=model)
+    keys = [decode.fetch(prefill.address, prompt(30 + number, number), f"r{number}") for number in range(3)]
+    if how == GIVEN_UP:
+        assert until(lambda: len(prefill.computed) == 3 and posts[1].sent.count("Progress") >= 3)
+        for key in keys:
+            decode.give_up(key)
+    ends = [decode.ended(key) for key in keys]
+    if not how:
+        assert all(isinstance(end, Landed) for end in ends), ends
+        assert len(set(prefill.computed)) == len(prefill.computed), "a prompt was computed twice"
+    else:
+        reason = {GIVEN_UP: "given up", NOT_COMPUTED: "too long", MISMATCHED: "layers differs"}[how]
+        assert all(isinstance(end, Lost) and end.quiesced and reason in end.reason for end in ends), ends
+    assert until(world.settled)
+    assert not decode.quarantined
+    world.audit()
+
+
+STAGES = ["introduced", "compute", "second chunk", "sample", "landed"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_request_given_up_at_any_stage_ends_once_and_leaves_nothing(world: World, stage: str) -> None:
+    decode, prefill = world.decode(), world.prefill(hold=stage if stage in STAGES[1:4] else "")
+    address = prefill.address if stage != "introduced" else "127.0.0.1:1"
+    key = decode.fetch(address, prompt(60), "r")
+    if stage == "landed":
+        assert isinstance(decode.ended(key), Landed)
+    elif stage != "introduced":
+        assert until(lambda: decode.agent.stats().seconds["asking"] > 0)  # it lands
+    decode.give_up(key)
+    end = decode.ended(key)
+    assert isinstance(end, Landed) if stage == "landed" else end == Lost(key, True, False, "given up")
+    assert until(world.settled)
+    assert decode.facts[key] == [end]
+    world.audit()
+
+
+@pytest.mark.parametrize("fate", [Fate.CUT, Fate.LOST, Fate.SILENT, Fate.LATE])
+def test_a_failed_write_harms_its_own_request_only(world: World, fate: Fate) -> None:
+    decode, prefill = world.decode(), world.prefill()
+    prefill.transfer._deadline_s = 0.5
+    assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(10), "before")), Landed)
+    world.hub.faults = Faults(late_s=(0.1, 0.2))
+    world.hub.fates.append(fate)
+    unlucky = decode.fetch(prefill.address, prompt(60, 1), "unlucky")
+    assert until(lambda: not world.hub.fates)
+    others = [decode.fetch(prefill.address, prompt(60, 2 + number), f"r{number}") for number in range(3)]
+    end = decode.ended(unlucky)
+    assert isinstance(end, Lost) and end.quiesced == (fate is Fate.CUT) and end.retry, end
+    assert all(isinstance(decode.ended(key), Landed) for key in others)
+    assert decode.quarantined == (set() if fate is Fate.CUT else {unlucky})
+    assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(60, 1), "unlucky", attempt=1)), Landed)
+    assert until(world.settled)
+    world.audit()
+
+
+def test_many_handoffs_under_many_faults_all_end_and_all_bytes_are_right(world: World) -> None:
+    posts = [FaultyPost(Channel("127.0.0.1:0"), seed) for seed in range(3)]
+    for post in posts:
+        post.late = dict.fromkeys(KINDS, 0.03)
+        post.twice = {"Ask", "Go", "Done", "Cancel", "Progress"}
+        post.lose = dict.fromkeys(KINDS, 3)
+    world.hub.faults = Faults(cut=0.03, lost=0.01, late=0.01, reorder=0.3, duplicate=0.3, delay_s=(0.0, 0.01))
+    decode, prefills = world.decode(posts[0], pages=256), [world.prefill(posts[1]), world.prefill(posts[2])]
+    outcomes: dict[str, int] = {}
+    for turn in range(6):
+        keys = [
+            decode.fetch(prefills[number % 2].address, prompt(5 + 7 * number, turn), f"r{turn}.{number}")
+            for number in range(8)
+        ]
+        decode.give_up(keys[turn % 8])
+        for key in keys:
+            end = type(decode.ended(key)).__name__
+            outcomes[end] = outcomes.get(end, 0) + 1
+    assert until(world.settled)
+    world.audit()
+    assert outcomes["Landed"] > 20, outcomes
+
+
+def test_of_two_handoffs_with_one_id_one_lands(world: World) -> None:
+    decode, prefill = world.decode(), world.prefill()
+    key = decode.fetch(prefill.address, prompt(30), "same")
+    decode.agent.put(Fetch(prefill.address, decode._asks[key]))
+    assert isinstance(decode.ended(key), Landed)
+    assert until(world.settled)
+    assert len(decode.facts[key]) == 1 and prefill.computed == [key]
+    world.audit()
+
+
+def test_a_later_attempt_takes_the_place_of_an_earlier_one(world: World) -> None:
+    decode, prefill = world.decode(), world.prefill(hold="sample")
+    first = decode.fetch(prefill.address, prompt(30), "same")
+    assert until(lambda: prefill.computed == [first])
+    prefill._hold = ""
+    second = decode.fetch(prefill.address, prompt(30), "same", attempt=1)
+    assert isinstance(decode.ended(second), Landed)
+    assert decode.ended(first) == Lost(first, True, False, "given up")
+    assert until(world.settled)
+    world.audit()
+
+
+def test_two_decode_workers_may_use_the_same_id(world: World) -> None:
+    decodes, prefill = [world.decode(), world.decode()], world.prefill()
+    keys = [decode.fetch(prefill.address, prompt(30, seed), "same") for seed, decode in enumerate(decodes)]
+    assert all(isinstance(decode.ended(key), Landed) for decode, key in zip(decodes, keys, strict=True))
+
+
+def test_garbage_on_the_control_port_disturbs_no_handoff(world: World) -> None:
+    decode, prefill = world.decode(), world.prefill()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(f"tcp://{prefill.address}")
+        keys = []
+        for number in range(10):
+            for junk in (b"", b"junk" * 100, MARK + PLAIN, MARK + PLAIN + bytes(range(256))):
+                dealer.send(junk)
+            keys.append(decode.fetch(prefill.address, prompt(20, number), f"r{number}"))
+        assert all(isinstance(decode.ended(key), Landed) for key in keys)
+        assert until(lambda: prefill.agent.stats().dropped.get("garbage") == 40)
+
+
+def test_a_peer_with_another_secret_is_never_served(world: World) -> None:
+    decode = world.decode(Channel("127.0.0.1:0", secret="another secret, also long"))
+    prefill = world.prefill(Channel("127.0.0.1:0", secret=SECRET))
+    key = decode.fetch(prefill.address, prompt(20), "r")
+    end = decode.ended(key)
+    assert isinstance(end, Lost) and end.quiesced and "not been heard" in end.reason
+    assert prefill.agent.stats().dropped["garbage"] > 0 and not prefill.computed
+
+
+def test_mismatched_models_are_refused_with_both_sides_values(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    decode, prefill = world.decode(), world.prefill(model=replace(MODEL, row="40 bytes"))
+    end = decode.ended(decode.fetch(prefill.address, prompt(20), "r"))
+    assert isinstance(end, Lost) and end.quiesced and not end.retry
+    assert "refused" in end.reason and "'48 bytes'" in end.reason and "'40 bytes'" in end.reason
+    assert caplog.text.count(f"refused {decode.address}: the model's row differs") == 1, "the other log knows too"
+    assert not prefill.computed
+
+
+def test_a_decode_worker_judges_for_itself_whether_a_prefill_worker_fits() -> None:
+    post, peer = Dictated(), "127.0.0.1:2"
+    hello = Hello(post.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
+    agent = HandoffAgent(Receiver(), hello, post, Loopback(Hub()), wake=lambda: None, clock=Clock())
+    key = Key("r", 0)
+    agent.put(Fetch(peer, Ask(key, (1, 2, 3), SamplingParams(), "host", (0,), (0,))))
+    agent._work()
+    post.coming = [Arrival(peer, Welcome(replace(hello, control=peer, model=replace(MODEL, weights="11"))))]
+    agent._work()
+    (end,) = agent.facts()
+    assert isinstance(end, Lost) and end.quiesced and "'00' here, '11' there" in end.reason
+    assert not any(isinstance(message, Ask) for message in post.said)
+
+
+def test_another_version_of_the_protocol_is_refused_with_both_versions(world: World) -> None:
+    prefill, later = world.prefill(), Channel("127.0.0.1:0")
+    try:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(f"tcp://{prefill.address}")
+            envelope = (PROTOCOL + 1, later.address, later.incarnation, "", "Hello", {"all": "new"})
+            dealer.send(MARK + PLAIN + msgspec.msgpack.encode(envelope))
+            later.wait(5.0)
+            reason = f"protocol version {PROTOCOL} here, {PROTOCOL + 1} there"
+            assert later.receive() == [Arrival(prefill.address, Refused(reason))]
+    finally:
+        later.close(0.0)
+
+
+def test_a_decode_worker_that_is_asked_for_a_prompt_refuses(world: World) -> None:
+    decode, other = world.decode(), world.decode()
+    end = decode.ended(decode.fetch(other.address, prompt(20), "r"))
+    assert isinstance(end, Lost) and not end.retry and "is a decode worker" in end.reason
+
+
+class Counting(Loopback):
+    polls = 0
+
+    def poll(self, ticket: Ticket) -> State:
+        self.polls += 1
+        return super().poll(ticket)
+
+
+def test_writes_under_way_are_looked_at_now_and_then_not_all_the_time(world: World) -> None:
+    transfer = Counting(world.hub)
+    decode = world.decode()
+    prefill = world.prefill(transfer=transfer, event_s=0.5, timing=replace(QUICK, poll_every=0.05))
+    assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "r")), Landed)
+    assert 3 < transfer.polls < 40
+
+
+class BrokenReceiver(Receiver):
+    def tick(self, now: float) -> None:
+        raise ZeroDivisionError("a bug")
+
+
+def test_an_agent_that_dies_says_so_to_its_engine() -> None:
+    woken = threading.Event()
+    post = Channel("127.0.0.1:0")
+    hello = Hello(post.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
+    agent = HandoffAgent(BrokenReceiver(), hello, post, None, wake=woken.set)  # type: ignore[arg-type]
+    agent.start()
+    assert woken.wait(10.0)
+    for call in (agent.facts, lambda: agent.put(None)):  # type: ignore[arg-type]
+        with pytest.raises(EngineStopped, match="a bug") as failure:
+            call()
+        assert isinstance(failure.value.__cause__, ZeroDivisionError)
+    agent.close(0.0)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "hotset.handoff.channel")
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(MissingDependency, match=r"zmq.*pip install 'hotset\[transfer\]'"):
+        open_channel("127.0.0.1:0")

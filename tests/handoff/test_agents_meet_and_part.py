@@ -1,0 +1,210 @@
+"""Agents meet and part: introductions, connections that hang, and what is said at the end."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from handoff_engines import MODEL, QUICK, Memory, until
+from handoff_world import Clock, Dictated, FaultyPost, World, prompt, worlds
+
+from hotset.base.errors import EngineStopped, TransferError
+from hotset.handoff.agent import HandoffAgent
+from hotset.handoff.channel import Channel
+from hotset.handoff.liveness import Timing
+from hotset.handoff.messages import Hello, Landed, Lost, Refused
+from hotset.handoff.post import Arrival
+from hotset.handoff.prefill_side import CONNECTING, MOST_HUNG, STOPPING, PrefillSide
+from hotset.handoff.sender import Sender
+from hotset.transfer.loopback import Hub, Loopback
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with worlds() as made:
+        yield made
+
+
+def test_a_peer_whose_memory_cannot_be_reached_is_told_so(world: World) -> None:
+    prefill, elsewhere = world.prefill(), World()
+    try:
+        decode = elsewhere.decode()
+        end = decode.ended(decode.fetch(prefill.address, prompt(20), "r"))
+        assert isinstance(end, Lost) and end.quiesced and "memory cannot be reached" in end.reason
+    finally:
+        decode.close()
+        elsewhere.hub.close()
+
+
+class SlowToConnect(Loopback):
+    """Connecting takes until the test says so, to all but the first peer."""
+
+    go: threading.Event
+    slow: str = ""
+
+    def connect(self, name: str, description: bytes) -> None:
+        if name == self.slow:
+            self.go.wait(10.0)
+            raise TransferError("it never came up")
+        super().connect(name, description)
+
+
+def test_a_peer_that_is_slow_to_connect_delays_no_other(world: World) -> None:
+    timing = replace(QUICK, introduced_within=2 * QUICK.lost_after)
+    decodes = [world.decode(timing=timing), world.decode(timing=timing)]
+    transfer = SlowToConnect(world.hub)
+    transfer.go, transfer.slow = threading.Event(), decodes[0].address
+    prefill = world.prefill(transfer=transfer, timing=timing)
+    waiting = decodes[0].fetch(prefill.address, prompt(20), "waits")
+    began = time.monotonic()
+    assert isinstance(decodes[1].ended(decodes[1].fetch(prefill.address, prompt(20), "r")), Landed)
+    assert time.monotonic() - began < 1.5 and not decodes[0].facts[waiting]
+    time.sleep(1.15 * QUICK.lost_after - (time.monotonic() - began))
+    assert not decodes[0].facts[waiting]  # it pings meanwhile, so it is not taken for lost
+    end = decodes[0].ended(waiting, seconds=5.0)  # and yet it is not waited for without end
+    assert isinstance(end, Lost) and end.quiesced and end.retry and "not let us in" in end.reason
+    assert until(lambda: not prefill.agent._side._connecting)
+    transfer.slow = ""
+    again = decodes[0].fetch(prefill.address, prompt(20), "waits", attempt=1)
+    assert isinstance(decodes[0].ended(again), Landed)
+    transfer.go.set()
+
+
+class Hanging(Loopback):
+    """Connecting does not end until the test says so."""
+
+    go: threading.Event
+
+    def connect(self, name: str, description: bytes) -> None:
+        self.go.wait(30.0)
+        raise TransferError("it never came up")
+
+
+def test_connections_that_hang_bar_nobody_else_for_good() -> None:
+    post, clock, transfer = Dictated(), Clock(), Hanging(Hub())
+    transfer.go = threading.Event()
+    store = Memory(4, 8).store
+    hello = Hello(post.address, MODEL, {"host": store}, "loopback", b"")
+    agent = HandoffAgent(Sender(store), hello, post, transfer, wake=lambda: None, clock=clock)
+    side = agent._side
+    assert isinstance(side, PrefillSide)
+    peers = [f"127.0.0.1:{9000 + number}" for number in range(CONNECTING + 1)]
+
+    def say_hello(peer: str) -> None:
+        post.coming = [Arrival(peer, replace(hello, control=peer))]
+        agent._work()
+
+    for peer in peers:
+        say_hello(peer)
+    assert [*side._connecting] == peers[:CONNECTING]
+    clock.now = Timing().introduced_within
+    say_hello(peers[-1])
+    say_hello(peers[-1])
+    assert [*side._connecting] == peers[-1:]
+    for number in range(MOST_HUNG):
+        clock.now += Timing().introduced_within
+        agent._work()
+        say_hello(peers[number % 2])
+    assert side._unended == MOST_HUNG and isinstance(post.said[-1], Refused) and "hang" in post.said[-1].reason
+    transfer.go.set()
+    assert until(lambda: agent._inbox.qsize() == MOST_HUNG)
+    agent._work()
+    assert not side._unended and not side._connecting
+
+
+def test_a_peer_that_was_idle_for_long_is_asked_who_it_is_before_anything_is_sent(world: World) -> None:
+    post = FaultyPost(Channel("127.0.0.1:0"))
+    decode, prefill = world.decode(post), world.prefill()
+    assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "a")), Landed)
+    assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "b")), Landed)
+    assert post.sent.count("Hello") == 1
+    time.sleep(1.2 * QUICK.lost_after)
+    assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "c")), Landed)
+    assert post.sent.count("Hello") == 2
+
+
+def test_a_prefill_worker_that_has_forgotten_us_is_introduced_to_again(world: World) -> None:
+    decode, prefill = world.decode(), world.prefill()
+    assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "a")), Landed)
+    with prefill.agent._turn:
+        prefill.agent._side.lost(decode.address, "as if it had been silent", time.monotonic())
+    lost = decode.ended(decode.fetch(prefill.address, prompt(20), "b"))
+    assert isinstance(lost, Lost) and lost.quiesced and "say Hello first" in lost.reason
+    assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "b", attempt=1)), Landed)
+    world.audit()
+
+
+def test_a_decode_worker_that_closes_gives_up_what_is_open_and_says_so(world: World) -> None:
+    decode, prefill = world.decode(), world.prefill(hold="sample")
+    keys = [decode.fetch(prefill.address, prompt(60, number), f"r{number}") for number in range(3)]
+    assert until(lambda: len(prefill.computed) == 3)
+    began = time.monotonic()
+    decode.agent.close(5.0)
+    assert time.monotonic() - began < 4.0
+    assert [decode.ended(key) for key in keys] == [Lost(key, True, False, "given up") for key in keys]
+    assert until(lambda: not prefill.held)
+    with pytest.raises(EngineStopped, match="closed"):
+        decode.give_up(keys[0])
+    decode.agent.close(5.0)
+
+
+def test_a_prefill_worker_that_closes_finishes_what_it_began_and_begins_nothing(world: World) -> None:
+    decode, prefill = world.decode(), world.prefill(event_s=0.3)
+    key = decode.fetch(prefill.address, prompt(60), "r")
+    assert until(lambda: prefill.computed == [key])  # before its rows were told
+    closing = threading.Thread(target=prefill.agent.close, args=(5.0,))
+    closing.start()
+    assert until(lambda: prefill.agent._closing)
+    late = decode.fetch(prefill.address, prompt(20), "late")
+    assert isinstance(decode.ended(key), Landed)
+    end = decode.ended(late)
+    assert isinstance(end, Lost) and end.quiesced and "stopping" in end.reason
+    closing.join(10.0)
+    assert not closing.is_alive() and not prefill.held
+
+
+@pytest.mark.parametrize("drain_seconds", [0.0, 0.3])
+def test_a_prefill_worker_that_closes_tells_peers_of_what_it_cannot_finish(world: World, drain_seconds: float) -> None:
+    decode, prefill = world.decode(), world.prefill(hold="sample")
+    keys = [decode.fetch(prefill.address, prompt(60, number), f"r{number}") for number in range(3)]
+    landed = 3 * 60 * (2 * 48 + 16)  # all rows, so that only the first token is missing
+    assert until(lambda: prefill.agent.stats().nbytes == landed and not prefill.agent._side.polls)
+    prefill.agent.close(drain_seconds)
+    assert [decode.ended(key) for key in keys] == [Lost(key, True, False, STOPPING) for key in keys]
+    assert until(lambda: not decode.agent.stats().open) and not decode.quarantined
+    decode.audit()
+
+
+def test_a_write_under_way_at_the_end_of_a_drain_ends_before_its_peer_is_told(world: World) -> None:
+    decode, prefill = world.decode(), world.prefill(hold="sample", event_s=0.7)
+    key = decode.fetch(prefill.address, prompt(20), "r")
+    assert until(lambda: prefill.agent._side.polls)
+    prefill.agent.close(0.6)  # and as long again for a farewell
+    assert decode.ended(key) == Lost(key, True, False, STOPPING)
+    assert not prefill.agent._side.polls, "told before its last write had ended"
+
+
+def test_a_drain_is_cut_short_by_somebody_who_will_not_wait(world: World) -> None:
+    decode, prefill = world.decode(), world.prefill(hold="sample")
+    key = decode.fetch(prefill.address, prompt(20), "r")
+    assert until(lambda: bool(prefill.computed))
+    closing = threading.Thread(target=prefill.agent.close, args=(60.0,))
+    closing.start()
+    assert until(lambda: prefill.agent._closing) and not decode.facts[key]
+    prefill.agent.close(0.0)
+    closing.join(5.0)
+    assert not closing.is_alive() and isinstance(decode.ended(key), Lost)
+
+
+def test_closing_is_bounded_where_a_peer_says_nothing(world: World) -> None:
+    post = FaultyPost(Channel("127.0.0.1:0"))
+    post.lose = {"Failed": 100}  # it leaves without a word
+    decode = world.decode(timing=replace(QUICK, lost_after=60.0), scale=10.0)
+    prefill = world.prefill(post, hold="sample")
+    decode.fetch(prefill.address, prompt(60), "r")
+    assert until(lambda: len(prefill.computed) == 1)
+    prefill.close()
+    began = time.monotonic()
+    decode.agent.close(0.5)
+    assert 0.4 < time.monotonic() - began < 3.0

@@ -1,0 +1,310 @@
+"""Control messages over real sockets: who is heard, who is not, and that nothing on the port does harm."""
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import zmq
+
+from hotset.base.errors import ConfigError, StartupError
+from hotset.base.sampling import SamplingParams
+from hotset.handoff.channel import AT_ONCE, PEERS_KEPT, QUEUED, Channel
+from hotset.handoff.messages import PROTOCOL, Accepted, Ask, Key, Ping, Pong, Refused
+from hotset.handoff.post import Arrival, Foreign, Letter, PostEvent, Restarted
+from hotset.handoff.wire import MARK, MAX_BYTES, PLAIN, Wire
+
+SECRET = "a secret that peers share"
+KEY = Key("r", 0)
+SECONDS = 10.0
+
+
+@contextmanager
+def channels(*secrets: str | None, bind: str = "127.0.0.1:0") -> Iterator[list[Channel]]:
+    opened: list[Channel] = []
+    try:
+        opened.extend(Channel(bind, secret=secret) for secret in secrets)
+        yield opened
+    finally:
+        for each in opened:
+            each.close(0.0)
+
+
+def received(channel: Channel, count: int, seconds: float = SECONDS) -> list[PostEvent]:
+    """The next `count` events, or those that came in time."""
+    events: list[PostEvent] = []
+    deadline = time.monotonic() + seconds
+    while len(events) < count and time.monotonic() < deadline:
+        channel.wait(0.05)
+        events += channel.receive()
+    return events
+
+
+def becomes(channel: Channel, wanted: Callable[[], bool], seconds: float = SECONDS) -> bool:
+    deadline = time.monotonic() + seconds
+    while not wanted() and time.monotonic() < deadline:
+        channel.wait(0.02)
+        channel.receive()
+    return wanted()
+
+
+def raw_socket(channel: Channel) -> socket.socket:
+    host, _, port = channel.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=SECONDS)
+
+
+@contextmanager
+def speaker(channel: Channel) -> Iterator["zmq.Socket[bytes]"]:
+    """Somebody who speaks ZeroMQ to the control port, and says there what he likes."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(f"tcp://{channel.address}")
+        yield dealer
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
+def test_a_message_arrives_with_its_senders_address_and_is_answered(secret: str | None) -> None:
+    with channels(secret, secret) as (left, right):
+        left.send(right.address, Ping(1))
+        assert received(right, 1) == [Arrival(left.address, Ping(1))]
+        right.send(left.address, Accepted(KEY))
+        assert received(left, 1) == [Arrival(right.address, Accepted(KEY))]
+        assert (dict(left.dropped), dict(right.dropped)) == ({}, {})
+
+
+def test_an_ask_of_a_long_prompt_arrives_whole() -> None:
+    ask = Ask(KEY, tuple(range(200_000)), SamplingParams(), "host", tuple(range(5_000)), ())
+    with channels(SECRET, SECRET) as (left, right):
+        right.send(left.address, Ping(0))
+        assert received(left, 1)
+        left.send(right.address, ask)
+        assert received(right, 1) == [Arrival(left.address, ask)]
+
+
+def test_order_is_kept_and_a_flood_is_taken_in_portions() -> None:
+    with channels(None, None) as (left, right):
+        for number in range(AT_ONCE + 50):
+            left.send(right.address, Ping(number))
+        events: list[PostEvent] = []
+        while len(events) < AT_ONCE + 50:
+            right.wait(SECONDS)
+            portion = right.receive()
+            assert 0 < len(portion) <= AT_ONCE
+            events += portion
+        assert events == [Arrival(left.address, Ping(number)) for number in range(AT_ONCE + 50)]
+
+
+def test_what_is_said_before_the_peer_listens_arrives_when_it_does() -> None:
+    with channels(None) as [left]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        left.send(address, Ping(7))
+        time.sleep(0.1)
+        with channels(None, bind=address) as [right]:
+            assert received(right, 1) == [Arrival(left.address, Ping(7))]
+
+
+def test_sending_to_nobody_never_blocks_and_what_overflows_is_counted() -> None:
+    with channels(None) as [channel]:
+        began = time.monotonic()
+        for number in range(QUEUED + 100):
+            channel.send("127.0.0.1:1", Ping(number))
+        assert time.monotonic() - began < 2.0
+        assert channel.dropped["queue full"] >= 100
+
+
+@pytest.mark.parametrize("address", ["nowhere.invalid:9", "no address", "[::1:9", "127.0.0.1:99999"])
+def test_an_address_that_leads_nowhere_is_no_exception(address: str) -> None:
+    with channels(None) as [channel]:
+        for number in range(3):
+            channel.send(address, Ping(number))
+
+
+def test_nothing_but_questions_goes_to_somebody_never_heard() -> None:
+    with channels(None, None) as (left, right):
+        left.send(right.address, Accepted(KEY))
+        assert left.dropped["to nobody known"] == 1
+        left.send(right.address, Ping(1))
+        assert received(right, 1) == [Arrival(left.address, Ping(1))]
+
+
+def test_a_restarted_peer_is_reported_once_and_hears_nothing_meant_for_the_one_before() -> None:
+    with channels(None, None) as (left, first):
+        address = first.address
+        first.send(left.address, Ping(1))
+        assert received(left, 1) == [Arrival(address, Ping(1))]
+        first.close(0.0)
+        with channels(None, bind=address) as [second]:
+            left.send(address, Accepted(KEY))
+            left.send(address, Ping(2))
+            assert received(second, 1) == [Arrival(left.address, Ping(2))]
+            assert second.dropped["misaddressed"] == 1
+            second.send(left.address, Pong(2))
+            assert received(left, 2) == [Restarted(address), Arrival(address, Pong(2))]
+            left.send(address, Accepted(KEY))
+            assert received(second, 1) == [Arrival(left.address, Accepted(KEY))]
+
+
+def test_what_the_dead_left_behind_does_not_bring_them_back() -> None:
+    with channels(None) as [channel], speaker(channel) as dealer:
+
+        def say(incarnation: str, number: int) -> None:
+            dealer.send(Wire().encode(Letter("127.0.0.1:7", incarnation, "", Ping(number))))
+
+        say("aa", 1)
+        say("bb", 2)
+        say("aa", 3)
+        say("bb", 4)
+        pings = [Arrival("127.0.0.1:7", Ping(number)) for number in (1, 2, 4)]
+        assert received(channel, 4) == [pings[0], Restarted("127.0.0.1:7"), *pings[1:]]
+        assert becomes(channel, lambda: channel.dropped["from the dead"] == 1)
+
+
+def test_a_channel_that_hears_itself_does_not_answer() -> None:
+    with channels(None) as [channel]:
+        channel.send(channel.address, Ping(1))
+        assert becomes(channel, lambda: channel.dropped["from ourselves"] == 1)
+
+
+def test_a_hello_of_another_version_is_reported_so_that_it_can_be_refused() -> None:
+    with channels(None, None) as (channel, later), speaker(channel) as dealer:
+        for kind in ("Ask", "Hello"):
+            fields = (PROTOCOL + 1, later.address, later.incarnation, "", kind, {})
+            dealer.send(MARK + PLAIN + msgspec.msgpack.encode(fields))
+        assert received(channel, 1) == [Foreign(later.address, later.incarnation, PROTOCOL + 1, "Hello")]
+        assert channel.dropped["other version"] == 2
+        channel.send(later.address, Refused("version 1 here, 2 there"))
+        assert received(later, 1) == [Arrival(channel.address, Refused("version 1 here, 2 there"))]
+
+
+GARBAGE = [
+    b"GET / HTTP/1.1\r\nHost: hotset\r\n\r\n",
+    b"\xff" * 200,
+    bytes(200),
+    b"\x16\x03\x01" + bytes(range(256)),
+    b"",
+    b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL" + bytes(48),
+]
+
+
+@pytest.mark.parametrize("junk", GARBAGE, ids=["http", "ones", "zeros", "tls", "nothing", "half a greeting"])
+def test_bytes_of_another_protocol_do_no_harm(junk: bytes) -> None:
+    with channels(None, None) as (left, right):
+        with raw_socket(right) as connection:
+            connection.sendall(junk)
+            left.send(right.address, Ping(1))
+            assert received(right, 1) == [Arrival(left.address, Ping(1))]
+        left.send(right.address, Ping(2))
+        assert received(right, 1) == [Arrival(left.address, Ping(2))]
+
+
+def test_garbage_is_counted_and_logged_once_for_each_address(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "hotset.handoff"), channels(None, None) as (left, right):
+        with speaker(right) as dealer:
+            for junk in ([b"junk"], [b""], [b"one", b"two"], [MARK + PLAIN + b"\x96"], [MARK * 100]):
+                dealer.send_multipart(junk)
+            assert becomes(right, lambda: right.dropped["garbage"] == 5)
+        assert [record.message for record in caplog.records if "127.0.0.1" in record.message] == [
+            "dropped garbage from 127.0.0.1 on the control port: not a message of this protocol "
+            "(further ones are counted, not logged)"
+        ]
+        with raw_socket(right) as connection:
+            connection.sendall(b"\xff" * 200)
+        assert becomes(right, lambda: right.dropped["garbage"] >= 6)
+        left.send(right.address, Ping(1))
+        assert received(right, 1) == [Arrival(left.address, Ping(1))]
+
+
+def test_a_message_beyond_the_limit_is_never_taken_in() -> None:
+    with channels(None, None) as (left, right), speaker(right) as dealer:
+        dealer.send(bytes(MAX_BYTES + 1))
+        left.send(right.address, Ping(1))
+        assert received(right, 1) == [Arrival(left.address, Ping(1))]
+        assert received(right, 1, 0.2) == []
+        assert not right.dropped, "it was read whole before it was refused"
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(None, SECRET), ("another secret, also long", SECRET), (SECRET, None)])
+def test_a_wrong_secret_is_not_heard_and_said_so(
+    theirs: str | None, ours: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "hotset.handoff"), channels(theirs, ours) as (stranger, channel):
+        stranger.send(channel.address, Ping(1))
+        assert becomes(channel, lambda: channel.dropped["garbage"] == 1)
+        assert "secret" in caplog.text and SECRET not in caplog.text
+
+
+def test_peers_invented_by_a_stranger_take_bounded_memory() -> None:
+    with channels(None) as [channel], speaker(channel) as dealer:
+        for number in range(PEERS_KEPT + 50):
+            dealer.send(Wire().encode(Letter(f"10.0.{number >> 8}.{number & 255}:80", "aa", "", Ping(number))))
+        assert len(received(channel, PEERS_KEPT + 50)) == PEERS_KEPT + 50
+        assert len(channel._peers) == PEERS_KEPT
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", "*:0", "10.1.2.3:0", "some-host:0"])
+def test_a_port_open_to_other_machines_needs_a_secret(bind: str) -> None:
+    with pytest.raises(ConfigError, match=r"shared secret.*127\.0\.0\.1"):
+        Channel(bind, advertise="10.1.2.3:0")
+
+
+@pytest.mark.parametrize(
+    ("bind", "advertise", "secret", "complaint"),
+    [
+        ("127.0.0.1", None, None, "host:port"),
+        ("127.0.0.1:http", None, None, "host:port"),
+        (":9000", None, None, "host:port"),
+        ("127.0.0.1:70000", None, None, "host:port"),
+        ("0.0.0.0:0", None, SECRET, "at which address this machine is reached"),
+        ("0.0.0.0:0", "worker", SECRET, "host:port"),
+        ("127.0.0.1:0", None, "short", "at least 16 characters"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    bind: str, advertise: str | None, secret: str | None, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Channel(bind, secret=secret, advertise=advertise)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with channels(None) as [channel], pytest.raises(StartupError, match=channel.address):
+        Channel(channel.address)
+
+
+def test_peers_connect_to_the_advertised_address() -> None:
+    outside = Channel("0.0.0.0:0", secret=SECRET, advertise="127.0.0.1:0")
+    try:
+        with channels(SECRET, bind="localhost:0") as [inside]:
+            assert inside.address.startswith("127.0.0.1:")
+            inside.send(outside.address, Ping(1))
+            assert received(outside, 1) == [Arrival(inside.address, Ping(1))]
+    finally:
+        outside.close(0.0)
+
+
+def test_a_wake_before_or_during_the_wait_ends_it() -> None:
+    with channels(None) as [channel]:
+        for _ in range(100_000):
+            channel.wake()
+        began = time.monotonic()
+        channel.wait(SECONDS)
+        assert time.monotonic() - began < SECONDS / 2
+        began = time.monotonic()
+        channel.wait(0.05)
+        assert time.monotonic() - began >= 0.04
+
+
+def test_last_words_leave_and_closing_is_bounded() -> None:
+    with channels(None, None) as (left, right):
+        left.send("127.0.0.1:1", Ping(0))
+        left.send(right.address, Ping(1))
+        began = time.monotonic()
+        left.close(0.5)
+        assert time.monotonic() - began < 3.0
+        left.close()
+        left.wake()
+        assert received(right, 1) == [Arrival(left.address, Ping(1))]

@@ -1,0 +1,123 @@
+"""Two thousand handoffs through a world in which everything fails: no wrong byte, no leak, nothing stuck."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from faulty_world import Decode, Trouble, World
+
+from hotset.handoff.outgoing import WAITS as SENDER_WAITS
+from hotset.handoff.receiver import WAITS as RECEIVER_WAITS
+from hotset.transfer.faults import Faults
+
+STEP = 0.01
+QUIET = Trouble(0, 0, 0, 0, 0, 0, 0, Faults(delay_s=(0.0, 0.03)))
+WRITES = Faults(
+    cut=0.01, lost=0.005, silent=0.004, late=0.01, reorder=0.3, duplicate=0.1, delay_s=(0.0, 0.03), late_s=(0.1, 3.0)
+)
+SLOW = replace(WRITES, delay_s=(0.0, 9.0))  # longer than a sender waits: it ends after it was given up
+HARD = Trouble(writes=WRITES)
+
+
+def run(world: World, handoffs: int) -> None:
+    """Requests come in bursts until there were so many handoffs; then the trouble ends, and everything must settle."""
+    steps = 0
+    while world.counts["handoffs"] < handoffs:
+        steps += 1
+        if steps % 40 == 1:
+            for decode in world.decodes:
+                for _ in range(world.random.randint(0, 12) if decode.alive and len(decode.waiting) < 20 else 0):
+                    decode.request()
+        if world.trouble.writes is WRITES:
+            world.hub.faults = SLOW if steps % 500 > 470 else WRITES
+        world.disturb()
+        world.step(STEP)
+        if steps % 100 == 0:
+            world.audit()
+            retire(world)
+        assert steps < 100_000, "it does not get on"
+    world.trouble, world.hub.faults = QUIET, QUIET.writes
+    settle(world)
+
+
+def retire(world: World) -> None:
+    """Pages in doubt never come back by themselves: a worker with too many is started anew."""
+    for decode in world.decodes:
+        held = [(decode.memory(ask).rows, ask.row_pages) for ask in decode.doubtful.values()]
+        shares: Counter[int] = Counter()
+        for pool, pages in held:
+            shares[id(pool)] += len(pages)
+            if decode.alive and shares[id(pool)] > pool.allocator.capacity // 2:
+                world.counts["retired"] += 1
+                decode.die()
+
+
+def settle(world: World) -> None:
+    for _ in range(3000):
+        world.step(STEP)
+    for _ in range(3000):
+        world.step(0.1)
+    world.audit()
+
+
+def check_the_end(world: World) -> None:
+    for worker in world.workers:
+        assert worker.alive and worker.machine.phases() == {} and worker.machine.next_deadline() is None
+        worker.note_seconds()
+    for decode in world.decodes:
+        assert not decode.asked and not decode.waiting and not decode.kept, "stuck"
+        check_books(decode)
+    for prefill in world.prefills:
+        assert not prefill.queue and not prefill.jobs and not prefill.tickets
+        assert prefill.memory.rows.allocator.held == 0, "source pages leaked"
+
+
+def check_books(decode: Decode) -> None:
+    """What is not free is in doubt, and nothing has two owners."""
+    for memory in decode.memories:
+        doubtful = [ask for ask in decode.doubtful.values() if decode.memory(ask) is memory]
+        for pool, pages in (
+            (memory.rows, [page for ask in doubtful for page in ask.row_pages]),
+            (memory.keys, [page for ask in doubtful for page in ask.key_pages]),
+        ):
+            assert len(pages) == len(set(pages)) == pool.allocator.held, "pages leaked"
+
+
+def test_two_thousand_handoffs_under_faults_lose_nothing() -> None:
+    world = World(seed=6, trouble=HARD)
+    run(world, 2000)
+    check_the_end(world)
+    counts = world.counts
+    assert counts["handoffs"] >= 2000 and counts["landed"] > 1000
+    assert world.longest < 30, f"{world.longest:.0f} s from asking to the end"
+    for kind in ("lost", "lost, in doubt", "calm", "deaths", "false alarms", "waits for room", "lost messages"):
+        assert counts[kind] >= 5, f"{kind}: {counts[kind]}; the world is too kind to be a test"
+    for name, waits in (("Receiver", RECEIVER_WAITS), ("Sender", SENDER_WAITS)):
+        for phase in waits:
+            assert world.seconds[f"{name}.{phase.name}"] > 0, f"{name} never was in {phase}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_faults_every_handoff_lands(seed: int) -> None:
+    world = World(seed, QUIET)
+    run(world, 100)
+    check_the_end(world)
+    assert world.counts["landed"] == world.counts["handoffs"] >= 100
+
+
+def test_lost_doubled_and_late_messages_cost_no_handoff() -> None:
+    """Defect 11: whatever is lost is said again."""
+    world = World(4, replace(QUIET, lose=0.15, duplicate=0.15, delay=0.03))
+    run(world, 200)
+    check_the_end(world)
+    assert world.counts["lost messages"] > 200
+    assert world.counts["landed"] == world.counts["handoffs"] >= 200
+
+
+def test_one_seed_gives_one_run() -> None:
+    counts = []
+    for _ in range(2):
+        world = World(1, HARD)
+        run(world, 150)
+        counts.append(world.counts)
+    assert counts[0] == counts[1]

@@ -1,0 +1,256 @@
+"""The writes of the planner, carried out on poisoned memory, against a copy row by row in plain Python."""
+
+import ctypes
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from hotset.handoff.layout import Units, check_peers, pages_for, writes
+from hotset.handoff.messages import Hello, Model, Span, Store
+
+POISON = 0xAB
+
+
+class Side:
+    """Memory of one side: a block for each unit and part, in no particular order, and pages in any order."""
+
+    def __init__(self, span: Span, pages: Sequence[int], capacity: int, byte: int | None) -> None:
+        self.pages = list(pages)
+        units, parts = len(span.bases), len(span.bases[0])
+        size = units * parts * capacity * span.page_bytes
+        random = np.random.default_rng(units + parts)
+        self.bytes = random.integers(0, 256, size, np.uint8) if byte is None else np.full(size, byte, np.uint8)
+        order = random.permutation(units * parts).reshape(units, parts)
+        self.starts = order * capacity * span.page_bytes
+        bases = (self.starts + self.bytes.ctypes.data).tolist()
+        self.span = replace(span, bases=tuple(map(tuple, bases)))
+
+    def row(self, unit: int, position: int) -> NDArray[np.uint8]:
+        """By the words of `Span`, in plain arithmetic."""
+        page, row = self.pages[position // self.span.page_rows], position % self.span.page_rows
+        start = self.starts[unit][row // self.span.part_rows] + page * self.span.page_bytes
+        start += row % self.span.part_rows * self.span.row_bytes
+        return self.bytes[start : start + self.span.row_bytes]
+
+    def without_free_bytes(self) -> NDArray[np.uint8]:
+        """The memory, poisoned where pages of the context have no row: what is written there does not matter."""
+        span, found = self.span, self.bytes.copy()
+        for starts in self.starts.tolist():
+            for part, start in enumerate(starts):
+                rows = min(span.part_rows, span.page_rows - part * span.part_rows)
+                for page in self.pages:
+                    end = start + (page + 1) * span.page_bytes
+                    found[end - span.page_bytes + rows * span.row_bytes : end] = POISON
+        return found
+
+
+def shape(units: int, page_rows: int, row_bytes: int, parts: int = 1, spare: int = 0) -> Span:
+    part_rows = -(-page_rows // parts)
+    parts = -(-page_rows // part_rows)
+    return Span(((0,) * parts,) * units, part_rows * row_bytes + spare, page_rows, part_rows, row_bytes)
+
+
+def sides(source: Span, target: Span, rows: int, seed: int, *, shuffled: bool = True) -> tuple[Side, Side]:
+    made = []
+    for span, byte in ((source, None), (target, POISON)):
+        count = pages_for(span, rows)
+        pages = list(range(1, count + 1))
+        if shuffled:
+            pages = (np.random.default_rng(seed).permutation(count + 3)[:count]).tolist()
+        made.append(Side(span, pages, count + 3, byte))
+    return made[0], made[1]
+
+
+def carry_out(source: Side, target: Side, first: int, last: int, units: Units | None = None) -> int:
+    """The planned writes happen; how many they were."""
+    planned = writes(source.span, source.pages, target.span, target.pages, first, last, units)
+    assert planned.dtype == np.int64 and planned.shape[1:] == (3,)
+    for here, there, nbytes in planned.tolist():
+        assert source.bytes.ctypes.data <= here <= source.bytes.ctypes.data + source.bytes.nbytes - nbytes
+        assert target.bytes.ctypes.data <= there <= target.bytes.ctypes.data + target.bytes.nbytes - nbytes
+        ctypes.memmove(there, here, nbytes)
+    return len(planned)
+
+
+def expect(source: Side, target: Side, first: int, last: int, units: Units) -> NDArray[np.uint8]:
+    """The target's memory as it should be: rows [first, last) copied one by one, and nothing else touched."""
+    was = target.bytes
+    target.bytes = np.full_like(was, POISON)
+    for unit_here, unit_there in units:
+        for position in range(first, last):
+            target.row(unit_there, position)[:] = source.row(unit_here, position)
+    expected, target.bytes = target.bytes, was
+    return expected
+
+
+@st.composite
+def geometries(draw: st.DrawFn, row_bytes: int, units: int) -> Span:
+    page_rows = draw(st.integers(1, 9) | st.sampled_from([16, 64]))
+    return shape(units, page_rows, row_bytes, draw(st.integers(1, min(4, page_rows))), draw(st.sampled_from([0, 5])))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_bytes_land_where_a_copy_row_by_row_puts_them(data: st.DataObject) -> None:
+    row_bytes, units = data.draw(st.sampled_from([1, 3, 8, 20])), data.draw(st.integers(1, 3))
+    rows = data.draw(st.integers(1, 150))
+    first = data.draw(st.integers(0, rows))
+    last = data.draw(st.integers(first, rows))
+    spans = [data.draw(geometries(row_bytes, units)) for _ in range(2)]
+    source, target = sides(spans[0], spans[1], rows, data.draw(st.integers(0, 99)), shuffled=data.draw(st.booleans()))
+    carry_out(source, target, first, last)
+    expected = expect(source, target, first, last, [(unit, unit) for unit in range(units)])
+    np.testing.assert_array_equal(target.without_free_bytes(), expected)
+
+
+@pytest.mark.parametrize(("here", "there"), [(64, 64), (64, 16), (16, 64)])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 63, 64, 65, 128, 300])
+def test_page_sizes_may_differ_and_chunks_may_end_anywhere(here: int, there: int, rows: int) -> None:
+    source, target = sides(shape(3, here, 12), shape(3, there, 12), rows, seed=rows)
+    chunk = 40
+    for first in range(0, rows, chunk):
+        carry_out(source, target, first, min(rows, first + chunk))
+    wanted = expect(source, target, 0, rows, [(0, 0), (1, 1), (2, 2)])
+    np.testing.assert_array_equal(target.without_free_bytes(), wanted)
+
+
+def test_index_keys_of_a_host_page_spread_over_the_parts_of_a_device_page() -> None:
+    # Device pages as in memory/device_pool.py: 3 parts of 7 keys, and room left over at the end of each.
+    source, target = sides(shape(2, 16, 8), shape(2, 21, 8, parts=3, spare=6), rows=70, seed=1)
+    carry_out(source, target, 0, 70)
+    np.testing.assert_array_equal(target.without_free_bytes(), expect(source, target, 0, 70, [(0, 0), (1, 1)]))
+
+
+def test_some_layers_travel_alone() -> None:
+    source, target = sides(shape(2, 16, 8), shape(5, 64, 8), rows=70, seed=1)
+    units = [(0, 3), (1, 4)]
+    carry_out(source, target, 5, 70, units)
+    np.testing.assert_array_equal(target.without_free_bytes(), expect(source, target, 5, 70, units))
+
+
+@pytest.mark.parametrize(("here", "there"), [(64, 64), (64, 16), (16, 64)])
+def test_a_fresh_pool_takes_one_write_for_each_layer(here: int, there: int) -> None:
+    source, target = sides(shape(4, here, 12), shape(4, there, 12), 1000, seed=0, shuffled=False)
+    assert carry_out(source, target, 0, 1000) == 4
+
+
+@pytest.mark.parametrize(("spare_there", "count"), [(6, 4), (5, 4 * 16)])
+def test_free_bytes_of_the_same_length_are_written_over(spare_there: int, count: int) -> None:
+    spans = shape(4, 64, 12, spare=6), shape(4, 64, 12, spare=spare_there)
+    source, target = sides(*spans, rows=1000, seed=0, shuffled=False)
+    assert carry_out(source, target, 0, 1000) == count
+    units = [(unit, unit) for unit in range(4)]
+    np.testing.assert_array_equal(target.without_free_bytes(), expect(source, target, 0, 1000, units))
+
+
+def test_a_run_ends_where_either_side_breaks() -> None:
+    source, target = sides(shape(1, 4, 8), shape(1, 4, 8), 24, seed=0, shuffled=False)
+    source.pages, target.pages = [0, 1, 2, 5, 6, 7], [0, 1, 3, 4, 5, 6]
+    assert carry_out(source, target, 0, 24) == 3  # pages 0-1, 2, 3-5
+    np.testing.assert_array_equal(target.without_free_bytes(), expect(source, target, 0, 24, [(0, 0)]))
+
+
+def test_neighbours_under_different_bases_stay_apart() -> None:
+    """Each base may begin a registered region of its own: a write across two would be refused as a whole."""
+    span = Span(((0,), (32,)), page_bytes=32, page_rows=4, part_rows=4, row_bytes=8)  # a page after the other
+    parts = Span(((1000, 1016), (1032, 1048)), page_bytes=16, page_rows=4, part_rows=2, row_bytes=8)
+    assert writes(span, [0], parts, [0], 0, 4).tolist() == [
+        *([0, 1000, 16], [16, 1016, 16]),
+        *([32, 1032, 16], [48, 1048, 16]),
+    ]
+
+
+def test_addresses_beyond_32_bits_are_exact() -> None:
+    far, page_bytes = (1 << 46) + 8, 64 * 1152
+    span = Span(((far,), (far + (1 << 40),)), page_bytes, 64, 64, 1152)
+    page = (1 << 33) // page_bytes
+    near = Span(((512,), (1 << 35,)), page_bytes, 64, 64, 1152)
+    planned = writes(span, [page], near, [0], 63, 64).tolist()
+    assert planned == [
+        [far + page * page_bytes + 63 * 1152, 512 + 63 * 1152, 1152],
+        [far + (1 << 40) + page * page_bytes + 63 * 1152, (1 << 35) + 63 * 1152, 1152],
+    ]
+
+
+def test_nothing_to_carry_is_no_write() -> None:
+    source, target = sides(shape(2, 16, 8), shape(2, 16, 8), rows=16, seed=0)
+    assert carry_out(source, target, 7, 7) == 0 and carry_out(source, target, 0, 16, units=[]) == 0
+
+
+@pytest.mark.parametrize("there", [64, 16])
+def test_a_long_context_is_planned_quickly(there: int) -> None:
+    source, target = shape(61, 64, 1152), shape(61, there, 1152)
+    pages = [range(7, 7 + pages_for(span, 65536)) for span in (source, target)]
+
+    def once() -> float:
+        start = time.perf_counter()
+        assert len(writes(source, pages[0], target, pages[1], 0, 65536)) == 61
+        return time.perf_counter() - start
+
+    assert min(once() for _ in range(5)) < 0.05
+
+
+def test_too_few_pages_are_a_bug_of_the_caller() -> None:
+    with pytest.raises(AssertionError, match="17 rows in 1 pages of 16"):
+        writes(shape(1, 16, 8), [0], shape(1, 64, 8), [0], 0, 17)
+
+
+MODEL = Model("demo", layers=2, row="576 x bfloat16, 1152 bytes", key="128 x bfloat16", groups=1, weights="a1b2")
+STORE = Store(Span(((1 << 20,), (1 << 21,)), 64 * 1152, 64, 64, 1152), Span(((1 << 22,),), 64 * 256, 64, 64, 256))
+HELLO = Hello("127.0.0.1:1", MODEL, {"host": STORE}, "loopback", b"")
+
+
+def test_one_model_under_two_names_is_one_model() -> None:
+    assert check_peers(HELLO, replace(HELLO, model=replace(MODEL, name="other"))) is None
+
+
+def test_peers_of_other_page_sizes_fit() -> None:
+    rows = replace(STORE.rows, page_rows=16, part_rows=16, page_bytes=16 * 1152)
+    assert check_peers(HELLO, replace(HELLO, control="127.0.0.1:2", stores={"device": Store(rows, STORE.keys)})) is None
+    assert check_peers(HELLO, replace(HELLO, stores={})) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("layers", 3), ("row", "656 bytes of fp8"), ("key", None), ("groups", 2)],
+        ("weights", "ffff"),
+    ],
+)
+def test_peers_of_other_models_are_refused_with_both_values(field: str, value: object) -> None:
+    reason = check_peers(HELLO, replace(HELLO, model=replace(MODEL, **{field: value})))
+    assert reason is not None and f"the model's {field} differs" in reason
+    assert repr(getattr(MODEL, field)) in reason and repr(value) in reason
+
+
+def test_peers_of_other_transfer_engines_are_refused() -> None:
+    reason = check_peers(HELLO, replace(HELLO, transfer="nixl"))
+    assert reason == "the transfer engine differs: 'loopback' here, 'nixl' there"
+
+
+def test_peers_whose_rows_have_another_size_are_refused_with_both_values() -> None:
+    rows = replace(STORE.rows, row_bytes=656)
+    reason = check_peers(HELLO, replace(HELLO, stores={"device": Store(rows, STORE.keys)}))
+    assert reason is not None and "rows of 1152 bytes" in reason and "rows of 656 bytes" in reason
+
+
+@pytest.mark.parametrize(
+    ("store", "complaint"),
+    [
+        (Store(STORE.rows, None), "no place for them"),
+        (Store(replace(STORE.rows, bases=((8,),)), STORE.keys), "rows of 1 units, not 2"),
+        (Store(replace(STORE.rows, page_rows=0), STORE.keys), "rows of 1152 bytes, 64 to a part"),
+        (Store(replace(STORE.rows, page_bytes=100), STORE.keys), "to a part of 100 bytes"),
+        (Store(replace(STORE.rows, page_rows=65), STORE.keys), "wrong number of parts"),
+        (Store(replace(STORE.rows, bases=((-8,), (8,))), STORE.keys), "negative address"),
+    ],
+)
+def test_a_store_that_would_lead_writes_astray_is_refused(store: Store, complaint: str) -> None:
+    reason = check_peers(HELLO, replace(HELLO, stores={"host": store}))
+    assert reason is not None and complaint in reason

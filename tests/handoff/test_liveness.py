@@ -1,0 +1,65 @@
+"""Who is taken for lost, and when."""
+
+from hotset.handoff.liveness import PEERS_KEPT, Liveness, Timing
+
+TIMING = Timing(ping_every=1.0, lost_after=4.0, forget_after=100.0)
+
+
+def test_watched_peers_are_pinged_every_second_and_others_not_at_all() -> None:
+    liveness = Liveness(TIMING)
+    assert liveness.watch({"a", "b"}, 0.0) == ["a", "b"]
+    assert liveness.watch({"a", "b"}, 0.5) == []
+    assert liveness.watch({"a"}, 1.0) == ["a"]
+    assert liveness.watch({"a", "b"}, 1.5) == ["b"]
+
+
+def test_a_peer_is_lost_after_four_seconds_without_a_word() -> None:
+    liveness = Liveness(TIMING)
+    liveness.watch({"a"}, 10.0)
+    assert liveness.silent(14.0) == []
+    liveness.heard("a", 14.0)
+    assert liveness.silent(18.0) == []
+    assert liveness.silent(18.1) == ["a"]
+
+
+def test_a_peer_that_was_silent_before_it_was_needed_is_not_lost_for_that() -> None:
+    liveness = Liveness(TIMING)
+    liveness.heard("a", 0.0)
+    liveness.watch({"a"}, 50.0)
+    assert liveness.silent(54.0) == []
+    assert liveness.silent(54.1) == ["a"]
+
+
+def test_a_peer_on_which_nothing_depends_any_more_is_not_lost() -> None:
+    liveness = Liveness(TIMING)
+    liveness.watch({"a"}, 0.0)
+    liveness.watch(set(), 1.0)
+    assert liveness.silent(99.0) == []
+    liveness.watch({"a"}, 99.0)
+    assert liveness.silent(100.0) == []
+
+
+def test_an_introduction_holds_while_the_peer_is_heard() -> None:
+    liveness = Liveness(TIMING)
+    assert not liveness.fresh("a", 0.0)
+    liveness.heard("a", 0.0)
+    assert liveness.fresh("a", 4.0) and not liveness.fresh("a", 4.1)
+    liveness.forget("a")
+    assert not liveness.fresh("a", 0.0)
+
+
+def test_only_peers_that_nobody_needs_are_forgotten_for_their_silence() -> None:
+    liveness = Liveness(TIMING)
+    liveness.heard("a", 0.0)
+    liveness.heard("b", 0.0)
+    liveness.watch({"b"}, 0.0)
+    assert liveness.long_silent(100.0) == []
+    assert liveness.long_silent(100.1) == ["a"]
+
+
+def test_peers_that_come_and_go_take_bounded_memory() -> None:
+    liveness = Liveness(TIMING)
+    for number in range(3 * PEERS_KEPT):
+        liveness.heard(str(number), 0.0)
+    assert len(liveness._heard) == PEERS_KEPT
+    assert liveness.fresh(str(3 * PEERS_KEPT - 1), 0.0)

@@ -1,0 +1,430 @@
+"""The decode side's machine: one rule at a time, then any order of events."""
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from hotset.base.errors import IllegalTransition
+from hotset.base.sampling import SamplingParams
+from hotset.handoff.course import Course, Timetable, Wait, scaled
+from hotset.handoff.messages import (
+    Accepted,
+    Ask,
+    Calm,
+    Cancel,
+    Done,
+    Failed,
+    Fetch,
+    Go,
+    Key,
+    Landed,
+    Lost,
+    Message,
+    Progress,
+    Received,
+    ReceiverFact,
+    Send,
+    Stopped,
+)
+from hotset.handoff.receiver import NEXT, WAITS, Phase, Receiver
+
+PEER, OTHER = "10.0.0.1:7000", "10.0.0.2:7000"
+KEY = Key("r", 1)
+DONE = Done(KEY, 7, {7: (-0.1, 1)})
+
+
+def ask(key: Key) -> Ask:
+    return Ask(key, (1, 2, 3), SamplingParams(), "host", (4,), (5,))
+
+
+class Desk:
+    """A receiver, the time, and what it wants of the world since it was asked last."""
+
+    def __init__(self) -> None:
+        self.receiver, self.now = Receiver(), 0.0
+
+    def fetch(self, key: Key = KEY, peer: str = PEER) -> bool:
+        return self.receiver.fetch(Fetch(peer, ask(key)), self.now)
+
+    def landing(self, key: Key = KEY, peer: str = PEER) -> "Desk":
+        self.fetch(key, peer)
+        self.take(Accepted(key), peer)
+        self.actions()
+        return self
+
+    def take(self, message: Message, peer: str = PEER) -> None:
+        self.receiver.take(peer, message, self.now)
+
+    def give_up(self, key: Key = KEY) -> None:
+        self.receiver.give_up(key, self.now)
+
+    def pass_time(self, seconds: float) -> None:
+        """Ticks at every deadline on the way, as its driver does."""
+        end = self.now + seconds
+        while (at := self.receiver.next_deadline()) is not None and at <= end:
+            self.now = max(self.now, at)
+            self.receiver.tick(self.now)
+        self.now = end
+        self.receiver.tick(end)
+
+    def actions(self) -> list[Send | ReceiverFact]:
+        self.receiver.audit()
+        return self.receiver.take_actions()
+
+    def sent(self) -> list[Message]:
+        """Drops the facts."""
+        return [action.message for action in self.actions() if isinstance(action, Send)]
+
+    def facts(self) -> list[ReceiverFact]:
+        """Drops what was sent."""
+        return [action for action in self.actions() if not isinstance(action, Send)]
+
+    @property
+    def phase(self) -> Phase | None:
+        return self.receiver.phases().get(KEY)
+
+
+def test_an_ask_is_repeated_until_it_is_answered() -> None:
+    desk = Desk()
+    desk.fetch()
+    assert desk.actions() == [Send(PEER, ask(KEY))]
+    desk.pass_time(2.5)
+    assert desk.sent() == [ask(KEY), ask(KEY)] and desk.receiver.resent == 2
+    desk.take(Accepted(KEY))
+    assert desk.sent() == [Go(KEY)]
+    desk.pass_time(3)
+    assert desk.sent() == []
+
+
+def test_go_is_said_again_when_accepted_is() -> None:
+    desk = Desk().landing()
+    desk.take(Accepted(KEY))
+    assert desk.actions() == [Send(PEER, Go(KEY))]
+
+
+def test_a_context_lands_once_and_done_is_acknowledged_however_often_it_comes() -> None:
+    desk = Desk().landing()
+    desk.take(Progress(KEY, 2))
+    desk.take(DONE)
+    assert desk.actions() == [Send(PEER, Received(KEY)), Landed(KEY, 7, {7: (-0.1, 1)})]
+    desk.take(DONE)
+    assert desk.actions() == [Send(PEER, Received(KEY))]
+    assert desk.receiver.phases() == {} and desk.receiver.next_deadline() is None
+
+
+def test_progress_that_is_late_does_not_hold_the_request_up() -> None:
+    """Defect 11: an earlier chunk that is heard of after the last one."""
+    desk = Desk().landing()
+    desk.take(DONE)
+    desk.take(Progress(KEY, 1))
+    assert [fact for fact in desk.actions() if isinstance(fact, Landed)] and desk.phase is None
+
+
+@pytest.mark.parametrize("message", [Done(KEY, 1, None), Failed(KEY, True, True, "no")])
+def test_what_is_forgotten_is_still_acknowledged(message: Message) -> None:
+    desk = Desk()
+    desk.take(message)
+    assert desk.actions() == [Send(PEER, Received(KEY))]
+
+
+@pytest.mark.parametrize("message", [Accepted(KEY), Progress(KEY, 3)])
+def test_a_sender_at_work_for_nobody_is_stopped(message: Message) -> None:
+    desk = Desk()
+    desk.take(message)
+    assert desk.actions() == [Send(PEER, Cancel(KEY))]
+
+
+def test_signs_of_life_keep_a_landing_open_and_silence_ends_it() -> None:
+    desk = Desk().landing()
+    for _ in range(20):
+        desk.pass_time(10)
+        desk.take(Progress(KEY, 0))
+    assert desk.phase is Phase.LANDING and desk.actions() == []
+    desk.pass_time(15)
+    assert desk.phase is Phase.STOPPING and desk.actions() == [Send(PEER, Cancel(KEY))]
+    desk.take(Stopped(KEY, True))
+    assert desk.facts() == [Lost(KEY, True, True, f"{PEER} has said nothing for 15 s")]
+
+
+def test_a_peer_that_never_answers_leaves_the_pages_free() -> None:
+    desk = Desk()
+    desk.fetch()
+    desk.pass_time(10)
+    assert desk.facts() == [Lost(KEY, True, True, f"{PEER} has said nothing for 10 s")]
+    desk.take(Accepted(KEY))
+    assert desk.sent() == [], "no Go after the engine had its pages back"
+    desk.pass_time(3.5)
+    assert desk.sent() == [Cancel(KEY)] * 3
+    desk.take(Stopped(KEY, False))
+    assert desk.actions() == [] and desk.phase is None
+
+
+def test_giving_up_before_anything_may_be_written_is_instant() -> None:
+    desk = Desk()
+    desk.fetch()
+    desk.actions()
+    desk.give_up()
+    assert desk.actions() == [Lost(KEY, True, False, "given up"), Send(PEER, Cancel(KEY))]
+    desk.give_up()
+    desk.take(Failed(KEY, False, True, "whatever"))
+    assert desk.facts() == []
+
+
+def test_giving_up_while_rows_land_keeps_the_pages_until_the_writer_has_stopped() -> None:
+    """Defect 3: pages that a remote writer still writes are not free."""
+    desk = Desk().landing()
+    desk.give_up()
+    assert desk.actions() == [Send(PEER, Cancel(KEY))]
+    desk.pass_time(1.0)
+    assert desk.actions() == [Send(PEER, Cancel(KEY))] * 2
+    desk.take(Stopped(KEY, True))
+    assert desk.actions() == [Lost(KEY, True, False, "given up")]
+    assert desk.receiver.next_deadline() is None
+
+
+def test_giving_up_what_has_just_landed_frees_it() -> None:
+    desk = Desk().landing()
+    desk.give_up()
+    desk.take(DONE)
+    assert desk.facts() == [Lost(KEY, True, False, "given up")]
+
+
+def test_a_sender_that_does_not_say_that_it_stopped_leaves_the_pages_in_doubt() -> None:
+    desk = Desk().landing()
+    desk.give_up()
+    desk.pass_time(15)
+    assert desk.facts() == [Lost(KEY, False, False, "given up")]
+    desk.take(Stopped(KEY, False))
+    assert desk.actions() == []
+    desk.pass_time(11)
+    assert desk.sent() == [Cancel(KEY)] * 2
+    desk.take(Stopped(KEY, True))
+    desk.take(Stopped(KEY, True))
+    assert desk.actions() == [Calm(KEY)]
+
+
+@pytest.mark.parametrize("message", [Failed(KEY, False, True, "broke"), Stopped(KEY, False)])
+def test_a_write_that_may_still_go_on_is_told_as_such(message: Message) -> None:
+    """Defect 13."""
+    desk = Desk().landing()
+    desk.take(message)
+    (fact,) = desk.facts()
+    assert isinstance(fact, Lost) and not fact.quiesced
+    desk.take(message)
+    assert desk.facts() == []
+
+
+def test_a_write_that_failed_and_stopped_frees_the_pages() -> None:
+    desk = Desk().landing()
+    desk.take(Failed(KEY, True, True, "broke"))
+    assert desk.actions() == [Send(PEER, Received(KEY)), Lost(KEY, True, True, "broke")]
+
+
+@pytest.mark.parametrize("quiesced", [True, False])
+def test_what_a_peer_refuses_was_never_written(quiesced: bool) -> None:
+    """A refusal keeps no record, so it vouches for nothing; but no Go was said."""
+    desk = Desk()
+    desk.fetch()
+    desk.take(Failed(KEY, quiesced, False, "too long"))
+    assert desk.facts() == [Lost(KEY, True, False, "too long")] and desk.phase is None
+
+
+def test_a_failed_handoff_harms_no_other_of_the_same_peer() -> None:
+    """Defect 12."""
+    desk, second = Desk().landing(), Key("s", 1)
+    desk.landing(second)
+    desk.take(Failed(KEY, False, True, "broke"))
+    desk.actions()
+    desk.take(Done(second, 3, None))
+    assert desk.facts() == [Landed(second, 3, None)]
+    assert desk.fetch(Key("t", 1)) and desk.sent() == [ask(Key("t", 1))]
+
+
+def test_death_of_a_peer_ends_all_that_it_was_asked_and_nothing_else() -> None:
+    desk, asked, elsewhere = Desk().landing(), Key("s", 1), Key("t", 1)
+    desk.fetch(asked)
+    desk.landing(elsewhere, OTHER)
+    desk.receiver.peer_lost(PEER, "it died", desk.now)
+    assert desk.facts() == [Lost(KEY, False, False, "it died"), Lost(asked, True, False, "it died")]
+    assert desk.receiver.open_keys(PEER) == [] and desk.receiver.open_keys(OTHER) == [elsewhere]
+    desk.take(Done(elsewhere, 3, None), OTHER)
+    assert desk.facts() == [Landed(elsewhere, 3, None)]
+
+
+def test_a_peer_that_was_only_slow_may_still_say_that_it_stopped() -> None:
+    desk = Desk().landing()
+    desk.receiver.peer_lost(PEER, "silent", desk.now)
+    desk.receiver.peer_lost(PEER, "silent", desk.now)
+    assert len(desk.facts()) == 1
+    desk.pass_time(5)
+    assert desk.sent() == [Cancel(KEY)]
+    desk.take(Stopped(KEY, True))
+    assert desk.facts() == [Calm(KEY)]
+
+
+def test_death_while_stopping_leaves_the_pages_in_doubt() -> None:
+    desk = Desk().landing()
+    desk.give_up()
+    desk.receiver.peer_lost(PEER, "it died", desk.now)
+    assert desk.facts() == [Lost(KEY, False, False, "given up")]
+
+
+def test_two_handoffs_of_one_key_are_one() -> None:
+    """Defect 14."""
+    desk = Desk().landing()
+    assert not desk.fetch() and desk.actions() == []
+    desk.take(DONE)
+    assert len(desk.facts()) == 1
+    assert desk.fetch(), "and when it is over, the key is free"
+
+
+def test_of_one_request_only_the_highest_attempt_counts() -> None:
+    desk = Desk().landing(Key("r", 2))
+    desk.fetch(Key("r", 1))
+    assert desk.facts() == [Lost(Key("r", 1), True, False, "a later attempt is under way")]
+    desk.fetch(Key("r", 3))
+    assert desk.sent() == [Cancel(Key("r", 2)), ask(Key("r", 3))]
+
+
+def test_nobody_else_ends_a_handoff() -> None:
+    desk = Desk().landing()
+    for message in (DONE, Failed(KEY, True, True, ""), Stopped(KEY, True), Accepted(KEY)):
+        desk.take(message, OTHER)
+    assert desk.facts() == [] and desk.phase is Phase.LANDING
+
+
+def test_messages_of_others_trades_are_ignored() -> None:
+    desk = Desk().landing()
+    for message in (ask(KEY), Go(KEY), Received(KEY), Cancel(KEY)):
+        desk.take(message)
+    assert desk.actions() == [] and desk.phase is Phase.LANDING
+
+
+def test_everything_is_forgotten_in_the_end() -> None:
+    """Defect 14: orphaned ids leak nothing."""
+    desk = Desk()
+    for number in range(40):
+        desk.fetch(Key(str(number), 0))
+        if number % 2:
+            desk.take(Accepted(Key(str(number), 0)))
+        desk.pass_time(0.1)
+    desk.pass_time(sum(wait.limit for wait in WAITS.values()))
+    assert desk.receiver.phases() == {} and desk.receiver.next_deadline() is None
+    assert len(desk.facts()) == 40
+
+
+def test_seconds_in_each_phase_are_counted() -> None:
+    desk = Desk()
+    desk.fetch()
+    desk.pass_time(0.75)
+    desk.take(Accepted(KEY))
+    desk.pass_time(2)
+    desk.take(DONE)
+    seconds = {phase: spent for phase, spent in desk.receiver.table.seconds.items() if spent}
+    assert seconds == {Phase.ASKING: 0.75, Phase.LANDING: 2.0}
+
+
+def test_every_phase_has_a_limit_and_moves_follow_the_table() -> None:
+    with pytest.raises(AssertionError, match="a phase without a limit"):
+        Timetable(NEXT, {Phase.ASKING: Wait(1.0)})
+    course = Course(Timetable(NEXT, scaled(WAITS, 0.1)), Phase.ASKING, 0.0)
+    assert course.deadline == 1.0 and course.again_at == 0.1
+    with pytest.raises(IllegalTransition):
+        course.move(Phase.STOPPING, 0.0)
+
+
+KEYS = st.builds(Key, st.sampled_from("ab"), st.integers(1, 3))
+PEERS = st.sampled_from([PEER, OTHER])
+SAID = st.one_of(
+    st.builds(Accepted, KEYS),
+    st.builds(Accepted, KEYS),
+    st.builds(Progress, KEYS, st.just(1)),
+    st.builds(Done, KEYS, st.just(5), st.none()),
+    st.builds(Failed, KEYS, st.booleans(), st.booleans(), st.just("broke")),
+    st.builds(Stopped, KEYS, st.booleans()),
+)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever is said and whenever: one end for each fetch, and pages are never called free while in doubt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk = Desk()
+        self.owners: dict[Key, str] = {}  # fetched, and its end not told
+        self.doubtful: set[Key] = set()  # lost, not quiesced
+        self.gone: set[Key] = set()  # Go was said
+        self.sworn: set[Key] = set()  # the peer said that nothing more will be written
+
+    def settle(self) -> None:
+        for action in self.desk.actions():
+            if isinstance(action, Send):
+                if isinstance(action.message, Go):
+                    self.gone.add(action.message.key)
+                continue
+            self.told(action)
+
+    def told(self, fact: Any) -> None:
+        if isinstance(fact, Calm):
+            self.doubtful.remove(fact.key)
+            assert fact.key in self.sworn
+            return
+        del self.owners[fact.key]
+        if isinstance(fact, Landed):
+            assert fact.key in self.gone
+        elif fact.quiesced:
+            assert fact.key in self.sworn or fact.key not in self.gone, "called free, and nobody said so"
+        else:
+            self.doubtful.add(fact.key)
+
+    @rule(key=KEYS, peer=PEERS)
+    def fetch(self, key: Key, peer: str) -> None:
+        if key not in self.desk.receiver.phases():
+            self.gone.discard(key)
+            self.sworn.discard(key)
+            self.doubtful.discard(key)
+            self.owners[key] = peer
+            assert self.desk.fetch(key, peer)
+        else:
+            assert not self.desk.fetch(key, peer)
+        self.settle()
+
+    @rule(peer=PEERS, message=SAID)
+    def take(self, peer: str, message: Any) -> None:
+        if isinstance(message, Done) or (isinstance(message, Failed | Stopped) and message.quiesced):
+            self.sworn.add(message.key)
+        self.desk.take(message, peer)
+        self.settle()
+
+    @rule(key=KEYS)
+    def give_up(self, key: Key) -> None:
+        self.desk.give_up(key)
+        self.settle()
+
+    @rule(peer=PEERS)
+    def die(self, peer: str) -> None:
+        self.desk.receiver.peer_lost(peer, "it died", self.desk.now)
+        assert self.desk.receiver.open_keys(peer) == []
+        self.settle()
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 6.0, 20.0]))
+    def wait(self, seconds: float) -> None:
+        self.desk.pass_time(seconds)
+        self.settle()
+
+    @invariant()
+    def open_are_those_without_an_end(self) -> None:
+        opened = {key for peer in (PEER, OTHER) for key in self.desk.receiver.open_keys(peer)}
+        assert opened == self.owners.keys()
+
+    def teardown(self) -> None:
+        self.desk.pass_time(2000)
+        self.settle()
+        assert not self.owners and self.desk.receiver.phases() == {}
+
+
+AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder = AnyOrder.TestCase

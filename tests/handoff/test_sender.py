@@ -1,0 +1,651 @@
+"""The prefill side's machine: one rule at a time, then any order of events."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from hotset.base.sampling import SamplingParams
+from hotset.handoff.layout import writes
+from hotset.handoff.messages import (
+    Accepted,
+    Ask,
+    Cancel,
+    Done,
+    Drop,
+    Failed,
+    Go,
+    Hello,
+    Key,
+    Message,
+    Model,
+    NotComputed,
+    Prefill,
+    Progress,
+    Received,
+    Sampled,
+    Send,
+    SenderCommand,
+    Span,
+    Stopped,
+    Store,
+    Submit,
+    Written,
+)
+from hotset.handoff.outgoing import WAITS, Phase
+from hotset.handoff.sender import Sender
+from hotset.transfer.api import State, Ticket
+
+PEER, OTHER = "10.0.0.1:7000", "10.0.0.2:7000"
+KEY = Key("r", 1)
+ROWS = 10
+STORE = Store(Span(((1 << 20,), (1 << 21,)), 32, 4, 4, 8), Span(((1 << 22,),), 16, 4, 4, 4))
+TARGET = Store(Span(((1 << 30,), (1 << 31,)), 64, 8, 8, 8), Span(((1 << 32, 1 << 33),), 12, 6, 3, 4))
+HELLO = Hello(PEER, Model("m", 2, "8 bytes", "4 bytes", 1, ""), {"host": TARGET}, "loopback", b"first")
+PAGES = (7, 3, 5)
+
+
+class Event:
+    def query(self) -> bool:
+        return False
+
+
+def ask(key: Key = KEY, rows: int = ROWS) -> Ask:
+    return Ask(key, tuple(range(rows)), SamplingParams(), "host", (2, 9), (4, 1), stop_ids=(3,))
+
+
+class Desk:
+    """A sender, the time, tickets, and what it wants of the world since it was asked last."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.sender, self.now, self.tickets = Sender(STORE, **limits), 0.0, 0
+        self.sender.peer_known(PEER, HELLO)
+        self.sender.peer_known(OTHER, HELLO)
+
+    def take(self, message: Message, peer: str = PEER) -> None:
+        self.sender.take(peer, message, self.now)
+
+    def tell(self, command: SenderCommand) -> None:
+        self.sender.tell(command, self.now)
+
+    def written(self, first: int, last: int, key: Key = KEY, peer: str = PEER, after: Event | None = None) -> None:
+        self.tell(Written(peer, key, first, last, PAGES, after))
+
+    def sampled(self, key: Key = KEY, peer: str = PEER) -> None:
+        self.tell(Sampled(peer, key, 42, {42: (-1.0, 1)}))
+
+    def submit(self, key: Key = KEY, peer: str = PEER) -> Ticket:
+        """Answers one `Submit`."""
+        self.tickets += 1
+        ticket = Ticket(self.tickets, 0)
+        self.sender.submitted(peer, key, ticket)
+        return ticket
+
+    def end(self, ticket: Ticket, state: State = State.DONE, key: Key = KEY, peer: str = PEER) -> None:
+        self.sender.ended(peer, key, ticket, state, self.now)
+
+    def writing(self, key: Key = KEY, peer: str = PEER) -> "Desk":
+        self.take(ask(key), peer)
+        self.take(Go(key), peer)
+        self.actions()
+        return self
+
+    def under_way(self, *ends: int) -> list[Ticket]:
+        """A handoff with one chunk up to each of `ends`, submitted."""
+        self.writing()
+        for first, last in zip((0, *ends), ends, strict=False):
+            self.written(first, last)
+        self.actions()
+        return [self.submit() for _ in ends]
+
+    def pass_time(self, seconds: float) -> None:
+        """Ticks at every deadline on the way, as its driver does."""
+        end = self.now + seconds
+        while (at := self.sender.next_deadline()) is not None and at <= end:
+            self.now = max(self.now, at)
+            self.sender.tick(self.now)
+        self.now = end
+        self.sender.tick(end)
+
+    def actions(self) -> list[Any]:
+        self.sender.audit()
+        return list(self.sender.take_actions())
+
+    def sent(self) -> list[Message]:
+        """Drops the rest."""
+        return [action.message for action in self.actions() if isinstance(action, Send)]
+
+    @property
+    def phase(self) -> Phase | None:
+        return self.sender.phases().get((PEER, KEY))
+
+
+def test_an_ask_is_accepted_and_computed_once_however_often_it_comes() -> None:
+    desk = Desk()
+    desk.take(ask())
+    assert desk.actions() == [
+        Send(PEER, Accepted(KEY)),
+        Prefill(PEER, KEY, tuple(range(ROWS)), SamplingParams(), (3,)),
+    ]
+    desk.take(ask())
+    assert desk.actions() == [Send(PEER, Accepted(KEY))]
+    desk.pass_time(1.2)
+    assert desk.sent() == [Accepted(KEY)] * 2 and desk.sender.resent == 2
+
+
+def test_nothing_is_written_before_go() -> None:
+    desk = Desk()
+    desk.take(ask())
+    desk.written(0, 6)
+    desk.written(6, 10)
+    desk.sampled()
+    desk.pass_time(3)
+    assert not [action for action in desk.actions() if isinstance(action, Submit)]
+    desk.take(Go(KEY))
+    submits = [action for action in desk.actions() if isinstance(action, Submit)]
+    assert len(submits) == 2
+    desk.take(Go(KEY))
+    assert desk.actions() == []
+
+
+def test_writes_go_from_our_pages_to_theirs_and_wait_for_the_forward_pass() -> None:
+    """Defects 7 and 16: each side's pages with its own sizes, and the event of the pass that writes them."""
+    desk, event = Desk().writing(), Event()
+    desk.written(0, 6, after=event)
+    (submit,) = desk.actions()
+    rows = writes(STORE.rows, PAGES, TARGET.rows, (2, 9), 0, 6)
+    assert STORE.keys is not None and TARGET.keys is not None
+    keys = writes(STORE.keys, PAGES, TARGET.keys, (4, 1), 0, 6)
+    assert submit.writes.tolist() == [*rows.tolist(), *keys.tolist()]
+    assert submit.after is event and (submit.peer, submit.key) == (PEER, KEY)
+
+
+def test_done_waits_for_every_write_and_for_the_first_token() -> None:
+    desk = Desk()
+    first, second = desk.under_way(6, 10)
+    desk.end(first)
+    assert desk.actions() == [Send(PEER, Progress(KEY, 6))]
+    desk.sampled()
+    assert desk.actions() == []
+    desk.end(second)
+    assert desk.actions() == [
+        Send(PEER, Progress(KEY, 10)),
+        Drop(PEER, KEY),
+        Send(PEER, Done(KEY, 42, {42: (-1.0, 1)})),
+    ]
+
+
+def test_done_waits_for_the_first_token_when_writes_are_quicker() -> None:
+    desk = Desk()
+    (ticket,) = desk.under_way(10)
+    desk.end(ticket)
+    assert desk.sent() == [Progress(KEY, 10)]
+    desk.sampled()
+    assert desk.sent() == [Done(KEY, 42, {42: (-1.0, 1)})]
+
+
+def test_chunks_may_end_in_any_order() -> None:
+    """Defect 11: an earlier chunk that arrives after the last one hangs nothing, and counts for nothing too early."""
+    desk = Desk()
+    tickets = desk.under_way(4, 8, 10)
+    desk.sampled()
+    desk.end(tickets[2])
+    desk.end(tickets[1])
+    assert desk.sent() == [Progress(KEY, 0)] * 2
+    desk.end(tickets[0])
+    assert desk.sent() == [Progress(KEY, 10), Done(KEY, 42, {42: (-1.0, 1)})]
+
+
+def test_done_is_repeated_until_it_is_acknowledged() -> None:
+    desk = Desk()
+    (ticket,) = desk.under_way(10)
+    desk.sampled()
+    desk.end(ticket)
+    desk.actions()
+    desk.pass_time(1.2)
+    desk.take(ask())
+    assert desk.sent() == [Done(KEY, 42, {42: (-1.0, 1)})] * 3
+    desk.take(Received(KEY))
+    desk.take(Received(KEY))
+    assert desk.actions() == [] and desk.sender.next_deadline() is None
+
+
+def test_an_ask_that_was_served_is_not_begun_again() -> None:
+    desk = Desk()
+    (ticket,) = desk.under_way(10)
+    desk.sampled()
+    desk.end(ticket)
+    desk.take(Received(KEY))
+    desk.actions()
+    desk.take(ask())
+    assert desk.actions() == [Send(PEER, Stopped(KEY, True))]
+
+
+def test_a_request_in_the_queue_is_alive() -> None:
+    desk = Desk().writing()
+    desk.pass_time(5.5)
+    assert desk.sent() == [Progress(KEY, 0)] * 5
+
+
+def test_cancel_before_go_ends_it_at_once() -> None:
+    desk = Desk()
+    desk.take(ask())
+    desk.written(0, 10)
+    desk.actions()
+    desk.take(Cancel(KEY))
+    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, Stopped(KEY, True))]
+    desk.take(Cancel(KEY))
+    desk.take(Go(KEY))
+    assert desk.actions() == [Send(PEER, Stopped(KEY, True))]
+
+
+def test_cancel_keeps_the_pages_until_the_last_write_has_ended() -> None:
+    """Defect 3: an abort while rows travel."""
+    desk = Desk()
+    first, second = desk.under_way(6, 10)
+    desk.take(Cancel(KEY))
+    desk.take(Cancel(KEY))
+    desk.end(first)
+    assert desk.actions() == []
+    desk.sampled()
+    desk.end(second)
+    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, Stopped(KEY, True))]
+
+
+def test_a_cancelled_handoff_begins_no_further_write() -> None:
+    desk = Desk()
+    (ticket,) = desk.under_way(6)
+    desk.take(Cancel(KEY))
+    desk.written(6, 10)
+    assert desk.actions() == []
+    desk.end(ticket)
+    desk.written(6, 10)
+    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, Stopped(KEY, True))]
+
+
+def test_an_ask_that_comes_after_its_cancel_is_not_begun() -> None:
+    desk = Desk()
+    desk.take(Cancel(KEY))
+    desk.take(ask())
+    assert desk.actions() == [Send(PEER, Stopped(KEY, False))] * 2
+    desk.take(ask(), OTHER)
+    assert Send(OTHER, Accepted(KEY)) in desk.actions(), "somebody else's request of the same name is another one"
+
+
+def test_who_knows_nothing_vouches_for_nothing() -> None:
+    """Another incarnation answers a Cancel that was meant for the one before, whose writes may go on."""
+    desk = Desk()
+    desk.take(Cancel(KEY))
+    assert desk.sent() == [Stopped(KEY, False)]
+
+
+@pytest.mark.parametrize(("state", "quiesced"), [(State.FAILED_QUIESCED, True), (State.FAILED_UNKNOWN, False)])
+def test_a_failed_write_is_told_when_the_others_have_ended(state: State, quiesced: bool) -> None:
+    """Defect 13: what ended as unknown may still be writing."""
+    desk = Desk()
+    first, second = desk.under_way(6, 10)
+    desk.end(second, state)
+    assert desk.phase is Phase.ENDING and not [each for each in desk.actions() if isinstance(each, Drop)]
+    desk.end(first)
+    drop, send = desk.actions()
+    assert drop == Drop(PEER, KEY) and isinstance(send.message, Failed)
+    assert (send.message.quiesced, send.message.retry) == (quiesced, True)
+    assert "writing rows 6 to 10 ended as 'failed" in send.message.reason
+    desk.pass_time(0.6)
+    assert desk.sent() == [send.message]
+    desk.take(Received(KEY))
+    desk.take(Cancel(KEY))
+    assert desk.sent() == [Stopped(KEY, quiesced)]
+
+
+def test_a_failure_taints_a_handoff_that_is_being_cancelled() -> None:
+    desk = Desk()
+    first, second = desk.under_way(6, 10)
+    desk.take(Cancel(KEY))
+    desk.end(first, State.FAILED_UNKNOWN)
+    desk.end(second)
+    assert desk.sent() == [Stopped(KEY, False)]
+
+
+def test_a_failed_handoff_harms_no_other_of_the_same_peer() -> None:
+    """Defect 12."""
+    desk, other = Desk(), Key("s", 1)
+    (ticket,) = desk.under_way(10)
+    desk.writing(other)
+    desk.written(0, 10, other)
+    desk.sampled(other)
+    second = desk.submit(other)
+    desk.end(ticket, State.FAILED_UNKNOWN)
+    desk.actions()
+    desk.end(second, key=other)
+    assert Done(other, 42, {42: (-1.0, 1)}) in desk.sent()
+    desk.take(ask(Key("t", 1)))
+    assert Accepted(Key("t", 1)) in desk.sent()
+
+
+def test_a_write_that_never_ends_is_given_up_and_told_later_if_it_does_end() -> None:
+    desk = Desk()
+    (ticket,) = desk.under_way(10)
+    desk.pass_time(40)
+    assert desk.phase is Phase.ENDING and Drop(PEER, KEY) not in desk.actions()
+    desk.pass_time(10)
+    failed = Failed(KEY, False, True, "a write has not ended within 40 s")
+    actions = desk.actions()
+    assert Drop(PEER, KEY) in actions and Send(PEER, failed) in actions
+    desk.take(Received(KEY))
+    desk.pass_time(5)
+    assert desk.actions() == []
+    desk.take(Cancel(KEY))
+    assert desk.sent() == [Stopped(KEY, False)]
+    desk.end(ticket)
+    assert desk.sent() == [Stopped(KEY, True)]
+    desk.take(Cancel(KEY))
+    assert desk.sent() == [Stopped(KEY, True)]
+
+
+def test_a_write_that_ends_before_its_failure_was_heard_changes_what_is_told() -> None:
+    desk = Desk()
+    (ticket,) = desk.under_way(10)
+    desk.pass_time(50)
+    desk.actions()
+    desk.end(ticket)
+    assert desk.sent() == [Failed(KEY, True, True, "a write has not ended within 40 s")]
+    assert desk.phase is Phase.TELLING
+
+
+def test_a_cancelled_write_that_never_ends_is_answered_in_time() -> None:
+    desk = Desk()
+    (ticket,) = desk.under_way(10)
+    desk.take(Cancel(KEY))
+    desk.pass_time(10)
+    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, Stopped(KEY, False))]
+    desk.end(ticket, State.FAILED_UNKNOWN)
+    assert desk.sent() == [Stopped(KEY, False)] and desk.phase is None
+
+
+def test_what_the_engine_cannot_compute_is_told() -> None:
+    desk = Desk()
+    desk.take(ask())
+    desk.actions()
+    desk.tell(NotComputed(PEER, KEY, True, "the engine is stopping"))
+    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, Failed(KEY, True, True, "the engine is stopping"))]
+
+
+def test_an_engine_that_fails_midway_waits_for_its_writes() -> None:
+    desk = Desk()
+    (ticket,) = desk.under_way(6)
+    desk.tell(NotComputed(PEER, KEY, False, "out of luck"))
+    assert desk.sent() == [Progress(KEY, 0)]
+    desk.end(ticket)
+    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, Failed(KEY, True, False, "out of luck"))]
+
+
+def test_a_receiver_that_never_says_go_is_told_that_it_failed() -> None:
+    desk = Desk()
+    desk.take(ask())
+    desk.pass_time(10)
+    actions = desk.actions()
+    assert actions[-2:] == [Drop(PEER, KEY), Send(PEER, Failed(KEY, True, True, "no Go came within 10 s"))]
+
+
+def test_an_engine_that_says_nothing_for_long_is_given_up() -> None:
+    desk = Desk().writing()
+    desk.pass_time(599)
+    desk.written(0, 10)
+    desk.end(desk.submit())
+    assert desk.phase is Phase.WRITING
+    desk.pass_time(600)
+    assert desk.sent()[-1] == Failed(KEY, True, True, "the engine has told nothing for 600 s")
+
+
+def test_death_of_the_receiver_keeps_pages_until_the_writes_have_ended() -> None:
+    desk = Desk()
+    (ticket,) = desk.under_way(10)
+    desk.writing(Key("s", 1))
+    desk.writing(KEY, OTHER)
+    desk.sender.peer_lost(PEER, "it died", desk.now)
+    assert desk.actions() == [Drop(PEER, Key("s", 1))]
+    assert desk.sender.open_keys(PEER) == [] and desk.sender.open_keys(OTHER) == [KEY]
+    desk.end(ticket)
+    assert desk.actions() == [Drop(PEER, KEY)] and desk.sender.phases() == {(OTHER, KEY): Phase.WRITING}
+
+
+def test_a_restarted_receiver_may_use_its_keys_again() -> None:
+    desk = Desk()
+    (ticket,) = desk.under_way(10)
+    desk.sender.peer_lost(PEER, "it came back as another", desk.now)
+    desk.sender.peer_known(PEER, replace(HELLO, description=b"second"))
+    desk.take(ask())
+    assert desk.actions() == [], "not while the pages of the one before are being read"
+    desk.end(ticket, State.FAILED_QUIESCED)
+    desk.sender.peer_lost(PEER, "and again", desk.now)
+    desk.sender.peer_known(PEER, replace(HELLO, description=b"third"))
+    desk.take(ask())
+    drop, accepted, prefill = desk.actions()
+    assert drop == Drop(PEER, KEY) and accepted == Send(PEER, Accepted(KEY)) and isinstance(prefill, Prefill)
+
+
+def test_a_receiver_that_was_only_slow_does_not_get_a_second_writer() -> None:
+    """It takes an Accepted for that of the handoff that it still waits for, and old writes may come late."""
+    desk = Desk()
+    (ticket,) = desk.under_way(10)
+    desk.sender.peer_lost(PEER, "silent", desk.now)
+    desk.end(ticket, State.FAILED_UNKNOWN)
+    desk.take(ask())
+    desk.sender.peer_known(PEER, HELLO)
+    desk.take(ask())
+    assert desk.actions() == [Drop(PEER, KEY), *[Send(PEER, Stopped(KEY, False))] * 2]
+
+
+def test_of_one_request_only_the_highest_attempt_counts() -> None:
+    desk, later = Desk().writing(), Key("r", 2)
+    desk.take(ask(later))
+    actions = desk.actions()
+    assert actions[:2] == [Drop(PEER, KEY), Send(PEER, Stopped(KEY, True))]
+    assert actions[2] == Send(PEER, Accepted(later))
+    for stale in (Key("r", 0), KEY):
+        desk.take(ask(stale))
+        assert desk.actions() == [Send(PEER, Stopped(stale, stale == KEY))]
+    desk.take(Cancel(later))
+    desk.actions()
+    desk.take(ask(Key("r", 0)))
+    assert desk.actions() == [Send(PEER, Stopped(Key("r", 0), False))]
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        (replace(ask(), landing="device"), "landing 'device' was not offered"),
+        (replace(ask(), row_pages=(2,)), "1 pages for 10 rows, 8 to a page"),
+        (replace(ask(), key_pages=(2,)), "1 pages for 10 keys, 6 to a page"),
+        (replace(ask(), token_ids=()), "a prompt without tokens"),
+    ],
+)
+def test_an_ask_that_cannot_be_served_is_refused(asked: Ask, complaint: str) -> None:
+    desk = Desk()
+    desk.take(asked)
+    (message,) = desk.sent()
+    assert isinstance(message, Failed) and complaint in message.reason
+    assert not message.retry and not message.quiesced and desk.phase is None
+
+
+def test_a_stranger_is_asked_to_say_hello() -> None:
+    desk = Desk()
+    desk.take(ask(), "10.0.0.3:7000")
+    (message,) = desk.sent()
+    assert isinstance(message, Failed) and message.retry and "Hello" in message.reason
+
+
+def test_an_engine_that_skips_rows_is_found_out() -> None:
+    desk = Desk().writing()
+    with pytest.raises(AssertionError, match="rows 0 are told"):
+        desk.written(2, 10)
+    with pytest.raises(AssertionError, match="sampled after 0 of 10 rows"):
+        desk.sampled()
+
+
+def test_tombs_are_bounded_in_number_and_time() -> None:
+    """Defect 14: orphaned ids leak nothing."""
+    desk = Desk(most_tombs=3, tomb_limit=10.0)
+    keys = [Key(str(number), 0) for number in range(5)]
+    for key in keys:
+        desk.take(Cancel(key))
+        desk.pass_time(1)
+    desk.actions()
+    begun = []
+    for key in keys:
+        desk.take(ask(key))
+        begun += [action.key for action in desk.actions() if isinstance(action, Prefill)]
+    assert begun == keys[:2], "the oldest gave way"
+    desk.pass_time(11)
+    desk.actions()
+    desk.take(ask(keys[4]))
+    assert Accepted(keys[4]) in desk.sent()
+
+
+def test_everything_is_forgotten_in_the_end() -> None:
+    desk = Desk()
+    desk.under_way(6, 10)
+    for number in range(20):
+        key = Key(str(number), 0)
+        desk.take(ask(key))
+        if number % 2:
+            desk.take(Go(key))
+    desk.pass_time(sum(wait.limit for wait in WAITS.values()))
+    assert desk.sender.phases() == {} and desk.sender.next_deadline() is None
+    actions = desk.actions()
+    assert len([each for each in actions if isinstance(each, Drop)]) == 21
+
+
+KEYS = st.builds(Key, st.sampled_from("ab"), st.integers(1, 3))
+PEERS = st.sampled_from([PEER, OTHER])
+ENDS = st.sampled_from([State.DONE, State.DONE, State.FAILED_QUIESCED, State.FAILED_UNKNOWN])
+CHUNK = 5
+
+
+class Work:
+    """One `Prefill` as the engine sees it."""
+
+    def __init__(self) -> None:
+        self.written, self.sampled, self.went, self.dropped = 0, False, False, False
+        self.tickets: dict[int, State] = {}
+        self.given_up = False
+
+    @property
+    def sworn(self) -> bool:
+        return all(state in (State.DONE, State.FAILED_QUIESCED) for state in self.tickets.values())
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever is said and whenever: pages are given back once and in time, and nothing is sworn that is not so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk = Desk()
+        self.work: dict[tuple[str, Key], Work] = {}
+        self.incarnation = 0
+
+    def settle(self) -> None:
+        for action in self.desk.actions():
+            match action:
+                case Prefill(peer, key):
+                    before = self.work.get((peer, key))
+                    assert before is None or before.dropped, "computed twice at once"
+                    self.work[peer, key] = Work()
+                case Drop(peer, key):
+                    self.drop(self.work[peer, key])
+                case Submit(peer, key):
+                    assert self.work[peer, key].went, "written before Go"
+                    self.work[peer, key].tickets[self.desk.submit(key, peer).number] = State.PENDING
+                case Send(peer, message):
+                    self.said(peer, message)
+
+    def drop(self, work: Work) -> None:
+        assert not work.dropped, "pages given back twice"
+        work.dropped = True
+        assert work.given_up or State.PENDING not in work.tickets.values(), "pages given back while they are read"
+
+    def said(self, peer: str, message: Any) -> None:
+        if isinstance(message, Done):
+            work = self.work[peer, message.key]
+            assert work.sampled and work.written == ROWS and set(work.tickets.values()) == {State.DONE}
+        if isinstance(message, Failed | Stopped) and message.quiesced:
+            assert self.work[peer, message.key].sworn, "sworn, and it is not so"
+
+    @rule(key=KEYS, peer=PEERS)
+    def ask(self, key: Key, peer: str) -> None:
+        self.desk.take(ask(key), peer)
+        self.settle()
+
+    @rule(key=KEYS, peer=PEERS)
+    def go(self, key: Key, peer: str) -> None:
+        if self.desk.sender.phases().get((peer, key)) is Phase.OFFERED:
+            self.work[peer, key].went = True
+        self.desk.take(Go(key), peer)
+        self.settle()
+
+    @rule(key=KEYS, peer=PEERS, kind=st.sampled_from([Cancel, Received]))
+    def say(self, key: Key, peer: str, kind: Any) -> None:
+        self.desk.take(kind(key), peer)
+        self.settle()
+
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        at_work = [name for name, work in self.work.items() if not work.sampled]
+        if not at_work:
+            return
+        name = data.draw(st.sampled_from(at_work))
+        work = self.work[name]
+        if work.written == ROWS:
+            work.sampled = True
+            self.desk.sampled(name[1], name[0])
+        else:
+            work.written += CHUNK
+            self.desk.written(work.written - CHUNK, work.written, name[1], name[0])
+        self.settle()
+
+    @rule(data=st.data(), state=ENDS)
+    def end(self, data: st.DataObject, state: State) -> None:
+        pending = [
+            (name, number)
+            for name, work in self.work.items()
+            for number, was in work.tickets.items()
+            if was is State.PENDING
+        ]
+        if pending:
+            (peer, key), number = data.draw(st.sampled_from(pending))
+            self.work[peer, key].tickets[number] = state
+            self.desk.end(Ticket(number, 0), state, key, peer)
+            self.settle()
+
+    @rule(peer=PEERS, again=st.booleans())
+    def die(self, peer: str, again: bool) -> None:
+        self.desk.sender.peer_lost(peer, "it died", self.desk.now)
+        self.incarnation += again
+        hello = replace(HELLO, description=b"%d" % self.incarnation)
+        self.desk.sender.peer_known(peer, hello)
+        self.settle()
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 20.0, 60.0]))
+    def wait(self, seconds: float) -> None:
+        for work in self.work.values():
+            work.given_up |= seconds >= WAITS[Phase.ENDING].limit and State.PENDING in work.tickets.values()
+        self.desk.pass_time(seconds)
+        self.settle()
+
+    @invariant()
+    def held_are_those_not_dropped(self) -> None:
+        phases = self.desk.sender.phases()
+        held = {name for name, phase in phases.items() if phase in (Phase.OFFERED, Phase.WRITING, Phase.ENDING)}
+        assert held == {name for name, work in self.work.items() if not work.dropped}
+
+    def teardown(self) -> None:
+        self.wait(2000.0)
+        assert self.desk.sender.phases() == {} and all(work.dropped for work in self.work.values())
+
+
+AnyOrder.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestAnyOrder = AnyOrder.TestCase

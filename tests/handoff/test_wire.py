@@ -1,0 +1,276 @@
+"""Every message survives the wire; nothing else gets through it, and nothing that comes over it can do harm."""
+
+import struct
+import tracemalloc
+from dataclasses import replace
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotset.base.errors import BadMessage
+from hotset.base.sampling import SamplingParams
+from hotset.handoff.messages import (
+    PROTOCOL,
+    Accepted,
+    Ask,
+    Cancel,
+    Done,
+    Failed,
+    Go,
+    Hello,
+    Key,
+    Message,
+    Model,
+    Ping,
+    Pong,
+    Progress,
+    Received,
+    Refused,
+    Span,
+    Stopped,
+    Store,
+    Welcome,
+)
+from hotset.handoff.post import Foreign, Letter
+from hotset.handoff.wire import MARK, MAX_BYTES, PLAIN, TAG_BYTES, TAGGED, Wire
+
+ORIGIN = "127.0.0.1:9000"
+SECRET = b"a secret that peers share"
+KEY = Key("request-7/0", 2)
+SPAN = Span(((1 << 47, 5), (64, 128)), page_bytes=4096, page_rows=64, part_rows=32, row_bytes=128)
+HELLO = Hello(
+    ORIGIN,
+    Model("demo", 2, "bf16 [64]", "bf16 [16]", 1, "0f" * 16),
+    {"host": Store(SPAN, replace(SPAN, row_bytes=32)), "device": Store(SPAN, None)},
+    "loopback",
+    bytes(range(256)),
+)
+PARAMS = SamplingParams(
+    temperature=0.3, seed=-5, max_tokens=None, stop=("a", "ß"), stop_token_ids=(3,), logit_bias={7: -1.5}, logprobs=2
+)
+MESSAGES: list[Message] = [
+    HELLO,
+    Welcome(HELLO),
+    Refused("the model's layers differ: 2 here, 3 there"),
+    Ask(KEY, tuple(range(300)), PARAMS, "device", (0, 70_000), (1,), (2, 3)),
+    Accepted(KEY),
+    Go(KEY),
+    Progress(KEY, 0),
+    Done(KEY, 11, {11: (-0.25, 1), 3: (float("-inf"), 9)}),
+    Done(KEY, 11, None),
+    Failed(KEY, False, True, "a write failed"),
+    Received(KEY),
+    Cancel(KEY),
+    Stopped(KEY, True),
+    Ping(0),
+    Pong((1 << 63) - 1),
+]
+
+
+def letter(message: Message, **changes: Any) -> Letter:
+    return replace(Letter(ORIGIN, "ab12", "cd34", message), **changes)
+
+
+def packed(*fields: object) -> bytes:
+    """A message made by hand, field by field of the envelope."""
+    return MARK + PLAIN + msgspec.msgpack.encode(fields)
+
+
+def body(kind: str, fields: object, **envelope: Any) -> bytes:
+    head = {"protocol": PROTOCOL, "origin": ORIGIN, "sender": "ab12", "addressee": ""} | envelope
+    return packed(*head.values(), kind, fields)
+
+
+def test_these_tests_know_every_kind_of_message() -> None:
+    assert {type(message) for message in MESSAGES} == set(get_args(Message))
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_is_sent_is_what_is_read(message: Message, secret: bytes | None) -> None:
+    sent = letter(message)
+    assert Wire(secret).decode(Wire(secret).encode(sent)) == sent
+
+
+def test_an_answer_is_for_anybody_where_nobody_is_named() -> None:
+    assert Wire().decode(Wire().encode(letter(Ping(1), addressee=""))).addressee == ""
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=400), st.sampled_from([b"", MARK, MARK + PLAIN, MARK + TAGGED]), st.booleans())
+def test_random_bytes_are_bad_messages_and_nothing_worse(noise: bytes, head: bytes, secret: bool) -> None:
+    with pytest.raises(BadMessage):
+        Wire(SECRET if secret else None).decode(head + noise)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
+        lambda inner: st.lists(inner, max_size=7) | st.dictionaries(st.text() | st.integers(-9, 9), inner, max_size=5),
+        max_leaves=30,
+    )
+)
+def test_sound_msgpack_that_is_no_message_is_bad(value: object) -> None:
+    with pytest.raises(BadMessage):
+        Wire().decode(MARK + PLAIN + msgspec.msgpack.encode(value))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(MESSAGES), st.data())
+def test_cut_or_flipped_messages_are_bad_or_well_formed(message: Message, data: st.DataObject) -> None:
+    """Without a secret a flipped bit may make another sound message; it never makes anything else."""
+    raw = bytearray(Wire().encode(letter(message)))
+    if data.draw(st.booleans()):
+        del raw[data.draw(st.integers(0, len(raw) - 1)) :]
+    else:
+        raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        found = Wire().decode(bytes(raw))
+    except BadMessage:
+        return
+    assert isinstance(found, Foreign) or isinstance(found.message, get_args(Message))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(MESSAGES), st.data())
+def test_with_a_secret_no_bit_can_be_changed(message: Message, data: st.DataObject) -> None:
+    raw = bytearray(Wire(SECRET).encode(letter(message)))
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(BadMessage):
+        Wire(SECRET).decode(bytes(raw))
+
+
+@pytest.mark.parametrize(
+    ("sent_with", "read_with", "complaint"),
+    [
+        (b"another", SECRET, "another secret"),
+        (None, SECRET, "not signed"),
+        (SECRET, None, "none is configured here"),
+    ],
+)
+def test_secrets_that_differ_are_told_apart(sent_with: bytes | None, read_with: bytes | None, complaint: str) -> None:
+    with pytest.raises(BadMessage, match=complaint):
+        Wire(read_with).decode(Wire(sent_with).encode(letter(Ping(1))))
+
+
+def test_a_tag_alone_is_no_message() -> None:
+    with pytest.raises(BadMessage, match="another secret"):
+        Wire(SECRET).decode(MARK + TAGGED + bytes(TAG_BYTES - 1))
+
+
+def test_a_hello_of_another_version_can_be_refused_and_nothing_else_of_it_is_read() -> None:
+    later = body("Hello", {"unheard": "of"}, protocol=PROTOCOL + 1)
+    assert Wire().decode(later) == Foreign(ORIGIN, "ab12", PROTOCOL + 1, "Hello")
+    assert isinstance(Wire().decode(body("Ask", 3, protocol=0)), Foreign)
+
+
+def test_a_refusal_is_understood_in_every_version() -> None:
+    refusal = Wire().decode(body("Refused", {"reason": "too old"}, protocol=PROTOCOL + 7))
+    assert isinstance(refusal, Letter) and refusal.message == Refused("too old")
+
+
+def test_an_envelope_may_grow_in_later_versions() -> None:
+    longer = packed(PROTOCOL + 1, ORIGIN, "ab12", "", "Refused", {"reason": "too old"}, "something new")
+    assert isinstance(Wire().decode(longer), Letter)
+
+
+SOUND_ASK: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(bytes,))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": []},
+        {"token_ids": [1, -1]},
+        {"token_ids": [1 << 31]},
+        {"token_ids": [True]},
+        {"token_ids": ["1"]},
+        {"stop_ids": [-2]},
+        {"row_pages": [-1]},
+        {"row_pages": [1 << 31]},
+        {"key_pages": [(1 << 64) - 1]},
+        {"key_pages": [0.5]},
+        {"landing": "moon"},
+        {"key": {"request_id": "", "attempt": 0}},
+        {"key": {"request_id": "r", "attempt": -1}},
+        {"key": {"request_id": "r"}},
+        {"key": None},
+        {"params": {"temperature": -1.0}},
+        {"params": {"temperature": float("nan")}},
+        {"params": {"seed": 1 << 63}},
+        {"params": {"stop": 3}},
+        {"params": {"n": "1"}},
+    ],
+    ids=str,
+)
+def test_an_ask_with_a_wrong_field_is_bad(changes: dict[str, Any]) -> None:
+    assert isinstance(Wire().decode(body("Ask", SOUND_ASK)), Letter)
+    with pytest.raises(BadMessage):
+        Wire().decode(body("Ask", SOUND_ASK | changes))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        body("Elephant", {}),
+        body("Ping", {"number": "one"}),
+        body("Ping", {"number": 1 << 64 - 1, "x": b""}, sender=""),
+        body("Ping", {"number": 1}, sender="not hex"),
+        body("Ping", {"number": 1}, addressee="\n"),
+        body("Ping", {"number": 1}, origin="127.0.0.1"),
+        body("Ping", {"number": 1}, origin="127.0.0.1:0"),
+        body("Ping", {"number": 1}, origin="127.0.0.1:65536"),
+        body("Ping", {"number": 1}, origin="line\nfeed:80"),
+        body("Ping", {"number": 1}, origin="ipc:///tmp/x:80"),
+        body("Ping", {"number": 1}, protocol="1"),
+        body("Hello", msgspec.to_builtins(replace(HELLO, control="10.0.0.1:1"), builtin_types=(bytes,))),
+        body("Progress", {"key": {"request_id": "r", "attempt": 0}, "rows": -1}),
+        body("Done", {"key": {"request_id": "r", "attempt": 0}, "token_id": -1, "alternatives": None}),
+        packed(PROTOCOL, ORIGIN, "ab12", ""),
+        packed(),
+    ],
+)
+def test_what_no_peer_of_ours_would_say_is_bad(raw: bytes) -> None:
+    with pytest.raises(BadMessage):
+        Wire().decode(raw)
+
+
+@pytest.mark.parametrize(
+    "flaw", [{"bases": ((-1,),)}, {"bases": ((1 << 63,),)}, {"page_bytes": 1 << 63}, {"row_bytes": -1}]
+)
+def test_memory_beyond_all_addresses_is_bad(flaw: dict[str, Any]) -> None:
+    stores = {"host": Store(SPAN, replace(SPAN, **flaw))}
+    for message in (replace(HELLO, stores=stores), Welcome(replace(HELLO, stores=stores))):
+        with pytest.raises(BadMessage, match="out of range"):
+            Wire().decode(Wire().encode(letter(message)))
+
+
+@pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6"], ids=["array", "map", "text", "bytes"])
+@pytest.mark.parametrize("length", [100_000_000, 0xFFFFFFFF])
+def test_a_length_that_is_a_lie_takes_no_memory(head: bytes, length: int) -> None:
+    prefix = msgspec.msgpack.encode((PROTOCOL, ORIGIN, "ab12", "", "Ask"))
+    field = msgspec.msgpack.encode({"token_ids": 0})[:-1] + head + struct.pack(">I", length) + b"\x01"
+    raw = MARK + PLAIN + bytes([prefix[0] + 1]) + prefix[1:] + field
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadMessage):
+            Wire().decode(raw)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_depth_and_size_have_limits() -> None:
+    with pytest.raises(BadMessage):
+        Wire().decode(body("Ping", {})[:-1] + b"\x91" * 1_000_000)
+    with pytest.raises(BadMessage, match="above the limit"):
+        Wire().decode(bytes(MAX_BYTES + 1))
+
+
+def test_the_longest_prompts_fit() -> None:
+    ask = Ask(KEY, (250_000,) * 2_000_000, SamplingParams(), "host", tuple(range(31_250)), tuple(range(31_250)))
+    assert len(Wire(SECRET).encode(letter(ask))) < MAX_BYTES
