@@ -7,16 +7,19 @@ from typing import Any
 
 import torch
 
+from hotset.base.address import control_port
 from hotset.base.config import EMBEDDED, EngineConfig
 from hotset.base.errors import CheckpointError, ConfigError, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine
 from hotset.engine.decode_graphs import Model
 from hotset.engine.device import choose_device
+from hotset.engine.handoffs import make_port
 from hotset.engine.intake import ModelCard
 from hotset.engine.progress import LoadingBar
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, kv_budget
+from hotset.handoff.messages import Model as Identity
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
@@ -27,6 +30,8 @@ from hotset.models.tokenizer import Tokenizer
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.coordinator import Coordinator
 from hotset.tiers.ledger import Ledger
+from hotset.transfer.api import Transfer
+from hotset.transfer.engines import open_transfer
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # as SmolLM2's authors recommend
@@ -77,8 +82,11 @@ def storage(config: EngineConfig, spec: ModelSpec) -> Storage:
     return Storage(fp8_rows=config.kv_dtype == "fp8", fp8_keys=config.index_dtype == "fp8")
 
 
-def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
-    """Loads the model and allocates its pool. Raises StartupError, in one line, if that cannot be done."""
+def build_engine(
+    config: EngineConfig, *, show_progress: bool = True, wake: Callable[[], None] = lambda: None
+) -> Engine:
+    """Loads the model and allocates its pool. Raises StartupError, in one line, if that cannot be done. `wake` is
+    called, from another thread, when a peer has answered and `step` should be."""
     device = choose_device(config.device)
     files = find_model(config.model)
     dtype = choose_dtype(config.dtype, files.spec, device)
@@ -89,7 +97,8 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
     budget = kv_budget(config, model.kv_shape, files.spec.context, device)
     card = model_card(config, files.spec, budget, device, dtype)
     with LoadingBar("Preparing the host store", show_progress) as bar:
-        engine = assemble(config, card, model, budget, device, bar.update)
+        digest = f"{config.load_format} {files.fingerprint()}"  # random weights are no others' equals
+        engine = assemble(config, card, model, budget, device, bar.update, weights=digest, wake=wake)
     if device.type == "cuda":
         with LoadingBar("Capturing decode steps", show_progress, counting=True) as bar:
             engine.warm_up(bar.update)
@@ -110,6 +119,8 @@ def model_card(
         resident_len=budget.resident_len,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
+        role=config.role,
+        host_store=budget.host_pages > 0,
     )
 
 
@@ -120,8 +131,13 @@ def assemble(
     budget: KvBudget,
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    weights: str = "",
+    wake: Callable[[], None] = lambda: None,
+    transfer: Transfer | None = None,
 ) -> Engine:
-    """Puts an engine together around a model that is loaded. `progress(done, total)`: bytes of the host store."""
+    """Puts an engine together around a model that is loaded. `progress(done, total)`: bytes of the host store.
+    `weights`: what a peer's must be the same as. `transfer`: instead of the one that is configured."""
     pool = DevicePool(model.kv_shape, budget.geometry, budget.device_pages, device)
     host = None
     if budget.host_pages:
@@ -134,7 +150,16 @@ def assemble(
     graphs = device.type == "cuda" and config.cuda_graphs == "auto" and card.dtype == "bfloat16"
     runner = Runner(model, memory, config.max_num_seqs, budget.max_model_len, card.vocab, graphs=graphs)
     depth = config.plans_in_flight or (2 if device.type == "cuda" else 1)
-    return Engine(card, scheduler, runner, ledger, memory, depth)
+    port = None
+    if config.role != "both":
+        shape = model.kv_shape
+        key = None if shape.key is None else shape.key.described
+        mine = Identity(card.name, shape.layers, shape.row.described, key, shape.groups, weights)
+        here = control_port(config.control, config.advertise, config.handoff_secret).peers.host
+        moved_by = transfer or open_transfer(config.transfer, host=here, protocol=config.transfer_protocol or "tcp")
+        port, control = make_port(config, mine, scheduler, memory, card, moved_by, wake)
+        card = replace(card, control=control)
+    return Engine(card, scheduler, runner, ledger, memory, depth, port)
 
 
 def model_name(model: str) -> str:

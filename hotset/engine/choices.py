@@ -33,10 +33,10 @@ class OpenChoice:
         logprobs = None if alternatives is None else (_logprobs(alternatives),)
         return Delta(self.index, text, (token,), logprobs, finish_reason, stop_reason)
 
-    def end(self, reason: FinishReason) -> Delta:
+    def end(self, reason: FinishReason, why_lost: str) -> Delta:
         """The last delta of a choice that ended without a further token."""
         self.ended = True
-        return Delta(self.index, self._text.finish(), (), None, reason)
+        return Delta(self.index, self._text.finish(), (), None, reason, why_lost=why_lost)
 
 
 class OpenChoices:
@@ -78,7 +78,7 @@ class OpenChoices:
         for request_id, reason in news.finished.items():
             choice = self._open.pop(request_id, None)
             if choice is not None:
-                deltas.append((request_id, choice.end(reason)))
+                deltas.append((request_id, choice.end(reason, news.why_lost.get(request_id, ""))))
         return deltas, stopped
 
 

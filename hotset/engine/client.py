@@ -8,8 +8,8 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TypeVar
 
-from hotset.base.config import EngineConfig, TiersChoice
-from hotset.base.errors import EngineStopped, RequestError
+from hotset.base.config import EngineConfig, LandingChoice, TiersChoice
+from hotset.base.errors import EngineStopped, HandoffLost, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import FrontModel, open_front
 from hotset.engine.choices import OpenChoices
@@ -65,20 +65,38 @@ class EngineClient:
         """Choices accepted that have no token yet: in the queue, or being prefilled."""
         return len(self._unstarted)
 
+    @property
+    def role(self) -> str:
+        return self.model.role
+
+    @property
+    def control(self) -> str | None:
+        """Where its handoff agent listens."""
+        return self.model.control
+
     async def generate(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, tiers: TiersChoice = "auto"
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        tiers: TiersChoice = "auto",
+        prefill_at: str | None = None,
+        landing: LandingChoice = "auto",
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of all `n` choices as they come; each choice ends with a finish_reason.
 
-        Raises RequestError before the first delta if the request is refused, EngineStopped if the engine is draining or
-        dies. Closing the iterator aborts the request and frees its pages.
+        `prefill_at`: the control address of the prefill worker that computes the prompt, which lands as `landing` says.
+
+        Raises RequestError before the first delta if the request is refused, HandoffLost, with the
+        reason, if what was computed elsewhere does not arrive or lost prompts have left no room, EngineStopped if the
+        engine is draining or dies. Closing the iterator aborts the request and frees its pages.
         """
         self._listen()
         if self._stopping or not self.alive:
             raise EngineStopped("the engine is stopping" if self._stopping else "the engine process has died")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
-        choices = self._intake.accept(request_id, prompt, params, tiers)
+        choices = self._intake.accept(request_id, prompt, params, tiers, prefill_at, landing)
         inbox: Inbox = asyncio.Queue()
         ids = [choice.request_id for choice in choices]
         self._inboxes.update(dict.fromkeys(ids, inbox))
@@ -91,6 +109,9 @@ class EngineClient:
                 delta = await inbox.get()
                 if isinstance(delta, EngineStopped):
                     raise delta
+                if delta.finish_reason == "lost":
+                    where = "" if prefill_at is None else f"{prefill_at} was to compute the prompt: "
+                    raise HandoffLost(f"{where}{delta.why_lost}")
                 left -= delta.finish_reason is not None
                 yield delta
         finally:
@@ -113,14 +134,17 @@ class EngineClient:
             self._stats.pop(number, None)
 
     async def close(self, drain_seconds: float) -> None:
-        """Takes no more requests, lets those that run finish for so long, then stops the process. Idempotent."""
+        """Takes no more requests, lets those that run, and what peers wait for, finish for so long, then stops the
+        process. Called again, it hurries."""
         self._stopping = True
         deadline = asyncio.get_running_loop().time() + drain_seconds
         while self._inboxes and self.alive and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         self._fail(EngineStopped("the server is shutting down"))
-        self._outbox.put(Stop())
-        await asyncio.to_thread(self._process.end)
+        left = max(0.0, deadline - asyncio.get_running_loop().time())
+        self._outbox.put(Stop(left))
+        await asyncio.to_thread(self._process.end, left + self._process.stop_seconds)
+        self._outbox.put(Stop())  # to nobody: it ends the thread that writes
 
     def _abandon(self, request_ids: Sequence[str]) -> None:
         """Forgets choices; those whose end was not seen are aborted."""
@@ -144,8 +168,6 @@ class EngineClient:
             try:
                 self._pipe.send(command)
             except OSError:
-                return
-            if isinstance(command, Stop):
                 return
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:

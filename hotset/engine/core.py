@@ -1,9 +1,13 @@
 """The step loop: the scheduler decides, the runner acts, the scheduler commits."""
 
+import contextlib
+import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 
 from hotset.base.errors import EngineStopped
+from hotset.engine.handoffs import CLOSING_SECONDS, Port
 from hotset.engine.intake import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
 from hotset.engine.runner import Runner, Ticket
@@ -13,6 +17,11 @@ from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.coordinator import Coordinator
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
+
+LOGGER = logging.getLogger("hotset.engine")
+DRAIN_SECONDS = 5.0  # for handoffs, at the end, at the least
+HURRIED_SECONDS = 1.0  # for the same where somebody will not wait
+UNPINNED_PER_SECOND = 1e9  # bytes, at the least
 
 
 class Engine:
@@ -26,13 +35,16 @@ class Engine:
         ledger: Ledger,
         memory: Coordinator,
         plans_in_flight: int,
+        port: Port | None = None,
     ) -> None:
+        """`port`: of a prefill or decode worker."""
         self.card = card
         self._scheduler = scheduler
         self._runner = runner
         self._ledger = ledger
         self._memory = memory
         self._depth = plans_in_flight
+        self._port = port
         self._tickets: deque[Ticket] = deque()
         self._broken = False
 
@@ -66,12 +78,21 @@ class Engine:
             self._broken = True
             raise
 
+    @property
+    def waiting_for_peers(self) -> bool:
+        """There is nothing to compute until a peer has answered."""
+        return not self._tickets and self._scheduler.running == 0
+
     def _step(self) -> Committed:
+        if self._port is not None:
+            self._port.exchange()
         while len(self._tickets) < self._depth and (plan := self._scheduler.plan()) is not None:
             self._tickets.append(self._runner.submit(plan))
+            if self._port is not None:
+                self._port.submitted(plan)
         if self._tickets:
             return self._scheduler.commit(self._tickets.popleft().result())
-        return Committed(finished=self._scheduler.take_ended())
+        return self._scheduler.take_news()
 
     def stats(self) -> EngineStats:
         scheduler, counters = self._scheduler, self._scheduler.counters
@@ -79,6 +100,7 @@ class Engine:
         return EngineStats(
             running=scheduler.running,
             waiting=scheduler.waiting,
+            tokens_to_prefill=scheduler.tokens_to_prefill,
             resident=scheduler.in_residence(Residence.RESIDENT),
             tiered=scheduler.in_residence(Residence.TIERED),
             parked=scheduler.parked,
@@ -94,6 +116,12 @@ class Engine:
             parks=counters.parks,
             resumes=counters.resumes,
             recomputes=counters.recomputes,
+            landed=counters.landed,
+            lost=counters.lost,
+            asked_again=counters.asked_again,
+            handed_over=counters.handed_over,
+            quarantined_pages=self._ledger.quarantined.device + self._ledger.quarantined.host,
+            handoff=None if self._port is None else self._port.stats(),
             rows_flushed=traffic.rows_flushed,
             bytes_swapped=traffic.bytes_swapped,
             slot_lookups=traffic.lookups,
@@ -101,12 +129,47 @@ class Engine:
             requests_finished={str(reason): count for reason, count in counters.finished.items()},
         )
 
-    def close(self) -> None:
-        """Gives the host store back in order. Idempotent; nothing may be asked of the engine afterwards."""
+    @property
+    def closing_seconds(self) -> float:
+        """What `close` may take beyond the drain that it is given, on a slow machine."""
+        host = self._memory.host
+        tensors = () if host is None else (host.rows, host.keys)
+        pinned = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return (0.0 if self._port is None else DRAIN_SECONDS + CLOSING_SECONDS) + pinned / UNPINNED_PER_SECOND
+
+    def close(self, drain_seconds: float = 0.0, hurried: Callable[[], bool] = lambda: False) -> None:
+        """Gives the host store back in order, and before it what peers wait for: that may be finished for so long, or
+        until `hurried` says that somebody will not wait. Idempotent; nothing may be asked of the engine afterwards."""
+        if self._port is not None:
+            self._close_port(self._port, drain_seconds, hurried)
         self._broken = True
         self._memory.close()
+
+    def _close_port(self, port: Port, drain_seconds: float, hurried: Callable[[], bool]) -> None:
+        """Peers are told, and what was begun for them is finished, before memory goes."""
+        closing = [_begun(port.close, 0.0 if self._broken else max(DRAIN_SECONDS, drain_seconds))]
+        while any(thread.is_alive() for thread in closing):
+            if len(closing) == 1 and hurried():
+                closing.append(_begun(port.close, HURRIED_SECONDS))
+            if not self._broken:
+                try:
+                    with contextlib.suppress(EngineStopped):  # of an agent that has ended
+                        self.step()
+                except Exception:
+                    # The engine is done for, and all the more its memory must be given back in order.
+                    LOGGER.exception("a step failed while the engine was closing")
+            closing[0].join(0.02 if self.waiting_for_peers else 0.001)
+        self._port = None
 
     def audit(self) -> None:
         """Proves that no page and no seat is lost or shared, and that every residency map is consistent."""
         self._scheduler.audit()
         self._memory.audit(self._scheduler.tiered_seats())
+        if self._port is not None:
+            self._port.audit()
+
+
+def _begun(close: Callable[[float], None], seconds: float) -> threading.Thread:
+    thread = threading.Thread(target=close, args=(seconds,), daemon=True)
+    thread.start()
+    return thread

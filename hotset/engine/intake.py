@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from hotset.base.config import TiersChoice
+from hotset.base.address import Address
+from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import ContextLengthExceeded, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.schedule.request import Request
@@ -24,6 +25,9 @@ class ModelCard:
     resident_len: int  # longest context that can be resident
     device: str
     dtype: str
+    role: str = "both"
+    control: str | None = None  # where its handoff agent listens
+    host_store: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,15 @@ class Choice:
     stop_ids: frozenset[int]
     max_length: int
     tiers: TiersChoice = "auto"
+    prefill_at: str | None = None  # control address of the worker that computes the prompt
+    landing: LandingChoice = "auto"
 
     def to_request(self) -> Request:
-        return Request(self.request_id, list(self.prompt), self.params, self.stop_ids, self.max_length, self.tiers)
+        return Request(
+            *(self.request_id, list(self.prompt), self.params, self.stop_ids, self.max_length, self.tiers),
+            prefill_at=self.prefill_at,
+            landing=self.landing,
+        )
 
 
 class Intake:
@@ -50,7 +60,13 @@ class Intake:
         self._seeds = random.Random(seed)
 
     def accept(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, tiers: TiersChoice = "auto"
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        tiers: TiersChoice = "auto",
+        prefill_at: str | None = None,
+        landing: LandingChoice = "auto",
     ) -> list[Choice]:
         """The `n` choices of a request, or RequestError; nothing is held yet."""
         card = self._card
@@ -68,6 +84,9 @@ class Intake:
             )
         longest = card.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         self._check_tiers(tiers, len(prompt) + answer)
+        if prefill_at is not None:
+            prefill_at = self._checked_peer(prefill_at)
+        self._check_landing(landing, prefill_at, tiers, len(prompt) + answer)
         if tiers == "resident":
             longest = min(longest, card.resident_len)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(card.eos_ids))
@@ -82,6 +101,8 @@ class Intake:
                 stop_ids,
                 longest,
                 tiers,
+                prefill_at,
+                landing,
             )
             for index in range(params.n)
         ]
@@ -100,6 +121,38 @@ class Intake:
                 f"the device holds at most {card.resident_len} tokens of one resident request, but {tokens} were asked "
                 "for; leave tiers out or shorten the request",
                 param="tiers",
+            )
+
+    def _checked_peer(self, prefill_at: str) -> str:
+        """Its address in the spelling by which it will be known."""
+        if self._card.role != "decode":
+            raise RequestError("this worker takes over from no prefill worker; start it with --role decode")
+        peer = Address.parse(prefill_at)
+        if peer is None or not peer.reachable:
+            raise RequestError(
+                f"a prefill worker is named by its control address (host:port), not {prefill_at!r}",
+                code="invalid_value",
+            )
+        return str(peer)
+
+    def _check_landing(self, landing: LandingChoice, prefill_at: str | None, tiers: TiersChoice, tokens: int) -> None:
+        card = self._card
+        if landing not in get_args(LandingChoice):
+            named = ", ".join(get_args(LandingChoice))
+            raise RequestError(f"landing must be one of {named}, not {landing!r}", param="landing")
+        if landing != "auto" and prefill_at is None:
+            raise RequestError(
+                f"landing {landing!r} says where what a prefill worker computes arrives, and this prompt is computed "
+                "here; leave it out",
+                param="landing",
+            )
+        if landing == "host" and not card.host_store:
+            raise RequestError("landing 'host' needs a host store, which --tiers off leaves out", param="landing")
+        if landing == "device" and (tiers == "tiered" or tokens > card.resident_len):
+            raise RequestError(
+                f"landing 'device' is for requests that are resident, of at most {card.resident_len} tokens; leave it "
+                "out",
+                param="landing",
             )
 
     def _check_ids(self, param: str, token_ids: object) -> None:

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from hotset.base.config import EMBEDDED, EngineConfig, TiersChoice
-from hotset.base.errors import EngineStopped, RequestError
+from hotset.base.errors import ConfigError, EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import build_engine, open_front
 from hotset.engine.choices import OpenChoices
@@ -28,6 +28,8 @@ class LLM:
     def __init__(self, model: str = EMBEDDED, *, progress: bool = True, **settings: Any) -> None:
         """Loads the model. Raises `StartupError` with one line on what to change."""
         config = EngineConfig(model=model, **settings)
+        if config.role != "both":
+            raise ConfigError(f"role {config.role!r} is for servers: hotset serve --role {config.role}")
         front = open_front(config)
         self._engine = build_engine(config, show_progress=progress)
         self._closed = False

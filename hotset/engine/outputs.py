@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hotset.handoff.agent import HandoffStats
 from hotset.schedule.request import FinishReason
 
 
@@ -27,6 +28,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it, where one did
+    why_lost: str = ""  # for people, where finish_reason is 'lost'
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class EngineStats:
 
     running: int = 0
     waiting: int = 0
+    tokens_to_prefill: int = 0  # of prompts that wait, or are being computed here
     resident: int = 0  # of those that run
     tiered: int = 0  # of those that run
     parked: int = 0
@@ -80,6 +83,12 @@ class EngineStats:
     parks: int = 0
     resumes: int = 0
     recomputes: int = 0
+    landed: int = 0  # contexts that prefill workers computed
+    lost: int = 0  # attempts at that which failed
+    asked_again: int = 0  # attempts after one that failed
+    handed_over: int = 0  # prompts computed for decode workers
+    quarantined_pages: int = 0
+    handoff: HandoffStats | None = None
     rows_flushed: int = 0
     bytes_swapped: int = 0
     slot_lookups: Mapping[int, int] = field(default_factory=dict)  # by the layer whose indexer asked

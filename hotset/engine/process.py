@@ -6,19 +6,21 @@ The end of the pipe is a message too: a child whose parent died stops, a parent 
 This module is light: only the child imports torch, so a parent may start it first and import its own parts meanwhile.
 """
 
+import contextlib
 import multiprocessing
 import queue
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
+from hotset.base.logs import log_to_stderr
 from hotset.engine.intake import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
 from hotset.schedule.plan import Committed
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
     from hotset.engine.core import Engine
 
 AUDIT_AFTER_IDLE_S = 1.0
-STOP_SECONDS = 10.0  # for a child that was told to stop; then it is killed
+PEER_SECONDS = 0.02  # between looks at what peers may have done, where nothing else is to be done
+STOP_SECONDS = 10.0  # for a child that was told to stop: a step that runs, and the end of Python; then it is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +52,21 @@ class AskStats:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Stop now; requests that are still open get no further answer."""
+    """Stop now; requests that are still open get no further answer. What peers wait for may be finished for so long,
+    or until this is said again."""
+
+    drain_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Of the child to itself: a peer has answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
     card: ModelCard
+    closing_seconds: float  # that the engine may take to close, beyond its drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +88,7 @@ class Stats:
     stats: EngineStats
 
 
-Command = Start | Abort | AskStats | Stop
+Command = Start | Abort | AskStats | Stop | Wake
 Report = Ready | Failed | News | Stats
 
 
@@ -90,6 +102,7 @@ class EngineProcess:
         self._process = context.Process(target=_child, args=(config, far_end), name="hotset-engine")
         self._process.start()
         far_end.close()
+        self.stop_seconds = STOP_SECONDS  # that a child may take to stop, beyond its drain
 
     @property
     def alive(self) -> bool:
@@ -113,11 +126,12 @@ class EngineProcess:
                 print(first.trace, file=sys.stderr)
             raise first.error
         assert isinstance(first, Ready)
+        self.stop_seconds = STOP_SECONDS + first.closing_seconds
         return first.card
 
-    def end(self, seconds: float = STOP_SECONDS) -> None:
-        """Waits so long for a child that was told to stop, then kills it. Idempotent."""
-        self._process.join(seconds)
+    def end(self, seconds: float | None = None) -> None:
+        """Waits so long for a child that was told to stop, or `stop_seconds`, then kills it. Idempotent."""
+        self._process.join(self.stop_seconds if seconds is None else seconds)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -128,32 +142,34 @@ def _child(config: EngineConfig, pipe: Connection) -> None:
     # Signals are the parent's to handle: it drains its clients first and then says Stop, or dies and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    log_to_stderr()  # a fresh process: nothing of the parent's log came along
+    inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
     try:
-        engine = _built(config, pipe)
+        engine = _built(config, pipe, lambda: inbox.put(Wake()))
         if engine is not None:
-            inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
             threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True).start()
+            told = Stop()
             try:
-                _run(engine, pipe, inbox)
+                told = _run(engine, pipe, inbox)
             finally:
-                engine.close()
+                engine.close(told.drain_seconds, lambda: _told_to_stop(inbox))
     except BrokenPipeError:
         return  # the parent is gone
 
 
-def _built(config: EngineConfig, pipe: Connection) -> "Engine | None":
+def _built(config: EngineConfig, pipe: Connection, wake: Callable[[], None]) -> "Engine | None":
     """The engine, reported as ready; None if it could not be built, which is reported as well."""
     try:
         from hotset.engine.build import build_engine
 
-        engine = build_engine(config)
+        engine = build_engine(config, wake=wake)
     except StartupError as error:
         pipe.send(Failed(error))
         return None
     except Exception as error:
         pipe.send(Failed(StartupError(f"the engine failed to start: {error!r}"), traceback.format_exc()))
         return None
-    pipe.send(Ready(engine.card))
+    pipe.send(Ready(engine.card, engine.closing_seconds))
     return engine
 
 
@@ -167,12 +183,18 @@ def _read_commands(pipe: Connection, inbox: "queue.SimpleQueue[Command]") -> Non
             return
 
 
-def _run(engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[Command]") -> None:
+def _told_to_stop(inbox: "queue.SimpleQueue[Command]") -> bool:
+    """Whatever else is asked is not answered any more."""
+    return any(isinstance(inbox.get(), Stop) for _ in range(inbox.qsize()))
+
+
+def _run(engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[Command]") -> Stop:
+    """Until told to stop."""
     while True:
         command = _next_command(engine, inbox)
         while command is not None:
             if isinstance(command, Stop):
-                return
+                return command
             _obey(engine, pipe, command)
             command = None if inbox.empty() else inbox.get()
         news = engine.step()
@@ -183,7 +205,11 @@ def _run(engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[Command]"
 def _next_command(engine: "Engine", inbox: "queue.SimpleQueue[Command]") -> Command | None:
     """The next command; None if there is none and the engine has work. An idle engine waits, after an audit."""
     if not engine.idle:
-        return None if inbox.empty() else inbox.get()
+        if not inbox.empty() or not engine.waiting_for_peers:
+            return None if inbox.empty() else inbox.get()
+        with contextlib.suppress(queue.Empty):
+            return inbox.get(timeout=PEER_SECONDS)
+        return None
     try:
         return inbox.get(timeout=AUDIT_AFTER_IDLE_S)
     except queue.Empty:
@@ -201,3 +227,5 @@ def _obey(engine: "Engine", pipe: Connection, command: Command) -> None:
                 engine.abort(request_id, reason)
         case AskStats(number):
             pipe.send(Stats(number, engine.stats()))
+        case Wake():
+            pass  # what woke us is taken in by the step that follows

@@ -64,6 +64,8 @@ class Runner:
                 self._admit(command)
             else:
                 self._memory.execute(command)
+        if not plan.seats:
+            return Ticket(plan.number, None)
         graphs = self._graphs
         rows = graphs.run(plan) if graphs is not None and graphs.serve(plan) else self._forward(plan)
         self._memory.written(plan.seats, plan.starts, plan.counts)

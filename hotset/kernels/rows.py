@@ -51,6 +51,13 @@ class RowLayout:
         return ceil_div(self.row_bytes, self.align) * self.align
 
     @property
+    def described(self) -> str:
+        """In words, for people and for comparing."""
+        kind = str(self.dtype).removeprefix("torch.")
+        fp8 = f", {self.quantised} of them in fp8" if self.quantised else ""
+        return f"{self.width} values in {kind}{fp8}, {self.stride_bytes} bytes"
+
+    @property
     def stored_dtype(self) -> torch.dtype:
         return torch.uint8 if self.quantised else self.dtype
 

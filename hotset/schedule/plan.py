@@ -22,6 +22,49 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows and index keys [first, last) of a prompt computed for a peer are in `pages` of the host store, which begin
+    with its first, once the plan that this comes with has been carried out."""
+
+    request_id: str
+    first: int
+    last: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The last of a prompt computed for a peer."""
+
+    request_id: str
+    token_id: int
+    alternatives: Alternatives | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Pages are held for a prompt that the worker `prefill_at` is to compute and write there."""
+
+    request_id: str
+    attempt: int
+    prefill_at: str
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    on_device: bool
+    row_pages: tuple[int, ...]
+    key_pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawal:
+    """Nobody wants that prompt any more. Its pages are held until its end is reported."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One step. Plans are carried out in the order of their numbers; several may be in flight.
 
@@ -36,6 +79,7 @@ class Plan:
     starts: Sequence[int]
     counts: Sequence[int]
     sampled: Sequence[int]
+    sent: Sequence[Rows | FirstToken] = ()  # of prompts computed for peers
 
     @property
     def rows(self) -> int:
@@ -59,6 +103,7 @@ class Committed:
     token_ids: list[int] = field(default_factory=list)
     alternatives: dict[int, Alternatives] = field(default_factory=dict)
     finished: dict[str, FinishReason] = field(default_factory=dict)
+    why_lost: dict[str, str] = field(default_factory=dict)  # for people; of those that finished as 'lost'
 
     def __bool__(self) -> bool:
         return bool(self.request_ids or self.finished)

@@ -3,28 +3,32 @@
 from enum import Enum
 from typing import Literal
 
-from hotset.base.config import TiersChoice
+from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import IllegalTransition
 from hotset.base.sampling import SamplingParams
 from hotset.tiers.ledger import Holding
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "lost"]
 
 
 class Phase(Enum):
     WAITING = "waiting"  # holds nothing
     PREFILL = "prefill"  # holds a seat and pages; some of its known tokens have no row yet
     DECODE = "decode"  # every known token but the newest has its row
-    PARKED = "parked"  # its rows are on the host; it waits for a seat and device pages
+    PARKED = "parked"  # its rows are on the host, or have landed; it waits for a seat and device pages
+    LANDING = "landing"  # a prefill worker computes it and writes its rows into pages that it holds
+    HANDOVER = "handover"  # its prompt was computed for a decode worker; its rows are on the host and being sent
     ENDING = "ending"  # its end is decided; plans in flight still use its pages
     FINISHED = "finished"  # everything was given back
 
 
 NEXT: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: frozenset({Phase.PREFILL, Phase.FINISHED}),
-    Phase.PREFILL: frozenset({Phase.DECODE, Phase.PARKED, Phase.WAITING, Phase.ENDING}),
+    Phase.WAITING: frozenset({Phase.PREFILL, Phase.LANDING, Phase.FINISHED}),
+    Phase.PREFILL: frozenset({Phase.DECODE, Phase.PARKED, Phase.WAITING, Phase.HANDOVER, Phase.ENDING}),
     Phase.DECODE: frozenset({Phase.PARKED, Phase.WAITING, Phase.ENDING}),
     Phase.PARKED: frozenset({Phase.PREFILL, Phase.DECODE, Phase.WAITING, Phase.FINISHED}),
+    Phase.LANDING: frozenset({Phase.PARKED, Phase.WAITING, Phase.ENDING}),
+    Phase.HANDOVER: frozenset({Phase.FINISHED}),
     Phase.ENDING: frozenset({Phase.FINISHED}),
     Phase.FINISHED: frozenset(),
 }
@@ -35,13 +39,17 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "attempt",
+        "for_peer",
         "holding",
         "in_flight",
+        "landing",
         "max_length",
         "params",
         "parks",
         "phase",
         "planned",
+        "prefill_at",
         "promised",
         "prompt_length",
         "request_id",
@@ -49,6 +57,7 @@ class Request:
         "stop_ids",
         "tiers",
         "tokens",
+        "told",
     )
 
     def __init__(
@@ -59,14 +68,24 @@ class Request:
         stop_ids: frozenset[int],
         max_length: int,
         tiers: TiersChoice = "auto",
+        prefill_at: str | None = None,
+        landing: LandingChoice = "auto",
+        for_peer: bool = False,
     ) -> None:
-        """`stop_ids` end the request when sampled; `max_length` bounds prompt and answer together."""
+        """`stop_ids` end the request when sampled; `max_length` bounds prompt and answer together. `prefill_at`: the
+        worker that computes the prompt, which then lands as `landing` says. `for_peer`: only the prompt and its first
+        token are wanted, by a decode worker."""
         assert 0 < len(prompt) < max_length, f"a prompt of {len(prompt)} tokens with room for {max_length}"
         self.request_id = request_id
         self.params = params
         self.stop_ids = stop_ids
         self.max_length = max_length
         self.tiers = tiers
+        self.prefill_at = prefill_at
+        self.landing = landing
+        self.attempt = 1  # of having it prefilled elsewhere
+        self.for_peer = for_peer
+        self.told = 0  # rows [0, told) of a prompt computed for a peer were announced as written
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)  # prompt and committed answer
         self.phase = Phase.WAITING

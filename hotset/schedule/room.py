@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hotset.base.config import TiersMode
 from hotset.schedule.request import Phase, Request
+from hotset.tiers.commands import Kind
 from hotset.tiers.ledger import NOTHING, Ledger, Need
 from hotset.tiers.residence import Residence
 
@@ -25,12 +26,25 @@ class GivingWay:
 
 def places(ledger: Ledger, request: Request, mode: TiersMode) -> tuple[Residence, ...]:
     """Where a waiting or parked request may come in, the best first."""
-    if not ledger.tiers or request.tiers == "resident":
+    if not ledger.tiers or request.tiers == "resident" or request.holding.pages[Kind.ROWS]:
         return (Residence.RESIDENT,)
     below = Residence.TIERED if request.phase is Phase.PARKED and request.prefilled else Residence.STREAMED
     if mode == "always" or request.tiers == "tiered":
         return (below,)
     return (Residence.RESIDENT, below)
+
+
+def landings(ledger: Ledger, request: Request, mode: TiersMode) -> list[tuple[bool, Residence]]:
+    """Where a prompt that is computed elsewhere may land, the best first: (on the device, residence afterwards)."""
+    tiered = ledger.tiers and request.tiers != "resident"
+    wished = request.tiers == "resident" or request.landing == "device"  # even where all others are tiered
+    resident = wished or not (ledger.tiers and (mode == "always" or request.tiers == "tiered"))
+    found = []
+    if resident and request.landing != "host":
+        found.append((True, Residence.RESIDENT))
+    if ledger.host is not None and request.landing != "device":
+        found += [(False, Residence.RESIDENT)] * resident + [(False, Residence.TIERED)] * tiered
+    return found
 
 
 def who_gives_way(ledger: Ledger, needy: Request, running: Sequence[Request], waiting: Iterable[Request]) -> GivingWay:

@@ -4,34 +4,21 @@
 be in flight; they commit in order. A request's seat, pages and residence change only while no plan in flight uses them.
 """
 
-from bisect import insort
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 
 from hotset.base.config import TiersMode
-from hotset.schedule.plan import Admission, Committed, Plan, StepResult
+from hotset.schedule.counters import Counters
+from hotset.schedule.landings import Handovers
+from hotset.schedule.occupancy import Occupancy
+from hotset.schedule.plan import Alternatives, Committed, Plan, Reservation, StepResult, Withdrawal
 from hotset.schedule.request import FinishReason, Phase, Request
-from hotset.schedule.room import demotions_for, places, promotable, room_to_grow, who_gives_way
-from hotset.tiers.commands import Command
-from hotset.tiers.ledger import NOTHING, Ledger, Need
+from hotset.schedule.room import places
+from hotset.tiers.ledger import NOTHING, Ledger
 from hotset.tiers.residence import Residence
 
 CALM_PLANS = 8  # without pressure before anybody is promoted
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since start; each is counted where the thing happens and nowhere else."""
-
-    steps: int = 0
-    tokens_prefilled: int = 0
-    tokens_generated: int = 0
-    demotions: int = 0
-    promotions: int = 0
-    parks: int = 0
-    resumes: int = 0
-    recomputes: int = 0
-    finished: Counter[FinishReason] = field(default_factory=Counter)
+MOST_ATTEMPTS = 3  # of having one prompt prefilled elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +41,7 @@ class _Draft:
 
 
 class Scheduler:
-    """Owns every request's phase and seat, and through the ledger its pages. First come, first served.
-
-    Who makes room for whom is chosen in `room.py`; what that frees is offered to whoever waits, in the same plan.
-    """
+    """Owns every request, from `add` until it is released. First come, first served."""
 
     def __init__(
         self,
@@ -74,40 +58,43 @@ class Scheduler:
         self._ledger = ledger
         self._step_rows = step_rows
         self._mode = tiers
-        self._calm_plans = calm_plans
-        self._free_seats = list(range(seats - 1, -1, -1))
-        self._waiting: deque[Request] = deque()  # waiting and parked, in the order in which they may come in
-        self._running: list[Request] = []  # oldest first
+        self._in = Occupancy(ledger, seats, tiers, calm_plans, self.counters)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
+        self._handovers = Handovers(ledger.geometry)
         self._ended: dict[str, FinishReason] = {}
-        self._yielding: dict[Request, Residence] = {}  # not planned until drained; then it changes to that residence
-        self._commands: list[Admission | Command] = []  # for the next plan
-        self._plans = 0
+        self._why_lost: dict[str, str] = {}  # of those of them that are
+        self._early = Committed()  # tokens that came with landings since the last commit
         self._arrivals = 0
-        self._last_pressure = 0  # number of the plan in which room was last short
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) - self.parked
+        return len(self._in.waiting) - self.parked
 
     @property
     def parked(self) -> int:
-        return sum(request.phase is Phase.PARKED for request in self._waiting)
+        return sum(request.phase is Phase.PARKED for request in self._in.waiting)
 
     @property
     def running(self) -> int:
-        return len(self._running)
+        return len(self._in.running)
+
+    @property
+    def tokens_to_prefill(self) -> int:
+        """Of prompts that wait, or are being computed here."""
+        return sum(len(each.tokens) - each.planned for each in self._in.waiting if each.prefill_at is None) + sum(
+            len(each.tokens) - each.planned for each in self._in.running if each.phase is Phase.PREFILL
+        )
 
     def in_residence(self, residence: Residence) -> int:
-        return sum(request.holding.residence is residence for request in self._running)
+        return self._in.in_residence(residence)
 
     def tiered_seats(self) -> dict[int, int]:
         """Seats whose workers know them to be tiered, and how many rows each has: for audits."""
-        told_later = {command.seat for command in self._commands}
+        told_later = {command.seat for command in self._in.commands}
         return {
             request.seat: request.planned
-            for request in self._running
+            for request in self._in.running
             if request.seat is not None
             and request.holding.residence is Residence.TIERED
             and request.seat not in told_later
@@ -116,10 +103,14 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing waits, runs or is in flight, and no end is still to be reported."""
-        return not (self._requests or self._in_flight or self._ended)
+        return not (self._requests or self._in_flight or self._ended or self._early)
 
     def add(self, request: Request) -> None:
-        """Queues a request. It must be able to fit empty pools: the front door checks that."""
+        """Queues a request. It must be able to fit empty pools: the front door checks that.
+
+        Prompts computed for peers come alone: they hold all their pages from the start, never grow, and so never give
+        way, which what is being sent could not do.
+        """
         assert request.request_id not in self._requests, f"request {request.request_id} is known already"
         ledger, rows = self._ledger, request.max_length - 1
         least = min(ledger.need(request.holding, to, rows).device for to in places(ledger, request, self._mode))
@@ -129,7 +120,7 @@ class Scheduler:
             assert on_host <= ledger.host.capacity, f"{on_host} host pages never fit {ledger.host.capacity}"
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self._in.waiting.append(request)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """Ends a request, whatever it is doing. Unknown or ended already: nothing happens."""
@@ -137,42 +128,109 @@ class Scheduler:
         if request is not None and request.phase is not Phase.ENDING:
             self._end(request, reason)
 
+    def landed(self, request_id: str, attempt: int, token_id: int, alternatives: Alternatives | None) -> None:
+        """Every row of a prompt that was computed elsewhere is in its pages. Its first token came along."""
+        request = self._landing(request_id, attempt)
+        if request is None:
+            return
+        if request.phase is Phase.ENDING:
+            self._release(request)
+            return
+        self.counters.landed += 1
+        self.counters.tokens_generated += 1
+        if alternatives is not None:
+            self._early.alternatives[len(self._early.token_ids)] = alternatives
+        self._early.request_ids.append(request_id)
+        self._early.token_ids.append(token_id)
+        request.planned = request.prompt_length
+        request.tokens.append(token_id)
+        request.move(Phase.PARKED)
+        self._in.queue(request)
+        self._check_end(request, token_id)
+
+    def lost(self, request_id: str, attempt: int, *, quiesced: bool, retry: bool, reason: str = "") -> bool:
+        """A landing ended halfway. Unless `quiesced` something may still be written to its pages. False: nobody wanted
+        it any more."""
+        request = self._landing(request_id, attempt)
+        if request is None:
+            return False
+        self.counters.lost += 1
+        if not quiesced:
+            self._ledger.quarantine(request.holding, _landing_name(request_id, attempt))
+        self._ledger.release(request.holding)
+        if request.phase is Phase.ENDING:
+            self._release(request)
+            return False
+        request.move(Phase.WAITING)
+        request.attempt += 1
+        self._in.queue(request)
+        if not retry or attempt >= MOST_ATTEMPTS:
+            self._end(request, "lost", reason)
+        else:
+            self.counters.asked_again += 1
+        return True
+
+    def calm(self, request_id: str, attempt: int) -> None:
+        """Nothing is written any more to the pages of a landing that was lost."""
+        self._ledger.end_quarantine(_landing_name(request_id, attempt))
+
+    def drop(self, request_id: str) -> None:
+        """A prompt computed for a peer is not wanted, or has arrived: nobody reads its pages. Unknown: nothing."""
+        request = self._requests.get(request_id)
+        if request is not None and request.phase is not Phase.ENDING:
+            self._leave(request)
+
+    def take_outgoing(self) -> list[Reservation | Withdrawal]:
+        """What prefill workers are to be told since this was last asked.
+
+        They write when they please, not in the order of plans: so first all plans have drained that could know the
+        pages otherwise.
+        """
+        return self._in.landings.take(self._in_flight[0].plan.number if self._in_flight else self._in.plans)
+
     def plan(self) -> Plan | None:
         """The next step, or None if there is nothing that could be computed now."""
         draft = _Draft()
         prefills = []
-        self._settle()
-        for request in tuple(self._running):
-            if request.seat is None or (self._yielding and request in self._yielding):
+        self._in.settle()
+        for request in tuple(self._in.running):
+            if request.seat is None or (self._in.yielding and request in self._in.yielding):
                 continue  # it gave way to an older one in this very plan, or is about to
             planned = request.planned
             wanted = min(len(request.tokens) + request.promised, request.max_length - 1) - planned
             if wanted > 1:
                 prefills.append(request)
-            elif wanted == 1 and (planned < request.holding.room or self._grow(request)) and self._ready(request):
+            elif wanted == 1 and (planned < request.holding.room or self._in.grow(request)) and self._ready(request):
                 self._put(draft, request, 1)
         room = max(self._step_rows - len(draft.seats), 1)
         for request in prefills:
-            if room > 0 and request.running and request not in self._yielding:
+            if room > 0 and request.running and request not in self._in.yielding:
                 room -= self._put(draft, request, min(room, len(request.tokens) - request.planned))
-        while room > 0 and self._waiting and self._admit(self._waiting[0]):
-            request = self._waiting.popleft()
-            room -= self._put(draft, request, min(room, len(request.tokens) - request.planned))
-        self._promote_one()
-        return self._seal(draft) if draft.seats else None
+        while room > 0 and self._in.waiting and self._in.admit(self._in.waiting[0]):
+            request = self._in.waiting.popleft()
+            if request.running:
+                room -= self._put(draft, request, min(room, len(request.tokens) - request.planned))
+        self._in.promote_one()
+        if self._in.waiting and not (draft.seats or self._in.running or self._in_flight):
+            self._make_room_for_first()
+        needed = draft.seats or self._handovers or self._in.landings.wait_for(self._in.plans)
+        return self._seal(draft) if needed else None
 
     def commit(self, result: StepResult) -> Committed:
         """Takes in the result of the oldest plan in flight. Ends that were decided since the last commit come along."""
         in_flight = self._in_flight.popleft()
         assert result.number == in_flight.plan.number, f"plan {result.number} committed before {in_flight.plan.number}"
-        news = Committed()
-        requests = in_flight.requests
+        news, requests = self._take_early(), in_flight.requests
+        early = len(news.token_ids)
         for request in requests:
             request.in_flight -= 1
         for at, (segment, token) in enumerate(zip(in_flight.plan.sampled, result.token_ids, strict=True)):
             request = requests[segment]
             if request.phase is Phase.ENDING:
                 continue  # it ended while this plan was in flight: the token is not wanted
+            if request.for_peer:
+                self._hand_over(request, token, result.alternatives.get(at))
+                continue
             if at in result.alternatives:
                 news.alternatives[len(news.token_ids)] = result.alternatives[at]
             news.request_ids.append(request.request_id)
@@ -182,26 +240,36 @@ class Scheduler:
             if request.phase is Phase.ENDING and request.in_flight == 0:
                 self._release(request)
         self.counters.steps += 1
-        self.counters.tokens_generated += len(news.token_ids)
-        news.finished = self.take_ended()
+        self.counters.tokens_generated += len(news.token_ids) - early
+        self._put_ended(news)
         return news
 
-    def take_ended(self) -> dict[str, FinishReason]:
+    def take_news(self) -> Committed:
+        """What came about since the last commit without a step: tokens that came with landings, and ends."""
+        news = self._take_early()
+        self._put_ended(news)
+        return news
+
+    def _take_early(self) -> Committed:
+        early, self._early = self._early, Committed()
+        return early
+
+    def _put_ended(self, news: Committed) -> None:
         """Requests whose end was decided since this was last asked, each with its reason."""
-        ended, self._ended = self._ended, {}
-        return ended
+        news.finished, self._ended = self._ended, {}
+        news.why_lost, self._why_lost = self._why_lost, {}
 
     def audit(self) -> None:
         """Proves that every page and every seat has exactly one owner or is free."""
         requests = list(self._requests.values())
         self._ledger.audit([request.holding for request in requests])
         seats = [request.seat for request in requests if request.seat is not None]
-        assert sorted(seats + self._free_seats) == list(range(len(seats) + len(self._free_seats))), (
+        assert sorted(seats + self._in.free_seats) == list(range(len(seats) + len(self._in.free_seats))), (
             "a seat is lost or shared"
         )
-        assert set(self._yielding) <= set(self._running), "a request that does not run is asked to give way"
+        assert set(self._in.yielding) <= set(self._in.running), "a request that does not run is asked to give way"
         for request in requests:
-            at_rest = request.holding.residence in (Residence.ABSENT, Residence.PARKED)
+            at_rest = request.holding.residence in (Residence.ABSENT, Residence.PARKED, Residence.LANDING)
             assert at_rest == (request.seat is None), f"{request.request_id}: {request.holding.residence} and its seat"
             if not at_rest:
                 need = self._ledger.need(request.holding, request.holding.residence, request.planned)
@@ -211,17 +279,15 @@ class Scheduler:
         request.promised -= 1
         request.tokens.append(token)
         if request.phase is Phase.PREFILL:
-            self._on_kv_ready(request)
+            self._in.on_kv_ready(request)
+        self._check_end(request, token)
+
+    def _check_end(self, request: Request, token: int) -> None:
+        """`token` was its newest."""
         if token in request.stop_ids:
             self._end(request, "stop")
         elif len(request.tokens) >= request.max_length:
             self._end(request, "length")
-
-    def _on_kv_ready(self, request: Request) -> None:
-        """The one door into decoding: every row of the request's known tokens but the newest is in memory."""
-        request.move(Phase.DECODE)
-        if request.holding.residence is Residence.STREAMED:
-            self._commands += self._ledger.ready(request.holding, request.planned)
 
     def _ready(self, request: Request) -> bool:
         """False: its prompt has been streamed, and it becomes tiered when that is committed."""
@@ -239,6 +305,8 @@ class Scheduler:
         if request.phase is Phase.PREFILL and request.promised == 0:
             self.counters.tokens_prefilled += count
         request.planned += count
+        if request.for_peer:
+            self._handovers.rows(request)
         if request.planned == len(request.tokens) + request.promised:
             draft.sampled.append(len(draft.requests))
             request.promised += 1
@@ -246,147 +314,66 @@ class Scheduler:
         request.in_flight += 1
         return count
 
-    def _grow(self, request: Request) -> bool:
-        """Pages for one more row, for which others give way if they must.
+    def _hand_over(self, request: Request, token: int, alternatives: Alternatives | None) -> None:
+        """A prompt computed for a peer is whole. Its rows wait on the host until they have been sent."""
+        self._in.commands += self._ledger.park(request.holding, request.planned)
+        request.move(Phase.HANDOVER)
+        self._in.running.remove(request)
+        self._in.leave_seat(request)
+        self._handovers.rows(request, whole=True)
+        self._handovers.first_token(request, token, alternatives)
+        self.counters.handed_over += 1
 
-        False: the request cannot go on in this plan; it may itself have given way.
-        """
-        while (commands := self._ledger.grow(request.holding, request.planned + 1)) is None:
-            self._last_pressure = self._plans
-            if self._yielding:
-                return False  # room is on its way
-            chosen = who_gives_way(self._ledger, request, self._running, self._waiting)
-            if not self._give_way(chosen.request, chosen.to) or not request.running:
-                return False
-        self._commands += commands
-        return True
+    def _make_room_for_first(self) -> None:
+        """Nobody runs, and yet the first in the queue does not fit. Of those who hold pages the youngest gives them up
+        and will be computed here. If nobody does, quarantine has taken too many for it ever to come in."""
+        holders = [each for each in self._in.waiting if each.phase is Phase.PARKED and each is not self._in.waiting[0]]
+        if holders:
+            self._in.recompute(holders[-1])
+        elif self._ledger.quarantined != NOTHING and len(self._requests) == len(self._in.waiting):
+            pages = self._ledger.quarantined.device + self._ledger.quarantined.host
+            why = f"{pages} pages are in quarantine, since lost prefill workers might still write to them, and too few"
+            self._end(self._in.waiting[0], "lost", f"{why} are left; restart this worker")
 
-    def _give_way(self, request: Request, to: Residence) -> bool:
-        """Changes a request's residence at once, if no plan in flight uses it, or else as soon as they have drained."""
-        if request.in_flight > 0:
-            self._yielding[request] = to
-            return False
-        self._change(request, to)
-        return True
-
-    def _settle(self) -> None:
-        """Those who were asked to give way, and whose plans have drained, do so."""
-        for request, to in tuple(self._yielding.items()):
-            if request.in_flight == 0:
-                del self._yielding[request]
-                self._change(request, to)
-
-    def _change(self, request: Request, to: Residence) -> None:
-        ledger, holding = self._ledger, request.holding
-        if to is Residence.TIERED:
-            if ledger.gain(holding, request.planned) > 0:
-                self._commands += ledger.demote(holding, request.planned)
-                self.counters.demotions += 1
-        elif to is Residence.RESIDENT:
-            commands = ledger.promote(holding, request.planned)
-            if commands is not None:
-                self._commands += commands
-                self.counters.promotions += 1
-        elif to is Residence.PARKED:
-            self._commands += ledger.park(holding, request.planned)
-            self.counters.parks += 1
-            request.parks += 1
-            self._step_back(request, Phase.PARKED)
-        else:
-            self._recompute(request)
-
-    def _recompute(self, request: Request) -> None:
-        """Gives up everything: the one way of making room that costs computing again."""
-        self._ledger.release(request.holding)
-        request.planned = 0
-        self.counters.recomputes += 1
-        if request.phase is Phase.PARKED:
-            request.move(Phase.WAITING)
-        else:
-            self._step_back(request, Phase.WAITING)
-
-    def _step_back(self, request: Request, phase: Phase) -> None:
-        """Out of the running, into the queue by the order of arrival: in front of all that never ran."""
-        request.move(phase)
-        self._running.remove(request)
-        self._leave_seat(request)
-        at = sum(other.arrival < request.arrival for other in self._waiting)
-        self._waiting.insert(at, request)
-
-    def _admit(self, request: Request) -> bool:
-        """A waiting or parked request comes in, with pages for all its tokens; False if there is no room for it yet."""
-        if not self._free_seats:
-            return False
-        spare = room_to_grow(self._running)
-        for place in places(self._ledger, request, self._mode):
-            if place is Residence.STREAMED and self.in_residence(Residence.STREAMED):
-                continue  # one workspace at a time
-            need = self._ledger.need(request.holding, place, len(request.tokens))
-            if self._ledger.fits(need, spare) or self._demote_for(need, spare):
-                self._come_in(request, place)
-                return True
-        self._last_pressure = self._plans
-        return False
-
-    def _demote_for(self, need: Need, spare: Need) -> bool:
-        """Demotes as many as it takes for `need` to fit; nobody if that would not do. False: not yet, or never."""
-        if self._yielding or not (demoted := demotions_for(self._ledger, need, spare, self._running)):
-            return False
-        self._last_pressure = self._plans
-        for request in demoted:
-            self._give_way(request, Residence.TIERED)
-        return self._ledger.fits(need, spare)
-
-    def _come_in(self, request: Request, place: Residence) -> None:
-        ledger, seat = self._ledger, self._free_seats.pop()
-        parked = request.phase is Phase.PARKED
-        rows = len(request.tokens)
-        commands = (
-            ledger.resume(request.holding, seat, place, request.planned, rows)
-            if parked
-            else ledger.admit(request.holding, seat, place, rows)
-        )
-        assert commands is not None, "there was room"
-        request.seat = seat
-        self._commands.append(
-            Admission(seat, tuple(request.tokens), request.prompt_length, request.params, request.stop_ids)
-        )
-        self._commands += commands
-        insort(self._running, request, key=lambda other: other.arrival)
-        self.counters.resumes += parked
-        if parked and request.prefilled:
-            self._on_kv_ready(request)
-        else:
-            request.move(Phase.PREFILL)
-
-    def _promote_one(self) -> None:
-        """When room has lasted and nobody waits, the oldest tiered request that fits becomes resident again."""
-        if self._mode == "always" or self._waiting or self._yielding or not self._ledger.tiers:
-            return
-        if self._plans - self._last_pressure < self._calm_plans:
-            return
-        if (request := promotable(self._ledger, self._running)) is not None:
-            self._give_way(request, Residence.RESIDENT)
+    def _landing(self, request_id: str, attempt: int) -> Request | None:
+        """The request whose landing this is; None where it is not awaited any more."""
+        request = self._requests.get(request_id)
+        awaited = request is not None and request.holding.residence is Residence.LANDING and request.attempt == attempt
+        return request if awaited and request is not None and request.phase is not Phase.PARKED else None
 
     def _seal(self, draft: _Draft) -> Plan:
-        plan = Plan(self._plans, self._commands, draft.seats, draft.starts, draft.counts, draft.sampled)
-        self._commands = []
-        self._plans += 1
+        sent = self._handovers.take()
+        commands = self._in.take_commands()
+        plan = Plan(self._in.plans, commands, draft.seats, draft.starts, draft.counts, draft.sampled, sent)
+        self._in.plans += 1
         self._in_flight.append(_InFlight(plan, draft.requests))
         return plan
 
-    def _end(self, request: Request, reason: FinishReason) -> None:
+    def _end(self, request: Request, reason: FinishReason, why_lost: str | None = None) -> None:
         self.counters.finished[reason] += 1
         self._ended[request.request_id] = reason
+        if why_lost is not None:
+            self._why_lost[request.request_id] = why_lost
+        self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Out of whatever it is part of; it is released as soon as nothing uses what it holds."""
         if request.phase in (Phase.WAITING, Phase.PARKED):
-            self._waiting.remove(request)
+            self._in.waiting.remove(request)
             self._release(request)
-            return
-        request.move(Phase.ENDING)
-        self._running.remove(request)
-        self._yielding.pop(request, None)
-        if request.in_flight == 0:
+        elif request.phase is Phase.HANDOVER:
+            self._handovers.forget(request)
             self._release(request)
+        elif request.phase is Phase.LANDING:
+            request.move(Phase.ENDING)
+            if self._in.landings.withdraw(request):
+                self._release(request)
+        else:
+            request.move(Phase.ENDING)
+            self._in.running.remove(request)
+            self._in.yielding.pop(request, None)
+            if request.in_flight == 0:
+                self._release(request)
 
     def _release(self, request: Request) -> None:
         """The one door out: seat and pages go back, the request is forgotten. No plan in flight uses them any more."""
@@ -394,11 +381,10 @@ class Scheduler:
             return
         assert request.in_flight == 0, f"{request.request_id} is part of a plan in flight"
         request.move(Phase.FINISHED)
-        self._leave_seat(request)
+        self._in.leave_seat(request)
         self._ledger.release(request.holding)
         del self._requests[request.request_id]
 
-    def _leave_seat(self, request: Request) -> None:
-        if request.seat is not None:
-            self._free_seats.append(request.seat)
-            request.seat = None
+
+def _landing_name(request_id: str, attempt: int) -> str:
+    return f"{request_id} {attempt}"

@@ -51,6 +51,16 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Copies to the host, of a context of `length` rows that landed, the full pages of what landed on the device: its
+    index keys, and its rows if `rows`."""
+
+    seat: int
+    length: int
+    rows: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Demote:
     """A resident seat becomes tiered on pages of its own, which it has been granted as slots, tail and maps.
 
@@ -74,4 +84,4 @@ class Promote:
     rows: tuple[int, ...]
 
 
-Command = Grant | Flush | Load | Demote | Promote
+Command = Grant | Flush | Load | Keep | Demote | Promote

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hotset.memory.batch import Batch, blank_batch, make_batch
@@ -10,7 +11,7 @@ from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.resident import ResidentView
 from hotset.memory.tables import PageTables
-from hotset.tiers.commands import Command, Demote, Flush, Grant, Kind, Load, Promote
+from hotset.tiers.commands import Command, Demote, Flush, Grant, Keep, Kind, Load, Promote
 from hotset.tiers.hot_buffers import HotBuffers
 from hotset.tiers.mirror import Mirror, Stretch
 from hotset.tiers.residence import Residence
@@ -39,6 +40,14 @@ class Coordinator:
         self._hot = None if host is None or not pool.geometry.slots else HotBuffers(pool, host, self.tables, seats)
 
     @property
+    def host(self) -> HostStore | None:
+        return self._host
+
+    def stored(self) -> torch.cuda.Event | None:
+        """Happens when all that was to be copied to the host so far is there; None: it is."""
+        return None if self._mirror is None else self._mirror.stored()
+
+    @property
     def swaps(self) -> bool:
         """Requests may be tiered."""
         return self._hot is not None
@@ -62,6 +71,8 @@ class Coordinator:
                 self._mirroring.flush(seat, length)
             case Load():
                 self._load(command)
+            case Keep(seat, length, rows):
+                self._mirroring.keep(seat, length, rows)
             case Demote():
                 self._mirroring.wait()
                 self._hot_buffers.demote(command)

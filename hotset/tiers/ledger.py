@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hotset.base.errors import IllegalTransition
 from hotset.memory.geometry import TAIL_PAGES, Geometry
 from hotset.memory.pages import PageAllocator
-from hotset.tiers.commands import Command, Demote, Flush, Grant, Kind, Load, Promote
+from hotset.tiers.commands import Command, Demote, Flush, Grant, Keep, Kind, Load, Promote
 from hotset.tiers.residence import NEXT, Residence
 
 NO_LIMIT = 1 << 62
@@ -48,6 +48,14 @@ class Need:
 NOTHING = Need(0, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """Pages that somebody may still write to, though nobody wants it any more."""
+
+    device: list[int]
+    host: list[int]
+
+
 class Ledger:
     """Owns the page allocators of both pools. Without a host store (`host` None) requests are resident or absent."""
 
@@ -55,6 +63,7 @@ class Ledger:
         self.geometry = geometry
         self.device = device
         self.host = host
+        self._quarantined: dict[str, Quarantined] = {}
 
     @property
     def tiers(self) -> bool:
@@ -168,6 +177,55 @@ class Ledger:
         grants = self._grant(holding, self._wanted(holding, to, tokens))
         return [known, *grants, Load(seat, length, to, keys=True)]
 
+    def reserve(self, holding: Holding, on_device: bool, tokens: int) -> bool:
+        """An absent request takes pages for `tokens` rows that another process will write: of the host store, or
+        `on_device`; index keys land on the device either way. It needs no seat. False: there is no room."""
+        wanted = self._landing(on_device, tokens)
+        on_host = wanted[Kind.HOST]
+        if not self.fits(Need(sum(wanted.values()) - on_host, on_host)):
+            return False
+        holding.move(Residence.LANDING)
+        self._grant(holding, wanted)
+        return True
+
+    def land(self, holding: Holding, seat: int, to: Residence, length: int, tokens: int) -> list[Command] | None:
+        """A context of `length` rows has landed whole: it takes a seat, with pages for `tokens` rows."""
+        if not self.fits(self.need(holding, to, tokens)):
+            return None
+        holding.move(to)
+        holding.seat = seat
+        commands: list[Command] = [Grant(seat, kind, 0, tuple(held)) for kind, held in holding.pages.items() if held]
+        in_place = bool(holding.pages[Kind.ROWS])
+        commands += self._grant(holding, self._wanted(holding, to, tokens))
+        if self.host is not None:
+            commands.append(Keep(seat, length, rows=in_place))
+        if not in_place:
+            commands.append(Load(seat, length, to, keys=False))
+        return commands
+
+    def quarantine(self, holding: Holding, name: str) -> None:
+        """A landing ended, and its writer may not have stopped: its pages stay held, by nobody, under `name`."""
+        assert holding.residence is Residence.LANDING, f"a {holding.residence.value} request has no writer but us"
+        holding.move(Residence.ABSENT)
+        host = self._take(holding, Kind.HOST)
+        device = [page for kind in Kind for page in self._take(holding, kind)]
+        self._quarantined[name] = Quarantined(device, host)
+        self._measure(holding)
+
+    def end_quarantine(self, name: str) -> None:
+        """The writer is known to have stopped. Unknown names: nothing happens."""
+        pages = self._quarantined.pop(name, None)
+        if pages is not None:
+            self.device.release(pages.device)
+            if self.host is not None:
+                self.host.release(pages.host)
+
+    @property
+    def quarantined(self) -> Need:
+        """Pages in quarantine."""
+        each = self._quarantined.values()
+        return Need(sum(len(pages.device) for pages in each), sum(len(pages.host) for pages in each))
+
     def release(self, holding: Holding) -> None:
         """Everything goes back, from whatever residence. Idempotent."""
         if holding.residence is Residence.ABSENT:
@@ -182,9 +240,11 @@ class Ledger:
         """Proves that both pools are exactly partitioned among `holdings` and what is free."""
         self.device.audit()
         held = [page for h in holdings for kind, pages in h.pages.items() if kind is not Kind.HOST for page in pages]
+        held += [page for pages in self._quarantined.values() for page in pages.device]
         assert len(held) == len(set(held)), "a device page has two owners"
         assert len(held) == self.device.held, f"{len(held)} device pages are owned, {self.device.held} are held"
         on_host = [page for holding in holdings for page in holding.pages[Kind.HOST]]
+        on_host += [page for pages in self._quarantined.values() for page in pages.host]
         assert len(on_host) == len(set(on_host)), "a host page has two owners"
         if self.host is not None:
             self.host.audit()
@@ -199,6 +259,7 @@ class Ledger:
             Residence.RESIDENT: {Kind.ROWS, Kind.KEYS, Kind.HOST},
             Residence.STREAMED: {Kind.WORK, Kind.KEYS, Kind.HOST},
             Residence.TIERED: {Kind.SLOTS, Kind.TAIL, Kind.MAPS, Kind.KEYS, Kind.HOST},
+            Residence.LANDING: {Kind.ROWS, Kind.KEYS, Kind.HOST},
         }[holding.residence]
         for kind, pages in holding.pages.items():
             assert not pages or kind in allowed, f"a {holding.residence.value} request holds pages for {kind.value}"
@@ -217,6 +278,16 @@ class Ledger:
         assert to is Residence.TIERED, f"nothing is granted to a request that is {to.value}"
         maps = geometry.map_pages(tokens)
         return wanted | {Kind.SLOTS: geometry.slot_pages, Kind.TAIL: TAIL_PAGES, Kind.MAPS: maps}
+
+    def _landing(self, on_device: bool, tokens: int) -> dict[Kind, int]:
+        """Pages of each kind that `tokens` rows land in."""
+        rows = self.geometry.row_pages(tokens)
+        assert on_device or self.host is not None, "there is no host store to land in"
+        return {
+            Kind.ROWS: rows if on_device else 0,
+            Kind.KEYS: self.geometry.key_pages(tokens),
+            Kind.HOST: 0 if self.host is None else rows,
+        }
 
     def _grant(self, holding: Holding, wanted: dict[Kind, int]) -> list[Command]:
         """Takes what is missing from the pools, which have room for it."""

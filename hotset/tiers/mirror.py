@@ -66,14 +66,27 @@ class Mirror:
         """
         page_rows = self._pool.geometry.page_rows
         whole = ((seat, first - first % page_rows, last - last % page_rows) for seat, first, last in written)
-        self._store([Stretch(seat, first, last) for seat, first, last in whole if first < last])
+        stretches = [Stretch(seat, first, last) for seat, first, last in whole if first < last]
+        self._store([each for each in stretches if not self._tables.work_pages[each.seat]], stretches)
 
     def flush(self, seat: int, length: int) -> None:
         """Copies the rows and keys of the newest page, which is not full; all before it is on the host."""
         first = length // self._pool.geometry.page_rows * self._pool.geometry.page_rows
         if first < length:
-            self._store([Stretch(seat, first, length)])
+            newest = [Stretch(seat, first, length)]
+            self._store([] if self._tables.work_pages[seat] else newest, newest)
         self.wait()
+
+    def keep(self, seat: int, length: int, rows: bool) -> None:
+        """Copies the full pages of a context of `length` rows that landed: its index keys, and its rows if `rows`."""
+        last = length - length % self._pool.geometry.page_rows
+        if last > 0:
+            whole = [Stretch(seat, 0, last)]
+            self._store(whole if rows else [], whole)
+
+    def stored(self) -> torch.cuda.Event | None:
+        """Happens when everything that was to be stored so far is on the host; None: it is."""
+        return None if self._stream is None else self._stream.record_event()
 
     def load_rows(self, seat: int, first: int, last: int, pages: Sequence[int]) -> None:
         """Rows [first, last) of a context from the host into its device `pages`, in every layer."""
@@ -110,17 +123,17 @@ class Mirror:
         if self._stream is not None:
             torch.cuda.current_stream(self._pool.device).wait_stream(self._stream)
 
-    def _store(self, stretches: Sequence[Stretch]) -> None:
+    def _store(self, rows: Sequence[Stretch], keys: Sequence[Stretch]) -> None:
         """Rows and keys to the host, after what the device was told so far."""
-        if not stretches:
+        if not keys:
             return
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         with torch.cuda.stream(self._stream):
-            self._store_rows([each for each in stretches if not self._tables.work_pages[each.seat]])
+            self._store_rows(rows)
             if self._host.keys is not None:
-                self._store_keys(stretches)
-        self.rows_flushed += sum(last - first for _seat, first, last in stretches)
+                self._store_keys(keys)
+        self.rows_flushed += sum(last - first for _seat, first, last in keys)
 
     def _store_rows(self, stretches: Sequence[Stretch]) -> None:
         pieces: list[Piece] = []

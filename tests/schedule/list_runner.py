@@ -5,8 +5,8 @@ workspace is spoiled at once, so a page with two owners does not go unnoticed.
 """
 
 from hotset.memory.geometry import TAIL_PAGES, Geometry
-from hotset.schedule.plan import Admission, Plan, StepResult
-from hotset.tiers.commands import Command, Demote, Flush, Grant, Kind, Load, Promote
+from hotset.schedule.plan import Admission, Plan, Reservation, StepResult
+from hotset.tiers.commands import Command, Demote, Flush, Grant, Keep, Kind, Load, Promote
 from hotset.tiers.residence import Residence
 
 Row = tuple[int, int]  # page, row in it
@@ -32,6 +32,28 @@ class ListRunner:
         self.device: dict[Row, tuple[object, ...]] = {}
         self.host: dict[Row, tuple[object, ...]] = {}
         self.number = -1
+        self.landed: set[int] = set()  # device pages that a peer has written and nobody was granted yet
+
+    def land(self, reservation: Reservation) -> None:
+        """A peer writes the whole prompt to where it was told to."""
+        page_rows, tokens = self.geometry.page_rows, reservation.token_ids
+        for position in range(len(tokens)):
+            where = reservation.row_pages[position // page_rows], position % page_rows
+            (self.device if reservation.on_device else self.host)[where] = tokens[: position + 1]
+        self.landed |= {*reservation.key_pages, *(reservation.row_pages if reservation.on_device else ())}
+
+    def scribble(self, reservation: Reservation) -> None:
+        """A peer that was given up on writes at last."""
+        if reservation.on_device:
+            self._spoil(reservation.row_pages)
+        else:
+            for page in reservation.row_pages:
+                for row in range(self.geometry.page_rows):
+                    self.host[page, row] = SPOILED
+        self._spoil(reservation.key_pages)
+
+    def on_host(self, pages: tuple[int, ...], position: int) -> tuple[object, ...]:
+        return self.host[pages[position // self.geometry.page_rows], position % self.geometry.page_rows]
 
     def submit(self, plan: Plan) -> StepResult:
         assert plan.number == self.number + 1, "plans are numbered in order"
@@ -57,12 +79,16 @@ class ListRunner:
                 assert first == len(seat.pages[kind]), f"{kind} granted from {first}, {len(seat.pages[kind])} are held"
                 seat.pages[kind] += pages
                 if kind is not Kind.HOST:
-                    self._spoil(pages)
+                    self._spoil([page for page in pages if page not in self.landed])
+                    self.landed.difference_update(pages)
             case Flush(_, length):
                 newest = length // self.geometry.page_rows * self.geometry.page_rows
                 if not seat.pages[Kind.WORK]:
                     self._mirror(seat, newest, length)
                 self.seats[command.seat] = Seat([])
+            case Keep(_, length, rows):
+                if rows:
+                    self._mirror(seat, 0, length - length % self.geometry.page_rows)
             case Load(_, length, to, _):
                 self._load(seat, length, to)
             case Demote(_, length, _, slots, tail, maps):

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from schedule.list_runner import ListRunner, next_token
 
-from hotset.base.config import TiersChoice, TiersMode
+from hotset.base.config import LandingChoice, TiersChoice, TiersMode
 from hotset.base.errors import IllegalTransition
 from hotset.base.sampling import SamplingParams
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
-from hotset.schedule.plan import Committed, StepResult
+from hotset.schedule.plan import Committed, FirstToken, Plan, Reservation, Rows, StepResult, Withdrawal
 from hotset.schedule.request import Phase, Request
-from hotset.schedule.scheduler import Scheduler
+from hotset.schedule.scheduler import MOST_ATTEMPTS, Scheduler
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
 
@@ -38,11 +38,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         slots=st.sampled_from([0, 2, 3, 5]),
         mode=st.sampled_from(["auto", "auto", "always"]),
         calm=st.integers(0, 3),
+        for_peers=st.sampled_from([False, False, True]),
     )
     def start(
         self, pages: int, page_rows: int, seats: int, step_rows: int, depth: int, host_pages: int | None, slots: int,
-        mode: TiersMode, calm: int,
+        mode: TiersMode, calm: int, for_peers: bool,
     ) -> None:  # fmt: skip
+        self.for_peers = for_peers and host_pages is not None
         keys_per_page = 5 if slots else 0
         geometry = Geometry(page_rows, 2, 64 * page_rows, keys_per_page, slots, topk=min(2, slots))
         host = None if host_pages is None else PageAllocator(pages + host_pages)
@@ -62,8 +64,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.aborted: set[str] = set()
+        self.fetched: list[Reservation] = []  # prompts that peers compute now
+        self.given_up: list[Reservation] = []  # whose peers may still write
+        self.quarantine = False  # there was one
+        self.lost: set[str] = set()
+        self.withdrawn: set[tuple[str, int]] = set()
+        self.sent: dict[str, int] = {}  # rows of prompts computed for peers that are on the host
+        self.handed: dict[str, int] = {}  # their first tokens
 
     @rule(data=st.data())
+    @precondition(lambda self: not self.for_peers)
     def add(self, data: st.DataObject) -> None:
         name = f"r{len(self.prompts)}"
         choices = ["auto", "tiered"] if self.ledger.tiers else ["auto"]
@@ -78,7 +88,69 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prompts[name] = data.draw(st.lists(st.integers(0, 22), min_size=length, max_size=length))
         self.limits[name] = limit
         self.answers[name] = []
-        self.scheduler.add(Request(name, self.prompts[name], SamplingParams(seed=0), frozenset({STOP}), limit, tiers))
+        landing: LandingChoice = "auto"
+        elsewhere = data.draw(st.sampled_from([None, "peer"]))
+        if elsewhere is not None:
+            possible = ["auto"] + ["host"] * (self.ledger.host is not None)
+            possible += ["device"] * (tiers != "tiered" and self.mode != "always" and limit <= self.resident + 1)
+            landing = data.draw(st.sampled_from(possible))
+        stop_ids = frozenset({STOP})
+        self.scheduler.add(
+            Request(name, self.prompts[name], SamplingParams(seed=0), stop_ids, limit, tiers, elsewhere, landing)
+        )
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.for_peers)
+    def add_for_peer(self, data: st.DataObject) -> None:
+        """A prompt that a decode worker wants computed."""
+        length = data.draw(st.integers(1, max(1, min(self.capacity, 40))))
+        if length > self.capacity:
+            return
+        name = f"peer{len(self.sent)}"
+        self.sent[name] = 0
+        self.prompts[name] = data.draw(st.lists(st.integers(0, 22), min_size=length, max_size=length))
+        params = SamplingParams(seed=0)
+        self.scheduler.add(Request(name, self.prompts[name], params, frozenset(), length + 1, for_peer=True))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.sent)
+    def drop(self, data: st.DataObject) -> None:
+        self.scheduler.drop(data.draw(st.sampled_from(sorted(self.sent))))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.fetched)
+    def arrive(self, data: st.DataObject) -> None:
+        """A peer is done, or has failed; what it says of one attempt comes twice."""
+        fetched = data.draw(st.sampled_from(self.fetched))
+        self.fetched.remove(fetched)
+        name, attempt = fetched.request_id, fetched.attempt
+        if data.draw(st.integers(0, 2)):
+            self.land(fetched)
+            return
+        quiesced, retry = data.draw(st.booleans()), data.draw(st.booleans())
+        if not quiesced:
+            self.given_up.append(fetched)
+            self.quarantine = True
+        if not retry or attempt == MOST_ATTEMPTS:
+            self.lost.add(name)
+        for _ in range(2):
+            self.scheduler.lost(name, attempt, quiesced=quiesced, retry=retry)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.given_up)
+    def write_late(self, data: st.DataObject) -> None:
+        late = data.draw(st.sampled_from(self.given_up))
+        self.runner.scribble(late)
+        if data.draw(st.booleans()):
+            self.given_up.remove(late)
+            self.scheduler.calm(late.request_id, late.attempt)
+
+    def land(self, fetched: Reservation) -> None:
+        self.runner.land(fetched)
+        for _ in range(2):
+            self.scheduler.landed(fetched.request_id, fetched.attempt, next_token(fetched.token_ids), None)
+        if (fetched.request_id, fetched.attempt) in self.withdrawn:
+            self.runner.landed.difference_update(fetched.row_pages if fetched.on_device else (), fetched.key_pages)
 
     @rule(data=st.data())
     @precondition(lambda self: self.prompts)
@@ -91,13 +163,34 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self) -> None:
         if len(self.in_flight) < self.depth and (plan := self.scheduler.plan()) is not None:
             self.in_flight.append(self.runner.submit(plan))
+            self.check_sent(plan)
+        for outgoing in self.scheduler.take_outgoing():
+            if isinstance(outgoing, Withdrawal):
+                self.withdrawn.add((outgoing.request_id, outgoing.attempt))
+            else:
+                self.fetched.append(outgoing)
+
+    def check_sent(self, plan: Plan) -> None:
+        """What is announced to a peer is on the host by now, follows what was announced before, and ends in a token."""
+        for sent in plan.sent:
+            prompt = self.prompts[sent.request_id]
+            match sent:
+                case Rows(name, first, last, pages):
+                    assert first == self.sent[name], "rows are announced once, in order"
+                    self.sent[name] = last
+                    for position in range(first, last):
+                        assert self.runner.on_host(pages, position) == tuple(prompt[: position + 1])
+                case FirstToken(name, token, _):
+                    assert self.sent[name] == len(prompt) and name not in self.handed
+                    assert token == next_token(tuple(prompt))
+                    self.handed[name] = token
 
     @rule()
     def commit(self) -> None:
         if self.in_flight:
             self.take(self.scheduler.commit(self.in_flight.popleft()))
         else:
-            self.take(Committed(finished=self.scheduler.take_ended()))
+            self.take(self.scheduler.take_news())
 
     @rule(rounds=st.integers(2, 25))
     def run(self, rounds: int) -> None:
@@ -128,16 +221,28 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.submit()
             self.commit()
+            while self.fetched:
+                self.land(self.fetched.pop())
+            for name in self.handed:
+                self.scheduler.drop(name)
         assert self.scheduler.idle, "a request never ends"
+        for late in self.given_up:
+            self.scheduler.calm(late.request_id, late.attempt)
+        self.scheduler.audit()
         assert self.ledger.device.held == 0
         assert self.ledger.host is None or self.ledger.host.held == 0
         counters = self.scheduler.counters
-        for change in ("demotions", "promotions", "parks", "resumes", "recomputes"):
+        for change in ("demotions", "promotions", "parks", "resumes", "recomputes", "landed", "lost", "handed_over"):
             SEEN[change] += getattr(counters, change)
         for name, prompt in self.prompts.items():
+            if name in self.sent:
+                continue
             expected = alone(prompt, self.limits[name])
             if self.reasons[name] == "abort":
                 assert name in self.aborted
+                assert self.answers[name] == expected[: len(self.answers[name])]
+            elif self.reasons[name] == "lost":
+                assert name in self.lost or self.quarantine, "nothing was lost"
                 assert self.answers[name] == expected[: len(self.answers[name])]
             else:
                 assert self.answers[name] == expected
@@ -160,6 +265,7 @@ def longest(pages_of: Callable[[int], int], pages: int) -> int:
     return tokens
 
 
+CHANGES = ("demotions", "parks", "resumes", "recomputes", "landed", "lost", "handed_over")
 SEEN: Counter[str] = Counter()
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, deadline=None, derandomize=True)
@@ -167,7 +273,7 @@ TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, dead
 
 def test_every_change_of_residence_happened_above() -> None:
     """Runs after the state machine, in the same process: its examples must not have lost their point."""
-    assert not SEEN or all(SEEN[change] for change in ("demotions", "parks", "resumes", "recomputes")), SEEN
+    assert not SEEN or all(SEEN[change] for change in CHANGES), SEEN
 
 
 def make(pages: int = 4, page_rows: int = 2, seats: int = 4, step_rows: int = 64) -> tuple[Scheduler, ListRunner]:

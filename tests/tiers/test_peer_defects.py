@@ -49,7 +49,7 @@ def test_defect_01_a_prompt_parks_between_chunks_and_goes_on_where_it_was() -> N
     request = bench.add("streamed", 40, 8)
     bench.run(until=lambda: request.planned == 18)
     assert request.holding.residence is Residence.STREAMED
-    bench.scheduler._give_way(request, Residence.PARKED)
+    bench.scheduler._in.give_way(request, Residence.PARKED)
     bench.finish()
     assert bench.scheduler.counters.resumes == 1 and bench.scheduler.counters.tokens_prefilled == 40
 
@@ -62,7 +62,7 @@ REACHED: dict[str, Callable[[Bench, Request], bool]] = {
     "ready": lambda bench, it: it.holding.residence is Residence.TIERED and not bench.settled,
     "tiered": lambda bench, it: it.holding.residence is Residence.TIERED and it.planned > 30,
     "parked": lambda bench, it: it.phase is Phase.PARKED,
-    "yielding": lambda bench, it: it in bench.scheduler._yielding,
+    "yielding": lambda bench, it: it in bench.scheduler._in.yielding,
 }
 
 
@@ -107,7 +107,7 @@ def test_defect_03_pages_under_a_plan_in_flight_are_granted_to_nobody() -> None:
         written = on_host if grant.kind is Kind.HOST else pages
         assert not written.intersection(grant.pages), "a page was taken from its writer"
     scheduler.commit(ticket.result())
-    scheduler.take_ended()
+    scheduler.take_news()
     bench.reasons["victim"] = "abort"
     bench.finish()
 
@@ -179,7 +179,7 @@ def test_defect_08_contexts_that_end_on_a_page_boundary_park_and_resume_byte_for
     bench.run(until=lambda: request.planned == length and bench.settled)
     flushed = bench.memory.traffic().rows_flushed
     assert flushed == length // 4 * 4, "a page is copied when it is full, and once"
-    bench.scheduler._give_way(request, Residence.PARKED)
+    bench.scheduler._in.give_way(request, Residence.PARKED)
     bench.step()
     assert bench.scheduler.counters.resumes == 1
     written = length + 1

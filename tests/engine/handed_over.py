@@ -1,0 +1,248 @@
+"""A prefill worker and a decode worker in one process, and the models that tests hand over between them.
+
+Every context that lands is compared with its source, byte by byte, and every answer with that of one engine alone.
+"""
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine.test_invariance import MODELS
+from harness import CPU, RandomWeights, run_all
+
+from hotset.base.config import EMBEDDED, EngineConfig, LandingChoice, TiersChoice
+from hotset.base.sampling import SamplingParams
+from hotset.engine.build import assemble, model_card
+from hotset.engine.core import Engine
+from hotset.engine.handoffs import DecodePort, PrefillPort, host_store, landing_stores
+from hotset.engine.intake import Intake
+from hotset.engine.sizing import kv_budget
+from hotset.handoff.messages import Ask, Drop, Fetch, Key, Landed, Span, Written
+from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.config_reader import read_spec
+from hotset.models.decoder import Decoder
+from hotset.models.spec import AS_COMPUTED, Storage
+from hotset.transfer.loopback import Hub, Loopback
+
+DEADLINE_S = 60.0
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
+DSA_CONFIG = {
+    "vocab_size": 96,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "first_k_dense_replace": 2,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "index_topk": 5,
+    "index_head_dim": 16,
+    "index_n_heads": 3,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {},
+    "glm_moe_dsa": {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "full"]},
+}
+SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
+
+
+@lru_cache
+def decoder_of(model: str) -> Decoder:
+    """By name: the tiny ones of the other tests, random ones as `config.json` describes them, the demo model (as
+    computed or in fp8), or the embedded one. In float64, where a token hardly hangs on how a step was batched."""
+    if model in MODELS:
+        return Decoder(replace(MODELS[model][0], context=256), RandomWeights(torch.float64, seed=5))
+    if model in CONFIGS:
+        spec = read_spec({"model_type": model, **DSA_CONFIG, **CONFIGS[model]}, {}, "config.json")
+        return Decoder(spec, RandomWeights(torch.float64, seed=7))
+    files = find_model(EMBEDDED if model == EMBEDDED else str(DEMO))
+    weights = open_weights(files, torch.float64, CPU)
+    decoder = Decoder(files.spec, weights, Storage(fp8_rows=True, fp8_keys=True) if model == "fp8" else AS_COMPUTED)
+    weights.finish()
+    return decoder
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Random ones, of these lengths."""
+
+    lengths: tuple[int, ...]
+
+    def of(self, decoder: Decoder) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(3)
+        return [torch.randint(decoder.spec.vocab, (length,), generator=generator).tolist() for length in self.lengths]
+
+
+def make(decoder: Decoder, hub: Hub | None = None, **settings: Any) -> Engine:
+    config = EngineConfig(**{"max_num_seqs": 4, **settings})
+    budget = kv_budget(config, decoder.kv_shape, decoder.spec.context, CPU)
+    card = model_card(config, decoder.spec, budget, CPU, torch.float64)
+    transfer = None if hub is None else Loopback(hub)
+    return assemble(config, card, decoder, budget, CPU, transfer=transfer)
+
+
+@lru_cache
+def answers_alone(model: str, prompts: Prompts, params: SamplingParams, **settings: Any) -> list[list[int]]:
+    """What one engine answers, with room for everybody."""
+    decoder = decoder_of(model)
+    engine = make(decoder, **settings)
+    asked = prompts.of(decoder)
+    return [answer.token_ids for answer in run_all(engine, asked, [params] * len(asked))]
+
+
+class Compared:
+    """Stands before the agents' facts: when a context has landed, its bytes are compared with their source, which the
+    prefill worker is made to keep until the end."""
+
+    def __init__(self, prefill: Engine, decode: Engine) -> None:
+        assert isinstance(prefill._port, PrefillPort) and isinstance(decode._port, DecodePort)
+        self.source, self.targets = host_store(prefill._memory), landing_stores(decode._memory)
+        self.asks: dict[Key, Ask] = {}
+        self.sent: dict[Key, tuple[int, ...]] = {}  # pages at the prefill worker
+        self.dropped: list[Drop] = []
+        self.contexts = 0
+        sender, receiver = prefill._port._agent, decode._port._agent
+        self._fact_of_sender, self._fact_of_receiver = sender.facts, receiver.facts
+        self._put_of_sender, self._put_of_receiver = sender.put, receiver.put
+        sender.facts, sender.put = self.facts_of_sender, self.put_to_sender  # type: ignore[method-assign]
+        receiver.facts, receiver.put = self.facts_of_receiver, self.put_to_receiver  # type: ignore[method-assign]
+
+    def put_to_sender(self, command: Any) -> None:
+        if isinstance(command, Written):
+            self.sent[command.key] = command.pages
+        self._put_of_sender(command)
+
+    def put_to_receiver(self, command: Any) -> None:
+        if isinstance(command, Fetch):
+            self.asks[command.ask.key] = command.ask
+        self._put_of_receiver(command)
+
+    def facts_of_sender(self) -> list[Any]:
+        facts = list(self._fact_of_sender())
+        self.dropped += [fact for fact in facts if isinstance(fact, Drop)]
+        return [fact for fact in facts if not isinstance(fact, Drop)]
+
+    def facts_of_receiver(self) -> list[Any]:
+        facts = list(self._fact_of_receiver())
+        for fact in facts:
+            if isinstance(fact, Landed):
+                self.compare(fact.key)
+        return facts
+
+    def compare(self, key: Key) -> None:
+        ask, pages = self.asks[key], self.sent[key]
+        target = self.targets[ask.landing]
+        rows = len(ask.token_ids)
+        assert bytes_of(self.source.rows, pages, rows) == bytes_of(target.rows, ask.row_pages, rows), "rows differ"
+        if self.source.keys is not None and target.keys is not None:
+            keys = bytes_of(target.keys, ask.key_pages, rows)
+            assert bytes_of(self.source.keys, pages, rows) == keys, "index keys differ"
+        self.contexts += 1
+
+
+def bytes_of(span: Span, pages: tuple[int, ...], rows: int) -> list[bytes]:
+    """Every row of every unit, found one by one."""
+    found = []
+    for parts in span.bases:
+        for position in range(rows):
+            page, row = divmod(position, span.page_rows)
+            base = parts[row // span.part_rows]
+            at = base + pages[page] * span.page_bytes + row % span.part_rows * span.row_bytes
+            found.append(ctypes.string_at(at, span.row_bytes))
+    return found
+
+
+def _steps(engine: Engine, until: threading.Event, died: Callable[[BaseException], None]) -> None:
+    try:
+        while not until.is_set():
+            engine.step()
+            engine.audit()
+            if engine.waiting_for_peers:
+                time.sleep(0.005)
+    except BaseException as error:
+        died(error)
+
+
+class Pair:
+    """The prefill worker steps in a thread of its own, the decode worker where `answers` is called."""
+
+    def __init__(self, prefill: Engine, decode: Engine) -> None:
+        self.prefill, self.decode, self.compared = prefill, decode, Compared(prefill, decode)
+        self._over, self._died = threading.Event(), list[BaseException]()
+        self._other = threading.Thread(target=_steps, args=(prefill, self._over, self._died.append))
+        self._other.start()
+
+    def answers(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        landing: LandingChoice,
+        tiers: TiersChoice = "auto",
+    ) -> list[list[int]]:
+        intake = Intake(self.decode.card, seed=0)
+        answers: dict[str, list[int]] = {f"{number}/0": [] for number in range(len(prompts))}
+        for number, prompt in enumerate(prompts):
+            for choice in intake.accept(str(number), prompt, params, tiers, self.prefill.card.control, landing):
+                self.decode.add(choice)
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.decode.idle:
+            assert not self._died, self._died
+            assert time.monotonic() < deadline, "a handoff never ends"
+            news = self.decode.step()
+            self.decode.audit()
+            for name, token in zip(news.request_ids, news.token_ids, strict=True):
+                answers[name].append(token)
+            if self.decode.waiting_for_peers:
+                time.sleep(0.001)
+        return list(answers.values())
+
+    @property
+    def moved_by(self) -> str:
+        assert isinstance(self.prefill._port, PrefillPort)
+        return self.prefill._port._transfer.name
+
+    def close(self) -> None:
+        self._over.set()
+        self._other.join()
+        self.decode.close()
+        self.prefill.close()
+
+
+@contextmanager
+def pair(
+    model: str, transfer: str, pages: tuple[int, int], decoding: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[Pair]:
+    """Workers of one model: `pages` holds the rows of a page at the sender and at the receiver, `decoding` what only
+    the decode worker is told."""
+    decoder = decoder_of(model)
+    hub = Hub(threaded=True) if transfer == "loopback" else None
+    told = settings if hub else {**settings, "transfer": transfer}
+    sent, landed = pages
+    prefill = make(decoder, hub, role="prefill", page_rows=sent, **told)
+    try:
+        decode = make(decoder, hub, role="decode", page_rows=landed, **{**told, **(decoding or {})})
+    except BaseException:
+        prefill.close()
+        raise
+    made = Pair(prefill, decode)
+    try:
+        yield made
+    finally:
+        made.close()

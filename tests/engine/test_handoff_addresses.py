@@ -1,0 +1,188 @@
+"""Workers that other machines reach: where they listen, what they tell peers, and what a client is told of refusals."""
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from engine.test_invariance import MODELS
+from harness import CPU, tiny_directory
+
+from hotset.base.config import EngineConfig
+from hotset.base.errors import HandoffLost, RequestError
+from hotset.base.sampling import SamplingParams
+from hotset.engine import build
+from hotset.engine.client import EngineClient
+from hotset.engine.core import Engine
+from hotset.engine.handoffs import regions
+from hotset.engine.intake import Intake, ModelCard
+from hotset.engine.process import EngineProcess
+from hotset.engine.sizing import kv_budget
+from hotset.transfer.api import Region
+from hotset.transfer.loopback import Hub, Loopback
+
+SECRET = "a secret that both share"
+FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+SCENARIO_S = 60.0
+
+
+class Registered(Loopback):
+    """Notes what was registered."""
+
+    def __init__(self) -> None:
+        super().__init__(Hub())
+        self.found: list[Region] = []
+
+    def register(self, region: Region) -> None:
+        self.found.append(region)
+        super().register(region)
+
+
+def made(transfer_of_its_own: Loopback | None = None, **settings: Any) -> Engine:
+    spec, decoder = MODELS["dsa"]
+    config = EngineConfig(max_model_len=96, device_kv_tokens=400, **settings)
+    budget = kv_budget(config, decoder.kv_shape, spec.context, CPU)
+    card = build.model_card(config, spec, budget, CPU, torch.float64)
+    return build.assemble(config, card, decoder, budget, CPU, transfer=transfer_of_its_own)
+
+
+@pytest.mark.parametrize(
+    ("settings", "address"),
+    [
+        ({"control": "127.0.0.2:0"}, "127.0.0.2"),
+        ({"control": "localhost:0"}, "127.0.0.1"),
+        ({"control": "0.0.0.0:0", "advertise": "127.0.0.3:0", "handoff_secret": SECRET}, "127.0.0.3"),
+    ],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_transfer_engine_is_where_peers_look_for_it(
+    role: Literal["prefill", "decode"], settings: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[dict[str, Any]] = []
+    transfer = Registered()
+
+    def open_transfer(name: str, **given: Any) -> Loopback:
+        opened.append({"name": name, **given})
+        return transfer
+
+    monkeypatch.setattr(build, "open_transfer", open_transfer)
+    engine = made(role=role, transfer="mooncake", transfer_protocol="rdma", **settings)
+    try:
+        assert opened == [{"name": "mooncake", "host": address, "protocol": "rdma"}]
+        assert engine.card.control is not None and engine.card.control.rpartition(":")[0] == address
+        pool = engine._memory.pool.bytes
+        on_device = Region(pool.data_ptr(), pool.nbytes)
+        assert transfer.found == regions(engine._memory, landing=role == "decode")
+        assert (on_device in transfer.found) == (role == "decode"), "a prefill worker sends from the host store alone"
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_loss_is_logged_with_its_reason_unless_the_client_has_left(
+    aborted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The peer refuses at once: it is no prefill worker."""
+    asking, asked = (made(Loopback(Hub()), role="decode") for _ in range(2))
+    try:
+        (choice,) = Intake(asking.card, 0).accept("r", [5] * 9, FEW, prefill_at=asked.card.control)
+        asking.add(choice)
+        asking.step()
+        asking.step()  # the prompt is being asked for now
+        if aborted:
+            asking.abort(choice.request_id)
+        ends, why = {}, {}
+        deadline = time.monotonic() + 10.0
+        while not asking.idle and time.monotonic() < deadline:
+            news = asking.step()
+            ends |= news.finished
+            why |= news.why_lost
+        warned = [record.getMessage() for record in caplog.records if "did not arrive" in record.getMessage()]
+        assert ends == {"r/0": "abort" if aborted else "lost"} and bool(warned) == bool(why) == (not aborted)
+        assert aborted or (why["r/0"] in warned[0] and "is a decode worker" in why["r/0"])
+    finally:
+        asking.close()
+        asked.close()
+
+
+CARD = ModelCard("m", "a", 100, 50, (), True, 100, "cpu", "float32", role="decode", host_store=True)
+
+
+@pytest.mark.parametrize(
+    ("named", "known"),
+    [
+        ("127.0.0.1:7", "127.0.0.1:7"),
+        ("localhost:07", "127.0.0.1:7"),
+        ("Worker-1:7", "worker-1:7"),
+        ("[0::1]:7", "[::1]:7"),
+    ],
+)
+def test_a_prefill_worker_is_known_by_one_spelling(named: str, known: str) -> None:
+    (choice,) = Intake(CARD, 0).accept("r", [1], FEW, prefill_at=named)
+    assert choice.prefill_at == known
+
+
+@pytest.mark.parametrize(
+    "named", ["", "nonsense", "tcp://127.0.0.1:7", "127.0.0.1:0", "0.0.0.0:7", "*:7", "h:70000", "h:7\n"]
+)
+def test_what_no_peer_could_answer_from_is_refused(named: str) -> None:
+    with pytest.raises(RequestError, match="control address"):
+        Intake(CARD, 0).accept("r", [1], FEW, prefill_at=named)
+
+
+@pytest.mark.parametrize("landing", ["host", "device"])
+def test_a_landing_without_a_prefill_worker_is_refused(landing: Literal["host", "device"]) -> None:
+    with pytest.raises(RequestError, match="computed here; leave it out"):
+        Intake(CARD, 0).accept("r", [1], FEW, landing=landing)
+
+
+def own_address() -> str:
+    """Of this machine, as others see it. No packet is sent for it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            found: str = probe.getsockname()[0]
+        except OSError:
+            found = "127.0.0.1"
+    if found.startswith("127."):
+        pytest.skip("this machine has no address but loopback")
+    return found
+
+
+def test_workers_hand_over_at_an_address_of_this_machine(tmp_path: Path) -> None:
+    """One that other machines reach, too. Then a prompt that the prefill worker refuses, and the client hears why."""
+    pytest.importorskip("nixl")
+    address, model = own_address(), tiny_directory(tmp_path)
+    common: dict[str, Any] = {"model": model, "load_format": "dummy", "device": "cpu", "device_kv_tokens": 256}
+    common |= {"page_rows": 4, "handoff_secret": SECRET}
+    prefill_config = EngineConfig(role="prefill", control=f"{address}:0", max_model_len=64, **common)
+    decode_config = EngineConfig(role="decode", control="0.0.0.0:0", advertise=f"{address}:0", **common)
+    processes = [EngineProcess(config) for config in (prefill_config, decode_config)]
+
+    async def scenario() -> None:
+        prefill, decode = (
+            EngineClient.start(*each) for each in zip((prefill_config, decode_config), processes, strict=True)
+        )
+        try:
+            async with asyncio.timeout(SCENARIO_S):
+                assert prefill.control is not None and prefill.control.startswith(f"{address}:")
+                prompt = list(range(3, 40))
+                alone, handed = [
+                    [
+                        token
+                        async for delta in decode.generate(name, prompt, FEW, prefill_at=at)
+                        for token in delta.token_ids
+                    ]
+                    for name, at in (("alone", None), ("handed", prefill.control))
+                ]
+                assert alone == handed
+                with pytest.raises(HandoffLost, match="a prompt of 80 tokens, where this worker computes 1 to 63"):
+                    await anext(decode.generate("long", [5] * 80, FEW, prefill_at=prefill.control))
+                assert (await decode.stats()).landed == 1
+        finally:
+            await asyncio.gather(prefill.close(0.0), decode.close(0.0))
+
+    asyncio.run(scenario())

@@ -1,0 +1,116 @@
+"""Prompts that other workers compute: what they are told when, and what becomes of pages that they may still write."""
+
+from schedule.list_runner import ListRunner, next_token
+
+from hotset.base.sampling import SamplingParams
+from hotset.memory.geometry import Geometry
+from hotset.memory.pages import PageAllocator
+from hotset.schedule.plan import Reservation, Withdrawal
+from hotset.schedule.request import Request
+from hotset.schedule.scheduler import MOST_ATTEMPTS, Scheduler
+from hotset.tiers.ledger import NOTHING, Ledger, Need
+
+GEOMETRY = Geometry(2, 2, 64, keys_per_page=8, slots=4, topk=2)
+
+
+def make(device: int = 60, host: int = 60) -> tuple[Scheduler, ListRunner, Ledger]:
+    ledger = Ledger(GEOMETRY, PageAllocator(device), PageAllocator(host))
+    return Scheduler(ledger, 4, 64), ListRunner(GEOMETRY), ledger
+
+
+def elsewhere(name: str, length: int, limit: int) -> Request:
+    params = SamplingParams(seed=0)
+    return Request(name, list(range(8, 8 + length)), params, frozenset(), limit, prefill_at="peer", landing="host")
+
+
+def reserved(scheduler: Scheduler, runner: ListRunner) -> Reservation:
+    """The one reservation that the scheduler makes next."""
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.commit(runner.submit(plan))
+    (outgoing,) = scheduler.take_outgoing()
+    assert isinstance(outgoing, Reservation)
+    return outgoing
+
+
+def test_pages_are_announced_when_the_plan_that_gave_them_is_done_with() -> None:
+    """A peer writes when it pleases: until then commands of that plan may read the pages for their last owner."""
+    scheduler, runner, _ = make()
+    scheduler.add(elsewhere("a", 9, 12))
+    plan = scheduler.plan()
+    assert plan is not None and not plan.seats, "a plan for its commands alone"
+    assert scheduler.take_outgoing() == []
+    result = runner.submit(plan)
+    assert scheduler.take_outgoing() == []
+    scheduler.commit(result)
+    (outgoing,) = scheduler.take_outgoing()
+    assert isinstance(outgoing, Reservation) and outgoing.request_id == "a"
+    assert scheduler.take_outgoing() == []
+
+
+def test_pages_under_an_unknown_writer_belong_to_nobody_until_it_is_known_to_have_stopped() -> None:
+    scheduler, runner, ledger = make()
+    scheduler.add(elsewhere("a", 9, 12))
+    first = reserved(scheduler, runner)
+    scheduler.lost("a", 1, quiesced=False, retry=True)
+    held = Need(len(first.key_pages), len(first.row_pages))
+    assert ledger.quarantined == held != NOTHING
+    second = reserved(scheduler, runner)
+    assert second.attempt == 2
+    assert not {*first.row_pages} & {*second.row_pages} and not {*first.key_pages} & {*second.key_pages}
+    scheduler.audit()
+    scheduler.calm("a", 1)
+    assert ledger.quarantined == NOTHING
+    runner.land(second)
+    scheduler.landed("a", 2, next_token(second.token_ids), None)
+    assert scheduler.take_news().token_ids == [next_token(second.token_ids)]
+
+
+def test_a_prompt_is_asked_for_a_few_times_and_then_ends_as_lost() -> None:
+    scheduler, runner, ledger = make()
+    scheduler.add(elsewhere("a", 9, 12))
+    for attempt in range(1, MOST_ATTEMPTS + 1):
+        assert reserved(scheduler, runner).attempt == attempt
+        assert scheduler.lost("a", attempt, quiesced=True, retry=True, reason=f"reason {attempt}")
+        assert scheduler.counters.asked_again == min(attempt, MOST_ATTEMPTS - 1)
+    news = scheduler.take_news()
+    assert (news.finished, news.why_lost) == ({"a": "lost"}, {"a": f"reason {MOST_ATTEMPTS}"})
+    assert scheduler.idle and ledger.host is not None and ledger.host.held == 0
+
+
+def test_an_abort_while_it_lands_holds_the_pages_until_the_writer_has_stopped() -> None:
+    scheduler, runner, ledger = make()
+    scheduler.add(elsewhere("a", 9, 12))
+    reserved(scheduler, runner)
+    scheduler.abort("a")
+    assert scheduler.take_outgoing() == [Withdrawal("a", 1)]
+    assert scheduler.take_news().finished == {"a": "abort"}
+    assert ledger.host is not None and ledger.host.held > 0
+    assert not scheduler.lost("a", 1, quiesced=True, retry=False), "nobody is to be told of a loss"
+    assert scheduler.idle and ledger.host.held == 0
+
+
+def test_an_abort_before_anybody_was_told_gives_the_pages_back_at_once() -> None:
+    scheduler, runner, ledger = make()
+    scheduler.add(elsewhere("a", 9, 12))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.abort("a")
+    assert ledger.host is not None and ledger.host.held == 0
+    scheduler.commit(runner.submit(plan))
+    assert scheduler.take_outgoing() == [] and scheduler.idle
+
+
+def test_a_request_that_quarantine_leaves_no_room_for_is_told_so() -> None:
+    """Nobody was to compute it elsewhere: that a prompt was lost would not explain anything."""
+    scheduler, runner, ledger = make(host=6)
+    scheduler.add(elsewhere("a", 9, 12))
+    reserved(scheduler, runner)
+    scheduler.lost("a", 1, quiesced=False, retry=False)
+    scheduler.take_news()
+    held = ledger.quarantined.device + ledger.quarantined.host
+    scheduler.add(Request("b", list(range(8, 14)), SamplingParams(seed=0), frozenset(), 8))
+    assert scheduler.plan() is None
+    news = scheduler.take_news()
+    assert news.finished == {"b": "lost"} and news.why_lost["b"].startswith(f"{held} pages are in quarantine")
+    assert scheduler.idle
