@@ -19,9 +19,10 @@ from hotset.base.config import EngineConfig, ServeConfig, flag_name, settings
 from hotset.base.errors import ContextLengthExceeded
 from hotset.cli import app
 from hotset.cli.conversation import Conversation
-from hotset.cli.flags import given
+from hotset.cli.flags import OF_SERVERS, given
 from hotset.cli.machine import Machine, PartReport, examine, print_machine
 from hotset.engine import sizing
+from hotset.serve.router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER_WITHOUT = """
@@ -52,7 +53,7 @@ def fields_as_flags(*config_types: Any) -> set[str]:
     return {f"--{flag_name(setting.name)}" for config_type in config_types for setting in settings(config_type)}
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "info"])
+@pytest.mark.parametrize("command", ["serve", "router", "generate", "chat", "info"])
 def test_help_of_each_command_shows_all_its_flags(command: str) -> None:
     shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
     assert shown.exit_code == 0
@@ -61,9 +62,11 @@ def test_help_of_each_command_shows_all_its_flags(command: str) -> None:
 
 def test_every_setting_is_a_flag_and_no_flag_is_without_a_setting() -> None:
     sampling = {"--max-tokens", "--temperature", "--top-p"}
-    assert flags_of("serve") == fields_as_flags(EngineConfig, ServeConfig) - {"--model"}
-    assert flags_of("generate") == fields_as_flags(EngineConfig) | sampling | {"--json"}
-    assert flags_of("chat") == fields_as_flags(EngineConfig) | sampling | {"--system"}
+    of_servers = {f"--{flag_name(name)}" for name in OF_SERVERS}
+    assert flags_of("serve") == fields_as_flags(EngineConfig, ServeConfig) - {"--model"} | {"--disaggregate"}
+    assert flags_of("router") == fields_as_flags(RouterConfig)
+    assert flags_of("generate") == fields_as_flags(EngineConfig) - of_servers | sampling | {"--json"}
+    assert flags_of("chat") == fields_as_flags(EngineConfig) - of_servers | sampling | {"--system"}
 
 
 def test_api_key_of_the_environment_is_used_but_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:

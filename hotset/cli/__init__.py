@@ -1,6 +1,7 @@
 """The `hotset` command. Nothing heavy is imported before a command needs it: `--help` does not wait for torch."""
 
 import json
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -11,18 +12,19 @@ import typer
 
 from hotset import __version__
 from hotset.base.config import EMBEDDED, EngineConfig, ServeConfig
-from hotset.base.errors import HotsetError, MissingDependency
+from hotset.base.errors import ConfigError, HotsetError, MissingDependency
 from hotset.base.sampling import SamplingParams
 from hotset.cli import evaluation
 from hotset.cli.conversation import COMMANDS, KEYS, Conversation
-from hotset.cli.flags import given, with_flags
+from hotset.cli.flags import OF_SERVERS, ManyAddresses, given, with_flags
 from hotset.cli.machine import examine, print_machine
 from hotset.cli.terminal import print_stream, read_stdin, remark, typed_lines
+from hotset.serve.router.config import RouterConfig
 
 if TYPE_CHECKING:
     from hotset.engine.llm import LLM
 
-SERVE_PACKAGES = {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"}
+SERVE_PACKAGES = {"aiohttp", "fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn", "yarl"}
 INTERRUPTED = 130  # what a shell expects of a command that Ctrl-C ended
 
 app = typer.Typer(
@@ -69,35 +71,86 @@ def hotset(
 @app.command(
     epilog="[bold]hotset serve[/bold]  the embedded model, on http://127.0.0.1:8000\n\n"
     "[bold]hotset serve /models/GLM-5.1 --host 0.0.0.0 --api-key KEY[/bold]  a checkpoint, for other machines too\n\n"
-    "[bold]hotset serve /models/GLM-5.1 --load-format dummy[/bold]  random weights, to try a set-up",
+    "[bold]hotset serve /models/GLM-5.1 --load-format dummy[/bold]  random weights, to try a set-up\n\n"
+    "[bold]hotset serve /models/GLM-5.1 --disaggregate 1P1D[/bold]  prefill and decode in processes of their own",
 )
-@with_flags(EngineConfig, ServeConfig, without="model")
+@with_flags(EngineConfig, ServeConfig, without=("model",))
 def serve(
     model: Annotated[str, typer.Argument(help="Model directory, .gguf file, or 'embedded'.")] = EMBEDDED,
+    disaggregate: Annotated[
+        str | None,
+        typer.Option(help="Like '1P1D': so many prefill and decode workers, and a router, all on this machine."),
+    ] = None,
     **values: Any,
 ) -> None:
     """Serve a model over the OpenAI API."""
-    engine_config = EngineConfig(**given(EngineConfig, {**values, "model": model}))
     serve_config = ServeConfig(**given(ServeConfig, values))
+    if disaggregate is not None:
+        raise typer.Exit(_serve_apart({**values, "model": model}, serve_config, disaggregate))
+    engine_config = EngineConfig(**given(EngineConfig, {**values, "model": model}))
     from hotset.engine.process import EngineProcess
 
     process = EngineProcess(engine_config)  # loads the model while this process imports its own half
     try:
-        from hotset.serve.server import run
-    except BaseException as error:
+        with _serve_packages("server"):
+            from hotset.serve.server import run
+    except BaseException:
         process.end(0.0)
-        missing = error.name if isinstance(error, ModuleNotFoundError) and error.name is not None else ""
+        raise
+    raise typer.Exit(run(engine_config, serve_config, process))
+
+
+def _serve_apart(values: dict[str, Any], serve_config: ServeConfig, layout: str) -> int:
+    if values["role"] != "both":
+        raise ConfigError("--disaggregate starts workers of both roles; leave --role out")
+    of_all = {"handoff_secret": secrets.token_hex(16)} | given(EngineConfig, {**values, "role": "prefill"})
+    with _serve_packages("server"):
+        from hotset.cli.disaggregate import Layout, run
+    return run(EngineConfig(**of_all), serve_config, Layout.parse(layout))
+
+
+@app.command(
+    cls=ManyAddresses,
+    epilog="[bold]hotset router --prefill http://a:8001 --decode http://b:8001 http://c:8001 --api-key KEY[/bold]\n\n"
+    "Workers are started with [bold]hotset serve MODEL --role prefill[/bold] or [bold]decode[/bold]; later ones join "
+    "by [bold]POST /workers[/bold] and leave by [bold]DELETE /workers[/bold], with the API key and "
+    '{"url": "http://host:port"}.',
+)
+@with_flags(RouterConfig, without=("prefill", "decode"))
+def router(
+    prefill: Annotated[
+        list[str] | None, typer.Option(metavar="URL...", help="Prefill workers.", show_default=False)
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(metavar="URL...", help="Decode workers.", show_default=False)
+    ] = None,
+    **values: Any,
+) -> None:
+    """Answer the OpenAI API with prefill and decode workers."""
+    urls = {"prefill": tuple(prefill or ()), "decode": tuple(decode or ())}
+    config = RouterConfig(**given(RouterConfig, {**values, **urls}))
+    with _serve_packages("router"):
+        from hotset.serve.router.server import run
+    raise typer.Exit(run(config))
+
+
+@contextmanager
+def _serve_packages(who: str) -> Iterator[None]:
+    """Around imports: a package of the `serve` extra that is missing is named with the command that adds it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
         if missing.partition(".")[0] not in SERVE_PACKAGES:
             raise
-        raise MissingDependency(f'the server needs {missing}; run: pip install "hotset[serve]"') from error
-    raise typer.Exit(run(engine_config, serve_config, process))
+        raise MissingDependency(f'the {who} needs {missing}; run: pip install "hotset[serve]"') from error
 
 
 @app.command(
     epilog='[bold]hotset generate "The capital of France is" --temperature 0[/bold]\n\n'
     "[bold]cat notes.txt | hotset generate - --max-tokens 64 --json[/bold]",
 )
-@with_flags(EngineConfig, without="seed")  # with a single request, --seed is that request's own
+@with_flags(EngineConfig, without=("seed", *OF_SERVERS))  # with a single request, --seed is that request's own
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; '-' reads it from standard input.")],
     max_tokens: Annotated[int, typer.Option(help="Longest continuation, in tokens.")] = 256,
@@ -128,7 +181,7 @@ def _generated(llm: "LLM", text: str, params: SamplingParams) -> dict[str, objec
 @app.command(
     epilog=f'Inside: {COMMANDS}; {KEYS}.\n\n[bold]hotset chat --system "Answer in French." --temperature 0[/bold]',
 )
-@with_flags(EngineConfig)
+@with_flags(EngineConfig, without=OF_SERVERS)
 def chat(
     system: Annotated[str | None, typer.Option(help="System message at the start.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens. Default: what fits.")] = None,

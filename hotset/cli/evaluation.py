@@ -12,7 +12,7 @@ import typer
 
 from hotset.base.config import EngineConfig, ServeConfig, flag_name, settings
 from hotset.base.errors import ConfigError
-from hotset.cli.flags import given, with_flags
+from hotset.cli.flags import OF_SERVERS, given, with_flags
 from hotset.evaluate.tasks import SHORTEST, TASKS
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def evaluation() -> None:
     epilog="[bold]hotset eval retrieval --model models/demo-dsa --lengths 1024,4096[/bold]\n\n"
     "[bold]hotset eval retrieval --url http://127.0.0.1:8000 --json accuracy.json[/bold]",
 )
-@with_flags(EngineConfig, without="seed")
+@with_flags(EngineConfig, without=("seed", *OF_SERVERS))
 def retrieval(
     url: Annotated[str | None, typer.Option(help="Ask this server instead of a model of your own.")] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's bearer token (or set HOTSET_API_KEY).")] = None,

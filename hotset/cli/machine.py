@@ -56,10 +56,10 @@ PARTS = (
     Part("transformers", "test oracle", ("transformers",), "pip install transformers"),
     Part("triton", "GPU kernels", ("triton",), 'pip install "hotset[cuda]"'),
     Part("cuda-core", "GPU kernels", ("cuda-core",), 'pip install "hotset[cuda]"'),
-    Part("nixl", "planned", ("nixl",), 'pip install "hotset[transfer]"'),
+    Part("nixl", "handoff", ("nixl",), 'pip install "hotset[transfer]"'),
     Part(
         "mooncake",
-        "planned",
+        "handoff",
         ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
         "pip install mooncake-transfer-engine",
     ),

@@ -38,6 +38,7 @@ from hotset.serve.protocol import (
     ModelList,
     TokenizeRequest,
     TokenizeResponse,
+    WorkerState,
 )
 from hotset.serve.service import Service
 
@@ -48,10 +49,11 @@ MEANINGS = {
     400: "The request is malformed, out of range, too long, or asks for what is not supported.",
     401: "The API key is missing or wrong.",
     404: "There is no such model.",
+    409: "This worker's role is another; the message says where to go.",
     413: "The body is larger than the server's limit.",
     429: "Too many requests wait or are in progress already; Retry-After says when to come back.",
     500: "The server failed; its log says how.",
-    503: "The engine has stopped.",
+    503: "The engine has stopped, or the prefill worker that a router named was lost.",
 }
 
 
@@ -117,8 +119,11 @@ def _layers(service: Service) -> list[Middleware]:
 
 
 def _generating_routes(service: Service) -> APIRouter:
-    routes = APIRouter(tags=["generate"])
-    errors = _errors(400, 401, 404, 413, 429, 500, 503)
+    async def right_role() -> None:
+        service.check_role()
+
+    routes = APIRouter(tags=["generate"], dependencies=[Depends(right_role)])
+    errors = _errors(400, 401, 404, 409, 413, 429, 500, 503)
 
     @routes.post("/v1/chat/completions", responses=_whole_or_stream(ChatCompletion, ChatCompletionChunk) | errors)
     async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
@@ -183,6 +188,11 @@ def _open_routes(service: Service) -> APIRouter:
         if not service.client.alive:
             raise EngineStopped("the engine has stopped")
         return json_response(Health())
+
+    @routes.get("/handoff", responses=_whole(WorkerState) | _errors(500, 503))
+    async def handoff() -> Response:
+        """What a router needs to know: this worker's role, its control address and how much it has to do."""
+        return json_response(service.state())
 
     text: Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 

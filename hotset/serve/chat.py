@@ -108,7 +108,12 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
         prompt_token_ids=prompt if body.return_token_ids else None,
     )
     usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
-    job = Job(wording.id, [prompt], params, wording, bool(body.stream), usage_wanted, body.tiers or "auto")
+    job = Job(
+        *(wording.id, [prompt], params, wording, bool(body.stream), usage_wanted),
+        tiers=body.tiers or "auto",
+        landing=body.landing or "auto",
+        prefill_at=service.prefill_at(request.headers),
+    )
     try:
         return await respond(request, service, job)
     except RequestError as error:

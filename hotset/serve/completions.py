@@ -108,7 +108,12 @@ async def completion(request: Request, service: Service, body: CompletionRequest
         show_token_ids=bool(body.return_token_ids),
     )
     usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
-    job = Job(wording.id, prompts, params, wording, bool(body.stream), usage_wanted, body.tiers or "auto")
+    job = Job(
+        *(wording.id, prompts, params, wording, bool(body.stream), usage_wanted),
+        tiers=body.tiers or "auto",
+        landing=body.landing or "auto",
+        prefill_at=service.prefill_at(request.headers),
+    )
     return await respond(request, service, job)
 
 

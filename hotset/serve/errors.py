@@ -12,18 +12,26 @@ from starlette.responses import Response
 
 from hotset.base.errors import (
     BodyTooLarge,
+    DeadlineExceeded,
     EngineStopped,
+    HandoffLost,
+    NoWorkers,
     QueueFull,
     RequestError,
     UnknownModel,
     UnsupportedField,
+    WorkerLost,
     WrongApiKey,
+    WrongRole,
 )
 from hotset.serve.protocol import UNION_TAG, ErrorDetail, ErrorResponse
 
 logger = logging.getLogger("hotset.serve")
 
 SHOWN_CHARACTERS = 500
+# Errors that are nobody's fault here and may be gone when the client comes back.
+UNAVAILABLE = (DeadlineExceeded, EngineStopped, HandoffLost, NoWorkers, WorkerLost)
+COME_BACK: Mapping[type[BaseException], int] = {HandoffLost: 1, NoWorkers: 2, WorkerLost: 1}  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +46,14 @@ VERDICTS: Mapping[type[BaseException], Verdict] = {
     RequestError: Verdict(400, "invalid_request_error"),
     WrongApiKey: Verdict(401, "authentication_error"),
     UnknownModel: Verdict(404, "not_found_error"),
+    WrongRole: Verdict(409, "invalid_request_error"),
     BodyTooLarge: Verdict(413, "invalid_request_error"),
     QueueFull: Verdict(429, "rate_limit_error"),
     EngineStopped: Verdict(503, "service_unavailable_error"),
+    HandoffLost: Verdict(503, "service_unavailable_error"),
+    NoWorkers: Verdict(503, "service_unavailable_error"),
+    WorkerLost: Verdict(503, "service_unavailable_error"),
+    DeadlineExceeded: Verdict(504, "timeout_error"),
     BaseException: Verdict(500, "server_error"),
 }
 
@@ -56,8 +69,8 @@ def error_body(error: BaseException) -> ErrorResponse:
     if isinstance(error, RequestError):
         param = None if error.param is None else _shown(error.param)
         detail = ErrorDetail(message=_shown(str(error)), type=verdict.type, param=param, code=error.code)
-    elif isinstance(error, EngineStopped):
-        detail = ErrorDetail(message=_shown(str(error)), type=verdict.type, param=None, code="engine_stopped")
+    elif isinstance(error, UNAVAILABLE):
+        detail = ErrorDetail(message=_shown(str(error)), type=verdict.type, param=None, code=error.code)
     else:
         logger.error("unexpected error", exc_info=error)
         message = "internal error; the server's log has the particulars"
@@ -70,6 +83,8 @@ def error_response(error: BaseException) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, QueueFull):
         headers["Retry-After"] = str(error.retry_after_s)
+    elif type(error) in COME_BACK:
+        headers["Retry-After"] = str(COME_BACK[type(error)])
     if isinstance(error, WrongApiKey):
         headers["WWW-Authenticate"] = "Bearer"
     return _response(verdict_of(error).status, error_body(error), headers)

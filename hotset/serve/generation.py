@@ -2,29 +2,30 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 from pydantic import BaseModel
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hotset.base.config import TiersChoice
+from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import EngineStopped
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.outputs import CompletionOutput, Delta
+from hotset.serve.disconnect import unless_disconnected
 from hotset.serve.errors import error_body
 from hotset.serve.metrics import Metrics
 from hotset.serve.protocol import Usage
-from hotset.serve.service import Service
+from hotset.serve.service import Load, Service
 
 DONE = b"data: [DONE]\n\n"
-
-T = TypeVar("T")
+# JSON may hold these as they are, and an event's line does not end there; but many a client's lines do.
+LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 
 class Wording(Protocol):
@@ -54,13 +55,19 @@ class Job:
     stream: bool
     include_usage: bool
     tiers: TiersChoice
+    landing: LandingChoice = "auto"
+    prefill_at: str | None = None  # control address of the worker that computes the prompts; None: this one does
 
     @property
     def choices(self) -> int:
         return len(self.prompts) * self.params.n
 
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
     def usage(self, completion_tokens: int) -> Usage:
-        prompt_tokens = sum(map(len, self.prompts))
+        prompt_tokens = self.prompt_tokens
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
@@ -74,7 +81,7 @@ async def respond(request: Request, service: Service, job: Job) -> Response:
     A client that leaves, before or while it is answered, closes the engine's iterator at once: nothing it held stays.
     """
     service.check_open(job.choices)
-    deltas = _timed(_all_deltas(service.client, job), service.metrics)
+    deltas = _timed(_counted(_all_deltas(service.client, job), job.prompt_tokens, service.load), service.metrics)
     if not job.stream:
         return json_response(await unless_disconnected(request.receive, _whole(job, deltas)))
     # The status line is held back until the engine has taken the request on, so that a refusal has its own status.
@@ -85,26 +92,12 @@ async def respond(request: Request, service: Service, job: Job) -> Response:
 def ending(piece: Delta | CompletionOutput) -> Literal["stop", "length"] | None:
     """Why a choice ended, as the API words it."""
     assert piece.finish_reason != "abort", "_pump raises EngineStopped before an abort gets here"
+    assert piece.finish_reason != "lost", "the client raises HandoffLost before such an end gets here"
     return piece.finish_reason
 
 
 def json_response(body: BaseModel) -> Response:
     return Response(body.model_dump_json(), media_type="application/json")
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """`work`'s result. If the client leaves first, `work` is cancelled and cleaned up; then ClientDisconnect."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_disconnection(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 class EventStream(Response):
@@ -131,11 +124,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _disconnection(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _first(deltas: AsyncGenerator[Delta, None]) -> Delta:
     return await anext(deltas)
 
@@ -153,21 +141,21 @@ async def _events(job: Job, first: Delta, deltas: AsyncGenerator[Delta, None]) -
     try:
         for index in range(job.choices):
             if (opening := job.wording.opening(index)) is not None:
-                yield _event(opening)
+                yield event_of(opening)
         async for delta in _chained(first, deltas):
             completion_tokens += len(delta.token_ids)
             if (chunk := job.wording.chunk(delta)) is not None:
-                yield _event(chunk)
+                yield event_of(chunk)
     except Exception as error:
-        yield _event(error_body(error))
+        yield event_of(error_body(error))
         return
     if job.include_usage:
-        yield _event(job.wording.closing(job.usage(completion_tokens)))
+        yield event_of(job.wording.closing(job.usage(completion_tokens)))
     yield DONE
 
 
-def _event(body: BaseModel) -> bytes:
-    return f"data: {body.model_dump_json()}\n\n".encode()
+def event_of(body: BaseModel) -> bytes:
+    return f"data: {body.model_dump_json().translate(LINE_ENDS)}\n\n".encode()
 
 
 async def _chained(first: Delta, rest: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
@@ -190,6 +178,15 @@ async def _timed(deltas: AsyncGenerator[Delta, None], metrics: Metrics) -> Async
                     metrics.inter_token_seconds.observe((now - last[delta.index]) / len(delta.token_ids))
                 last[delta.index] = now
             yield delta
+
+
+async def _counted(deltas: AsyncGenerator[Delta, None], tokens: int, load: Load) -> AsyncGenerator[Delta, None]:
+    """Passes deltas on; the prompts' tokens count as waiting until the first one comes."""
+    with load.waiting(tokens) as started:
+        async with aclosing(deltas):
+            async for delta in deltas:
+                started()
+                yield delta
 
 
 async def _all_deltas(client: EngineClient, job: Job) -> AsyncGenerator[Delta, None]:
@@ -225,7 +222,8 @@ async def _pump(
 ) -> None:
     """Moves one prompt's deltas into `arrived`, and after them its end: None, or the error."""
     try:
-        generated = client.generate(request_id, prompt, job.params, job.tiers)
+        where = (job.tiers, job.prefill_at, job.landing)
+        generated = client.generate(request_id, prompt, job.params, *where)
         async with aclosing(generated) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "abort":

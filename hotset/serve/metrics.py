@@ -8,6 +8,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from hotset.engine.outputs import EngineStats
+from hotset.handoff.agent import HandoffStats
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -22,6 +23,7 @@ GAUGES = {
     "device_pages_total": ("hotset_device_pages_total", "Pages of the device pool in all."),
     "host_pages_held": ("hotset_host_pages_held", "Pages of the host store that requests hold."),
     "host_pages_total": ("hotset_host_pages_total", "Pages of the host store in all."),
+    "quarantined_pages": ("hotset_pages_quarantined", "Pages that a lost prefill worker might still write to."),
 }
 COUNTERS = {
     "tokens_generated": ("hotset_tokens_generated", "Tokens sampled."),
@@ -34,6 +36,21 @@ COUNTERS = {
     "rows_flushed": ("hotset_rows_flushed", "Rows copied to the host, each counted once for all layers."),
     "bytes_swapped": ("hotset_bytes_swapped", "Bytes copied from the host into slots."),
     "steps": ("hotset_steps", "Steps computed."),
+    "asked_again": ("hotset_handoff_retries", "Prompts asked of a prefill worker again, after they were lost."),
+    "handed_over": ("hotset_prompts_handed_over", "Prompts computed for decode workers."),
+}
+HANDOFF_GAUGES = {
+    "open": ("hotset_handoffs_open", "Handoffs whose end is not known to both sides."),
+    "peers": ("hotset_handoff_peers", "Workers on which a handoff depends now."),
+}
+HANDOFF_COUNTERS = {
+    "nbytes": ("hotset_handoff_bytes", "Bytes of KV that landed here, or were written to decode workers."),
+    "resent": ("hotset_handoff_messages_resent", "Control messages that had to be said again."),
+}
+HANDOFF_LABELLED = {
+    "outcomes": ("hotset_handoffs", "Handoffs ended, by outcome.", "outcome"),
+    "seconds": ("hotset_handoff_phase_seconds", "Time that handoffs have spent in each phase.", "phase"),
+    "dropped": ("hotset_handoff_messages_dropped", "Control messages dropped, by cause.", "cause"),
 }
 LAYER_COUNTERS = {
     "slot_lookups": ("hotset_slot_lookups", "Positions looked up in hot slots, by the layer whose indexer chose them."),
@@ -97,3 +114,22 @@ class _EngineCollector(Collector):
         for reason, count in self._stats.requests_finished.items():
             finished.add_metric((reason,), count)
         yield finished
+        if self._stats.handoff is not None:
+            yield from _handoff_metrics(self._stats.handoff)
+
+
+def _handoff_metrics(stats: HandoffStats) -> Iterator[Metric]:
+    """Of prefill and decode workers alone."""
+    for field, (name, meaning) in HANDOFF_GAUGES.items():
+        yield GaugeMetricFamily(name, meaning, value=getattr(stats, field))
+    for field, (name, meaning) in HANDOFF_COUNTERS.items():
+        yield CounterMetricFamily(name, meaning, value=getattr(stats, field))
+    for field, (name, meaning, label) in HANDOFF_LABELLED.items():
+        family = CounterMetricFamily(name, meaning, labels=(label,))
+        for key, value in getattr(stats, field).items():
+            family.add_metric((key,), value)
+        yield family
+    if stats.measured is not None:
+        speed = stats.measured.gb_per_s
+        meaning = "GB/s written to decode workers since the start, over the time in which any write was under way."
+        yield GaugeMetricFamily("hotset_transfer_gb_per_second", meaning, value=speed)

@@ -2,8 +2,11 @@
 
 import hmac
 import logging
+import re
 import time
+from typing import Protocol
 
+from prometheus_client import Counter, Histogram
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,18 +14,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hotset.base.errors import BodyTooLarge, QueueFull, WrongApiKey
 from hotset.base.units import MIB
 from hotset.serve.errors import error_response
-from hotset.serve.metrics import Metrics
+from hotset.serve.protocol import REQUEST_ID_HEADER
 
 logger = logging.getLogger("hotset.serve")
 
 CLIENT_LEFT = 499
-OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/docs", "/openapi.json"})
+REQUEST_ID = re.compile(r"[!-~]{1,128}")  # nothing that could forge a line of the log
+QUIET_PATHS = frozenset({"/handoff"})  # a router asks twice a second
+OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/handoff", "/docs", "/openapi.json"})
+
+
+class HttpMetrics(Protocol):
+    """What is measured of every request, whoever answers it."""
+
+    http_requests: Counter  # by endpoint and status
+    request_seconds: Histogram  # by endpoint
 
 
 class AccessLog:
     """Outermost: one log line and one count per request, and the last resort for errors that nobody caught."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self._app = app
         self._metrics = metrics
 
@@ -56,7 +68,10 @@ class AccessLog:
         endpoint = getattr(scope.get("route"), "path_format", "other")
         self._metrics.http_requests.labels(endpoint, str(status)).inc()
         self._metrics.request_seconds.labels(endpoint).observe(seconds)
-        logger.info("%s %s %s %.0f ms", scope["method"], path, status, seconds * 1e3)
+        request_id = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        named = f" {request_id}" if REQUEST_ID.fullmatch(request_id) else ""
+        level = logging.DEBUG if path in QUIET_PATHS and status == 200 else logging.INFO
+        logger.log(level, "%s %s %s %.0f ms%s", scope["method"], path, status, seconds * 1e3, named)
 
 
 class ApiKey:

@@ -8,9 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from hotset.base.config import TiersChoice
+from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS
 
+# Names the prefill worker that computes a request's prompt, by its control address. A router sends it.
+PREFILL_HEADER = "x-hotset-prefill"
+REQUEST_ID_HEADER = "x-request-id"
 # Union tags appear in the location of a validation error; this sign tells them from field names.
 UNION_TAG = "|"
 MAX_PROMPTS = 1024
@@ -120,6 +123,9 @@ class SamplingFields(Sent):
     return_token_ids: bool | None = Field(None, description="Add prompt_token_ids and token_ids to the choices.")
     tiers: TiersChoice | None = Field(
         None, description="Where this request's KV may live; 'auto' on the device while there is room."
+    )
+    landing: LandingChoice | None = Field(
+        None, description="Where KV that a prefill worker computes arrives; 'auto' on the host where that is its home."
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -301,3 +307,14 @@ class DetokenizeResponse(BaseModel):
 
 class Health(BaseModel):
     status: Literal["ok"] = "ok"
+
+
+class WorkerState(BaseModel):
+    """What a worker tells a router about itself, at /handoff."""
+
+    role: str = Field(max_length=32)  # both, prefill or decode
+    control: str | None = Field(max_length=256)  # where its peers reach it; None where it has no peers
+    model: str = Field(max_length=1024)
+    waiting_tokens: int = Field(ge=0)  # of prompts without a first token
+    waiting: int = Field(ge=0)  # requests
+    running: int = Field(ge=0)

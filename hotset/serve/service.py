@@ -2,17 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from hotset.base.config import ServeConfig
-from hotset.base.errors import EngineStopped, QueueFull, RequestError, UnknownModel
+from hotset.base.errors import EngineStopped, QueueFull, RequestError, UnknownModel, WrongRole
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
+from hotset.engine.outputs import EngineStats
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.metrics import Metrics
-from hotset.serve.protocol import ChatMessage, SamplingFields
+from hotset.serve.protocol import PREFILL_HEADER, ChatMessage, SamplingFields, WorkerState
 
 # Fields that mean the same, under the same name, in a request's body and in SamplingParams.
 SHARED_FIELDS = (
@@ -34,6 +36,43 @@ SHARED_FIELDS = (
 )
 
 
+class Load:
+    """How much work is here, for routers to compare. Never waits for the engine, which may be in a long step."""
+
+    def __init__(self) -> None:
+        self.waiting_tokens = 0
+        self._stats = EngineStats()
+        self._asking: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def waiting(self, tokens: int) -> Iterator[Callable[[], None]]:
+        """Counts so many prompt tokens as waiting until the yielded function is called, or the block is left."""
+        left = tokens
+        self.waiting_tokens += tokens
+
+        def started() -> None:
+            nonlocal left
+            self.waiting_tokens -= left
+            left = 0
+
+        try:
+            yield started
+        finally:
+            started()
+
+    def stats(self, client: EngineClient) -> EngineStats:
+        """What the engine last said of itself, and asks it again."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask(client))
+        return self._stats
+
+    async def _ask(self, client: EngineClient) -> None:
+        try:
+            self._stats = await client.stats()
+        except EngineStopped:
+            self._stats = EngineStats()
+
+
 @dataclass(frozen=True)
 class Service:
     """One served model. Borrows the engine's client; whoever started that closes it."""
@@ -42,6 +81,7 @@ class Service:
     config: ServeConfig
     aliases: frozenset[str] = frozenset()
     metrics: Metrics = field(default_factory=Metrics)
+    load: Load = field(default_factory=Load)
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -70,6 +110,38 @@ class Service:
         limit = self.config.max_queue
         if waiting and waiting + choices > limit:
             raise QueueFull(f"{waiting} choices wait already, and the queue of {limit} lacks room; come back later")
+
+    def check_role(self) -> None:
+        """Refuses completions at a prefill worker: its answers go to decode workers."""
+        if self.client.role == "prefill":
+            raise WrongRole(
+                "this is a prefill worker, which answers no completions; send them to a router (hotset router) or to a "
+                "decode worker"
+            )
+
+    def prefill_at(self, headers: Mapping[str, str]) -> str | None:
+        """The worker that is to compute a request's prompt, where a router has named one. The engine's intake checks
+        the address."""
+        named = headers.get(PREFILL_HEADER)
+        if named is None:
+            return None
+        if self.client.role != "decode":
+            raise WrongRole(f"{PREFILL_HEADER} is for decode workers, and this server is none; leave it out")
+        return named
+
+    def state(self) -> WorkerState:
+        """What a router is told. EngineStopped where no request would be answered."""
+        if not self.client.alive:
+            raise EngineStopped("the engine has stopped")
+        stats = self.load.stats(self.client)
+        return WorkerState(
+            role=self.client.role,
+            control=self.client.control,
+            model=self.model_name,
+            waiting_tokens=max(self.load.waiting_tokens, stats.tokens_to_prefill),
+            waiting=max(stats.waiting, self.client.waiting),
+            running=stats.running,
+        )
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a prompt. In a thread, without the GIL: megabytes of text must not stall the other requests."""

@@ -51,10 +51,10 @@ class RunningServer:
 
 
 @contextmanager
-def serving(folder: Path, model: str, *flags: str) -> Iterator[RunningServer]:
-    """Runs a server on a free port; its log goes into `folder`. In the end it is stopped, if it still runs."""
+def serving(folder: Path, *arguments: str, kind: str = "serve") -> Iterator[RunningServer]:
+    """Runs a server or a router on a free port; its log goes into `folder`. In the end it is stopped, if it runs."""
     log_path = folder / "stderr.txt"
-    command = [sys.executable, "-m", "hotset", "serve", model, "--port", "0", *flags]
+    command = [sys.executable, "-m", "hotset", kind, *arguments, "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (
         log_path.open("w") as log,

@@ -67,9 +67,14 @@ def test_every_error_of_the_tree_has_its_status() -> None:
         errors.UnsupportedField("m"): 400,
         errors.WrongApiKey("m"): 401,
         errors.UnknownModel("m"): 404,
+        errors.WrongRole("m"): 409,
         errors.BodyTooLarge("m"): 413,
         errors.QueueFull("m"): 429,
         errors.EngineStopped("m"): 503,
+        errors.HandoffLost("m"): 503,
+        errors.NoWorkers("m"): 503,
+        errors.WorkerLost("m"): 503,
+        errors.DeadlineExceeded("m"): 504,
         errors.IllegalTransition("a", "b"): 500,
     }
     assert {error: verdict_of(error).status for error in statuses} == statuses

@@ -15,7 +15,7 @@ BOUNDED = settings(
 )
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 POSTS = (*GENERATING, "/tokenize", "/detokenize")
-GETS = ("/v1/models", "/v1/models/{model_id}", "/health", "/metrics")
+GETS = ("/v1/models", "/v1/models/{model_id}", "/health", "/handoff", "/metrics")
 VOCABULARY = 257
 # Values that the document's types allow are brought into the range that sampling allows, and made cheap.
 SAMPLING_RANGES = {

@@ -1,0 +1,127 @@
+"""The router's HTTP side: what it answers itself, and what it passes on."""
+
+from typing import Any
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from hotset.base.errors import HotsetError, NoWorkers, RequestError, WrongApiKey
+from hotset.serve.errors import error_response, http_error_response
+from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit, ConcurrencyLimit
+from hotset.serve.protocol import Sent
+from hotset.serve.router.config import RouterConfig
+from hotset.serve.router.fleet import ROLES, Fleet, Worker
+from hotset.serve.router.metrics import RouterMetrics
+from hotset.serve.router.relay import Relay
+
+
+class WorkerAddress(Sent):
+    url: str
+
+
+def create_app(fleet: Fleet, relay: Relay, config: RouterConfig, metrics: RouterMetrics) -> Starlette:
+    """The application over a fleet and a relay, which stay the caller's."""
+    own = _Own(fleet, metrics, has_key=config.api_key is not None)
+    routes = [
+        Route("/v1/chat/completions", relay.generate, methods=["POST"]),
+        Route("/v1/completions", relay.generate, methods=["POST"]),
+        Route("/v1/models", relay.forward, methods=["GET"]),
+        Route("/v1/models/{model_id:path}", relay.forward, methods=["GET"]),
+        Route("/tokenize", relay.forward, methods=["POST"]),
+        Route("/detokenize", relay.forward, methods=["POST"]),
+        Route("/health", own.health, methods=["GET"]),
+        Route("/metrics", own.metrics, methods=["GET"]),
+        Route("/workers", own.list_workers, methods=["GET"]),
+        Route("/workers", own.join, methods=["POST"]),
+        Route("/workers", own.leave, methods=["DELETE"]),
+    ]
+    handlers: Any = {HotsetError: _on_hotset_error, HTTPException: _on_http_error}
+    app = Starlette(routes=routes, middleware=_layers(config, metrics), exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Own:
+    """What the router answers by itself."""
+
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics, *, has_key: bool) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._has_key = has_key
+
+    async def health(self, request: Request) -> Response:
+        """Whether a request would find workers, and how many of each role."""
+        counts = {role: len(self._fleet.up(role)) for role in ROLES}
+        if not all(counts.values()):
+            alive = " and ".join(f"{count} {role}" for role, count in counts.items())
+            raise NoWorkers(f"{alive} workers are alive; at least one of each is needed")
+        return JSONResponse({"status": "ok", **counts})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    async def list_workers(self, request: Request) -> Response:
+        return JSONResponse({"workers": [_described(worker) for worker in self._fleet.workers]})
+
+    async def join(self, request: Request) -> Response:
+        """Takes a worker in, if it answers."""
+        url = await self._url_of(request)
+        return JSONResponse(_described(await self._fleet.join(url)), 201)
+
+    async def leave(self, request: Request) -> Response:
+        """Lets a worker go. Requests that it answers already go on."""
+        url = (await self._url_of(request)).rstrip("/")
+        if not self._fleet.remove(url):
+            raise RequestError(f"there is no worker {url}; GET /workers lists them", param="url", code="no_worker")
+        return Response(status_code=204)
+
+    async def _url_of(self, request: Request) -> str:
+        # A stranger who could add a worker would read everybody's prompts.
+        if not self._has_key:
+            raise WrongApiKey("a router without an API key keeps the workers it began with; start it with --api-key")
+        try:
+            return WorkerAddress.model_validate_json(await request.body()).url
+        except ValidationError:
+            message = 'the body must be a JSON object like {"url": "http://host:port"}'
+            raise RequestError(message, param="url", code="invalid_json") from None
+
+
+def _described(worker: Worker) -> dict[str, Any]:
+    return {
+        "url": worker.url,
+        "role": worker.role,
+        "up": worker.up,
+        "trouble": worker.trouble or None,
+        "requests": worker.requests,
+        "tokens": worker.tokens,
+        "state": None if worker.state is None else worker.state.model_dump(),
+    }
+
+
+def _layers(config: RouterConfig, metrics: RouterMetrics) -> list[Middleware]:
+    """Outermost first. CORS stands before the key: browsers ask their preflight question without one."""
+    layers = [Middleware(AccessLog, metrics=metrics)]
+    if config.cors_origin is not None:
+        origins = [config.cors_origin]
+        layers.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
+    if config.api_key is not None:
+        layers.append(Middleware(ApiKey, api_key=config.api_key))
+    layers.append(Middleware(ConcurrencyLimit, max_concurrency=config.max_concurrency))
+    layers.append(Middleware(BodyLimit, max_body_mib=config.max_body_mib))
+    return layers
+
+
+async def _on_hotset_error(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "the handler table sends nothing else here"
+    return http_error_response(error, request.method, request.url.path)

@@ -1,0 +1,113 @@
+"""`--disaggregate` and `hotset router` on the command line: what is understood and refused, what children are told."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from hotset.base.config import EngineConfig, ServeConfig
+from hotset.base.errors import ConfigError
+from hotset.cli import app
+from hotset.cli.disaggregate import Layout, router_arguments, worker_arguments
+from hotset.cli.flags import given
+from hotset.cli.shares import Share
+from hotset.serve.router.config import RouterConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = "s3cret that is long enough"
+
+
+def parsed(arguments: list[str]) -> dict[str, object]:
+    """A command line as our own command understands it."""
+    name, *rest = arguments
+    command = typer.main.get_command(app).commands[name]
+    return dict(command.make_context(name, rest).params)
+
+
+def test_layouts_are_read() -> None:
+    assert Layout.parse("2p1D") == Layout(2, 1)
+    names = [name for _, name in Layout(2, 1).names]
+    assert names == ["prefill 1", "prefill 2", "decode 1"]
+
+
+@pytest.mark.parametrize("text", ["", "1P", "0P1D", "1P0D", "1D1P", "-1P1D", "1P1D1", "99P99D", "٣P1D"])
+def test_what_is_no_layout_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="like 1P1D"):
+        Layout.parse(text)
+
+
+def test_a_worker_is_told_what_was_asked_for_and_its_share() -> None:
+    engine = EngineConfig(
+        model="m", role="prefill", page_rows=16, seed=3, handoff_secret=SECRET, kv_dtype="fp8", transfer="mooncake"
+    )
+    serve = ServeConfig(host="0.0.0.0", port=80, api_key="k3y", max_queue=7, served_model_name="name")
+    arguments = worker_arguments(engine, serve, "decode", Share("cuda:1", 2.5, 4.0))
+    assert not {SECRET, "k3y"} & set(arguments), "arguments can be read by everybody on the machine"
+    told = parsed(arguments)
+    wanted = {"model": "m", "page_rows": 16, "seed": 3, "kv_dtype": "fp8", "role": "decode", "device": "cuda:1"}
+    wanted |= {"device_kv_gib": 2.5, "host_kv_gib": 4.0, "max_queue": 7, "served_model_name": "name"}
+    wanted |= {"host": "127.0.0.1", "port": 0, "transfer": "mooncake"}
+    assert {name: told[name] for name in wanted} == wanted
+
+
+def test_a_router_is_told_where_to_listen_and_whom_to_ask() -> None:
+    serve = ServeConfig(host="0.0.0.0", port=81, api_key="k3y", cors_origin="*", max_body_mib=2.0)
+    arguments = router_arguments(serve, ["http://a:1", "http://b:1"], ["http://c:1"])
+    assert "k3y" not in arguments
+    told = parsed(arguments)
+    assert (list(told["prefill"]), list(told["decode"])) == (["http://a:1", "http://b:1"], ["http://c:1"])  # type: ignore[call-overload]
+    assert (told["host"], told["port"], told["cors_origin"], told["max_body_mib"]) == ("0.0.0.0", 81, "*", 2.0)
+
+
+def test_addresses_may_follow_one_flag_or_several() -> None:
+    told = parsed(["router", "--prefill", "a", "b", "--port", "1", "--decode", "c", "--decode", "d", "e"])
+    assert (told["prefill"], told["decode"], told["port"]) == (["a", "b"], ["c", "d", "e"], 1)
+
+
+@pytest.mark.parametrize("url", ["", "x", "http://", "ftp://h:1", "http://h:0", "http://h:99999", "http://h:1/path"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="address is like"):
+        RouterConfig(decode=(url,))
+
+
+def test_a_worker_named_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="named twice"):
+        RouterConfig(prefill=("http://h:1",), decode=("http://h:1/",))
+
+
+def test_a_secret_in_the_environment_is_for_workers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSET_HANDOFF_SECRET", SECRET)
+    for role, secret in (("both", None), ("decode", SECRET)):
+        assert EngineConfig(**given(EngineConfig, {"role": role})).handoff_secret == secret
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "--disaggregate", "1X1D"], "--disaggregate takes numbers"),
+        (["serve", "--disaggregate", "1P1D", "--role", "decode"], "leave --role out"),
+        (["serve", "--disaggregate", "1P1D", "--control", "127.0.0.1:7000"], "use port 0 in --control"),
+        (["serve", "--transfer", "mooncake"], "leave it out"),
+        (["serve", "--disaggregate", "1P1D", "--tiers", "off"], "--tiers off"),
+        # Its workers get a secret, so that this address is none too open.
+        (["serve", "--disaggregate", "1P1D", "--control", "10.0.0.1:0", "--host", "a" * 64], "choose another --host"),
+        (["router", "--decode", "nowhere"], "address is like"),
+        (["router", "--poll-seconds", "0"], "--poll-seconds must be a finite number"),
+    ],
+)
+def test_start_up_errors_are_one_line(arguments: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "hotset", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_child_that_does_not_start_is_named_and_ends_all(tmp_path: Path) -> None:
+    flags = ["--disaggregate", "1P1D", "--port", "0", "--device", "cpu", "--device-kv-tokens", "64"]
+    command = [sys.executable, "-m", "hotset", "serve", str(tmp_path / "nothing"), *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and " 1 ended (exit code 1): " in last and "nothing" in last

@@ -1,0 +1,39 @@
+"""Routers and workers that the tests of this folder share."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from running_router import Cluster, Router, Stub
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with closing(Cluster(tmp_path)) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """For tests that kill nobody."""
+    with closing(Cluster(tmp_path_factory.mktemp("shared"))) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def workers(shared: Cluster) -> list[Stub]:
+    return shared.stubs(p1="prefill", p2="prefill", d1="decode", d2="decode")
+
+
+@pytest.fixture
+def calm(workers: list[Stub]) -> list[Stub]:
+    """The same workers, well-behaved again and with nothing seen."""
+    for worker in workers:
+        worker.behave(behaviour="well", waiting_tokens=0)
+    return workers
+
+
+@pytest.fixture(scope="session")
+def router(shared: Cluster, workers: list[Stub]) -> Router:
+    return shared.router(workers[:2], workers[2:])

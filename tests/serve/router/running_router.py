@@ -1,0 +1,145 @@
+"""Real routers and stub workers, each in a process of its own, and what tests ask of them."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+HERE = Path(__file__).parent
+STUB = HERE / "stub_worker.py"
+WAIT_SECONDS = 20.0
+
+
+def eventually(what: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (found := what()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+@dataclass
+class Stub:
+    """A stub worker that runs."""
+
+    url: str
+    name: str
+    process: "subprocess.Popen[str]"
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def seen(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/seen", timeout=10).json()
+
+    def bodies(self) -> list[str]:
+        return [request["body"] for request in self.seen()["requests"] if "body" in request]
+
+    def behave(self, **attributes: Any) -> None:
+        httpx.post(f"{self.url}/behave", json=attributes, timeout=10).raise_for_status()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class Router:
+    """A `hotset router` that runs."""
+
+    url: str
+    process: "subprocess.Popen[str]"
+    log_path: Path
+
+    def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json={"prompt": "x", **body}, timeout=30)
+
+    def stream(self, **body: Any) -> "AbstractContextManager[httpx.Response]":
+        return httpx.stream("POST", f"{self.url}/v1/completions", json={"stream": True, **body}, timeout=30)
+
+    def workers(self, **headers: str) -> dict[str, dict[str, Any]]:
+        found = httpx.get(f"{self.url}/workers", headers=headers, timeout=10).json()
+        return {worker["url"]: worker for worker in found["workers"]}
+
+    def up(self, *stubs: Stub, **headers: str) -> bool:
+        """Whether exactly these are up."""
+        workers = self.workers(**headers).items()
+        return {url for url, worker in workers if worker["up"]} == {stub.url for stub in stubs}
+
+    def metric(self, name: str, **labels: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        found = [sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items()]
+        assert found, f"{name} {labels} is not among the metrics"
+        return sum(found)
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+
+class Cluster:
+    """Starts workers and routers; whatever still runs in the end is ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ends = ExitStack()
+        self._routers = 0
+
+    def stub(self, role: str, name: str, **options: Any) -> Stub:
+        return self.stubs(**{name: role}, **options)[0]
+
+    def stubs(self, *, port: int = 0, model: str = "stub", behaviour: str = "well", **roles: str) -> list[Stub]:
+        """Workers by name and role, started together."""
+        flags = ["--port", str(port), "--model", model, "--behaviour", behaviour]
+        started = [self._start([sys.executable, str(STUB), role, name, *flags]) for name, role in roles.items()]
+        return [Stub(self._line(process), name, process) for name, process in zip(roles, started, strict=True)]
+
+    def router(self, prefill: list[Stub], decode: list[Stub], *flags: str, ready: bool = True) -> Router:
+        command = [sys.executable, "-m", "hotset", "router", "--port", "0", "--poll-seconds", "0.1", *flags]
+        for flag, stubs in (("--prefill", prefill), ("--decode", decode)):
+            command += [flag, *(stub.url for stub in stubs)] if stubs else []
+        self._routers += 1
+        log_path = self._folder / f"router{self._routers}.txt"
+        with log_path.open("w") as log:
+            process = self._start(command, log)
+        line = self._line(process)
+        assert " at http://" in line, f"{line!r}: {log_path.read_text()}"
+        router = Router(line.rpartition(" at ")[2], process, log_path)
+        if ready:
+            assert eventually(lambda: httpx.get(f"{router.url}/health", timeout=10).status_code == 200), router.log()
+        return router
+
+    def close(self) -> None:
+        self._ends.close()
+
+    def _start(self, command: list[str], log: Any = None) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        self._ends.callback(self._end, process)
+        return process
+
+    @staticmethod
+    def _line(process: "subprocess.Popen[str]") -> str:
+        assert process.stdout is not None
+        return process.stdout.readline().strip()
+
+    @staticmethod
+    def _end(process: "subprocess.Popen[str]") -> None:
+        """Twice: what still runs in a test that failed is not to be waited for."""
+        for number in (signal.SIGTERM, signal.SIGTERM):
+            process.send_signal(number)
+            time.sleep(0.02)
+        try:
+            process.wait(10)
+        finally:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()

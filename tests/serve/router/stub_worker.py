@@ -1,0 +1,157 @@
+"""A worker without an engine, in a process of its own: speaks the API of `hotset serve --role`, misbehaves on order.
+
+`python stub_worker.py ROLE NAME [--port N] [--model M] [--behaviour B]` prints its address. Behaviours of completions:
+well, lost (503 prefill_lost), lost-once, stopped (503 engine_stopped), busy (429), dies (before a byte), dies-midway,
+half (dies within an event), garbage (no HTTP), slow (no answer for long), drip (a stream without end, until told
+otherwise), silent (a stream that begins and says no more), short (its whole answer breaks off). Of /handoff: nonsense.
+What it was sent is at GET /seen.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class Stub:
+    def __init__(self, role: str, name: str, model: str, behaviour: str) -> None:
+        self.role, self.name, self.model, self.behaviour = role, name, model, behaviour
+        self.seen: list[dict[str, object]] = []
+        self.open = 0  # completions that nobody has finished or left
+        self.left = 0  # by the client
+        self.waiting_tokens = 0
+
+    def app(self) -> Starlette:
+        gets = {"/handoff": self.handoff, "/seen": self.report, "/v1/models": self.models}
+        posts = {"/behave": self.behave, "/v1/completions": self.complete, "/tokenize": self.complete}
+        routes = [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
+        return Starlette(routes=[*routes, *(Route(path, answer, methods=["POST"]) for path, answer in posts.items())])
+
+    async def handoff(self, request: Request) -> Response:
+        if self.behaviour == "nonsense":
+            return Response("<html>welcome</html>")
+        state = {"role": self.role, "control": f"{self.name}:9000", "model": self.model}
+        return JSONResponse({**state, "waiting_tokens": self.waiting_tokens, "waiting": 0, "running": self.open})
+
+    async def report(self, request: Request) -> Response:
+        return JSONResponse({"requests": self.seen, "open": self.open, "left": self.left})
+
+    async def behave(self, request: Request) -> Response:
+        self.seen.clear()
+        self.left = 0
+        for name, value in (await request.json()).items():
+            setattr(self, name, value)
+        return Response()
+
+    async def models(self, request: Request) -> Response:
+        self.seen.append({"path": "/v1/models", "headers": dict(request.headers)})
+        return JSONResponse({"object": "list", "data": [{"id": self.model, "from": self.name}]})
+
+    async def complete(self, request: Request) -> Response:
+        body = await request.body()
+        self.seen.append({"path": request.url.path, "headers": dict(request.headers), "body": body.decode("latin-1")})
+        match self.behaviour:
+            case "lost" | "lost-once":
+                self.behaviour = "well" if self.behaviour == "lost-once" else "lost"
+                return refusal(503, "prefill_lost")
+            case "stopped":
+                return refusal(503, "engine_stopped")
+            case "busy":
+                return refusal(429, "queue_full", {"Retry-After": "7"})
+            case "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "garbage":
+                transport = request.scope["transport"]
+                transport.write(b"\x00\x01 what is HTTP?\r\n\r\n")
+                transport.close()
+            case "slow":
+                await self.wait_for_leaving(request)
+                return Response()
+            case "short":
+                return StreamingResponse(self.short(), media_type="application/json", headers={"content-length": "100"})
+        wants_stream = json.loads(body or b"{}").get("stream", False)
+        if not wants_stream:
+            return JSONResponse({"text": f"from {self.name}"}, headers={"X-Worker": self.name})
+        return StreamingResponse(self.events(request), media_type="text/event-stream", headers={"X-Worker": self.name})
+
+    async def wait_for_leaving(self, request: Request) -> None:
+        self.open += 1
+        while not await request.is_disconnected():
+            await asyncio.sleep(0.01)
+        self.open -= 1
+        self.left += 1
+
+    async def short(self) -> AsyncIterator[bytes]:
+        yield b'{"text":'
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def events(self, request: Request) -> AsyncIterator[bytes]:
+        self.open += 1
+        try:
+            for number in range(1 << 30):
+                yield event(self.name, number)
+                await asyncio.sleep(0.01)
+                if self.behaviour == "silent":
+                    await self.wait_for_leaving(request)
+                if number == 2 and self.behaviour in ("dies-midway", "half"):
+                    yield b'data: {"text": "hal' if self.behaviour == "half" else b""
+                    await asyncio.sleep(0.1)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if number >= 4 and self.behaviour != "drip":
+                    break
+            yield b"data: [DONE]\n\n"
+        except asyncio.CancelledError:
+            self.left += 1
+            raise
+        finally:
+            self.open -= 1
+
+
+def event(name: str, number: int) -> bytes:
+    """With odd spacing and bytes beyond ASCII: whoever parses and writes anew gives himself away."""
+    return f'data: {{"text":  "é{number}", "from": "{name}"}}\n\n'.encode()
+
+
+def refusal(status: int, code: str, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"error": {"message": code, "type": "t", "param": None, "code": code}}, status, headers)
+
+
+class WithTransport:
+    """Lets the application at the bare connection, to send what is no HTTP."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        owner = getattr(send, "__self__", None)
+        scope["transport"] = getattr(owner, "transport", None)
+        await self.app(scope, receive, send)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role")
+    parser.add_argument("name")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--model", default="stub")
+    parser.add_argument("--behaviour", default="well")
+    given = parser.parse_args()
+    stub = Stub(given.role, given.name, given.model, given.behaviour)
+    with socket.create_server(("127.0.0.1", given.port)) as listener:
+        print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+        config = uvicorn.Config(WithTransport(stub.app()), log_level="error", lifespan="off")
+        uvicorn.Server(config).run([listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Workers and routers that die: the client gets its answer from somebody else, or is told; nobody keeps computing."""
+
+import json
+import signal
+from typing import Any
+
+import httpx
+import pytest
+from running_router import Cluster, Router, Stub, eventually
+from stub_worker import event
+
+
+@pytest.fixture
+def prefill(workers: list[Stub], calm: list[Stub]) -> Stub:
+    return workers[0]
+
+
+def events_of(stream: httpx.Response) -> list[Any]:
+    data = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+    return [part if part == "[DONE]" else json.loads(part) for part in data]
+
+
+@pytest.mark.parametrize(("behaviour", "stream"), [("dies", True), ("short", False)], ids=["stream", "whole"])
+def test_death_before_the_first_byte_is_mended_by_another_worker(
+    cluster: Cluster, prefill: Stub, calm: list[Stub], behaviour: str, stream: bool
+) -> None:
+    doomed = cluster.stub("decode", "doomed", behaviour=behaviour)
+    router = cluster.router([prefill], [doomed, calm[2]])
+    answers = [router.post(stream=stream) for _ in range(2)]
+    assert [answer.headers["x-worker"] for answer in answers] == ["d1", "d1"]
+    assert doomed.process.wait(5) == -signal.SIGKILL
+    assert router.up(prefill, calm[2]), "out at once: the failed request and the look that followed it"
+    assert router.metric("hotset_router_retries_total", reason="decode_lost") == 1
+    assert router.metric("hotset_router_workers", role="decode", state="out") == 1
+    assert "Traceback" not in router.log()
+
+
+@pytest.mark.parametrize("behaviour", ["dies-midway", "half"], ids=["between events", "within an event"])
+def test_death_in_a_stream_ends_it_with_an_error_event(
+    cluster: Cluster, prefill: Stub, calm: list[Stub], behaviour: str
+) -> None:
+    doomed = cluster.stub("decode", "doomed", behaviour=behaviour)
+    router = cluster.router([prefill], [doomed])
+    with router.stream() as stream:
+        *told, last = events_of(stream)
+    assert told == [json.loads(event("doomed", number)[6:]) for number in range(3)]
+    assert (last["error"]["code"], last["error"]["type"]) == ("worker_lost", "service_unavailable_error")
+    assert router.metric("hotset_router_requests_total", outcome="cut") == 1
+    assert router.metric("hotset_router_retries_total") == 0, "what the client has seen is not said twice"
+    assert router.metric("hotset_router_requests_in_flight") == 0
+
+
+def test_a_prefill_worker_that_dies_is_out_and_comes_back(cluster: Cluster, calm: list[Stub]) -> None:
+    doomed = cluster.stub("prefill", "doomed")
+    router = cluster.router([doomed], [calm[2]])
+    doomed.kill()
+    assert eventually(lambda: router.post().status_code == 503)
+    answer = router.post()
+    assert (answer.json()["error"]["code"], answer.headers["retry-after"]) == ("no_workers", "2")
+    assert "prefill" in answer.json()["error"]["message"]
+    again = cluster.stub("prefill", "again", port=doomed.port)
+    assert eventually(lambda: router.post().status_code == 200)
+    assert calm[2].seen()["requests"][-1]["headers"]["x-hotset-prefill"] == f"{again.name}:9000"
+    assert "Traceback" not in router.log()
+
+
+def test_a_worker_that_hangs_is_out_until_it_answers(cluster: Cluster, prefill: Stub, calm: list[Stub]) -> None:
+    router = cluster.router([prefill], calm[2:])
+    calm[2].process.send_signal(signal.SIGSTOP)
+    try:
+        assert eventually(lambda: router.up(prefill, calm[3]))
+        assert router.workers()[calm[2].url]["trouble"] == "gave no answer for 2 s"
+    finally:
+        calm[2].process.send_signal(signal.SIGCONT)
+    assert eventually(lambda: router.up(prefill, *calm[2:]))
+
+
+def streaming_for(router: Router, stub: Stub) -> Any:
+    stub.behave(behaviour="drip")
+    return router.stream()
+
+
+def test_sigterm_lets_streams_finish_and_ends_with_0(cluster: Cluster, prefill: Stub, calm: list[Stub]) -> None:
+    router = cluster.router([prefill], [calm[2]])
+    with streaming_for(router, calm[2]) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        router.process.send_signal(signal.SIGTERM)
+        assert eventually(lambda: refuses(router))
+        calm[2].behave(behaviour="well")
+        *_, last = [line for line in lines if line]
+    assert last == "data: [DONE]"
+    assert router.process.wait(10) == 0
+    assert "Traceback" not in router.log()
+
+
+def refuses(router: Router) -> bool:
+    try:
+        httpx.get(f"{router.url}/health", timeout=10)
+    except httpx.ConnectError:
+        return True
+    return False
+
+
+def test_a_stream_that_outlasts_the_drain_is_told_so(cluster: Cluster, prefill: Stub, calm: list[Stub]) -> None:
+    router = cluster.router([prefill], [calm[2]], "--drain-seconds", "0.5")
+    with streaming_for(router, calm[2]) as stream:
+        router.process.send_signal(signal.SIGTERM)
+        assert events_of(stream)[-1]["error"]["code"] == "engine_stopped"
+    assert router.process.wait(10) == 0
+    assert eventually(lambda: calm[2].seen()["left"] == 1, seconds=5)
+
+
+def test_death_of_the_router_leaves_no_worker_computing(cluster: Cluster, prefill: Stub, calm: list[Stub]) -> None:
+    router = cluster.router([prefill], [calm[2]])
+    with streaming_for(router, calm[2]) as stream:
+        pieces = stream.iter_raw()
+        next(pieces)
+        router.process.kill()
+        assert eventually(lambda: calm[2].seen()["left"] == 1, seconds=5)
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(pieces)
