@@ -4,10 +4,13 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-all gpu-test check format setup install clean
 
+# Tests start many processes, each of which would compile all of Hotset anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
 # Any looser requirement would fetch gigabytes of CUDA packages for a machine that cannot use them.
 TORCH := $(if $(shell command -v nvidia-smi),torch>=2.11,torch==2.13.0)

@@ -37,7 +37,9 @@ OPTIONAL = [
     *("ray", "gguf", "jinja2", "transformers", "cuda"),
 ]
 # Modules that are nothing without an optional package; whoever needs one imports it inside a function.
-LAZY = re.compile(r"hotset\.models\.chat_template|hotset\.kernels\.\w+\.(triton|gluon|cuda)_\w+")
+LAZY = re.compile(
+    r"hotset\.models\.chat_template|hotset\.kernels\.\w+\.(triton|gluon|cuda)_\w+|hotset\.handoff\.(wire|channel)"
+)
 
 IMPORT_EACH = """
 import importlib, importlib.abc, sys

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "sabotage"
-DEFECTS = {1, 3, 4, 5, 6, 7, 8, 15, 16, 17, 19, 20}  # those that concern the tiers
+DEFECTS = {1, 3, 4, 5, 6, 7, 8, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20}  # the others concern several devices
 
 
 def load_script() -> ModuleType:
@@ -45,7 +45,8 @@ def test_a_patch_applies_changes_something_and_names_tests_that_exist(patch: Any
             compile(text, file, "exec")
     for test in patch.tests:
         file, name = test.split("::")
-        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{test} is gone"
+        function = name.partition("[")[0]  # of one case of it
+        assert re.search(rf"^def {function}\(", (ROOT / file).read_text(), re.MULTILINE), f"{test} is gone"
 
 
 def test_a_patch_that_no_longer_applies_is_named() -> None:

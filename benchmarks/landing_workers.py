@@ -1,0 +1,315 @@
+"""Two processes between which contexts of a production model land, without the model: stores, agents, transfer."""
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotset.base.sampling import SamplingParams
+from hotset.base.units import ceil_div
+from hotset.engine.handoffs import host_store, landing_stores, regions
+from hotset.handoff.agent import HandoffAgent, open_channel
+from hotset.handoff.layout import writes
+from hotset.handoff.messages import (
+    Ask,
+    Fetch,
+    Hello,
+    Key,
+    Landed,
+    Landing,
+    Lost,
+    Model,
+    Prefill,
+    Sampled,
+    Store,
+    Written,
+)
+from hotset.handoff.receiver import Receiver
+from hotset.handoff.sender import Sender
+from hotset.kernels.rows import index_key_row, mla_row
+from hotset.memory.device_pool import DevicePool, KvShape
+from hotset.memory.host_store import HostStore
+from hotset.tiers.coordinator import Coordinator
+from hotset.transfer.api import Region, State, Writes
+from hotset.transfer.description import decode
+from hotset.transfer.engines import DEADLINE_S, LANES
+from hotset.transfer.lanes import Lanes
+from hotset.transfer.mooncake_engine import MooncakeWire
+from hotset.transfer.nixl_engine import NixlWire
+from hotset.transfer.regions import Regions
+from hotset.transfer.runs import cut
+from hotset.transfer.wire import Wire
+
+CPU = torch.device("cpu")
+HOST = "127.0.0.1"
+PAGE_ROWS = 64
+POISON = 0xAB
+SPARE_PAGES = 1  # that no context has: one layer must not go on where the one before ends, as in no real store it does
+SHIFT = 4099  # bytes by which the pattern of one layer is ahead of that of the layer before
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    engine: str
+    tokens: int
+    layers: int
+    chunk: int
+    keys: str  # where they land: 'device' or 'host'
+
+    @property
+    def shape(self) -> KvShape:
+        row, key = mla_row(512, 64, torch.bfloat16, fp8=True), index_key_row(128, torch.bfloat16, fp8=True)
+        return KvShape(self.layers, row, tuple(range(self.layers)), key, topk=2048)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens * self.shape.token_bytes
+
+    @property
+    def pages(self) -> int:
+        return ceil_div(self.tokens, PAGE_ROWS)
+
+    @property
+    def key_pages(self) -> int:
+        return self.pages if self.keys == "host" else self.shape.geometry(PAGE_ROWS).key_pages(self.tokens)
+
+
+def order(pages: int, pool: str, seed: int) -> tuple[int, ...]:
+    """The pages of a context, from its first."""
+    if pool == "fresh":
+        return tuple(range(pages))
+    return tuple(np.random.default_rng(seed).permutation(pages).tolist())
+
+
+class Pattern:
+    """What lies in the store of the prefill side: of any two layers different bytes at each place."""
+
+    def __init__(self, case: Case) -> None:
+        self._rows = (case.pages + SPARE_PAGES) * PAGE_ROWS
+        longest = self._rows * case.shape.row.stride_bytes + case.layers * SHIFT
+        self._bytes = np.frombuffer(np.random.default_rng(0).bytes(longest), np.uint8)
+
+    def of(self, unit: int, width: int) -> np.ndarray:
+        """[pages of the store, rows, width]: of one layer's rows, or one group's keys."""
+        taken = self._bytes[unit * SHIFT :][: self._rows * width]
+        return taken.reshape(-1, PAGE_ROWS, width)
+
+
+class Counted:
+    """A wire that counts what is posted."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire, self.name, self.limits = wire, wire.name, wire.limits
+        self.writes = 0
+
+    def register(self, region: Region) -> None:
+        self._wire.register(region)
+
+    def describe(self) -> bytes:
+        return self._wire.describe()
+
+    def connect(self, native: bytes, regions: Regions) -> Any:
+        return self._wire.connect(native, regions)
+
+    def disconnect(self, remote: Any) -> None:
+        self._wire.disconnect(remote)
+
+    def post(self, remote: Any, writes: Writes) -> Any:
+        self.writes += len(writes)
+        return self._wire.post(remote, writes)
+
+    def check(self, handle: Any) -> State:
+        return self._wire.check(handle)
+
+    def transport(self) -> str:
+        return self._wire.transport()
+
+    def close(self) -> None:
+        self._wire.close()
+
+
+class Worker:
+    """One process's stores, transfer engine and handoff agent."""
+
+    def __init__(self, case: Case, prefill: bool) -> None:
+        self.case = case
+        shape = case.shape
+        geometry = shape.geometry(PAGE_ROWS)
+        key_pages = 0 if prefill or case.keys == "host" else case.key_pages
+        pool = DevicePool(shape, geometry, key_pages + SPARE_PAGES, CPU)
+        host = HostStore(shape, case.pages + SPARE_PAGES, PAGE_ROWS, CPU)
+        self.memory = Coordinator(pool, host, 1, case.tokens)
+        self.wire = Counted(NixlWire(HOST, LANES) if case.engine == "nixl" else MooncakeWire(HOST, "tcp"))
+        self.transfer = Lanes(self.wire, LANES, DEADLINE_S)
+        for region in regions(self.memory, landing=not prefill):
+            self.transfer.register(region)
+        channel = open_channel(f"{HOST}:0")
+        source = host_store(self.memory)
+        assert shape.key is not None
+        model = Model("stand-in", case.layers, shape.row.described, shape.key.described, shape.groups, "")
+        in_host = prefill or case.keys == "host"
+        stores: Mapping[Landing, Store] = {"host": source} if in_host else landing_stores(self.memory)
+        self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe())
+        self.news = threading.Event()
+        machine = Sender(source) if prefill else Receiver()
+        self.agent = HandoffAgent(machine, self.hello, channel, self.transfer, wake=self.news.set)
+        self.agent.start()
+
+    @property
+    def rows(self) -> torch.Tensor:  # [layers, rows, bytes]
+        assert self.memory.host is not None
+        return self.memory.host.rows
+
+    def close(self) -> None:
+        self.agent.close(1.0)
+        self.transfer.close()
+
+
+class PrefillWorker(Worker):
+    """Has computed everything already: a prompt's chunks are announced at once."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case, prefill=True)
+        self._fill(Pattern(case))
+        self._remote: Any = None
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def raw(self, hello: Hello, address: int, nbytes: int) -> float:
+        """Seconds in which `nbytes` reach the peer's memory from `address` on."""
+        if self._remote is None:
+            found = decode(hello.description, self.case.engine)
+            self._remote = self.wire.connect(found.native, found.regions)
+        limits = self.wire.limits
+        pieces = cut(np.array([[self.rows.data_ptr(), address, nbytes]]), limits.write_nbytes)
+        each = limits.nbytes // limits.write_nbytes
+        begun = time.perf_counter()
+        handles = [self.wire.post(self._remote, pieces[at : at + each]) for at in range(0, len(pieces), each)]
+        for handle in handles:
+            while (state := self.wire.check(handle)) is State.PENDING:
+                time.sleep(0.0001)
+            assert state is State.DONE, state
+        return time.perf_counter() - begun
+
+    def _fill(self, pattern: Pattern) -> None:
+        host = self.memory.host
+        assert host is not None and host.keys is not None
+        for tensor in (host.rows, host.keys):
+            for unit, stored in enumerate(tensor.numpy()):
+                stored.reshape(-1, PAGE_ROWS, stored.shape[-1])[:] = pattern.of(unit, stored.shape[-1])
+
+    def _serve(self) -> None:
+        while True:
+            self.news.wait()
+            self.news.clear()
+            for fact in self.agent.facts():
+                if isinstance(fact, Prefill):
+                    self._announce(fact)
+
+    def _announce(self, asked: Prefill) -> None:
+        tokens = len(asked.token_ids)
+        pages = order(self.case.pages, asked.key.request_id.split()[0], seed=1)
+        for first in range(0, tokens, self.case.chunk):
+            last = min(first + self.case.chunk, tokens)
+            self.agent.put(Written(asked.peer, asked.key, first, last, pages, None))
+        self.agent.put(Sampled(asked.peer, asked.key, 0, None))
+
+
+class DecodeWorker(Worker):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case, prefill=False)
+        self._pattern = Pattern(case)
+        self._asked = 0
+
+    def land(self, peer: str, pool: str) -> float:
+        """Seconds until a context is there."""
+        case = self.case
+        rows, keys = order(case.pages, pool, seed=2), order(case.key_pages, pool, seed=3)
+        self._asked += 1
+        key = Key(f"{pool} {self._asked}", 0)
+        ask = Ask(key, (7,) * case.tokens, SamplingParams(), "host", rows, keys)
+        begun = time.perf_counter()
+        self.agent.put(Fetch(peer, ask))
+        while True:
+            assert self.news.wait(PATIENCE_S), "a context does not land"
+            self.news.clear()
+            for fact in self.agent.facts():
+                assert not isinstance(fact, Lost), fact
+                if isinstance(fact, Landed):
+                    return time.perf_counter() - begun
+
+    def poison(self) -> None:
+        self.rows.fill_(POISON)
+        self._key_pages.fill(POISON)
+
+    @property
+    def _key_pages(self) -> np.ndarray:  # [groups, pages, keys, bytes]
+        host, pool = self.memory.host, self.memory.pool
+        assert host is not None and host.keys is not None and pool.key_blocks is not None
+        if self.case.keys == "device":
+            return pool.key_blocks.numpy()
+        return host.keys.numpy().reshape(self.case.layers, -1, PAGE_ROWS, host.keys.shape[-1])
+
+    def check(self, pool: str) -> None:
+        """Every byte of the context that has landed is that of its source."""
+        case, shape = self.case, self.memory.pool.shape
+        source, rows = list(order(case.pages, pool, seed=1)), list(order(case.pages, pool, seed=2))
+        keys = list(order(case.key_pages, pool, seed=3))
+        assert shape.key is not None
+        width, key_width = shape.row.stride_bytes, shape.key.stride_bytes
+        for unit in range(case.layers):
+            landed = self.rows[unit].numpy().reshape(-1, PAGE_ROWS, width)[rows].reshape(-1, width)
+            sent = self._pattern.of(unit, width)[source].reshape(-1, width)
+            assert np.array_equal(landed[: case.tokens], sent[: case.tokens]), f"rows of layer {unit} differ"
+            blocks = self._key_pages[unit][keys].reshape(-1, key_width)
+            sent = self._pattern.of(unit, key_width)[source].reshape(-1, key_width)
+            assert np.array_equal(blocks[: case.tokens], sent[: case.tokens]), f"index keys of group {unit} differ"
+
+    def unmerged(self) -> int:
+        """Writes of a context if no page followed another."""
+        case, source, target = self.case, host_store(self.memory), self.hello.stores["host"]
+        apart = tuple(reversed(range(case.pages)))
+        assert source.keys is not None and target.keys is not None
+        keys = writes(source.keys, apart, target.keys, apart, 0, case.tokens)
+        return len(writes(source.rows, apart, target.rows, range(case.pages), 0, case.tokens)) + len(keys)
+
+
+def serve(case: Case, pipe: Connection) -> None:
+    """The prefill side's process."""
+    worker = PrefillWorker(case)
+    pipe.send(worker.hello.control)
+    while (asked := pipe.recv()) is not None:
+        if asked == "so far":
+            pipe.send((worker.wire.writes, worker.transfer.measured().seconds))
+        else:
+            pipe.send(worker.raw(*asked))
+    worker.close()
+
+
+@contextmanager
+def prefill_process(case: Case) -> Iterator[Connection]:
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(case, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+        ours.send(None)
+        process.join(PATIENCE_S)
+    finally:
+        process.kill()
+
+
+def ask(pipe: Connection, question: Any) -> Any:
+    pipe.send(question)
+    assert pipe.poll(PATIENCE_S), "the prefill side does not answer"
+    return pipe.recv()
