@@ -65,12 +65,13 @@ class OpenChoices:
         """Deltas in order, each with its choice's id; and the ids that a stop string ended, to be aborted."""
         deltas: list[tuple[str, Delta]] = []
         stopped: list[str] = []
-        last = {request_id: at for at, request_id in enumerate(news.request_ids)}  # one that landed may have two tokens
+        # An end comes with the last token of a request; one that landed may have two in the same news.
+        ends = {each: at for at, each in enumerate(news.request_ids) if each in news.finished} if news.finished else {}
         for at, (request_id, token) in enumerate(zip(news.request_ids, news.token_ids, strict=True)):
             choice = self._open.get(request_id)
             if choice is None:
                 continue
-            reason = news.finished.get(request_id) if at == last[request_id] else None
+            reason = news.finished[request_id] if ends.get(request_id) == at else None
             deltas.append((request_id, choice.push(token, news.alternatives.get(at), reason)))
             if choice.ended:
                 del self._open[request_id]

@@ -8,6 +8,7 @@ import heapq
 import itertools
 import math
 import random
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -249,7 +250,7 @@ class World:
                     memory.audit()
 
 
-class Worker:
+class Worker(ABC):
     """What both kinds share: a name that outlives its incarnations, and how it dies."""
 
     machine: Any
@@ -271,11 +272,13 @@ class Worker:
 
     landings: tuple[Landing, ...] = ("host",)
 
+    @abstractmethod
     def make_memories(self, arena: Arena) -> list[Memory]:
-        raise NotImplementedError
+        """One for each of `landings`."""
 
+    @abstractmethod
     def step(self) -> None:
-        raise NotImplementedError
+        """Does what is to be done at this time."""
 
     def die(self) -> None:
         """A dead worker's writes may go on for a while, and nobody looks after them; its own memory is gone at once."""

@@ -6,6 +6,7 @@ Everything around them is real: agents, state machines, sockets, a transfer that
 import json
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ class Memory:
         return sound and np.array_equal(keys, contents(token_ids, GROUPS, KEY_BYTES))
 
 
-class _Engine:
+class _Engine(ABC):
     """What both have in common: an agent, memory, and a thread that obeys facts."""
 
     def __init__(
@@ -153,8 +154,9 @@ class _Engine:
         except BaseException as error:
             self.died = error
 
+    @abstractmethod
     def obey(self, fact: Any) -> None:
-        raise NotImplementedError
+        """Does what its agent tells it."""
 
     def stands_in(self, *phases: str) -> bool:
         """Whether these, and no others, are the phases of its handoffs."""
