@@ -65,13 +65,14 @@ class Landing:
     seconds: float
     writing_s: float  # any write was under way
     writes: int
+    again_s: float  # that the engine takes for the same writes
 
 
 def land(worker: DecodeWorker, pipe: Connection, peer: str, pool: str) -> Landing:
-    writes_before, before = ask(pipe, "so far")
+    before = ask(pipe, "writing")
     seconds = worker.land(peer, pool)
-    writes_after, after = ask(pipe, "so far")
-    return Landing(seconds, after - before, writes_after - writes_before)
+    after, writes, again = ask(pipe, "written")
+    return Landing(seconds, after - before, writes, again)
 
 
 def measure(case: Case, rounds: int) -> Table:
@@ -80,11 +81,11 @@ def measure(case: Case, rounds: int) -> Table:
         worker = DecodeWorker(case)
         peer: str = pipe.recv()
         raw = (worker.hello, worker.rows.data_ptr(), worker.rows.nbytes)
+        ask(pipe, raw)
         for pool in POOLS:
             worker.poison()
-            land(worker, pipe, peer, pool)
+            worker.land(peer, pool)
             worker.check(pool)
-        ask(pipe, raw)
         raw_speeds: list[float] = []
         landings: dict[str, list[Landing]] = {pool: [] for pool in POOLS}
         for _ in range(rounds):
@@ -102,13 +103,13 @@ def row(case: Case, pool: str, landings: Sequence[Landing], raw_speeds: Sequence
         "engine": case.engine,
         "context": case.tokens,
         "layers": case.layers,
-        "MB": case.nbytes / 1e6,
         "pool": pool,
         "ms": statistics.median(landing.seconds for landing in landings) * 1e3,
         "writing ms": statistics.median(landing.writing_s for landing in landings) * 1e3,
         "GB/s": statistics.median(speeds),
         "raw GB/s": statistics.median(raw_speeds),
         "of raw": statistics.median(mine / raw for mine, raw in zip(speeds, raw_speeds, strict=True)),
+        "of same writes": statistics.median(landing.again_s / landing.seconds for landing in landings),
         "pieces": pieces,
         "writes": landings[0].writes,
     }

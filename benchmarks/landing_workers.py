@@ -3,6 +3,7 @@
 import multiprocessing
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,12 +104,12 @@ class Pattern:
         return taken.reshape(-1, PAGE_ROWS, width)
 
 
-class Counted:
-    """A wire that counts what is posted."""
+class Noted:
+    """A wire that notes what is posted."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire, self.name, self.limits = wire, wire.name, wire.limits
-        self.writes = 0
+        self.posted: list[Writes] = []
 
     def register(self, region: Region) -> None:
         self._wire.register(region)
@@ -123,7 +124,7 @@ class Counted:
         self._wire.disconnect(remote)
 
     def post(self, remote: Any, writes: Writes) -> Any:
-        self.writes += len(writes)
+        self.posted.append(writes)
         return self._wire.post(remote, writes)
 
     def check(self, handle: Any) -> State:
@@ -147,7 +148,7 @@ class Worker:
         pool = DevicePool(shape, geometry, key_pages + SPARE_PAGES, CPU)
         host = HostStore(shape, case.pages + SPARE_PAGES, PAGE_ROWS, CPU)
         self.memory = Coordinator(pool, host, 1, case.tokens)
-        self.wire = Counted(NixlWire(HOST, LANES) if case.engine == "nixl" else MooncakeWire(HOST, "tcp"))
+        self.wire = Noted(NixlWire(HOST, LANES) if case.engine == "nixl" else MooncakeWire(HOST, "tcp"))
         self.transfer = Lanes(self.wire, LANES, DEADLINE_S)
         for region in regions(self.memory, landing=not prefill):
             self.transfer.register(region)
@@ -183,20 +184,35 @@ class PrefillWorker(Worker):
         threading.Thread(target=self._serve, daemon=True).start()
 
     def raw(self, hello: Hello, address: int, nbytes: int) -> float:
-        """Seconds in which `nbytes` reach the peer's memory from `address` on."""
+        """Seconds in which `nbytes` reach the peer's memory from `address` on, in the largest writes."""
         if self._remote is None:
             found = decode(hello.description, self.case.engine)
             self._remote = self.wire.connect(found.native, found.regions)
-        limits = self.wire.limits
-        pieces = cut(np.array([[self.rows.data_ptr(), address, nbytes]]), limits.write_nbytes)
-        each = limits.nbytes // limits.write_nbytes
+        return self._push(cut(np.array([[self.rows.data_ptr(), address, nbytes]]), self.wire.limits.write_nbytes))
+
+    def again(self) -> tuple[int, float]:
+        """The writes of the last landing once more, from memory to memory and nothing else: how many, and seconds."""
+        posted, self.wire.posted = np.concatenate(self.wire.posted), []
+        seconds = self._push(posted)
+        self.wire.posted.clear()
+        return len(posted), seconds
+
+    def _push(self, pieces: Writes) -> float:
+        limits, under_way = self.wire.limits, deque[tuple[Any, int]]()
+        batch = np.maximum(np.cumsum(pieces[:, 2]) // limits.nbytes, np.arange(len(pieces)) // limits.writes)
         begun = time.perf_counter()
-        handles = [self.wire.post(self._remote, pieces[at : at + each]) for at in range(0, len(pieces), each)]
-        for handle in handles:
-            while (state := self.wire.check(handle)) is State.PENDING:
-                time.sleep(0.0001)
-            assert state is State.DONE, state
+        for part in np.split(pieces, np.flatnonzero(np.diff(batch)) + 1):
+            while under_way and sum(count for _, count in under_way) + len(part) > limits.in_flight:
+                self._await(under_way.popleft()[0])
+            under_way.append((self.wire.post(self._remote, part), len(part)))
+        for handle, _ in under_way:
+            self._await(handle)
         return time.perf_counter() - begun
+
+    def _await(self, handle: Any) -> None:
+        while (state := self.wire.check(handle)) is State.PENDING:
+            time.sleep(0.0001)
+        assert state is State.DONE, state
 
     def _fill(self, pattern: Pattern) -> None:
         host = self.memory.host
@@ -286,10 +302,14 @@ def serve(case: Case, pipe: Connection) -> None:
     worker = PrefillWorker(case)
     pipe.send(worker.hello.control)
     while (asked := pipe.recv()) is not None:
-        if asked == "so far":
-            pipe.send((worker.wire.writes, worker.transfer.measured().seconds))
-        else:
-            pipe.send(worker.raw(*asked))
+        match asked:
+            case "writing":
+                worker.wire.posted.clear()
+                pipe.send(worker.transfer.measured().seconds)
+            case "written":
+                pipe.send((worker.transfer.measured().seconds, *worker.again()))
+            case _:
+                pipe.send(worker.raw(*asked))
     worker.close()
 
 

@@ -226,7 +226,8 @@ class Prefill:
 @dataclass(frozen=True, slots=True)
 class Written:
     """Engine to sender: rows and index keys [first, last) will be in these pages of the host store when `after` has
-    happened. `pages` are all of the request's so far, from its first."""
+    happened, and so with all that was told of the request before: events are of one stream. `pages` are all of the
+    request's so far, from its first; they stay where they are."""
 
     peer: str
     key: Key

@@ -9,8 +9,8 @@ from hotset.handoff.tombs import Name
 
 
 class Phase(Enum):
-    OFFERED = "offered"  # Accepted is said again; the engine may compute, and what it tells is held back
-    WRITING = "writing"  # Go came: chunks are written as the engine tells them
+    OFFERED = "offered"  # Accepted is said again; the engine may compute, and what it tells waits
+    WRITING = "writing"  # Go came: rows are written as the engine tells them, a few lists at a time
     ENDING = "ending"  # its end is decided; writes under way are waited for
     STUCK = "stuck"  # a write would not end: the receiver knows that nobody knows
     TELLING = "telling"  # Done or Failed is said again; nothing is under way, the engine has its pages back
@@ -56,13 +56,13 @@ class Outgoing:
     """One handoff. Only the sender changes it."""
 
     __slots__ = (
-        *("ask", "course", "dropped", "ending", "held", "hello", "landed", "open"),
-        *("peer", "reason", "retry", "sampled", "tainted", "verdict", "written"),
+        *("ask", "course", "dropped", "ending", "hello", "landed", "open", "peer"),
+        *("reason", "retry", "sampled", "tainted", "verdict", "waiting", "written"),
     )
 
     def __init__(self, peer: str, ask: Ask, hello: Hello, course: Course[Phase]) -> None:
         self.peer, self.ask, self.hello, self.course = peer, ask, hello, course
-        self.held: list[Written] = []  # told before Go
+        self.waiting: Written | None = None  # all that was told and is not being written yet
         self.open: list[Chunk] = []  # that have not ended
         self.landed = 0  # rows [0, landed) are in place
         self.written = 0  # rows [0, written) were told by the engine
@@ -80,6 +80,11 @@ class Outgoing:
     @property
     def name(self) -> Name:
         return self.peer, self.ask.key
+
+    @property
+    def begun(self) -> int:
+        """Rows [0, begun) are written, or being written."""
+        return self.written if self.waiting is None else self.waiting.first
 
     @property
     def quiesced(self) -> bool:

@@ -5,6 +5,7 @@ its last write has ended, or the receiver was told that nobody knows.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from hotset.handoff.outgoing import NEXT, WAITS, Chunk, Ending, Outgoing, Phase
 from hotset.handoff.tombs import Name, Tombs
 from hotset.transfer.api import State, Ticket
 
+MOST_LISTS = 2  # of writes under way for one handoff; what is told meanwhile goes together, in longer writes
 WRITE_LIMIT = 40.0  # seconds that one list of writes may take; the transfer engine's own limit should be shorter
 TOMB_LIMIT = 900.0  # longer than a receiver stays unsure: it must not be answered by a second handoff of that key
 MOST_TOMBS = 20_000
@@ -130,8 +132,9 @@ class Sender:
             self._end(handoff, Ending.FAILED, True, f"writing {rows} ended as '{state.value}'", now)
             return
         if handoff.phase is Phase.WRITING:
-            handoff.landed = min([each.first for each in handoff.open], default=handoff.written)
+            handoff.landed = min([each.first for each in handoff.open], default=handoff.begun)
             handoff.course.stay(now)
+            self._submit(handoff, now)
             self._speak(handoff)
         self._settle(handoff, now)
 
@@ -180,7 +183,10 @@ class Sender:
             assert self._tombs.get(name) is None, f"{name} is open and buried"
             assert not handoff.open or phase in (Phase.WRITING, Phase.ENDING, Phase.STUCK), f"{name} writes in {phase}"
             assert handoff.dropped == (phase in (Phase.STUCK, Phase.TELLING)), f"{name}: pages of {phase}"
-            assert not handoff.held or phase is Phase.OFFERED, f"{name} holds back what it may write"
+            assert len(handoff.open) <= MOST_LISTS, f"{name} has {len(handoff.open)} lists under way"
+            waits = phase is Phase.OFFERED or (phase is Phase.WRITING and len(handoff.open) == MOST_LISTS)
+            assert handoff.waiting is None or waits, f"{name} holds back what it may write"
+            assert handoff.landed <= handoff.begun <= handoff.written, f"{name} has lost rows"
             assert (handoff.ending is None) == (phase in (Phase.OFFERED, Phase.WRITING)) or handoff.verdict, name
 
     def _asked(self, peer: str, ask: Ask, now: float) -> None:
@@ -238,9 +244,7 @@ class Sender:
         if handoff.phase is not Phase.OFFERED:
             return
         self._move(handoff, Phase.WRITING, now)
-        held, handoff.held = handoff.held, []
-        for written in held:
-            self._submit(handoff, written, now)
+        self._submit(handoff, now)
         self._settle(handoff, now)
 
     def _received(self, handoff: Outgoing, now: float) -> None:
@@ -251,19 +255,27 @@ class Sender:
     def _written(self, handoff: Outgoing, written: Written, now: float) -> None:
         key, told = handoff.ask.key, handoff.written
         assert told == written.first <= written.last, f"{key}: rows {told} are told, now [{written.first}, ...)"
-        handoff.written = written.last
-        if handoff.phase is Phase.OFFERED:
-            handoff.held.append(written)
-        else:
+        handoff.written, before = written.last, handoff.waiting
+        if before is not None:
+            assert written.pages[: len(before.pages)] == before.pages, f"{key}: rows that were told have moved"
+            # Events are of one stream: when the newest has happened, so have those before.
+            written = replace(written, first=before.first)
+        handoff.waiting = written
+        if handoff.phase is Phase.WRITING:
             handoff.course.stay(now)
-            self._submit(handoff, written, now)
+            self._submit(handoff, now)
 
-    def _submit(self, handoff: Outgoing, written: Written, now: float) -> None:
+    def _submit(self, handoff: Outgoing, now: float) -> None:
+        """Begins to write what waits, as one list, unless enough is under way."""
+        written = handoff.waiting
+        if written is None or len(handoff.open) >= MOST_LISTS:
+            return
         ask, span = handoff.ask, (written.first, written.last)
         target = handoff.hello.stores[ask.landing]
         parts = [writes(self._store.rows, written.pages, target.rows, ask.row_pages, *span)]
         if self._store.keys is not None and target.keys is not None:
             parts.append(writes(self._store.keys, written.pages, target.keys, ask.key_pages, *span))
+        handoff.waiting = None
         handoff.open.append(Chunk(*span, due=now + self._write_limit))
         self._actions.append(Submit(handoff.peer, ask.key, np.concatenate(parts), written.after))
 
@@ -282,7 +294,7 @@ class Sender:
     def _end(self, handoff: Outgoing, ending: Ending, retry: bool, reason: str, now: float) -> None:
         """Begins nothing more, and concludes when the writes under way have ended."""
         handoff.ending, handoff.retry, handoff.reason = ending, retry, reason
-        handoff.held.clear()
+        handoff.waiting = None
         if handoff.phase is Phase.WRITING and handoff.open:
             self._move(handoff, Phase.ENDING, now)
         elif handoff.phase is not Phase.ENDING:

@@ -36,7 +36,7 @@ from hotset.handoff.messages import (
     Written,
 )
 from hotset.handoff.outgoing import WAITS, Phase
-from hotset.handoff.sender import Sender
+from hotset.handoff.sender import MOST_LISTS, Sender
 from hotset.transfer.api import State, Ticket
 
 PEER, OTHER = "10.0.0.1:7000", "10.0.0.2:7000"
@@ -55,6 +55,14 @@ class Event:
 
 def ask(key: Key = KEY, rows: int = ROWS) -> Ask:
     return Ask(key, tuple(range(rows)), SamplingParams(), "host", (2, 9), (4, 1), stop_ids=(3,))
+
+
+def carried(first: int, last: int) -> list[list[int]]:
+    """The writes of these rows and their keys."""
+    assert STORE.keys is not None and TARGET.keys is not None
+    rows = writes(STORE.rows, PAGES, TARGET.rows, (2, 9), first, last)
+    keys = writes(STORE.keys, PAGES, TARGET.keys, (4, 1), first, last)
+    return [*rows.tolist(), *keys.tolist()]
 
 
 class Desk:
@@ -145,8 +153,8 @@ def test_nothing_is_written_before_go() -> None:
     desk.pass_time(3)
     assert not [action for action in desk.actions() if isinstance(action, Submit)]
     desk.take(Go(KEY))
-    submits = [action for action in desk.actions() if isinstance(action, Submit)]
-    assert len(submits) == 2
+    (submit,) = [action for action in desk.actions() if isinstance(action, Submit)]
+    assert submit.writes.tolist() == carried(0, 10)
     desk.take(Go(KEY))
     assert desk.actions() == []
 
@@ -156,11 +164,45 @@ def test_writes_go_from_our_pages_to_theirs_and_wait_for_the_forward_pass() -> N
     desk, event = Desk().writing(), Event()
     desk.written(0, 6, after=event)
     (submit,) = desk.actions()
-    rows = writes(STORE.rows, PAGES, TARGET.rows, (2, 9), 0, 6)
-    assert STORE.keys is not None and TARGET.keys is not None
-    keys = writes(STORE.keys, PAGES, TARGET.keys, (4, 1), 0, 6)
-    assert submit.writes.tolist() == [*rows.tolist(), *keys.tolist()]
+    assert submit.writes.tolist() == carried(0, 6)
     assert submit.after is event and (submit.peer, submit.key) == (PEER, KEY)
+
+
+def test_what_is_told_while_enough_is_under_way_goes_together_when_a_list_ends() -> None:
+    """Engines are paid by the write, and the newest event of a stream happens after all the others."""
+    desk = Desk()
+    first, second = desk.under_way(2, 4)
+    events = [Event() for _ in range(3)]
+    for at, event in zip((4, 6, 8), events, strict=True):
+        desk.written(at, at + 2, after=event)
+    desk.sampled()
+    assert desk.actions() == []
+    desk.end(second)
+    submit, progress = desk.actions()
+    assert submit.writes.tolist() == carried(4, 10) and submit.after is events[-1]
+    assert progress == Send(PEER, Progress(KEY, 0))
+    third = desk.submit()
+    desk.end(first)
+    assert desk.sent() == [Progress(KEY, 4)]
+    desk.end(third)
+    assert desk.sent() == [Progress(KEY, 10), Done(KEY, 42, {42: (-1.0, 1)})]
+
+
+def test_what_waits_behind_a_write_that_failed_is_never_written() -> None:
+    desk = Desk()
+    first, second = desk.under_way(2, 4)
+    desk.written(4, 10)
+    desk.end(first, State.FAILED_QUIESCED)
+    desk.end(second)
+    assert not [action for action in desk.actions() if isinstance(action, Submit)] and desk.phase is Phase.TELLING
+
+
+def test_rows_that_move_while_they_wait_are_found_out() -> None:
+    desk = Desk()
+    desk.under_way(2, 4)
+    desk.written(4, 6)
+    with pytest.raises(AssertionError, match="rows that were told have moved"):
+        desk.tell(Written(PEER, KEY, 6, 8, (7, 4, 5), None))
 
 
 def test_done_waits_for_every_write_and_for_the_first_token() -> None:
@@ -190,10 +232,12 @@ def test_done_waits_for_the_first_token_when_writes_are_quicker() -> None:
 def test_chunks_may_end_in_any_order() -> None:
     """Defect 11: an earlier chunk that arrives after the last one hangs nothing, and counts for nothing too early."""
     desk = Desk()
-    tickets = desk.under_way(4, 8, 10)
+    tickets = desk.under_way(4, 8)
+    desk.written(8, 10)
     desk.sampled()
-    desk.end(tickets[2])
     desk.end(tickets[1])
+    tickets.append(desk.submit())
+    desk.end(tickets[2])
     assert desk.sent() == [Progress(KEY, 0)] * 2
     desk.end(tickets[0])
     assert desk.sent() == [Progress(KEY, 10), Done(KEY, 42, {42: (-1.0, 1)})]
@@ -523,7 +567,7 @@ def test_everything_is_forgotten_in_the_end() -> None:
 KEYS = st.builds(Key, st.sampled_from("ab"), st.integers(1, 3))
 PEERS = st.sampled_from([PEER, OTHER])
 ENDS = st.sampled_from([State.DONE, State.DONE, State.FAILED_QUIESCED, State.FAILED_UNKNOWN])
-CHUNK = 5
+CHUNK = 2
 
 
 class Work:
@@ -532,6 +576,7 @@ class Work:
     def __init__(self) -> None:
         self.written, self.sampled, self.went, self.dropped = 0, False, False, False
         self.tickets: dict[int, State] = {}
+        self.nbytes = 0  # submitted
         self.given_up = False
 
     @property
@@ -557,9 +602,12 @@ class AnyOrder(RuleBasedStateMachine):
                     self.work[peer, key] = Work()
                 case Drop(peer, key):
                     self.drop(self.work[peer, key])
-                case Submit(peer, key):
-                    assert self.work[peer, key].went, "written before Go"
-                    self.work[peer, key].tickets[self.desk.submit(key, peer).number] = State.PENDING
+                case Submit(peer, key, listed):
+                    work = self.work[peer, key]
+                    assert work.went, "written before Go"
+                    work.tickets[self.desk.submit(key, peer).number] = State.PENDING
+                    work.nbytes += int(listed[:, 2].sum())
+                    assert list(work.tickets.values()).count(State.PENDING) <= MOST_LISTS, "too much at a time"
                 case Send(peer, message):
                     self.said(peer, message)
 
@@ -572,6 +620,7 @@ class AnyOrder(RuleBasedStateMachine):
         if isinstance(message, Done):
             work = self.work[peer, message.key]
             assert work.sampled and work.written == ROWS and set(work.tickets.values()) == {State.DONE}
+            assert work.nbytes == sum(nbytes for _, _, nbytes in carried(0, ROWS)), "rows were skipped, or sent twice"
         if isinstance(message, Failed | Stopped) and message.quiesced:
             assert self.work[peer, message.key].sworn, "sworn, and it is not so"
 
