@@ -1,0 +1,58 @@
+"""The specification of slice_pack and slice_unpack. The CPU engine runs it: one call per unit and run of pages."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hotset.kernels.slice_pack.slices import Slices
+
+Strip = tuple[int, int, int, int]  # first byte of a row, slices, bytes from one to the next, bytes of each
+
+
+def copy(
+    stores: Sequence[Tensor],
+    pages: Tensor | Sequence[int],
+    first: int,
+    last: int,
+    slices: Slices,
+    packed: Tensor,
+    *,
+    unpack: bool,
+) -> None:
+    row_stride, packed_stride = stores[0].stride(1), slices.nbytes
+    runs, strips = _runs(stores[0], torch.as_tensor(pages, dtype=torch.int64), first, last), _strips(slices)
+    for unit, store in enumerate(stores):
+        for row, rows, offset in runs:
+            begin_packed = packed.storage_offset() + (unit * (last - first) + row) * packed_stride
+            for begin, count, step, nbytes in strips:
+                place = store.storage_offset() + offset + begin
+                stored = store.as_strided((rows, count, nbytes), (row_stride, step, 1), place)
+                flat = packed.as_strided((rows, count, nbytes), (packed_stride, nbytes, 1), begin_packed)
+                if unpack:
+                    stored.copy_(flat)
+                else:
+                    flat.copy_(stored)
+                begin_packed += count * nbytes
+
+
+def _strips(slices: Slices) -> list[Strip]:
+    """Slices as long as each other and evenly apart, as K and V of some heads are, go as one."""
+    begins, lengths = [begin for begin, _ in slices.spans], {nbytes for _, nbytes in slices.spans}
+    steps = {after - before for before, after in pairwise(begins)}
+    if len(lengths) == len(steps) == 1 and min(steps) > 0:
+        return [(begins[0], len(begins), min(steps), min(lengths))]
+    return [(begin, 1, nbytes, nbytes) for begin, nbytes in slices.spans]
+
+
+def _runs(store: Tensor, pages: Tensor, first: int, last: int) -> list[tuple[int, int, int]]:
+    """(row of [first, last), rows, bytes from the start of a unit) of each run of rows that lie evenly in memory."""
+    page_rows, (page_stride, row_stride, _) = store.shape[1], store.stride()
+    positions = torch.arange(first, last)
+    offsets = pages[positions // page_rows] * page_stride + positions % page_rows * row_stride
+    new = torch.ones(len(positions), dtype=torch.bool)
+    new[1:] = offsets.diff() != row_stride
+    starts = new.nonzero()[:, 0]
+    counts = torch.cat((starts, torch.tensor([len(positions)]))).diff()
+    return list(zip(starts.tolist(), counts.tolist(), offsets[starts].tolist(), strict=True))

@@ -1,0 +1,310 @@
+"""The ring allocator against a plain list of cells, and under a post that loses and repeats messages."""
+
+import itertools
+import random
+from collections import deque
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hotset.memory.ring import Lease, Ring
+
+OWNERS = 12
+
+
+class RingMachine(RuleBasedStateMachine):
+    """Every byte of the ring is a cell that holds the number of its lease, or None."""
+
+    @initialize(nbytes=st.sampled_from([1, 7, 16, 40, 61, 64]), align=st.sampled_from([1, 1, 4, 8]))
+    def start(self, nbytes: int, align: int) -> None:
+        self.ring = Ring(nbytes, align)
+        self.cells: list[int | None] = [None] * nbytes
+        self.live: dict[int, Lease] = {}
+        self.quarantined: dict[int, Lease] = {}
+        self.numbers: set[int] = set()
+        self.queue: list[tuple[int, int]] = []  # (owner, bytes) that wait, as the rules say
+
+    @rule(owner=st.integers(0, OWNERS - 1), eighths=st.sampled_from([1, 1, 2, 2, 3, 5, 8, 9]), less=st.integers(0, 4))
+    def ask(self, owner: int, eighths: int, less: int) -> None:
+        """Mostly what leaves room for others; up to the whole ring, and beyond. Owners ask again while they wait."""
+        nbytes = self.ring.nbytes * eighths // 8 - less
+        known = owner in self.owners() or owner in dict(self.queue)
+        possible = self.ring.ask(owner, nbytes)
+        assert possible == (known or 1 <= nbytes <= self.ring.nbytes)
+        if possible and not known:
+            self.queue.append((owner, nbytes))
+        self.take()
+
+    @rule(sizes=st.lists(st.integers(1, 64), max_size=6))
+    def ask_for_several(self, sizes: list[int]) -> None:
+        new = [owner for owner in range(OWNERS) if owner not in self.owners() and owner not in dict(self.queue)]
+        for owner, nbytes in zip(new, sizes, strict=False):
+            if self.ring.ask(owner, nbytes):
+                self.queue.append((owner, nbytes))
+        self.take()
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """Of any lease there ever was, so again and again of those that are over."""
+        number = data.draw(st.sampled_from(sorted(self.numbers) or [0]))
+        assert self.ring.release(number) == (number in self.live)
+        self.ended(self.live.pop(number, None))
+
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        """Of those who wait, if any do: what they stood in the way of goes on."""
+        waiting = [owner for owner, _ in self.queue]
+        owner = data.draw(st.sampled_from(waiting or list(range(OWNERS))))
+        self.ring.withdraw(owner)
+        self.queue = [ask for ask in self.queue if ask[0] != owner]
+        self.ended(self.live.pop(self.owners().get(owner, -1), None))
+
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.numbers) or [0]))
+        self.ring.quarantine(number)
+        if number in self.live:
+            self.quarantined[number] = self.live.pop(number)
+        self.take()
+
+    @rule(data=st.data())
+    def calm(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.numbers) or [0]))
+        self.ring.calm(number)
+        self.ended(self.quarantined.pop(number, None))
+
+    def owners(self) -> dict[int, int]:
+        return {lease.owner: number for number, lease in self.live.items()}  # type: ignore[misc]
+
+    def ended(self, lease: Lease | None) -> None:
+        if lease is not None:
+            for at in range(lease.first, lease.first + lease.nbytes):
+                self.cells[at] = None
+        self.take()
+
+    def take(self) -> None:
+        """What was granted comes in the order of the queue, is free, and is what was asked for."""
+        for lease in self.ring.granted():
+            assert (lease.owner, lease.nbytes) == self.queue.pop(0), "somebody overtook"
+            assert lease.number not in self.numbers, "a number was used twice"
+            assert lease.first % self.ring.align == 0
+            there = self.cells[lease.first : lease.first + lease.nbytes]
+            assert there == [None] * lease.nbytes, "two leases overlap, or one leaves the ring"
+            self.cells[lease.first : lease.first + lease.nbytes] = [lease.number] * lease.nbytes
+            self.live[lease.number] = lease
+            self.numbers.add(lease.number)
+
+    def room_for(self, nbytes: int) -> bool:
+        firsts = range(0, self.ring.nbytes - nbytes + 1, self.ring.align)
+        return any(self.cells[first : first + nbytes] == [None] * nbytes for first in firsts)
+
+    @invariant()
+    def nobody_waits_idly_and_nothing_leaks(self) -> None:
+        if not hasattr(self, "ring"):
+            return
+        self.ring.audit()
+        assert not self.queue or not self.room_for(self.queue[0][1]), "there is room for the first in the queue"
+        assert self.ring.waiting == len(self.queue)
+        assert all(self.ring.lease_of(lease.owner) == lease for lease in self.live.values())
+        taken = sum(cell is not None for cell in self.cells)
+        unused = self.ring.held - taken  # behind leases, up to the next multiple of the alignment
+        assert 0 <= unused <= (self.ring.align - 1) * (len(self.live) + len(self.quarantined))
+        if not self.live:
+            assert self.ring.stuck == bool(self.queue) and self.ring.quarantined == self.ring.held
+
+    def teardown(self) -> None:
+        """Whatever happened: when leases end, in any order, everybody who waits has their turn, and all is free."""
+        if not hasattr(self, "ring"):
+            return
+        order = random.Random(len(self.numbers))
+        while self.live or self.quarantined:
+            number = order.choice(sorted({**self.live, **self.quarantined}))
+            (self.ring.release if number in self.live else self.ring.calm)(number)
+            self.ended(self.live.pop(number, None) or self.quarantined.pop(number, None))
+            self.ring.audit()
+        assert not self.queue, "somebody never had their turn"
+        assert self.ring.free == self.ring.nbytes and self.ring.waiting == 0
+
+
+TestRing = RingMachine.TestCase
+TestRing.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True)
+
+
+def test_defect_09_an_empty_ring_gives_any_size_wherever_the_one_before_ended() -> None:
+    for before, nbytes in itertools.product(range(1, 31), repeat=2):
+        ring = Ring(30, align=1)
+        assert ring.ask("before", before) and ring.ask("after", nbytes)
+        ring.withdraw("before")
+        lease = ring.lease_of("after")
+        assert lease is not None and lease.nbytes == nbytes
+        ring.withdraw("after")
+        assert ring.ask("whole", 30)
+        assert ring.lease_of("whole") == Lease(2, "whole", 0, 30)
+
+
+def test_defect_09_a_gap_around_the_front_is_given_whole_while_quarantine_keeps_the_ring_from_being_empty() -> None:
+    ring = Ring(1024)
+    assert all(ring.ask(owner, nbytes) for owner, nbytes in (("lost", 256), ("a", 256)))
+    lost, _ = ring.granted()
+    ring.quarantine(lost.number)
+    assert ring.ask("rest", 768)
+    ring.withdraw("a")  # the front stays in the middle of the gap
+    assert [(lease.first, lease.nbytes) for lease in ring.granted()] == [(256, 768)]
+
+
+def test_an_ask_for_the_whole_ring_is_not_starved_by_small_ones() -> None:
+    ring = Ring(1024)
+    assert all(ring.ask(owner, 256) for owner in range(4))
+    assert ring.ask("whole", 1024) and ring.ask("late", 1)
+    for owner in (2, 0, 3):
+        ring.withdraw(owner)
+        assert ring.lease_of("whole") is None and ring.lease_of("late") is None
+    ring.withdraw(1)
+    assert ring.lease_of("whole") is not None and ring.lease_of("late") is None
+    ring.withdraw("whole")
+    assert ring.lease_of("late") is not None
+
+
+def test_whoever_gives_up_waiting_no_longer_stands_in_the_way() -> None:
+    ring = Ring(1024)
+    assert ring.ask("a", 512) and ring.ask("large", 1024) and ring.ask("small", 256)
+    assert ring.lease_of("small") is None
+    ring.withdraw("large")
+    assert ring.lease_of("small") is not None
+
+
+def test_leases_go_around_and_what_was_given_back_rests() -> None:
+    ring = Ring(1000, align=100)
+    firsts = []
+    for turn in range(8):
+        assert ring.ask(turn, 290)
+        (lease,) = ring.granted()
+        firsts.append(lease.first)
+        ring.withdraw(turn - 1)
+    assert firsts == [0, 300, 600, 0, 300, 600, 0, 300]
+
+
+def test_an_empty_ring_begins_at_its_start() -> None:
+    ring = Ring(1000, align=100)
+    for owner in range(5):
+        assert ring.ask(owner, 300)
+        (lease,) = ring.granted()
+        assert lease.first == 0
+        ring.release(lease.number)
+
+
+def test_the_last_bytes_of_a_ring_that_alignment_does_not_divide_are_given() -> None:
+    ring = Ring(1000)
+    assert ring.ask("a", 700) and ring.ask("b", 232) and ring.ask("c", 1)
+    assert [(lease.first, lease.nbytes) for lease in ring.granted()] == [(0, 700), (768, 232)]
+    assert ring.free == 0 and ring.waiting == 1
+    ring.audit()
+
+
+def test_what_can_never_fit_is_refused_at_once_and_holds_nobody_up() -> None:
+    ring = Ring(1000)
+    assert not ring.ask("large", 1001) and not ring.ask("nothing", 0) and not ring.ask("less", -5)
+    assert ring.ask("whole", 1000) and ring.waiting == 0
+
+
+def test_a_lease_that_was_withdrawn_before_anybody_was_told_is_not_told() -> None:
+    ring = Ring(1000)
+    assert ring.ask("a", 1000) and ring.ask("b", 1000)
+    ring.withdraw("a")
+    assert [lease.owner for lease in ring.granted()] == ["b"] and ring.granted() == []
+
+
+def test_an_old_number_ends_no_later_lease_of_the_same_owner_and_place() -> None:
+    ring = Ring(1000)
+    assert ring.ask("a", 1000)
+    (old,) = ring.granted()
+    ring.quarantine(old.number)
+    ring.calm(old.number)
+    assert ring.ask("a", 1000)
+    (new,) = ring.granted()
+    assert (new.first, new.owner) == (old.first, old.owner) and new.number != old.number
+    ring.calm(old.number)
+    ring.quarantine(old.number)
+    ring.calm(new.number)  # was never in quarantine
+    assert not ring.release(old.number)
+    assert ring.lease_of("a") == new and ring.free == 0
+
+
+def test_bytes_under_an_unknown_writer_are_given_to_nobody_until_it_is_calm() -> None:
+    ring = Ring(1024)
+    assert ring.ask("a", 256) and ring.ask("b", 256)
+    lost, fine = ring.granted()
+    ring.quarantine(lost.number)
+    assert not ring.release(lost.number) and ring.lease_of("a") is None
+    assert ring.ask("a", 1024), "its owner may ask anew"
+    assert ring.stuck and ring.quarantined == 256
+    ring.release(fine.number)
+    assert ring.stuck and ring.granted() == []
+    ring.calm(lost.number)
+    assert [lease.nbytes for lease in ring.granted()] == [1024] and not ring.stuck
+
+
+def test_quarantine_in_two_places_leaves_the_ring_in_use_between_them() -> None:
+    ring = Ring(1024)
+    assert all(ring.ask(owner, 256) for owner in range(4))
+    leases = ring.granted()
+    ring.quarantine(leases[0].number)
+    ring.quarantine(leases[3].number)
+    for turn in range(20):
+        assert ring.ask(("next", turn), 512) and not ring.stuck
+        ring.withdraw(1 if turn == 0 else ("next", turn - 1))
+        ring.withdraw(2)
+        (lease,) = ring.granted()
+        assert (lease.first, lease.nbytes) == (256, 512)
+
+
+class Post:
+    """Delivers in any order, twice, or not at all; what matters is sent again until it is answered."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw, self._letters = draw, deque[tuple[str, tuple[int, ...]]]()
+
+    def send(self, kind: str, *what: int) -> None:
+        for _ in range(self._draw.choice([0, 1, 1, 2, 3])):
+            self._letters.insert(self._draw.randint(0, len(self._letters)), (kind, what))
+
+    def next(self) -> tuple[str, tuple[int, ...]] | None:
+        return self._letters.popleft() if self._letters else None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_credits_survive_lost_and_repeated_messages(seed: int) -> None:
+    """Six senders carry contexts of twelve chunks through a ring that holds about two; each byte has one writer."""
+    draw, post = random.Random(seed), Post(random.Random(seed + 1000))
+    ring = Ring(64, align=1)
+    sizes = [[draw.randint(1, 64) for _ in range(12)] for _ in range(6)]
+    landed = [0] * 6  # chunks of each sender that the receiver has taken out of the ring
+    known = [0] * 6  # of them, those that the sender has heard of
+    for _round in range(20_000):
+        for sender in range(6):
+            if known[sender] < 12:
+                post.send("ask", sender, known[sender])
+        for _letter in range(draw.randint(0, 24)):
+            if (letter := post.next()) is None:
+                break
+            kind, (sender, chunk, *rest) = letter
+            if kind == "ask" and chunk < landed[sender]:
+                post.send("taken", sender, landed[sender])
+            elif kind == "ask" and chunk == landed[sender]:
+                assert ring.ask((sender, chunk), sizes[sender][chunk])
+                lease = ring.lease_of((sender, chunk))
+                if lease is not None:
+                    post.send("grant", sender, chunk, lease.number)
+            elif kind == "grant" and chunk == known[sender]:
+                post.send("written", sender, chunk, *rest)
+            elif kind == "written" and ring.release(rest[0]):
+                assert chunk == landed[sender], "a lease ended twice"
+                landed[sender] += 1
+            elif kind == "taken":
+                known[sender] = max(known[sender], chunk)
+        ring.audit()
+        if known == [12] * 6:
+            break
+    assert known == [12] * 6 and ring.free == 64 and ring.waiting == 0
