@@ -17,9 +17,11 @@ from hotset.engine.core import Engine
 from hotset.engine.decode_graphs import Model
 from hotset.engine.intake import Intake
 from hotset.engine.sizing import kv_budget
+from hotset.engine.workers.executor import InProcess
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
+from hotset.models.checkpoint import Part
 from hotset.models.spec import ModelSpec
 
 CPU = torch.device("cpu")
@@ -32,7 +34,7 @@ class RandomWeights:
         self._dtype = dtype
         self._seed = seed
 
-    def take(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: Part | None = None) -> Tensor:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -42,7 +44,11 @@ class RandomWeights:
             values *= 1.5 * shape[1] ** -0.5
         else:
             values *= 0.1
+        values = values if part is None else part.of(values).clone()
         return values.to(self._dtype) if out is None else out.copy_(values)
+
+    def leave(self, name: str) -> None:
+        pass
 
     def finish(self) -> None:
         pass
@@ -87,7 +93,8 @@ def make_engine(model: Model, spec: ModelSpec, **settings: Any) -> Engine:
     card = model_card(config, spec, budget, CPU, torch.float64)
     engine = assemble(config, card, model, budget, CPU)
     if isinstance(model, Recorder):
-        model.tokens = engine._runner._tokens
+        assert isinstance(engine.executor, InProcess)
+        model.tokens = engine.executor.runner._tokens
     return engine
 
 

@@ -16,7 +16,7 @@ from hotset.kernels.wide_linear import wide_linear
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.checkpoint.source import WeightSource
-from hotset.models.layers import RmsNorm, take_wide
+from hotset.models.layers import Loader, RmsNorm, SummedLinear, part, take_wide
 from hotset.models.rope import softmax_gain
 from hotset.models.spec import MlaSpec, ModelSpec, Storage
 
@@ -25,7 +25,12 @@ INDEX_NORM_EPS = 1e-6  # of the layer norm on index keys
 
 
 class Indexer:
-    """Chooses, for each query row, the top-k positions of its context."""
+    """Chooses, for each query row, the top-k positions of its context.
+
+    Ranks that divide the heads all have the whole indexer. Its inputs are the same on every rank, to the bit (they
+    come of sums that are), and so are its weights and kernels: every rank writes the same index keys and makes the
+    same choice, ties included, without a word between them.
+    """
 
     def __init__(self, weights: WeightSource, prefix: str, group: int, model: ModelSpec, spec: MlaSpec) -> None:
         index = spec.index
@@ -55,49 +60,57 @@ class DsaAttention:
     Row: the normed latent, then the rope key.
     """
 
-    def __init__(self, weights: WeightSource, layer: int, model: ModelSpec, spec: MlaSpec) -> None:
-        prefix = f"model.layers.{layer}.self_attn"
-        self._layer = layer
+    def __init__(self, loader: Loader, layer: int, number: int, model: ModelSpec, spec: MlaSpec) -> None:
+        """`layer`: in the whole model; `number`: among this worker's layers."""
+        weights, prefix = loader.weights, f"model.layers.{layer}.self_attn"
+        heads = loader.split.share(spec.heads)
+        self._number = number
         self._spec = spec
-        head_dim = spec.nope_dim + spec.rope_dim
+        self._heads = len(heads)
+        head_dim, up_dim = spec.nope_dim + spec.rope_dim, spec.nope_dim + spec.v_dim
 
-        def linear(name: str, rows: int, columns: int, bias: bool) -> Linear:
-            weight = weights.take(f"{prefix}.{name}.weight", (rows, columns))
-            return Linear(weight, weights.take(f"{prefix}.{name}.bias", (rows,)) if bias else None)
+        def linear(name: str, rows: int) -> Linear:
+            weight = weights.take(f"{prefix}.{name}.weight", (rows, model.hidden))
+            return Linear(weight, weights.take(f"{prefix}.{name}.bias", (rows,)) if spec.bias else None)
+
+        def up(name: str, width: int, columns: int) -> Tensor:
+            shape = (spec.heads * width, columns)
+            return weights.take(f"{prefix}.{name}.weight", shape, part=part(0, heads, width))
 
         def norm(name: str, width: int) -> RmsNorm:
             return RmsNorm(weights.take(f"{prefix}.{name}.weight", (width,)), LATENT_NORM_EPS)
 
-        self._q_down = linear("q_a_proj", spec.q_lora_rank, model.hidden, spec.bias)
+        self._q_down = linear("q_a_proj", spec.q_lora_rank)
         self._q_norm = norm("q_a_layernorm", spec.q_lora_rank)
-        self._q_up = linear("q_b_proj", spec.heads * head_dim, spec.q_lora_rank, False)
-        self._kv_down = linear("kv_a_proj_with_mqa", spec.kv_lora_rank + spec.rope_dim, model.hidden, spec.bias)
+        self._q_up = Linear(up("q_b_proj", head_dim, spec.q_lora_rank))
+        self._kv_down = linear("kv_a_proj_with_mqa", spec.kv_lora_rank + spec.rope_dim)
         self._kv_norm = norm("kv_a_layernorm", spec.kv_lora_rank)
-        kv_up = weights.take(
-            f"{prefix}.kv_b_proj.weight", (spec.heads * (spec.nope_dim + spec.v_dim), spec.kv_lora_rank)
-        )
-        by_head = kv_up.view(spec.heads, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)
-        self._key_up = by_head[:, : spec.nope_dim]  # [heads, nope, rank]
-        self._value_up = by_head[:, spec.nope_dim :].transpose(1, 2)  # [heads, rank, v]
-        self._out = linear("o_proj", model.hidden, spec.heads * spec.v_dim, spec.bias)
+        by_head = up("kv_b_proj", up_dim, spec.kv_lora_rank).view(len(heads), up_dim, spec.kv_lora_rank)
+        self._key_up = by_head[:, : spec.nope_dim]  # [heads here, nope, rank]
+        self._value_up = by_head[:, spec.nope_dim :].transpose(1, 2)  # [heads here, rank, v]
+        out_shape, out_part = (model.hidden, spec.heads * spec.v_dim), part(1, heads, spec.v_dim)
+        out = weights.take(f"{prefix}.o_proj.weight", out_shape, part=out_part)
+        out_bias = weights.take(f"{prefix}.o_proj.bias", (model.hidden,)) if spec.bias else None
+        self._out = SummedLinear(out, out_bias, loader.dividing_heads)
         self._scale = head_dim**-0.5 * softmax_gain(model.rope)
-        full = spec.index.full_layers
-        group = full.index(layer) if layer in full else None
-        self._indexer = None if group is None else Indexer(weights, f"{prefix}.indexer", group, model, spec)
+        self._indexer: Indexer | None = None
+        if layer in spec.index.full_layers:
+            group = len(groups_here(spec, range(layer - number, layer)))  # as many as begin before it, here
+            self._indexer = Indexer(weights, f"{prefix}.indexer", group, model, spec)
 
     def __call__(self, x: Tensor, rotation: Rotation, view: View, previous: Tensor | None) -> tuple[Tensor, Tensor]:
         """[rows, hidden] and the positions selected: by this layer's indexer, or `previous` where it has none."""
         spec = self._spec
         q_latent = self._q_norm(self._q_down(x))
-        q = self._q_up(q_latent).view(-1, spec.heads, spec.nope_dim + spec.rope_dim)
-        new = view.new_rows(self._layer)
+        q = self._q_up(q_latent).view(-1, self._heads, spec.nope_dim + spec.rope_dim)
+        new = view.new_rows(self._number)
         mla_append(
             self._kv_down(x), self._kv_norm.weight, self._kv_norm.eps, rotation, new.layout, new.rows, new.places
         )
 
         positions = previous if self._indexer is None else self._indexer(x, q_latent, rotation, view)
-        assert positions is not None, f"layer {self._layer} has no indexer and none ran before it"
-        selected = view.select(self._layer, positions)
+        assert positions is not None, f"layer {self._number} has no indexer and none ran before it"
+        selected = view.select(self._number, positions)
         q_all = rope_query(q, self._key_up, rotation)
         attended = sparse_attention(
             q_all, selected.rows, selected.chosen, selected.layout, spec.kv_lora_rank, self._scale
@@ -106,7 +119,13 @@ class DsaAttention:
         return self._out(values.reshape(x.shape[0], -1)), positions
 
 
-def dsa_kv_shape(layers: int, spec: MlaSpec, dtype: torch.dtype, storage: Storage) -> KvShape:
+def groups_here(spec: MlaSpec, layers: range) -> tuple[int, ...]:
+    """Those of the layers that have an indexer, numbered from the first of the layers."""
+    return tuple(layer - layers.start for layer in spec.index.full_layers if layer in layers)
+
+
+def dsa_kv_shape(layers: range, spec: MlaSpec, dtype: torch.dtype, storage: Storage) -> KvShape:
+    """Rows and index keys of these layers: the same on every rank that divides the heads."""
     row = mla_row(spec.kv_lora_rank, spec.rope_dim, dtype, storage.fp8_rows)
     key = index_key_row(spec.index.head_dim, dtype, storage.fp8_keys)
-    return KvShape(layers, row, spec.index.full_layers, key, spec.index.topk)
+    return KvShape(len(layers), row, groups_here(spec, layers), key, spec.index.topk)

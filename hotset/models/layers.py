@@ -1,17 +1,36 @@
 """The parts that both decoders are made of: embedding, norms, feed-forward layers, the head."""
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hotset.kernels import EMPTY
 from hotset.kernels.experts import experts
 from hotset.kernels.linear import Linear
 from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.route import RoutingRule, route
 from hotset.kernels.rows import accumulation_dtype
 from hotset.kernels.swiglu import swiglu
-from hotset.models.checkpoint.source import WeightSource
+from hotset.models.checkpoint.source import Elsewhere, Part, WeightSource
+from hotset.models.ranks import ALONE, Ranks
 from hotset.models.spec import ModelSpec, MoeSpec
+from hotset.models.split import Split
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """What a part of the model is made from: a source of weights, which of them this worker holds, and its peers."""
+
+    weights: WeightSource
+    split: Split
+    ranks: Ranks
+
+    @property
+    def dividing_heads(self) -> Ranks:
+        """Those that share heads, widths and vocabulary: nobody, where ranks divide requests."""
+        return self.ranks if self.split.by == "heads" else ALONE
 
 
 class RmsNorm:
@@ -29,16 +48,50 @@ class RmsNorm:
         return add_rms_norm(x, delta, self.weight, self.eps)
 
 
-def fused(weights: WeightSource, names: list[str], rows: list[int], columns: int, like: Tensor) -> Tensor:
-    """Several weights [rows[i], columns] in one tensor, one above the other: one product instead of several."""
-    whole = torch.empty(sum(rows), columns, dtype=like.dtype, device=like.device)
-    for name, part in zip(names, whole.split(rows), strict=True):
-        weights.take(name, tuple(part.shape), out=part)
-    return whole
+def part(dim: int, run: range, width: int = 1) -> Part:
+    """Of a tensor that has `width` entries along `dim` for each head or column: those of a run of them."""
+    return Part(dim, run.start * width, run.stop * width)
 
 
-def fused_bias(weights: WeightSource, names: list[str], rows: list[int]) -> Tensor:
-    return torch.cat([weights.take(name, (count,)) for name, count in zip(names, rows, strict=True)])
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Rows of one weight, which a fused one takes in."""
+
+    name: str  # without .weight or .bias
+    rows: int  # of the whole weight
+    part: Part
+
+    @property
+    def taken(self) -> int:
+        return self.part.last - self.part.first
+
+
+def fused(weights: WeightSource, stretches: list[Stretch], columns: int, bias: bool, like: Tensor) -> Linear:
+    """Rows of several weights [rows, columns], one above the other: one product instead of several."""
+    counts = [stretch.taken for stretch in stretches]
+    weight = torch.empty(sum(counts), columns, dtype=like.dtype, device=like.device)
+    for stretch, out in zip(stretches, weight.split(counts), strict=True):
+        weights.take(f"{stretch.name}.weight", (stretch.rows, columns), out=out, part=stretch.part)
+    if not bias:
+        return Linear(weight)
+    return Linear(weight, torch.cat([weights.take(f"{s.name}.bias", (s.rows,), part=s.part) for s in stretches]))
+
+
+class SummedLinear:
+    """A product whose inputs are divided among ranks: each has their columns of the weight. The shares are summed.
+
+    The bias comes after the sum: every rank adds it to the same result, once.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, ranks: Ranks) -> None:
+        alone = ranks.size == 1
+        self._share = Linear(weight, bias if alone else None)
+        self._bias = None if alone else bias
+        self._ranks = ranks
+
+    def __call__(self, x: Tensor) -> Tensor:  # [rows, in: this rank's] -> [rows, out]
+        out = self._ranks.sum(self._share(x))
+        return out if self._bias is None else out + self._bias
 
 
 def take_wide(weights: WeightSource, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -47,68 +100,128 @@ def take_wide(weights: WeightSource, name: str, shape: tuple[int, ...], like: Te
 
 
 class Mlp:
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)); of its width this rank has its share."""
 
-    def __init__(self, weights: WeightSource, prefix: str, hidden: int, width: int, bias: bool, like: Tensor) -> None:
-        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        gate_up = fused(weights, [f"{name}.weight" for name in names], [width, width], hidden, like)
-        gate_up_bias = fused_bias(weights, [f"{name}.bias" for name in names], [width, width]) if bias else None
+    def __init__(self, loader: Loader, prefix: str, hidden: int, width: int, bias: bool, like: Tensor) -> None:
+        weights, here = loader.weights, loader.split.share(width)
+        gate_up = [Stretch(f"{prefix}.{name}", width, part(0, here)) for name in ("gate_proj", "up_proj")]
+        self._gate_up = fused(weights, gate_up, hidden, bias, like)
+        down = weights.take(f"{prefix}.down_proj.weight", (hidden, width), part=part(1, here))
         down_bias = weights.take(f"{prefix}.down_proj.bias", (hidden,)) if bias else None
-        self._gate_up = Linear(gate_up, gate_up_bias)
-        self._down = Linear(weights.take(f"{prefix}.down_proj.weight", (hidden, width)), down_bias)
+        self._down = SummedLinear(down, down_bias, loader.dividing_heads)
 
-    def __call__(self, x: Tensor, padded_seats: Tensor | None = None) -> Tensor:  # [rows, hidden]
+    def __call__(self, x: Tensor, seats: Tensor | None = None) -> Tensor:  # [rows, hidden]
         """Padded rows cost nothing more here: the weights are read once for all."""
         return self._down(swiglu(self._gate_up(x)))
 
 
 class Moe:
-    """Routed experts plus shared ones. Each row chooses `chosen` experts within its best `chosen_groups` groups."""
+    """Routed experts plus shared ones. Each row chooses `chosen` experts within its best `chosen_groups` groups.
 
-    def __init__(self, weights: WeightSource, prefix: str, hidden: int, spec: MoeSpec, like: Tensor) -> None:
+    This rank has a run of the experts and the whole router, so every rank knows where each row goes; what a row gets
+    from its experts is the sum over ranks. `seats` [rows of all ranks that divide requests, else rows]: rows whose
+    seat is EMPTY go to no expert, or experts would be read for nobody.
+    """
+
+    def __init__(self, loader: Loader, prefix: str, hidden: int, spec: MoeSpec, like: Tensor) -> None:
+        weights, split = loader.weights, loader.split
         self._rule = RoutingRule(spec.experts, spec.chosen, spec.groups, spec.chosen_groups, spec.normalise, spec.scale)
         self._router = take_wide(weights, f"{prefix}.gate.weight", (spec.experts, hidden), like)
         self._correction = take_wide(weights, f"{prefix}.gate.e_score_correction_bias", (spec.experts,), like)
-        shape = (spec.experts, 2 * spec.width, hidden)
-        self._gate_up = torch.empty(shape, dtype=like.dtype, device=like.device)
-        self._down = torch.empty(spec.experts, hidden, spec.width, dtype=like.dtype, device=like.device)
+        self._by, self._ranks = split.by, loader.ranks
+        here = split.experts(spec.experts)
+        self._gate_up = torch.empty(len(here), 2 * spec.width, hidden, dtype=like.dtype, device=like.device)
+        self._down = torch.empty(len(here), hidden, spec.width, dtype=like.dtype, device=like.device)
+        elsewhere = Elsewhere(weights)
         for expert in range(spec.experts):
-            name = f"{prefix}.experts.{expert}"
-            gate, up = self._gate_up[expert].split(spec.width)
-            weights.take(f"{name}.gate_proj.weight", (spec.width, hidden), out=gate)
-            weights.take(f"{name}.up_proj.weight", (spec.width, hidden), out=up)
-            weights.take(f"{name}.down_proj.weight", (hidden, spec.width), out=self._down[expert])
-        shared_width = spec.width * spec.shared
-        self._shared = (
-            Mlp(weights, f"{prefix}.shared_experts", hidden, shared_width, False, like) if spec.shared else None
-        )
+            source, at = (weights, expert - here.start) if expert in here else (elsewhere, 0)
+            _take_expert(source, f"{prefix}.experts.{expert}", self._gate_up[at], self._down[at])
+        self._number_here = None if len(here) == spec.experts else _numbers_here(here, spec.experts, like.device)
+        self._shared: Mlp | None = None
+        if spec.shared:
+            unsummed = replace(loader, ranks=ALONE)  # its share is added to that of the routed experts before the sum
+            width = spec.width * spec.shared
+            self._shared = Mlp(unsummed, f"{prefix}.shared_experts", hidden, width, False, like)
 
-    def __call__(self, x: Tensor, padded_seats: Tensor | None = None) -> Tensor:  # [rows, hidden]
-        """Rows whose seat is EMPTY go to no expert, or experts would be read for nobody."""
-        routes = route(x, self._router, self._correction, self._rule, padded_seats)
-        out = experts(x, routes.chosen, routes.weights, self._gate_up, self._down)
-        return out if self._shared is None else out + self._shared(x)
+    def __call__(self, x: Tensor, seats: Tensor | None = None) -> Tensor:  # [rows, hidden]
+        if self._by == "requests":
+            out = self.routed(x, seats)
+            return out if self._shared is None else out + self._shared(x)
+        out = self._own_experts(x, seats)
+        return self._ranks.sum(out if self._shared is None else out + self._shared(x))
+
+    def routed(self, x: Tensor, seats: Tensor | None) -> Tensor:  # [own rows, hidden], perhaps of no row
+        """Data parallel: what own rows get from all ranks' experts. Every rank serves every rank's rows."""
+        return self._ranks.own_sum(self._own_experts(self._ranks.stack(x), seats))
+
+    def _own_experts(self, x: Tensor, seats: Tensor | None) -> Tensor:
+        routes = route(x, self._router, self._correction, self._rule, seats)
+        chosen = routes.chosen if self._number_here is None else self._number_here[routes.chosen]
+        return experts(x, chosen, routes.weights, self._gate_up, self._down)
 
 
-def feed_forward(weights: WeightSource, layer: int, spec: ModelSpec, like: Tensor) -> Mlp | Moe:
+def _take_expert(weights: WeightSource, name: str, gate_up: Tensor, down: Tensor) -> None:
+    hidden, width = down.shape
+    gate, up = gate_up.split(width)
+    weights.take(f"{name}.gate_proj.weight", (width, hidden), out=gate)
+    weights.take(f"{name}.up_proj.weight", (width, hidden), out=up)
+    weights.take(f"{name}.down_proj.weight", (hidden, width), out=down)
+
+
+def _numbers_here(here: range, experts: int, device: torch.device) -> Tensor:
+    """[experts + 1] int64: the number of each expert among those `here`, EMPTY for others.
+
+    So also for the choice EMPTY, which indexes the last entry.
+    """
+    numbers = torch.full((experts + 1,), EMPTY, dtype=torch.int64, device=device)
+    numbers[here.start : here.stop] = torch.arange(len(here), device=device)
+    return numbers
+
+
+def feed_forward(loader: Loader, layer: int, spec: ModelSpec, like: Tensor) -> Mlp | Moe:
     """The layer's feed-forward part, as the spec says: dense or routed."""
     prefix = f"model.layers.{layer}.mlp"
     if spec.moe is not None and layer in spec.moe.layers:
-        return Moe(weights, prefix, spec.hidden, spec.moe, like)
-    return Mlp(weights, prefix, spec.hidden, spec.mlp_width, spec.mlp_bias, like)
+        return Moe(loader, prefix, spec.hidden, spec.moe, like)
+    return Mlp(loader, prefix, spec.hidden, spec.mlp_width, spec.mlp_bias, like)
 
 
-class Vocabulary:
-    """Token embedding at the bottom, final norm and logits at the top."""
+class Embedding:
+    """Token embedding; of its rows this rank has its share."""
 
-    def __init__(self, weights: WeightSource, spec: ModelSpec) -> None:
-        self.embedding = weights.take("model.embed_tokens.weight", (spec.vocab, spec.hidden))
-        self._norm = RmsNorm(weights.take("model.norm.weight", (spec.hidden,)), spec.norm_eps)
-        tied = spec.tied_embeddings
-        self._head = Linear(self.embedding if tied else weights.take("lm_head.weight", (spec.vocab, spec.hidden)))
+    def __init__(self, loader: Loader, spec: ModelSpec) -> None:
+        self.weight = _vocabulary_rows(loader, "model.embed_tokens.weight", spec)
+        self._ranks = loader.dividing_heads
+        self._first = loader.split.vocabulary(spec.vocab).start
 
-    def embed(self, token_ids: Tensor) -> Tensor:  # [rows] int64 -> [rows, hidden]
-        return F.embedding(token_ids, self.embedding)
+    def __call__(self, token_ids: Tensor) -> Tensor:  # [rows] int64 -> [rows, hidden]
+        if self._ranks.size == 1:
+            return F.embedding(token_ids, self.weight)
+        here = token_ids - self._first
+        others = (here < 0) | (here >= self.weight.shape[0])
+        found = F.embedding(here.masked_fill(others, 0), self.weight)
+        return self._ranks.sum(found.masked_fill(others[:, None], 0.0))
 
-    def logits(self, x: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab], accumulation dtype
-        return self._head(self._norm(x)).to(accumulation_dtype(x.dtype))
+
+class Head:
+    """Final norm and logits; of the vocabulary this rank scores its share."""
+
+    def __init__(self, loader: Loader, spec: ModelSpec, tied: Tensor | None) -> None:
+        """`tied`: the rows of the embedding, where they are here already and serve as the head too."""
+        self._norm = RmsNorm(loader.weights.take("model.norm.weight", (spec.hidden,)), spec.norm_eps)
+        name = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
+        self._product = Linear(_vocabulary_rows(loader, name, spec) if tied is None else tied)
+        self._ranks = loader.dividing_heads
+        self._vocab = spec.vocab
+
+    def __call__(self, x: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab], accumulation dtype
+        logits = self._ranks.join(self._product(self._norm(x)))
+        return logits[:, : self._vocab].to(accumulation_dtype(x.dtype))
+
+
+def _vocabulary_rows(loader: Loader, name: str, spec: ModelSpec) -> Tensor:
+    """[rows, hidden], as many on every rank: zeros follow the last token."""
+    here = loader.split.vocabulary(spec.vocab)
+    rows = loader.weights.take(name, (spec.vocab, spec.hidden), part=part(0, here))
+    padding = loader.split.vocabulary_rows(spec.vocab) - len(here)
+    return F.pad(rows, (0, 0, 0, padding)) if padding else rows

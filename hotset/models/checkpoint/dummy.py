@@ -4,7 +4,7 @@ import hashlib
 
 import torch
 
-from hotset.models.checkpoint.source import place
+from hotset.models.checkpoint.source import Part, part_of, place
 
 WEIGHT_STD = 0.02
 
@@ -17,14 +17,20 @@ class DummySource:
         self._device = torch.device(device)
         self._seed = seed
 
-    def take(self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: Part | None = None
+    ) -> torch.Tensor:
+        """A part is drawn with its whole, so that all workers have parts of the same tensor."""
         device = self._device if out is None else out.device
         if name.endswith("norm.weight"):
-            return place(torch.ones(shape, device=device), out, self._dtype, device)
+            return place(part_of(torch.ones(shape, device=device), part), out, self._dtype, device)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         values = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
-        return place(values.mul_(WEIGHT_STD), out, self._dtype, device)
+        return place(part_of(values.mul_(WEIGHT_STD), part), out, self._dtype, device)
+
+    def leave(self, name: str) -> None:
+        """Nothing is counted."""
 
     def finish(self) -> None:
         """Nothing is open."""

@@ -14,7 +14,7 @@ import torch
 
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint.gguf_file import GgufFile, GgufTensor
-from hotset.models.checkpoint.source import Progress, account_for_rest, check_shape, place
+from hotset.models.checkpoint.source import Part, Progress, account_for_rest, check_shape, part_of, place
 from hotset.models.config_reader import read_spec
 from hotset.models.spec import GqaSpec, ModelSpec
 
@@ -152,10 +152,13 @@ class GgufSource:
         self._file = file
         self._gguf = _import_gguf()
         self._taken: set[str] = set()
+        self._left: set[str] = set()  # to other workers
         self._bytes_done = 0
         self._bytes_total = file.path.stat().st_size
 
-    def take(self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: Part | None = None
+    ) -> torch.Tensor:
         stored_name = gguf_name(name)
         tensor = None if stored_name is None else self._file.tensors.get(stored_name)
         if tensor is None:
@@ -167,10 +170,17 @@ class GgufSource:
             packed = rows_in_halves(packed, heads)
         values = self._dequantise(tensor, packed, kind)
         self._count(tensor.name, packed.nbytes)
-        return place(values.view(shape), out, self._dtype, self._device if out is None else out.device)
+        wanted = part_of(values.view(shape), part)
+        return place(wanted, out, self._dtype, self._device if out is None else out.device)
+
+    def leave(self, name: str) -> None:
+        stored_name = gguf_name(name)
+        if stored_name is not None:
+            self._left.add(stored_name)
 
     def finish(self) -> None:
-        account_for_rest(str(self._file.path), self._file.tensors.keys() - self._taken - {ROPE_FACTORS}, self._spec)
+        rest = self._file.tensors.keys() - self._taken - self._left - {ROPE_FACTORS}
+        account_for_rest(str(self._file.path), rest, self._spec)
         if self._progress is not None:
             self._progress(self._bytes_total, self._bytes_total)
 

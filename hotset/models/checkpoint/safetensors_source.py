@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from hotset.base.errors import CheckpointError
 from hotset.models.checkpoint.fp8 import DEFAULT_BLOCK, dequantise_blocks, scale_shape
 from hotset.models.checkpoint.json_file import read_json
-from hotset.models.checkpoint.source import Progress, account_for_rest, check_shape, place
+from hotset.models.checkpoint.source import Part, Progress, account_for_rest, check_shape, part_of, place
 from hotset.models.config_fields import ConfigFields
 from hotset.models.spec import ModelSpec
 
@@ -42,6 +42,7 @@ class SafetensorsSource:
         self._file_of: dict[str, Path] = {}
         self._handles: dict[Path, Any] = {}
         self._taken: set[str] = set()
+        self._left: set[str] = set()  # to other workers
         self._bytes_done = 0
         index = _read_index(directory)
         files = [directory / SINGLE] if index is None else sorted({directory / shard for shard in index.values()})
@@ -61,26 +62,30 @@ class SafetensorsSource:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is damaged or cut short: {error}") from error
 
-    def take(self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: Part | None = None
+    ) -> torch.Tensor:
+        """Of a plain tensor only the pages with the part are read. An fp8 one is made whole for a moment."""
         stored = self._view(name)
         check_shape(str(self._file_of[name]), name, tuple(stored.shape), shape)
         device = self._device if out is None else out.device
         if stored.dtype == torch.float8_e4m3fn:
-            scale = self._scale(name, shape)
-            target = torch.empty(shape, dtype=self._dtype, device=device) if out is None else out
-            values = dequantise_blocks(stored.to(device), scale.to(device), self._block, target)
+            values = self._dequantised(name, stored, out, part)
         elif stored.dtype.is_floating_point:
-            values = place(stored, out, self._dtype, device)
+            values = place(part_of(stored, part), out, self._dtype, device)
         else:
             kind = str(stored.dtype).removeprefix("torch.")
             raise CheckpointError(f"{self._file_of[name]}: tensor {name} is of type {kind}; supported: floating point")
         self._report()
         return values
 
+    def leave(self, name: str) -> None:
+        self._left |= {name, name + SCALE_SUFFIX}
+
     def finish(self) -> None:
-        left = self._file_of.keys() - self._taken
+        rest = self._file_of.keys() - self._taken - self._left
         self._handles.clear()
-        account_for_rest(str(self._directory), left, self._spec)
+        account_for_rest(str(self._directory), rest, self._spec)
         if self._progress is not None:
             self._progress(self._bytes_total, self._bytes_total)
 
@@ -97,6 +102,17 @@ class SafetensorsSource:
             self._taken.add(name)
             self._bytes_done += stored.nbytes
         return stored
+
+    def _dequantised(
+        self, name: str, stored: torch.Tensor, out: torch.Tensor | None, part: Part | None
+    ) -> torch.Tensor:
+        shape = tuple(stored.shape)
+        scale = self._scale(name, shape)
+        device, dtype = (self._device, self._dtype) if out is None else (out.device, out.dtype)
+        whole = part is None or part.shape(shape) == shape
+        target = out if whole and out is not None else torch.empty(shape, dtype=dtype, device=device)
+        dequantise_blocks(stored.to(device), scale.to(device), self._block, target)
+        return target if whole else place(part_of(target, part), out, dtype, device)
 
     def _scale(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         scale_name = name + SCALE_SUFFIX

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,20 +18,71 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Entries [first, last) along dimension `dim`: what one of several workers holds of a tensor."""
+
+    dim: int
+    first: int
+    last: int
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the part, where the tensor is of shape `whole`."""
+        return (*whole[: self.dim], self.last - self.first, *whole[self.dim + 1 :])
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """A view."""
+        return values.narrow(self.dim, self.first, self.last - self.first)
+
+
 class WeightSource(Protocol):
     """Weights by the names of Hugging Face checkpoints."""
 
-    def take(self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: Part | None = None
+    ) -> torch.Tensor:
         """The tensor `name`, in the source's dtype, on its device, owned by the caller.
 
         `out`: written there instead, converted straight to the dtype of `out` (perhaps a slice of a fused weight), and
-        returned. Raises `CheckpointError`, naming file and tensor, if it is missing, damaged or not of `shape`.
+        returned. `part`: only that much of it, and no more is kept; `shape` is the whole tensor's all the same.
+        Raises `CheckpointError`, naming file and tensor, if it is missing, damaged or not of `shape`.
         """
         ...
 
-    def finish(self) -> None:
-        """Closes the files. Raises `CheckpointError` if they hold tensors that a decoder should have taken."""
+    def leave(self, name: str) -> None:
+        """Notes that the tensor belongs to the model and another worker takes it."""
         ...
+
+    def finish(self) -> None:
+        """Closes the files. Raises `CheckpointError` if they hold tensors that are no part of the model."""
+        ...
+
+
+class Elsewhere:
+    """A source for the parts of a model that other workers hold: whatever is built from it has shapes but no memory.
+
+    It leaves every tensor that it is asked for. So the code that takes weights is also what knows their names.
+    """
+
+    def __init__(self, weights: WeightSource) -> None:
+        self._weights = weights
+
+    def take(
+        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: Part | None = None
+    ) -> torch.Tensor:
+        self._weights.leave(name)
+        return torch.empty(shape if part is None else part.shape(shape), device="meta") if out is None else out
+
+    def leave(self, name: str) -> None:
+        self._weights.leave(name)
+
+    def finish(self) -> None:
+        """Nothing is open."""
+
+
+def part_of(values: torch.Tensor, part: Part | None) -> torch.Tensor:
+    """A view; None: the whole."""
+    return values if part is None else part.of(values)
 
 
 def place(values: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -47,7 +99,7 @@ def check_shape(file: str, name: str, found: tuple[int, ...], wanted: tuple[int,
 
 
 def account_for_rest(file: str, left: Iterable[str], spec: ModelSpec) -> None:
-    """Judges the tensors that nobody took: one log line for whole extra layers, `CheckpointError` for the unexplained.
+    """Judges what no worker takes: one log line for whole extra layers, `CheckpointError` for unexplained tensors.
 
     Fine without a word: rotary frequencies (computed anew), the head of tied embeddings, and the indexers of layers
     that reuse another's.

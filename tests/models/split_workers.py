@@ -1,0 +1,234 @@
+"""Workers that share a tiny model: ranks as threads, pipeline stages one after another, each with memory of its own."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hotset.memory.batch import Batch, make_batch
+from hotset.memory.device_pool import DevicePool, KvShape
+from hotset.memory.resident import ResidentView
+from hotset.memory.tables import PageTables
+from hotset.memory.view import Selected
+from hotset.models.checkpoint import WeightSource
+from hotset.models.decoder import Decoder
+from hotset.models.ranks import ALONE, Ranks
+from hotset.models.spec import AS_COMPUTED, GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+from hotset.models.split import By, Split
+
+CPU = torch.device("cpu")
+SEATS, CONTEXT, PAGE_ROWS = 3, 40, 8
+PATIENCE_S = 60
+T = TypeVar("T")
+
+
+def gqa_spec(architecture: str, attention: GqaSpec, tied: bool, mlp_bias: bool = False) -> ModelSpec:
+    return ModelSpec(
+        architecture, 61, 24, 4, 32, mlp_bias, 1e-6, tied, 96, RopeSpec(8), attention, None, "float64", (3,)
+    )
+
+
+def dsa_spec(architecture: str, layers: int, full_layers: tuple[int, ...], bias: bool, tied: bool) -> ModelSpec:
+    index = IndexSpec(2, 8, topk=6, interleaved_rope=architecture == "glm_moe_dsa", full_layers=full_layers)
+    attention = MlaSpec(4, 12, 16, 8, 4, 8, bias, index)
+    moe = MoeSpec(8, 3, 8, shared=1, groups=2, chosen_groups=1, scale=1.5, normalise=True, layers=(1, 2, layers - 1))
+    return ModelSpec(
+        architecture, 61, 24, layers, 32, False, 1e-6, tied, 96, RopeSpec(4), attention, moe, "float64", (3,)
+    )
+
+
+SPECS = {
+    "llama": gqa_spec("llama", GqaSpec(8, 4, 8), tied=False),
+    "llama with biases": gqa_spec("llama", GqaSpec(8, 2, 8, qkv_bias=True, out_bias=True), tied=True, mlp_bias=True),
+    "qwen3": gqa_spec("qwen3", GqaSpec(4, 2, 8, qk_norm=True), tied=True),
+    "deepseek_v32": dsa_spec("deepseek_v32", 4, (0, 1, 2, 3), bias=False, tied=False),
+    "glm_moe_dsa": dsa_spec("glm_moe_dsa", 5, (0, 1, 3), bias=True, tied=True),
+}
+
+
+class Meeting:
+    """Where threads exchange tensors."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
+        self.brought: list[Tensor | None] = [None] * size
+
+
+class ThreadRanks:
+    """`Ranks` among threads. Sums are taken in the order of ranks, so they are the same everywhere."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.size = rank, meeting.size
+        self.rows: Sequence[int] = ()
+        self._meeting = meeting
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        self._meeting.brought[self.rank] = x.clone()
+        self._meeting.barrier.wait()
+        brought = [tensor.clone() for tensor in self._meeting.brought if tensor is not None]
+        self._meeting.barrier.wait()
+        return brought
+
+    def sum(self, x: Tensor) -> Tensor:
+        first, *others = self._all(x)
+        for other in others:
+            assert other.shape == first.shape
+            first += other
+        x.fill_(torch.nan)  # it may be written over
+        return first
+
+    def join(self, x: Tensor) -> Tensor:
+        return torch.cat(self._all(x), dim=1)
+
+    def stack(self, x: Tensor) -> Tensor:
+        brought = self._all(x)
+        assert [len(part) for part in brought] == list(self.rows)
+        return torch.cat(brought)
+
+    def own_sum(self, x: Tensor) -> Tensor:
+        assert x.shape[0] == sum(self.rows)
+        return self.sum(x).split(list(self.rows))[self.rank]
+
+    def meet(self) -> None:
+        self._meeting.barrier.wait()
+
+
+def on_ranks(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
+    """What each rank's work gives, by rank. The first that fails ends the others' waiting."""
+    meeting = Meeting(size)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            with torch.inference_mode():
+                results[rank] = work(ThreadRanks(rank, meeting))
+        except BaseException as error:
+            if not isinstance(error, threading.BrokenBarrierError):
+                errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(size)]
+
+
+class RecordingView(ResidentView):
+    """Keeps the positions that every layer selects; takes some rows for padding, if told."""
+
+    def __init__(self, memory: "Memory", batch: Batch, padded: Tensor | None) -> None:
+        super().__init__(memory.pool, memory.tables, batch)
+        self._selected = memory.selected
+        self._padded = padded
+
+    @property
+    def padded_seats(self) -> Tensor | None:
+        return self._padded
+
+    def select(self, layer: int, positions: Tensor) -> Selected:
+        self._selected.append(positions.clone())
+        return super().select(layer, positions)
+
+
+class Memory:
+    """A poisoned pool in which every seat has room for a whole context."""
+
+    def __init__(self, shape: KvShape) -> None:
+        geometry = shape.geometry(PAGE_ROWS)
+        each = geometry.resident_pages(CONTEXT)
+        self.pool = DevicePool(shape, geometry, SEATS * each, CPU)
+        self.pool.bytes.fill_(0xAB)
+        self.tables = PageTables(SEATS, CONTEXT, geometry, CPU)
+        self.selected: list[Tensor] = []
+        rows = geometry.row_pages(CONTEXT)
+        for seat in range(SEATS):
+            pages = list(range(seat * each, (seat + 1) * each))
+            self.tables.extend_rows(seat, 0, pages[:rows])
+            self.tables.extend_keys(seat, 0, pages[rows:])
+
+
+@dataclass(frozen=True)
+class Step:
+    """`counts[i]` rows of seat i, from position `starts[i]`. `padded`: rows that experts are to pass over."""
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    padded: Tensor | None = None
+    wanted: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """The same whoever computes them."""
+        at = [seat * 31 + start + row for seat, (start, count) in enumerate(self._spans) for row in range(count)]
+        return torch.tensor([(7 * number * number + 3 * number) % 61 for number in at])
+
+    @property
+    def _spans(self) -> list[tuple[int, int]]:
+        return list(zip(self.starts, self.counts, strict=True))
+
+
+# A prompt in chunks beside shorter ones, then rows that decode.
+STEPS = [
+    Step((0, 0, 0), (5, 1, 11)),
+    Step((5, 1, 11), (9, 1, 1), wanted=torch.tensor([8, 10])),
+    Step((14, 2, 12), (1, 1, 1)),
+    Step((15, 3, 13), (1, 1, 1)),
+]
+
+
+@dataclass
+class Answers:
+    """What came of the steps."""
+
+    logits: list[Tensor]
+    selected: list[Tensor]
+    memories: list[Memory]
+    stages: list[Decoder]
+
+
+def worker(
+    spec: ModelSpec,
+    weights: WeightSource,
+    layers: Sequence[range] | None = None,
+    ranks: Ranks = ALONE,
+    by: By = "heads",
+) -> list[Decoder]:
+    """One rank of a model, stage by stage."""
+    split = Split(ranks.rank, ranks.size, by)
+    splits = [split] if layers is None else [replace(split, layers=stage) for stage in layers]
+    return [Decoder(spec, weights, AS_COMPUTED, each, ranks) for each in splits]
+
+
+@torch.inference_mode()
+def answers(stages: list[Decoder], steps: Sequence[Step | None], rows: Sequence[Sequence[int]] = ()) -> Answers:
+    """Carries the steps out. None: no rows here, in a step that others have; `rows`: of every rank, step by step."""
+    memories = [Memory(stage.kv_shape) for stage in stages]
+    logits, selected = [], []
+    for number, step in enumerate(steps):
+        if rows:
+            stages[0]._ranks.rows = rows[number]
+        if step is None:
+            for stage in stages:
+                stage.attend_none()
+            continue
+        batch = make_batch(range(len(step.counts)), step.starts, step.counts, CPU)
+        x = stages[0].embed(step.token_ids)
+        for stage, memory in zip(stages, memories, strict=True):
+            x = stage.through(x, RecordingView(memory, batch, step.padded))
+            selected += memory.selected
+            memory.selected.clear()
+        logits.append(stages[-1].logits(x, step.wanted))
+    return Answers(logits, selected, memories, stages)

@@ -1,0 +1,204 @@
+"""Every worker takes its parts out of a checkpoint, keeps nothing else, and still finds what belongs to nobody."""
+
+from collections import Counter
+from pathlib import Path
+
+import gguf
+import numpy
+import pytest
+import torch
+from harness import RandomWeights, tiny_directory
+from safetensors.torch import load_file, save_file
+from split_workers import SPECS, STEPS, answers, on_ranks, worker
+from torch import Tensor
+
+from hotset.base.errors import CheckpointError
+from hotset.models.checkpoint import ModelFiles, Part, WeightSource, find_model, open_weights
+from hotset.models.decoder import Decoder
+from hotset.models.spec import ModelSpec
+from hotset.models.split import Split, stage_layers
+
+NAME, SHAPE = "model.layers.0.self_attn.q_proj.weight", (16, 8)
+PARTS = [None, Part(0, 0, 16), Part(0, 3, 11), Part(1, 2, 7), Part(0, 5, 5)]
+
+
+class Recording(RandomWeights):
+    """Keeps all that is taken, whole and in float32."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32, seed=11)
+        self.tensors: dict[str, Tensor] = {}
+        self.times: Counter[str] = Counter()
+
+    def take(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: Part | None = None) -> Tensor:
+        self.tensors[name] = super().take(name, shape)
+        self.times[name] += 1
+        return super().take(name, shape, out=out, part=part)
+
+
+def saved(folder: Path, spec: ModelSpec) -> ModelFiles:
+    recording = Recording()
+    Decoder(spec, recording)
+    save_file(recording.tensors, folder / "model.safetensors")
+    return ModelFiles(folder, spec)
+
+
+def expect_parts(source: WeightSource, whole: Tensor) -> None:
+    for part in PARTS:
+        expected = whole if part is None else part.of(whole)
+        taken = source.take(NAME, SHAPE, part=part)
+        assert torch.equal(taken, expected) and taken.is_contiguous()
+        assert taken.untyped_storage().nbytes() == expected.numel() * taken.element_size()
+        out = torch.full(expected.shape, torch.nan, dtype=torch.float64)
+        assert source.take(NAME, SHAPE, out=out, part=part) is out
+        torch.testing.assert_close(out, expected.double(), rtol=0, atol=0)
+
+
+def test_parts_of_plain_tensors_are_slices_of_the_whole(tmp_path: Path) -> None:
+    whole = torch.randn(SHAPE)
+    save_file({NAME: whole}, tmp_path / "model.safetensors")
+    expect_parts(open_weights(ModelFiles(tmp_path, SPECS["llama"]), torch.float32, "cpu"), whole)
+
+
+def test_parts_of_fp8_tensors_are_slices_of_the_whole(tmp_path: Path) -> None:
+    values, scale = torch.randn(SHAPE).to(torch.float8_e4m3fn), torch.tensor([[0.5]])
+    save_file({NAME: values, NAME + "_scale_inv": scale}, tmp_path / "model.safetensors")
+    source = open_weights(ModelFiles(tmp_path, SPECS["llama"]), torch.float32, "cpu")
+    expect_parts(source, values.float() * 0.5)
+
+
+def test_parts_of_dummy_weights_are_slices_of_the_whole(tmp_path: Path) -> None:
+    files = ModelFiles(tmp_path, SPECS["llama"])
+    whole = open_weights(files, torch.float32, "cpu", load_format="dummy", seed=5).take(NAME, SHAPE)
+    expect_parts(open_weights(files, torch.float32, "cpu", load_format="dummy", seed=5), whole)
+    ones = open_weights(files, torch.float32, "cpu", load_format="dummy").take("norm.weight", (6,), part=Part(0, 1, 3))
+    assert ones.tolist() == [1.0, 1.0]
+
+
+def gguf_file(path: Path, extra: str | None = None) -> ModelFiles:
+    """A llama of two layers, hidden size 8, two heads of 8 values, all of it random."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, number in {"embedding_length": 8, "block_count": 2, "feed_forward_length": 4, "vocab_size": 5}.items():
+        writer.add_uint32(f"llama.{name}", number)
+    for name, number in {"head_count": 2, "head_count_kv": 2, "key_length": 8}.items():
+        writer.add_uint32(f"llama.attention.{name}", number)
+    writer.add_uint32("llama.context_length", 64)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (5, 8), "output_norm": (8,), "output": (5, 8)}
+    for layer in range(2):
+        block = f"blk.{layer}."
+        shapes |= {block + name: (16, 8) for name in ("attn_q", "attn_k", "attn_v")}
+        shapes |= {block + "attn_output": (8, 16), block + "attn_norm": (8,), block + "ffn_norm": (8,)}
+        shapes |= {block + "ffn_gate": (4, 8), block + "ffn_up": (4, 8), block + "ffn_down": (8, 4)}
+    if extra is not None:
+        shapes[extra] = (8,)
+    random = numpy.random.default_rng(3)
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", random.standard_normal(shape, dtype=numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return find_model(str(path))
+
+
+def test_parts_of_gguf_tensors_are_slices_of_the_whole_in_the_order_of_hugging_face(tmp_path: Path) -> None:
+    files = gguf_file(tmp_path / "m.gguf")
+    whole = open_weights(files, torch.float32, "cpu").take(NAME, SHAPE)
+    expect_parts(open_weights(files, torch.float32, "cpu"), whole)
+
+
+def load_all(files: ModelFiles, splits: list[Split]) -> None:
+    """Loads every worker's part by itself, one after another."""
+
+    class Absent:
+        def __init__(self, rank: int, size: int) -> None:
+            self.rank, self.size, self.rows = rank, size, ()
+
+        def sum(self, x: Tensor) -> Tensor:
+            return x
+
+        join = stack = own_sum = sum
+
+    for split in splits:
+        source = open_weights(files, torch.float32, "cpu")
+        Decoder(files.spec, source, split=split, ranks=Absent(split.rank, split.ranks))
+        source.finish()
+
+
+def splits_of(spec: ModelSpec) -> list[Split]:
+    first, second = stage_layers(spec, 2)
+    return [
+        *(Split(rank, 2) for rank in range(2)),
+        *(Split(rank, 2, "requests") for rank in range(2)),
+        *(Split(rank, 4, "heads", stage) for rank in range(4) for stage in (first, second)),
+    ]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_no_worker_complains_of_what_others_take(name: str, tmp_path: Path) -> None:
+    load_all(saved(tmp_path, SPECS[name]), splits_of(SPECS[name]))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "model.layers.0.mlp.experts.1.gate_proj.weight",  # of a dense layer
+        "model.layers.4.mlp.experts.8.gate_proj.weight",  # beyond the last expert
+        "model.layers.4.self_attn.q_norm.weight",
+        "model.other.weight",
+    ],
+)
+def test_every_worker_complains_of_what_nobody_takes(extra: str, tmp_path: Path) -> None:
+    files = saved(tmp_path, SPECS["glm_moe_dsa"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {extra: torch.ones(2)}, tmp_path / "model.safetensors")
+    for split in splits_of(files.spec):
+        with pytest.raises(CheckpointError, match=f"1 tensors belong to no part of a glm_moe_dsa model: {extra}"):
+            load_all(files, [split])
+
+
+def test_stages_of_a_gguf_file_leave_each_other_theirs(tmp_path: Path) -> None:
+    files = gguf_file(tmp_path / "m.gguf")
+    stages = [Split(layers=stage) for stage in stage_layers(files.spec, 2)]
+    load_all(files, [*stages, Split(1, 2)])
+    files = gguf_file(tmp_path / "extra.gguf", extra="blk.1.attn_q_norm")
+    for stage in stages:
+        with pytest.raises(CheckpointError, match=r"blk\.1\.attn_q_norm"):
+            load_all(files, [stage])
+
+
+def test_fp8_factors_of_tensors_left_to_others_are_no_complaint(tmp_path: Path) -> None:
+    files = saved(tmp_path, SPECS["deepseek_v32"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors |= {name: tensors[name].to(torch.float8_e4m3fn), name + "_scale_inv": torch.ones(1, 1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    load_all(files, splits_of(files.spec))
+
+
+def test_each_expert_is_taken_by_one_rank_and_everything_by_some_worker() -> None:
+    spec = SPECS["deepseek_v32"]
+    whole = Recording()
+    Decoder(spec, whole)
+    for by in ("heads", "requests"):
+        ranks = [Recording() for _ in range(4)]
+        on_ranks(4, lambda peers, of=ranks, by=by: worker(spec, of[peers.rank], None, peers, by))
+        times = sum((recording.times for recording in ranks), Counter())
+        assert times.keys() == whole.tensors.keys()
+        assert {count for name, count in times.items() if ".experts." in name} == {1}
+    stages = [Recording(), Recording()]
+    for recording, layers in zip(stages, stage_layers(spec, 2), strict=True):
+        worker(spec, recording, [layers])
+    assert stages[0].times + stages[1].times == whole.times
+
+
+def test_dummy_models_answer_alike_however_they_are_split(tmp_path: Path) -> None:
+    files = find_model(tiny_directory(tmp_path, num_key_value_heads=2, vocab_size=61))
+
+    def source() -> WeightSource:
+        return open_weights(files, torch.float64, "cpu", load_format="dummy", seed=3)
+
+    whole = answers(worker(files.spec, source()), STEPS)
+    for mine in on_ranks(2, lambda peers: answers(worker(files.spec, source(), None, peers), STEPS)):
+        torch.testing.assert_close(mine.logits, whole.logits, rtol=1e-10, atol=1e-12)

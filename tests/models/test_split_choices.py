@@ -1,0 +1,160 @@
+"""Which ways of splitting a model are taken, which are refused, and what a refusal proposes."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from harness import RandomWeights
+from split_workers import SPECS
+from torch import Tensor
+
+from hotset.base.errors import ConfigError
+from hotset.models.checkpoint import Part
+from hotset.models.decoder import Decoder
+from hotset.models.ranks import ALONE
+from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
+from hotset.models.split import By, Split, check_split, layer_weights, stage_layers
+
+LLAMA, GLM, DEEPSEEK = SPECS["llama"], SPECS["glm_moe_dsa"], SPECS["deepseek_v32"]
+
+
+def refusal(spec: ModelSpec, ranks: int, by: By) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_split(spec, ranks, by)
+    return str(refused.value)
+
+
+def test_degrees_that_divide_everything_are_taken() -> None:
+    for name, spec in SPECS.items():
+        for ranks in (1, 2, 4):
+            check_split(spec, ranks, "heads")
+            check_split(spec, ranks, "requests")
+        assert Split().share(7) == range(7), name
+
+
+def test_heads_and_widths_that_do_not_divide_are_named_with_what_works() -> None:
+    message = refusal(LLAMA, 3, "heads")  # 8 heads, 4 KV heads, 32 columns
+    assert message == (
+        "--tensor-parallel-size 3 does not divide 8 attention heads and 32 columns of a dense MLP and 4 KV heads "
+        "evenly; nearest that works: 2 or 4"
+    )
+    assert refusal(LLAMA, 16, "heads").endswith("8 attention heads evenly; nearest that works: 8")
+
+
+def test_kv_heads_are_copied_only_as_often_as_each_other() -> None:
+    spec = replace(LLAMA, mlp_width=48, attention=GqaSpec(12, 4, 8))
+    assert "4 KV heads evenly; nearest that works: 4 or 12" in refusal(spec, 6, "heads")
+    check_split(spec, 12, "heads")
+
+
+def test_experts_and_shared_experts_that_do_not_divide_are_named() -> None:
+    assert DEEPSEEK.moe is not None
+    odd = replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, width=5))
+    assert "5 columns of the shared experts evenly; nearest that works: 1" in refusal(odd, 2, "heads")
+    check_split(odd, 8, "requests")  # which hold the shared experts whole
+    assert refusal(odd, 3, "requests") == (
+        "--data-parallel-size 3 does not divide 8 experts evenly; nearest that works: 2 or 4"
+    )
+    check_split(LLAMA, 3, "requests")  # nothing is divided
+
+
+def test_a_dense_width_that_no_layer_has_divides_nothing() -> None:
+    assert DEEPSEEK.moe is not None
+    routed = replace(DEEPSEEK, mlp_width=33, moe=replace(DEEPSEEK.moe, layers=(0, 1, 2, 3)))
+    check_split(routed, 4, "heads")
+    assert "33 columns of a dense MLP" in refusal(replace(DEEPSEEK, mlp_width=33), 4, "heads")
+
+
+def test_a_decoder_refuses_what_does_not_divide() -> None:
+    ranks = type(ALONE)()
+    ranks.size = 3
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 3"):
+        Decoder(LLAMA, RandomWeights(torch.float64, 1), split=Split(0, 3), ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 60, 80])
+def test_every_token_is_at_one_rank(ranks: int) -> None:
+    here = [Split(rank, ranks).vocabulary(61) for rank in range(ranks)]
+    assert [token for run in here for token in run] == list(range(61))
+    assert {Split(rank, ranks).vocabulary_rows(61) for rank in range(ranks)} == {-(-61 // ranks)}
+
+
+class Counting(RandomWeights):
+    """Counts the values of matrices, layer by layer."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float64, 1)
+        self.counts: Counter[int] = Counter()
+
+    def take(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: Part | None = None) -> Tensor:
+        taken = super().take(name, shape, out=out, part=part)
+        if len(shape) == 2 and name.startswith("model.layers."):
+            self.counts[int(name.split(".")[2])] += taken.numel()
+        return taken
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_layers_weigh_what_a_decoder_takes_for_them(name: str) -> None:
+    counting = Counting()
+    Decoder(SPECS[name], counting)
+    assert layer_weights(SPECS[name]) == [counting.counts[layer] for layer in range(SPECS[name].layers)]
+
+
+def heaviest(spec: ModelSpec, stages: list[range]) -> int:
+    weights, vocabulary = layer_weights(spec), spec.vocab * spec.hidden
+    sums = [sum(weights[layer] for layer in stage) for stage in stages]
+    sums[0] += vocabulary
+    sums[-1] += vocabulary
+    return max(sums)
+
+
+@pytest.mark.parametrize("vocab", [8, 61, 4000])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
+def test_the_heaviest_stage_is_as_light_as_any_cut_allows(stages: int, vocab: int) -> None:
+    assert isinstance(GLM.attention, MlaSpec) and GLM.moe is not None
+    full = (0, 1, 2, 5, 7, 8, 10)
+    attention = replace(GLM.attention, index=replace(GLM.attention.index, full_layers=full))
+    spec = replace(GLM, vocab=vocab, layers=12, attention=attention, moe=replace(GLM.moe, layers=tuple(range(3, 12))))
+    found = stage_layers(spec, stages)
+    assert [layer for stage in found for layer in stage] == list(range(12)) and all(found)
+    assert all(stage.start in full for stage in found)
+    cuts = ([0, *inner, 12] for inner in combinations(full[1:], stages - 1))
+    every = [[range(a, b) for a, b in pairwise(cut)] for cut in cuts]
+    assert heaviest(spec, found) == min(heaviest(spec, stages) for stages in every)
+
+
+def test_equal_layers_are_shared_out_evenly() -> None:
+    spec = replace(LLAMA, layers=30, vocab=1)
+    assert [len(stage) for stage in stage_layers(spec, 5)] == [6] * 5
+    assert sorted(len(stage) for stage in stage_layers(spec, 4)) == [7, 7, 8, 8]
+
+
+def stages_refused(spec: ModelSpec, stages: int, wanted: tuple[int, ...] | None = None) -> str:
+    with pytest.raises(ConfigError) as refused:
+        stage_layers(spec, stages, wanted)
+    return str(refused.value)
+
+
+def test_wanted_layers_are_taken_as_they_are() -> None:
+    assert stage_layers(LLAMA, 2, (1, 3)) == [range(1), range(1, 4)]
+    assert stage_layers(GLM, 3, (1, 2, 2)) == [range(1), range(1, 3), range(3, 5)]
+
+
+def test_wanted_layers_that_do_not_add_up_are_refused_with_both_numbers() -> None:
+    assert "--pipeline-layers 2,3 has 5 layers, the model 4" in stages_refused(LLAMA, 2, (2, 3))
+    assert "at least one" in stages_refused(LLAMA, 2, (4, 0))
+    assert "names 3 stages, --pipeline-parallel-size 2" in stages_refused(LLAMA, 2, (1, 1, 2))
+
+
+def test_a_cut_through_a_group_that_shares_an_indexer_is_refused_with_the_nearest_that_works() -> None:
+    message = stages_refused(GLM, 2, (4, 1))
+    assert message == ("--pipeline-layers 4,1 would part layers that share an indexer; nearest that works: 3,2")
+    assert stages_refused(GLM, 3, (2, 2, 1)).endswith("nearest that works: 1,2,2")
+
+
+def test_more_stages_than_layers_or_groups_are_refused() -> None:
+    assert stages_refused(LLAMA, 5).endswith("the model has 4 layers; from 1 to 4 stages work")
+    message = stages_refused(GLM, 4)
+    assert "5 layers in 3 groups, each of which shares an indexer; from 1 to 3 stages work" in message

@@ -1,0 +1,209 @@
+"""A model that is split over workers answers as the whole does, in float64, whichever way it is split."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import RandomWeights
+from split_workers import SPECS, STEPS, Answers, Step, answers, on_ranks, worker
+from torch import Tensor
+
+from hotset.kernels import EMPTY
+from hotset.models.checkpoint import Part
+from hotset.models.ranks import ALONE
+from hotset.models.spec import MlaSpec
+from hotset.models.split import stage_layers
+
+DSA = [name for name, spec in SPECS.items() if isinstance(spec.attention, MlaSpec)]
+WHOLE: dict[str, Answers] = {}
+
+
+def weights() -> RandomWeights:
+    return RandomWeights(torch.float64, seed=11)
+
+
+def whole(name: str) -> Answers:
+    if name not in WHOLE:
+        WHOLE[name] = answers(worker(SPECS[name], weights()), STEPS)
+    return WHOLE[name]
+
+
+def expect_same(found: Answers, expected: Answers) -> None:
+    assert len(found.logits) == len(expected.logits)
+    for mine, theirs in zip(found.logits, expected.logits, strict=True):
+        assert mine.shape == theirs.shape and mine.dtype == torch.float64
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+    assert len(found.selected) == len(expected.selected)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found.selected, expected.selected, strict=True))
+
+
+def expect_same_bits(of_ranks: list[Answers]) -> None:
+    for other in of_ranks[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(of_ranks[0].logits, other.logits, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(of_ranks[0].selected, other.selected, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", SPECS)
+def test_ranks_that_divide_heads_answer_as_the_whole_and_alike_to_the_bit(name: str, ranks: int) -> None:
+    found = on_ranks(ranks, lambda peers: answers(worker(SPECS[name], weights(), None, peers), STEPS))
+    for mine in found:
+        expect_same(mine, whole(name))
+    expect_same_bits(found)
+
+
+@pytest.mark.parametrize("name", DSA)
+def test_ranks_that_divide_heads_write_the_same_latent_rows_and_index_keys(name: str) -> None:
+    """To the bit: they share one host store, to which any of them may write a page."""
+    found = on_ranks(4, lambda peers: answers(worker(SPECS[name], weights(), None, peers), STEPS))
+    written = [mine.memories[0].pool.bytes for mine in found]
+    assert all(torch.equal(written[0], other) for other in written[1:])
+    assert (written[0] != 0xAB).any()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_has_the_rows_of_its_own_kv_heads(ranks: int) -> None:
+    """Of 2 KV heads, ranks 0 and 1 of 4 have the first and ranks 2 and 3 the second."""
+    name = "llama with biases"
+    found = on_ranks(ranks, lambda peers: answers(worker(SPECS[name], weights(), None, peers), STEPS))
+    all_rows = whole(name).memories[0].pool.rows.unflatten(-1, (2, 2, -1))  # [layers, rows, K or V, head, values]
+    written = all_rows[:, :, 0, 0, 0] != torch.full((1, 8), 0xAB, dtype=torch.uint8).view(torch.float64)
+    assert written.any() and not written.all()
+    for rank, mine in enumerate(found):
+        rows = mine.memories[0].pool.rows.unflatten(-1, (2, 1, -1))
+        head = rank * 2 // ranks
+        torch.testing.assert_close(rows[written][:, :, 0], all_rows[written][:, :, head], rtol=1e-10, atol=1e-10)
+
+
+class Tied(RandomWeights):
+    """The indexer weighs no head, so that all positions have the score 0."""
+
+    def take(self, name: str, *args: Any, part: Part | None = None, out: Tensor | None = None) -> Tensor:
+        taken = super().take(name, *args, part=part, out=out)
+        return taken.zero_() if "indexer.weights_proj" in name else taken
+
+
+@pytest.mark.parametrize("name", DSA)
+def test_ties_between_positions_are_decided_alike_on_every_rank(name: str) -> None:
+    def tied() -> Tied:
+        return Tied(torch.float64, seed=11)
+
+    found = on_ranks(4, lambda peers: answers(worker(SPECS[name], tied(), None, peers), STEPS))
+    for mine in found:
+        expect_same(mine, answers(worker(SPECS[name], tied()), STEPS))
+    expect_same_bits(found)
+    assert found[3].selected[-1][2].tolist() == list(range(6))  # of equals the earlier ones
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (3, 1), (1, 2, 1), "heaviest"])
+@pytest.mark.parametrize("name", SPECS)
+def test_stages_answer_as_the_whole(name: str, counts: Any) -> None:
+    spec = SPECS[name]
+    if counts == "heaviest":
+        layers = stage_layers(spec, 3)
+    elif name == "glm_moe_dsa":
+        layers = stage_layers(spec, len(counts), {2: (3, 2), 3: (1, 2, 2)}[len(counts)])
+    else:
+        layers = stage_layers(spec, len(counts), counts)
+    found = answers(worker(spec, weights(), layers), STEPS)
+    expect_same(found, whole(name))
+    assert [stage.first for stage in found.stages] == [True] + [False] * (len(layers) - 1)
+    assert [stage.last for stage in found.stages] == [False] * (len(layers) - 1) + [True]
+    assert [stage.kv_shape.layers for stage in found.stages] == [len(stage) for stage in layers]
+
+
+@pytest.mark.parametrize(("name", "stages", "ranks"), [("glm_moe_dsa", 2, 2), ("llama with biases", 3, 4)])
+def test_stages_of_several_ranks_answer_as_the_whole(name: str, stages: int, ranks: int) -> None:
+    layers = stage_layers(SPECS[name], stages)
+    found = on_ranks(ranks, lambda peers: answers(worker(SPECS[name], weights(), layers, peers), STEPS))
+    for mine in found:
+        expect_same(mine, whole(name))
+    expect_same_bits(found)
+
+
+def test_index_groups_are_numbered_within_their_stage() -> None:
+    layers = stage_layers(SPECS["glm_moe_dsa"], 2, (1, 4))
+    first, second = worker(SPECS["glm_moe_dsa"], weights(), layers)
+    assert first.kv_shape.key_layers == (0,) and second.kv_shape.key_layers == (0, 2)
+    assert second.kv_shape.topk == 6 and second.kv_shape.key == first.kv_shape.key
+
+
+REQUESTS: list[list[Step | None]] = [
+    [Step((0, 0), (5, 3)), Step((5, 3), (1, 1)), None, Step((6,), (2,))],
+    [Step((0,), (13,)), None, Step((13,), (1,)), Step((14, 0, 0), (1, 4, 2))],
+]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("name", [*DSA, "qwen3"])
+def test_ranks_that_divide_requests_answer_as_if_alone(name: str, stages: int) -> None:
+    """Their steps differ in rows; some have none of their own."""
+    spec = SPECS[name]
+    layers = stage_layers(spec, stages)
+    rows = [[0 if step is None else step.rows for step in steps] for steps in zip(*REQUESTS, strict=True)]
+    found = on_ranks(
+        2, lambda peers: answers(worker(spec, weights(), layers, peers, "requests"), REQUESTS[peers.rank], rows)
+    )
+    for mine, steps in zip(found, REQUESTS, strict=True):
+        alone = answers(worker(spec, weights(), layers), [step for step in steps if step is not None])
+        expect_same(mine, alone)
+
+
+@pytest.mark.parametrize("by", ["heads", "requests"])
+def test_padded_rows_go_to_no_expert_of_any_rank(by: Any) -> None:
+    """Only one rank has padded its rows; the other has not, and says so."""
+    spec = SPECS["deepseek_v32"]
+    seats = torch.tensor([0, EMPTY, EMPTY, 0])
+    padded, plain = Step((0,), (4,), padded=seats), Step((0,), (4,))
+    expected = [answers(worker(spec, weights()), [step]) for step in (padded, plain)]
+    assert not torch.allclose(expected[0].logits[0], expected[1].logits[0])
+    steps = [[padded], [padded if by == "heads" else plain]]
+    found = on_ranks(2, lambda peers: answers(worker(spec, weights(), None, peers, by), steps[peers.rank], [[4, 4]]))
+    expect_same(found[0], expected[0])
+    expect_same(found[1], expected[0 if by == "heads" else 1])
+
+
+def storages(part: Any, seen: dict[int, int]) -> dict[int, int]:
+    """Bytes of all memory that anything below `part` keeps, by address."""
+    if isinstance(part, Tensor):
+        seen[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+    elif isinstance(part, (list, tuple)):
+        for item in part:
+            storages(item, seen)
+    elif type(part).__module__.startswith("hotset."):
+        for name in [*getattr(part, "__dict__", ()), *getattr(type(part), "__slots__", ())]:
+            storages(getattr(part, name), seen)
+    return seen
+
+
+def held_bytes(part: Any) -> int:
+    return sum(storages(part, {}).values())
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_rank_holds_its_share_and_a_stage_its_layers(name: str) -> None:
+    spec = SPECS[name]
+    (alone,) = worker(spec, weights())
+    all_bytes = held_bytes(alone)
+    of_four = on_ranks(4, lambda peers: held_bytes(worker(spec, weights(), None, peers)))
+    # Norms, routers, latent projections and the indexer are everywhere; at this size they are no trifle.
+    assert max(of_four) < (0.55 if name in DSA else 0.4) * all_bytes
+    of_stages = [held_bytes(stage) for stage in worker(spec, weights(), stage_layers(spec, 2))]
+    twice = alone._embedding.weight.nbytes if spec.tied_embeddings and alone._embedding else 0
+    assert sum(of_stages) <= all_bytes + twice + held_bytes(alone._rope) and max(of_stages) < 0.7 * all_bytes
+
+
+@pytest.mark.parametrize("name", DSA)
+def test_ranks_that_divide_requests_hold_their_experts_only(name: str) -> None:
+    spec = SPECS[name]
+    assert spec.moe is not None
+    (alone,) = worker(spec, weights())
+    expert_bytes = len(spec.moe.layers) * spec.moe.experts * 3 * spec.moe.width * spec.hidden * 8
+    of_four = on_ranks(4, lambda peers: held_bytes(worker(spec, weights(), None, peers, "requests")))
+    numbers = len(spec.moe.layers) * (spec.moe.experts + 1) * 8
+    assert of_four == [held_bytes(alone) - 3 * expert_bytes // 4 + numbers] * 4
+
+
+def test_alone_is_the_identity() -> None:
+    x = torch.randn(3, 2)
+    assert all(op(x) is x for op in (ALONE.sum, ALONE.join, ALONE.stack, ALONE.own_sum))
