@@ -15,7 +15,8 @@ import torch
 
 from hotset.base.sampling import SamplingParams
 from hotset.base.units import ceil_div
-from hotset.engine.handoffs import host_store, landing_stores, regions
+from hotset.engine.stores import host_stores, landing_stores, regions
+from hotset.engine.workers.executor import whole
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.layout import writes
 from hotset.handoff.messages import (
@@ -150,14 +151,16 @@ class Worker:
         self.memory = Coordinator(pool, host, 1, case.tokens)
         self.wire = Noted(NixlWire(HOST, LANES) if case.engine == "nixl" else MooncakeWire(HOST, "tcp"))
         self.transfer = Lanes(self.wire, LANES, DEADLINE_S)
-        for region in regions(self.memory, landing=not prefill):
+        for region in regions(whole(self.memory), None if prefill else self.memory.pool):
             self.transfer.register(region)
         channel = open_channel(f"{HOST}:0")
-        source = host_store(self.memory)
+        source = host_stores(whole(self.memory))["host"]
         assert shape.key is not None
         model = Model("stand-in", case.layers, shape.row.described, shape.key.described, shape.groups, "")
         in_host = prefill or case.keys == "host"
-        stores: Mapping[Landing, Store] = {"host": source} if in_host else landing_stores(self.memory)
+        stores: Mapping[Landing, Store] = (
+            {"host": source} if in_host else landing_stores(whole(self.memory), self.memory.pool)
+        )
         self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe())
         self.news = threading.Event()
         machine = Sender(source) if prefill else Receiver()
@@ -290,11 +293,13 @@ class DecodeWorker(Worker):
 
     def unmerged(self) -> int:
         """Writes of a context if no page followed another."""
-        case, source, target = self.case, host_store(self.memory), self.hello.stores["host"]
+        case, source, target = self.case, host_stores(whole(self.memory))["host"], self.hello.stores["host"]
         apart = tuple(reversed(range(case.pages)))
         assert source.keys is not None and target.keys is not None
         keys = writes(source.keys, apart, target.keys, apart, 0, case.tokens)
-        return len(writes(source.rows, apart, target.rows, range(case.pages), 0, case.tokens)) + len(keys)
+        return len(
+            writes(source.shards[0].span, apart, target.shards[0].span, range(case.pages), 0, case.tokens)
+        ) + len(keys)
 
 
 def serve(case: Case, pipe: Connection) -> None:

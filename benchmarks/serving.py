@@ -40,10 +40,11 @@ from torch import Tensor
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import model_card
-from hotset.engine.core import Engine
+from hotset.engine.core import Engine, Replica
 from hotset.engine.intake import Intake
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, kv_budget
+from hotset.engine.workers.executor import InProcess
 from hotset.kernels.swap_in import Copies, copy
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
@@ -164,7 +165,7 @@ def make_engine(setting: Setting, selection: Selection) -> tuple[Engine, Runner]
     scheduler = Scheduler(ledger, SEATS, CHUNK, config.tiers)
     card = model_card(config, setting.spec, budget, CUDA, torch.bfloat16)
     runner = Runner(model, memory, SEATS, budget.max_model_len, setting.spec.vocab, graphs=True)
-    return Engine(card, scheduler, runner, ledger, memory, plans_in_flight=2), runner
+    return Engine(card, [Replica(scheduler, ledger)], InProcess(runner, memory), plans_in_flight=2), runner
 
 
 def land(engine: Engine, requests: int, context: int) -> list[str]:

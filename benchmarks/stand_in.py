@@ -127,7 +127,7 @@ class Watched:
         params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
         (choice,) = self._intake.accept(str(len(self.requests)), [0] * prompt, params)
         request = choice.to_request()
-        self.engine._scheduler.add(request)  # as `Engine.add` does, which does not hand the request out
+        self.engine.replicas[0].scheduler.add(request)  # as `Engine.add` does, which does not hand the request out
         self.requests.append(request)
         return request
 

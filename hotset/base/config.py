@@ -13,7 +13,8 @@ TiersMode = Literal["auto", "off", "always"]
 TiersChoice = Literal["auto", "resident", "tiered"]  # of one request
 LandingChoice = Literal["auto", "host", "device"]  # of one request: where what a prefill worker computed arrives
 EMBEDDED = "embedded"
-OF_WORKERS = ("control", "advertise", "handoff_secret", "transfer", "transfer_protocol")  # of prefill and decode ones
+# Of prefill and decode workers alone.
+OF_WORKERS = ("control", "advertise", "handoff_secret", "transfer", "transfer_protocol", "staging_mib")
 CHOICES = {
     "load_format": ("auto", "dummy"),
     "tiers": ("auto", "off", "always"),
@@ -68,6 +69,14 @@ class EngineConfig:
     cuda_graphs: Literal["auto", "off"] = _setting(
         "auto", "'auto': on a GPU, in bfloat16, steps that only decode are captured once and replayed; 'off': never."
     )
+    tensor_parallel_size: int = _setting(
+        1, "Workers among which the heads, experts and vocabulary of every layer are divided."
+    )
+    pipeline_parallel_size: int = _setting(1, "Stages, one after another, among which the layers are divided.")
+    pipeline_layers: str | None = _setting(None, "Layers of each stage, like 16,15. Default: of about equal weight.")
+    data_parallel_size: int = _setting(
+        1, "Workers that each hold some requests whole; the experts are divided among them."
+    )
     role: Literal["both", "prefill", "decode"] = _setting(
         "both", "'prefill': computes prompts for decode workers; 'decode': takes over from prefill workers."
     )
@@ -84,6 +93,9 @@ class EngineConfig:
     transfer_protocol: Literal["tcp", "rdma"] | None = _setting(
         None, "What Mooncake moves it by. Default: tcp. NIXL chooses by itself."
     )
+    staging_mib: int = _setting(
+        64, "Memory through which KV travels packed where peers divide its heads otherwise, in MiB; 0: never packed."
+    )
     seed: int | None = _setting(None, "Makes the seeds of requests that bring none repeatable.")
 
     def __post_init__(self) -> None:
@@ -96,10 +108,15 @@ class EngineConfig:
             "host_kv_tokens",
             "hot_slots",
             "plans_in_flight",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "data_parallel_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{flag_name(name)} must be at least 1, got {value}")
+        if self.staging_mib < 0:
+            raise ConfigError(f"--staging-mib must be at least 0, got {self.staging_mib}")
         for name in ("device_kv_gib", "host_kv_gib"):
             gib = getattr(self, name)
             if gib is not None and not 0 < gib < float("inf"):
@@ -111,6 +128,7 @@ class EngineConfig:
                 listed = ", ".join(repr(choice) for choice in choices if choice is not None)
                 raise ConfigError(f"--{flag_name(name)} must be one of {listed}, got {getattr(self, name)!r}")
         self._check_role()
+        self._check_workers()
         if self.role == "prefill" and self.tiers == "off":
             raise ConfigError("--role prefill sends from the host store, and --tiers off makes none; leave that out")
         if self.tiers == "off":
@@ -119,6 +137,40 @@ class EngineConfig:
                     raise ConfigError(
                         f"--{flag_name(name)} would have no effect with --tiers off; leave one of them out"
                     )
+
+    @property
+    def workers(self) -> int:
+        """Processes that compute."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def stage_layers(self) -> tuple[int, ...] | None:
+        """`pipeline_layers`, as numbers."""
+        if self.pipeline_layers is None:
+            return None
+        try:
+            return tuple(int(count) for count in self.pipeline_layers.split(","))
+        except ValueError:
+            wanted = "the layers of each stage, like 16,15"
+            raise ConfigError(f"--pipeline-layers must be {wanted}, got {self.pipeline_layers!r}") from None
+
+    def _check_workers(self) -> None:
+        stages = self.pipeline_parallel_size
+        if self.data_parallel_size > 1 and self.workers > self.data_parallel_size:
+            raise ConfigError(
+                f"--data-parallel-size {self.data_parallel_size} cannot be joined with tensor or pipeline parallelism "
+                f"({self.tensor_parallel_size} and {stages}): every worker holds its requests whole; set those to 1"
+            )
+        if self.data_parallel_size > 1 and self.role == "prefill":
+            raise ConfigError("--role prefill has no use for --data-parallel-size: start as many prefill workers")
+        if (counts := self.stage_layers) is not None and len(counts) != stages:
+            raise ConfigError(f"--pipeline-layers names {len(counts)} stages, --pipeline-parallel-size {stages}")
+        if self.workers > 1 and self.role != "both" and self.tiers == "off":
+            raise ConfigError(
+                "several workers hand over by way of the host store, and --tiers off makes none; leave that out"
+            )
+        if self.workers > 1 and self.device is not None and ":" in self.device:
+            raise ConfigError(f"--device {self.device} is one device, for {self.workers} workers; say 'cuda' or 'cpu'")
 
     def _check_role(self) -> None:
         if self.role == "both":

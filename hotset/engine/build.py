@@ -9,23 +9,26 @@ import torch
 
 from hotset.base.address import control_port
 from hotset.base.config import EMBEDDED, EngineConfig
-from hotset.base.errors import CheckpointError, ConfigError, RequestError
+from hotset.base.errors import CheckpointError, ConfigError, EngineStopped, RequestError, StartupError
 from hotset.base.sampling import SamplingParams
-from hotset.engine.core import Engine
+from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import Model
 from hotset.engine.device import choose_device
 from hotset.engine.handoffs import make_port
 from hotset.engine.intake import ModelCard
+from hotset.engine.model import choose_dtype, load_decoder, storage, whole_kv_shape
 from hotset.engine.progress import LoadingBar
 from hotset.engine.runner import Runner
-from hotset.engine.sizing import KvBudget, kv_budget
+from hotset.engine.sizing import KvBudget, kv_budget, shared_budget
+from hotset.engine.workers.executor import Executor, InProcess
+from hotset.engine.workers.processes import WorkerProcesses
 from hotset.handoff.messages import Model as Identity
-from hotset.memory.device_pool import DevicePool
+from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
-from hotset.models.checkpoint import find_model, open_weights
-from hotset.models.decoder import Decoder
-from hotset.models.spec import GqaSpec, ModelSpec, Storage
+from hotset.models.checkpoint import find_model
+from hotset.models.spec import GqaSpec, ModelSpec
+from hotset.models.split import Split, check_split, stage_layers
 from hotset.models.tokenizer import Tokenizer
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.coordinator import Coordinator
@@ -63,25 +66,6 @@ def open_front(config: EngineConfig) -> FrontModel:
     return FrontModel(Tokenizer.load(files, config.tokenizer), defaults)
 
 
-def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """The dtype asked for; else the checkpoint's on a GPU (float16 is read as bfloat16), float32 on a CPU."""
-    if name is None:
-        of_checkpoint = "bfloat16" if spec.dtype == "float16" else spec.dtype
-        name = "float32" if device.type == "cpu" else of_checkpoint
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def storage(config: EngineConfig, spec: ModelSpec) -> Storage:
-    """How KV is stored. ConfigError where fp8 was asked for and the model's rows have no such layout."""
-    if isinstance(spec.attention, GqaSpec):
-        for flag, value in (("--kv-dtype", config.kv_dtype), ("--index-dtype", config.index_dtype)):
-            if value != "auto":
-                raise ConfigError(f"{flag} {value} is for models with a latent KV (MLA); leave it out for this one")
-    return Storage(fp8_rows=config.kv_dtype == "fp8", fp8_keys=config.index_dtype == "fp8")
-
-
 def build_engine(
     config: EngineConfig, *, show_progress: bool = True, wake: Callable[[], None] = lambda: None
 ) -> Engine:
@@ -90,19 +74,70 @@ def build_engine(
     device = choose_device(config.device)
     files = find_model(config.model)
     dtype = choose_dtype(config.dtype, files.spec, device)
-    with LoadingBar(f"Loading {model_name(config.model)}", show_progress) as bar:
-        weights = open_weights(files, dtype, device, load_format=config.load_format, progress=bar.update)
-        model = Decoder(files.spec, weights, storage(config, files.spec))
-        weights.finish()
-    budget = kv_budget(config, model.kv_shape, files.spec.context, device)
-    card = model_card(config, files.spec, budget, device, dtype)
-    with LoadingBar("Preparing the host store", show_progress) as bar:
+    stored = storage(config, files.spec)
+    ready = one_worker if config.workers == 1 else many_workers
+    budget, executor = ready(config, files.spec, device, show_progress, wake)
+    try:
+        card = model_card(config, files.spec, budget, device, dtype)
         digest = f"{config.load_format} {files.fingerprint()}"  # random weights are no others' equals
-        engine = assemble(config, card, model, budget, device, bar.update, weights=digest, wake=wake)
-    if device.type == "cuda":
-        with LoadingBar("Capturing decode steps", show_progress, counting=True) as bar:
-            engine.warm_up(bar.update)
+        shape = whole_kv_shape(files.spec, dtype, stored)
+        engine = join(config, card, shape, budget, executor, weights=digest, wake=wake)
+        if device.type == "cuda":
+            with LoadingBar("Capturing decode steps", show_progress, counting=True) as bar:
+                engine.warm_up(bar.update)
+    except BaseException:
+        executor.close()
+        raise
     return engine
+
+
+def one_worker(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, show_progress: bool, wake: Callable[[], None]
+) -> tuple[KvBudget, Executor]:
+    """All of the model, in this process, which nobody needs to wake."""
+    with LoadingBar(f"Loading {model_name(config.model)}", show_progress) as bar:
+        model = load_decoder(config, device, bar.update)
+    budget = kv_budget(config, model.kv_shape, spec.context, device)
+    with LoadingBar("Preparing the host store", show_progress) as bar:
+        return budget, in_process(config, model, budget, device, spec.vocab, bar.update)
+
+
+def many_workers(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, show_progress: bool, wake: Callable[[], None]
+) -> tuple[KvBudget, Executor]:
+    """Processes that hold a part each. `wake` is called when one of them died."""
+    kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
+    parts = splits(config, spec, device)
+    workers = WorkerProcesses(config, parts, config.pipeline_parallel_size, kv_heads, device, wake)
+    try:
+        with LoadingBar(f"Loading {model_name(config.model)}", show_progress) as bar:
+            loaded = workers.load(bar.update)
+        budget = shared_budget(config, loaded, spec.context, device)
+        with LoadingBar("Preparing the workers", show_progress, counting=True) as bar:
+            workers.settle(budget, bar.update)
+    except EngineStopped as error:
+        workers.close()
+        raise StartupError(f"the engine did not start: {error}") from error
+    except BaseException:
+        workers.close()
+        raise
+    return budget, workers
+
+
+def splits(config: EngineConfig, spec: ModelSpec, device: torch.device) -> list[Split]:
+    """Which part each worker holds, stage by stage. ConfigError where the model cannot be divided so."""
+    if device.type == "cuda" and config.workers > torch.cuda.device_count():
+        raise ConfigError(
+            f"{config.workers} workers want a GPU each, and there are {torch.cuda.device_count()}; lower "
+            "--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size"
+        )
+    replicas, ranks = config.data_parallel_size, config.tensor_parallel_size
+    if replicas > 1:
+        check_split(spec, replicas, "requests")
+        return [Split(rank, replicas, "requests") for rank in range(replicas)]
+    check_split(spec, ranks, "heads")
+    stages = stage_layers(spec, config.pipeline_parallel_size, config.stage_layers)
+    return [Split(rank, ranks, "heads", layers) for layers in stages for rank in range(ranks)]
 
 
 def model_card(
@@ -121,6 +156,7 @@ def model_card(
         dtype=str(dtype).removeprefix("torch."),
         role=config.role,
         host_store=budget.host_pages > 0,
+        lands_on_device=config.workers == 1,
     )
 
 
@@ -138,28 +174,62 @@ def assemble(
 ) -> Engine:
     """Puts an engine together around a model that is loaded. `progress(done, total)`: bytes of the host store.
     `weights`: what a peer's must be the same as. `transfer`: instead of the one that is configured."""
+    executor = in_process(config, model, budget, device, card.vocab, progress)
+    return join(config, card, model.kv_shape, budget, executor, weights=weights, wake=wake, transfer=transfer)
+
+
+def in_process(
+    config: EngineConfig,
+    model: Model,
+    budget: KvBudget,
+    device: torch.device,
+    vocab: int,
+    progress: Callable[[int, int], None] | None,
+) -> InProcess:
+    """A worker that holds all of a model that is loaded."""
     pool = DevicePool(model.kv_shape, budget.geometry, budget.device_pages, device)
     host = None
     if budget.host_pages:
         host = HostStore(model.kv_shape, budget.host_pages, config.page_rows, device, progress)
     memory = Coordinator(pool, host, config.max_num_seqs, budget.max_model_len)
-    ledger = Ledger(
-        budget.geometry, PageAllocator(budget.device_pages), PageAllocator(budget.host_pages) if host else None
-    )
-    scheduler = Scheduler(ledger, config.max_num_seqs, config.max_num_batched_tokens, config.tiers)
-    graphs = device.type == "cuda" and config.cuda_graphs == "auto" and card.dtype == "bfloat16"
-    runner = Runner(model, memory, config.max_num_seqs, budget.max_model_len, card.vocab, graphs=graphs)
-    depth = config.plans_in_flight or (2 if device.type == "cuda" else 1)
+    graphs = device.type == "cuda" and config.cuda_graphs == "auto" and model.dtype == torch.bfloat16
+    runner = Runner(model, memory, config.max_num_seqs, budget.max_model_len, vocab, graphs=graphs)
+    return InProcess(runner, memory)
+
+
+def join(
+    config: EngineConfig,
+    card: ModelCard,
+    shape: KvShape,
+    budget: KvBudget,
+    executor: Executor,
+    *,
+    weights: str = "",
+    wake: Callable[[], None] = lambda: None,
+    transfer: Transfer | None = None,
+) -> Engine:
+    """Puts an engine together around workers that are ready. `shape`: of the whole model."""
+    replicas = [_replica(config, budget) for _ in range(config.data_parallel_size)]
+    stages = config.pipeline_parallel_size
+    depth = config.plans_in_flight or max(stages, 2 if card.device != "cpu" else 1)
     port = None
     if config.role != "both":
-        shape = model.kv_shape
         key = None if shape.key is None else shape.key.described
         mine = Identity(card.name, shape.layers, shape.row.described, key, shape.groups, weights)
         here = control_port(config.control, config.advertise, config.handoff_secret).peers.host
         moved_by = transfer or open_transfer(config.transfer, host=here, protocol=config.transfer_protocol or "tcp")
-        port, control = make_port(config, mine, scheduler, memory, card, moved_by, wake)
+        schedulers = [replica.scheduler for replica in replicas]
+        port, control = make_port(config, mine, schedulers, executor, card, moved_by, wake)
         card = replace(card, control=control)
-    return Engine(card, scheduler, runner, ledger, memory, depth, port)
+    return Engine(card, replicas, executor, depth, port)
+
+
+def _replica(config: EngineConfig, budget: KvBudget) -> Replica:
+    host = PageAllocator(budget.host_pages) if budget.host_pages else None
+    on_device = config.workers == 1  # no other process reaches the devices of workers
+    ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), host, lands_on_device=on_device)
+    sizes = (config.max_num_seqs, config.max_num_batched_tokens)
+    return Replica(Scheduler(ledger, *sizes, config.tiers, stages=config.pipeline_parallel_size), ledger)
 
 
 def model_name(model: str) -> str:

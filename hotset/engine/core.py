@@ -1,69 +1,75 @@
-"""The step loop: the scheduler decides, the runner acts, the scheduler commits."""
+"""The step loop: schedulers decide, the executor acts, schedulers commit."""
 
 import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hotset.base.errors import EngineStopped
 from hotset.engine.handoffs import CLOSING_SECONDS, Port
 from hotset.engine.intake import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
-from hotset.engine.runner import Runner, Ticket
+from hotset.engine.workers.executor import UNPINNED_PER_SECOND, Executor, Pending
+from hotset.schedule.counters import Counters
 from hotset.schedule.plan import Committed
 from hotset.schedule.request import FinishReason
 from hotset.schedule.scheduler import Scheduler
-from hotset.tiers.coordinator import Coordinator
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
 
 LOGGER = logging.getLogger("hotset.engine")
 DRAIN_SECONDS = 5.0  # for handoffs, at the end, at the least
 HURRIED_SECONDS = 1.0  # for the same where somebody will not wait
-UNPINNED_PER_SECOND = 1e9  # bytes, at the least
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Some of the engine's requests, with pools of their own. All but data parallel engines have one."""
+
+    scheduler: Scheduler
+    ledger: Ledger
 
 
 class Engine:
-    """One model, one pool, one scheduler. Not thread-safe: whoever calls `step` makes every other call as well."""
+    """One model, and all that is asked of it. Not thread-safe: whoever calls `step` makes every other call as well."""
 
     def __init__(
         self,
         card: ModelCard,
-        scheduler: Scheduler,
-        runner: Runner,
-        ledger: Ledger,
-        memory: Coordinator,
+        replicas: Sequence[Replica],
+        executor: Executor,
         plans_in_flight: int,
         port: Port | None = None,
     ) -> None:
         """`port`: of a prefill or decode worker."""
         self.card = card
-        self._scheduler = scheduler
-        self._runner = runner
-        self._ledger = ledger
-        self._memory = memory
+        self.replicas = replicas
+        self.executor = executor
+        self._schedulers = [replica.scheduler for replica in replicas]
         self._depth = plans_in_flight
         self._port = port
-        self._tickets: deque[Ticket] = deque()
+        self._pending: deque[Pending] = deque()
         self._broken = False
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Compiles and captures ahead what steps will need. `progress(done, total)`."""
-        self._runner.warm_up(progress)
+        self.executor.warm_up(progress)
 
     @property
     def idle(self) -> bool:
         """Nothing is left to do, or nothing can be done any more."""
-        return self._broken or self._scheduler.idle
+        return self._broken or all(scheduler.idle for scheduler in self._schedulers)
 
     def add(self, choice: Choice) -> None:
-        """Queues a choice that passed the intake."""
-        self._scheduler.add(choice.to_request())
+        """Queues a choice that passed the intake, where the fewest tokens are."""
+        min(self._schedulers, key=lambda scheduler: scheduler.load).add(choice.to_request())
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """Ends a request, whatever it is doing; unknown ids are ignored."""
-        self._scheduler.abort(request_id, reason)
+        for scheduler in self._schedulers:
+            scheduler.abort(request_id, reason)
 
     def step(self) -> Committed:
         """Keeps `plans_in_flight` steps submitted and takes in the oldest; the news are empty if there was none.
@@ -81,33 +87,45 @@ class Engine:
     @property
     def waiting_for_peers(self) -> bool:
         """There is nothing to compute until a peer has answered."""
-        return not self._tickets and self._scheduler.running == 0
+        return not self._pending and all(scheduler.running == 0 for scheduler in self._schedulers)
 
     def _step(self) -> Committed:
+        self.executor.check()
         if self._port is not None:
             self._port.exchange()
-        while len(self._tickets) < self._depth and (plan := self._scheduler.plan()) is not None:
-            self._tickets.append(self._runner.submit(plan))
+        while len(self._pending) < self._depth:
+            step = [scheduler.plan() for scheduler in self._schedulers]
+            if not any(step):
+                break
+            self._pending.append(self.executor.submit(step))
             if self._port is not None:
-                self._port.submitted(plan)
-        if self._tickets:
-            return self._scheduler.commit(self._tickets.popleft().result())
-        return self._scheduler.take_news()
+                self._port.submitted(step)
+        if not self._pending:
+            return _joined([scheduler.take_news() for scheduler in self._schedulers])
+        results = self._pending.popleft().results()
+        return _joined(
+            [
+                scheduler.take_news() if result is None else scheduler.commit(result)
+                for scheduler, result in zip(self._schedulers, results, strict=True)
+            ]
+        )
 
     def stats(self) -> EngineStats:
-        scheduler, counters = self._scheduler, self._scheduler.counters
-        device, host, traffic = self._ledger.device, self._ledger.host, self._memory.traffic()
+        schedulers, ledgers = self._schedulers, [replica.ledger for replica in self.replicas]
+        counters = Counters.total(scheduler.counters for scheduler in schedulers)
+        devices, hosts = [ledger.device for ledger in ledgers], [ledger.host for ledger in ledgers if ledger.host]
+        traffic = self.executor.traffic()
         return EngineStats(
-            running=scheduler.running,
-            waiting=scheduler.waiting,
-            tokens_to_prefill=scheduler.tokens_to_prefill,
-            resident=scheduler.in_residence(Residence.RESIDENT),
-            tiered=scheduler.in_residence(Residence.TIERED),
-            parked=scheduler.parked,
-            device_pages_held=device.held,
-            device_pages_total=device.capacity,
-            host_pages_held=0 if host is None else host.held,
-            host_pages_total=0 if host is None else host.capacity,
+            running=sum(scheduler.running for scheduler in schedulers),
+            waiting=sum(scheduler.waiting for scheduler in schedulers),
+            tokens_to_prefill=sum(scheduler.tokens_to_prefill for scheduler in schedulers),
+            resident=sum(scheduler.in_residence(Residence.RESIDENT) for scheduler in schedulers),
+            tiered=sum(scheduler.in_residence(Residence.TIERED) for scheduler in schedulers),
+            parked=sum(scheduler.parked for scheduler in schedulers),
+            device_pages_held=sum(device.held for device in devices),
+            device_pages_total=sum(device.capacity for device in devices),
+            host_pages_held=sum(host.held for host in hosts),
+            host_pages_total=sum(host.capacity for host in hosts),
             steps=counters.steps,
             tokens_prefilled=counters.tokens_prefilled,
             tokens_generated=counters.tokens_generated,
@@ -120,7 +138,7 @@ class Engine:
             lost=counters.lost,
             asked_again=counters.asked_again,
             handed_over=counters.handed_over,
-            quarantined_pages=self._ledger.quarantined.device + self._ledger.quarantined.host,
+            quarantined_pages=sum(ledger.quarantined.device + ledger.quarantined.host for ledger in ledgers),
             handoff=None if self._port is None else self._port.stats(),
             rows_flushed=traffic.rows_flushed,
             bytes_swapped=traffic.bytes_swapped,
@@ -132,10 +150,8 @@ class Engine:
     @property
     def closing_seconds(self) -> float:
         """What `close` may take beyond the drain that it is given, on a slow machine."""
-        host = self._memory.host
-        tensors = () if host is None else (host.rows, host.keys)
-        pinned = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        return (0.0 if self._port is None else DRAIN_SECONDS + CLOSING_SECONDS) + pinned / UNPINNED_PER_SECOND
+        of_port = 0.0 if self._port is None else DRAIN_SECONDS + CLOSING_SECONDS
+        return of_port + self.executor.pinned_bytes / UNPINNED_PER_SECOND
 
     def close(self, drain_seconds: float = 0.0, hurried: Callable[[], bool] = lambda: False) -> None:
         """Gives the host store back in order, and before it what peers wait for: that may be finished for so long, or
@@ -143,7 +159,7 @@ class Engine:
         if self._port is not None:
             self._close_port(self._port, drain_seconds, hurried)
         self._broken = True
-        self._memory.close()
+        self.executor.close()
 
     def _close_port(self, port: Port, drain_seconds: float, hurried: Callable[[], bool]) -> None:
         """Peers are told, and what was begun for them is finished, before memory goes."""
@@ -163,8 +179,9 @@ class Engine:
 
     def audit(self) -> None:
         """Proves that no page and no seat is lost or shared, and that every residency map is consistent."""
-        self._scheduler.audit()
-        self._memory.audit(self._scheduler.tiered_seats())
+        for scheduler in self._schedulers:
+            scheduler.audit()
+        self.executor.audit([scheduler.tiered_seats() for scheduler in self._schedulers])
         if self._port is not None:
             self._port.audit()
 
@@ -173,3 +190,18 @@ def _begun(close: Callable[[float], None], seconds: float) -> threading.Thread:
     thread = threading.Thread(target=close, args=(seconds,), daemon=True)
     thread.start()
     return thread
+
+
+def _joined(news: Sequence[Committed]) -> Committed:
+    """The news of all replicas as one."""
+    if len(news) == 1:
+        return news[0]
+    joined = Committed()
+    for each in news:
+        first = len(joined.token_ids)
+        joined.request_ids += each.request_ids
+        joined.token_ids += each.token_ids
+        joined.alternatives.update({first + at: row for at, row in each.alternatives.items()})
+        joined.finished.update(each.finished)
+        joined.why_lost.update(each.why_lost)
+    return joined

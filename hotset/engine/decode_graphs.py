@@ -26,13 +26,15 @@ class Model(Protocol):
     """A model as the runner sees it."""
 
     device: torch.device
+    dtype: torch.dtype
 
     @property
     def kv_shape(self) -> KvShape:
         """What one token costs in memory."""
 
-    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
-        """Logits of the query rows numbered in `wanted` (None: all), KV read and written through the view."""
+    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor | None:
+        """Logits of the query rows numbered in `wanted` (None: all), KV read and written through the view. None: of a
+        stage that is not the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,9 @@ class DecodeGraphs:
 
         def step() -> Tensor:
             view = self._memory.blank_view(seat_of, positions, swapping)
-            return self._model.forward(self._tokens[seat_of, positions], view, None)
+            logits = self._model.forward(self._tokens[seat_of, positions], view, None)
+            assert logits is not None, "only whole models are captured"
+            return logits
 
         step()
         torch.cuda.synchronize()

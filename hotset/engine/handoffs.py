@@ -7,12 +7,15 @@ they reach its host store. Nothing here waits.
 import itertools
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from hotset.base.config import EngineConfig
+from hotset.base.units import MIB
 from hotset.engine.intake import ModelCard
+from hotset.engine.stores import host_landing, landing_stores, regions, stores_of_host
+from hotset.engine.workers.executor import Executor, Step
 from hotset.handoff.agent import FAREWELL_SECONDS, STOP_SECONDS, HandoffAgent, HandoffStats, open_channel
 from hotset.handoff.messages import (
     Ask,
@@ -29,17 +32,18 @@ from hotset.handoff.messages import (
     NotComputed,
     Prefill,
     Sampled,
-    Span,
     Store,
     Written,
 )
+from hotset.handoff.packing import StagingMemory
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
-from hotset.schedule.plan import FirstToken, Plan, Reservation, Rows, Withdrawal
+from hotset.handoff.staged_in import StagedIn
+from hotset.handoff.staging import check_staging
+from hotset.schedule.plan import FirstToken, Reservation, Rows, Withdrawal
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
-from hotset.tiers.coordinator import Coordinator
-from hotset.transfer.api import Event, Memory, Region, Transfer
+from hotset.transfer.api import Event, Transfer
 from hotset.transfer.lanes import CLOSE_S
 
 LOGGER = logging.getLogger("hotset.engine")
@@ -52,8 +56,8 @@ class Port(Protocol):
     def exchange(self) -> None:
         """Passes on what there is to pass on, both ways. Between steps."""
 
-    def submitted(self, plan: Plan) -> None:
-        """This plan has been handed to the device."""
+    def submitted(self, step: Step) -> None:
+        """These plans have been handed to the workers."""
 
     def stats(self) -> HandoffStats: ...
 
@@ -65,24 +69,35 @@ class Port(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class MovedBy:
+    """What KV travels by, and the memory that it may travel through."""
+
+    transfer: Transfer
+    staging: StagingMemory | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Held:
     """A reservation whose host pages the device may still be writing for somebody else."""
 
+    replica: int
     reservation: Reservation
     after: Event | None
 
 
 class DecodePort:
-    def __init__(self, agent: HandoffAgent, transfer: Transfer, scheduler: Scheduler, memory: Coordinator) -> None:
-        self._agent, self._transfer, self._scheduler, self._memory = agent, transfer, scheduler, memory
+    def __init__(
+        self, agent: HandoffAgent, moved_by: MovedBy, schedulers: Sequence[Scheduler], executor: Executor
+    ) -> None:
+        self._agent, self._moved_by, self._schedulers, self._executor = agent, moved_by, schedulers, executor
         self._held: list[_Held] = []
-        self._prefix = f"{secrets.token_hex(4)}:"  # a worker that comes back asks under other names
+        self._prefix = secrets.token_hex(4)  # a worker that comes back asks under other names
 
     def exchange(self) -> None:
-        scheduler = self._scheduler
         for fact in self._agent.facts():
             assert isinstance(fact, Landed | Lost | Calm), f"a decode worker is told {fact}"
-            name, attempt = fact.key.request_id.removeprefix(self._prefix), fact.key.attempt
+            _, at, name = fact.key.request_id.split(":", 2)
+            scheduler, attempt = self._schedulers[int(at)], fact.key.attempt
             match fact:
                 case Landed(_, token_id, alternatives):
                     scheduler.landed(name, attempt, token_id, alternatives)
@@ -92,19 +107,20 @@ class DecodePort:
                     LOGGER.log(level, "%s did not arrive, attempt %d: %s", name, attempt, reason)
                 case Calm():
                     scheduler.calm(name, attempt)
-        for outgoing in scheduler.take_outgoing():
-            if isinstance(outgoing, Reservation):
-                self._held.append(_Held(outgoing, self._memory.stored()))
-            else:
-                self._withdraw(outgoing)
+        for replica, scheduler in enumerate(self._schedulers):
+            for outgoing in scheduler.take_outgoing():
+                if isinstance(outgoing, Reservation):
+                    self._held.append(_Held(replica, outgoing, self._executor.stored()))
+                else:
+                    self._withdraw(replica, outgoing)
         ready = [held for held in self._held if held.after is None or held.after.query()]
         self._held = [held for held in self._held if held not in ready]
         for held in ready:
-            self._agent.put(self._fetch(held.reservation))
+            self._agent.put(self._fetch(held.replica, held.reservation))
 
-    def submitted(self, plan: Plan) -> None:
+    def submitted(self, step: Step) -> None:
         """A decode worker computes for nobody else."""
-        assert not plan.sent, "a prompt for a peer, at a decode worker"
+        assert not any(plan.sent for plan in step if plan is not None), "a prompt for a peer, at a decode worker"
 
     def stats(self) -> HandoffStats:
         return self._agent.stats()
@@ -114,35 +130,38 @@ class DecodePort:
 
     def close(self, drain_seconds: float) -> None:
         self._agent.close(drain_seconds)
-        self._transfer.close()
+        self._moved_by.transfer.close()
 
-    def _withdraw(self, withdrawal: Withdrawal) -> None:
+    def _withdraw(self, replica: int, withdrawal: Withdrawal) -> None:
         name, attempt = withdrawal.request_id, withdrawal.attempt
         for held in self._held:
             if (held.reservation.request_id, held.reservation.attempt) == (name, attempt):
                 self._held.remove(held)
-                self._scheduler.lost(name, attempt, quiesced=True, retry=False)
+                self._schedulers[replica].lost(name, attempt, quiesced=True, retry=False)
                 return
-        self._agent.put(GiveUp(Key(self._prefix + name, attempt)))
+        self._agent.put(GiveUp(self._key(replica, name, attempt)))
 
-    def _fetch(self, reservation: Reservation) -> Fetch:
+    def _fetch(self, replica: int, reservation: Reservation) -> Fetch:
         ask = Ask(
-            Key(self._prefix + reservation.request_id, reservation.attempt),
+            self._key(replica, reservation.request_id, reservation.attempt),
             reservation.token_ids,
             reservation.params,
-            "device" if reservation.on_device else "host",
+            "device" if reservation.on_device else host_landing(replica),
             reservation.row_pages,
             reservation.key_pages,
             tuple(sorted(reservation.stop_ids)),
         )
         return Fetch(reservation.prefill_at, ask)
 
+    def _key(self, replica: int, name: str, attempt: int) -> Key:
+        return Key(f"{self._prefix}:{replica}:{name}", attempt)
+
 
 class PrefillPort:
     def __init__(
-        self, agent: HandoffAgent, transfer: Transfer, scheduler: Scheduler, memory: Coordinator, card: ModelCard
+        self, agent: HandoffAgent, moved_by: MovedBy, scheduler: Scheduler, executor: Executor, card: ModelCard
     ) -> None:
-        self._agent, self._transfer, self._scheduler, self._memory = agent, transfer, scheduler, memory
+        self._agent, self._moved_by, self._scheduler, self._executor = agent, moved_by, scheduler, executor
         self._card = card
         self._asked: dict[str, Prefill] = {}
         self._named: dict[tuple[str, Key], str] = {}  # what is asked now: its name as a request
@@ -159,8 +178,10 @@ class PrefillPort:
                         del self._asked[name]
                         self._scheduler.drop(name)
 
-    def submitted(self, plan: Plan) -> None:
-        after = self._memory.stored() if plan.sent else None
+    def submitted(self, step: Step) -> None:
+        (plan,) = step
+        assert plan is not None, "a step without a plan"
+        after = self._executor.stored() if plan.sent else None
         for sent in plan.sent:
             asked = self._asked[sent.request_id]
             match sent:
@@ -177,7 +198,7 @@ class PrefillPort:
 
     def close(self, drain_seconds: float) -> None:
         self._agent.close(drain_seconds)
-        self._transfer.close()
+        self._moved_by.transfer.close()
 
     def _begin(self, asked: Prefill) -> None:
         refusal = self._refusal(asked)
@@ -209,8 +230,8 @@ class PrefillPort:
 def make_port(
     config: EngineConfig,
     model: Model,
-    scheduler: Scheduler,
-    memory: Coordinator,
+    schedulers: Sequence[Scheduler],
+    executor: Executor,
     card: ModelCard,
     transfer: Transfer,
     wake: Callable[[], None],
@@ -218,17 +239,25 @@ def make_port(
     """The port of a prefill or decode worker, and the address at which its peers reach it. It owns `transfer`.
     StartupError if the control port cannot be bound or memory not be registered."""
     prefill = config.role == "prefill"
+    hosts, pool = executor.hosts(), None if prefill else executor.pool
+    stores = landing_stores(hosts, pool)
     try:
-        for region in regions(memory, landing=not prefill):
+        staging = _staging(config, stores)
+        for region in [*regions(hosts, pool), *([] if staging is None else [staging.region])]:
             transfer.register(region)
         channel = open_channel(config.control, secret=config.handoff_secret, advertise=config.advertise)
     except BaseException:
         transfer.close()
         raise
     try:
-        stores: dict[Landing, Store] = {"host": host_store(memory)} if prefill else landing_stores(memory)
-        hello = Hello(channel.address, model, stores, transfer.name, transfer.describe())
-        machine = Sender(stores["host"]) if prefill else Receiver()
+        ring = None if prefill or staging is None else staging.space
+        hello = Hello(channel.address, model, stores, transfer.name, transfer.describe(), ring)
+        machine: Sender | Receiver
+        if prefill:
+            machine = Sender(stores[host_landing(0)], buffers=() if staging is None else staging.buffers)
+        else:
+            within_reach = stores_of_host(stores, pool)
+            machine = Receiver(staging=None if ring is None else StagedIn(ring, within_reach))
         agent = HandoffAgent(machine, hello, channel, transfer, wake=wake)
         agent.start()
     except BaseException:
@@ -236,56 +265,14 @@ def make_port(
         transfer.close()
         raise
     if prefill:
-        return PrefillPort(agent, transfer, scheduler, memory, card), channel.address
-    return DecodePort(agent, transfer, scheduler, memory), channel.address
+        return PrefillPort(agent, MovedBy(transfer, staging), schedulers[0], executor, card), channel.address
+    return DecodePort(agent, MovedBy(transfer, staging), schedulers, executor), channel.address
 
 
-def landing_stores(memory: Coordinator) -> dict[Landing, Store]:
-    """Where contexts may land: rows on the host or on the device, index keys on the device either way."""
-    pool, geometry = memory.pool, memory.pool.geometry
-    row_bytes = pool.shape.row.stride_bytes
-    on_device = Span(
-        tuple((layer.data_ptr(),) for layer in pool.bytes),
-        geometry.part_bytes,
-        geometry.page_rows,
-        geometry.page_rows,
-        row_bytes,
-    )
-    keys = None
-    if pool.shape.key is not None:
-        assert pool.key_blocks is not None
-        parts = range(pool.shape.key_parts)
-        bases = tuple(tuple(pool.bytes[first + part].data_ptr() for part in parts) for first in pool.shape.key_layers)
-        stride = pool.shape.key.stride_bytes
-        keys = Span(bases, geometry.part_bytes, geometry.keys_per_page, pool.key_blocks.shape[2], stride)
-    stores: dict[Landing, Store] = {"device": Store(on_device, keys)}
-    if memory.host is not None:
-        stores["host"] = Store(host_store(memory).rows, keys)
-    return stores
-
-
-def host_store(memory: Coordinator) -> Store:
-    """Rows and index keys as they lie in the host store."""
-    host, shape = memory.host, memory.pool.shape
-    assert host is not None, "there is no host store"
-
-    def span(tensor: "list[int]", stride: int) -> Span:
-        bases = tuple((address,) for address in tensor)
-        return Span(bases, host.page_rows * stride, host.page_rows, host.page_rows, stride)
-
-    keys = None
-    if host.keys is not None and shape.key is not None:
-        keys = span([group.data_ptr() for group in host.keys], shape.key.stride_bytes)
-    return Store(span([layer.data_ptr() for layer in host.rows], shape.row.stride_bytes), keys)
-
-
-def regions(memory: Coordinator, *, landing: bool) -> list[Region]:
-    """What a transfer engine must know: the host store, which prefill workers send from; and the device pool, where
-    peers' contexts are `landing` here."""
-    pool, host = memory.pool, memory.host
-    stored = () if host is None else (host.rows, host.keys)
-    found = [Region(tensor.data_ptr(), tensor.nbytes) for tensor in stored if tensor is not None]
-    if landing:
-        kind = Memory.DEVICE if pool.device.type == "cuda" else Memory.HOST
-        found.append(Region(pool.bytes.data_ptr(), pool.bytes.nbytes, kind, pool.device.index or 0))
-    return found
+def _staging(config: EngineConfig, stores: Mapping[Landing, Store]) -> StagingMemory | None:
+    """ConfigError if it could carry nothing."""
+    if not config.staging_mib:
+        return None
+    for store in stores.values():
+        check_staging(config.staging_mib * MIB, store)
+    return StagingMemory(config.staging_mib * MIB)

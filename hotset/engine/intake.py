@@ -28,6 +28,7 @@ class ModelCard:
     role: str = "both"
     control: str | None = None  # where its handoff agent listens
     host_store: bool = False
+    lands_on_device: bool = True  # contexts may land in device memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,11 @@ class Intake:
             )
         if landing == "host" and not card.host_store:
             raise RequestError("landing 'host' needs a host store, which --tiers off leaves out", param="landing")
+        if landing == "device" and not card.lands_on_device:
+            raise RequestError(
+                "landing 'device' needs an engine of one worker: several land by way of the host store; leave it out",
+                param="landing",
+            )
         if landing == "device" and (tiers == "tiered" or tokens > card.resident_len):
             raise RequestError(
                 f"landing 'device' is for requests that are resident, of at most {card.resident_len} tokens; leave it "

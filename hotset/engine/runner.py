@@ -1,6 +1,7 @@
 """The runner carries out plans: it owns the model, its memory and every seat's tensors, and decides nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,7 +10,21 @@ from hotset.engine.decode_graphs import DecodeGraphs, Model, SampledRows
 from hotset.kernels.passage import fetched, uploaded
 from hotset.models.sampler import Sampled, Sampler
 from hotset.schedule.plan import Admission, Alternatives, Plan, StepResult
+from hotset.tiers.commands import Flush, Load
 from hotset.tiers.coordinator import Coordinator
+
+
+class Told(Protocol):
+    """A token sampled elsewhere, and its place."""
+
+    @property
+    def seat(self) -> int: ...
+
+    @property
+    def position(self) -> int: ...
+
+    @property
+    def token_id(self) -> int: ...
 
 
 class Ticket:
@@ -39,14 +54,23 @@ class Runner:
     """Executes plans in the order they come. A seat's tokens live here, so a plan need not carry them."""
 
     def __init__(
-        self, model: Model, memory: Coordinator, seats: int, context: int, vocab: int, *, graphs: bool = False
+        self,
+        model: Model,
+        memory: Coordinator,
+        seats: int,
+        context: int,
+        vocab: int,
+        *,
+        graphs: bool = False,
+        meet: Callable[[], None] = lambda: None,
     ) -> None:
         """`context` is the longest that any request may grow. `graphs`: steps that only decode are captured once for
-        each size of batch and then replayed; on a GPU only."""
+        each size of batch and then replayed; on a GPU only. `meet` waits for those who write to the same host store."""
         self._model = model
         self._memory = memory
         self._device = model.device
         self._tokens = torch.zeros(seats, context + 1, dtype=torch.int32, device=self._device)
+        self._meet = meet
         self._sampler = Sampler(seats, vocab, self._device)
         self._graphs = DecodeGraphs(model, memory, self._tokens) if graphs else None
 
@@ -56,20 +80,30 @@ class Runner:
         if self._graphs is not None:
             self._graphs.capture_all(progress)
 
+    def learn(self, tokens: Iterable[Told]) -> None:
+        """Takes in what another stage has sampled."""
+        for token in tokens:
+            self._tokens[token.seat, token.position] = token.token_id
+
     @torch.inference_mode()
     def submit(self, plan: Plan) -> Ticket:
         """Starts the step (on a CPU: carries it out). Never waits for the device."""
+        flushed = False
         for command in plan.commands:
             if isinstance(command, Admission):
                 self._admit(command)
-            else:
-                self._memory.execute(command)
+                continue
+            if isinstance(command, Load) and flushed:
+                self._meet()  # it may come back in the very plan in which it left
+                flushed = False
+            flushed |= isinstance(command, Flush)
+            self._memory.execute(command)
         if not plan.seats:
             return Ticket(plan.number, None)
         graphs = self._graphs
         rows = graphs.run(plan) if graphs is not None and graphs.serve(plan) else self._forward(plan)
         self._memory.written(plan.seats, plan.starts, plan.counts)
-        if not plan.sampled:
+        if rows is None or not plan.sampled:
             return Ticket(plan.number, None)
         seats = plan.seats if len(plan.sampled) == len(plan.seats) else [plan.seats[at] for at in plan.sampled]
         at = rows.positions + 1
@@ -77,12 +111,15 @@ class Runner:
         self._tokens[rows.seat_of, at] = sampled.token_ids.to(torch.int32)
         return Ticket(plan.number, sampled)
 
-    def _forward(self, plan: Plan) -> SampledRows:
+    def _forward(self, plan: Plan) -> SampledRows | None:
+        """None: the stage after this one makes the logits."""
         view = self._memory.view(plan.seats, plan.starts, plan.counts)
         positions, seat_of = view.segments.positions, view.seat_of
         token_ids = self._tokens[seat_of, positions]
         wanted = self._last_rows(plan)
         logits = self._model.forward(token_ids, view, wanted)
+        if logits is None:
+            return None
         if wanted is not None:
             positions, seat_of = positions[wanted], seat_of[wanted]
         return SampledRows(logits, positions, seat_of)

@@ -1,8 +1,8 @@
 """How many pages each pool gets, and how long a context may grow: measured once, at start-up."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ CPU_MOST_BYTES = 4 * GIB
 CUDA_SHARE = 0.9  # of what the weights left free; the rest is for activations
 HOST_SHARE = 0.5  # of free host memory, beside a GPU
 SLOTS_PER_TOPK = 2
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,29 @@ class KvBudget:
         return at_once if self.host_pages == 0 else min(at_once, self.host_pages // geometry.row_pages(tokens))
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one worker keeps of the KV, and the memory that its device has free."""
+
+    shape: KvShape
+    free: int
+    own_store: bool = True  # False: its rows lie in the host store of another one
+
+
 def kv_budget(config: EngineConfig, shape: KvShape, model_context: int, device: torch.device) -> KvBudget:
-    """Pages that fit, and the longest context that fits them. ConfigError, with the numbers and the flag to change,
-    if what was asked for cannot be met."""
-    geometry = shape.geometry(config.page_rows, _slots(config, shape))
+    """Of a worker that keeps everything."""
+    return shared_budget(config, [Part(shape, free_bytes(device))], model_context, device)
+
+
+def shared_budget(config: EngineConfig, parts: Sequence[Part], model_context: int, device: torch.device) -> KvBudget:
+    """Pages that fit every worker, and the longest context that fits them. ConfigError, with the numbers and the flag
+    to change, if what was asked for cannot be met."""
+    geometry = _common(config, [part.shape for part in parts])
     wanted = config.max_model_len or model_context
     if wanted > model_context:
         raise ConfigError(f"--max-model-len {wanted} exceeds the {model_context} tokens that this model was made for")
-    device_pages, flag = _device_pages(config, geometry, wanted, device)
-    host_pages, host_flag = _host_pages(config, shape, geometry, wanted, device_pages, device)
+    device_pages, flag = _device_pages(config, geometry, wanted, device, parts)
+    host_pages, host_flag = _host_pages(config, geometry, wanted, device_pages, device, parts)
     holds = _longest(geometry.resident_pages, device_pages, wanted)
     if geometry.slots:
         tiered = min(
@@ -66,12 +81,20 @@ def kv_budget(config: EngineConfig, shape: KvShape, model_context: int, device: 
             _longest(geometry.tiered_pages, device_pages, wanted),
         )
         holds = tiered if config.tiers == "always" else max(holds, tiered)
-    _check_length(config, shape, holds, wanted, "device", flag)
+    token_bytes = sum(part.shape.token_bytes for part in parts if part.own_store)
+    _check_length(config, token_bytes, holds, wanted, "device", flag)
     if host_pages:
         on_host = min(wanted, host_pages * config.page_rows)
-        _check_length(config, shape, on_host, wanted, "host", host_flag)
+        _check_length(config, token_bytes, on_host, wanted, "host", host_flag)
         holds = min(holds, on_host)
     return KvBudget(geometry, device_pages, host_pages, min(wanted, holds))
+
+
+def _common(config: EngineConfig, shapes: Sequence[KvShape]) -> Geometry:
+    """One arithmetic for all: a page number means the same to every worker, so a page holds what the least can."""
+    each = [shape.geometry(config.page_rows, _slots(config, shape)) for shape in shapes]
+    layers, keys = min(one.layers for one in each), min(one.keys_per_page for one in each)
+    return replace(each[0], layers=layers, keys_per_page=keys)
 
 
 def _slots(config: EngineConfig, shape: KvShape) -> int:
@@ -91,34 +114,42 @@ def _slots(config: EngineConfig, shape: KvShape) -> int:
     return slots
 
 
-def _device_pages(config: EngineConfig, geometry: Geometry, wanted: int, device: torch.device) -> tuple[int, str]:
-    """Pages of the device pool, and the flag that changes them."""
-    most = config.max_num_seqs * geometry.resident_pages(wanted)
+def _device_pages(
+    config: EngineConfig, geometry: Geometry, wanted: int, device: torch.device, parts: Sequence[Part]
+) -> tuple[int, str]:
+    """Pages of every worker's device pool, and the flag that changes them."""
+    page_bytes = [part.shape.layers * geometry.part_bytes for part in parts]
     if config.device_kv_tokens is not None:
         pages, flag = geometry.resident_pages(config.device_kv_tokens), "--device-kv-tokens"
     elif config.device_kv_gib is not None:
-        pages, flag = int(config.device_kv_gib * GIB) // geometry.page_bytes, "--device-kv-gib"
+        pages, flag = int(config.device_kv_gib * GIB) // max(page_bytes), "--device-kv-gib"
     else:  # more than all seats could fill would be memory for nothing
-        pages, flag = min(_default_bytes(device) // geometry.page_bytes, most), "--device-kv-gib"
-    free = free_bytes(device)
-    if pages * geometry.page_bytes > free:
-        raise ConfigError(
-            f"{flag} asks for {show_bytes(pages * geometry.page_bytes)} of KV, but only {show_bytes(free)} are free; "
-            "lower it"
-        )
+        flag, most = "--device-kv-gib", config.max_num_seqs * geometry.resident_pages(wanted)
+        fitting = (_share(part.free, device, len(parts)) // each for part, each in zip(parts, page_bytes, strict=True))
+        pages = min(most, *fitting)
+    for part, each in zip(parts, page_bytes, strict=True):
+        if pages * each > part.free:
+            raise ConfigError(
+                f"{flag} asks for {show_bytes(pages * each)} of KV, but only {show_bytes(part.free)} are free; lower it"
+            )
     return pages, flag
 
 
 def _host_pages(
-    config: EngineConfig, shape: KvShape, geometry: Geometry, wanted: int, device_pages: int, device: torch.device
+    config: EngineConfig,
+    geometry: Geometry,
+    wanted: int,
+    device_pages: int,
+    device: torch.device,
+    parts: Sequence[Part],
 ) -> tuple[int, str]:
-    """Pages of the host store, and the flag that changes them: 0 without tiers, but otherwise never fewer than contexts
-    on the device could fill, or it would lower what the device holds."""
+    """Pages of the host stores, and the flag that changes them: 0 without tiers, but otherwise never fewer than
+    contexts on the device could fill, or it would lower what the device holds."""
     if config.tiers == "off":
         return 0, "--tiers"
-    page_bytes = shape.token_bytes * config.page_rows
-    beside = device_pages * geometry.page_bytes if device.type == "cpu" else 0  # comes out of the same memory
-    free = free_bytes(torch.device("cpu")) - beside
+    page_bytes = sum(part.shape.token_bytes for part in parts if part.own_store) * config.page_rows
+    on_devices = sum(part.shape.layers for part in parts) * geometry.part_bytes * device_pages
+    free = free_bytes(CPU) - (on_devices if device.type == "cpu" else 0)  # comes out of the same memory
     on_device = _most_row_pages(geometry, device_pages)
     if config.host_kv_tokens is not None:
         pages, flag = ceil_div(config.host_kv_tokens, config.page_rows), "--host-kv-tokens"
@@ -149,11 +180,11 @@ def _most_row_pages(geometry: Geometry, pages: int) -> int:
     return pages * served // (served + 1)
 
 
-def _check_length(config: EngineConfig, shape: KvShape, holds: int, wanted: int, where: str, flag: str) -> None:
+def _check_length(config: EngineConfig, token_bytes: int, holds: int, wanted: int, where: str, flag: str) -> None:
     if (config.max_model_len is not None and holds < wanted) or holds < 2:
         raise ConfigError(
             f"the KV memory of the {where} holds {holds} tokens, fewer than one request of {wanted} needs; "
-            f"raise {flag} ({show_bytes(shape.token_bytes)} per token) or lower --max-model-len"
+            f"raise {flag} ({show_bytes(token_bytes)} per token) or lower --max-model-len"
         )
 
 
@@ -166,9 +197,9 @@ def _longest(pages_of: Callable[[int], int], pages: int, most: int) -> int:
     return low
 
 
-def _default_bytes(device: torch.device) -> int:
-    free = free_bytes(device)
-    return int(free * CUDA_SHARE) if device.type == "cuda" else min(int(free * CPU_SHARE), CPU_MOST_BYTES)
+def _share(free: int, device: torch.device, workers: int) -> int:
+    """Of the device's free memory, where nobody said how much; workers on a CPU share it."""
+    return int(free * CUDA_SHARE) if device.type == "cuda" else min(int(free * CPU_SHARE), CPU_MOST_BYTES) // workers
 
 
 def free_bytes(device: torch.device) -> int:

@@ -25,6 +25,7 @@ from hotset.handoff.messages import (
     PROTOCOL,
     Hello,
     Message,
+    Packed,
     Ping,
     Pong,
     ReceiverCommand,
@@ -60,12 +61,15 @@ class HandoffStats:
     seconds: Mapping[str, float]  # that handoffs have spent in each phase
     resent: int  # messages that had to be said again
     dropped: Mapping[str, int]  # messages, by cause
+    pieces: int = 0  # of contexts, that were packed or unpacked here
+    ring_quarantined: int = 0  # bytes of the ring, now
 
 
 class Side(Protocol):
     """What the two roles do differently. All of it in the agent's thread."""
 
     outcomes: dict[str, int]
+    pieces: int
 
     def obey(self, command: object, now: float) -> None: ...
     def take(self, peer: str, message: Message, now: float) -> bool: ...
@@ -95,6 +99,8 @@ class Side(Protocol):
     def seconds(self) -> Mapping[str, float]: ...
     @property
     def resent(self) -> int: ...
+    @property
+    def ring_quarantined(self) -> int: ...
 
 
 def open_channel(bind: str, *, secret: str | None = None, advertise: str | None = None) -> Post:
@@ -104,6 +110,18 @@ def open_channel(bind: str, *, secret: str | None = None, advertise: str | None 
     except ModuleNotFoundError as error:
         raise MissingDependency(f"handoff needs {error.name}: pip install 'hotset[transfer]'") from error
     return Channel(bind, secret=secret, advertise=advertise)
+
+
+def _pack(piece: Packed) -> None:
+    from hotset.handoff.packing import pack  # only whoever stages needs torch
+
+    pack(piece)
+
+
+def _unpack(piece: Packed) -> None:
+    from hotset.handoff.packing import unpack
+
+    unpack(piece)
 
 
 class HandoffAgent:
@@ -144,9 +162,9 @@ class HandoffAgent:
         self._misplaced = 0
         self._side: Side
         if isinstance(machine, Receiver):
-            self._side = DecodeSide(machine, hello, self._liveness, self._timing, channel.send)
+            self._side = DecodeSide(machine, hello, self._liveness, self._timing, channel.send, _unpack)
         else:
-            self._side = PrefillSide(machine, hello, transfer, self._timing, channel.send, self._put)
+            self._side = PrefillSide(machine, hello, transfer, self._timing, channel.send, self._put, _pack)
         self._thread = threading.Thread(target=self._run, name="handoff", daemon=True)
 
     def start(self) -> None:
@@ -180,6 +198,8 @@ class HandoffAgent:
                 seconds=dict(side.seconds),
                 resent=side.resent,
                 dropped=dropped,
+                pieces=side.pieces,
+                ring_quarantined=side.ring_quarantined,
             )
 
     def audit(self) -> None:

@@ -18,12 +18,16 @@ from hotset.handoff.messages import (
     Landed,
     Lost,
     Message,
+    Packed,
     Progress,
     ReceiverFact,
     Refused,
     Send,
+    Staged,
     Stopped,
     Store,
+    Unpack,
+    Want,
     Welcome,
 )
 from hotset.handoff.receiver import OPEN, Receiver
@@ -49,8 +53,10 @@ class DecodeSide:
         liveness: Liveness,
         timing: Timing,
         say: Callable[[str, Message], None],
+        unpack: Callable[[Packed], None],
     ) -> None:
         self._receiver, self._hello, self._liveness, self._timing, self._say = receiver, hello, liveness, timing, say
+        self._unpack = unpack
         self._introductions: dict[str, _Introduction] = {}
         self._introduced: set[str] = set()
         self._fetches: dict[Key, Fetch] = {}  # given to the receiver, which may have forgotten some
@@ -58,6 +64,7 @@ class DecodeSide:
         self._closing = False
         self.outcomes = {"landed": 0, "lost": 0, "lost, not quiesced": 0, "calmed": 0}
         self.nbytes = 0  # landed
+        self.pieces = 0  # unpacked
 
     def obey(self, command: object, now: float) -> None:
         match command:
@@ -77,7 +84,7 @@ class DecodeSide:
                 self._welcome(peer, hello, now)
             case Refused(reason):
                 self._refused(peer, f"{peer} refused: {reason}", now)
-            case Accepted() | Progress() | Done() | Failed() | Stopped():
+            case Accepted() | Progress() | Done() | Failed() | Stopped() | Want() | Staged():
                 self._receiver.take(peer, message, now)
             case _:
                 return False
@@ -145,12 +152,16 @@ class DecodeSide:
         """There are no writes of its own to look at."""
 
     def act(self) -> list[ReceiverFact]:
-        """Says what the receiver has to say. Returns what the engine is to be told."""
+        """Unpacks and says what the receiver wants. Returns what the engine is to be told."""
         for action in self._receiver.take_actions():
-            if isinstance(action, Send):
-                self._say(action.peer, action.message)
-            else:
-                self._facts.append(action)
+            match action:
+                case Send(peer, message):
+                    self._say(peer, message)
+                case Unpack(piece):
+                    self._unpack(piece)
+                    self.pieces += 1
+                case _:
+                    self._facts.append(action)
         facts, self._facts = self._facts, []
         for fact in facts:
             self._count(fact)
@@ -167,6 +178,10 @@ class DecodeSide:
     @property
     def resent(self) -> int:
         return self._receiver.resent
+
+    @property
+    def ring_quarantined(self) -> int:
+        return self._receiver.ring_quarantined
 
     def audit(self) -> None:
         self._receiver.audit()
@@ -203,6 +218,7 @@ class DecodeSide:
             self._end_introduction(peer, f"{peer} does not fit: {flaw}")
             return
         self._introduced.add(peer)
+        self._receiver.peer_known(peer, hello)
         for fetch in self._introductions.pop(peer).fetches.values():
             self._begin(fetch, now)
 
@@ -230,5 +246,5 @@ class DecodeSide:
 
     def _bytes_of(self, ask: Ask) -> int:
         store: Store = self._hello.stores[ask.landing]
-        spans = [store.rows, *([store.keys] if store.keys is not None else [])]
+        spans = [*(shard.span for shard in store.shards), *([store.keys] if store.keys is not None else [])]
         return len(ask.token_ids) * sum(len(span.bases) * span.row_bytes for span in spans)

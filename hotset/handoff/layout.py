@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotset.base.units import ceil_div
-from hotset.handoff.messages import Hello, Model, Span, Store
+from hotset.handoff.messages import Hello, Model, Shard, Span, Store
+from hotset.handoff.shards import Overlap, gap, row_bytes, store_overlaps, stored_bytes
 from hotset.transfer.api import Writes
 
 Numbers = NDArray[np.int64]
 FIELDS = [each for each in fields(Model) if each.name != "name"]  # which must agree
 Units = Sequence[tuple[int, int]]  # (unit of the source, unit of the target)
+MOST_SHARDS, MOST_SLICES = 1024, 64  # of one store, and of one shard
 
 
 def pages_for(span: Span, rows: int) -> int:
@@ -64,6 +67,75 @@ def writes(
     return result.reshape(-1, 3)
 
 
+def context_writes(
+    source: Store,
+    source_pages: Sequence[int],
+    target: Store,
+    row_pages: Sequence[int],
+    key_pages: Sequence[int],
+    first: int,
+    last: int,
+) -> Writes:
+    """Carries rows and index keys [first, last) of a context straight from its pages of `source`, which has both in one
+    page, to its pages of `target`, however the rows of either are divided."""
+    parts = []
+    for overlap in store_overlaps(source, target):
+        here, there = source.shards[overlap.source], target.shards[overlap.target]
+        carry = writes if _whole(overlap, here, there) else partial(_slice_writes, overlap)
+        parts.append(carry(here.span, source_pages, there.span, row_pages, first, last))
+    if source.keys is not None and target.keys is not None:
+        parts.append(writes(source.keys, source_pages, target.keys, key_pages, first, last))
+    return np.concatenate(parts)
+
+
+def count_writes(source: Store, target: Store, row_pages: Sequence[int], key_pages: Sequence[int], rows: int) -> int:
+    """How many writes it takes to carry a context of so many rows straight to these pages, if its pages of `source`
+    follow each other: no fewer will do."""
+    count, in_order = 0, range(pages_for(source.shards[0].span, rows))
+
+    def runs(here: Span, there: Span, pages: Sequence[int]) -> int:
+        return len(here.bases) * len(writes(here, in_order, there, pages, 0, rows, [(0, 0)]))
+
+    for overlap in store_overlaps(source, target):
+        here, there = source.shards[overlap.source], target.shards[overlap.target]
+        if _whole(overlap, here, there):
+            count += runs(here.span, there.span, row_pages)
+        else:
+            count += len(here.span.bases) * rows * len(overlap.pieces)
+    if source.keys is not None and target.keys is not None:
+        count += runs(source.keys, target.keys, key_pages)
+    return count
+
+
+def _whole(overlap: Overlap, source: Shard, target: Shard) -> bool:
+    """Both store the same bytes of a row, alike: rows that are neighbours on both sides travel together."""
+    nbytes = stored_bytes(source)
+    same = source.span.row_bytes == target.span.row_bytes and stored_bytes(target) == nbytes
+    return same and overlap.pieces == ((0, 0, nbytes),)
+
+
+def _slice_writes(
+    overlap: Overlap,
+    source: Span,
+    source_pages: Sequence[int],
+    target: Span,
+    target_pages: Sequence[int],
+    first: int,
+    last: int,
+) -> Writes:
+    """One write for each unit, row and piece: no two of them are neighbours on both sides."""
+    positions = np.arange(first, last, dtype=np.int64)
+    pieces = np.array(overlap.pieces, np.int64).T
+    columns = []
+    for span, pages, offsets in ((source, source_pages, pieces[0]), (target, target_pages, pieces[1])):
+        assert last <= len(pages) * span.page_rows, f"{last} rows in {len(pages)} pages of {span.page_rows}"
+        part, place = _places(span, pages, positions)
+        bases = np.array(span.bases, np.int64)  # [units, parts]
+        columns.append(bases[:, part, None] + place[:, None] + offsets)  # [units, rows, pieces]
+    columns.append(np.broadcast_to(pieces[2], columns[0].shape))
+    return np.stack(columns, axis=-1).reshape(-1, 3)
+
+
 def _edges(span: Span, first: int, last: int) -> Numbers:
     """`first`, and every position in (first, last) at which a page, or a part of one, begins."""
     pages = np.arange(first // span.page_rows, pages_for(span, last), dtype=np.int64) * span.page_rows
@@ -87,6 +159,8 @@ def check_peers(ours: Hello, theirs: Hello) -> str | None:
     for what, mine, yours in [*pairs, ("transfer engine", ours.transfer, theirs.transfer)]:
         if mine != yours:
             return f"the {what} differs: {mine!r} here, {yours!r} there"
+    if theirs.ring is not None and theirs.ring.nbytes < 1:
+        return f"the ring there has {theirs.ring.nbytes} bytes"
     for landing, store in theirs.stores.items():
         if flaw := _flaw(store, theirs.model):
             return f"the {landing} store there is unsound: {flaw}"
@@ -97,7 +171,7 @@ def check_peers(ours: Hello, theirs: Hello) -> str | None:
 
 
 def _shape(store: Store) -> str:
-    rows = f"rows of {store.rows.row_bytes} bytes"
+    rows = f"rows of {row_bytes(store)} bytes"
     return rows if store.keys is None else f"{rows} and index keys of {store.keys.row_bytes}"
 
 
@@ -105,15 +179,40 @@ def _flaw(store: Store, model: Model) -> str | None:
     """What would lead writes astray."""
     if (store.keys is None) != (model.key is None):
         return f"index keys are {model.key!r}, and it has {'no' if store.keys is None else 'a'} place for them"
-    for what, span, units in (("rows", store.rows, model.layers), ("index keys", store.keys, model.groups)):
-        if span is None:
-            continue
-        if len(span.bases) != units:
-            return f"{what} of {len(span.bases)} units, not {units}"
-        if min(span.page_rows, span.part_rows, span.row_bytes) < 1 or span.page_bytes < span.part_rows * span.row_bytes:
-            return f"{what} of {span.row_bytes} bytes, {span.part_rows} to a part of {span.page_bytes} bytes"
-        if {len(parts) for parts in span.bases} != {ceil_div(span.page_rows, span.part_rows)}:
-            return f"pages of {span.page_rows} {what}, {span.part_rows} to a part, in a wrong number of parts"
-        if min(min(parts) for parts in span.bases) < 0:
-            return f"{what} at a negative address"
+    if flaw := _flaw_of_shards(store.shards):
+        return flaw
+    if (missing := gap(store)) is not None:
+        return f"byte {missing} of rows of {row_bytes(store)} bytes is in none of its {len(store.shards)} shards"
+    spans = [("rows", shard.span, model.layers) for shard in store.shards]
+    for what, span, units in [*spans, ("index keys", store.keys, model.groups)]:
+        if span is not None and (flaw := _flaw_of_span(what, span, units)):
+            return flaw
+    return None
+
+
+def _flaw_of_shards(shards: Sequence[Shard]) -> str | None:
+    if not 1 <= len(shards) <= MOST_SHARDS:
+        return f"rows in {len(shards)} shards"
+    if len({shard.span.page_rows for shard in shards}) > 1:
+        return f"pages of {sorted({shard.span.page_rows for shard in shards})} rows in shards of one store"
+    for shard in shards:
+        if not 1 <= len(shard.slices) <= MOST_SLICES or min(nbytes for _, nbytes in shard.slices) < 1:
+            return f"a shard that holds {len(shard.slices)} slices, or an empty one"
+        ends = [0, *(first + nbytes for first, nbytes in sorted(shard.slices))]
+        if any(first < end for (first, _), end in zip(sorted(shard.slices), ends, strict=False)):
+            return f"a shard that holds bytes of a row twice: {shard.slices}"
+        if stored_bytes(shard) > shard.span.row_bytes:
+            return f"slices of {stored_bytes(shard)} bytes in rows of {shard.span.row_bytes}"
+    return None
+
+
+def _flaw_of_span(what: str, span: Span, units: int) -> str | None:
+    if len(span.bases) != units:
+        return f"{what} of {len(span.bases)} units, not {units}"
+    if min(span.page_rows, span.part_rows, span.row_bytes) < 1 or span.page_bytes < span.part_rows * span.row_bytes:
+        return f"{what} of {span.row_bytes} bytes, {span.part_rows} to a part of {span.page_bytes} bytes"
+    if {len(parts) for parts in span.bases} != {ceil_div(span.page_rows, span.part_rows)}:
+        return f"pages of {span.page_rows} {what}, {span.part_rows} to a part, in a wrong number of parts"
+    if min(min(parts) for parts in span.bases) < 0:
+        return f"{what} at a negative address"
     return None

@@ -10,20 +10,31 @@ Decode asks, prefill serves. `->` is from decode to prefill:
     Cancel ->            <- Stopped (nothing is written any more, or it is not known)
     Ping ->              <- Pong
 
+Where direct writes would be many and tiny, the sender offers (in Accepted) to pack rows and write them into a ring of
+the receiver, which unpacks them. If the receiver takes that (in Go), then for each piece of the context, several at a
+time:
+
+                         <- Want (room in the ring, again until answered)
+    Lent ->              (once there is room, first come first served)
+                         <- Staged (the piece was written there; again until answered)
+    Unpacked ->          (the piece is in its pages, the room is taken back)
+
 Whatever has to be answered is sent again until it is, and means the same however often it comes. A handoff is known by
 its key; of one request only the highest attempt counts.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from hotset.base.sampling import SamplingParams
 from hotset.transfer.api import Event, Writes
 
-PROTOCOL = 1
+PROTOCOL = 2
 
-Landing = Literal["host", "device"]
+Landing = str  # 'device', 'host', or the host store of a further replica
+Slices = tuple[
+    tuple[int, int], ...
+]  # (first byte in the whole model's row, bytes), one after another as they are stored
 Alternatives = Mapping[int, tuple[float, int]]  # as in schedule/plan.py: token id -> (log-probability, rank)
 
 
@@ -61,20 +72,39 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
-    """Memory into which, or from which, contexts travel."""
+class Shard:
+    """Rows that hold parts of the whole model's row, or all of it. `span.row_bytes` is from row to row: the slices may
+    leave some of it free at the end."""
 
-    rows: Span
-    keys: Span | None
+    span: Span
+    slices: Slices
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Memory into which, or from which, contexts travel. Page n is page n of every shard. Two shards may hold the same
+    bytes: either will do to read from, and both have to be written."""
+
+    shards: tuple[Shard, ...]
+    keys: Span | None  # index keys are never divided
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Bytes at one place, registered with the transfer engine."""
+
+    address: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
     control: str  # where the sender of this listens
     model: Model
-    stores: Mapping[Landing, Store]  # where contexts may land here
+    stores: Mapping[Landing, Store]  # where contexts may land here; of a prefill worker one, that they come from
     transfer: str  # name of the transfer engine
     description: bytes  # for Transfer.connect
+    ring: Space | None = None  # through which packed rows may come
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +133,7 @@ class Ask:
 @dataclass(frozen=True, slots=True)
 class Accepted:
     key: Key
+    piece_bytes: int = 0  # of the largest piece, if the rows should come by way of the ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +141,42 @@ class Go:
     """Nothing is written before this came: so whoever never said it knows that nobody writes to its pages."""
 
     key: Key
+    staged: bool = False  # by way of the ring, and nothing straight to the pages
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Room in the ring for rows and index keys [first, last), which are piece number `piece` of the context."""
+
+    key: Key
+    piece: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """The piece may be written at this offset of the ring. A lease's number is never used again."""
+
+    key: Key
+    piece: int
+    lease: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The piece was written where this lease is: nobody writes there any more."""
+
+    key: Key
+    piece: int
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    key: Key
+    piece: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +228,8 @@ class Pong:
     number: int
 
 
-HandoffMessage = Ask | Accepted | Go | Progress | Done | Failed | Received | Cancel | Stopped
+StagingMessage = Want | Lent | Staged | Unpacked
+HandoffMessage = Ask | Accepted | Go | Progress | Done | Failed | Received | Cancel | Stopped | StagingMessage
 Message = Hello | Welcome | Refused | Ping | Pong | HandoffMessage
 
 
@@ -284,10 +352,34 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """Rows and index keys [first, last) of a context, packed at `address` as `handoff/staging.py` says: out of pages of
+    `source`, and to be put into pages of `target`. `row_pages` and `key_pages` are the context's, from its first, on
+    the side that packs or unpacks."""
+
+    source: Store
+    target: Store
+    row_pages: tuple[int, ...]
+    key_pages: tuple[int, ...]
+    first: int
+    last: int
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
-    """Hand this to the transfer engine, then answer with `Sender.submitted`, once for each and in this order."""
+    """Pack, if there is something to pack; hand this to the transfer engine; then answer with `Sender.submitted`, once
+    for each and in this order."""
 
     peer: str
     key: Key
     writes: Writes
     after: Event | None
+    pack: Packed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """Put this piece into its pages, to the end, before anything that comes after is done."""
+
+    piece: Packed

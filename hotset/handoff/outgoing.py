@@ -4,8 +4,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hotset.handoff.course import Course, Wait
-from hotset.handoff.messages import Ask, Done, Failed, Hello, Sampled, Written
+from hotset.handoff.layout import pages_for
+from hotset.handoff.messages import Ask, Done, Failed, Hello, Sampled, Store, Written
+from hotset.handoff.staged_out import Offer, StagedOut
 from hotset.handoff.tombs import Name
+
+MOST_LISTS = 2  # of writes under way for one handoff; what is told meanwhile goes together, in longer writes
 
 
 class Phase(Enum):
@@ -50,18 +54,20 @@ class Chunk:
     last: int
     due: float
     ticket: int | None = None  # None: not submitted yet
+    piece: int | None = None  # its number, where the handoff is staged
 
 
 class Outgoing:
     """One handoff. Only the sender changes it."""
 
     __slots__ = (
-        *("ask", "course", "dropped", "ending", "hello", "landed", "open", "peer"),
-        *("reason", "retry", "sampled", "tainted", "verdict", "waiting", "written"),
+        *("ask", "course", "dropped", "ending", "hello", "landed", "offer", "open", "peer"),
+        *("reason", "retry", "sampled", "staged", "tainted", "verdict", "waiting", "written"),
     )
 
-    def __init__(self, peer: str, ask: Ask, hello: Hello, course: Course[Phase]) -> None:
-        self.peer, self.ask, self.hello, self.course = peer, ask, hello, course
+    def __init__(self, peer: str, ask: Ask, hello: Hello, course: Course[Phase], offer: Offer | None = None) -> None:
+        self.peer, self.ask, self.hello, self.course, self.offer = peer, ask, hello, course, offer
+        self.staged: StagedOut | None = None  # its way through the receiver's ring, if the receiver takes the offer
         self.waiting: Written | None = None  # all that was told and is not being written yet
         self.open: list[Chunk] = []  # that have not ended
         self.landed = 0  # rows [0, landed) are in place
@@ -87,11 +93,59 @@ class Outgoing:
         return self.written if self.waiting is None else self.waiting.first
 
     @property
+    def target(self) -> Store:
+        return self.hello.stores[self.ask.landing]
+
+    @property
     def quiesced(self) -> bool:
         return not self.open and not self.tainted
 
     @property
     def deadline(self) -> float:
         if self.phase is Phase.WRITING:
-            return min([self.course.deadline, *(chunk.due for chunk in self.open)])
+            staged = [] if self.staged is None else [self.staged.deadline]
+            return min([self.course.deadline, *staged, *(chunk.due for chunk in self.open)])
         return self.course.deadline
+
+    @property
+    def next_time(self) -> float:
+        """When something is overdue, or to be said again."""
+        staged = self.staged.next_time() if self.staged is not None and self.phase is Phase.WRITING else None
+        return min([self.deadline, self.course.again_at, *([] if staged is None else [staged])])
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is left to write."""
+        return self.sampled is not None and (self.staged is None or self.staged.finished)
+
+    def audit(self) -> None:
+        """Proves that its writes and source pages are accounted for, and that it has an end in sight."""
+        name, phase = self.name, self.phase
+        assert phase is not Phase.CLOSED, f"{name} should be forgotten"
+        assert self.deadline < float("inf"), f"{name} would wait for ever"
+        assert not self.open or phase in (Phase.WRITING, Phase.ENDING, Phase.STUCK), f"{name} writes in {phase}"
+        assert self.dropped == (phase in (Phase.STUCK, Phase.TELLING)), f"{name}: pages of {phase}"
+        waits = phase is Phase.OFFERED or (phase is Phase.WRITING and len(self.open) == MOST_LISTS)
+        assert self.waiting is None or waits, f"{name} holds back what it may write"
+        assert self.landed <= self.begun <= self.written, f"{name} has lost rows"
+        assert (self.ending is None) == (phase in (Phase.OFFERED, Phase.WRITING)) or self.verdict, name
+        if self.staged is None:
+            assert len(self.open) <= MOST_LISTS, f"{name} has {len(self.open)} lists under way"
+        else:
+            self.staged.audit()
+            pieces = {chunk.piece for chunk in self.open}
+            assert phase is not Phase.WRITING or pieces == self.staged.in_flight(), f"{name} has lost a piece"
+
+
+def refusal(ask: Ask, hello: Hello) -> str:
+    """Why what this peer asks can never be served; empty if it can."""
+    target, rows = hello.stores.get(ask.landing), len(ask.token_ids)
+    if target is None:
+        return f"landing {ask.landing!r} was not offered, only {sorted(hello.stores)}"
+    if not rows:
+        return "a prompt without tokens"
+    row_span = target.shards[0].span
+    for what, span, pages in (("rows", row_span, ask.row_pages), ("keys", target.keys, ask.key_pages)):
+        if span is not None and len(pages) < pages_for(span, rows):
+            return f"{len(pages)} pages for {rows} {what}, {span.page_rows} to a page"
+    return ""

@@ -16,8 +16,10 @@ from hotset.handoff.messages import (
     Go,
     Hello,
     Key,
+    Lent,
     Message,
     NotComputed,
+    Packed,
     Prefill,
     Received,
     Refused,
@@ -26,6 +28,7 @@ from hotset.handoff.messages import (
     SenderFact,
     Stopped,
     Submit,
+    Unpacked,
     Welcome,
     Written,
 )
@@ -75,9 +78,11 @@ class PrefillSide:
         timing: Timing,
         say: Callable[[str, Message], None],
         later: Callable[[Connected], None],
+        pack: Callable[[Packed], None],
     ) -> None:
         """`later` carries a connection made in another thread to `obey`."""
         self._sender, self._hello, self._transfer, self._say, self._later = sender, hello, transfer, say, later
+        self._pack = pack
         self._timing = timing
         self._peers: dict[str, Hello] = {}  # whom we can write to
         self._connecting: dict[str, _Connecting] = {}
@@ -87,6 +92,8 @@ class PrefillSide:
         self._untold: set[tuple[str, Key]] = set()  # handoffs of which no end was told yet
         self._closing = False
         self._refused: dict[str, str] = {}  # why, of those that the log knows about
+        self.pieces = 0  # packed
+        self.ring_quarantined = 0  # a prefill worker has none
         self.outcomes = {"done": 0, "failed": 0, "stopped": 0, "peer lost": 0}
 
     def obey(self, command: object, now: float) -> None:
@@ -107,7 +114,7 @@ class PrefillSide:
                 self._say(peer, Refused("this worker does not know you, or no longer: say Hello first"))
             case Ask(key) if self._closing and key not in self._sender.open_keys(peer):
                 self._say(peer, Failed(key, quiesced=False, retry=False, reason=STOPPING))
-            case Ask() | Go() | Received() | Cancel():
+            case Ask() | Go() | Received() | Cancel() | Lent() | Unpacked():
                 self._sender.take(peer, message, now)
             case _:
                 return False
@@ -162,11 +169,13 @@ class PrefillSide:
 
     @property
     def polls(self) -> bool:
-        """Writes are under way, and have to be looked at."""
-        return bool(self._writes)
+        """Writes or forward passes are under way, and have to be looked at."""
+        return bool(self._writes) or self._sender.looks
 
     def poll(self, now: float) -> None:
-        """Looks which writes have ended."""
+        """Looks which writes have ended, and which forward passes that the sender waits for."""
+        if self._sender.looks:
+            self._sender.look(now)
         pending = []
         for write in self._writes:
             state = self._transfer.poll(write.ticket)
@@ -184,7 +193,10 @@ class PrefillSide:
                 case Send(peer, message):
                     self._note(peer, message)
                     self._say(peer, message)
-                case Submit(peer, key, writes, after):
+                case Submit(peer, key, writes, after, pack):
+                    if pack is not None:
+                        self._pack(pack)
+                        self.pieces += 1
                     ticket = self._transfer.submit(peer, writes, after)
                     self._sender.submitted(peer, key, ticket)
                     self._writes.append(_Write(peer, key, ticket))

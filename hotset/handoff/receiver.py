@@ -1,7 +1,8 @@
 """The decode side of handoffs: asks, says go, and tells the engine how each one ended. Pure: no threads, no clock.
 
 A handoff that may be written to is never given up silently: either its sender says that it has stopped, or the engine
-is told that nobody knows.
+is told that nobody knows. If it is staged, nobody but this worker writes to its pages: then it is room in the ring that
+is kept until its sender has stopped.
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from hotset.handoff.messages import (
     Failed,
     Fetch,
     Go,
+    Hello,
     Key,
     Landed,
     Lost,
@@ -25,8 +27,13 @@ from hotset.handoff.messages import (
     Received,
     ReceiverFact,
     Send,
+    Staged,
     Stopped,
+    Unpack,
+    Unpacked,
+    Want,
 )
+from hotset.handoff.staged_in import StagedIn
 
 
 class Phase(Enum):
@@ -60,11 +67,12 @@ OPEN = frozenset({Phase.ASKING, Phase.LANDING, Phase.STOPPING})  # the engine ha
 
 
 class _Handoff:
-    __slots__ = ("ask", "course", "peer", "reason", "retry")
+    __slots__ = ("ask", "course", "peer", "reason", "retry", "staged")
 
     def __init__(self, fetch: Fetch, course: Course[Phase]) -> None:
         self.peer, self.ask, self.course = fetch.peer, fetch.ask, course
         self.reason, self.retry = "", False  # why it is being stopped
+        self.staged = False  # its rows come by way of the ring
 
     @property
     def phase(self) -> Phase:
@@ -78,11 +86,17 @@ class Receiver:
     perhaps `Calm`. Until then the pages belong to the handoff.
     """
 
-    def __init__(self, waits: Mapping[Phase, Wait] = WAITS) -> None:
+    def __init__(self, waits: Mapping[Phase, Wait] = WAITS, staging: StagedIn | None = None) -> None:
         self.table = Timetable(NEXT, waits)
         self.resent = 0  # messages that were said again
+        self._staging = staging
+        self._hellos: dict[str, Hello] = {}
         self._handoffs: dict[Key, _Handoff] = {}
-        self._actions: list[Send | ReceiverFact] = []
+        self._actions: list[Send | Unpack | ReceiverFact] = []
+
+    def peer_known(self, peer: str, hello: Hello) -> None:
+        """It introduced itself, and `check_peers` had nothing against it. After `peer_lost`, if it had before."""
+        self._hellos[peer] = hello
 
     def fetch(self, fetch: Fetch, now: float) -> bool:
         """Begins a handoff. False: one of this key is under way already, and goes on as if nothing had been said."""
@@ -107,18 +121,20 @@ class Receiver:
 
     def take(self, peer: str, message: Message, now: float) -> None:
         """What `peer` has to say. What is not about handoffs, or does not fit where one stands, changes nothing."""
-        if not isinstance(message, Accepted | Progress | Done | Failed | Stopped):
+        if not isinstance(message, Accepted | Progress | Done | Failed | Stopped | Want | Staged):
             return
         if isinstance(message, Done | Failed):
             self._send(peer, Received(message.key))
         handoff = self._handoffs.get(message.key)
         if handoff is None or handoff.peer != peer:
-            if isinstance(message, Accepted | Progress):
+            if isinstance(message, Accepted | Progress | Want | Staged):
                 self._send(peer, Cancel(message.key))
             return
         match message:
             case Accepted() | Progress():
                 self._alive(handoff, message, now)
+            case Want() | Staged():
+                self._take_staged(handoff, message, now)
             case Done():
                 self._done(handoff, message, now)
             case Failed():
@@ -128,6 +144,7 @@ class Receiver:
 
     def peer_lost(self, peer: str, reason: str, now: float) -> None:
         """It died, or came back as another incarnation. What it began to write may still arrive."""
+        self._hellos.pop(peer, None)
         for handoff in [each for each in self._handoffs.values() if each.peer == peer]:
             if handoff.phase in OPEN:
                 self._lose(handoff, handoff.phase is Phase.ASKING, False, reason, now)
@@ -149,8 +166,10 @@ class Receiver:
         courses = [handoff.course for handoff in self._handoffs.values()]
         return earliest(min(course.deadline, course.again_at) for course in courses)
 
-    def take_actions(self) -> list[Send | ReceiverFact]:
-        """What is to be sent and told, in this order. Each is given out once."""
+    def take_actions(self) -> list[Send | Unpack | ReceiverFact]:
+        """What is to be unpacked, sent and told, each to its end before the next. Each is given out once."""
+        if self._staging is not None:
+            self._actions += self._staging.granted()
         actions, self._actions = self._actions, []
         return actions
 
@@ -162,6 +181,11 @@ class Receiver:
         """Where every handoff stands that is not forgotten yet."""
         return {key: handoff.phase for key, handoff in self._handoffs.items()}
 
+    @property
+    def ring_quarantined(self) -> int:
+        """Bytes of the ring that nobody may use."""
+        return 0 if self._staging is None else self._staging.ring.quarantined
+
     def audit(self) -> None:
         """Proves that every handoff has an end in sight, and that of one request at most one attempt is wanted."""
         wanted = [key.request_id for key, each in self._handoffs.items() if each.phase in (Phase.ASKING, Phase.LANDING)]
@@ -169,21 +193,48 @@ class Receiver:
         for key, handoff in self._handoffs.items():
             assert handoff.ask.key == key and handoff.phase is not Phase.CLOSED, f"{key} should be forgotten"
             assert handoff.course.deadline < float("inf"), f"{key} would wait for ever"
+        if self._staging is not None:
+            self._staging.audit({key for key, handoff in self._handoffs.items() if handoff.staged})
 
     def _alive(self, handoff: _Handoff, message: Accepted | Progress, now: float) -> None:
         if handoff.phase is Phase.ASKING and isinstance(message, Accepted):
             self._move(handoff, Phase.LANDING, now)
+            hello = self._hellos.get(handoff.peer)
+            if self._staging is not None and hello is not None and message.piece_bytes:
+                handoff.staged = self._staging.begin(handoff.peer, hello, handoff.ask, message.piece_bytes)
         if handoff.phase is Phase.LANDING:
             handoff.course.stay(now)
             if isinstance(message, Accepted):
-                self._send(handoff.peer, Go(message.key))
+                self._send(handoff.peer, Go(message.key, handoff.staged))
+
+    def _take_staged(self, handoff: _Handoff, message: Want | Staged, now: float) -> None:
+        if handoff.phase is not Phase.LANDING or not handoff.staged:
+            return
+        assert self._staging is not None
+        handoff.course.stay(now)
+        if isinstance(message, Want):
+            self._actions += self._staging.want(message)
+            return
+        packed = self._staging.staged(message)
+        if packed is not None:
+            self._actions.append(Unpack(packed))
+        if self._staging.is_unpacked(message.key, message.piece):
+            self._send(handoff.peer, Unpacked(message.key, message.piece))
 
     def _done(self, handoff: _Handoff, done: Done, now: float) -> None:
-        if handoff.phase is Phase.LANDING:
+        rows = self._rows(handoff)
+        if handoff.phase is Phase.LANDING and rows < len(handoff.ask.token_ids):
+            self._over(handoff, True, True, f"the prefill worker ended it after {rows} rows", now)
+        elif handoff.phase is Phase.LANDING:
             self._actions.append(Landed(done.key, done.token_id, done.alternatives))
             self._move(handoff, Phase.CLOSED, now)
         else:
             self._over(handoff, True, False, "the prefill worker ended it before it began", now)
+
+    def _rows(self, handoff: _Handoff) -> int:
+        """So many have landed, if the sender says that all have."""
+        staged = self._staging is not None and handoff.staged
+        return self._staging.rows(handoff.ask.key) if self._staging and staged else len(handoff.ask.token_ids)
 
     def _over(self, handoff: _Handoff, quiesced: bool, retry: bool, reason: str, now: float) -> None:
         """Its sender does nothing more about it."""
@@ -195,7 +246,10 @@ class Receiver:
             case Phase.ABANDONED:
                 self._move(handoff, Phase.CLOSED, now)
             case Phase.UNSURE if quiesced:
-                self._actions.append(Calm(handoff.ask.key))
+                if self._staging is not None and handoff.staged:
+                    self._staging.calm(handoff.ask.key)
+                else:
+                    self._actions.append(Calm(handoff.ask.key))
                 self._move(handoff, Phase.CLOSED, now)
 
     def _stop(self, handoff: _Handoff, retry: bool, reason: str, now: float) -> None:
@@ -209,7 +263,12 @@ class Receiver:
     def _lose(self, handoff: _Handoff, quiesced: bool, retry: bool, reason: str, now: float) -> None:
         if handoff.phase is Phase.STOPPING:
             reason, retry = handoff.reason, handoff.retry
-        self._actions.append(Lost(handoff.ask.key, quiesced, retry, reason))
+        if self._staging is not None and handoff.staged and not quiesced:
+            # Only this worker writes to its pages; what is in doubt is its room in the ring, if it has any.
+            self._actions.append(Lost(handoff.ask.key, True, retry, reason))
+            quiesced = not self._staging.doubt(handoff.ask.key)
+        else:
+            self._actions.append(Lost(handoff.ask.key, quiesced, retry, reason))
         self._move(handoff, Phase.CLOSED if quiesced else Phase.UNSURE, now)
 
     def _expire(self, handoff: _Handoff, now: float) -> None:
@@ -224,7 +283,11 @@ class Receiver:
 
     def _move(self, handoff: _Handoff, to: Phase, now: float) -> None:
         handoff.course.move(to, now)
+        if self._staging is not None and handoff.staged and to is Phase.STOPPING:
+            self._staging.stop(handoff.ask.key)
         if to is Phase.CLOSED:
+            if self._staging is not None and handoff.staged:
+                self._staging.end(handoff.ask.key)
             del self._handoffs[handoff.ask.key]
         else:
             self._speak(handoff)

@@ -4,13 +4,14 @@ Pure: no threads, no clock. Nothing is written before the receiver said Go. Once
 its last write has ended, or the receiver was told that nobody knows.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from hotset.handoff.course import Course, Timetable, Wait, earliest
-from hotset.handoff.layout import pages_for, writes
+from hotset.handoff.layout import context_writes
 from hotset.handoff.messages import (
     Accepted,
     Ask,
@@ -21,6 +22,7 @@ from hotset.handoff.messages import (
     Go,
     Hello,
     Key,
+    Lent,
     Message,
     NotComputed,
     Prefill,
@@ -30,16 +32,19 @@ from hotset.handoff.messages import (
     Send,
     SenderCommand,
     SenderFact,
+    Space,
     Stopped,
     Store,
     Submit,
+    Unpacked,
     Written,
 )
-from hotset.handoff.outgoing import NEXT, WAITS, Chunk, Ending, Outgoing, Phase
+from hotset.handoff.outgoing import MOST_LISTS, NEXT, WAITS, Chunk, Ending, Outgoing, Phase, refusal
+from hotset.handoff.staged_out import PIECE_NEXT, PIECE_WAITS, Buffers, PiecePhase, StagedOut, offer
+from hotset.handoff.staging import FEW_WRITES
 from hotset.handoff.tombs import Name, Tombs
 from hotset.transfer.api import State, Ticket
 
-MOST_LISTS = 2  # of writes under way for one handoff; what is told meanwhile goes together, in longer writes
 WRITE_LIMIT = 40.0  # seconds that one list of writes may take; the transfer engine's own limit should be shorter
 TOMB_LIMIT = 900.0  # longer than a receiver stays unsure: it must not be answered by a second handoff of that key
 MOST_TOMBS = 20_000
@@ -60,14 +65,21 @@ class Sender:
         write_limit: float = WRITE_LIMIT,
         tomb_limit: float = TOMB_LIMIT,
         most_tombs: int = MOST_TOMBS,
+        buffers: Sequence[Space] = (),
+        few_writes: int = FEW_WRITES,
+        piece_waits: Mapping[PiecePhase, Wait] = PIECE_WAITS,
     ) -> None:
-        """`store` is the memory that the engine's pages are numbered in."""
+        """`store` is the memory that the engine's pages are numbered in; `buffers`, all of one size, are for contexts
+        that travel packed: those that would take more than `few_writes`, if these are small."""
         self.table = Timetable(NEXT, waits)
+        self.pieces = Timetable(PIECE_NEXT, piece_waits)
         self.resent = 0  # messages that were said again
         self._store, self._write_limit = store, write_limit
         self._hellos: dict[str, Hello] = {}
         self._handoffs: dict[Name, Outgoing] = {}
         self._tombs = Tombs(tomb_limit, most_tombs)
+        self._buffers, self._few_writes = Buffers(buffers), few_writes
+        self._turns = itertools.count()
         self._actions: list[Send | Submit | SenderFact] = []
 
     def peer_known(self, peer: str, hello: Hello) -> None:
@@ -89,8 +101,11 @@ class Sender:
                 self._asked(peer, message, now)
             case Cancel(key):
                 self._cancelled(peer, key, now)
-            case Go(key) if handoff := self._handoffs.get((peer, key)):
-                self._go(handoff, now)
+            case Go(key, staged) if handoff := self._handoffs.get((peer, key)):
+                self._go(handoff, staged, now)
+            case Lent(key) | Unpacked(key) if handoff := self._handoffs.get((peer, key)):
+                if handoff.staged is not None and handoff.phase is Phase.WRITING:
+                    self._take_staged(handoff, handoff.staged, message, now)
             case Received(key) if handoff := self._handoffs.get((peer, key)):
                 self._received(handoff, now)
 
@@ -112,6 +127,7 @@ class Sender:
 
     def submitted(self, peer: str, key: Key, ticket: Ticket) -> None:
         """The answer to the oldest `Submit` of this handoff that has none yet."""
+        self._buffers.submitted((peer, key), ticket.number)
         handoff = self._handoffs.get((peer, key))
         if handoff is not None:
             chunk = next((each for each in handoff.open if each.ticket is None), None)
@@ -121,22 +137,20 @@ class Sender:
     def ended(self, peer: str, key: Key, ticket: Ticket, state: State, now: float) -> None:
         """A ticket is not pending any more. One that was given up: nothing happens."""
         assert state is not State.PENDING, f"ticket {ticket.number} has not ended"
-        handoff = self._handoffs.get((peer, key))
-        chunk = next((each for each in handoff.open if each.ticket == ticket.number), None) if handoff else None
-        if handoff is None or chunk is None:
-            return
-        handoff.open.remove(chunk)
-        handoff.tainted |= state is State.FAILED_UNKNOWN
-        if state is not State.DONE and handoff.phase is Phase.WRITING:
-            rows = f"rows {chunk.first} to {chunk.last}"
-            self._end(handoff, Ending.FAILED, True, f"writing {rows} ended as '{state.value}'", now)
-            return
-        if handoff.phase is Phase.WRITING:
-            handoff.landed = min([each.first for each in handoff.open], default=handoff.begun)
-            handoff.course.stay(now)
-            self._submit(handoff, now)
-            self._speak(handoff)
-        self._settle(handoff, now)
+        freed = self._buffers.ended((peer, key), ticket.number)
+        self._ended(peer, key, ticket, state, now)
+        if freed:
+            self._stage(now)
+
+    @property
+    def looks(self) -> bool:
+        """Forward passes have to be looked at, by `look`."""
+        writing = [each.staged for each in self._handoffs.values() if each.phase is Phase.WRITING]
+        return any(staged.looks for staged in writing if staged is not None)
+
+    def look(self, now: float) -> None:
+        """Looks which forward passes have happened: what was computed may be packed."""
+        self._stage(now)
 
     def end_all(self, reason: str, now: float) -> None:
         """This worker stops: what has no end yet gets one, and its receiver is told when its writes have ended."""
@@ -153,10 +167,14 @@ class Sender:
             elif handoff.course.due(now):
                 self.resent += handoff.phase is Phase.OFFERED or handoff.verdict is not None
                 self._speak(handoff)
+            if handoff.staged is not None and handoff.phase is Phase.WRITING:
+                for message in handoff.staged.due(now):
+                    self.resent += 1
+                    self._send(handoff.peer, message)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, if nothing happens before."""
-        return earliest(min(handoff.deadline, handoff.course.again_at) for handoff in self._handoffs.values())
+        return earliest(handoff.next_time for handoff in self._handoffs.values())
 
     def take_actions(self) -> list[Send | Submit | SenderFact]:
         """What is to be sent, submitted and told, in this order. Each is given out once."""
@@ -174,20 +192,16 @@ class Sender:
         return {name: handoff.phase for name, handoff in self._handoffs.items()}
 
     def audit(self) -> None:
-        """Proves that writes and source pages are accounted for, and that every handoff has an end in sight."""
+        """Proves that writes, buffers and pages are accounted for, and that every handoff has an end in sight."""
         self._tombs.audit()
+        users = list(self._buffers.uses.values())
         for name, handoff in self._handoffs.items():
-            phase = handoff.phase
-            assert handoff.name == name and phase is not Phase.CLOSED, f"{name} should be forgotten"
-            assert handoff.deadline < float("inf"), f"{name} would wait for ever"
+            assert handoff.name == name, f"{name} is filed wrongly"
             assert self._tombs.get(name) is None, f"{name} is open and buried"
-            assert not handoff.open or phase in (Phase.WRITING, Phase.ENDING, Phase.STUCK), f"{name} writes in {phase}"
-            assert handoff.dropped == (phase in (Phase.STUCK, Phase.TELLING)), f"{name}: pages of {phase}"
-            assert len(handoff.open) <= MOST_LISTS, f"{name} has {len(handoff.open)} lists under way"
-            waits = phase is Phase.OFFERED or (phase is Phase.WRITING and len(handoff.open) == MOST_LISTS)
-            assert handoff.waiting is None or waits, f"{name} holds back what it may write"
-            assert handoff.landed <= handoff.begun <= handoff.written, f"{name} has lost rows"
-            assert (handoff.ending is None) == (phase in (Phase.OFFERED, Phase.WRITING)) or handoff.verdict, name
+            handoff.audit()
+            # More, if one of that name before, of another incarnation, was given up while it wrote.
+            buffers = len(handoff.open) if handoff.staged is not None else 0
+            assert users.count(name) >= buffers, f"{name} has {users.count(name)} buffers for {buffers} writes"
 
     def _asked(self, peer: str, ask: Ask, now: float) -> None:
         key, hello = ask.key, self._hellos.get(peer)
@@ -202,29 +216,18 @@ class Sender:
             self._send(peer, Stopped(key, tomb.quiesced))
         elif max(known) > key.attempt:
             self._send(peer, Stopped(key, False))
-        elif hello is None or (reason := self._refusal(ask, hello)):
+        elif hello is None or (reason := refusal(ask, hello)):
             # Whoever keeps no record vouches for nothing: not quiesced, though nothing was begun now.
             why = "this worker does not know you: say Hello first" if hello is None else reason
             self._send(peer, Failed(key, quiesced=False, retry=hello is None, reason=why))
         else:
             for each in attempts:
                 self._cancel(each, now)
-            handoff = Outgoing(peer, ask, hello, Course(self.table, Phase.OFFERED, now))
+            offered = offer(self._store, hello, ask, self._buffers.spaces, self._few_writes)
+            handoff = Outgoing(peer, ask, hello, Course(self.table, Phase.OFFERED, now), offered)
             self._handoffs[handoff.name] = handoff
             self._speak(handoff)
             self._actions.append(Prefill(peer, key, ask.token_ids, ask.params, ask.stop_ids))
-
-    def _refusal(self, ask: Ask, hello: Hello) -> str:
-        """Why this can never be served; empty if it can."""
-        target, rows = hello.stores.get(ask.landing), len(ask.token_ids)
-        if target is None:
-            return f"landing {ask.landing!r} was not offered, only {sorted(hello.stores)}"
-        if not rows:
-            return "a prompt without tokens"
-        for what, span, pages in (("rows", target.rows, ask.row_pages), ("keys", target.keys, ask.key_pages)):
-            if span is not None and len(pages) < pages_for(span, rows):
-                return f"{len(pages)} pages for {rows} {what}, {span.page_rows} to a page"
-        return ""
 
     def _cancelled(self, peer: str, key: Key, now: float) -> None:
         if handoff := self._handoffs.get((peer, key)):
@@ -240,11 +243,69 @@ class Sender:
         handoff.verdict = None
         self._end(handoff, Ending.CANCELLED, False, "cancelled", now)
 
-    def _go(self, handoff: Outgoing, now: float) -> None:
+    def _go(self, handoff: Outgoing, staged: bool, now: float) -> None:
         if handoff.phase is not Phase.OFFERED:
             return
+        if staged and handoff.offer is None:
+            self._end(handoff, Ending.FAILED, False, "it should be staged, which was not offered", now)
+            return
         self._move(handoff, Phase.WRITING, now)
+        if staged and handoff.offer is not None:
+            total = len(handoff.ask.token_ids)
+            handoff.staged = StagedOut(handoff.ask.key, total, handoff.offer, self.pieces)
         self._submit(handoff, now)
+        self._settle(handoff, now)
+
+    def _take_staged(self, handoff: Outgoing, staged: StagedOut, message: Message, now: float) -> None:
+        if isinstance(message, Lent):
+            staged.lend(message, next(self._turns), now)
+            self._stage(now)
+        elif isinstance(message, Unpacked) and staged.unpacked(message, now):
+            handoff.landed = staged.landed
+            handoff.course.stay(now)
+            for want in staged.want(now):
+                self._send(handoff.peer, want)
+            self._settle(handoff, now)
+
+    def _stage(self, now: float) -> None:
+        """Has pieces packed and written for which there is room in the ring, as long as there are buffers."""
+        ready = []
+        for handoff in self._handoffs.values():
+            if handoff.staged is not None and handoff.phase is Phase.WRITING:
+                handoff.staged.look()
+                ready += [(piece.turn, handoff, handoff.staged, piece) for piece in handoff.staged.ready()]
+        for _, handoff, staged, piece in sorted(ready, key=lambda each: each[0]):
+            buffer = self._buffers.take(handoff.name)
+            if buffer is None:
+                return
+            assert piece.lent is not None
+            target = staged.offered.ring.address + piece.lent.offset
+            planned = np.array([[buffer.address, target, staged.nbytes(piece)]], np.int64)
+            handoff.open.append(Chunk(piece.first, piece.last, now + self._write_limit, piece=piece.number))
+            packed = staged.packed(piece, self._store, handoff.target, buffer.address)
+            staged.begin(piece, now)
+            self._actions.append(Submit(handoff.peer, handoff.ask.key, planned, None, packed))
+
+    def _ended(self, peer: str, key: Key, ticket: Ticket, state: State, now: float) -> None:
+        handoff = self._handoffs.get((peer, key))
+        chunk = next((each for each in handoff.open if each.ticket == ticket.number), None) if handoff else None
+        if handoff is None or chunk is None:
+            return
+        handoff.open.remove(chunk)
+        handoff.tainted |= state is State.FAILED_UNKNOWN
+        if state is not State.DONE and handoff.phase is Phase.WRITING:
+            rows = f"rows {chunk.first} to {chunk.last}"
+            self._end(handoff, Ending.FAILED, True, f"writing {rows} ended as '{state.value}'", now)
+            return
+        if handoff.phase is Phase.WRITING and handoff.staged is not None:
+            assert chunk.piece is not None
+            handoff.course.stay(now)
+            self._send(peer, handoff.staged.written(chunk.piece, now))
+        elif handoff.phase is Phase.WRITING:
+            handoff.landed = min([each.first for each in handoff.open], default=handoff.begun)
+            handoff.course.stay(now)
+            self._submit(handoff, now)
+            self._speak(handoff)
         self._settle(handoff, now)
 
     def _received(self, handoff: Outgoing, now: float) -> None:
@@ -266,18 +327,20 @@ class Sender:
             self._submit(handoff, now)
 
     def _submit(self, handoff: Outgoing, now: float) -> None:
-        """Begins to write what waits, as one list, unless enough is under way."""
+        """Begins to write what waits, as one list, unless enough is under way. Staged: asks for room."""
         written = handoff.waiting
+        if written is not None and handoff.staged is not None:
+            handoff.waiting = None
+            for want in handoff.staged.told(written, now):
+                self._send(handoff.peer, want)
+            return
         if written is None or len(handoff.open) >= MOST_LISTS:
             return
         ask, span = handoff.ask, (written.first, written.last)
-        target = handoff.hello.stores[ask.landing]
-        parts = [writes(self._store.rows, written.pages, target.rows, ask.row_pages, *span)]
-        if self._store.keys is not None and target.keys is not None:
-            parts.append(writes(self._store.keys, written.pages, target.keys, ask.key_pages, *span))
+        planned = context_writes(self._store, written.pages, handoff.target, ask.row_pages, ask.key_pages, *span)
         handoff.waiting = None
         handoff.open.append(Chunk(*span, due=now + self._write_limit))
-        self._actions.append(Submit(handoff.peer, ask.key, np.concatenate(parts), written.after))
+        self._actions.append(Submit(handoff.peer, ask.key, planned, written.after))
 
     def _settle(self, handoff: Outgoing, now: float) -> None:
         """Ends what has nothing left to wait for."""
@@ -285,8 +348,9 @@ class Sender:
             return
         if handoff.phase in (Phase.ENDING, Phase.STUCK):
             self._conclude(handoff, now)
-        elif handoff.phase is Phase.WRITING and handoff.sampled is not None:
+        elif handoff.phase is Phase.WRITING and handoff.complete:
             told = handoff.sampled
+            assert told is not None
             handoff.verdict = Done(told.key, told.token_id, told.alternatives)
             self._drop(handoff)
             self._move(handoff, Phase.TELLING, now)
@@ -324,7 +388,8 @@ class Sender:
             case Phase.WRITING if now >= handoff.course.deadline:
                 self._end(handoff, Ending.FAILED, True, f"the engine has told nothing for {limit:g} s", now)
             case Phase.WRITING:
-                why = f"a write has not ended within {self._write_limit:g} s"
+                why = handoff.staged.overdue(now) if handoff.staged is not None else ""
+                why = why or f"a write has not ended within {self._write_limit:g} s"
                 self._end(handoff, Ending.FAILED, True, why, now)
             case Phase.ENDING:
                 self._conclude(handoff, now)
@@ -348,7 +413,7 @@ class Sender:
         """Says what this phase has to say until it is answered, or that it is alive."""
         key = handoff.ask.key
         if handoff.phase is Phase.OFFERED:
-            self._send(handoff.peer, Accepted(key))
+            self._send(handoff.peer, Accepted(key, 0 if handoff.offer is None else handoff.offer.piece_bytes))
         elif handoff.phase is Phase.WRITING or (handoff.ending is Ending.FAILED and handoff.phase is Phase.ENDING):
             self._send(handoff.peer, Progress(key, handoff.landed))
         elif handoff.verdict is not None:

@@ -17,7 +17,24 @@ import msgspec
 
 from hotset.base.address import Address
 from hotset.base.errors import BadMessage
-from hotset.handoff.messages import PROTOCOL, Ask, Done, Hello, Message, Ping, Pong, Progress, Refused, Span, Welcome
+from hotset.handoff.messages import (
+    PROTOCOL,
+    Accepted,
+    Ask,
+    Done,
+    Hello,
+    Lent,
+    Message,
+    Ping,
+    Pong,
+    Progress,
+    Refused,
+    Slices,
+    Span,
+    Staged,
+    Want,
+    Welcome,
+)
 from hotset.handoff.post import Foreign, Letter
 
 MAX_BYTES = 16 << 20  # an Ask for two million tokens fits
@@ -120,8 +137,13 @@ def _check_message(message: Message, origin: str) -> None:
         case Hello(control=control) | Welcome(hello=Hello(control=control)):
             _require(control == origin, "it introduces somebody else than its sender")
             hello = message.hello if isinstance(message, Welcome) else message
+            if hello.ring is not None:
+                end = hello.ring.address + hello.ring.nbytes
+                _require(min(hello.ring.address, hello.ring.nbytes) >= 0 and end <= MAX_ADDRESS, "a ring out of range")
             for store in hello.stores.values():
-                _check_span(store.rows)
+                for shard in store.shards:
+                    _check_span(shard.span)
+                    _check_slices(shard.slices)
                 _check_span(store.keys)
         case Refused() | Ping() | Pong():
             pass
@@ -138,6 +160,11 @@ def _check_span(span: Span | None) -> None:
         _require(min(numbers) >= 0 and max(numbers) <= MAX_ADDRESS, "an address or a size is out of range")
 
 
+def _check_slices(slices: Slices) -> None:
+    numbers = [number for each in slices for number in each]
+    _require(min(numbers, default=0) >= 0 and max(numbers, default=0) <= MAX_ADDRESS, "a slice of rows is out of range")
+
+
 def _check_contents(message: Message) -> None:
     match message:
         case Ask():
@@ -147,6 +174,14 @@ def _check_contents(message: Message) -> None:
             _require(not pages or (min(pages) >= 0 and max(pages) <= MAX_PAGE), "a page number is out of range")
         case Progress(_, rows):
             _require(rows >= 0, "rows is negative")
+        case Accepted(_, piece_bytes):
+            _require(0 <= piece_bytes <= MAX_ADDRESS, "piece_bytes is out of range")
+        case Want(_, piece, first, last):
+            _require(0 <= piece <= MAX_TOKEN and 0 <= first < last <= MAX_TOKEN, "rows of no piece")
+        case Lent(_, piece, lease, offset):
+            _require(0 <= piece <= MAX_TOKEN and lease >= 0 and 0 <= offset <= MAX_ADDRESS, "a lease out of range")
+        case Staged(_, piece, lease):
+            _require(0 <= piece <= MAX_TOKEN and lease >= 0, "a lease out of range")
         case Done(_, token_id):
             _require(0 <= token_id <= MAX_TOKEN, "token_id is out of range")
 

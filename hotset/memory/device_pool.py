@@ -80,6 +80,12 @@ class DevicePool:
     def layer_rows(self) -> int:
         return self.pages * self.geometry.page_rows
 
+    @property
+    def key_parts(self) -> int:
+        """Layers of a page in which each group's keys lie."""
+        assert self.key_blocks is not None, "this model has no index keys"
+        return self.geometry.keys_per_page // self.key_blocks.shape[2]
+
     def keys_of(self, group: int) -> Tensor:
         """[parts, pages, keys, stored width] of one index group.
 
@@ -87,7 +93,7 @@ class DevicePool:
         """
         assert self.key_blocks is not None, "this model has no index keys"
         first = self.shape.key_layers[group]
-        return self.key_blocks[first : first + self.shape.key_parts]
+        return self.key_blocks[first : first + self.key_parts]
 
     def words_of(self, group: int) -> Tensor:
         """[pages * words_per_page] int32: the map words of one index group."""

@@ -10,8 +10,16 @@ from hotset.base.units import show_bytes
 from hotset.memory.device_pool import KvShape
 
 
+def host_bytes(shape: KvShape, pages: int, page_rows: int) -> int:
+    """Of a store of so many pages."""
+    return pages * page_rows * shape.token_bytes
+
+
 class HostStore:
-    """`pages` pages of host memory, pinned for `device` where that is a GPU. Fresh memory is not cleared."""
+    """`pages` pages of host memory, pinned for `device` where that is a GPU. Fresh memory is not cleared.
+
+    Several workers may share one: then all of them read every page, and each writes those that are its own.
+    """
 
     def __init__(
         self,
@@ -20,17 +28,30 @@ class HostStore:
         page_rows: int,
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
+        *,
+        memory: Tensor | None = None,
+        writer: int = 0,
+        writers: int = 1,
     ) -> None:
-        """`progress(done, total)` is told, in bytes, how much memory is ready."""
-        self.page_rows = page_rows
+        """`progress(done, total)` is told, in bytes, how much memory is ready. `memory`: [host_bytes] uint8 in which to
+        keep it. Page p is written by writer p % `writers`, of which this is number `writer`."""
+        self.page_rows, self.writer, self.writers = page_rows, writer, writers
         count = pages * page_rows
-        self.rows = torch.empty(shape.layers, count, shape.row.stored_width, dtype=shape.row.stored_dtype)
+        if memory is None:
+            memory = torch.empty(host_bytes(shape, pages, page_rows), dtype=torch.uint8)
+        of_rows = shape.layers * count * shape.row.stride_bytes
+        self.rows = memory[:of_rows].view(shape.row.stored_dtype).view(shape.layers, count, shape.row.stored_width)
         self.keys: Tensor | None = None
         if shape.key is not None:
-            self.keys = torch.empty(shape.groups, count, shape.key.stored_width, dtype=shape.key.stored_dtype)
+            stored = memory[of_rows:].view(shape.key.stored_dtype)
+            self.keys = stored.view(shape.groups, count, shape.key.stored_width)
         self._pinned: list[int] = []
         if device.type == "cuda":
             self._pin(progress)
+
+    def writes(self, page: int) -> bool:
+        """Whether this worker writes that page."""
+        return page % self.writers == self.writer
 
     def _pin(self, progress: Callable[[int, int], None] | None) -> None:
         """Layer by layer, so that progress can be shown: a copy must not span what was pinned in two pieces."""

@@ -1,7 +1,8 @@
 """What the scheduler counts."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 
 from hotset.schedule.request import FinishReason
 
@@ -23,3 +24,11 @@ class Counters:
     asked_again: int = 0  # attempts after one that was lost
     handed_over: int = 0
     finished: Counter[FinishReason] = field(default_factory=Counter)
+
+    @classmethod
+    def total(cls, counters: "Iterable[Counters]") -> "Counters":
+        total = cls()
+        for each in counters:
+            for name in (name.name for name in fields(cls)):
+                setattr(total, name, getattr(total, name) + getattr(each, name))
+        return total

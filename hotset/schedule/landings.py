@@ -32,7 +32,7 @@ class Landings:
         reservation = Reservation(
             *(request.request_id, request.attempt, request.prefill_at, tuple(request.tokens), request.params),
             *(request.stop_ids, on_device, tuple(pages[Kind.ROWS if on_device else Kind.HOST])),
-            tuple(pages[Kind.KEYS]),
+            tuple(pages[Kind.KEYS] or pages[Kind.HOST]),  # keys that land on the host lie in the pages of their rows
         )
         self._reserved[request] = _Reserved(reservation, until=plan)
 

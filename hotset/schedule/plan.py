@@ -80,6 +80,7 @@ class Plan:
     counts: Sequence[int]
     sampled: Sequence[int]
     sent: Sequence[Rows | FirstToken] = ()  # of prompts computed for peers
+    reads_host: bool = False  # pages that earlier plans may have written: where writers differ, those come first
 
     @property
     def rows(self) -> int:

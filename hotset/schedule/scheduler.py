@@ -8,15 +8,18 @@ from collections import deque
 from dataclasses import dataclass
 
 from hotset.base.config import TiersMode
+from hotset.base.units import ceil_div
 from hotset.schedule.counters import Counters
 from hotset.schedule.landings import Handovers
 from hotset.schedule.occupancy import Occupancy
 from hotset.schedule.plan import Alternatives, Committed, Plan, Reservation, StepResult, Withdrawal
 from hotset.schedule.request import FinishReason, Phase, Request
 from hotset.schedule.room import places
+from hotset.tiers.commands import Demote, Load, Promote
 from hotset.tiers.ledger import NOTHING, Ledger
 from hotset.tiers.residence import Residence
 
+READS_HOST = (Load, Demote, Promote)
 CALM_PLANS = 8  # without pressure before anybody is promoted
 MOST_ATTEMPTS = 3  # of having one prompt prefilled elsewhere
 
@@ -50,14 +53,17 @@ class Scheduler:
         step_rows: int,
         tiers: TiersMode = "auto",
         calm_plans: int = CALM_PLANS,
+        stages: int = 1,
     ) -> None:
         """At most `seats` requests run at once. A step computes one row of every decoding request, and rows of prompts
         until there are `step_rows` in all, but always at least one, so that prompts get on however many decode.
-        Room must have lasted for `calm_plans` before a tiered request is promoted."""
+        Room must have lasted for `calm_plans` before a tiered request is promoted. With several `stages`, whose first
+        must know a token before it computes the next, those that decode take turns in as many plans in flight."""
         self.counters = Counters()
         self._ledger = ledger
         self._step_rows = step_rows
         self._mode = tiers
+        self._stages = stages
         self._in = Occupancy(ledger, seats, tiers, calm_plans, self.counters)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -193,6 +199,7 @@ class Scheduler:
         draft = _Draft()
         prefills = []
         self._in.settle()
+        most = self._turn()
         for request in tuple(self._in.running):
             if request.seat is None or (self._in.yielding and request in self._in.yielding):
                 continue  # it gave way to an older one in this very plan, or is about to
@@ -200,6 +207,8 @@ class Scheduler:
             wanted = min(len(request.tokens) + request.promised, request.max_length - 1) - planned
             if wanted > 1:
                 prefills.append(request)
+            elif self._stages > 1 and (request.promised or len(draft.seats) == most):
+                continue
             elif wanted == 1 and (planned < request.holding.room or self._in.grow(request)) and self._ready(request):
                 self._put(draft, request, 1)
         room = max(self._step_rows - len(draft.seats), 1)
@@ -289,6 +298,15 @@ class Scheduler:
         elif len(request.tokens) >= request.max_length:
             self._end(request, "length")
 
+    def _turn(self) -> int:
+        """The most that may decode in the next plan, so that every stage has some."""
+        return ceil_div(len(self._in.running), self._stages)
+
+    @property
+    def load(self) -> int:
+        """Tokens of all its requests: by this the least busy replica is chosen."""
+        return sum(len(request.tokens) for request in self._requests.values())
+
     def _ready(self, request: Request) -> bool:
         """False: its prompt has been streamed, and it becomes tiered when that is committed."""
         if request.phase is Phase.DECODE:
@@ -344,7 +362,11 @@ class Scheduler:
     def _seal(self, draft: _Draft) -> Plan:
         sent = self._handovers.take()
         commands = self._in.take_commands()
-        plan = Plan(self._in.plans, commands, draft.seats, draft.starts, draft.counts, draft.sampled, sent)
+        reads_host = any(isinstance(command, READS_HOST) for command in commands) or any(
+            request.holding.residence is Residence.STREAMED for request in draft.requests
+        )
+        columns = (draft.seats, draft.starts, draft.counts, draft.sampled)
+        plan = Plan(self._in.plans, commands, *columns, sent, reads_host)
         self._in.plans += 1
         self._in_flight.append(_InFlight(plan, draft.requests))
         return plan

@@ -59,8 +59,18 @@ class Quarantined:
 class Ledger:
     """Owns the page allocators of both pools. Without a host store (`host` None) requests are resident or absent."""
 
-    def __init__(self, geometry: Geometry, device: PageAllocator, host: PageAllocator | None) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        device: PageAllocator,
+        host: PageAllocator | None,
+        *,
+        lands_on_device: bool = True,
+    ) -> None:
+        """`lands_on_device`: index keys that another process writes arrive there, and rows may; else all arrives in
+        pages of the host store."""
         self.geometry = geometry
+        self.lands_on_device = lands_on_device
         self.device = device
         self.host = host
         self._quarantined: dict[str, Quarantined] = {}
@@ -179,7 +189,7 @@ class Ledger:
 
     def reserve(self, holding: Holding, on_device: bool, tokens: int) -> bool:
         """An absent request takes pages for `tokens` rows that another process will write: of the host store, or
-        `on_device`; index keys land on the device either way. It needs no seat. False: there is no room."""
+        `on_device`. It needs no seat. False: there is no room."""
         wanted = self._landing(on_device, tokens)
         on_host = wanted[Kind.HOST]
         if not self.fits(Need(sum(wanted.values()) - on_host, on_host)):
@@ -197,10 +207,10 @@ class Ledger:
         commands: list[Command] = [Grant(seat, kind, 0, tuple(held)) for kind, held in holding.pages.items() if held]
         in_place = bool(holding.pages[Kind.ROWS])
         commands += self._grant(holding, self._wanted(holding, to, tokens))
-        if self.host is not None:
+        if self.host is not None and self.lands_on_device:
             commands.append(Keep(seat, length, rows=in_place))
         if not in_place:
-            commands.append(Load(seat, length, to, keys=False))
+            commands.append(Load(seat, length, to, keys=not self.lands_on_device))
         return commands
 
     def quarantine(self, holding: Holding, name: str) -> None:
@@ -285,7 +295,7 @@ class Ledger:
         assert on_device or self.host is not None, "there is no host store to land in"
         return {
             Kind.ROWS: rows if on_device else 0,
-            Kind.KEYS: self.geometry.key_pages(tokens),
+            Kind.KEYS: self.geometry.key_pages(tokens) if self.lands_on_device else 0,
             Kind.HOST: 0 if self.host is None else rows,
         }
 

@@ -111,11 +111,13 @@ class Mirror:
 
     def stream_out(self, layer: int, pieces: Tensor) -> None:
         """Rows of one layer, just made in a workspace, to the host."""
-        page_copy.to_host(pieces, self._pool.flat_rows[None], self._host.rows[layer : layer + 1])
+        if len(pieces):
+            page_copy.to_host(pieces, self._pool.flat_rows[None], self._host.rows[layer : layer + 1])
 
-    def row_pieces(self, stretch: Stretch, pages: Sequence[int]) -> Tensor:
-        """[pieces, 3] on the device: a stretch of a context whose device pages are `pages`, for `page_copy`."""
-        return self._sent(self._row_pieces(stretch, pages))
+    def row_pieces(self, stretch: Stretch, pages: Sequence[int], *, own: bool = False) -> Tensor:
+        """[pieces, 3] on the device: a stretch of a context whose device pages are `pages`, for `page_copy`. `own`:
+        of the host pages that this worker writes."""
+        return self._sent(self._row_pieces(stretch, pages, own))
 
     def wait(self) -> None:
         """The main stream goes on after what the side stream was told so far."""
@@ -144,11 +146,11 @@ class Mirror:
                 tail = self._tables.tail_pages[stretch.seat]
                 pages = tail * (stretch.last // page_rows // TAIL_PAGES + 1)  # page n lies in tail page n % 2
             self.reading.update(pages[stretch.first // page_rows : -(-stretch.last // page_rows)])
-            pieces += self._row_pieces(stretch, pages)
+            pieces += self._row_pieces(stretch, pages, own=True)
         if pieces:
             page_copy.to_host(self._sent(pieces), self._pool.rows, self._host.rows)
 
-    def _row_pieces(self, stretch: Stretch, pages: Sequence[int]) -> list[Piece]:
+    def _row_pieces(self, stretch: Stretch, pages: Sequence[int], own: bool = False) -> list[Piece]:
         """Cut where pages of either side are no neighbours."""
         page_rows, host_pages = self._pool.geometry.page_rows, self._tables.host_pages[stretch.seat]
         return _merged(
@@ -158,18 +160,19 @@ class Mirror:
                 high - low,
             )
             for low, high in _cuts(stretch.first, stretch.last, page_rows)
+            if not own or self._host.writes(host_pages[low // page_rows])
         )
 
     def _store_keys(self, stretches: Sequence[Stretch]) -> None:
         per_page = self._pool.geometry.keys_per_page
         for seat, first, last in stretches:
             self.reading.update(self._tables.key_pages[seat][first // per_page : -(-last // per_page)])
-        for part, pieces in self._key_pieces(stretches).items():
+        for part, pieces in self._key_pieces(stretches, own=True).items():
             sent = self._sent(pieces)
             for device, host in self._key_words(part):
                 page_copy.to_host(sent, device, host)
 
-    def _key_pieces(self, stretches: Sequence[Stretch]) -> dict[int, list[Piece]]:
+    def _key_pieces(self, stretches: Sequence[Stretch], own: bool = False) -> dict[int, list[Piece]]:
         """By part of a page: pieces in words, the same for every index group."""
         pool, page_rows, word = self._pool, self._pool.geometry.page_rows, self._key_word.itemsize
         assert pool.shape.key is not None and pool.key_blocks is not None
@@ -179,6 +182,8 @@ class Mirror:
         for seat, first, last in stretches:
             pages, host_pages = self._tables.key_pages[seat], self._tables.host_pages[seat]
             for low, high in _cuts(first, last, page_rows, per_block, per_page):
+                if own and not self._host.writes(host_pages[low // page_rows]):
+                    continue
                 part, key = divmod(low % per_page, per_block)
                 device = pages[low // per_page] * words_per_page + key * key_words
                 host = (host_pages[low // page_rows] * page_rows + low % page_rows) * key_words

@@ -28,7 +28,7 @@ class Stream:
         work = tables.work_pages[seat]
         blocks = [b % layers * pool.pages + work[b // layers] for b in range(pool.geometry.row_pages(span.length))]
         self.prefix = mirror.row_pieces(Stretch(seat, 0, self.start), blocks)
-        self.new = mirror.row_pieces(Stretch(seat, self.start, span.length), blocks)
+        self.new = mirror.row_pieces(Stretch(seat, self.start, span.length), blocks, own=True)
         positions = torch.arange(span.length, device=pool.device)
         in_block = uploaded(blocks, torch.int64, pool.device)[positions // page_rows]
         self.places = in_block * page_rows + positions % page_rows  # of all positions, in the pool's flat rows

@@ -21,10 +21,11 @@ from hotset.base.config import EMBEDDED, EngineConfig, LandingChoice, TiersChoic
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import assemble, model_card
 from hotset.engine.core import Engine
-from hotset.engine.handoffs import DecodePort, PrefillPort, host_store, landing_stores
+from hotset.engine.handoffs import DecodePort, PrefillPort
 from hotset.engine.intake import Intake
 from hotset.engine.sizing import kv_budget
-from hotset.handoff.messages import Ask, Drop, Fetch, Key, Landed, Span, Written
+from hotset.engine.stores import host_stores, landing_stores
+from hotset.handoff.messages import Ask, Drop, Fetch, Key, Landed, Span, Store, Written
 from hotset.models.checkpoint import find_model, open_weights
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
@@ -113,7 +114,8 @@ class Compared:
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
         assert isinstance(prefill._port, PrefillPort) and isinstance(decode._port, DecodePort)
-        self.source, self.targets = host_store(prefill._memory), landing_stores(decode._memory)
+        self.source = host_stores(prefill.executor.hosts())["host"]
+        self.targets = landing_stores(decode.executor.hosts(), decode.executor.pool)
         self.asks: dict[Key, Ask] = {}
         self.sent: dict[Key, tuple[int, ...]] = {}  # pages at the prefill worker
         self.dropped: list[Drop] = []
@@ -147,14 +149,33 @@ class Compared:
         return facts
 
     def compare(self, key: Key) -> None:
-        ask, pages = self.asks[key], self.sent[key]
+        ask, pages = self.asks[key], self.sent.get(key)
+        if pages is None:
+            return  # it came from another prefill worker
         target = self.targets[ask.landing]
         rows = len(ask.token_ids)
-        assert bytes_of(self.source.rows, pages, rows) == bytes_of(target.rows, ask.row_pages, rows), "rows differ"
+        assert rows_of(self.source, pages, rows) == rows_of(target, ask.row_pages, rows), "rows differ"
         if self.source.keys is not None and target.keys is not None:
             keys = bytes_of(target.keys, ask.key_pages, rows)
             assert bytes_of(self.source.keys, pages, rows) == keys, "index keys differ"
         self.contexts += 1
+
+
+def rows_of(store: Store, pages: tuple[int, ...], rows: int) -> list[bytes]:
+    """Whole rows, put together from the shards that hold parts of them. Shards that hold the same must agree."""
+    size = max(first + nbytes for shard in store.shards for first, nbytes in shard.slices)
+    whole: list[list[int | None]] = [[None] * size for _ in range(rows * len(store.shards[0].span.bases))]
+    for shard in store.shards:
+        for row, stored in zip(whole, bytes_of(shard.span, pages, rows), strict=True):
+            at = 0
+            for first, nbytes in shard.slices:
+                there = row[first : first + nbytes]
+                here = list(stored[at : at + nbytes])
+                assert there == here or set(there) == {None}, "two shards disagree about one head"
+                row[first : first + nbytes] = here
+                at += nbytes
+    assert not any(None in row for row in whole), "bytes that no shard holds"
+    return [bytes(each for each in row if each is not None) for row in whole]
 
 
 def bytes_of(span: Span, pages: tuple[int, ...], rows: int) -> list[bytes]:
@@ -181,13 +202,18 @@ def _steps(engine: Engine, until: threading.Event, died: Callable[[BaseException
 
 
 class Pair:
-    """The prefill worker steps in a thread of its own, the decode worker where `answers` is called."""
+    """The prefill workers, mostly one, step in threads of their own, the decode worker where `answers` is called."""
 
-    def __init__(self, prefill: Engine, decode: Engine) -> None:
+    def __init__(self, prefill: Engine, decode: Engine, *others: Engine) -> None:
         self.prefill, self.decode, self.compared = prefill, decode, Compared(prefill, decode)
+        self.prefills = (prefill, *others)
+        self.compared_others = [Compared(other, decode) for other in others]
         self._over, self._died = threading.Event(), list[BaseException]()
-        self._other = threading.Thread(target=_steps, args=(prefill, self._over, self._died.append))
-        self._other.start()
+        self._threads = [
+            threading.Thread(target=_steps, args=(each, self._over, self._died.append)) for each in self.prefills
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def answers(
         self,
@@ -199,7 +225,8 @@ class Pair:
         intake = Intake(self.decode.card, seed=0)
         answers: dict[str, list[int]] = {f"{number}/0": [] for number in range(len(prompts))}
         for number, prompt in enumerate(prompts):
-            for choice in intake.accept(str(number), prompt, params, tiers, self.prefill.card.control, landing):
+            prefill_at = self.prefills[number % len(self.prefills)].card.control
+            for choice in intake.accept(str(number), prompt, params, tiers, prefill_at, landing):
                 self.decode.add(choice)
         deadline = time.monotonic() + DEADLINE_S
         while not self.decode.idle:
@@ -216,13 +243,15 @@ class Pair:
     @property
     def moved_by(self) -> str:
         assert isinstance(self.prefill._port, PrefillPort)
-        return self.prefill._port._transfer.name
+        return self.prefill._port._moved_by.transfer.name
 
     def close(self) -> None:
         self._over.set()
-        self._other.join()
+        for thread in self._threads:
+            thread.join()
         self.decode.close()
-        self.prefill.close()
+        for prefill in self.prefills:
+            prefill.close()
 
 
 @contextmanager

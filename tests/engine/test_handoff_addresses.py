@@ -17,10 +17,10 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine import build
 from hotset.engine.client import EngineClient
 from hotset.engine.core import Engine
-from hotset.engine.handoffs import regions
 from hotset.engine.intake import Intake, ModelCard
 from hotset.engine.process import EngineProcess
 from hotset.engine.sizing import kv_budget
+from hotset.engine.stores import regions
 from hotset.transfer.api import Region
 from hotset.transfer.loopback import Hub, Loopback
 
@@ -73,9 +73,10 @@ def test_a_transfer_engine_is_where_peers_look_for_it(
     try:
         assert opened == [{"name": "mooncake", "host": address, "protocol": "rdma"}]
         assert engine.card.control is not None and engine.card.control.rpartition(":")[0] == address
-        pool = engine._memory.pool.bytes
+        assert engine.executor.pool is not None
+        pool = engine.executor.pool.bytes
         on_device = Region(pool.data_ptr(), pool.nbytes)
-        assert transfer.found == regions(engine._memory, landing=role == "decode")
+        assert transfer.found == regions(engine.executor.hosts(), engine.executor.pool if role == "decode" else None)
         assert (on_device in transfer.found) == (role == "decode"), "a prefill worker sends from the host store alone"
     finally:
         engine.close()

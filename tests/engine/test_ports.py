@@ -101,7 +101,7 @@ def test_defect_14_one_key_asked_again_while_its_plan_is_in_flight_is_another_re
         agent = dictated(prefill, patch)
         agent.coming = [Prefill(PEER, KEY, (7,) * 64, SEEDED)]
         prefill.step()
-        assert prefill._tickets, "nothing of it is in flight: the test tests nothing"
+        assert prefill._pending, "nothing of it is in flight: the test tests nothing"
         agent.told.clear()
         agent.coming = [Drop(PEER, KEY), Prefill(PEER, KEY, (9,) * 32, SEEDED)]
         for _ in range(8):
@@ -142,7 +142,7 @@ def test_pages_are_offered_to_a_peer_after_the_copies_that_may_still_write_them(
 ) -> None:
     with monkeypatch.context() as patch:
         agent, copies = dictated(decode, patch), Later()
-        patch.setattr(decode._memory, "stored", lambda: copies)
+        patch.setattr(decode.executor, "stored", lambda: copies)
         for name in ("given up", "kept"):
             (choice,) = Intake(decode.card, seed=0).accept(name, [1, 2, 3], SamplingParams(), prefill_at=PEER)
             decode.add(choice)
@@ -183,7 +183,7 @@ def test_defect_18_peers_are_told_before_the_transfer_closes_and_that_before_mem
     engine = make(role, transfer)
     assert isinstance(engine._port, PrefillPort | DecodePort)
     transfer.agent, engine._broken = engine._port._agent._thread, broken
-    monkeypatch.setattr(engine._memory, "close", lambda: transfer.order.append("memory"))
+    monkeypatch.setattr(engine.executor, "close", lambda: transfer.order.append("memory"))
     engine.close()
     assert transfer.order == ["transfer", "memory"]
 
@@ -191,8 +191,8 @@ def test_defect_18_peers_are_told_before_the_transfer_closes_and_that_before_mem
 def test_a_step_that_fails_at_the_end_does_not_keep_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = Watched(Hub())
     engine = make("prefill", transfer)
-    monkeypatch.setattr(engine._memory, "close", lambda: transfer.order.append("memory"))
-    monkeypatch.setattr(engine._scheduler, "plan", lambda: 1 // 0)
+    monkeypatch.setattr(engine.executor, "close", lambda: transfer.order.append("memory"))
+    monkeypatch.setattr(engine.replicas[0].scheduler, "plan", lambda: 1 // 0)
     engine.close()
     assert transfer.order == ["transfer", "memory"]
 

@@ -26,6 +26,7 @@ from hotset.handoff.messages import (
     Calm,
     Drop,
     Fetch,
+    Go,
     Hello,
     Key,
     Landed,
@@ -37,22 +38,32 @@ from hotset.handoff.messages import (
     Prefill,
     Sampled,
     Send,
+    Shard,
+    Space,
     Span,
     Store,
     Submit,
+    Unpack,
     Written,
 )
 from hotset.handoff.outgoing import WAITS as SENDER_WAITS
+from hotset.handoff.packing import pack, unpack
 from hotset.handoff.receiver import WAITS as RECEIVER_WAITS
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
+from hotset.handoff.shards import head_shards
+from hotset.handoff.staged_in import StagedIn
+from hotset.handoff.staged_out import PIECE_WAITS
+from hotset.handoff.staging import sender_buffers
 from hotset.memory.pages import PageAllocator
 from hotset.transfer.api import Region, State, Ticket
 from hotset.transfer.faults import Faults
 from hotset.transfer.loopback import Hub, Loopback
 
 POISON = 0xAB
-LAYERS, GROUPS, ROW_BYTES, KEY_BYTES = 3, 2, 12, 5
+LAYERS, GROUPS, HEADS, HEAD_BYTES, KEY_BYTES = 3, 2, 2, 3, 5
+ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
+STAGING_BYTES = 2048  # 4 pieces of at most 11 rows
 PACE = 0.2  # of the machines' usual waits
 MODEL = Model("toy", LAYERS, f"{ROW_BYTES} bytes", f"{KEY_BYTES} bytes", GROUPS, "w")
 Bytes = NDArray[np.uint8]
@@ -110,18 +121,55 @@ class Pool:
         self.poison(pages)
         self.allocator.release(pages)
 
-    def audit(self) -> None:
-        self.allocator.audit()
-        free = self.bytes[:, :, [page for page in range(self.allocator.capacity) if not self.allocator._held[page]]]
+    def audit(self, allocator: PageAllocator | None = None) -> None:
+        """`allocator`: whose pages these are, if not its own."""
+        allocator = allocator or self.allocator
+        allocator.audit()
+        free = self.bytes[:, :, [page for page in range(allocator.capacity) if not allocator._held[page]]]
         assert (free == POISON).all(), "somebody wrote to pages that are free"
+
+
+class Ranks:
+    """A pool of rows that are divided over ranks by heads: page n is page n of all of them."""
+
+    def __init__(self, arena: Arena, ranks: int, pages: int, page_rows: int) -> None:
+        width = 2 * max(1, HEADS // ranks) * HEAD_BYTES
+        self.pools = [Pool(arena, LAYERS, 1, pages, page_rows, width) for _ in range(ranks)]
+        self.shards = head_shards([pool.span for pool in self.pools], HEADS, HEAD_BYTES)
+        self.span, self.allocator = self.pools[0].span, self.pools[0].allocator
+
+    def check(self, pages: Sequence[int], unit: int, rows: Bytes) -> None:
+        for pool, shard in zip(self.pools, self.shards, strict=True):
+            assert (pool.rows(pages, unit, len(rows)) == self._part(rows, shard)).all(), "wrong bytes of rows"
+
+    def put(self, pages: Sequence[int], unit: int, first: int, rows: Bytes) -> None:
+        for pool, shard in zip(self.pools, self.shards, strict=True):
+            pool.put(pages, unit, first, self._part(rows, shard))
+
+    @staticmethod
+    def _part(rows: Bytes, shard: Shard) -> Bytes:
+        return np.concatenate([rows[:, first : first + nbytes] for first, nbytes in shard.slices], axis=1)
+
+    def release(self, pages: Sequence[int]) -> None:
+        for pool in self.pools:
+            pool.poison(pages)
+        self.allocator.release(pages)
+
+    def audit(self) -> None:
+        for pool in self.pools:
+            pool.audit(self.allocator)
 
 
 class Memory:
     """Rows and index keys of one landing."""
 
-    def __init__(self, rows: Pool, keys: Pool) -> None:
+    def __init__(self, rows: Ranks, keys: Pool) -> None:
         self.rows, self.keys = rows, keys
-        self.store = Store(rows.span, keys.span)
+        self.store = Store(rows.shards, keys.span)
+
+    @property
+    def pools(self) -> list[Pool]:
+        return [*self.rows.pools, self.keys]
 
     def allocate(self, tokens: int) -> tuple[list[int], list[int]] | None:
         rows = self.rows.allocator.allocate(pages_for(self.rows.span, tokens))
@@ -132,10 +180,11 @@ class Memory:
 
     def check(self, ask: Ask) -> None:
         count = len(ask.token_ids)
-        for pool, pages in ((self.rows, ask.row_pages), (self.keys, ask.key_pages)):
-            for unit in range(len(pool.span.bases)):
-                expected = content(ask.token_ids, 0, count, unit, pool.span.row_bytes)
-                assert (pool.rows(pages, unit, count) == expected).all(), f"{ask.key}: wrong bytes landed"
+        for layer in range(LAYERS):
+            self.rows.check(ask.row_pages, layer, content(ask.token_ids, 0, count, layer, ROW_BYTES))
+        for group in range(GROUPS):
+            expected = content(ask.token_ids, 0, count, group, KEY_BYTES)
+            assert (self.keys.rows(ask.key_pages, group, count) == expected).all(), f"{ask.key}: wrong keys landed"
 
     def release(self, ask: Ask) -> None:
         self.rows.release(ask.row_pages)
@@ -216,6 +265,7 @@ class World:
         assert check_peers(prefill.hello, decode.hello) is None
         prefill.transfer.connect(decode.name, decode.transfer.describe())
         prefill.machine.peer_known(decode.name, decode.hello)
+        decode.machine.peer_known(prefill.name, prefill.hello)
 
     def step(self, seconds: float) -> None:
         self.now += seconds
@@ -262,13 +312,15 @@ class Worker(ABC):
     def begin(self) -> None:
         self.alive, self.knows = True, dict[str, int]()  # name: incarnation
         self.incarnation += 1
-        self.memories = self.make_memories(Arena())
+        arena = Arena()
+        self.memories = self.make_memories(arena)
+        self.staging = arena.take(STAGING_BYTES)  # a ring, or buffers
+        self.space = Space(self.staging.ctypes.data, self.staging.nbytes)
         self.transfer = Loopback(self.world.hub, deadline_s=6.0)
-        for memory in self.memories:
-            for pool in (memory.rows, memory.keys):
-                self.transfer.register(Region(pool.bytes.ctypes.data, pool.bytes.nbytes))
+        for taken in [self.staging, *(pool.bytes for memory in self.memories for pool in memory.pools)]:
+            self.transfer.register(Region(taken.ctypes.data, taken.nbytes))
         stores = {landing: memory.store for landing, memory in zip(self.landings, self.memories, strict=True)}
-        self.hello = Hello(self.name, MODEL, stores, "loopback", self.transfer.describe())
+        self.hello = Hello(self.name, MODEL, stores, "loopback", self.transfer.describe(), self.space)
 
     landings: tuple[Landing, ...] = ("host",)
 
@@ -300,8 +352,12 @@ class Worker(ABC):
             other.machine.peer_lost(self.name, "it died", self.world.now)
 
     def note_seconds(self) -> None:
-        for phase, spent in self.machine.table.seconds.items():
-            self.world.seconds[f"{type(self.machine).__name__}.{phase.name}"] += spent
+        tables = {type(self.machine).__name__: self.machine.table}
+        if isinstance(self.machine, Sender):
+            tables["Piece"] = self.machine.pieces
+        for name, table in tables.items():
+            for phase, spent in table.seconds.items():
+                self.world.seconds[f"{name}.{phase.name}"] += spent
 
 
 class Decode(Worker):
@@ -310,20 +366,20 @@ class Decode(Worker):
     landings = ("host", "device")
 
     def __init__(self, world: World, name: str, number: int) -> None:
-        self.host_page = (4, 16, 6)[number % 3]
+        self.host_page, self.ranks = (4, 16, 6)[number % 3], (1, 2, 4)[number % 3]
         super().__init__(world, name)
 
     def make_memories(self, arena: Arena) -> list[Memory]:
         page = self.host_page
-        rows = Pool(arena, LAYERS, 1, 400 // page, page, ROW_BYTES)
         keys = Pool(arena, GROUPS, 1, 400 // page, page, KEY_BYTES)
-        host = Memory(rows, keys)
-        device = Memory(Pool(arena, LAYERS, 1, 50, 8, ROW_BYTES), Pool(arena, GROUPS, 2, 40, 14, KEY_BYTES, spare=3))
+        host = Memory(Ranks(arena, self.ranks, 400 // page, page), keys)
+        device = Memory(Ranks(arena, 1, 50, 8), Pool(arena, GROUPS, 2, 40, 14, KEY_BYTES, spare=3))
         return [host, device]
 
     def begin(self) -> None:
         super().begin()
-        self.machine = Receiver(scaled(RECEIVER_WAITS, PACE))
+        self.ring = StagedIn(self.space, self.hello.stores)
+        self.machine = Receiver(scaled(RECEIVER_WAITS, PACE), self.ring)
         self.numbers = itertools.count()  # ids begin anew with every incarnation
         self.waiting: deque[tuple[Key, tuple[int, ...], int]] = deque()  # for pages; the last: attempts left
         self.asked: dict[Key, tuple[Ask, int, float]] = {}  # its end was not told yet; attempts left, since when
@@ -350,7 +406,12 @@ class Decode(Worker):
         for action in self.machine.take_actions():
             match action:
                 case Send(peer, message):
+                    self.world.counts["staged"] += isinstance(message, Go) and message.staged
+                    self.world.counts["direct"] += isinstance(message, Go) and not message.staged
                     self.world.send(self, peer, message)
+                case Unpack(piece):
+                    unpack(piece)
+                    self.world.counts["pieces"] += 1
                 case fact:
                     self._hear(fact)
 
@@ -433,15 +494,23 @@ class PrefillWorker(Worker):
     """Computes prompts in its own pages, which it poisons as soon as it has them back."""
 
     def make_memories(self, arena: Arena) -> list[Memory]:
-        page = (16, 4, 10)[int(self.name[-1]) % 3]
-        rows = Pool(arena, LAYERS, 1, 240 // page, page, ROW_BYTES)
+        page, ranks = (16, 4, 10)[int(self.name[-1]) % 3], (2, 1, 4)[int(self.name[-1]) % 3]
+        rows = Ranks(arena, ranks, 240 // page, page)
         keys = Pool(arena, GROUPS, 1, 240 // page, page, KEY_BYTES)
         keys.allocator = rows.allocator  # a page of a host store has both
         return [Memory(rows, keys)]
 
     def begin(self) -> None:
         super().begin()
-        self.machine = Sender(self.memories[0].store, scaled(SENDER_WAITS, PACE), write_limit=3.0, tomb_limit=20.0)
+        self.machine = Sender(
+            self.memories[0].store,
+            scaled(SENDER_WAITS, PACE),
+            write_limit=3.0,
+            tomb_limit=20.0,
+            buffers=sender_buffers(self.space),
+            few_writes=20,
+            piece_waits=scaled(PIECE_WAITS, PACE / 4),
+        )
         self.queue: deque[Prefill] = deque()
         self.jobs: dict[tuple[str, Key], Job] = {}
         self.tickets: list[tuple[str, Key, Ticket]] = []
@@ -458,6 +527,8 @@ class PrefillWorker(Worker):
                 self.tickets.remove(entry)
                 self.machine.ended(*entry, state, now)
         self.machine.tick(now)
+        if self.machine.looks:
+            self.machine.look(now)
         self._act()
         self._compute()
         self._act()
@@ -468,7 +539,9 @@ class PrefillWorker(Worker):
                 match action:
                     case Send(peer, message):
                         self.world.send(self, peer, message)
-                    case Submit(peer, key, writes, after):
+                    case Submit(peer, key, writes, after, piece):
+                        if piece is not None:
+                            pack(piece)
                         ticket = self.transfer.submit(peer, writes, after)
                         self.machine.submitted(peer, key, ticket)
                         self.tickets.append((peer, key, ticket))
@@ -493,10 +566,8 @@ class PrefillWorker(Worker):
         while self.queue and (pages := self._room(len(self.queue[0].token_ids))) is not None:
             prefill = self.queue.popleft()
             self.jobs[prefill.peer, prefill.key] = Job(prefill, pages)
-        for job in list(self.jobs.values())[:3]:
+        for job in [each for each in self.jobs.values() if each.done < len(each.prefill.token_ids)][:3]:
             peer, key, total = job.prefill.peer, job.prefill.key, len(job.prefill.token_ids)
-            if job.done == total:
-                continue
             if self.world.chance(self.world.trouble.not_computed):
                 self.machine.tell(NotComputed(peer, key, True, "bad luck"), self.world.now)
                 continue
@@ -516,9 +587,9 @@ class PrefillWorker(Worker):
         if forward.incarnation != self.incarnation or not self.alive:
             return
         if self.jobs.get((job.prefill.peer, job.prefill.key)) is job:
-            for pool in (self.memory.rows, self.memory.keys):
-                for unit in range(len(pool.span.bases)):
-                    token_ids, width = job.prefill.token_ids, pool.span.row_bytes
-                    rows = content(token_ids, forward.first, forward.last, unit, width)
-                    pool.put(job.pages, unit, forward.first, rows)
+            token_ids, first, last = job.prefill.token_ids, forward.first, forward.last
+            for layer in range(LAYERS):
+                self.memory.rows.put(job.pages, layer, first, content(token_ids, first, last, layer, ROW_BYTES))
+            for group in range(GROUPS):
+                self.memory.keys.put(job.pages, group, first, content(token_ids, first, last, group, KEY_BYTES))
         forward.happened = True

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +42,15 @@ from hotset.handoff.messages import (
 from hotset.handoff.post import Post
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
+from hotset.handoff.shards import head_shards
+from hotset.handoff.staged_in import StagedIn
 from hotset.transfer.api import Event, Measured, Region, State, Ticket, Transfer, Writes
 
-LAYERS, ROW_BYTES, GROUPS, KEY_BYTES = 2, 48, 1, 16
+if TYPE_CHECKING:
+    from hotset.handoff.packing import StagingMemory  # which brings torch, and processes are to begin quickly
+
+LAYERS, HEADS, HEAD_BYTES, GROUPS, KEY_BYTES = 2, 4, 6, 1, 16
+ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
 POISON = 0xAB
 MODEL = Model("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
 QUICK = Timing(hello_again=0.1, ping_every=0.2, lost_after=1.5, poll_every=0.001)
@@ -75,15 +81,17 @@ def first_token(token_ids: Sequence[int]) -> int:
 
 
 class Memory:
-    """Rows and index keys in pages, poisoned at first."""
+    """Rows and index keys in pages, poisoned at first. Rows are divided over ranks by heads."""
 
-    def __init__(self, pages: int, page_rows: int, buffer: Bytes | None = None) -> None:
+    def __init__(self, pages: int, page_rows: int, buffer: Bytes | None = None, ranks: int = 1) -> None:
         self.pages, self.page_rows = pages, page_rows
         rows_bytes = LAYERS * pages * page_rows * ROW_BYTES
         self.buffer = np.empty(self.nbytes(pages, page_rows), np.uint8) if buffer is None else buffer
         self.buffer[:] = POISON
-        self.rows = self.buffer[:rows_bytes].reshape(LAYERS, pages, page_rows, ROW_BYTES)
+        shape = (ranks, LAYERS, pages, page_rows, ROW_BYTES // ranks)
+        self.ranks = self.buffer[:rows_bytes].reshape(shape)
         self.keys = self.buffer[rows_bytes:].reshape(GROUPS, pages, page_rows, KEY_BYTES)
+        self._shards = head_shards([self._span(rank) for rank in self.ranks], HEADS, HEAD_BYTES)
 
     @staticmethod
     def nbytes(pages: int, page_rows: int) -> int:
@@ -95,27 +103,40 @@ class Memory:
 
     @property
     def store(self) -> Store:
-        return Store(self._span(self.rows), self._span(self.keys))
+        return Store(self._shards, self._span(self.keys))
 
     def _span(self, units: Bytes) -> Span:
         bases = tuple((unit.ctypes.data,) for unit in units)
         width = units.shape[-1]
         return Span(bases, self.page_rows * width, self.page_rows, self.page_rows, width)
 
+    def _parts(self, rows: Bytes) -> list[Bytes]:
+        """What each rank has of whole rows."""
+        return [
+            np.concatenate([rows[..., first : first + nbytes] for first, nbytes in shard.slices], axis=-1)
+            for shard in self._shards
+        ]
+
     def fill(self, pages: Sequence[int], token_ids: Sequence[int], first: int, last: int) -> None:
         """Computes positions [first, last)."""
         where = np.arange(first, last)
         page, row = np.asarray(pages)[where // self.page_rows], where % self.page_rows
-        self.rows[:, page, row] = contents(token_ids, LAYERS, ROW_BYTES)[:, first:last]
+        parts = self._parts(contents(token_ids, LAYERS, ROW_BYTES)[:, first:last])
+        for rank, part in zip(self.ranks, parts, strict=True):
+            rank[:, page, row] = part
         self.keys[:, page, row] = contents(token_ids, GROUPS, KEY_BYTES)[:, first:last]
 
     def holds(self, row_pages: Sequence[int], key_pages: Sequence[int], token_ids: Sequence[int]) -> bool:
         where = np.arange(len(token_ids))
-        row = where % self.page_rows
-        rows = self.rows[:, np.asarray(row_pages)[where // self.page_rows], row]
+        row, page = where % self.page_rows, np.asarray(row_pages)[where // self.page_rows]
         keys = self.keys[:, np.asarray(key_pages)[where // self.page_rows], row]
-        sound = np.array_equal(rows, contents(token_ids, LAYERS, ROW_BYTES))
+        parts = self._parts(contents(token_ids, LAYERS, ROW_BYTES))
+        sound = all(np.array_equal(rank[:, page, row], part) for rank, part in zip(self.ranks, parts, strict=True))
         return sound and np.array_equal(keys, contents(token_ids, GROUPS, KEY_BYTES))
+
+    def poison(self, row_pages: Sequence[int], key_pages: Sequence[int]) -> None:
+        self.ranks[:, :, list(row_pages)] = POISON
+        self.keys[:, list(key_pages)] = POISON
 
 
 class _Engine(ABC):
@@ -129,10 +150,14 @@ class _Engine(ABC):
         transfer: Transfer,
         timing: Timing = QUICK,
         model: Model = MODEL,
+        staging: "StagingMemory | None" = None,
     ) -> None:
-        self.machine, self.memory, self.transfer = machine, memory, transfer
+        self.machine, self.memory, self.transfer, self._staging = machine, memory, transfer, staging
         transfer.register(memory.region)
-        hello = Hello(post.address, model, {"host": memory.store}, transfer.name, transfer.describe())
+        if staging is not None:
+            transfer.register(staging.region)
+        ring = staging.space if staging is not None and isinstance(machine, Receiver) else None
+        hello = Hello(post.address, model, {"host": memory.store}, transfer.name, transfer.describe(), ring)
         self.address = post.address
         self._news = threading.Event()
         self.agent = HandoffAgent(machine, hello, post, transfer, wake=self._news.set, timing=timing)
@@ -173,14 +198,25 @@ class _Engine(ABC):
 
 
 class DecodeEngine(_Engine):
-    def __init__(self, memory: Memory, post: Post, transfer: Transfer, *, scale: float = SCALE, **rest: Any) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        post: Post,
+        transfer: Transfer,
+        *,
+        scale: float = SCALE,
+        staging: "StagingMemory | None" = None,
+        **rest: Any,
+    ) -> None:
         self.free_rows = list(range(memory.pages))
         self.free_keys = list(reversed(range(memory.pages)))
         self.quarantined: set[Key] = set()
         self.facts: dict[Key, list[ReceiverFact]] = {}
         self._asks: dict[Key, Ask] = {}
         self._lock = threading.Lock()
-        super().__init__(Receiver(scaled(receiver.WAITS, scale)), memory, post, transfer, **rest)
+        self.ring = None if staging is None else StagedIn(staging.space, {"host": memory.store})
+        machine = Receiver(scaled(receiver.WAITS, scale), self.ring)
+        super().__init__(machine, memory, post, transfer, staging=staging, **rest)
 
     def fetch(self, peer: str, token_ids: Sequence[int], name: str, attempt: int = 0) -> Key:
         key, count = Key(name, attempt), -(-len(token_ids) // self.memory.page_rows)
@@ -188,10 +224,7 @@ class DecodeEngine(_Engine):
             rows, self.free_rows = self.free_rows[:count], self.free_rows[count:]
             keys, self.free_keys = self.free_keys[:count], self.free_keys[count:]
             assert len(rows) == len(keys) == count, "the test asks for more pages than there are"
-        for page in rows:
-            self.memory.rows[:, page] = POISON
-        for page in keys:
-            self.memory.keys[:, page] = POISON
+        self.memory.poison(rows, keys)
         ask = Ask(key, tuple(token_ids), SamplingParams(), "host", tuple(rows), tuple(keys), (2,))
         self._asks[key] = ask
         self.facts[key] = []
@@ -243,11 +276,11 @@ class DecodeEngine(_Engine):
 
 
 class _Later:
-    """What a GPU's event is: the bytes are there when it says so, and not before."""
+    """What a GPU's event is: the bytes are there when it says so, not before, and so are those of `before`."""
 
-    def __init__(self, seconds: float, act: Callable[[], None]) -> None:
+    def __init__(self, seconds: float, act: Callable[[], None], before: Event | None) -> None:
         self._happened = False
-        self._act = act
+        self._act, self._before = act, before
         threading.Timer(seconds, self._happen).start()
 
     def _happen(self) -> None:
@@ -255,7 +288,9 @@ class _Later:
         self._happened = True
 
     def query(self) -> bool:
-        return self._happened
+        if self._before is not None and self._before.query():
+            self._before = None
+        return self._happened and self._before is None
 
 
 class PrefillEngine(_Engine):
@@ -273,14 +308,17 @@ class PrefillEngine(_Engine):
         refuse: str = "",
         event_s: float = 0.0,
         report: Callable[[str], None] = lambda stage: None,
+        staging: "StagingMemory | None" = None,
         **rest: Any,
     ) -> None:
         self._chunk, self._hold, self._refuse, self._event_s, self._report = chunk, hold, refuse, event_s, report
         self.free = list(range(memory.pages))
         self.held: dict[tuple[str, Key], list[int]] = {}
         self.computed: list[Key] = []
-        machine = Sender(memory.store, scaled(outgoing.WAITS, scale), write_limit=40.0 * scale)
-        super().__init__(machine, memory, post, transfer, **rest)
+        self._stream: Event | None = None  # the newest event
+        buffers = () if staging is None else staging.buffers
+        machine = Sender(memory.store, scaled(outgoing.WAITS, scale), write_limit=40.0 * scale, buffers=buffers)
+        super().__init__(machine, memory, post, transfer, staging=staging, **rest)
 
     def obey(self, fact: Any) -> None:
         match fact:
@@ -313,7 +351,8 @@ class PrefillEngine(_Engine):
         if not self._event_s:
             self.memory.fill(pages, token_ids, first, last)
             return None
-        return _Later(self._event_s, lambda: self.memory.fill(pages, token_ids, first, last))
+        self._stream = _Later(self._event_s, lambda: self.memory.fill(pages, token_ids, first, last), self._stream)
+        return self._stream
 
     def _stops(self, stage: str) -> bool:
         self._report(stage)

@@ -80,14 +80,17 @@ class World:
     hub: Hub = field(default_factory=lambda: Hub(threaded=True))
     engines: list[DecodeEngine | PrefillEngine] = field(default_factory=list)
 
-    def decode(self, post: Post | None = None, pages: int = 64, **rest: Any) -> DecodeEngine:
-        engine = DecodeEngine(Memory(pages, 8), post or Channel("127.0.0.1:0"), Loopback(self.hub), **rest)
+    def decode(self, post: Post | None = None, pages: int = 64, ranks: int = 1, **rest: Any) -> DecodeEngine:
+        memory = Memory(pages, 8, ranks=ranks)
+        engine = DecodeEngine(memory, post or Channel("127.0.0.1:0"), Loopback(self.hub), **rest)
         self.engines.append(engine)
         return engine
 
-    def prefill(self, post: Post | None = None, transfer: Transfer | None = None, **rest: Any) -> PrefillEngine:
+    def prefill(
+        self, post: Post | None = None, transfer: Transfer | None = None, ranks: int = 1, **rest: Any
+    ) -> PrefillEngine:
         post, transfer = post or Channel("127.0.0.1:0"), transfer or Loopback(self.hub)
-        engine = PrefillEngine(Memory(32, 16), post, transfer, **rest)
+        engine = PrefillEngine(Memory(32, 16, ranks=ranks), post, transfer, **rest)
         self.engines.append(engine)
         return engine
 

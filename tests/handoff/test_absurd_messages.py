@@ -20,6 +20,7 @@ from hotset.handoff.messages import (
     Go,
     Hello,
     Key,
+    Lent,
     Message,
     Model,
     NotComputed,
@@ -30,16 +31,24 @@ from hotset.handoff.messages import (
     Received,
     Refused,
     Sampled,
+    Shard,
+    Space,
     Span,
+    Staged,
     Stopped,
     Store,
+    Unpacked,
+    Want,
     Welcome,
     Written,
 )
+from hotset.handoff.packing import StagingMemory
 from hotset.handoff.post import Arrival, Letter, PostEvent, Restarted
 from hotset.handoff.prefill_side import PrefillSide
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
+from hotset.handoff.shards import whole_rows
+from hotset.handoff.staged_in import StagedIn
 from hotset.handoff.wire import Wire
 from hotset.transfer.loopback import Hub, Loopback
 
@@ -56,6 +65,7 @@ class AtOnce(Loopback):
 
 numbers = st.sampled_from([0, 1, 2, 3, 7, 8, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 63) - 1, 1 << 63])
 keys = st.builds(Key, st.sampled_from(["r", "s"]), st.integers(0, 2))
+few = st.integers(0, 3)
 some_ids = st.lists(st.integers(0, 300), min_size=1, max_size=12).map(tuple)
 pages = st.lists(st.integers(0, 7) | numbers, max_size=4).map(tuple)
 spans = st.builds(
@@ -63,8 +73,20 @@ spans = st.builds(
     st.lists(st.lists(numbers, min_size=1, max_size=2).map(tuple), min_size=1, max_size=3).map(tuple),
     *(numbers, numbers, numbers, numbers),
 )
+slices = st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple)
+some_slices = st.lists(st.tuples(st.integers(0, ROW_BYTES), st.integers(0, ROW_BYTES)), max_size=3).map(tuple)
 memory = Memory(8, PAGE_ROWS)
-sound_hellos = st.sampled_from(PEERS).map(lambda peer: Hello(peer, MODEL, {"host": memory.store}, "loopback", b""))
+rings = st.none() | st.builds(Space, numbers, numbers) | st.just(Space(memory.buffer.ctypes.data, 1 << 12))
+halves = Store(  # whose memory is too large by half, but nobody writes to it here
+    tuple(Shard(memory.store.shards[0].span, ((first, ROW_BYTES // 2),)) for first in (0, ROW_BYTES // 2)),
+    memory.store.keys,
+)
+sound_hellos = st.builds(
+    lambda peer, store, ring: Hello(peer, MODEL, {"host": store}, "loopback", b"", ring),
+    st.sampled_from(PEERS),
+    st.sampled_from([memory.store, halves]),
+    rings,
+)
 # As it should be, but for where it lies.
 addresses = st.integers(0, (1 << 63) - 1) | st.just(memory.buffer.ctypes.data)
 lost_spans = st.builds(
@@ -79,11 +101,16 @@ wild_hellos = st.builds(
     st.dictionaries(
         st.sampled_from(["host", "device"]),
         st.builds(
-            Store, st.just(memory.store.rows) | lost_spans | spans, st.just(memory.store.keys) | st.none() | spans
+            Store,
+            st.just(memory.store.shards)
+            | (lost_spans | spans).map(whole_rows)
+            | st.lists(st.builds(Shard, lost_spans | spans, slices | some_slices), max_size=3).map(tuple),
+            st.just(memory.store.keys) | st.none() | spans,
         ),
     ),
     st.sampled_from(["loopback", "nixl"]),
     st.binary(max_size=4),
+    rings,
 )
 hellos = sound_hellos | wild_hellos
 asks = st.builds(Ask, keys, some_ids, st.just(SamplingParams()), st.sampled_from(["host", "device"]), pages, pages)
@@ -95,7 +122,13 @@ messages = st.one_of(
     st.builds(Refused, st.text(max_size=5)),
     asks,
     sound_asks,
-    *(st.builds(kind, keys) for kind in (Accepted, Go, Received, Cancel)),
+    *(st.builds(kind, keys) for kind in (Received, Cancel)),
+    st.builds(Accepted, keys, st.integers(0, 2000) | numbers),
+    st.builds(Go, keys, st.booleans()),
+    st.builds(Want, keys, few | numbers, few | numbers, few | numbers),
+    st.builds(Lent, keys, few | numbers, few | numbers, few | numbers),
+    st.builds(Staged, keys, few | numbers, few | numbers),
+    st.builds(Unpacked, keys, few | numbers),
     st.builds(Progress, keys, numbers),
     st.builds(Done, keys, numbers, alternatives),
     st.builds(Failed, keys, st.booleans(), st.booleans(), st.text(max_size=5)),
@@ -111,8 +144,21 @@ steps = st.lists(st.tuples(st.sampled_from(PEERS), messages, st.floats(0.0, 3.0)
 def begun(draw: st.DrawFn) -> list[Said]:
     """A handoff that gets as far as its writes, then anything."""
     peer, ask = PEERS[0], draw(sound_asks)
-    store = Store(draw(st.just(memory.store.rows) | lost_spans), memory.store.keys)
-    first: list[Message] = [Hello(peer, MODEL, {"host": store}, "loopback", b""), ask, Go(ask.key)]
+    store = Store(draw(st.just(memory.store.shards) | lost_spans.map(whole_rows)), memory.store.keys)
+    ring = draw(rings)
+    first: list[Message] = [Hello(peer, MODEL, {"host": store}, "loopback", b"", ring), ask]
+    first.append(Go(ask.key, staged=draw(st.booleans())))
+    first += [Lent(ask.key, piece, piece, 256 * piece) for piece in range(draw(few))]
+    return [*((peer, message, 0.1, False) for message in first), *draw(steps)]
+
+
+@st.composite
+def welcomed(draw: st.DrawFn) -> list[Said]:
+    """A handoff that gets as far as room in the ring, then anything."""
+    peer, key = PEERS[0], Key("r", 0)
+    store = draw(st.sampled_from([memory.store, halves]))
+    first: list[Message] = [Welcome(Hello(peer, MODEL, {"host": store}, "loopback", b"")), Accepted(key, 1000)]
+    first += [Want(key, 0, 0, 2), Want(key, 1, 2, 3), *(Staged(key, piece, piece) for piece in range(draw(few)))]
     return [*((peer, message, 0.1, False) for message in first), *draw(steps)]
 
 
@@ -142,11 +188,13 @@ def run(agent: HandoffAgent, post: Dictated, clock: Clock, said: list[Said]) -> 
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(steps, st.lists(st.sampled_from(PEERS), min_size=1, max_size=2))
+@given(welcomed() | steps, st.lists(st.sampled_from(PEERS), min_size=1, max_size=2))
 def test_a_decode_worker_survives_whatever_its_peers_say(said: list[Said], asked: list[str]) -> None:
     post, clock = Dictated(), Clock()
-    hello = Hello(OURS, MODEL, {"host": memory.store}, "loopback", b"")
-    agent = HandoffAgent(Receiver(), hello, post, Loopback(Hub()), wake=lambda: None, clock=clock)
+    staging, target = StagingMemory(4096), Memory(8, PAGE_ROWS)
+    hello = Hello(OURS, MODEL, {"host": target.store}, "loopback", b"", staging.space)
+    receiver = Receiver(staging=StagedIn(staging.space, hello.stores))
+    agent = HandoffAgent(receiver, hello, post, Loopback(Hub()), wake=lambda: None, clock=clock)
     wanted = [Key(name, 0) for name in "rs"[: len(asked)]]
     for peer, key in zip(asked, wanted, strict=True):
         agent.put(Fetch(peer, Ask(key, (1, 2, 3), SamplingParams(), "host", (0,), (0,))))
@@ -178,8 +226,17 @@ def test_a_prefill_worker_survives_whatever_its_peers_say(said: list[Said]) -> N
     transfer = AtOnce(hub)
     source = Memory(8, PAGE_ROWS)
     transfer.register(source.region)
+    staging = StagingMemory(1 << 12)
+    transfer.register(staging.region)
     hello = Hello(OURS, MODEL, {"host": source.store}, "loopback", b"")
-    agent = HandoffAgent(Sender(source.store), hello, post, transfer, wake=lambda: None, clock=clock)
+    agent = HandoffAgent(
+        Sender(source.store, buffers=staging.buffers, few_writes=2),
+        hello,
+        post,
+        transfer,
+        wake=lambda: None,
+        clock=clock,
+    )
     prompts = drops = 0
     for step in [*said, *[(PEERS[0], Ping(0), 200.0, False)] * 6]:
         facts = run(agent, post, clock, [step])

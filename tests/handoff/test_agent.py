@@ -18,6 +18,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.channel import Channel
 from hotset.handoff.messages import PROTOCOL, Ask, Fetch, Hello, Key, Landed, Lost, Message, Refused, Welcome
+from hotset.handoff.packing import StagingMemory
 from hotset.handoff.post import Arrival
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.wire import MARK, PLAIN
@@ -73,11 +74,12 @@ def test_an_idle_agent_neither_polls_nor_pings(world: World) -> None:
     assert [len(post.sent) for post in posts] == said
 
 
-GIVEN_UP, NOT_COMPUTED, MISMATCHED = "given up", "not computed", "mismatched"
+GIVEN_UP, NOT_COMPUTED, MISMATCHED, STAGED = "given up", "not computed", "mismatched", "staged"
 KINDS = {
     **dict.fromkeys(("Hello", "Welcome", "Ask", "Accepted", "Go", "Progress", "Done", "Received"), ""),
     **dict.fromkeys(("Ping", "Pong"), ""),
     **dict.fromkeys(("Cancel", "Stopped"), GIVEN_UP),
+    **dict.fromkeys(("Want", "Lent", "Staged", "Unpacked"), STAGED),
     "Failed": NOT_COMPUTED,
     "Refused": MISMATCHED,
 }
@@ -104,15 +106,17 @@ def test_no_control_message_is_needed_more_than_its_repetition(world: World, kin
     how = KINDS[kind]
     hold = "second chunk" if how == GIVEN_UP else ""
     model = replace(MODEL, layers=3) if how == MISMATCHED else MODEL
-    decode = world.decode(posts[0])
-    prefill = world.prefill(posts[1], hold=hold, refuse="too long" if how == NOT_COMPUTED else "", model=model)
+    ring, buffers = (StagingMemory(1 << 13) if how == STAGED else None for _ in range(2))
+    decode = world.decode(posts[0], ranks=4 if ring else 1, staging=ring)
+    refuse = "too long" if how == NOT_COMPUTED else ""
+    prefill = world.prefill(posts[1], hold=hold, refuse=refuse, model=model, staging=buffers)
     keys = [decode.fetch(prefill.address, prompt(30 + number, number), f"r{number}") for number in range(3)]
     if how == GIVEN_UP:
         assert until(lambda: len(prefill.computed) == 3 and posts[1].sent.count("Progress") >= 3)
         for key in keys:
             decode.give_up(key)
     ends = [decode.ended(key) for key in keys]
-    if not how:
+    if how in ("", STAGED):
         assert all(isinstance(end, Landed) for end in ends), ends
         assert len(set(prefill.computed)) == len(prefill.computed), "a prompt was computed twice"
     else:

@@ -8,6 +8,7 @@ from faulty_world import Decode, Trouble, World
 
 from hotset.handoff.outgoing import WAITS as SENDER_WAITS
 from hotset.handoff.receiver import WAITS as RECEIVER_WAITS
+from hotset.handoff.staged_out import PIECE_WAITS
 from hotset.transfer.faults import Faults
 
 STEP = 0.01
@@ -69,11 +70,14 @@ def check_the_end(world: World) -> None:
         check_books(decode)
     for prefill in world.prefills:
         assert not prefill.queue and not prefill.jobs and not prefill.tickets
+        assert not prefill.machine._buffers.uses, "buffers leaked"
         assert prefill.memory.rows.allocator.held == 0, "source pages leaked"
 
 
 def check_books(decode: Decode) -> None:
     """What is not free is in doubt, and nothing has two owners."""
+    ring = decode.ring.ring
+    assert ring.held == ring.quarantined and not ring.waiting, "room in the ring leaked"
     for memory in decode.memories:
         doubtful = [ask for ask in decode.doubtful.values() if decode.memory(ask) is memory]
         for pool, pages in (
@@ -90,9 +94,10 @@ def test_two_thousand_handoffs_under_faults_lose_nothing() -> None:
     counts = world.counts
     assert counts["handoffs"] >= 2000 and counts["landed"] > 1000
     assert world.longest < 30, f"{world.longest:.0f} s from asking to the end"
+    assert counts["staged"] > 500 and counts["direct"] > 200, counts
     for kind in ("lost", "lost, in doubt", "calm", "deaths", "false alarms", "waits for room", "lost messages"):
         assert counts[kind] >= 5, f"{kind}: {counts[kind]}; the world is too kind to be a test"
-    for name, waits in (("Receiver", RECEIVER_WAITS), ("Sender", SENDER_WAITS)):
+    for name, waits in (("Receiver", RECEIVER_WAITS), ("Sender", SENDER_WAITS), ("Piece", PIECE_WAITS)):
         for phase in waits:
             assert world.seconds[f"{name}.{phase.name}"] > 0, f"{name} never was in {phase}"
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hotset.handoff.layout import Units, check_peers, pages_for, writes
 from hotset.handoff.messages import Hello, Model, Span, Store
+from hotset.handoff.shards import whole_rows
 
 POISON = 0xAB
 
@@ -202,7 +203,8 @@ def test_too_few_pages_are_a_bug_of_the_caller() -> None:
 
 
 MODEL = Model("demo", layers=2, row="576 x bfloat16, 1152 bytes", key="128 x bfloat16", groups=1, weights="a1b2")
-STORE = Store(Span(((1 << 20,), (1 << 21,)), 64 * 1152, 64, 64, 1152), Span(((1 << 22,),), 64 * 256, 64, 64, 256))
+ROWS = Span(((1 << 20,), (1 << 21,)), 64 * 1152, 64, 64, 1152)
+STORE = Store(whole_rows(ROWS), Span(((1 << 22,),), 64 * 256, 64, 64, 256))
 HELLO = Hello("127.0.0.1:1", MODEL, {"host": STORE}, "loopback", b"")
 
 
@@ -211,8 +213,13 @@ def test_one_model_under_two_names_is_one_model() -> None:
 
 
 def test_peers_of_other_page_sizes_fit() -> None:
-    rows = replace(STORE.rows, page_rows=16, part_rows=16, page_bytes=16 * 1152)
-    assert check_peers(HELLO, replace(HELLO, control="127.0.0.1:2", stores={"device": Store(rows, STORE.keys)})) is None
+    rows = replace(ROWS, page_rows=16, part_rows=16, page_bytes=16 * 1152)
+    assert (
+        check_peers(
+            HELLO, replace(HELLO, control="127.0.0.1:2", stores={"device": Store(whole_rows(rows), STORE.keys)})
+        )
+        is None
+    )
     assert check_peers(HELLO, replace(HELLO, stores={})) is None
 
 
@@ -235,20 +242,20 @@ def test_peers_of_other_transfer_engines_are_refused() -> None:
 
 
 def test_peers_whose_rows_have_another_size_are_refused_with_both_values() -> None:
-    rows = replace(STORE.rows, row_bytes=656)
-    reason = check_peers(HELLO, replace(HELLO, stores={"device": Store(rows, STORE.keys)}))
+    rows = replace(ROWS, row_bytes=656)
+    reason = check_peers(HELLO, replace(HELLO, stores={"device": Store(whole_rows(rows), STORE.keys)}))
     assert reason is not None and "rows of 1152 bytes" in reason and "rows of 656 bytes" in reason
 
 
 @pytest.mark.parametrize(
     ("store", "complaint"),
     [
-        (Store(STORE.rows, None), "no place for them"),
-        (Store(replace(STORE.rows, bases=((8,),)), STORE.keys), "rows of 1 units, not 2"),
-        (Store(replace(STORE.rows, page_rows=0), STORE.keys), "rows of 1152 bytes, 64 to a part"),
-        (Store(replace(STORE.rows, page_bytes=100), STORE.keys), "to a part of 100 bytes"),
-        (Store(replace(STORE.rows, page_rows=65), STORE.keys), "wrong number of parts"),
-        (Store(replace(STORE.rows, bases=((-8,), (8,))), STORE.keys), "negative address"),
+        (Store(whole_rows(ROWS), None), "no place for them"),
+        (Store(whole_rows(replace(ROWS, bases=((8,),))), STORE.keys), "rows of 1 units, not 2"),
+        (Store(whole_rows(replace(ROWS, page_rows=0)), STORE.keys), "rows of 1152 bytes, 64 to a part"),
+        (Store(whole_rows(replace(ROWS, page_bytes=100)), STORE.keys), "to a part of 100 bytes"),
+        (Store(whole_rows(replace(ROWS, page_rows=65)), STORE.keys), "wrong number of parts"),
+        (Store(whole_rows(replace(ROWS, bases=((-8,), (8,)))), STORE.keys), "negative address"),
     ],
 )
 def test_a_store_that_would_lead_writes_astray_is_refused(store: Store, complaint: str) -> None:

@@ -35,15 +35,16 @@ from hotset.handoff.messages import (
     Submit,
     Written,
 )
-from hotset.handoff.outgoing import WAITS, Phase
-from hotset.handoff.sender import MOST_LISTS, Sender
+from hotset.handoff.outgoing import MOST_LISTS, WAITS, Phase
+from hotset.handoff.sender import Sender
+from hotset.handoff.shards import whole_rows
 from hotset.transfer.api import State, Ticket
 
 PEER, OTHER = "10.0.0.1:7000", "10.0.0.2:7000"
 KEY = Key("r", 1)
 ROWS = 10
-STORE = Store(Span(((1 << 20,), (1 << 21,)), 32, 4, 4, 8), Span(((1 << 22,),), 16, 4, 4, 4))
-TARGET = Store(Span(((1 << 30,), (1 << 31,)), 64, 8, 8, 8), Span(((1 << 32, 1 << 33),), 12, 6, 3, 4))
+STORE = Store(whole_rows(Span(((1 << 20,), (1 << 21,)), 32, 4, 4, 8)), Span(((1 << 22,),), 16, 4, 4, 4))
+TARGET = Store(whole_rows(Span(((1 << 30,), (1 << 31,)), 64, 8, 8, 8)), Span(((1 << 32, 1 << 33),), 12, 6, 3, 4))
 HELLO = Hello(PEER, Model("m", 2, "8 bytes", "4 bytes", 1, ""), {"host": TARGET}, "loopback", b"first")
 PAGES = (7, 3, 5)
 
@@ -60,7 +61,7 @@ def ask(key: Key = KEY, rows: int = ROWS) -> Ask:
 def carried(first: int, last: int) -> list[list[int]]:
     """The writes of these rows and their keys."""
     assert STORE.keys is not None and TARGET.keys is not None
-    rows = writes(STORE.rows, PAGES, TARGET.rows, (2, 9), first, last)
+    rows = writes(STORE.shards[0].span, PAGES, TARGET.shards[0].span, (2, 9), first, last)
     keys = writes(STORE.keys, PAGES, TARGET.keys, (4, 1), first, last)
     return [*rows.tolist(), *keys.tolist()]
 

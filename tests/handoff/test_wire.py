@@ -22,6 +22,7 @@ from hotset.handoff.messages import (
     Go,
     Hello,
     Key,
+    Lent,
     Message,
     Model,
     Ping,
@@ -29,12 +30,18 @@ from hotset.handoff.messages import (
     Progress,
     Received,
     Refused,
+    Shard,
+    Space,
     Span,
+    Staged,
     Stopped,
     Store,
+    Unpacked,
+    Want,
     Welcome,
 )
 from hotset.handoff.post import Foreign, Letter
+from hotset.handoff.shards import whole_rows
 from hotset.handoff.wire import MARK, MAX_BYTES, PLAIN, TAG_BYTES, TAGGED, Wire
 
 ORIGIN = "127.0.0.1:9000"
@@ -44,7 +51,7 @@ SPAN = Span(((1 << 47, 5), (64, 128)), page_bytes=4096, page_rows=64, part_rows=
 HELLO = Hello(
     ORIGIN,
     Model("demo", 2, "bf16 [64]", "bf16 [16]", 1, "0f" * 16),
-    {"host": Store(SPAN, replace(SPAN, row_bytes=32)), "device": Store(SPAN, None)},
+    {"host": Store(whole_rows(SPAN), replace(SPAN, row_bytes=32)), "device": Store(whole_rows(SPAN), None)},
     "loopback",
     bytes(range(256)),
 )
@@ -56,8 +63,15 @@ MESSAGES: list[Message] = [
     Welcome(HELLO),
     Refused("the model's layers differ: 2 here, 3 there"),
     Ask(KEY, tuple(range(300)), PARAMS, "device", (0, 70_000), (1,), (2, 3)),
+    replace(HELLO, stores={"host 1": Store((Shard(SPAN, ((0, 8), (64, 8))),) * 2, None)}, ring=Space(1 << 46, 1 << 26)),
     Accepted(KEY),
+    Accepted(KEY, 1 << 20),
     Go(KEY),
+    Go(KEY, True),
+    Want(KEY, 3, 0, 77),
+    Lent(KEY, 3, 1 << 40, 1 << 30),
+    Staged(KEY, 3, 1 << 40),
+    Unpacked(KEY, 3),
     Progress(KEY, 0),
     Done(KEY, 11, {11: (-0.25, 1), 3: (float("-inf"), 9)}),
     Done(KEY, 11, None),
@@ -194,7 +208,7 @@ SOUND_ASK: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(byte
         {"row_pages": [1 << 31]},
         {"key_pages": [(1 << 64) - 1]},
         {"key_pages": [0.5]},
-        {"landing": "moon"},
+        {"landing": 7},
         {"key": {"request_id": "", "attempt": 0}},
         {"key": {"request_id": "r", "attempt": -1}},
         {"key": {"request_id": "r"}},
@@ -230,6 +244,11 @@ def test_an_ask_with_a_wrong_field_is_bad(changes: dict[str, Any]) -> None:
         body("Hello", msgspec.to_builtins(replace(HELLO, control="10.0.0.1:1"), builtin_types=(bytes,))),
         body("Progress", {"key": {"request_id": "r", "attempt": 0}, "rows": -1}),
         body("Done", {"key": {"request_id": "r", "attempt": 0}, "token_id": -1, "alternatives": None}),
+        body("Accepted", {"key": {"request_id": "r", "attempt": 0}, "piece_bytes": -1}),
+        body("Want", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "first": 4, "last": 4}),
+        body("Want", {"key": {"request_id": "r", "attempt": 0}, "piece": -1, "first": 0, "last": 4}),
+        body("Lent", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "lease": 0, "offset": -1}),
+        body("Staged", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "lease": -1}),
         packed(PROTOCOL, ORIGIN, "ab12", ""),
         packed(),
     ],
@@ -243,10 +262,23 @@ def test_what_no_peer_of_ours_would_say_is_bad(raw: bytes) -> None:
     "flaw", [{"bases": ((-1,),)}, {"bases": ((1 << 63,),)}, {"page_bytes": 1 << 63}, {"row_bytes": -1}]
 )
 def test_memory_beyond_all_addresses_is_bad(flaw: dict[str, Any]) -> None:
-    stores = {"host": Store(SPAN, replace(SPAN, **flaw))}
+    stores = {"host": Store(whole_rows(SPAN), replace(SPAN, **flaw))}
     for message in (replace(HELLO, stores=stores), Welcome(replace(HELLO, stores=stores))):
         with pytest.raises(BadMessage, match="out of range"):
             Wire().decode(Wire().encode(letter(message)))
+
+
+@pytest.mark.parametrize("ring", [Space(-1, 8), Space(8, -1), Space(1 << 62, 1 << 62)])
+def test_a_ring_beyond_all_addresses_is_bad(ring: Space) -> None:
+    with pytest.raises(BadMessage, match="out of range"):
+        Wire().decode(Wire().encode(letter(replace(HELLO, ring=ring))))
+
+
+@pytest.mark.parametrize("slices", [((-1, 8),), ((0, -8),), ((1 << 63, 8),)])
+def test_slices_beyond_all_rows_are_bad(slices: Any) -> None:
+    hello = replace(HELLO, stores={"host": Store((Shard(SPAN, slices),), None)})
+    with pytest.raises(BadMessage, match="out of range"):
+        Wire().decode(Wire().encode(letter(hello)))
 
 
 @pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6"], ids=["array", "map", "text", "bytes"])

@@ -390,3 +390,31 @@ def test_plans_commit_in_order() -> None:
     results = [runner.submit(first), runner.submit(second)]
     with pytest.raises(AssertionError, match="before"):
         scheduler.commit(results[1])
+
+
+def test_with_several_stages_plans_in_flight_share_no_token() -> None:
+    """The first stage must know a token before it computes the next: those that decode take turns, so both are busy.
+    Chunks of one prompt follow each other without waiting."""
+    geometry = Geometry(2, 1, 32)
+    scheduler = Scheduler(Ledger(geometry, PageAllocator(200), None), 5, 4, stages=2)
+    runner = ListRunner(geometry)
+    scheduler.add(request("long", 12, 20))
+    first, second = scheduler.plan(), scheduler.plan()
+    assert first is not None and second is not None
+    assert (first.starts, first.counts, second.starts, second.counts) == ([0], [4], [4], [4])
+    for plan in (first, second):
+        scheduler.commit(runner.submit(plan))
+    for name in "abcd":
+        scheduler.add(request(name, 1, 20))
+    in_flight: deque[Plan] = deque()
+    shared, decoding = 0, []
+    for _ in range(30):
+        while len(in_flight) < 2 and (plan := scheduler.plan()) is not None:
+            in_flight.append(plan)
+        if len(in_flight) == 2 and len(scheduler._in.running) == 5:
+            shared += len(set(in_flight[0].seats) & set(in_flight[1].seats))
+            decoding.append(len(in_flight[1].seats))
+        if in_flight:
+            scheduler.commit(runner.submit(in_flight.popleft()))
+    assert not shared and len(decoding) > 8
+    assert set(decoding[4:]) <= {2, 3}, decoding

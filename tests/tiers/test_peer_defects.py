@@ -96,7 +96,7 @@ def test_defect_03_pages_under_a_plan_in_flight_are_granted_to_nobody() -> None:
     victim = bench.add("victim", 60, 4)
     plan = scheduler.plan()
     assert plan is not None
-    ticket = bench.engine._runner.submit(plan)
+    ticket = bench.engine.executor.runner.submit(plan)
     pages = {page for kind, pages in victim.holding.pages.items() if kind is not Kind.HOST for page in pages}
     on_host = set(victim.holding.pages[Kind.HOST])
     bench.engine.abort("victim")

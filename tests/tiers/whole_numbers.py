@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 from hotset.base.config import TiersChoice, TiersMode
 from hotset.base.sampling import SamplingParams
-from hotset.engine.core import Engine
+from hotset.engine.core import Engine, Replica
 from hotset.engine.intake import ModelCard
 from hotset.engine.runner import Runner
+from hotset.engine.workers.executor import InProcess
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout
 from hotset.kernels.stable_topk import stable_topk
@@ -196,7 +197,8 @@ class Bench:
         self.model = IntegerModel()
         card = ModelCard("whole", "whole", context, VOCAB, (), True, context, "cpu", "int16")
         runner = Runner(self.model, self.memory, seats, context, VOCAB)
-        self.engine = Engine(card, self.scheduler, runner, self.ledger, self.memory, depth)
+        replica = Replica(self.scheduler, self.ledger)
+        self.engine = Engine(card, [replica], InProcess(runner, self.memory), depth)
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}

@@ -1,0 +1,97 @@
+"""The memory of an engine as its peers see it: where contexts are read from, and where they may land."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from hotset.engine.workers.executor import HostPart
+from hotset.handoff.messages import Landing, Shard, Span, Store
+from hotset.memory.device_pool import DevicePool
+from hotset.transfer.api import Memory, Region
+
+
+def host_landing(replica: int) -> Landing:
+    """The name of a replica's host store."""
+    return f"host {replica}" if replica else "host"
+
+
+def host_stores(hosts: Sequence[HostPart]) -> dict[Landing, Store]:
+    """Rows and index keys as they lie in the host stores, by the name of each replica's."""
+    replicas = sorted({part.replica for part in hosts})
+    return {
+        host_landing(replica): _host_store([part for part in hosts if part.replica == replica]) for replica in replicas
+    }
+
+
+def landing_stores(hosts: Sequence[HostPart], pool: DevicePool | None) -> dict[Landing, Store]:
+    """Where contexts may land: all on the host, or, with a device `pool` that can be reached, index keys there and rows
+    there or on the host."""
+    stores = host_stores(hosts)
+    if pool is None:
+        return stores
+    on_device = _device_store(pool)
+    landings = {name: Store(store.shards, on_device.keys) for name, store in stores.items()}
+    return {"device": on_device, **landings}
+
+
+def stores_of_host(stores: Mapping[Landing, Store], pool: DevicePool | None) -> dict[Landing, Store]:
+    """Those of them that this process can write to by itself: no part of them is in a GPU's memory."""
+    if pool is None or pool.device.type == "cpu":
+        return dict(stores)
+    return {name: store for name, store in stores.items() if name != "device" and store.keys is None}
+
+
+def regions(hosts: Sequence[HostPart], pool: DevicePool | None) -> list[Region]:
+    """What a transfer engine must know: the host stores, and the device pool if contexts may land there."""
+    tensors = [tensor for part in hosts for tensor in (part.store.rows, part.store.keys)]
+    found = [Region(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor is not None]
+    if pool is not None:
+        kind = Memory.DEVICE if pool.device.type == "cuda" else Memory.HOST
+        found.append(Region(pool.bytes.data_ptr(), pool.bytes.nbytes, kind, pool.device.index or 0))
+    return found
+
+
+def _host_store(parts: Sequence[HostPart]) -> Store:
+    """Of one replica: its stages one after another, the ranks of each side by side."""
+    stages = sorted({part.first_layer for part in parts})
+    by_stage = [[part for part in parts if part.first_layer == stage] for stage in stages]
+    shards = []
+    for rank in zip(*by_stage, strict=True):
+        layers = [layer for part in rank for layer in part.store.rows]
+        span = _span(layers, rank[0].shape.row.stride_bytes, rank[0].store.page_rows)
+        shards.append(Shard(span, _slices(rank[0])))
+    keys = None
+    if (key := parts[0].shape.key) is not None:
+        stored = [stage[0].store.keys for stage in by_stage]
+        groups = [group for keys_of_stage in stored if keys_of_stage is not None for group in keys_of_stage]
+        keys = _span(groups, key.stride_bytes, parts[0].store.page_rows)
+    return Store(tuple(shards), keys)
+
+
+def _slices(part: HostPart) -> tuple[tuple[int, int], ...]:
+    """Which bytes of a whole row are here: all of it, or some heads' K and then their V."""
+    row_bytes = part.shape.row.row_bytes
+    if len(part.heads) == part.all_heads:
+        return ((0, row_bytes),)
+    half = row_bytes // 2
+    head = half // len(part.heads)
+    return ((part.heads.start * head, half), ((part.all_heads + part.heads.start) * head, half))
+
+
+def _device_store(pool: DevicePool) -> Store:
+    geometry, stride = pool.geometry, pool.shape.row.stride_bytes
+    bases = tuple((layer.data_ptr(),) for layer in pool.bytes)
+    rows = Span(bases, geometry.part_bytes, geometry.page_rows, geometry.page_rows, stride)
+    keys = None
+    if pool.shape.key is not None:
+        assert pool.key_blocks is not None
+        parts = range(pool.key_parts)
+        starts = tuple(tuple(pool.bytes[first + part].data_ptr() for part in parts) for first in pool.shape.key_layers)
+        per_part, stride = pool.key_blocks.shape[2], pool.shape.key.stride_bytes
+        keys = Span(starts, geometry.part_bytes, geometry.keys_per_page, per_part, stride)
+    return Store((Shard(rows, ((0, pool.shape.row.row_bytes),)),), keys)
+
+
+def _span(units: Sequence[Tensor], stride: int, page_rows: int) -> Span:
+    bases = tuple((unit.data_ptr(),) for unit in units)
+    return Span(bases, page_rows * stride, page_rows, page_rows, stride)

@@ -1,0 +1,137 @@
+"""What the controller and its workers say to each other, over a pipe to each."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hotset.base.config import EngineConfig
+from hotset.base.errors import StartupError
+from hotset.engine.sizing import KvBudget
+from hotset.memory.device_pool import KvShape
+from hotset.models.split import Split
+from hotset.schedule.plan import Plan, StepResult
+from hotset.tiers.coordinator import Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one worker stands among all."""
+
+    number: int  # of `workers`
+    workers: int
+    stage: int
+    stages: int
+    split: Split
+    rendezvous: str  # host:port where all workers meet
+    device: str
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if self.split.by == "requests":
+            return f"worker {self.number} (data parallel rank {self.split.rank} of {self.split.ranks})"
+        rank = f"rank {self.split.rank} of {self.split.ranks}"
+        return f"worker {self.number} (stage {self.stage} of {self.stages}, {rank})"
+
+    @property
+    def replica(self) -> int:
+        return self.split.rank if self.split.by == "requests" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    config: EngineConfig
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Bytes of weights."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Weights are there; what is left on the worker's device is free for KV."""
+
+    shape: KvShape
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """What the engine runs with. If there are host pages, the memory for them follows."""
+
+    budget: KvBudget
+    writer: int  # the host store is shared with others if there are several
+    writers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The worker does not start, or cannot go on. `trace` is set where it is a bug of ours."""
+
+    error: StartupError
+    trace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What was sampled at another stage."""
+
+    seat: int
+    position: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """A step to be carried out, after all before it."""
+
+    number: int
+    plan: Plan | None
+    tokens: Sequence[Token]
+    rows: Sequence[int]  # that each replica computes in it
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The step has been carried out, and what it was to copy to the host is there."""
+
+    number: int
+    result: StepResult | None  # of whoever sampled; None of all others
+
+
+@dataclass(frozen=True, slots=True)
+class AskTraffic:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    traffic: Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    tiered: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    flaw: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+Command = Begin | Settle | Carry | AskTraffic | Audit | Stop
+Report = Loading | Loaded | Settled | Failed | Done | Counted | Audited

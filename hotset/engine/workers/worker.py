@@ -1,0 +1,208 @@
+"""A worker process: holds its part of the model and of memory, carries out steps in order, and reports.
+
+It decides nothing. When the pipe to its controller ends it ends too, whatever it is doing.
+"""
+
+import logging
+import os
+import queue
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+
+import torch
+
+from hotset.base.errors import StartupError
+from hotset.base.logs import log_to_stderr
+from hotset.engine.model import load_decoder
+from hotset.engine.runner import Runner, Ticket
+from hotset.engine.sizing import free_bytes
+from hotset.engine.workers.collectives import DistributedWorld
+from hotset.engine.workers.messages import (
+    AskTraffic,
+    Audit,
+    Audited,
+    Begin,
+    Carry,
+    Command,
+    Counted,
+    Done,
+    Failed,
+    Loaded,
+    Loading,
+    Place,
+    Report,
+    Settle,
+    Settled,
+    Stop,
+)
+from hotset.engine.workers.shared_memory import SharedMemory
+from hotset.engine.workers.stage import Stage, World
+from hotset.memory.device_pool import DevicePool
+from hotset.memory.host_store import HostStore
+from hotset.models.ranks import ALONE, Ranks
+from hotset.schedule.plan import StepResult
+from hotset.tiers.coordinator import Coordinator
+
+LOGGER = logging.getLogger("hotset.engine")
+Inbox = queue.SimpleQueue[tuple[Command, SharedMemory | None]]
+
+
+def main(pipe: Connection) -> None:
+    """Of the process: until told to stop."""
+    # Signals are the controller's to handle: it tells its workers to stop, or dies and closes the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    log_to_stderr()
+    serve(pipe, DistributedWorld, lambda: os._exit(1))
+
+
+def serve(pipe: Connection, join: Callable[[Place, torch.device], World], at_end: Callable[[], None]) -> None:
+    """Until told to stop. `join` meets the other workers. `at_end`: the controller is gone."""
+    inbox: Inbox = queue.SimpleQueue()
+    turn = threading.Lock()
+
+    def say(report: Report) -> None:
+        with turn:
+            pipe.send(report)
+
+    threading.Thread(target=_read, args=(pipe, inbox, at_end), daemon=True).start()
+    try:
+        _serve(inbox, say, join)
+    except BrokenPipeError:
+        return
+    except StartupError as error:
+        say(Failed(error))
+    except Exception as error:
+        say(Failed(StartupError(repr(error)), traceback.format_exc()))
+
+
+def _read(pipe: Connection, inbox: Inbox, at_end: Callable[[], None]) -> None:
+    """Hears the controller at any time, so that its end is noticed even while another worker is waited for in vain."""
+    while True:
+        try:
+            command: Command = pipe.recv()
+            memory = SharedMemory.received(pipe) if isinstance(command, Settle) and command.budget.host_pages else None
+        except (EOFError, OSError):
+            at_end()
+            return
+        inbox.put((command, memory))
+        if isinstance(command, Stop):
+            return
+
+
+def _serve(inbox: Inbox, say: Callable[[Report], None], join: Callable[[Place, torch.device], World]) -> None:
+    begin, _ = inbox.get()
+    assert isinstance(begin, Begin), f"a worker begins with {begin}"
+    place, device = begin.place, torch.device(begin.place.device)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.workers))
+    world = join(place, device)
+    stage = _load(begin, device, world, say)
+    settle, memory = inbox.get()
+    if isinstance(settle, Stop):
+        return
+    assert isinstance(settle, Settle), f"a worker that has loaded is told {settle}"
+    worker = Worker(begin, world.ranks, stage, settle, memory, say)
+    try:
+        say(Settled())
+        while worker.obey(inbox.get()[0]):
+            pass
+    finally:
+        worker.close()
+
+
+def _load(begin: Begin, device: torch.device, world: World, say: Callable[[Report], None]) -> Stage:
+    place, split = begin.place, begin.place.split
+    decoder = load_decoder(begin.config, device, lambda done, total: say(Loading(done, total)), split, world.ranks)
+    before = None if place.stage == 0 else place.number - split.ranks
+    after = None if place.stage == place.stages - 1 else place.number + split.ranks
+    say(Loaded(decoder.kv_shape, free_bytes(device)))
+    return Stage(decoder, world, before, after)
+
+
+class Worker:
+    """A worker whose memory is settled."""
+
+    def __init__(
+        self,
+        begin: Begin,
+        ranks: Ranks,
+        stage: Stage,
+        settle: Settle,
+        memory: SharedMemory | None,
+        say: Callable[[Report], None],
+    ) -> None:
+        config, budget, shape = begin.config, settle.budget, stage.kv_shape
+        self._place: Place = begin.place
+        self._ranks, self._stage, self._say = ranks, stage, say
+        pool = DevicePool(shape, budget.geometry, budget.device_pages, stage.device)
+        host = None
+        if memory is not None:
+            sizes = (budget.host_pages, config.page_rows, stage.device)
+            host = HostStore(shape, *sizes, memory=memory.bytes, writer=settle.writer, writers=settle.writers)
+            memory.close()
+        self._memory = Coordinator(pool, host, config.max_num_seqs, budget.max_model_len)
+        meet = ranks.meet if settle.writers > 1 else ALONE.meet
+        self._runner = Runner(stage, self._memory, config.max_num_seqs, budget.max_model_len, stage.vocab, meet=meet)
+        self._tickets: queue.SimpleQueue[tuple[int, Ticket | None] | None] = queue.SimpleQueue()
+        self._reporter = threading.Thread(target=self._report, name="hotset-reports", daemon=True)
+        self._reporter.start()
+
+    def obey(self, command: Command) -> bool:
+        """False: it was told to stop."""
+        match command:
+            case Carry():
+                self._carry(command)
+            case AskTraffic():
+                self._say(Counted(self._memory.traffic()))
+            case Audit(tiered):
+                self._say(Audited(self._flaw(tiered)))
+            case Stop():
+                return False
+            case _:
+                raise AssertionError(f"a worker at work is told {command}")
+        return True
+
+    def close(self) -> None:
+        self._tickets.put(None)
+        self._reporter.join()
+        self._memory.close()
+
+    def _carry(self, carry: Carry) -> None:
+        self._runner.learn(carry.tokens)
+        if self._place.split.by == "requests":
+            self._ranks.rows = carry.rows
+        ticket = None if carry.plan is None else self._runner.submit(carry.plan)
+        if sum(carry.rows) and not carry.rows[self._place.replica]:
+            self._stage.attend_none()
+        self._tickets.put((carry.number, ticket))
+
+    def _report(self) -> None:
+        """Beside the steps: on a GPU the next is submitted before this one has ended."""
+        try:
+            while (waiting := self._tickets.get()) is not None:
+                number, ticket = waiting
+                result = None if ticket is None else ticket.result()
+                if (stored := self._memory.stored()) is not None:
+                    stored.synchronize()
+                self._say(Done(number, self._told(result)))
+        except BrokenPipeError:
+            return
+        except Exception as error:
+            self._say(Failed(StartupError(repr(error)), traceback.format_exc()))
+
+    def _told(self, result: StepResult | None) -> StepResult | None:
+        """Every rank of the last stage samples the same: the first of them tells."""
+        last = self._place.stage == self._place.stages - 1
+        first = self._place.split.rank == 0 or self._place.split.by == "requests"
+        return result if last and first else None
+
+    def _flaw(self, tiered: Mapping[int, int]) -> str | None:
+        try:
+            self._memory.audit(tiered)
+        except AssertionError as error:
+            return f"{self._place.name}: {error}"
+        return None

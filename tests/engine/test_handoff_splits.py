@@ -1,0 +1,121 @@
+"""Handoffs between engines that are divided differently: tokens as of one process, and every landed byte as it was."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from engine.handed_over import Pair
+from engine.threaded import split_engine
+from harness import CPU, RandomWeights, make_engine, run_all
+from models.split_workers import SPECS
+
+from hotset.base.config import EngineConfig
+from hotset.base.sampling import SamplingParams
+from hotset.engine.build import assemble, model_card
+from hotset.engine.core import Engine
+from hotset.engine.sizing import kv_budget
+from hotset.models.decoder import Decoder
+from hotset.models.spec import GqaSpec
+from hotset.transfer.api import Transfer
+from hotset.transfer.engines import open_transfer
+from hotset.transfer.loopback import Hub, Loopback
+
+SEED = 5
+PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
+LENGTHS = (1, 15, 16, 17, 31, 33, 48)  # around the edges of pages and chunks
+COMMON = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "device_kv_tokens": 256, "host_kv_tokens": 768}
+WAYS = {
+    "TP1": {},
+    "TP2": {"tensor_parallel_size": 2},
+    "TP4": {"tensor_parallel_size": 4},
+    "PP2": {"pipeline_parallel_size": 2},
+    "PP3": {"pipeline_parallel_size": 3},
+    "DP4": {"data_parallel_size": 4},
+}
+CROSSINGS = [
+    ("TP1", "TP2"), ("TP2", "TP1"), ("TP4", "TP2"), ("TP2", "TP4"), ("TP4", "DP4"), ("TP1", "PP2"), ("PP2", "TP1"),
+    ("TP2", "PP2"), ("PP3", "PP2"),
+]  # fmt: skip
+QUICK = {
+    ("llama with biases", "TP4", "TP2", "loopback"),
+    ("llama", "TP1", "TP2", "nixl"),
+    ("deepseek_v32", "TP4", "DP4", "loopback"),
+    ("glm_moe_dsa", "TP2", "PP2", "loopback"),
+}
+
+
+def prompts() -> list[list[int]]:
+    return [[(7 * at * at + 3 * length) % 61 for at in range(length)] for length in LENGTHS]
+
+
+@lru_cache
+def alone(model: str) -> list[list[int]]:
+    spec = SPECS[model]
+    engine = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, page_rows=16, device_kv_tokens=2000)
+    return [answer.token_ids for answer in run_all(engine, prompts(), [PARAMS] * len(LENGTHS))]
+
+
+def engine_of(model: str, way: str, role: str, transfer: Transfer, **settings: Any) -> Engine:
+    spec = SPECS[model]
+    settings = {"page_rows": 16, **COMMON, **WAYS[way], "role": role, **settings}
+    if isinstance(spec.attention, GqaSpec):
+        settings["staging_mib"] = 1
+    if way != "TP1":
+        return split_engine(spec, SEED, transfer, **settings)
+    config, decoder = EngineConfig(**settings), Decoder(spec, RandomWeights(torch.float64, SEED))
+    budget = kv_budget(config, decoder.kv_shape, spec.context, CPU)
+    card = model_card(config, spec, budget, CPU, torch.float64)
+    return assemble(config, card, decoder, budget, CPU, transfer=transfer, weights=f"random {SEED}")
+
+
+@contextmanager
+def pair(model: str, sender: str, receiver: str, moved_by: str, *others: str) -> Iterator[Pair]:
+    """`others`: how further prefill workers are divided."""
+    hub = Hub(threaded=True)
+
+    def transfer() -> Transfer:
+        return Loopback(hub) if moved_by == "loopback" else open_transfer("nixl", host="127.0.0.1", protocol="tcp")
+
+    with ExitStack() as stack:
+        prefill = engine_of(model, sender, "prefill", transfer())
+        stack.callback(prefill.close)
+        decode = engine_of(model, receiver, "decode", transfer(), page_rows=8)
+        stack.callback(decode.close)
+        further = [engine_of(model, other, "prefill", transfer()) for other in others]
+        both = Pair(prefill, decode, *further)
+        stack.callback(both.close)
+        yield both
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(
+            *(model, sender, receiver, moved_by),
+            marks=() if (model, sender, receiver, moved_by) in QUICK else (pytest.mark.slow,),
+        )
+        for model in ("llama", "llama with biases", "deepseek_v32", "glm_moe_dsa")
+        for sender, receiver in CROSSINGS
+        for moved_by in ("loopback", "nixl")
+    ]
+
+
+@pytest.mark.parametrize(("model", "sender", "receiver", "moved_by"), cases())
+def test_contexts_cross_between_engines_that_are_divided_otherwise(
+    model: str, sender: str, receiver: str, moved_by: str
+) -> None:
+    with pair(model, sender, receiver, moved_by) as both:
+        assert both.answers(prompts(), PARAMS, "auto") == alone(model)
+        assert both.compared.contexts == len(LENGTHS)
+        stats = both.decode.stats()
+    assert (stats.landed, stats.lost, stats.quarantined_pages) == (len(LENGTHS), 0, 0)
+
+
+@pytest.mark.parametrize("model", ["llama", "deepseek_v32"])
+def test_one_decode_engine_is_fed_by_prefills_of_different_degrees(model: str) -> None:
+    with pair(model, "TP1", "TP2", "loopback", "TP4") as all_of_them:
+        assert all_of_them.answers(prompts(), PARAMS, "auto") == alone(model)
+        (of_other,) = all_of_them.compared_others
+        assert (all_of_them.compared.contexts, of_other.contexts) == (4, 3)

@@ -1,0 +1,180 @@
+"""Workers as real processes: they answer alike, and when one of them or their controller dies, nothing is left."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import tiny_directory
+
+from hotset import LLM, SamplingParams
+from hotset.base.config import EngineConfig
+from hotset.base.errors import ConfigError, EngineStopped
+from hotset.engine.build import build_engine
+from hotset.engine.intake import Intake
+from hotset.engine.workers.processes import WorkerProcesses
+
+DEADLINE_S = 30.0
+TINY = {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+}
+SETTINGS: dict[str, Any] = {
+    "load_format": "dummy",
+    "device": "cpu",
+    "max_num_seqs": 4,
+    "device_kv_tokens": 4096,
+    "host_kv_tokens": 8192,
+    "progress": False,
+    "max_num_batched_tokens": 64,
+}
+PROMPTS = [{"prompt_token_ids": [1 + (7 * at + 3 * n) % 40 for at in range(30 + 40 * n)]} for n in range(4)]
+PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
+
+
+def pids_of(llm: LLM) -> list[int]:
+    workers = llm._engine.executor
+    assert isinstance(workers, WorkerProcesses)
+    return [worker.process.pid for worker in workers._workers if worker.process.pid is not None]
+
+
+def wait_until(done: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not done():
+        assert time.monotonic() < deadline, f"{what} took more than {DEADLINE_S:g} s"
+        time.sleep(0.05)
+
+
+def runs(pid: int) -> bool:
+    """A process that has ended and was not waited for does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
+def test_two_ranks_in_two_stages_answer_as_one_process(tmp_path: Path) -> None:
+    model, before = tiny_directory(tmp_path, **TINY), shared_memory()
+    with LLM(model, **SETTINGS) as alone:
+        expected = tokens(alone)
+    with LLM(model, **SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=2) as llm:
+        assert tokens(llm) == expected
+        llm.audit()
+        assert llm.stats().host_pages_held == 0
+        pids = pids_of(llm)
+    assert not any(runs(pid) for pid in pids), "a worker outlived its engine"
+    assert shared_memory() <= before
+
+
+@pytest.mark.parametrize("when", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
+def test_a_rank_that_is_killed_ends_the_engine_with_its_name(tmp_path: Path, when: str) -> None:
+    with LLM(tiny_directory(tmp_path, **TINY), **SETTINGS, tensor_parallel_size=2) as llm:
+        pids = pids_of(llm)
+        long = {"prompt_token_ids": [1 + at % 40 for at in range(3000 if when == "prefill" else 3)]}
+        stream = llm.stream(long, SamplingParams(temperature=0, max_tokens=900, ignore_eos=True))
+        if when == "decode":
+            next(stream)
+        os.kill(pids[1], signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(EngineStopped, match=r"worker 1 \(stage 0 of 1, rank 1 of 2\) died \(exit code -9\)"):
+            list(stream)
+        assert time.monotonic() - begun < DEADLINE_S
+    assert not any(runs(pid) for pid in pids), "a worker outlived its engine"
+
+
+def test_a_rank_that_is_killed_while_rows_land_ends_the_engine_and_leaves_its_peer_whole(tmp_path: Path) -> None:
+    settings = {name: value for name, value in SETTINGS.items() if name != "progress"}
+    model = tiny_directory(tmp_path, **TINY)
+    prefill = build_engine(EngineConfig(model, **settings, role="prefill"), show_progress=False)
+    decode = build_engine(EngineConfig(model, **settings, role="decode", tensor_parallel_size=2), show_progress=False)
+    workers = decode.executor
+    assert isinstance(workers, WorkerProcesses)
+    pids = [worker.process.pid for worker in workers._workers]
+    try:
+        params = replace(PARAMS, seed=1)
+        for choice in Intake(decode.card, 0).accept("a", [1] * 300, params, "auto", prefill.card.control):
+            decode.add(choice)
+        deadline = time.monotonic() + DEADLINE_S
+        while prefill.idle:  # it has been asked when it is not
+            decode.step()
+            prefill.step()
+            assert time.monotonic() < deadline
+        assert pids[0] is not None
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(EngineStopped, match=r"worker 0 .* died"):
+            while time.monotonic() < deadline:
+                decode.step()
+    finally:
+        decode.close()
+    wait_until(lambda: not any(runs(pid) for pid in pids if pid is not None), "the end of the workers")
+    while not prefill.idle:
+        prefill.step()
+        assert time.monotonic() < deadline + 2 * DEADLINE_S
+    prefill.audit()
+    assert prefill.stats().host_pages_held == 0
+    prefill.close()
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_while_nothing_is_asked_is_noticed(tmp_path: Path) -> None:
+    woken = threading.Event()
+    settings = {name: value for name, value in SETTINGS.items() if name != "progress"}
+    config = EngineConfig(tiny_directory(tmp_path, **TINY), **settings, data_parallel_size=2)
+    engine = build_engine(config, show_progress=False, wake=woken.set)
+    try:
+        workers = engine.executor
+        assert isinstance(workers, WorkerProcesses) and workers._workers[1].process.pid is not None
+        os.kill(workers._workers[1].process.pid, signal.SIGKILL)
+        assert woken.wait(DEADLINE_S)
+        with pytest.raises(EngineStopped, match=r"worker 1 \(data parallel rank 1 of 2\) died \(exit code -9\)"):
+            engine.step()
+    finally:
+        engine.close()
+
+
+def _controller(model: str, pipe: Connection) -> None:
+    llm = LLM(model, **SETTINGS, pipeline_parallel_size=2)
+    pipe.send(pids_of(llm))
+    while True:
+        tokens(llm)
+
+
+def test_workers_end_when_their_controller_is_killed(tmp_path: Path) -> None:
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    controller = context.Process(target=_controller, args=(tiny_directory(tmp_path, **TINY), there))
+    controller.start()
+    assert here.poll(DEADLINE_S), "the workers did not start"
+    pids = here.recv()
+    controller.kill()
+    controller.join()
+    wait_until(lambda: not any(runs(pid) for pid in pids), "the end of orphans")
+
+
+def test_a_worker_that_cannot_start_is_told_of_in_one_line(tmp_path: Path) -> None:
+    model = tiny_directory(tmp_path, **TINY)
+    with pytest.raises(ConfigError, match="nearest that works: 2"):
+        LLM(model, **SETTINGS, tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match="from 1 to 3 stages work"):
+        LLM(model, **SETTINGS, pipeline_parallel_size=4)
+    with pytest.raises(ConfigError, match="has 4 layers, the model 3"):
+        LLM(model, **SETTINGS, pipeline_parallel_size=2, pipeline_layers="2,2")
+    with pytest.raises(ConfigError, match="cannot be joined"):
+        LLM(model, **SETTINGS, data_parallel_size=2, tensor_parallel_size=2)

@@ -1,0 +1,128 @@
+"""Engines of several workers answer as one process does: every split, with tiers off, as needed and forced."""
+
+import random
+import threading
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from engine.threaded import closing, split_engine
+from harness import RandomWeights, make_engine, run_all
+from models.split_workers import SPECS
+
+from hotset.base.sampling import SamplingParams
+from hotset.models.decoder import Decoder
+from hotset.models.spec import GqaSpec
+from hotset.schedule.plan import Plan, StepResult
+from hotset.tiers.coordinator import Coordinator
+
+SEED = 5
+SPLITS: dict[str, dict[str, Any]] = {
+    "TP 2": {"tensor_parallel_size": 2},
+    "TP 4": {"tensor_parallel_size": 4},
+    "PP 2": {"pipeline_parallel_size": 2},
+    "TP 2 x PP 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "PP 3, uneven": {"pipeline_parallel_size": 3},
+    "DP 2": {"data_parallel_size": 2},
+}
+TIERS = ("off", "auto", "always")
+QUICK = (  # of all, what every run of the tests takes
+    ("llama with biases", "TP 4", "auto"),
+    ("deepseek_v32", "TP 2", "always"),
+    ("glm_moe_dsa", "TP 2 x PP 2", "auto"),
+    ("glm_moe_dsa", "PP 3, uneven", "auto"),
+    ("qwen3", "PP 2", "off"),
+    ("deepseek_v32", "DP 2", "auto"),
+)
+# Pools so small that some requests give way: parked, or demoted first where the model selects.
+SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "page_rows": 4, "max_model_len": 64}
+COUNT = 7
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    chance = random.Random(11)
+    prompts = [[chance.randrange(61) for _ in range(chance.choice([1, 7, 16, 25, 30]))] for _ in range(COUNT)]
+    params = [
+        SamplingParams(temperature=0.8 if at % 2 else 0.0, seed=at, max_tokens=20, ignore_eos=True, top_p=0.9)
+        for at in range(COUNT)
+    ]
+    return prompts, params
+
+
+@lru_cache
+def alone(model: str) -> list[list[int]]:
+    """What one process answers, with room for all."""
+    spec = SPECS[model]
+    engine = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, **SMALL, device_kv_tokens=2000)
+    return [answer.token_ids for answer in run_all(engine, *requests())]
+
+
+def cases() -> list[Any]:
+    found = []
+    for model, spec in SPECS.items():
+        for split in SPLITS:
+            for tiers in TIERS:
+                if tiers == "always" and isinstance(spec.attention, GqaSpec):
+                    continue  # its attention reads all rows: it is never tiered
+                marks = () if (model, split, tiers) in QUICK else (pytest.mark.slow,)
+                found.append(pytest.param(model, split, tiers, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("model", "split", "tiers"), cases())
+def test_tokens_are_those_of_one_process(model: str, split: str, tiers: str) -> None:
+    settings = SPLITS[split] | SMALL | {"device_kv_tokens": 96, "tiers": tiers}
+    if tiers != "off":
+        settings["host_kv_tokens"] = 600
+    with closing(split_engine(SPECS[model], SEED, **settings)) as engine:
+        assert [answer.token_ids for answer in run_all(engine, *requests())] == alone(model)
+        stats = engine.stats()
+    gave_way = {"off": stats.recomputes, "auto": stats.parks, "always": stats.bytes_swapped}
+    assert gave_way[tiers] > 0, f"nobody gave way, so nothing was tested: {stats}"
+    assert stats.device_pages_held == stats.host_pages_held == 0
+
+
+class Copies:
+    """What a GPU still copies to the host: an event that happens when it is told to."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.done.wait(30)
+
+
+def test_a_shared_store_is_read_after_every_writer_has_said_that_its_pages_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies = Copies()
+
+    def stored(memory: Coordinator) -> Copies | None:
+        return copies if memory.host is not None and memory.host.writer == 1 else None
+
+    monkeypatch.setattr(Coordinator, "stored", stored)
+    engine = split_engine(SPECS["deepseek_v32"], SEED, **SMALL, host_kv_tokens=600, tensor_parallel_size=2)
+    with closing(engine):
+        workers = engine.executor
+        writes, resident, reads = (Plan(n, (), (), (), (), (), reads_host=n == 2) for n in range(3))
+        tickets = [workers.submit([writes]), workers.submit([resident])]
+        on_host = workers.stored()
+        later = threading.Thread(target=lambda: tickets.append(workers.submit([reads])), daemon=True)
+        later.start()
+        later.join(0.3)
+        assert later.is_alive() and on_host is not None and not on_host.query()
+        copies.done.set()
+        later.join(30)
+        assert on_host.query() and len(tickets) == 3
+        assert [ticket.results() for ticket in tickets] == [[StepResult(n, ())] for n in range(3)]
+
+
+def test_a_request_goes_where_the_fewest_tokens_are() -> None:
+    spec, (prompts, params) = SPECS["deepseek_v32"], requests()
+    with closing(split_engine(spec, SEED, **SMALL, device_kv_tokens=400, tiers="off", data_parallel_size=2)) as engine:
+        run = run_all(engine, prompts, params)
+        loads = [replica.scheduler.counters.tokens_prefilled for replica in engine.replicas]
+    assert [answer.token_ids for answer in run] == alone("deepseek_v32")
+    assert sum(loads) == sum(map(len, prompts))
+    assert max(loads) - min(loads) <= max(map(len, prompts)), f"prompts of {loads} tokens"

@@ -1,0 +1,127 @@
+"""Workers in threads of the test's own process: everything is real but the processes and what joins them."""
+
+import os
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest import mock
+
+import torch
+from harness import CPU, RandomWeights
+from models.split_workers import Meeting, ThreadRanks
+from torch import Tensor
+
+from hotset.base.config import EngineConfig
+from hotset.engine.build import join, model_card, splits
+from hotset.engine.core import Engine
+from hotset.engine.model import storage, whole_kv_shape
+from hotset.engine.sizing import shared_budget
+from hotset.engine.workers import worker as worker_module
+from hotset.engine.workers.messages import Place
+from hotset.engine.workers.processes import WorkerProcesses
+from hotset.models.decoder import Decoder
+from hotset.models.ranks import ALONE, Ranks
+from hotset.models.spec import GqaSpec, ModelSpec
+from hotset.models.split import Split
+from hotset.transfer.api import Transfer
+
+WAIT_S = 60.0
+
+
+class ThreadWorld:
+    """Implements `World`."""
+
+    def __init__(self, ranks: Ranks, number: int, lines: "defaultdict[tuple[int, int], queue.Queue[Tensor]]") -> None:
+        self.ranks, self._number, self._lines = ranks, number, lines
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._lines[self._number, to].put(x.clone())
+
+    def receive(self, x: Tensor, source: int) -> None:
+        x.copy_(self._lines[source, self._number].get(timeout=WAIT_S))
+
+
+class ThreadProcess:
+    """A thread that looks like a process. It cannot be killed: `kill` breaks what it waits for."""
+
+    def __init__(self, target: Callable[[], None], broken: Callable[[], None]) -> None:
+        self.sentinel, self._end = os.pipe()
+        self._target, self._broken = target, broken
+        self.exitcode: int | None = None
+        self.pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._target()
+        self.exitcode = 0
+        os.close(self._end)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, seconds: float | None = None) -> None:
+        self._thread.join(seconds)
+
+    def kill(self) -> None:
+        self._broken()
+
+
+class ThreadWorkers(WorkerProcesses):
+    """`load` is that of a model with random weights."""
+
+    def __init__(self, config: EngineConfig, parts: Sequence[Split], kv_heads: int) -> None:
+        stages = len(parts) // parts[0].ranks
+        self._groups = [Meeting(parts[0].ranks) for _ in range(stages)]
+        self._lines: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        super().__init__(config, parts, stages, kv_heads, CPU)
+
+    def _start(self, place: Place) -> tuple[Connection, Any]:
+        pipe, far_end = Pipe()
+
+        def joined(place: Place, _device: torch.device) -> ThreadWorld:
+            ranks: Ranks = ALONE
+            if place.split.ranks > 1:
+                ranks = ThreadRanks(place.split.rank, self._groups[place.stage])
+            return ThreadWorld(ranks, place.number, self._lines)
+
+        def serve() -> None:
+            worker_module.serve(far_end, joined, lambda: None)
+            far_end.close()
+
+        return pipe, ThreadProcess(serve, self._break)
+
+    def _break(self) -> None:
+        for group in self._groups:
+            group.barrier.abort()
+
+
+def split_engine(spec: ModelSpec, seed: int, transfer: Transfer | None = None, **settings: Any) -> Engine:
+    """An engine of several workers around a model with random weights, in float64; settings as in EngineConfig."""
+    config = EngineConfig(**settings)
+    kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
+
+    def load(_config: EngineConfig, _device: torch.device, _progress: Any, split: Split, ranks: Ranks) -> Decoder:
+        return Decoder(spec, RandomWeights(torch.float64, seed), storage(config, spec), split, ranks)
+
+    with mock.patch.object(worker_module, "load_decoder", load):
+        workers = ThreadWorkers(config, splits(config, spec, CPU), kv_heads)
+        loaded = workers.load(lambda done, total: None)
+    budget = shared_budget(config, loaded, spec.context, CPU)
+    workers.settle(budget, lambda done, total: None)
+    card = model_card(config, spec, budget, CPU, torch.float64)
+    shape = whole_kv_shape(spec, torch.float64, storage(config, spec))
+    return join(config, card, shape, budget, workers, weights=f"random {seed}", transfer=transfer)
+
+
+@contextmanager
+def closing(engine: Engine) -> Iterator[Engine]:
+    try:
+        yield engine
+    finally:
+        engine.close()

@@ -1,0 +1,250 @@
+"""A receiver and senders with real memory between which a test carries messages and writes by hand."""
+
+import ctypes
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sharded_memory import Sharded
+
+from hotset.base.sampling import SamplingParams
+from hotset.handoff.layout import check_peers, pages_for
+from hotset.handoff.messages import (
+    Ask,
+    Drop,
+    Fetch,
+    Hello,
+    Key,
+    Message,
+    Model,
+    Prefill,
+    ReceiverFact,
+    Sampled,
+    Send,
+    Submit,
+    Unpack,
+    Written,
+)
+from hotset.handoff.packing import StagingMemory, pack, unpack
+from hotset.handoff.receiver import Receiver
+from hotset.handoff.sender import Sender
+from hotset.handoff.staged_in import StagedIn
+from hotset.memory.pages import PageAllocator
+from hotset.transfer.api import State, Ticket
+
+HEADS = 4
+DECODE = "decode:1"
+MODEL = Model("m", 3, "any", "5 bytes", 2, "w")
+
+
+class Event:
+    """A forward pass."""
+
+    def __init__(self, happened: bool = True) -> None:
+        self.happened = happened
+
+    def query(self) -> bool:
+        return self.happened
+
+
+@dataclass
+class Write:
+    peer: str
+    submit: Submit
+    ticket: Ticket
+
+
+@dataclass
+class Context:
+    """As the prefill engine has it."""
+
+    prompt: Prefill
+    pages: list[int]
+    told: int = 0
+
+
+class PrefillEnd:
+    def __init__(self, name: str, ranks: int, staging_bytes: int, page_rows: int = 16) -> None:
+        self.name = name
+        self.memory = Sharded(ranks, HEADS, page_rows=page_rows, pages=200, seed=ranks)
+        self.staging = StagingMemory(staging_bytes)
+        self.sender = Sender(self.memory.store, buffers=self.staging.buffers)
+        self.hello = Hello(name, MODEL, {"host": self.memory.store}, "loopback", b"")
+        self.contexts: dict[Key, Context] = {}
+        self.dropped: list[Key] = []
+        self.pages = PageAllocator(200)
+
+
+class World:
+    """Messages wait in `post` until `carry` delivers them, writes in `writes` until `write` ends them."""
+
+    def __init__(self, ring_bytes: int = 8192, ranks: int = 4, prefills: Iterable[int] = (2,)) -> None:
+        self.now, self.tickets = 0.0, 0
+        self.memory = Sharded(ranks, HEADS, page_rows=8, pages=400)
+        self.row_bytes = 3 * 2 * HEADS * self.memory.head_bytes + 2 * 5
+        self.ring_memory = StagingMemory(ring_bytes)
+        stores = {"host": self.memory.store}
+        self.staging = StagedIn(self.ring_memory.space, stores)
+        self.receiver = Receiver(staging=self.staging)
+        self.hello = Hello(DECODE, MODEL, stores, "loopback", b"", self.ring_memory.space)
+        self.prefills = {
+            f"prefill:{at}": PrefillEnd(f"prefill:{at}", each, 8192) for at, each in enumerate(prefills, 1)
+        }
+        self.pages = PageAllocator(400)
+        self.post: deque[tuple[str, str, Message]] = deque()  # from, to
+        self.writes: list[Write] = []
+        self.written = 0
+        self.facts: dict[Key, list[ReceiverFact]] = {}
+        self.asks: dict[Key, Ask] = {}
+        self.lose: dict[type, int] = {}  # how many of this kind are still to be lost
+        self.twice = False
+        self.every: list[tuple[str, str, Message]] = []  # that was ever said
+        for end in self.prefills.values():
+            self.introduce(end)
+
+    @property
+    def ring(self) -> Any:
+        return self.staging.ring
+
+    def introduce(self, end: PrefillEnd) -> None:
+        assert check_peers(end.hello, self.hello) is None and check_peers(self.hello, end.hello) is None
+        end.sender.peer_known(DECODE, self.hello)
+        self.receiver.peer_known(end.name, end.hello)
+
+    def fetch(self, rows: int, name: str = "r", at: int = 1) -> Key:
+        key, count = Key(name, 1), pages_for(self.memory.store.shards[0].span, rows)
+        pages = self.pages.allocate(count)
+        assert pages is not None
+        self.memory.poison(pages, pages)
+        seed = len(self.asks)
+        ask = Ask(key, tuple(range(seed, seed + rows)), SamplingParams(), "host", tuple(pages), tuple(pages))
+        self.asks[key], self.facts[key] = ask, []
+        assert self.receiver.fetch(Fetch(f"prefill:{at}", ask), self.now)
+        return key
+
+    def compute(self, key: Key, last: int | None = None, after: Event | None = None, at: int = 1) -> None:
+        """The next rows, up to `last`; all, and the first token, without it."""
+        end = self.prefills[f"prefill:{at}"]
+        context, ask = end.contexts[key], self.asks[key]
+        total, first = len(ask.token_ids), context.told
+        until = total if last is None else last
+        if first < until:
+            end.memory.compute(context.pages, first, until, seed=ask.token_ids[0])
+            context.told = until
+            end.sender.tell(Written(DECODE, key, first, until, tuple(context.pages), after), self.now)
+        if until == total:
+            end.sender.tell(Sampled(DECODE, key, 7, None), self.now)
+        self.act()
+
+    def act(self) -> None:
+        """What the machines want is done, but for what has to travel."""
+        for action in self.receiver.take_actions():
+            match action:
+                case Send(peer, message):
+                    self._say(DECODE, peer, message)
+                case Unpack(piece):
+                    unpack(piece)
+                case fact:
+                    self.facts[fact.key].append(fact)
+        for end in self.prefills.values():
+            for action in end.sender.take_actions():
+                self._obey(end, action)
+        self.receiver.audit()
+        for end in self.prefills.values():
+            end.sender.audit()
+
+    def _obey(self, end: PrefillEnd, action: Any) -> None:
+        match action:
+            case Send(_, message):
+                self._say(end.name, DECODE, message)
+            case Submit(_, key):
+                if action.pack is not None:
+                    assert key not in end.dropped, "read after its pages were given back"
+                    pack(action.pack)
+                self.tickets += 1
+                ticket = Ticket(self.tickets, 0)
+                end.sender.submitted(DECODE, key, ticket)
+                self.writes.append(Write(end.name, action, ticket))
+            case Prefill():
+                pages = end.pages.allocate(pages_for(end.memory.store.shards[0].span, len(action.token_ids)))
+                assert pages is not None
+                end.contexts[action.key] = Context(action, pages)
+            case Drop(_, key):
+                end.dropped.append(key)
+
+    def _say(self, origin: str, to: str, message: Message) -> None:
+        self.every.append((origin, to, message))
+        if self.lose.get(type(message), 0) > 0:
+            self.lose[type(message)] -= 1
+            return
+        for _ in range(2 if self.twice else 1):
+            self.post.append((origin, to, message))
+
+    def deliver(self, origin: str, to: str, message: Message) -> None:
+        machine = self.receiver if to == DECODE else self.prefills[to].sender
+        machine.take(origin, message, self.now)
+        self.act()
+
+    def carry(self, *but: type) -> None:
+        """Delivers all messages, and those that come of them, but for some kinds, which stay."""
+        self.act()
+        kept = []
+        while self.post:
+            letter = self.post.popleft()
+            if isinstance(letter[2], but):
+                kept.append(letter)
+            else:
+                self.deliver(*letter)
+        self.post.extend(kept)
+
+    def write(self, state: State = State.DONE, number: int = 0) -> None:
+        """A write ends; the oldest, if not told otherwise."""
+        write = self.writes.pop(number)
+        if state is State.DONE:
+            for here, there, nbytes in write.submit.writes.tolist():
+                ctypes.memmove(there, here, nbytes)
+                self.written += 1
+        self.prefills[write.peer].sender.ended(DECODE, write.submit.key, write.ticket, state, self.now)
+        self.act()
+
+    def finish(self) -> None:
+        """Everything travels until nothing is left to do."""
+        for _ in range(100_000):
+            self.carry()
+            if self.writes:
+                self.write()
+            elif not self.post:
+                return
+        raise AssertionError("it does not end")
+
+    def look(self) -> None:
+        for end in self.prefills.values():
+            end.sender.look(self.now)
+        self.act()
+
+    def pass_time(self, seconds: float, *but: type) -> None:
+        """Ticks at every deadline on the way, as drivers do, and delivers what is said."""
+        end = self.now + seconds
+        machines = [self.receiver, *(each.sender for each in self.prefills.values())]
+        while True:
+            times = [at for machine in machines if (at := machine.next_deadline()) is not None and at <= end]
+            self.now = max(self.now, min(times, default=end))
+            for machine in machines:
+                machine.tick(self.now)
+            self.carry(*but)
+            if not times:
+                return
+
+    def check(self, key: Key) -> None:
+        """It has landed, byte for byte."""
+        ask = self.asks[key]
+        assert [type(fact).__name__ for fact in self.facts[key]] == ["Landed"], self.facts[key]
+        self.memory.check_rows(ask.row_pages, ask.key_pages, len(ask.token_ids), seed=ask.token_ids[0])
+
+    def check_calm(self) -> None:
+        """Nobody holds anything."""
+        assert self.receiver.phases() == {} and self.ring.held == 0 and not self.ring.waiting
+        for end in self.prefills.values():
+            assert end.sender.phases() == {} and not end.sender._buffers.uses
+            assert sorted(map(str, end.dropped)) == sorted(map(str, end.contexts)), "Drop comes once for every Prefill"

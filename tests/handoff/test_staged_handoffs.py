@@ -1,0 +1,494 @@
+"""Contexts that come by way of the ring: both machines, real bytes, and every way in which it can go wrong."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from staged_world import DECODE, Event, World
+
+from hotset.handoff.messages import (
+    Accepted,
+    Ask,
+    Calm,
+    Cancel,
+    Done,
+    Failed,
+    Go,
+    Key,
+    Landed,
+    Lent,
+    Lost,
+    Progress,
+    Received,
+    Send,
+    Staged,
+    Stopped,
+    Unpack,
+    Unpacked,
+    Want,
+)
+from hotset.handoff.outgoing import WAITS as SENDER_WAITS
+from hotset.handoff.outgoing import Phase
+from hotset.handoff.staged_out import PIECE_WAITS, WINDOW, PiecePhase
+from hotset.transfer.api import State
+
+P = "prefill:1"
+
+
+def begun(world: World, rows: int = 50, name: str = "r", at: int = 1) -> Key:
+    """A handoff that may be written."""
+    key = world.fetch(rows, name, at)
+    world.carry()
+    assert world.prefills[f"prefill:{at}"].sender.phases()[DECODE, key] is Phase.WRITING
+    return key
+
+
+def lost(world: World, key: Key) -> Lost:
+    (fact,) = world.facts[key]
+    assert isinstance(fact, Lost)
+    return fact
+
+
+def test_a_context_lands_in_a_few_writes_into_the_ring_alone() -> None:
+    world = World()
+    key = begun(world)
+    world.compute(key)
+    ring = world.ring_memory.space
+    while world.writes or world.post:
+        world.carry()
+        for write in world.writes:
+            ((_, there, nbytes),) = write.submit.writes.tolist()
+            assert ring.address <= there and there + nbytes <= ring.address + ring.nbytes
+        if world.writes:
+            world.write()
+    world.check(key)
+    world.check_calm()
+    assert world.written == 5, "50 rows in pieces of 11"
+
+
+@pytest.mark.parametrize(("here", "there"), [(1, 4), (4, 1), (2, 4), (4, 2), (8, 2), (1, 8), (8, 1)])
+def test_any_division_into_any_other(here: int, there: int) -> None:
+    world = World(ranks=there, prefills=(here,))
+    key = begun(world)
+    for last in (13, 14, 40, None):
+        world.compute(key, last)
+    world.finish()
+    world.check(key)
+    world.check_calm()
+    assert any(isinstance(message, Staged) for _, _, message in world.every)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_few_writes_go_straight_to_the_pages(rows: int) -> None:
+    world = World()
+    key = begun(world, rows)
+    world.compute(key)
+    world.finish()
+    world.check(key)
+    assert not any(isinstance(message, Want) for _, _, message in world.every)
+
+
+def test_alike_on_both_sides_goes_straight_to_the_pages() -> None:
+    world = World(ranks=2)
+    key = begun(world, 200)
+    world.compute(key)
+    world.finish()
+    world.check(key)
+    assert not any(isinstance(message, Want) for _, _, message in world.every)
+
+
+def test_a_context_of_sixteen_rings_flows_through() -> None:
+    world = World(ring_bytes=1 << 13)
+    rows = 16 * (1 << 13) // world.row_bytes + 1
+    key = begun(world, rows)
+    for last in (*range(100, rows, 100), None):
+        world.compute(key, last)
+    most = 0
+    while world.writes or world.post:
+        world.carry()
+        most = max(most, world.ring.held)
+        if world.writes:
+            world.write()
+    world.check(key)
+    world.check_calm()
+    assert world.ring.nbytes // 2 < most <= world.ring.nbytes
+
+
+def test_several_senders_of_different_division_share_a_ring() -> None:
+    world = World(prefills=(1, 2, 8))
+    keys = [begun(world, 90, f"r{at} {number}", at) for number in range(3) for at in (1, 2, 3)]
+    for at, key in enumerate(keys):
+        world.compute(key, at=at % 3 + 1)
+    assert world.ring.waiting > 0 or world.post, "the ring has to be short"
+    world.finish()
+    for key in keys:
+        world.check(key)
+    world.check_calm()
+
+
+@pytest.mark.parametrize("kind", [Accepted, Go, Want, Lent, Staged, Unpacked, Done, Received])
+def test_what_is_lost_is_said_again(kind: type) -> None:
+    world = World()
+    world.lose[kind] = 3
+    key = world.fetch(50)
+    for _ in range(12):
+        world.carry()
+        if key in world.prefills[P].contexts and not world.prefills[P].contexts[key].told:
+            world.compute(key)
+        while world.writes:
+            world.write()
+        world.pass_time(0.6)
+    world.check(key)
+    world.check_calm()
+    assert world.lose[kind] == 0
+
+
+def test_what_comes_twice_and_late_changes_nothing() -> None:
+    world = World()
+    world.twice = True
+    key = begun(world, 100)
+    world.compute(key)
+    world.finish()
+    world.check(key)
+    world.twice = False
+    late = [each for each in world.every if not isinstance(each[2], Ask)]
+    for letter in [*late, *reversed(late)]:
+        world.deliver(*letter)
+        world.finish()
+    world.check(key)
+    world.check_calm()
+
+
+def test_messages_of_one_context_leave_another_alone() -> None:
+    """Old lease numbers change nothing."""
+    world = World()
+    first = begun(world, 22, "first")
+    world.compute(first)
+    world.finish()
+    old = [message.lease for _, _, message in world.every if isinstance(message, Staged)]
+    second = begun(world, 22, "second")
+    world.compute(second)
+    world.carry(Staged)
+    for lease in [*old, 99]:
+        world.deliver(P, DECODE, Staged(second, 0, lease))
+    assert world.staging.rows(second) == 0, "unpacked what was not written"
+    world.finish()
+    world.check(second)
+    world.check_calm()
+
+
+def test_a_late_wish_for_a_piece_that_is_there_takes_no_room() -> None:
+    world = World()
+    key = begun(world, 44)
+    world.compute(key, 11)
+    world.finish()
+    assert world.staging.rows(key) == 11 and world.ring.held == 0
+    world.deliver(P, DECODE, Want(key, 0, 0, 11))
+    assert world.ring.held == 0 and world.every[-1] == (DECODE, P, Unpacked(key, 0))
+    world.compute(key)
+    world.finish()
+    world.check(key)
+    world.check_calm()
+
+
+def test_room_is_given_to_others_when_it_has_been_read() -> None:
+    world = World()
+    keys = [begun(world, 44, name) for name in ("first", "second")]
+    for key in keys:
+        world.compute(key)
+    world.carry(Staged)
+    world.write()
+    (staged,) = (letter for letter in world.post if isinstance(letter[2], Staged))
+    world.receiver.take(P, staged[2], world.now)
+    actions = world.receiver.take_actions()
+    assert isinstance(actions[0], Unpack)
+    assert [type(action.message) for action in actions[1:] if isinstance(action, Send)] == [Unpacked, Lent]
+
+
+def test_nothing_is_packed_before_its_forward_pass() -> None:
+    world = World()
+    key = begun(world, 50)
+    passed, running = Event(), Event(happened=False)
+    world.compute(key, 25, passed)
+    world.compute(key, None, running)
+    world.carry()
+    assert len(world.writes) == 2 and world.prefills[P].sender.looks, "rows up to 22 are there"
+    world.finish()
+    world.look()
+    assert not world.writes
+    running.happened = True
+    world.look()
+    assert world.writes
+    world.finish()
+    world.check(key)
+    world.check_calm()
+
+
+def test_room_is_asked_for_what_is_being_computed_and_nothing_else() -> None:
+    """A context that holds room and waits for pages of others, which wait for that room, would be a deadlock."""
+    world = World()
+    key = begun(world, 200)
+    assert world.ring.held == 0
+    world.compute(key, 10, Event(happened=False))
+    world.carry()
+    assert world.ring.held == 0, "a piece has 11 rows"
+    world.compute(key, 12, Event(happened=False))
+    world.carry()
+    assert world.ring.held > 0 and not world.writes, "asked before the forward pass has happened"
+    world.compute(key, None, Event(happened=False))
+    world.carry()
+    wants = {message.piece for _, _, message in world.every if isinstance(message, Want)}
+    assert wants == set(range(WINDOW))
+
+
+def test_buffers_are_bounded_and_go_to_those_who_got_room_first() -> None:
+    world = World(ring_bytes=1 << 15)
+    keys = [begun(world, 60, f"r{number}") for number in range(3)]
+    for key in keys:
+        world.compute(key)
+    world.carry()
+    assert [write.submit.key for write in world.writes] == [keys[0]] * 4, "four buffers"
+    world.write()
+    assert [write.submit.key for write in world.writes] == [keys[0]] * 3 + [keys[1]]
+    world.finish()
+    world.check_calm()
+
+
+@pytest.mark.parametrize("state", [State.FAILED_QUIESCED, State.FAILED_UNKNOWN])
+def test_a_write_that_fails_costs_room_at_the_most_and_never_pages(state: State) -> None:
+    world = World()
+    key = begun(world)
+    world.compute(key)
+    world.carry()
+    under_way = len(world.writes)
+    world.write(state)
+    for _ in range(under_way - 1):
+        world.write()
+    world.finish()
+    fact = lost(world, key)
+    assert fact.quiesced and fact.retry and state.value in fact.reason
+    assert world.ring.held == world.ring.quarantined
+    assert (world.ring.quarantined > 0) == (state is State.FAILED_UNKNOWN)
+    assert world.prefills[P].dropped == [key]
+
+
+def test_room_under_a_write_that_ends_late_comes_back() -> None:
+    world = World()
+    key = begun(world, 22)
+    world.compute(key)
+    world.carry()
+    world.pass_time(40 + SENDER_WAITS[Phase.ENDING].limit + 1)
+    assert lost(world, key).quiesced and world.ring.quarantined > 0
+    while world.writes:
+        world.write()
+    world.finish()
+    world.pass_time(20)
+    assert len(world.facts[key]) == 1, "there is no Calm: its pages never were in doubt"
+    world.check_calm()
+
+
+@pytest.mark.parametrize("moment", ["waiting for room", "lent", "writing", "staged", "unpacked"])
+def test_given_up_at_any_moment_everything_comes_back(moment: str) -> None:
+    world = World()
+    if moment == "waiting for room":
+        other = begun(world, 50, "other")
+        world.compute(other, None, Event(happened=False))
+        world.carry()
+    key = begun(world, 22)
+    world.compute(key, None, Event(happened=False) if moment == "lent" else None)
+    world.carry(Staged)
+    if moment in ("staged", "unpacked"):
+        while world.writes:
+            world.write()
+    if moment == "unpacked":
+        world.carry(Unpacked)
+    world.receiver.give_up(key, world.now)
+    world.act()
+    if moment == "waiting for room":
+        assert world.ring.waiting == 0
+    elif moment not in ("unpacked",):
+        assert world.ring.held > 0, "its sender may still write there"
+    world.finish()
+    assert lost(world, key).quiesced and key in world.prefills[P].dropped
+    if moment == "waiting for room":
+        world.receiver.give_up(other, world.now)
+        world.finish()
+    world.check_calm()
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_room_of_a_sender_that_dies_is_quarantined_and_pages_are_not(lent: bool) -> None:
+    world = World()
+    key = begun(world, 22)
+    if lent:
+        world.compute(key, None, Event(happened=False))
+        world.carry()
+    world.receiver.peer_lost(P, "it died", world.now)
+    world.act()
+    assert lost(world, key).quiesced
+    assert world.ring.held == world.ring.quarantined and (world.ring.held > 0) == lent
+    world.carry(Stopped)
+    if lent:
+        world.pass_time(6, Stopped)
+        assert any(isinstance(message, Cancel) for _, _, message in world.every), "it may only have been slow"
+        world.finish()
+        world.check_calm()
+
+
+def test_a_ring_in_quarantine_lets_contexts_go_straight_to_their_pages() -> None:
+    world = World()
+    keys = [begun(world, 44, f"dead{number}") for number in range(2)]
+    for key in keys:
+        world.compute(key, None, Event(happened=False))
+    world.carry()
+    world.receiver.peer_lost(P, "it died", world.now)
+    world.prefills[P].sender.peer_lost(DECODE, "it died", world.now)
+    world.act()
+    world.post.clear()
+    assert not world.ring.fits(2000)
+    world.introduce(world.prefills[P])
+    key = begun(world, 30, "next")
+    world.compute(key)
+    world.finish()
+    world.check(key)
+    assert (DECODE, P, Go(key, False)) in world.every
+
+
+def test_whoever_waits_too_long_for_room_fails_and_says_why() -> None:
+    world = World(prefills=(1, 1))
+    first = begun(world, 44, "first")
+    world.compute(first, None, Event(happened=False))
+    world.carry()
+    second = begun(world, 44, "second", at=2)
+    world.compute(second, at=2)
+    world.pass_time(PIECE_WAITS[PiecePhase.WANTED].limit + 2)
+    reasons = {key.request_id: lost(world, key).reason for key in (first, second)}
+    assert "'lent' of the receiver's ring for 120 s" in reasons["first"]
+    assert lost(world, first).retry and lost(world, first).quiesced
+    world.finish()
+    assert not world.ring.waiting
+
+
+def test_done_before_all_is_unpacked_is_not_believed() -> None:
+    world = World()
+    key = begun(world, 44)
+    world.compute(key)
+    world.carry()
+    world.deliver(P, DECODE, Done(key, 7, None))
+    fact = lost(world, key)
+    assert fact.retry and "after 0 rows" in fact.reason
+    world.finish()
+    world.check_calm()
+
+
+def test_a_receiver_that_is_lost_leaves_no_buffer_behind() -> None:
+    world = World()
+    key = begun(world, 44)
+    world.compute(key)
+    world.carry()
+    world.prefills[P].sender.peer_lost(DECODE, "it died", world.now)
+    world.act()
+    assert world.prefills[P].sender._buffers.uses, "what is being read stays as it is"
+    while world.writes:
+        world.write()
+    assert not world.prefills[P].sender._buffers.uses and world.prefills[P].dropped == [key]
+
+
+def test_staging_that_was_not_offered_fails_the_handoff() -> None:
+    world = World()
+    key = world.fetch(1)
+    world.carry(Go)
+    world.post.clear()
+    world.deliver(DECODE, P, Go(key, staged=True))
+    assert any(isinstance(message, Failed) for _, _, message in world.every)
+
+
+def test_progress_tells_how_many_rows_are_in_their_pages() -> None:
+    world = World()
+    key = begun(world, 44)
+    world.compute(key, 33)
+    world.carry()
+    world.write()
+    world.carry()
+    world.pass_time(1.1)
+    told = [message.rows for _, _, message in world.every if isinstance(message, Progress)]
+    assert told[-1] == 11
+
+
+STATES = st.sampled_from([State.DONE] * 6 + [State.FAILED_QUIESCED, State.FAILED_UNKNOWN])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_in_any_order_of_events_what_lands_is_right_and_nothing_is_left(data: st.DataObject) -> None:
+    world = World(ring_bytes=1 << 12, prefills=(1, 2))
+    keys = {
+        world.fetch(data.draw(st.integers(3, 40)), f"r{number}", number % 2 + 1): number % 2 + 1 for number in range(3)
+    }
+    events = {key: [Event(happened=False)] for key in keys}
+    world.act()
+    usual = data.draw(st.lists(st.sampled_from("m" * 12 + "dlwwwwcccteee"), min_size=60, max_size=150))
+    for what in data.draw(st.lists(st.sampled_from("gah"), max_size=2)):
+        usual.insert(data.draw(st.integers(0, len(usual))), what)
+    for what in usual:
+        if what in "mdl" and world.post:
+            at = data.draw(st.integers(0, min(5, len(world.post) - 1)))
+            letter = world.post[at]
+            if what != "d":  # else it comes again
+                del world.post[at]
+            if what != "l":
+                world.deliver(*letter)
+        elif what == "w" and world.writes:
+            world.write(data.draw(STATES), data.draw(st.integers(0, len(world.writes) - 1)))
+        elif what in "ceg":
+            key = data.draw(st.sampled_from(list(keys)))
+            if what == "c":
+                compute_some(world, key, keys[key], events[key], data.draw(st.integers(1, 20)))
+            elif what == "e":
+                events[key][-1].happened = True
+                world.look()
+            else:
+                world.receiver.give_up(key, world.now)
+                world.act()
+        elif what == "t":
+            world.pass_time(data.draw(st.sampled_from([0.3, 2.0])))
+        elif what == "h":
+            world.pass_time(30.0)
+        elif what == "a":  # an alarm, perhaps false
+            peer = data.draw(st.sampled_from(list(world.prefills)))
+            world.receiver.peer_lost(peer, "silent", world.now)
+            world.act()
+            world.introduce(world.prefills[peer])
+    settle(world, keys, events)
+
+
+def compute_some(world: World, key: Key, at: int, events: list[Event], rows: int) -> None:
+    end = world.prefills[f"prefill:{at}"]
+    if key not in end.contexts or key in end.dropped:
+        return
+    told, total = end.contexts[key].told, len(world.asks[key].token_ids)
+    if told < total:
+        events.append(Event(happened=False))
+        events[-2].happened = True  # events are of one stream
+        world.compute(key, min(total, told + rows), events[-1], at)
+
+
+def settle(world: World, keys: dict[Key, int], events: dict[Key, list[Event]]) -> None:
+    """All that is left to do is done."""
+    for _ in range(8):
+        world.finish()
+        for key, at in keys.items():
+            compute_some(world, key, at, events[key], 100)
+            events[key][-1].happened = True
+        world.look()
+        world.finish()
+        world.pass_time(5.0)
+    world.pass_time(1300.0)
+    for key in keys:
+        (fact,) = (each for each in world.facts[key] if not isinstance(each, Calm))
+        if isinstance(fact, Landed):
+            world.check(key)
+    assert world.receiver.phases() == {} and not world.ring.waiting
+    assert world.ring.held == world.ring.quarantined, "room that nobody has"
+    for end in world.prefills.values():
+        assert end.sender.phases() == {} and not end.sender._buffers.uses
+        assert sorted(map(str, end.dropped)) == sorted(map(str, end.contexts))

@@ -1,0 +1,151 @@
+"""What is packed, when, and how large: against heads copied one by one."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sharded_memory import HEAD_BYTES, KEY_BYTES, POISON, Sharded, fresh_pages
+
+from hotset.base.errors import ConfigError
+from hotset.base.sampling import SamplingParams
+from hotset.handoff.layout import context_writes, count_writes
+from hotset.handoff.messages import Ask, Key, Packed, Span, Store
+from hotset.handoff.packing import StagingMemory, pack, unpack
+from hotset.handoff.shards import whole_rows
+from hotset.handoff.staging import (
+    FEW_WRITES,
+    SMALL_WRITE_BYTES,
+    blocks,
+    check_staging,
+    is_worth_it,
+    packed_row_bytes,
+    piece_rows,
+    sender_buffers,
+)
+
+RANKS = (1, 2, 4, 8)
+
+
+def through(
+    source: Sharded, target: Sharded, pages: tuple[list[int], list[int], list[int]], first: int, last: int
+) -> None:
+    """One piece, packed, carried and unpacked; nothing is written beside its bytes."""
+    nbytes = (last - first) * packed_row_bytes(source.store, target.store)
+    memory = StagingMemory(nbytes + 9)
+    memory._bytes.fill_(POISON)
+    here, rows, keys = map(tuple, pages)
+    pack(Packed(source.store, target.store, here, here, first, last, memory.space.address))
+    assert (memory._bytes[nbytes:] == POISON).all(), "packed beyond its end"
+    unpack(Packed(source.store, target.store, rows, keys, first, last, memory.space.address))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("there", RANKS)
+@pytest.mark.parametrize("here", RANKS)
+def test_every_rank_gets_its_heads(here: int, there: int, heads: int) -> None:
+    source, target = Sharded(here, heads, page_rows=16, seed=1, spare=3), Sharded(there, heads, page_rows=6)
+    pages = fresh_pages(source, target, rows=40)
+    source.compute(pages[0], 0, 40)
+    for first, last in ((0, 17), (17, 18), (18, 40)):
+        through(source, target, pages, first, last)
+    target.check(pages[1], pages[2], 0, 40)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_pages_and_any_rows(data: st.DataObject) -> None:
+    heads = data.draw(st.integers(1, 8))
+    ranks = st.sampled_from([rank for rank in RANKS if heads % rank == 0 or rank % heads == 0])
+    page_rows = st.integers(1, 20)
+    source = Sharded(data.draw(ranks), heads, page_rows=data.draw(page_rows), seed=1)
+    target = Sharded(data.draw(ranks), heads, page_rows=data.draw(page_rows), groups=2)
+    rows = data.draw(st.integers(1, 50))
+    first = data.draw(st.integers(0, rows - 1))
+    last = data.draw(st.integers(first + 1, rows))
+    pages = fresh_pages(source, target, rows=rows, seed=data.draw(st.integers(0, 99)))
+    source.compute(pages[0], 0, rows)
+    through(source, target, pages, first, last)
+    target.check(pages[1], pages[2], first, last)
+
+
+def test_index_keys_may_land_in_pages_of_several_parts() -> None:
+    """As on a device: 3 parts of 4 keys to a page, and room left over at the end of each."""
+    source, target = Sharded(2, 2, page_rows=16, seed=1), Sharded(1, 2, page_rows=8)
+    pages, page_bytes, part_rows = 8, 4 * KEY_BYTES + 3, 4
+    memory = np.full((2, 3, pages, page_bytes), POISON, np.uint8)
+    bases = tuple(tuple(part.ctypes.data for part in group) for group in memory)
+    in_parts = Span(bases, page_bytes, 12, part_rows, KEY_BYTES)
+    source_pages, row_pages, _ = fresh_pages(source, target, rows=30)
+    source.compute(source_pages, 0, 30)
+    packed = StagingMemory(30 * packed_row_bytes(source.store, target.store))
+    store = replace(target.store, keys=in_parts)
+    here, there, key_pages = tuple(source_pages), tuple(row_pages), (5, 0, 6)
+    pack(Packed(source.store, store, here, here, 2, 30, packed.space.address))
+    unpack(Packed(source.store, store, there, key_pages, 2, 30, packed.space.address))
+    for position in range(30):
+        page, row = divmod(position, 12)
+        at = row % part_rows * KEY_BYTES
+        for group in range(2):
+            found = memory[group, row // part_rows, key_pages[page], at : at + KEY_BYTES]
+            wanted = source.keys[group][source_pages[position // 16], position % 16]
+            assert (found == (wanted if position >= 2 else POISON)).all(), f"key {position} of group {group}"
+
+
+def test_ranks_that_hold_the_same_head_are_sent_it_once() -> None:
+    source, target = (Sharded(ranks, 2, page_rows=4).store for ranks in (1, 8))
+    assert [block.targets for block in blocks(source, target)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert packed_row_bytes(source, target) == 3 * 2 * 2 * HEAD_BYTES + 2 * KEY_BYTES
+
+
+def ask(rows: int, pages: int) -> Ask:
+    some = tuple(range(0, 2 * pages, 2))  # none follows another
+    return Ask(Key("r", 0), (1,) * rows, SamplingParams(), "host", some, some)
+
+
+@pytest.mark.parametrize(("here", "there", "staged"), [(2, 4, True), (4, 2, True), (1, 2, True), (2, 2, False)])
+def test_heads_that_are_divided_otherwise_are_staged(here: int, there: int, staged: bool) -> None:
+    shapes = {"page_rows": 64, "pages": 1, "layers": 30, "groups": 0, "head_bytes": 256}
+    source, target = (Sharded(ranks, 8, **shapes).store for ranks in (here, there))
+    assert is_worth_it(source, target, ask(1000, 16)) is staged
+
+
+def test_writes_are_counted_as_they_would_be_planned() -> None:
+    for here, there in ((1, 1), (2, 4), (4, 2), (2, 2)):
+        source, target = Sharded(here, 4, page_rows=16).store, Sharded(there, 4, page_rows=6).store
+        row_pages, key_pages = (7, 8, 9, 3, 1, 2, 5), (1, 2, 3, 4, 5, 6, 7)
+        planned = context_writes(source, range(3), target, row_pages, key_pages, 0, 40)
+        assert count_writes(source, target, row_pages, key_pages, 40) == len(planned)
+
+
+def test_large_or_few_writes_are_not_staged() -> None:
+    def store(row_bytes: int) -> Store:
+        return Store(
+            whole_rows(Span(tuple((layer << 30,) for layer in range(1, 31)), 16 * row_bytes, 16, 16, row_bytes)), None
+        )
+
+    large, small = store(SMALL_WRITE_BYTES // 16), store(SMALL_WRITE_BYTES // 32)
+    assert not is_worth_it(large, large, ask(160, 10)), "pages are large enough"
+    assert is_worth_it(small, small, ask(160, 10))
+    assert not is_worth_it(small, small, ask(32, 2)), f"no more than {FEW_WRITES}"
+
+
+def test_pieces_fit_ring_and_buffer() -> None:
+    source, target = (Sharded(ranks, 4, page_rows=4).store for ranks in (2, 4))
+    row = packed_row_bytes(source, target)
+    assert piece_rows(source, target, 1 << 16, 1 << 12) == (1 << 12) // row
+    assert piece_rows(source, target, 1 << 13, 1 << 12) == (1 << 11) // row
+    assert piece_rows(source, target, 4 * 256, 255) == 1 and piece_rows(source, target, 3 * 256, 255) == 0
+    memory = StagingMemory(5000)
+    assert {buffer.nbytes for buffer in sender_buffers(memory.space)} == {1024}
+    assert memory.region.nbytes == memory.space.nbytes == 5000
+
+
+def test_staging_too_small_for_one_row_is_refused_with_the_least_that_works() -> None:
+    store = Sharded(2, 8, page_rows=4, pages=1, layers=61, groups=1, head_bytes=9000).store
+    least = 4 * (61 * 16 * 9000 // 256 * 256 + 256)
+    check_staging(least, store)
+    with pytest.raises(ConfigError, match=r"--staging-mib 34 is the least that works") as raised:
+        check_staging(least - 1, store)
+    assert f"{61 * 16 * 9000 + KEY_BYTES} bytes over 61 layers" in str(raised.value)
