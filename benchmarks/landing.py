@@ -20,8 +20,8 @@ On a fresh pool a context's pages follow one another on both sides; on a fragmen
 Then the demo model computes prompts for a decode engine in another process, over the first of the engines: the share of
 bytes that have arrived when the forward pass of the last chunk ends.
 
-Bars: landed at least 80 % of raw on a fresh pool; at least 60 % sent before prefill ends, from 5 chunks on. Exits with 1
-if one is missed.
+Bars: landed at least 80 % of raw on a fresh pool; at least 60 % sent before prefill ends, from 5 chunks on. It exits
+with 1 where one is missed.
 """
 
 import asyncio

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 from hotset.base.errors import EngineStopped
-from hotset.engine.handoffs import CLOSING_SECONDS, Port
+from hotset.engine.closing import DRAIN_SECONDS, closing_seconds
+from hotset.engine.handoffs import Port
 from hotset.engine.intake import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
 from hotset.engine.runner import Runner, Ticket
@@ -19,9 +20,7 @@ from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
 
 LOGGER = logging.getLogger("hotset.engine")
-DRAIN_SECONDS = 5.0  # for handoffs, at the end, at the least
-HURRIED_SECONDS = 1.0  # for the same where somebody will not wait
-UNPINNED_PER_SECOND = 1e9  # bytes, at the least
+HURRIED_SECONDS = 1.0  # for handoffs, at the end, where somebody will not wait
 
 
 class Engine:
@@ -135,7 +134,7 @@ class Engine:
         host = self._memory.host
         tensors = () if host is None else (host.rows, host.keys)
         pinned = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        return (0.0 if self._port is None else DRAIN_SECONDS + CLOSING_SECONDS) + pinned / UNPINNED_PER_SECOND
+        return closing_seconds(pinned, with_port=self._port is not None)
 
     def close(self, drain_seconds: float = 0.0, hurried: Callable[[], bool] = lambda: False) -> None:
         """Gives the host store back in order, and before it what peers wait for: that may be finished for so long, or

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from hotset.base.config import EngineConfig
 from hotset.engine.intake import ModelCard
-from hotset.handoff.agent import FAREWELL_SECONDS, STOP_SECONDS, HandoffAgent, HandoffStats, open_channel
+from hotset.handoff.agent import HandoffAgent, HandoffStats, open_channel
 from hotset.handoff.messages import (
     Ask,
     Calm,
@@ -40,10 +40,8 @@ from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.coordinator import Coordinator
 from hotset.transfer.api import Event, Memory, Region, Transfer
-from hotset.transfer.lanes import CLOSE_S
 
 LOGGER = logging.getLogger("hotset.engine")
-CLOSING_SECONDS = FAREWELL_SECONDS + STOP_SECONDS + CLOSE_S  # that `close` may take beyond its drain
 
 
 class Port(Protocol):

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pace import scaled
 
 from hotset.base.sampling import SamplingParams
-from hotset.handoff.course import scaled
 from hotset.handoff.layout import check_peers, pages_for
 from hotset.handoff.messages import (
     Ask,
