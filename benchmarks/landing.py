@@ -193,28 +193,31 @@ def draw(path: Path, landings: Table, early: Table) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    engines = list(dict.fromkeys(row["engine"] for row in landings))
-    figure, axes = pyplot.subplots(1, len(engines) + 2, figsize=(4.5 * (len(engines) + 2), 4), constrained_layout=True)
-    for engine, speed in zip(engines, axes, strict=False):
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
+    (share, speed), (writes, sent) = axes
+    for engine, colour in zip(dict.fromkeys(row["engine"] for row in landings), ("tab:red", "tab:blue"), strict=False):
         fresh, shuffled = ([r for r in landings if (r["engine"], r["pool"]) == (engine, pool)] for pool in POOLS)
         contexts = [row["context"] for row in fresh]
-        speed.plot(contexts, [row["raw GB/s"] for row in fresh], "o--", color="tab:gray", label="raw")
-        for rows, colour in ((fresh, "tab:red"), (shuffled, "tab:blue")):
-            label = f"landed, {rows[0]['pool']} pool"
-            speed.plot(contexts, [row["GB/s"] for row in rows], "o-", color=colour, label=label)
-        speed.set(title=f"{engine}: GB/s", ylim=(0, None))
-        axes[-2].plot(contexts, [row["writes"] for row in fresh], "o-", label=f"{engine}, fresh pool")
-    axes[-2].plot(contexts, [row["pieces"] for row in fresh], "o--", color="tab:gray", label="not merged")
-    axes[-2].set(title="Writes per request", yscale="log")
-    for each in axes[:-1]:
+        for rows, line in ((fresh, "o-"), (shuffled, "s--")):
+            label = f"{engine}, {rows[0]['pool']} pool"
+            share.plot(contexts, [row["of raw"] for row in rows], line, color=colour, label=label)
+            writes.plot(contexts, [row["writes"] for row in rows], line, color=colour, label=label)
+        speed.plot(contexts, [row["GB/s"] for row in fresh], "o-", color=colour, label=f"{engine}, landed, fresh pool")
+        speed.plot(contexts, [row["raw GB/s"] for row in fresh], "^:", color=colour, label=f"{engine}, raw")
+    share.axhline(LANDED_BAR, color="black", linestyle=":", label="bar, fresh pool")
+    share.set(title="Landed GB/s over raw GB/s", ylim=(0, 1.6))
+    speed.set(title="GB/s", ylim=(0, 1.5 * max(row["raw GB/s"] for row in landings)))
+    writes.set(title="Writes per request", yscale="log")
+    for each in (share, speed, writes):
         each.set_xscale("log", base=2)
         each.set_xticks(contexts, [f"{context // 1024}k" for context in contexts], minor=False)
         each.set_xlabel("context, in tokens")
-        each.legend()
-    axes[-1].plot([row["chunks"] for row in early], [row["sent early"] for row in early], "o-", color="tab:red")
-    axes[-1].axhline(EARLY_BAR, color="black", linestyle=":")
-    axes[-1].set(title="Share sent before prefill ends", xlabel="chunks of the prompt", ylim=(0, 1))
-    figure.savefig(path, dpi=120)
+        each.legend(ncols=2, fontsize="small", loc="lower right" if each is writes else "upper center")
+    sent.plot([row["chunks"] for row in early], [row["sent early"] for row in early], "o-", color="tab:red")
+    sent.axhline(EARLY_BAR, color="black", linestyle=":", label="bar")
+    sent.set(title="Share of bytes sent before prefill ends", xlabel="chunks of the prompt", ylim=(0, 1))
+    sent.legend(loc="lower right")
+    figure.savefig(path, dpi=110)
 
 
 def bars(landings: Table, early: Table) -> Table:
