@@ -215,7 +215,7 @@ def run(engine: Engine, runner: Runner, requests: int, context: int, steps: int)
     landing = time.perf_counter() - start
     timed_steps(engine, WARM_STEPS)
     before = engine.stats()
-    times = timed_steps(engine, steps)
+    times = timed_steps(engine, steps)[1:]  # the first one had been submitted, and its end waited for
     after = engine.stats()
     looked_up = sum(after.slot_lookups.values()) - sum(before.slot_lookups.values())
     missed = sum(after.slot_misses.values()) - sum(before.slot_misses.values())
@@ -332,6 +332,15 @@ def serve_model(name: str, options: argparse.Namespace, memory: Memory | None) -
     return rows, without_misses, memory
 
 
+def rows_of(rows: Rows, model: str, context: int, tiers: str) -> Rows:
+    return [row for row in rows if (row["model"], row["context"], row["tiers"]) == (model, context, tiers)]
+
+
+def best_of(rows: Rows, model: str, context: int, tiers: str) -> dict[str, Any]:
+    """The row of most tokens/s."""
+    return max(rows_of(rows, model, context, tiers), key=lambda row: float(row["tokens/s"]))
+
+
 def verdicts(rows: Rows, without_misses: Rows) -> Rows:
     """The bars, and what was measured against them."""
     found = []
@@ -346,7 +355,7 @@ def verdicts(rows: Rows, without_misses: Rows) -> Rows:
     bar("tiers off: largest share of a step that the GPU idles", max(row["idle"] for row in off), 0.05, False)
     for model, context in sorted({(row["model"], row["context"]) for row in rows}):
         here = [row for row in rows if (row["model"], row["context"]) == (model, context)]
-        best = {tiers: max(row["tokens/s"] for row in here if row["tiers"] == tiers) for tiers in ("off", "auto")}
+        best = {tiers: best_of(rows, model, context, tiers)["tokens/s"] for tiers in ("off", "auto")}
         wanted = {32768: 1.8, 131072: 3.0}.get(context, 1.0) if model.endswith("dense") else 1.0
         bar(f"{model} {context}: best auto / best off", best["auto"] / best["off"], wanted, True)
         fitting = []
@@ -356,7 +365,7 @@ def verdicts(rows: Rows, without_misses: Rows) -> Rows:
                 fitting += [row["tokens/s"] / statistics.mean(off_here)] if off_here else []
         if fitting:
             bar(f"{model} {context}: least auto / off where all is resident", min(fitting), 0.98, True)
-        top = max((row for row in here if row["tiers"] == "auto"), key=lambda row: float(row["tokens/s"]))
+        top = best_of(rows, model, context, "auto")
         bar(f"{model} {context}: best with tiers, of predicted", top["of predicted"], 0.8, True)
     for resident, tiered in zip(without_misses[::2], without_misses[1::2], strict=True):
         what = f"{resident['model']}: step of {resident['requests']}, tiered with all hits / resident"
@@ -364,25 +373,42 @@ def verdicts(rows: Rows, without_misses: Rows) -> Rows:
     return found
 
 
+def by_requests(rows: Rows, model: str, context: int, tiers: str) -> dict[str, list[float]]:
+    """Columns to draw; the two turns of `off` are one line."""
+    here = rows_of(rows, model, context, tiers)
+    counts = sorted({row["requests"] for row in here})
+    turns = [[row for row in here if row["requests"] == count] for count in counts]
+    drawn = {key: [statistics.mean(row[key] for row in turn) for turn in turns] for key in ("p50 ms", "p99 ms")}
+    drawn["tokens/s"] = [statistics.mean(row["tokens/s"] for row in turn) for turn in turns]
+    drawn["predicted"] = [statistics.mean(row["tokens/s"] / row["of predicted"] for row in turn) for turn in turns]
+    return drawn | {"requests": counts}
+
+
 def plot(rows: Rows, path: Path) -> None:
-    keys = sorted({(row["model"], row["context"]) for row in rows})
-    figure, axes = plt.subplots(2, len(keys), figsize=(4 * len(keys), 7), constrained_layout=True, squeeze=False)
-    for column, (model, context) in enumerate(keys):
+    """Speed above, time between tokens below; beside the best point with tiers, how many times the best without."""
+    keys = list(dict.fromkeys((row["model"], row["context"]) for row in rows))
+    size = (3.4 * len(keys), 5.6)
+    figure, axes = plt.subplots(2, len(keys), figsize=size, layout="constrained", squeeze=False, sharex="col")
+    for (speed, between), (model, context) in zip(axes.T, keys, strict=True):
+        best = {}
         for tiers, colour in (("auto", "#1f77b4"), ("off", "#888888")):
-            here = [row for row in rows if (row["model"], row["context"], row["tiers"]) == (model, context, tiers)]
-            here.sort(key=lambda row: int(row["requests"]))
-            requests = [row["requests"] for row in here]
-            speed, between = axes[:, column]
-            speed.plot(requests, [row["tokens/s"] for row in here], "o-", color=colour, label=f"tiers {tiers}")
-            predicted = [row["tokens/s"] / row["of predicted"] for row in here]
-            speed.plot(requests, predicted, ":", color=colour, label="predicted")
-            between.plot(requests, [row["p50 ms"] for row in here], "o-", color=colour, label=f"{tiers}, p50")
-            between.plot(requests, [row["p99 ms"] for row in here], ":", color=colour, label=f"{tiers}, p99")
-        axes[0, column].set(title=f"{model}, {context // 1024}k", ylabel="tokens/s", ylim=(0, None))
-        axes[1, column].set(xlabel="requests", ylabel="ms between tokens", ylim=(0, None))
-        for axis in axes[:, column]:
-            axis.legend(fontsize=7, frameon=False)
-    figure.savefig(path, dpi=120)
+            drawn = by_requests(rows, model, context, tiers)
+            at = drawn["requests"]
+            speed.plot(at, drawn["predicted"], ":", color=colour, label=f"{tiers}, predicted")
+            speed.plot(at, drawn["tokens/s"], "o-", color=colour, label=f"tiers {tiers}")
+            between.plot(at, drawn["p50 ms"], "o-", color=colour, label=f"tiers {tiers}, p50")
+            between.plot(at, drawn["p99 ms"], ":", color=colour, label=f"{tiers}, p99")
+            best[tiers] = best_of(rows, model, context, tiers)
+        times = f"{best['auto']['tokens/s'] / best['off']['tokens/s']:.1f}x"
+        place = {"textcoords": "offset points", "ha": "right", "va": "top", "weight": "bold", "color": "#1f77b4"}
+        speed.annotate(times, (best["auto"]["requests"], best["auto"]["tokens/s"]), (6, -24), **place)
+        speed.set(title=f"{model}, {context // 1024}k", xlim=(0, None), ylim=(0, None))
+        between.set(xlabel="requests", ylim=(0, None))
+    axes[0, 0].set_ylabel("tokens/s")
+    axes[1, 0].set_ylabel("ms between tokens")
+    for axis in axes[:, 0]:
+        axis.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
 
 
 def main() -> None:

@@ -241,7 +241,7 @@ def draw(measured: list[Measured], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     grid = [each for each in measured if each.cell.row_bytes == 656]
     batches = sorted({each.cell.batch for each in grid})
@@ -256,12 +256,14 @@ def draw(measured: list[Measured], path: Path) -> None:
             gathers = [each.gather if each.gather is not None else math.nan for each in cells]
             axes[i][j].plot(at, gathers, "--", color="#888888", label="bare gather")
             axes[i][j].set(yscale="log", title=f"batch {batch}, {slots} slots")
-            for axis in (axes[i][j].yaxis.set_major_formatter, axes[i][j].yaxis.set_minor_formatter):
-                axis("{x:.0f}")
+            axes[i][j].yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axes[i][j].yaxis.set_major_formatter("{x:.0f}")
+            axes[i][j].yaxis.set_minor_formatter(ticker.NullFormatter())
     axes[0][0].set_ylabel("us")
     axes[1][0].set(ylabel="us", xlabel="misses")
-    axes[0][0].legend(frameon=False)
-    figure.suptitle(f"Swap-in of 656-byte rows, top-{TOP_K}, {torch.cuda.get_device_name()}")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="upper right", ncols=3, frameon=False)
+    title = f"Swap-in of 656-byte rows, top-{TOP_K}, {torch.cuda.get_device_name()}"
+    figure.suptitle(title, x=0.02, ha="left")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 

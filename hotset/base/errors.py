@@ -116,6 +116,12 @@ class HandoffLost(HotsetError):
     code = "prefill_lost"
 
 
+class NoRoomLeft(HotsetError):
+    """Pages of lost handoffs are in quarantine, and too few others are left for the request ever to come in."""
+
+    code = "no_room_left"
+
+
 class NoWorkers(HotsetError):
     """A router knows no live worker of a kind that the request needs."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import sys
 import time
@@ -13,14 +14,16 @@ from typing import Any, TypeVar
 
 from hotset.base.config import EngineConfig, ServeConfig, flag_name
 from hotset.base.errors import ConfigError, StartupError
+from hotset.base.units import GIB
 from hotset.cli.children import Child
 from hotset.cli.shares import Free, Share, divide, measure, sized, weight_bytes
 from hotset.cli.terminal import remark
+from hotset.engine.closing import STOP_SECONDS, closing_seconds
 from hotset.serve.listening import INTERRUPTED, STOP_SIGNALS, bound_socket, url_of
 
 MOST_WORKERS = 64
 HEALTH_SECONDS = 30.0  # for a router to find workers that are ready
-STOP_SECONDS = 15.0  # beyond the drain: for an engine to give its memory back in order
+END_SECONDS = 5.0  # for a worker, or the router, to end after what it waits for
 LOOK_SECONDS = 0.1  # between looks at whether a child has ended
 SECRET = ("api_key", "handoff_secret")
 OF_ROUTER = ("cors_origin", "max_body_mib", "max_concurrency", "drain_seconds")
@@ -184,9 +187,17 @@ class _Together:
             remark(f"stopping in order: {', '.join(self._children)}; once more to stop at once")
         else:
             self._hurry.set()
-        seconds = self._serve.drain_seconds + STOP_SECONDS
+        seconds = self._serve.drain_seconds + stop_seconds(self._engine, self._shares)
         for group in self._children.values():
             await asyncio.gather(*(child.stop(seconds, self._hurry) for child in group))
+
+
+def stop_seconds(engine: EngineConfig, shares: Sequence[Share]) -> float:
+    """What a worker may take to stop by itself, beyond its drain. It is not killed before: its memory goes in order."""
+    given = [share.host_kv_gib or engine.host_kv_gib for share in shares]
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # no store is larger
+    host = max(machine if gib is None else int(gib * GIB) for gib in given)
+    return closing_seconds(host, with_port=True) + STOP_SECONDS + END_SECONDS
 
 
 def worker_arguments(engine: EngineConfig, serve: ServeConfig, role: str, share: Share) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TypeVar
 
 from hotset.base.config import EngineConfig, LandingChoice, TiersChoice
-from hotset.base.errors import EngineStopped, HandoffLost, RequestError
+from hotset.base.errors import EngineStopped, HandoffLost, NoRoomLeft, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import FrontModel, open_front
 from hotset.engine.choices import OpenChoices
@@ -88,8 +88,8 @@ class EngineClient:
         `prefill_at`: the control address of the prefill worker that computes the prompt, which lands as `landing` says.
 
         Raises RequestError before the first delta if the request is refused, HandoffLost, with the
-        reason, if what was computed elsewhere does not arrive or lost prompts have left no room, EngineStopped if the
-        engine is draining or dies. Closing the iterator aborts the request and frees its pages.
+        reason, if what was computed elsewhere does not arrive, NoRoomLeft if lost prompts have left none, EngineStopped
+        if the engine is draining or dies. Closing the iterator aborts the request and frees its pages.
         """
         self._listen()
         if self._stopping or not self.alive:
@@ -112,6 +112,8 @@ class EngineClient:
                 if delta.finish_reason == "lost":
                     where = "" if prefill_at is None else f"{prefill_at} was to compute the prompt: "
                     raise HandoffLost(f"{where}{delta.why_lost}")
+                if delta.finish_reason == "no_room":
+                    raise NoRoomLeft(delta.why_lost)
                 left -= delta.finish_reason is not None
                 yield delta
         finally:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hotset.base.errors import EngineStopped
-from hotset.engine.handoffs import CLOSING_SECONDS, Port
+from hotset.engine.closing import DRAIN_SECONDS, closing_seconds
+from hotset.engine.handoffs import Port
 from hotset.engine.intake import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
-from hotset.engine.workers.executor import UNPINNED_PER_SECOND, Executor, Pending
+from hotset.engine.workers.executor import Executor, Pending
 from hotset.schedule.counters import Counters
 from hotset.schedule.plan import Committed
 from hotset.schedule.request import FinishReason
@@ -20,8 +21,7 @@ from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
 
 LOGGER = logging.getLogger("hotset.engine")
-DRAIN_SECONDS = 5.0  # for handoffs, at the end, at the least
-HURRIED_SECONDS = 1.0  # for the same where somebody will not wait
+HURRIED_SECONDS = 1.0  # for handoffs, at the end, where somebody will not wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,7 @@ class Engine:
     @property
     def closing_seconds(self) -> float:
         """What `close` may take beyond the drain that it is given, on a slow machine."""
-        of_port = 0.0 if self._port is None else DRAIN_SECONDS + CLOSING_SECONDS
-        return of_port + self.executor.pinned_bytes / UNPINNED_PER_SECOND
+        return closing_seconds(self.executor.pinned_bytes, with_port=self._port is not None)
 
     def close(self, drain_seconds: float = 0.0, hurried: Callable[[], bool] = lambda: False) -> None:
         """Gives the host store back in order, and before it what peers wait for: that may be finished for so long, or

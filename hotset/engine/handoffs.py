@@ -16,7 +16,7 @@ from hotset.base.units import MIB
 from hotset.engine.intake import ModelCard
 from hotset.engine.stores import host_landing, landing_stores, regions, stores_of_host
 from hotset.engine.workers.executor import Executor, Step
-from hotset.handoff.agent import FAREWELL_SECONDS, STOP_SECONDS, HandoffAgent, HandoffStats, open_channel
+from hotset.handoff.agent import HandoffAgent, HandoffStats, open_channel
 from hotset.handoff.messages import (
     Ask,
     Calm,
@@ -44,10 +44,8 @@ from hotset.schedule.plan import FirstToken, Reservation, Rows, Withdrawal
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.transfer.api import Event, Transfer
-from hotset.transfer.lanes import CLOSE_S
 
 LOGGER = logging.getLogger("hotset.engine")
-CLOSING_SECONDS = FAREWELL_SECONDS + STOP_SECONDS + CLOSE_S  # that `close` may take beyond its drain
 
 
 class Port(Protocol):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.base.logs import log_to_stderr
+from hotset.engine.closing import STOP_SECONDS
 from hotset.engine.intake import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
 from hotset.schedule.plan import Committed
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 AUDIT_AFTER_IDLE_S = 1.0
 PEER_SECONDS = 0.02  # between looks at what peers may have done, where nothing else is to be done
-STOP_SECONDS = 10.0  # for a child that was told to stop: a step that runs, and the end of Python; then it is killed
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,6 @@ class Wait:
     again: float | None = None
 
 
-def scaled(waits: Mapping[P, Wait], factor: float) -> dict[P, Wait]:
-    """The same, slower or quicker."""
-    return {
-        phase: Wait(wait.limit * factor, None if wait.again is None else wait.again * factor)
-        for phase, wait in waits.items()
-    }
-
-
 class Timetable(Generic[P]):
     """One machine's table of transitions, its waits, and the seconds that handoffs have spent in each phase."""
 

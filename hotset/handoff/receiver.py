@@ -98,20 +98,19 @@ class Receiver:
         """It introduced itself, and `check_peers` had nothing against it. After `peer_lost`, if it had before."""
         self._hellos[peer] = hello
 
-    def fetch(self, fetch: Fetch, now: float) -> bool:
-        """Begins a handoff. False: one of this key is under way already, and goes on as if nothing had been said."""
+    def fetch(self, fetch: Fetch, now: float) -> None:
+        """Begins a handoff. One of this key that is under way already goes on as if nothing had been said."""
         key = fetch.ask.key
         if key in self._handoffs:
-            return False
+            return
         others = [other for other in self._handoffs if other.request_id == key.request_id]
         if any(other.attempt > key.attempt for other in others):
             self._actions.append(Lost(key, quiesced=True, retry=False, reason="a later attempt is under way"))
-            return True
+            return
         for other in others:
             self.give_up(other, now)
         handoff = self._handoffs[key] = _Handoff(fetch, Course(self.table, Phase.ASKING, now))
         self._speak(handoff)
-        return True
 
     def give_up(self, key: Key, now: float) -> None:
         """Nobody wants it any more. A handoff that has ended, or was never begun: nothing happens."""

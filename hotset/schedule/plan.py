@@ -104,7 +104,7 @@ class Committed:
     token_ids: list[int] = field(default_factory=list)
     alternatives: dict[int, Alternatives] = field(default_factory=dict)
     finished: dict[str, FinishReason] = field(default_factory=dict)
-    why_lost: dict[str, str] = field(default_factory=dict)  # for people; of those that finished as 'lost'
+    why_lost: dict[str, str] = field(default_factory=dict)  # for people; of 'lost' and 'no_room'
 
     def __bool__(self) -> bool:
         return bool(self.request_ids or self.finished)

@@ -8,7 +8,7 @@ from hotset.base.errors import IllegalTransition
 from hotset.base.sampling import SamplingParams
 from hotset.tiers.ledger import Holding
 
-FinishReason = Literal["stop", "length", "abort", "lost"]
+FinishReason = Literal["stop", "length", "abort", "lost", "no_room"]
 
 
 class Phase(Enum):

@@ -69,7 +69,7 @@ class Scheduler:
         self._in_flight: deque[_InFlight] = deque()
         self._handovers = Handovers(ledger.geometry)
         self._ended: dict[str, FinishReason] = {}
-        self._why_lost: dict[str, str] = {}  # of those of them that are
+        self._why_lost: dict[str, str] = {}  # of those of them that are, or have no room
         self._early = Committed()  # tokens that came with landings since the last commit
         self._arrivals = 0
 
@@ -351,7 +351,7 @@ class Scheduler:
         elif self._ledger.quarantined != NOTHING and len(self._requests) == len(self._in.waiting):
             pages = self._ledger.quarantined.device + self._ledger.quarantined.host
             why = f"{pages} pages are in quarantine, since lost prefill workers might still write to them, and too few"
-            self._end(self._in.waiting[0], "lost", f"{why} are left; restart this worker")
+            self._end(self._in.waiting[0], "no_room", f"{why} are left; restart this worker")
 
     def _landing(self, request_id: str, attempt: int) -> Request | None:
         """The request whose landing this is; None where it is not awaited any more."""

@@ -15,6 +15,7 @@ from hotset.base.errors import (
     DeadlineExceeded,
     EngineStopped,
     HandoffLost,
+    NoRoomLeft,
     NoWorkers,
     QueueFull,
     RequestError,
@@ -30,7 +31,7 @@ logger = logging.getLogger("hotset.serve")
 
 SHOWN_CHARACTERS = 500
 # Errors that are nobody's fault here and may be gone when the client comes back.
-UNAVAILABLE = (DeadlineExceeded, EngineStopped, HandoffLost, NoWorkers, WorkerLost)
+UNAVAILABLE = (DeadlineExceeded, EngineStopped, HandoffLost, NoRoomLeft, NoWorkers, WorkerLost)
 COME_BACK: Mapping[type[BaseException], int] = {HandoffLost: 1, NoWorkers: 2, WorkerLost: 1}  # seconds
 
 
@@ -51,6 +52,7 @@ VERDICTS: Mapping[type[BaseException], Verdict] = {
     QueueFull: Verdict(429, "rate_limit_error"),
     EngineStopped: Verdict(503, "service_unavailable_error"),
     HandoffLost: Verdict(503, "service_unavailable_error"),
+    NoRoomLeft: Verdict(503, "service_unavailable_error"),
     NoWorkers: Verdict(503, "service_unavailable_error"),
     WorkerLost: Verdict(503, "service_unavailable_error"),
     DeadlineExceeded: Verdict(504, "timeout_error"),

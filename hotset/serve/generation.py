@@ -93,6 +93,7 @@ def ending(piece: Delta | CompletionOutput) -> Literal["stop", "length"] | None:
     """Why a choice ended, as the API words it."""
     assert piece.finish_reason != "abort", "_pump raises EngineStopped before an abort gets here"
     assert piece.finish_reason != "lost", "the client raises HandoffLost before such an end gets here"
+    assert piece.finish_reason != "no_room", "the client raises NoRoomLeft before such an end gets here"
     return piece.finish_reason
 
 

@@ -9,10 +9,12 @@ import typer
 
 from hotset.base.config import EngineConfig, ServeConfig
 from hotset.base.errors import ConfigError
+from hotset.base.units import GIB
 from hotset.cli import app
-from hotset.cli.disaggregate import Layout, router_arguments, worker_arguments
+from hotset.cli.disaggregate import Layout, router_arguments, stop_seconds, worker_arguments
 from hotset.cli.flags import given
 from hotset.cli.shares import Share
+from hotset.engine.closing import STOP_SECONDS, closing_seconds
 from hotset.serve.router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +52,16 @@ def test_a_worker_is_told_what_was_asked_for_and_its_share() -> None:
     wanted |= {"device_kv_gib": 2.5, "host_kv_gib": 4.0, "max_queue": 7, "served_model_name": "name"}
     wanted |= {"host": "127.0.0.1", "port": 0, "transfer": "mooncake"}
     assert {name: told[name] for name in wanted} == wanted
+
+
+def test_a_worker_is_not_killed_before_it_would_have_ended_by_itself() -> None:
+    def engine_seconds(gib: float) -> float:  # what the worker allows its engine
+        return STOP_SECONDS + closing_seconds(int(gib * GIB), with_port=True)
+
+    measured = stop_seconds(EngineConfig(), [Share(host_kv_gib=1.0), Share(host_kv_gib=64.0)])
+    assert measured > engine_seconds(64.0)
+    assert stop_seconds(EngineConfig(host_kv_gib=100.0), [Share()]) > engine_seconds(100.0)
+    assert stop_seconds(EngineConfig(host_kv_tokens=1 << 20), [Share()]) > engine_seconds(1.0), "nobody said bytes"
 
 
 def test_a_router_is_told_where_to_listen_and_whom_to_ask() -> None:

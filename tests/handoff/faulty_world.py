@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pace import scaled
 
 from hotset.base.sampling import SamplingParams
-from hotset.handoff.course import scaled
 from hotset.handoff.layout import check_peers, pages_for
 from hotset.handoff.messages import (
     Ask,
@@ -433,7 +433,7 @@ class Decode(Worker):
         assert key not in self.known_keys
         self.known_keys.add(key)
         self.asked[key] = ask, attempts, self.world.now
-        assert self.machine.fetch(Fetch(prefill.name, ask), self.world.now)
+        self.machine.fetch(Fetch(prefill.name, ask), self.world.now)
         self.world.counts["handoffs"] += 1
         if self.world.chance(self.world.trouble.abort):
             machine = self.machine

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pace import scaled
 
 from hotset.base.errors import EngineStopped
 from hotset.base.sampling import SamplingParams
 from hotset.handoff import outgoing, receiver
 from hotset.handoff.agent import HandoffAgent
-from hotset.handoff.course import scaled
 from hotset.handoff.liveness import Timing
 from hotset.handoff.messages import (
     Ask,

@@ -112,5 +112,5 @@ def test_a_request_that_quarantine_leaves_no_room_for_is_told_so() -> None:
     scheduler.add(Request("b", list(range(8, 14)), SamplingParams(seed=0), frozenset(), 8))
     assert scheduler.plan() is None
     news = scheduler.take_news()
-    assert news.finished == {"b": "lost"} and news.why_lost["b"].startswith(f"{held} pages are in quarantine")
+    assert news.finished == {"b": "no_room"} and news.why_lost["b"].startswith(f"{held} pages are in quarantine")
     assert scheduler.idle

@@ -72,6 +72,7 @@ def test_every_error_of_the_tree_has_its_status() -> None:
         errors.QueueFull("m"): 429,
         errors.EngineStopped("m"): 503,
         errors.HandoffLost("m"): 503,
+        errors.NoRoomLeft("m"): 503,
         errors.NoWorkers("m"): 503,
         errors.WorkerLost("m"): 503,
         errors.DeadlineExceeded("m"): 504,

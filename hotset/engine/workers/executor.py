@@ -11,7 +11,6 @@ from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.coordinator import Coordinator, Traffic
 from hotset.transfer.api import Event
 
-UNPINNED_PER_SECOND = 1e9  # bytes, at the least
 Step = Sequence[Plan | None]  # a plan for each replica; None: it has nothing to do in this step
 
 

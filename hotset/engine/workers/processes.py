@@ -17,8 +17,9 @@ import torch
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, StartupError
+from hotset.engine.closing import STOP_SECONDS, UNPINNED_PER_SECOND
 from hotset.engine.sizing import KvBudget, Part
-from hotset.engine.workers.executor import UNPINNED_PER_SECOND, HostPart, Pending, Step
+from hotset.engine.workers.executor import HostPart, Pending, Step
 from hotset.engine.workers.messages import (
     AskTraffic,
     Audit,
@@ -51,7 +52,6 @@ T = TypeVar("T", bound=Report)
 START_SECONDS = 1800.0  # for a worker that loads and has nothing to tell
 STEP_SECONDS = 600.0  # for the slowest step
 BLAME_SECONDS = 1.0  # for a worker whose end made another one fail
-STOP_SECONDS = 10.0  # for a worker that was told to stop; then it is killed
 HURRIED_SECONDS = 2.0  # for the same, while a step is under way
 
 

@@ -10,7 +10,7 @@ import aiohttp
 from starlette.requests import Request
 from yarl import URL
 
-from hotset.base.errors import EngineStopped, HandoffLost
+from hotset.base.errors import EngineStopped, HandoffLost, NoRoomLeft
 from hotset.base.units import show_bytes
 from hotset.serve.middleware import REQUEST_ID
 from hotset.serve.protocol import PREFILL_HEADER, REQUEST_ID_HEADER
@@ -157,4 +157,6 @@ def _judged(whole: Whole) -> Whole | Lost:
         return Lost("prefill_lost", said, whole)
     if code == EngineStopped.code:
         return Lost("decode_lost", "its engine has stopped", whole)
+    if code == NoRoomLeft.code:
+        return Lost("decode_lost", said, whole)
     return whole

@@ -1,10 +1,10 @@
 """A worker without an engine, in a process of its own: speaks the API of `hotset serve --role`, misbehaves on order.
 
 `python stub_worker.py ROLE NAME [--port N] [--model M] [--behaviour B]` prints its address. Behaviours of completions:
-well, lost (503 prefill_lost), lost-once, stopped (503 engine_stopped), busy (429), dies (before a byte), dies-midway,
-half (dies within an event), garbage (no HTTP), slow (no answer for long), drip (a stream without end, until told
-otherwise), silent (a stream that begins and says no more), short (its whole answer breaks off). Of /handoff: nonsense.
-What it was sent is at GET /seen.
+well, lost (503 prefill_lost), lost-once, full (503 no_room_left), stopped (503 engine_stopped), busy (429), dies
+(before a byte), dies-midway, half (dies within an event), garbage (no HTTP), slow (no answer for long), drip (a stream
+without end, until told otherwise), silent (a stream that begins and says no more), short (its whole answer breaks off).
+Of /handoff: nonsense. What it was sent is at GET /seen.
 """
 
 import argparse
@@ -64,6 +64,8 @@ class Stub:
             case "lost" | "lost-once":
                 self.behaviour = "well" if self.behaviour == "lost-once" else "lost"
                 return refusal(503, "prefill_lost")
+            case "full":
+                return refusal(503, "no_room_left")
             case "stopped":
                 return refusal(503, "engine_stopped")
             case "busy":

@@ -87,6 +87,20 @@ def test_a_lost_prefill_is_asked_of_another_worker(router: Router, calm: list[St
     assert router.metric("hotset_router_retries_total", reason="prefill_lost") == retries + 2
 
 
+def test_a_decode_worker_without_room_is_passed_over_and_no_prefill_worker_blamed(
+    router: Router, calm: list[Stub]
+) -> None:
+    for stub in calm[2:]:
+        stub.behave(behaviour="full")
+    blamed = router.metric("hotset_router_retries_total", reason="prefill_lost")
+    passed = router.metric("hotset_router_retries_total", reason="decode_lost")
+    answer = router.post()
+    assert (answer.status_code, error_of(answer.text)) == (503, "no_room_left")
+    assert router.metric("hotset_router_retries_total", reason="prefill_lost") == blamed
+    assert router.metric("hotset_router_retries_total", reason="decode_lost") == passed + 2
+    assert all(stub.seen()["requests"] for stub in calm[2:]), "the other one might have had room"
+
+
 def test_attempts_end_and_the_last_answer_says_why(router: Router, calm: list[Stub]) -> None:
     for stub in calm[2:]:
         stub.behave(behaviour="lost")

@@ -1,0 +1,17 @@
+"""Waits of the machines, at another pace."""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import TypeVar
+
+from hotset.handoff.course import Wait
+
+P = TypeVar("P", bound=Enum)
+
+
+def scaled(waits: Mapping[P, Wait], factor: float) -> dict[P, Wait]:
+    """The same, slower or quicker."""
+    return {
+        phase: Wait(wait.limit * factor, None if wait.again is None else wait.again * factor)
+        for phase, wait in waits.items()
+    }
