@@ -76,7 +76,9 @@ def test_a_transfer_engine_is_where_peers_look_for_it(
         assert engine.executor.pool is not None
         pool = engine.executor.pool.bytes
         on_device = Region(pool.data_ptr(), pool.nbytes)
-        assert transfer.found == regions(engine.executor.hosts(), engine.executor.pool if role == "decode" else None)
+        *of_stores, of_staging = transfer.found
+        assert of_stores == regions(engine.executor.hosts(), engine.executor.pool if role == "decode" else None)
+        assert of_staging.nbytes == 64 << 20
         assert (on_device in transfer.found) == (role == "decode"), "a prefill worker sends from the host store alone"
     finally:
         engine.close()

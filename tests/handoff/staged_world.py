@@ -120,7 +120,7 @@ class World:
         seed = len(self.asks)
         ask = Ask(key, tuple(range(seed, seed + rows)), SamplingParams(), "host", tuple(pages), tuple(pages))
         self.asks[key], self.facts[key] = ask, []
-        assert self.receiver.fetch(Fetch(f"prefill:{at}", ask), self.now)
+        self.receiver.fetch(Fetch(f"prefill:{at}", ask), self.now)
         return key
 
     def compute(self, key: Key, last: int | None = None, after: Event | None = None, at: int = 1) -> None:
