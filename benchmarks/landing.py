@@ -7,9 +7,9 @@ rows). The engine on the prefill side is a stand-in: nothing is computed, and ev
 is real: layout, state machines, control messages, lanes, transfer engine. Rows and index keys are sent from the host
 store, as prefill workers do. Rows land in pages of the host store, index keys, as in the engine, in pages of the device
 pool, which is ordinary memory here. Such a page holds 318 keys and leaves 8 bytes free, and the host store has no such
-gaps: so one write carries one page of keys at most. With `--keys host` they land in pages of the host store instead,
-and are merged like rows. A landing is timed at the decode side, from the request for it until the engine is told that
-all of it is there. The bytes of the first landing of each kind are compared with their source.
+gaps: so one write carries one page of keys at most. Where writes are dear (Mooncake) they land in pages of the host
+store instead, and are merged like rows. A landing is timed at the decode side, from the request for it until the engine
+is told that all of it is there. The bytes of the first landing of each kind are compared with their source.
 
 Raw: one long span of memory in the largest writes that the engine takes well, posted by the same engine from the same
 process, in turns with the landings; `of raw` is the median over the rounds. `writing`: while any write was under way;
@@ -52,8 +52,10 @@ from hotset.engine.build import build_engine
 from hotset.engine.client import EngineClient
 from hotset.engine.core import Engine
 from hotset.engine.handoffs import Port
+from hotset.engine.workers.executor import Step
 from hotset.handoff.agent import HandoffStats
-from hotset.schedule.plan import Plan, Rows
+from hotset.schedule.plan import Rows
+from hotset.transfer.engines import writes_are_dear
 
 Table = list[dict[str, Any]]
 
@@ -128,11 +130,12 @@ class Watched:
     def exchange(self) -> None:
         self._port.exchange()
 
-    def submitted(self, plan: Plan) -> None:
+    def submitted(self, step: Step) -> None:
         arrived = self._port.stats().nbytes
-        if any(isinstance(sent, Rows) and sent.last == self._prompt for sent in plan.sent):
+        sent = [each for plan in step if plan is not None for each in plan.sent]
+        if any(isinstance(each, Rows) and each.last == self._prompt for each in sent):
             self.early = arrived
-        self._port.submitted(plan)
+        self._port.submitted(step)
 
     def stats(self) -> HandoffStats:
         return self._port.stats()
@@ -252,7 +255,7 @@ def main() -> None:
     flags.add_argument(
         "--chunk", type=int, default=EngineConfig().max_num_batched_tokens, help="tokens announced at once"
     )
-    flags.add_argument("--keys", choices=["device", "host"], default="device", help="where index keys land")
+    flags.add_argument("--keys", choices=["device", "host"], help="where index keys land; default: as in the engine")
     flags.add_argument("--store-gib", type=float, default=1.0, help="memory on each side, for as many layers")
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--model", default="models/demo-dsa", help="directory of the model that computes prompts")
@@ -267,8 +270,9 @@ def main() -> None:
     cases = []
     for engine in options.engines:
         for tokens in options.contexts:
-            fitting = int(options.store_gib * GIB) // Case(engine, tokens, 1, options.chunk, options.keys).nbytes
-            cases.append(Case(engine, tokens, min(LAYERS, fitting), options.chunk, options.keys))
+            keys = options.keys or ("host" if writes_are_dear(engine, None) else "device")
+            fitting = int(options.store_gib * GIB) // Case(engine, tokens, 1, options.chunk, keys).nbytes
+            cases.append(Case(engine, tokens, min(LAYERS, fitting), options.chunk, keys))
     try:
         with Progress(transient=True) as progress:
             for case in progress.track(cases, description="landing"):
@@ -276,9 +280,8 @@ def main() -> None:
         early = asyncio.run(early_bytes(options.model, options.engines[0], CHUNK, chunks))
     except HotsetError as error:
         sys.exit(f"error: {error}")
-    notes = (
-        f"medians of {options.rounds} rounds; chunks of {options.chunk} tokens; index keys land on the {options.keys}"
-    )
+    where = ", ".join(f"{keys} ({engine})" for engine, keys in {case.engine: case.keys for case in cases}.items())
+    notes = f"medians of {options.rounds} rounds; chunks of {options.chunk} tokens; index keys land on the {where}"
     if any(case.layers < LAYERS for case in cases):
         notes += f"; of {LAYERS} layers as many as fit {options.store_gib:g} GiB"
     report("Landing in another process", landings, None, notes)

@@ -34,7 +34,7 @@ from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.coordinator import Coordinator
 from hotset.tiers.ledger import Ledger
 from hotset.transfer.api import Transfer
-from hotset.transfer.engines import open_transfer
+from hotset.transfer.engines import open_transfer, writes_are_dear
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # as SmolLM2's authors recommend
@@ -226,8 +226,13 @@ def join(
 
 def _replica(config: EngineConfig, budget: KvBudget) -> Replica:
     host = PageAllocator(budget.host_pages) if budget.host_pages else None
-    on_device = config.workers == 1  # no other process reaches the devices of workers
-    ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), host, lands_on_device=on_device)
+    ledger = Ledger(
+        budget.geometry,
+        PageAllocator(budget.device_pages),
+        host,
+        lands_on_device=config.workers == 1,  # no other process reaches the devices of several workers
+        keys_land_on_host=writes_are_dear(config.transfer, config.transfer_protocol),
+    )
     sizes = (config.max_num_seqs, config.max_num_batched_tokens)
     return Replica(Scheduler(ledger, *sizes, config.tiers, stages=config.pipeline_parallel_size), ledger)
 

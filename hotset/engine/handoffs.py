@@ -44,6 +44,7 @@ from hotset.schedule.plan import FirstToken, Reservation, Rows, Withdrawal
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.transfer.api import Event, Transfer
+from hotset.transfer.engines import writes_are_dear
 
 LOGGER = logging.getLogger("hotset.engine")
 
@@ -238,7 +239,8 @@ def make_port(
     StartupError if the control port cannot be bound or memory not be registered."""
     prefill = config.role == "prefill"
     hosts, pool = executor.hosts(), None if prefill else executor.pool
-    stores = landing_stores(hosts, pool)
+    keys_on_host = writes_are_dear(config.transfer, config.transfer_protocol)
+    stores = landing_stores(hosts, pool, keys_on_host=keys_on_host)
     try:
         staging = _staging(config, stores)
         for region in [*regions(hosts, pool), *([] if staging is None else [staging.region])]:

@@ -23,13 +23,17 @@ def host_stores(hosts: Sequence[HostPart]) -> dict[Landing, Store]:
     }
 
 
-def landing_stores(hosts: Sequence[HostPart], pool: DevicePool | None) -> dict[Landing, Store]:
-    """Where contexts may land: all on the host, or, with a device `pool` that can be reached, index keys there and rows
-    there or on the host."""
+def landing_stores(
+    hosts: Sequence[HostPart], pool: DevicePool | None, *, keys_on_host: bool = False
+) -> dict[Landing, Store]:
+    """Where contexts may land: all on the host, or, with a device `pool` that can be reached, all there. Index keys of
+    rows that land on the host are written to the pool if there is one, unless `keys_on_host`."""
     stores = host_stores(hosts)
     if pool is None:
         return stores
     on_device = _device_store(pool)
+    if keys_on_host:
+        return {"device": on_device, **stores}
     landings = {name: Store(store.shards, on_device.keys) for name, store in stores.items()}
     return {"device": on_device, **landings}
 

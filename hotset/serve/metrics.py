@@ -42,10 +42,12 @@ COUNTERS = {
 HANDOFF_GAUGES = {
     "open": ("hotset_handoffs_open", "Handoffs whose end is not known to both sides."),
     "peers": ("hotset_handoff_peers", "Workers on which a handoff depends now."),
+    "ring_quarantined": ("hotset_staging_bytes_quarantined", "Bytes of the ring that a lost writer may still write."),
 }
 HANDOFF_COUNTERS = {
     "nbytes": ("hotset_handoff_bytes", "Bytes of KV that landed here, or were written to decode workers."),
     "resent": ("hotset_handoff_messages_resent", "Control messages that had to be said again."),
+    "pieces": ("hotset_staging_pieces", "Pieces of contexts that were packed or unpacked here."),
 }
 HANDOFF_LABELLED = {
     "outcomes": ("hotset_handoffs", "Handoffs ended, by outcome.", "outcome"),

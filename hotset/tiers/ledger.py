@@ -66,11 +66,13 @@ class Ledger:
         host: PageAllocator | None,
         *,
         lands_on_device: bool = True,
+        keys_land_on_host: bool = False,
     ) -> None:
-        """`lands_on_device`: index keys that another process writes arrive there, and rows may; else all arrives in
-        pages of the host store."""
+        """`lands_on_device`: another process can write to device pages. `keys_land_on_host`: where rows land on the
+        host, index keys do too, in the same pages; else they arrive on the device."""
         self.geometry = geometry
         self.lands_on_device = lands_on_device
+        self._keys_land_on_host = keys_land_on_host or not lands_on_device
         self.device = device
         self.host = host
         self._quarantined: dict[str, Quarantined] = {}
@@ -206,11 +208,12 @@ class Ledger:
         holding.seat = seat
         commands: list[Command] = [Grant(seat, kind, 0, tuple(held)) for kind, held in holding.pages.items() if held]
         in_place = bool(holding.pages[Kind.ROWS])
+        on_host = not in_place and self._keys_land_on_host
         commands += self._grant(holding, self._wanted(holding, to, tokens))
-        if self.host is not None and self.lands_on_device:
+        if self.host is not None and not on_host:
             commands.append(Keep(seat, length, rows=in_place))
         if not in_place:
-            commands.append(Load(seat, length, to, keys=not self.lands_on_device))
+            commands.append(Load(seat, length, to, keys=on_host))
         return commands
 
     def quarantine(self, holding: Holding, name: str) -> None:
@@ -295,7 +298,7 @@ class Ledger:
         assert on_device or self.host is not None, "there is no host store to land in"
         return {
             Kind.ROWS: rows if on_device else 0,
-            Kind.KEYS: self.geometry.key_pages(tokens) if self.lands_on_device else 0,
+            Kind.KEYS: self.geometry.key_pages(tokens) if on_device or not self._keys_land_on_host else 0,
             Kind.HOST: 0 if self.host is None else rows,
         }
 

@@ -24,7 +24,7 @@ from hotset.engine.core import Engine
 from hotset.engine.handoffs import DecodePort, PrefillPort
 from hotset.engine.intake import Intake
 from hotset.engine.sizing import kv_budget
-from hotset.engine.stores import host_stores, landing_stores
+from hotset.engine.stores import host_stores
 from hotset.handoff.messages import Ask, Drop, Fetch, Key, Landed, Span, Store, Written
 from hotset.models.checkpoint import find_model, open_weights
 from hotset.models.config_reader import read_spec
@@ -115,7 +115,7 @@ class Compared:
     def __init__(self, prefill: Engine, decode: Engine) -> None:
         assert isinstance(prefill._port, PrefillPort) and isinstance(decode._port, DecodePort)
         self.source = host_stores(prefill.executor.hosts())["host"]
-        self.targets = landing_stores(decode.executor.hosts(), decode.executor.pool)
+        self.targets = decode._port._agent._side._hello.stores
         self.asks: dict[Key, Ask] = {}
         self.sent: dict[Key, tuple[int, ...]] = {}  # pages at the prefill worker
         self.dropped: list[Drop] = []
