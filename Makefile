@@ -22,7 +22,8 @@ UNFINISHED := $(VENV)/unfinished
 LOCK := $(if $(shell command -v flock),flock .venv.lock)
 
 ARGS ?=
-JOBS ?= auto
+# One more than there are cores: many tests wait for processes.
+JOBS ?= $(shell expr $$(nproc) + 1)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile
 
 help: ## print this list

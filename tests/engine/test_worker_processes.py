@@ -1,6 +1,7 @@
 """Workers as real processes: they answer alike, and when one of them or their controller dies, nothing is left."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -12,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import tiny_directory
 
 from hotset import LLM, SamplingParams
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, EngineStopped
-from hotset.engine.build import build_engine
+from hotset.engine.build import build_engine, splits
 from hotset.engine.intake import Intake
 from hotset.engine.workers.processes import WorkerProcesses
+from hotset.models.checkpoint import find_model
 
 DEADLINE_S = 30.0
 TINY = {
@@ -70,11 +73,12 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
-def test_two_ranks_in_two_stages_answer_as_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_ranks_in_two_stages_answer_as_one_process(tmp_path: Path, ranks: int) -> None:
     model, before = tiny_directory(tmp_path, **TINY), shared_memory()
     with LLM(model, **SETTINGS) as alone:
         expected = tokens(alone)
-    with LLM(model, **SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=2) as llm:
+    with LLM(model, **SETTINGS, tensor_parallel_size=ranks, pipeline_parallel_size=2) as llm:
         assert tokens(llm) == expected
         llm.audit()
         assert llm.stats().host_pages_held == 0
@@ -83,9 +87,19 @@ def test_two_ranks_in_two_stages_answer_as_one_process(tmp_path: Path) -> None:
     assert shared_memory() <= before
 
 
-@pytest.mark.parametrize("when", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
-def test_a_rank_that_is_killed_ends_the_engine_with_its_name(tmp_path: Path, when: str) -> None:
-    with LLM(tiny_directory(tmp_path, **TINY), **SETTINGS, tensor_parallel_size=2) as llm:
+@pytest.mark.parametrize(
+    ("when", "split"),
+    [
+        ("decode", "tensor"),
+        pytest.param("decode", "pipeline", marks=pytest.mark.slow),
+        pytest.param("prefill", "tensor", marks=pytest.mark.slow),
+        pytest.param("prefill", "pipeline", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_or_stage_that_is_killed_ends_the_engine_with_its_name(tmp_path: Path, when: str, split: str) -> None:
+    name = "stage 0 of 1, rank 1 of 2" if split == "tensor" else "stage 1 of 2, rank 0 of 1"
+    degree = {f"{split}_parallel_size": 2}
+    with LLM(tiny_directory(tmp_path, **TINY), **SETTINGS, **degree) as llm:
         pids = pids_of(llm)
         long = {"prompt_token_ids": [1 + at % 40 for at in range(3000 if when == "prefill" else 3)]}
         stream = llm.stream(long, SamplingParams(temperature=0, max_tokens=900, ignore_eos=True))
@@ -93,7 +107,7 @@ def test_a_rank_that_is_killed_ends_the_engine_with_its_name(tmp_path: Path, whe
             next(stream)
         os.kill(pids[1], signal.SIGKILL)
         begun = time.monotonic()
-        with pytest.raises(EngineStopped, match=r"worker 1 \(stage 0 of 1, rank 1 of 2\) died \(exit code -9\)"):
+        with pytest.raises(EngineStopped, match=re.escape(f"worker 1 ({name}) died (exit code -9)")):
             list(stream)
         assert time.monotonic() - begun < DEADLINE_S
     assert not any(runs(pid) for pid in pids), "a worker outlived its engine"
@@ -168,6 +182,18 @@ def test_workers_end_when_their_controller_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: not any(runs(pid) for pid in pids), "the end of orphans")
 
 
+def _forgetful(model: str) -> None:
+    LLM(model, **SETTINGS, data_parallel_size=2).generate(PROMPTS, PARAMS)
+
+
+@pytest.mark.slow
+def test_a_program_that_does_not_close_its_engine_ends_all_the_same(tmp_path: Path) -> None:
+    program = get_context("spawn").Process(target=_forgetful, args=(tiny_directory(tmp_path, **TINY),))
+    program.start()
+    program.join(2 * DEADLINE_S)
+    assert program.exitcode == 0, "it hangs, or failed"
+
+
 def test_a_worker_that_cannot_start_is_told_of_in_one_line(tmp_path: Path) -> None:
     model = tiny_directory(tmp_path, **TINY)
     with pytest.raises(ConfigError, match="nearest that works: 2"):
@@ -178,3 +204,5 @@ def test_a_worker_that_cannot_start_is_told_of_in_one_line(tmp_path: Path) -> No
         LLM(model, **SETTINGS, pipeline_parallel_size=2, pipeline_layers="2,2")
     with pytest.raises(ConfigError, match="cannot be joined"):
         LLM(model, **SETTINGS, data_parallel_size=2, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="2 workers want a GPU each, and there are 0; lower --tensor-parallel-size"):
+        splits(EngineConfig(model, tensor_parallel_size=2), find_model(model).spec, torch.device("cuda"))

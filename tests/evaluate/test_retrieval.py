@@ -108,6 +108,7 @@ def test_length_beyond_the_context_is_refused_before_anything_is_asked() -> None
     assert came == []
 
 
+@pytest.mark.slow
 def test_engine_and_server_answer_the_same_questions_alike(tmp_path: Path) -> None:
     plan = Plan(LOOKUPS, [256], 6, 0)
     with LLM(str(DEMO), progress=False, device="cpu", max_model_len=1024) as llm:

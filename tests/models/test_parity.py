@@ -30,7 +30,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.models.checkpoint import find_model, open_weights
 from hotset.models.decoder import Decoder
 
-EXAMPLES = [25, pytest.param(150, marks=pytest.mark.slow)]
+EXAMPLES = [15, pytest.param(150, marks=pytest.mark.slow)]
 ANSWER = 64
 TOLERANCE = 1e-4
 NEAR_TIE = 1e-5

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from multiprocessing.util import Finalize
 from typing import TypeVar
 
 import torch
@@ -118,6 +119,8 @@ class WorkerProcesses:
         self._told: list[Token] = []  # sampled, and not yet told to the first stage
         self._dead: list[_Worker] = []
         self._wake = wake
+        # A program that forgets to close would wait for its children at its end, and they for it.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
         rendezvous = f"127.0.0.1:{_free_port()}"
         try:
             for number, split in enumerate(splits):
@@ -237,6 +240,7 @@ class WorkerProcesses:
         return sum(shared.nbytes for shared in self._shared) if self._on_gpu else 0
 
     def close(self) -> None:
+        self._at_exit.cancel()
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 worker.pipe.send(Stop())
