@@ -1,15 +1,14 @@
 """Two processes whose stores divide the heads of a GQA model differently, without the model: staging and all else."""
 
-import multiprocessing
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from far_process import answer, far_process
 from landing_workers import HOST, PAGE_ROWS, POISON, Noted, order
 
 from hotset.base.sampling import SamplingParams
@@ -192,23 +191,9 @@ def serve(case: Case, pipe: Connection) -> None:
     worker.close()
 
 
-@contextmanager
-def prefill_process(case: Case) -> Iterator[Connection]:
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(case, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-        ours.send(None)
-        process.join(PATIENCE_S)
-    finally:
-        process.kill()
+def prefill_process(case: Case) -> AbstractContextManager[Connection]:
+    return far_process(serve, case, PATIENCE_S)
 
 
 def ask(pipe: Connection, question: Any) -> Any:
-    pipe.send(question)
-    assert pipe.poll(PATIENCE_S), "the prefill side does not answer"
-    return pipe.recv()
+    return answer(pipe, question, PATIENCE_S)
