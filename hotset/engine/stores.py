@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from hotset.engine.workers.executor import HostPart
-from hotset.handoff.messages import Landing, Shard, Span, Store
+from hotset.handoff.messages import Landing, Span, Store
+from hotset.handoff.shards import head_shards, whole_rows
 from hotset.memory.device_pool import DevicePool
 from hotset.transfer.api import Memory, Region
 
@@ -59,27 +60,20 @@ def _host_store(parts: Sequence[HostPart]) -> Store:
     """Of one replica: its stages one after another, the ranks of each side by side."""
     stages = sorted({part.first_layer for part in parts})
     by_stage = [[part for part in parts if part.first_layer == stage] for stage in stages]
-    shards = []
+    spans = []
     for rank in zip(*by_stage, strict=True):
         layers = [layer for part in rank for layer in part.store.rows]
-        span = _span(layers, rank[0].shape.row.stride_bytes, rank[0].store.page_rows)
-        shards.append(Shard(span, _slices(rank[0])))
+        spans.append(_span(layers, rank[0].shape.row.stride_bytes, rank[0].store.page_rows))
     keys = None
     if (key := parts[0].shape.key) is not None:
         stored = [stage[0].store.keys for stage in by_stage]
         groups = [group for keys_of_stage in stored if keys_of_stage is not None for group in keys_of_stage]
         keys = _span(groups, key.stride_bytes, parts[0].store.page_rows)
-    return Store(tuple(shards), keys)
-
-
-def _slices(part: HostPart) -> tuple[tuple[int, int], ...]:
-    """Which bytes of a whole row are here: all of it, or some heads' K and then their V."""
-    row_bytes = part.shape.row.row_bytes
-    if len(part.heads) == part.all_heads:
-        return ((0, row_bytes),)
-    half = row_bytes // 2
-    head = half // len(part.heads)
-    return ((part.heads.start * head, half), ((part.all_heads + part.heads.start) * head, half))
+    if len(spans) == 1:
+        return Store(whole_rows(spans[0]), keys)
+    heads = parts[0].kv_heads
+    head_bytes = parts[0].shape.row.row_bytes // 2 // max(1, heads // len(spans))
+    return Store(head_shards(spans, heads, head_bytes), keys)
 
 
 def _device_store(pool: DevicePool) -> Store:
@@ -93,7 +87,7 @@ def _device_store(pool: DevicePool) -> Store:
         starts = tuple(tuple(pool.bytes[first + part].data_ptr() for part in parts) for first in pool.shape.key_layers)
         per_part, stride = pool.key_blocks.shape[2], pool.shape.key.stride_bytes
         keys = Span(starts, geometry.part_bytes, geometry.keys_per_page, per_part, stride)
-    return Store((Shard(rows, ((0, pool.shape.row.row_bytes),)),), keys)
+    return Store(whole_rows(rows), keys)
 
 
 def _span(units: Sequence[Tensor], stride: int, page_rows: int) -> Span:

@@ -28,14 +28,13 @@ class HostPart:
     replica: int
     first_layer: int  # of the whole model
     shape: KvShape  # of what is here
-    heads: range  # KV heads whose K and V make up a row here
-    all_heads: int  # of the whole model
+    kv_heads: int  # of the whole model, where ranks divide rows by them
     store: HostStore
 
 
 def whole(memory: Coordinator) -> list[HostPart]:
     """The one home of a worker that holds everything; none without tiers."""
-    return [] if memory.host is None else [HostPart(0, 0, memory.pool.shape, range(1), 1, memory.host)]
+    return [] if memory.host is None else [HostPart(0, 0, memory.pool.shape, 1, memory.host)]
 
 
 class Executor(Protocol):

@@ -271,9 +271,8 @@ class WorkerProcesses:
             shared = SharedMemory(host_bytes(shape, budget.host_pages, page_rows))
             store = HostStore(shape, budget.host_pages, page_rows, torch.device("cpu"), memory=shared.bytes)
             first = 0 if place.split.layers is None else place.split.layers.start
-            heads = place.split.kv_heads(self._kv_heads) if writers == 1 else range(self._kv_heads)
             self._shared.append(shared)
-            self._stores.append(HostPart(place.replica, first, shape, heads, self._kv_heads, store))
+            self._stores.append(HostPart(place.replica, first, shape, self._kv_heads, store))
         assert worker.process.pid is not None
         self._shared[-1].send(worker.pipe, worker.process.pid)
 
