@@ -51,11 +51,11 @@ from hotset.base.units import GIB
 from hotset.engine.build import build_engine
 from hotset.engine.client import EngineClient
 from hotset.engine.core import Engine
-from hotset.engine.handoffs import Port
+from hotset.engine.handoffs import HandoffEndpoint
 from hotset.engine.workers.executor import Step
 from hotset.handoff.agent import HandoffStats
 from hotset.schedule.plan import Rows
-from hotset.transfer.engines import writes_are_dear
+from hotset.transfer.engines import prefer_few_writes
 
 Table = list[dict[str, Any]]
 
@@ -123,7 +123,7 @@ def row(case: Case, pool: str, landings: Sequence[Landing], raw_speeds: Sequence
 class Watched:
     """A prefill engine's port that notes how much had arrived when the forward pass of a prompt's last chunk ended."""
 
-    def __init__(self, port: Port, prompt: int) -> None:
+    def __init__(self, port: HandoffEndpoint, prompt: int) -> None:
         self._port, self._prompt = port, prompt
         self.early: int | None = None
 
@@ -270,7 +270,7 @@ def main() -> None:
     cases = []
     for engine in options.engines:
         for tokens in options.contexts:
-            keys = options.keys or ("host" if writes_are_dear(engine, None) else "device")
+            keys = options.keys or ("host" if prefer_few_writes(engine, None) else "device")
             fitting = int(options.store_gib * GIB) // Case(engine, tokens, 1, options.chunk, keys).nbytes
             cases.append(Case(engine, tokens, min(LAYERS, fitting), options.chunk, keys))
     try:

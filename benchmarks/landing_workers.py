@@ -40,14 +40,14 @@ from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.tiers.coordinator import Coordinator
 from hotset.transfer.api import Region, State, Writes
+from hotset.transfer.backend import Backend
 from hotset.transfer.description import decode
 from hotset.transfer.engines import DEADLINE_S, LANES
 from hotset.transfer.lanes import Lanes
-from hotset.transfer.mooncake_engine import MooncakeWire
-from hotset.transfer.nixl_engine import NixlWire
+from hotset.transfer.mooncake_engine import MooncakeBackend
+from hotset.transfer.nixl_engine import NixlBackend
 from hotset.transfer.regions import Regions
 from hotset.transfer.runs import cut
-from hotset.transfer.wire import Wire
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
@@ -108,7 +108,7 @@ class Pattern:
 class Noted:
     """A wire that notes what is posted."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Backend) -> None:
         self._wire, self.name, self.limits = wire, wire.name, wire.limits
         self.posted: list[Writes] = []
 
@@ -149,7 +149,7 @@ class Worker:
         pool = DevicePool(shape, geometry, key_pages + SPARE_PAGES, CPU)
         host = HostStore(shape, case.pages + SPARE_PAGES, PAGE_ROWS, CPU)
         self.memory = Coordinator(pool, host, 1, case.tokens)
-        self.wire = Noted(NixlWire(HOST, LANES) if case.engine == "nixl" else MooncakeWire(HOST, "tcp"))
+        self.wire = Noted(NixlBackend(HOST, LANES) if case.engine == "nixl" else MooncakeBackend(HOST, "tcp"))
         self.transfer = Lanes(self.wire, LANES, DEADLINE_S)
         for region in regions(whole(self.memory), None if prefill else self.memory.pool):
             self.transfer.register(region)

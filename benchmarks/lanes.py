@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from report import parser, report
 
-from hotset.transfer.api import Region, State, Ticket, Transfer
+from hotset.transfer.api import Region, State, Transfer, WriteTicket
 from hotset.transfer.engines import open_transfer
 
 NBYTES = 64 << 20
@@ -61,7 +61,7 @@ def peers(engine: str, transfer: Transfer, names: list[str]) -> Iterator[list[Pe
         peer.process.join(10)
 
 
-def ended(transfer: Transfer, ticket: Ticket) -> State:
+def ended(transfer: Transfer, ticket: WriteTicket) -> State:
     while (state := transfer.poll(ticket)) is State.PENDING:
         time.sleep(0.0001)
     return state
@@ -71,7 +71,7 @@ def latencies(transfer: Transfer, source: int, quick: Peer, busy: Peer | None, s
     """Seconds of one small list after another to `quick`, while `busy` always has several large ones under way."""
     spans = np.arange(LARGE_WRITES) * (NBYTES // LARGE_WRITES)
     length = np.full(LARGE_WRITES, NBYTES // LARGE_WRITES // 2)
-    under_way: list[Ticket] = []
+    under_way: list[WriteTicket] = []
     found: list[float] = []
     until = time.monotonic() + seconds
     while time.monotonic() < until:

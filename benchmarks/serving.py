@@ -49,7 +49,7 @@ from hotset.kernels.swap_in import Copies, copy
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
-from hotset.models.checkpoint import Part
+from hotset.models.checkpoint import TensorSlice
 from hotset.models.checkpoint.dummy import DummySource
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
@@ -102,7 +102,9 @@ class Weights(DummySource):
 
     bytes = 0
 
-    def take(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: Part | None = None) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: TensorSlice | None = None
+    ) -> Tensor:
         weight = super().take(name, shape, out=out, part=part)
         if "embed_tokens" not in name:
             self.bytes += weight.nbytes

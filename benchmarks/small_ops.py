@@ -19,10 +19,10 @@ from report import parser, report
 from torch import Tensor
 
 from hotset.kernels.fast_path import kernels_of
+from hotset.kernels.fp32_linear import fp32_linear
+from hotset.kernels.fp32_linear import reference as wide_reference
 from hotset.kernels.gqa_append import gqa_append
 from hotset.kernels.gqa_append import reference as gqa_reference
-from hotset.kernels.head_product import head_product
-from hotset.kernels.head_product import reference as head_reference
 from hotset.kernels.key_append import key_append
 from hotset.kernels.key_append.reference import index_keys
 from hotset.kernels.mla_append import mla_append
@@ -30,14 +30,14 @@ from hotset.kernels.mla_append import reference as mla_reference
 from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.norm import reference as norm_reference
 from hotset.kernels.paged_attention import paged_attention
+from hotset.kernels.per_head_matmul import per_head_matmul
+from hotset.kernels.per_head_matmul import reference as head_reference
 from hotset.kernels.rope import Rotation, rotate
 from hotset.kernels.rope import reference as rope_reference
 from hotset.kernels.rope_query import reference as query_reference
 from hotset.kernels.rope_query import rope_query
 from hotset.kernels.rows import PagedRows, gqa_row, index_key_row, mla_row
 from hotset.kernels.segments import Segments
-from hotset.kernels.wide_linear import reference as wide_reference
-from hotset.kernels.wide_linear import wide_linear
 
 HIDDEN, Q_LORA, HEADS, NOPE, ROPE, RANK, V_DIM = 4096, 1536, 32, 128, 64, 512, 128
 INDEX_HEADS, INDEX_DIM = 32, 128
@@ -119,10 +119,10 @@ def queries(batch: int) -> tuple[tuple[Call, Call], ...]:
         (partial(rope_query, q, up, rotation), partial(query_reference.rope_query, q, up, rotation)),
         (partial(rotate, index_q, rotation, False), partial(rope_reference.rotate, index_q, rotation, False)),
         (
-            partial(head_product, attended, value_up),
-            lambda: head_reference.head_product(attended, value_up).reshape(batch, -1),
+            partial(per_head_matmul, attended, value_up),
+            lambda: head_reference.per_head_matmul(attended, value_up).reshape(batch, -1),
         ),
-        (partial(wide_linear, x, wide, scale), partial(wide_reference.wide_linear, x, wide, scale)),
+        (partial(fp32_linear, x, wide, scale), partial(wide_reference.fp32_linear, x, wide, scale)),
     )
 
 
@@ -237,7 +237,7 @@ def sweep() -> list[dict[str, Any]]:
         tried("rope", turned, False, HEADS_AT_ONCE=heads, WARPS=warps)
     wide = {f"batch {batch}": [queries(batch)[3][0] for _ in range(INPUTS)] for batch in (1, 16, 128)}
     for rows, outputs, at_once in ((8, 2, 1024), (4, 2, 1024), (4, 4, 1024), (8, 4, 512), (16, 2, 512)):
-        tried("wide_linear", wide, False, ROWS_AT_ONCE=rows, OUTPUTS_AT_ONCE=outputs, VALUES_AT_ONCE=at_once)
+        tried("fp32_linear", wide, False, ROWS_AT_ONCE=rows, OUTPUTS_AT_ONCE=outputs, VALUES_AT_ONCE=at_once)
     return results
 
 

@@ -23,8 +23,8 @@ from hotset.handoff.staged_in import StagedIn
 from hotset.transfer.api import Region
 from hotset.transfer.engines import LANES
 from hotset.transfer.lanes import Lanes
-from hotset.transfer.mooncake_engine import MooncakeWire
-from hotset.transfer.nixl_engine import NixlWire
+from hotset.transfer.mooncake_engine import MooncakeBackend
+from hotset.transfer.nixl_engine import NixlBackend
 
 HEADS, HEAD_BYTES = 8, 128 * 2  # in bf16
 ROW_BYTES = 2 * HEADS * HEAD_BYTES
@@ -103,7 +103,7 @@ class Worker:
     def __init__(self, case: Case, prefill: bool) -> None:
         self.case = case
         self.memory = Divided(case, case.source_ranks if prefill else case.target_ranks)
-        self.wire = Noted(NixlWire(HOST, LANES) if case.engine == "nixl" else MooncakeWire(HOST, "tcp"))
+        self.wire = Noted(NixlBackend(HOST, LANES) if case.engine == "nixl" else MooncakeBackend(HOST, "tcp"))
         self.transfer = Lanes(self.wire, LANES, PATIENCE_S)
         self.memory.register(self.transfer)
         staging = StagingMemory(case.staging_bytes) if case.staging_bytes else None

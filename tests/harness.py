@@ -21,7 +21,7 @@ from hotset.engine.workers.executor import InProcess
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
-from hotset.models.checkpoint import Part
+from hotset.models.checkpoint import TensorSlice
 from hotset.models.spec import ModelSpec
 
 CPU = torch.device("cpu")
@@ -34,7 +34,9 @@ class RandomWeights:
         self._dtype = dtype
         self._seed = seed
 
-    def take(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: Part | None = None) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: TensorSlice | None = None
+    ) -> Tensor:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         values = torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -20,7 +20,7 @@ from hotset.base.errors import ContextLengthExceeded
 from hotset.cli import app
 from hotset.cli.conversation import Conversation
 from hotset.cli.flags import OF_SERVERS, given
-from hotset.cli.machine import Machine, PartReport, examine, print_machine
+from hotset.cli.machine import Machine, PackageReport, examine, print_machine
 from hotset.engine import sizing
 from hotset.serve.router.config import RouterConfig
 
@@ -123,7 +123,7 @@ def test_info_and_the_engine_agree_on_what_is_free(monkeypatch: pytest.MonkeyPat
 
 
 def test_info_shows_the_brackets_of_a_command_that_adds_a_part(capsys: pytest.CaptureFixture[str]) -> None:
-    missing = PartReport("serve", "HTTP server", None, 'pip install "hotset[serve]"')
+    missing = PackageReport("serve", "HTTP server", None, 'pip install "hotset[serve]"')
     print_machine(Machine("0", "3", "Linux", None, 2, 1 << 30, 1 << 20, (), (missing,)))
     assert 'missing: pip install "hotset[serve]"' in capsys.readouterr().out
 

@@ -38,7 +38,7 @@ OPTIONAL = [
 ]
 # Modules that are nothing without an optional package; whoever needs one imports it inside a function.
 LAZY = re.compile(
-    r"hotset\.models\.chat_template|hotset\.kernels\.\w+\.(triton|gluon|cuda)_\w+|hotset\.handoff\.(wire|channel)"
+    r"hotset\.models\.chat_template|hotset\.kernels\.\w+\.(triton|gluon|cuda)_\w+|hotset\.handoff\.(codec|channel)"
 )
 
 IMPORT_EACH = """

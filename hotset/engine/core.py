@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hotset.base.errors import EngineStopped
 from hotset.engine.closing import DRAIN_SECONDS, closing_seconds
-from hotset.engine.handoffs import Port
+from hotset.engine.handoffs import HandoffEndpoint
 from hotset.engine.intake import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
 from hotset.engine.workers.executor import Executor, Pending
@@ -41,7 +41,7 @@ class Engine:
         replicas: Sequence[Replica],
         executor: Executor,
         plans_in_flight: int,
-        port: Port | None = None,
+        port: HandoffEndpoint | None = None,
     ) -> None:
         """`port`: of a prefill or decode worker."""
         self.card = card
@@ -160,7 +160,7 @@ class Engine:
         self._broken = True
         self.executor.close()
 
-    def _close_port(self, port: Port, drain_seconds: float, hurried: Callable[[], bool]) -> None:
+    def _close_port(self, port: HandoffEndpoint, drain_seconds: float, hurried: Callable[[], bool]) -> None:
         """Peers are told, and what was begun for them is finished, before memory goes."""
         closing = [_begun(port.close, 0.0 if self._broken else max(DRAIN_SECONDS, drain_seconds))]
         while any(thread.is_alive() for thread in closing):

@@ -19,7 +19,6 @@ from hotset.engine.workers.executor import Executor, Step
 from hotset.handoff.agent import HandoffAgent, HandoffStats, open_channel
 from hotset.handoff.messages import (
     Ask,
-    Calm,
     Drop,
     Fetch,
     GiveUp,
@@ -31,6 +30,7 @@ from hotset.handoff.messages import (
     Model,
     NotComputed,
     Prefill,
+    Quiesced,
     Sampled,
     Store,
     Written,
@@ -44,12 +44,12 @@ from hotset.schedule.plan import FirstToken, Reservation, Rows, Withdrawal
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.transfer.api import Event, Transfer
-from hotset.transfer.engines import writes_are_dear
+from hotset.transfer.engines import prefer_few_writes
 
 LOGGER = logging.getLogger("hotset.engine")
 
 
-class Port(Protocol):
+class HandoffEndpoint(Protocol):
     """What the step loop does about handoffs."""
 
     def exchange(self) -> None:
@@ -84,7 +84,7 @@ class _Held:
     after: Event | None
 
 
-class DecodePort:
+class DecodeEndpoint:
     def __init__(
         self, agent: HandoffAgent, moved_by: MovedBy, schedulers: Sequence[Scheduler], executor: Executor
     ) -> None:
@@ -94,7 +94,7 @@ class DecodePort:
 
     def exchange(self) -> None:
         for fact in self._agent.facts():
-            assert isinstance(fact, Landed | Lost | Calm), f"a decode worker is told {fact}"
+            assert isinstance(fact, Landed | Lost | Quiesced), f"a decode worker is told {fact}"
             _, at, name = fact.key.request_id.split(":", 2)
             scheduler, attempt = self._schedulers[int(at)], fact.key.attempt
             match fact:
@@ -104,8 +104,8 @@ class DecodePort:
                     wanted = scheduler.lost(name, attempt, quiesced=quiesced, retry=retry, reason=reason)
                     level = logging.WARNING if wanted or not quiesced else logging.DEBUG
                     LOGGER.log(level, "%s did not arrive, attempt %d: %s", name, attempt, reason)
-                case Calm():
-                    scheduler.calm(name, attempt)
+                case Quiesced():
+                    scheduler.end_quarantine(name, attempt)
         for replica, scheduler in enumerate(self._schedulers):
             for outgoing in scheduler.take_outgoing():
                 if isinstance(outgoing, Reservation):
@@ -156,7 +156,7 @@ class DecodePort:
         return Key(f"{self._prefix}:{replica}:{name}", attempt)
 
 
-class PrefillPort:
+class PrefillEndpoint:
     def __init__(
         self, agent: HandoffAgent, moved_by: MovedBy, scheduler: Scheduler, executor: Executor, card: ModelCard
     ) -> None:
@@ -226,7 +226,7 @@ class PrefillPort:
         return None
 
 
-def make_port(
+def open_endpoint(
     config: EngineConfig,
     model: Model,
     schedulers: Sequence[Scheduler],
@@ -234,12 +234,12 @@ def make_port(
     card: ModelCard,
     transfer: Transfer,
     wake: Callable[[], None],
-) -> tuple[Port, str]:
+) -> tuple[HandoffEndpoint, str]:
     """The port of a prefill or decode worker, and the address at which its peers reach it. It owns `transfer`.
     StartupError if the control port cannot be bound or memory not be registered."""
     prefill = config.role == "prefill"
     hosts, pool = executor.hosts(), None if prefill else executor.pool
-    keys_on_host = writes_are_dear(config.transfer, config.transfer_protocol)
+    keys_on_host = prefer_few_writes(config.transfer, config.transfer_protocol)
     stores = landing_stores(hosts, pool, keys_on_host=keys_on_host)
     try:
         staging = _staging(config, stores)
@@ -265,8 +265,8 @@ def make_port(
         transfer.close()
         raise
     if prefill:
-        return PrefillPort(agent, MovedBy(transfer, staging), schedulers[0], executor, card), channel.address
-    return DecodePort(agent, MovedBy(transfer, staging), schedulers, executor), channel.address
+        return PrefillEndpoint(agent, MovedBy(transfer, staging), schedulers[0], executor, card), channel.address
+    return DecodeEndpoint(agent, MovedBy(transfer, staging), schedulers, executor), channel.address
 
 
 def _staging(config: EngineConfig, stores: Mapping[Landing, Store]) -> StagingMemory | None:

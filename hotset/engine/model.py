@@ -8,10 +8,10 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
 from hotset.memory.device_pool import KvShape
 from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
 from hotset.models.dsa import dsa_kv_shape
 from hotset.models.gqa import gqa_kv_shape
-from hotset.models.ranks import ALONE, Ranks
 from hotset.models.spec import GqaSpec, ModelSpec, Storage
 from hotset.models.split import WHOLE, Split
 
@@ -47,7 +47,7 @@ def load_decoder(
     device: torch.device,
     progress: Callable[[int, int], None],
     split: Split = WHOLE,
-    ranks: Ranks = ALONE,
+    ranks: Collectives = SINGLE_RANK,
 ) -> Decoder:
     """Reads the weights of one worker's part. `progress(done, total)`: bytes."""
     files = find_model(config.model)

@@ -1,6 +1,7 @@
 """The engine in a process of its own, so that HTTP never stalls a step and a crash takes nobody else along.
 
-Parent to child: `Start`, `Abort`, `AskStats`, `Stop`. Child to parent: `Ready` or `Failed`, then `News` and `Stats`.
+The parent sends `AddRequests`, `AbortRequests`, `GetStats` and `StopEngine`. The child sends `EngineReady` or
+`EngineFailed`, then `CommittedReport` and `StatsReport`.
 The end of the pipe is a message too: a child whose parent died stops, a parent whose child died fails its requests.
 
 This module is light: only the child imports torch, so a parent may start it first and import its own parts meanwhile.
@@ -35,23 +36,23 @@ PEER_SECONDS = 0.02  # between looks at what peers may have done, where nothing 
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class AddRequests:
     choices: Sequence[Choice]
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortRequests:
     request_ids: Sequence[str]
     reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class AskStats:
+class GetStats:
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopEngine:
     """Stop now; requests that are still open get no further answer. What peers wait for may be finished for so long,
     or until this is said again."""
 
@@ -59,18 +60,18 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Wake:
+class WakeEngine:
     """Of the child to itself: a peer has answered."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class EngineReady:
     card: ModelCard
     closing_seconds: float  # that the engine may take to close, beyond its drain
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class EngineFailed:
     """The engine did not start. `error` is meant for people; `trace` is set where it is a bug of ours."""
 
     error: StartupError
@@ -78,18 +79,18 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class CommittedReport:
     committed: Committed
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class StatsReport:
     number: int
     stats: EngineStats
 
 
-Command = Start | Abort | AskStats | Stop | Wake
-Report = Ready | Failed | News | Stats
+EngineCommand = AddRequests | AbortRequests | GetStats | StopEngine | WakeEngine
+EngineReport = EngineReady | EngineFailed | CommittedReport | StatsReport
 
 
 class EngineProcess:
@@ -115,17 +116,17 @@ class EngineProcess:
     def wait_ready(self) -> ModelCard:
         """Waits until the model is loaded. StartupError if it cannot be, or if the child dies meanwhile."""
         try:
-            first: Report = self.pipe.recv()
+            first: EngineReport = self.pipe.recv()
         except EOFError:
             self._process.join()
             code = self._process.exitcode
             raise StartupError(f"the engine process died while starting (exit code {code})") from None
-        if isinstance(first, Failed):
+        if isinstance(first, EngineFailed):
             self._process.join(STOP_SECONDS)
             if first.trace is not None:
                 print(first.trace, file=sys.stderr)
             raise first.error
-        assert isinstance(first, Ready)
+        assert isinstance(first, EngineReady)
         self.stop_seconds = STOP_SECONDS + first.closing_seconds
         return first.card
 
@@ -143,16 +144,16 @@ def _child(config: EngineConfig, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log_to_stderr()  # a fresh process: nothing of the parent's log came along
-    inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
     try:
-        engine = _built(config, pipe, lambda: inbox.put(Wake()))
+        engine = _built(config, pipe, lambda: inbox.put(WakeEngine()))
         if engine is not None:
             threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True).start()
-            told = Stop()
+            told = StopEngine()
             try:
                 told = _run(engine, pipe, inbox)
             finally:
-                engine.close(told.drain_seconds, lambda: _told_to_stop(inbox))
+                engine.close(told.drain_seconds, lambda: _stop_requested(inbox))
     except BrokenPipeError:
         return  # the parent is gone
 
@@ -164,45 +165,45 @@ def _built(config: EngineConfig, pipe: Connection, wake: Callable[[], None]) -> 
 
         engine = build_engine(config, wake=wake)
     except StartupError as error:
-        pipe.send(Failed(error))
+        pipe.send(EngineFailed(error))
         return None
     except Exception as error:
-        pipe.send(Failed(StartupError(f"the engine failed to start: {error!r}"), traceback.format_exc()))
+        pipe.send(EngineFailed(StartupError(f"the engine failed to start: {error!r}"), traceback.format_exc()))
         return None
-    pipe.send(Ready(engine.card, engine.closing_seconds))
+    pipe.send(EngineReady(engine.card, engine.closing_seconds))
     return engine
 
 
-def _read_commands(pipe: Connection, inbox: "queue.SimpleQueue[Command]") -> None:
+def _read_commands(pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]") -> None:
     """Drains the pipe at once, so that the parent never blocks while a long step runs."""
     while True:
         try:
             inbox.put(pipe.recv())
         except (EOFError, OSError):
-            inbox.put(Stop())
+            inbox.put(StopEngine())
             return
 
 
-def _told_to_stop(inbox: "queue.SimpleQueue[Command]") -> bool:
+def _stop_requested(inbox: "queue.SimpleQueue[EngineCommand]") -> bool:
     """Whatever else is asked is not answered any more."""
-    return any(isinstance(inbox.get(), Stop) for _ in range(inbox.qsize()))
+    return any(isinstance(inbox.get(), StopEngine) for _ in range(inbox.qsize()))
 
 
-def _run(engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[Command]") -> Stop:
+def _run(engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]") -> StopEngine:
     """Until told to stop."""
     while True:
         command = _next_command(engine, inbox)
         while command is not None:
-            if isinstance(command, Stop):
+            if isinstance(command, StopEngine):
                 return command
-            _obey(engine, pipe, command)
+            _handle(engine, pipe, command)
             command = None if inbox.empty() else inbox.get()
         news = engine.step()
         if news:
-            pipe.send(News(news))
+            pipe.send(CommittedReport(news))
 
 
-def _next_command(engine: "Engine", inbox: "queue.SimpleQueue[Command]") -> Command | None:
+def _next_command(engine: "Engine", inbox: "queue.SimpleQueue[EngineCommand]") -> EngineCommand | None:
     """The next command; None if there is none and the engine has work. An idle engine waits, after an audit."""
     if not engine.idle:
         if not inbox.empty() or not engine.waiting_for_peers:
@@ -217,15 +218,15 @@ def _next_command(engine: "Engine", inbox: "queue.SimpleQueue[Command]") -> Comm
         return inbox.get()
 
 
-def _obey(engine: "Engine", pipe: Connection, command: Command) -> None:
+def _handle(engine: "Engine", pipe: Connection, command: EngineCommand) -> None:
     match command:
-        case Start(choices):
+        case AddRequests(choices):
             for choice in choices:
                 engine.add(choice)
-        case Abort(request_ids, reason):
+        case AbortRequests(request_ids, reason):
             for request_id in request_ids:
                 engine.abort(request_id, reason)
-        case AskStats(number):
-            pipe.send(Stats(number, engine.stats()))
-        case Wake():
+        case GetStats(number):
+            pipe.send(StatsReport(number, engine.stats()))
+        case WakeEngine():
             pass  # what woke us is taken in by the step that follows

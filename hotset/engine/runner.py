@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from hotset.engine.decode_graphs import DecodeGraphs, Model, SampledRows
-from hotset.kernels.passage import fetched, uploaded
+from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.models.sampler import Sampled, Sampler
 from hotset.schedule.plan import Admission, Alternatives, Plan, StepResult
 from hotset.tiers.commands import Flush, Load
 from hotset.tiers.coordinator import Coordinator
 
 
-class Told(Protocol):
+class SampledToken(Protocol):
     """A token sampled elsewhere, and its place."""
 
     @property
@@ -27,14 +27,14 @@ class Told(Protocol):
     def token_id(self) -> int: ...
 
 
-class Ticket:
+class SubmittedStep:
     """A plan that was submitted. On a GPU its work may still be under way, and its tokens on their way to the host."""
 
     def __init__(self, number: int, sampled: Sampled | None) -> None:
         self.number = number
         self._sampled = sampled
         if sampled is not None:
-            self._token_ids, self._arrived = fetched(sampled.token_ids)
+            self._token_ids, self._arrived = to_host_async(sampled.token_ids)
 
     def result(self) -> StepResult:
         """Waits for this step alone: those submitted after it run on."""
@@ -62,15 +62,15 @@ class Runner:
         vocab: int,
         *,
         graphs: bool = False,
-        meet: Callable[[], None] = lambda: None,
+        barrier: Callable[[], None] = lambda: None,
     ) -> None:
         """`context` is the longest that any request may grow. `graphs`: steps that only decode are captured once for
-        each size of batch and then replayed; on a GPU only. `meet` waits for those who write to the same host store."""
+        each size of batch and then replayed; on a GPU only. `barrier` waits for the other writers of the host store."""
         self._model = model
         self._memory = memory
         self._device = model.device
         self._tokens = torch.zeros(seats, context + 1, dtype=torch.int32, device=self._device)
-        self._meet = meet
+        self._barrier = barrier
         self._sampler = Sampler(seats, vocab, self._device)
         self._graphs = DecodeGraphs(model, memory, self._tokens) if graphs else None
 
@@ -80,13 +80,13 @@ class Runner:
         if self._graphs is not None:
             self._graphs.capture_all(progress)
 
-    def learn(self, tokens: Iterable[Told]) -> None:
+    def write_sampled(self, tokens: Iterable[SampledToken]) -> None:
         """Takes in what another stage has sampled."""
         for token in tokens:
             self._tokens[token.seat, token.position] = token.token_id
 
     @torch.inference_mode()
-    def submit(self, plan: Plan) -> Ticket:
+    def submit(self, plan: Plan) -> SubmittedStep:
         """Starts the step (on a CPU: carries it out). Never waits for the device."""
         flushed = False
         for command in plan.commands:
@@ -94,22 +94,22 @@ class Runner:
                 self._admit(command)
                 continue
             if isinstance(command, Load) and flushed:
-                self._meet()  # it may come back in the very plan in which it left
+                self._barrier()  # it may come back in the very plan in which it left
                 flushed = False
             flushed |= isinstance(command, Flush)
             self._memory.execute(command)
         if not plan.seats:
-            return Ticket(plan.number, None)
+            return SubmittedStep(plan.number, None)
         graphs = self._graphs
         rows = graphs.run(plan) if graphs is not None and graphs.serve(plan) else self._forward(plan)
         self._memory.written(plan.seats, plan.starts, plan.counts)
         if rows is None or not plan.sampled:
-            return Ticket(plan.number, None)
+            return SubmittedStep(plan.number, None)
         seats = plan.seats if len(plan.sampled) == len(plan.seats) else [plan.seats[at] for at in plan.sampled]
         at = rows.positions + 1
         sampled = self._sampler.sample(rows.logits, seats, at)
         self._tokens[rows.seat_of, at] = sampled.token_ids.to(torch.int32)
-        return Ticket(plan.number, sampled)
+        return SubmittedStep(plan.number, sampled)
 
     def _forward(self, plan: Plan) -> SampledRows | None:
         """None: the stage after this one makes the logits."""
@@ -127,7 +127,7 @@ class Runner:
     def _admit(self, admission: Admission) -> None:
         seat, tokens = admission.seat, admission.token_ids
         self._memory.seat(seat)
-        self._tokens[seat, : len(tokens)] = uploaded(tokens, torch.int32, self._device)
+        self._tokens[seat, : len(tokens)] = list_to_device(tokens, torch.int32, self._device)
         self._sampler.admit(seat, admission.params, tokens, admission.prompt_length, admission.stop_ids)
 
     def _last_rows(self, plan: Plan) -> Tensor | None:
@@ -135,7 +135,7 @@ class Runner:
         if len(plan.sampled) == len(plan.counts) == plan.rows:
             return None
         ends = _running_sum(plan.counts)
-        return uploaded([ends[at] - 1 for at in plan.sampled], torch.int64, self._device)
+        return list_to_device([ends[at] - 1 for at in plan.sampled], torch.int64, self._device)
 
 
 def _running_sum(counts: Sequence[int]) -> list[int]:

@@ -52,7 +52,7 @@ class KvBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WorkerMemory:
     """What one worker keeps of the KV, and the memory that its device has free."""
 
     shape: KvShape
@@ -62,10 +62,12 @@ class Part:
 
 def kv_budget(config: EngineConfig, shape: KvShape, model_context: int, device: torch.device) -> KvBudget:
     """Of a worker that keeps everything."""
-    return shared_budget(config, [Part(shape, free_bytes(device))], model_context, device)
+    return shared_budget(config, [WorkerMemory(shape, free_bytes(device))], model_context, device)
 
 
-def shared_budget(config: EngineConfig, parts: Sequence[Part], model_context: int, device: torch.device) -> KvBudget:
+def shared_budget(
+    config: EngineConfig, parts: Sequence[WorkerMemory], model_context: int, device: torch.device
+) -> KvBudget:
     """Pages that fit every worker, and the longest context that fits them. ConfigError, with the numbers and the flag
     to change, if what was asked for cannot be met."""
     geometry = _common(config, [part.shape for part in parts])
@@ -115,7 +117,7 @@ def _slots(config: EngineConfig, shape: KvShape) -> int:
 
 
 def _device_pages(
-    config: EngineConfig, geometry: Geometry, wanted: int, device: torch.device, parts: Sequence[Part]
+    config: EngineConfig, geometry: Geometry, wanted: int, device: torch.device, parts: Sequence[WorkerMemory]
 ) -> tuple[int, str]:
     """Pages of every worker's device pool, and the flag that changes them."""
     page_bytes = [part.shape.layers * geometry.part_bytes for part in parts]
@@ -141,7 +143,7 @@ def _host_pages(
     wanted: int,
     device_pages: int,
     device: torch.device,
-    parts: Sequence[Part],
+    parts: Sequence[WorkerMemory],
 ) -> tuple[int, str]:
     """Pages of the host stores, and the flag that changes them: 0 without tiers, but otherwise never fewer than
     contexts on the device could fill, or it would lower what the device holds."""

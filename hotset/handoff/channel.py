@@ -18,9 +18,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 from hotset.base.address import Address, control_port
 from hotset.base.errors import BadMessage, StartupError
+from hotset.handoff.codec import MAX_BYTES, Codec
 from hotset.handoff.messages import Hello, Message, Ping
 from hotset.handoff.post import Arrival, Foreign, Letter, PostEvent, Restarted
-from hotset.handoff.wire import MAX_BYTES, Wire
 
 LOGGER = logging.getLogger("hotset.handoff")
 
@@ -55,7 +55,7 @@ class Channel:
         control = control_port(bind, advertise, secret)
         self.dropped: Counter[str] = Counter()  # messages, by cause
         self.incarnation = secrets.token_hex(16)
-        self._wire = Wire(secret.encode() if secret else None)
+        self._wire = Codec(secret.encode() if secret else None)
         self._peers: dict[str, _Peer] = {}  # the one heard or spoken to last comes last
         self._complained: set[str] = set()
         self._closed = False

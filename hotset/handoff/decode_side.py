@@ -8,11 +8,10 @@ from hotset.handoff.liveness import Liveness, Timing
 from hotset.handoff.messages import (
     Accepted,
     Ask,
-    Calm,
-    Done,
-    Failed,
     Fetch,
     GiveUp,
+    HandoffDone,
+    HandoffFailed,
     Hello,
     Key,
     Landed,
@@ -20,6 +19,7 @@ from hotset.handoff.messages import (
     Message,
     Packed,
     Progress,
+    Quiesced,
     ReceiverFact,
     Refused,
     Send,
@@ -84,7 +84,7 @@ class DecodeSide:
                 self._welcome(peer, hello, now)
             case Refused(reason):
                 self._refused(peer, f"{peer} refused: {reason}", now)
-            case Accepted() | Progress() | Done() | Failed() | Stopped() | Want() | Staged():
+            case Accepted() | Progress() | HandoffDone() | HandoffFailed() | Stopped() | Want() | Staged():
                 self._receiver.take(peer, message, now)
             case _:
                 return False
@@ -241,7 +241,7 @@ class DecodeSide:
                 self.nbytes += self._bytes_of(self._fetches.pop(key).ask)
             case Lost(quiesced=quiesced):
                 self.outcomes["lost" if quiesced else "lost, not quiesced"] += 1
-            case Calm():
+            case Quiesced():
                 self.outcomes["calmed"] += 1
 
     def _bytes_of(self, ask: Ask) -> int:

@@ -186,7 +186,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class HandoffDone:
     """Everything has landed. The first token travels with the handoff."""
 
     key: Key
@@ -195,7 +195,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class HandoffFailed:
     key: Key
     quiesced: bool  # nothing more will be written
     retry: bool  # asking again may help
@@ -229,7 +229,9 @@ class Pong:
 
 
 StagingMessage = Want | Lent | Staged | Unpacked
-HandoffMessage = Ask | Accepted | Go | Progress | Done | Failed | Received | Cancel | Stopped | StagingMessage
+HandoffMessage = (
+    Ask | Accepted | Go | Progress | HandoffDone | HandoffFailed | Received | Cancel | Stopped | StagingMessage
+)
 Message = Hello | Welcome | Refused | Ping | Pong | HandoffMessage
 
 
@@ -271,7 +273,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Calm:
+class Quiesced:
     """Receiver to engine, after a `Lost` that was not quiesced: now it is, and the pages may be used again."""
 
     key: Key
@@ -335,7 +337,7 @@ class Drop:
 
 
 ReceiverCommand = Fetch | GiveUp
-ReceiverFact = Landed | Lost | Calm
+ReceiverFact = Landed | Lost | Quiesced
 SenderCommand = Written | Sampled | NotComputed
 SenderFact = Prefill | Drop
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from hotset.handoff.course import Course, Wait
 from hotset.handoff.layout import pages_for
-from hotset.handoff.messages import Ask, Done, Failed, Hello, Sampled, Store, Written
+from hotset.handoff.messages import Ask, HandoffDone, HandoffFailed, Hello, Sampled, Store, Written
+from hotset.handoff.phase_timer import PhaseTimer, Wait
 from hotset.handoff.staged_out import Offer, StagedOut
-from hotset.handoff.tombs import Name
+from hotset.handoff.tombstones import Name
 
 MOST_LISTS = 2  # of writes under way for one handoff; what is told meanwhile goes together, in longer writes
 
@@ -61,12 +61,12 @@ class Outgoing:
     """One handoff. Only the sender changes it."""
 
     __slots__ = (
-        *("ask", "course", "dropped", "ending", "hello", "landed", "offer", "open", "peer"),
+        *("ask", "timer", "dropped", "ending", "hello", "landed", "offer", "open", "peer"),
         *("reason", "retry", "sampled", "staged", "tainted", "verdict", "waiting", "written"),
     )
 
-    def __init__(self, peer: str, ask: Ask, hello: Hello, course: Course[Phase], offer: Offer | None = None) -> None:
-        self.peer, self.ask, self.hello, self.course, self.offer = peer, ask, hello, course, offer
+    def __init__(self, peer: str, ask: Ask, hello: Hello, timer: PhaseTimer[Phase], offer: Offer | None = None) -> None:
+        self.peer, self.ask, self.hello, self.timer, self.offer = peer, ask, hello, timer, offer
         self.staged: StagedOut | None = None  # its way through the receiver's ring, if the receiver takes the offer
         self.waiting: Written | None = None  # all that was told and is not being written yet
         self.open: list[Chunk] = []  # that have not ended
@@ -77,11 +77,11 @@ class Outgoing:
         self.dropped = False
         self.ending: Ending | None = None
         self.retry, self.reason = False, ""  # of the ending
-        self.verdict: Done | Failed | None = None  # what the receiver has yet to acknowledge
+        self.verdict: HandoffDone | HandoffFailed | None = None  # what the receiver has yet to acknowledge
 
     @property
     def phase(self) -> Phase:
-        return self.course.phase
+        return self.timer.phase
 
     @property
     def name(self) -> Name:
@@ -104,14 +104,14 @@ class Outgoing:
     def deadline(self) -> float:
         if self.phase is Phase.WRITING:
             staged = [] if self.staged is None else [self.staged.deadline]
-            return min([self.course.deadline, *staged, *(chunk.due for chunk in self.open)])
-        return self.course.deadline
+            return min([self.timer.deadline, *staged, *(chunk.due for chunk in self.open)])
+        return self.timer.deadline
 
     @property
     def next_time(self) -> float:
         """When something is overdue, or to be said again."""
         staged = self.staged.next_time() if self.staged is not None and self.phase is Phase.WRITING else None
-        return min([self.deadline, self.course.again_at, *([] if staged is None else [staged])])
+        return min([self.deadline, self.timer.again_at, *([] if staged is None else [staged])])
 
     @property
     def complete(self) -> bool:

@@ -11,9 +11,9 @@ from hotset.handoff.liveness import Timing
 from hotset.handoff.messages import (
     Ask,
     Cancel,
-    Done,
-    Failed,
     Go,
+    HandoffDone,
+    HandoffFailed,
     Hello,
     Key,
     Lent,
@@ -33,7 +33,7 @@ from hotset.handoff.messages import (
     Written,
 )
 from hotset.handoff.sender import Sender
-from hotset.transfer.api import Measured, State, Ticket, Transfer
+from hotset.transfer.api import Measured, State, Transfer, WriteTicket
 
 LOGGER = logging.getLogger("hotset.handoff")
 
@@ -64,7 +64,7 @@ class _Connecting:
 class _Write:
     peer: str
     key: Key
-    ticket: Ticket
+    ticket: WriteTicket
 
 
 class PrefillSide:
@@ -113,7 +113,7 @@ class PrefillSide:
             case Ask() if peer not in self._peers:
                 self._say(peer, Refused("this worker does not know you, or no longer: say Hello first"))
             case Ask(key) if self._closing and key not in self._sender.open_keys(peer):
-                self._say(peer, Failed(key, quiesced=False, retry=False, reason=STOPPING))
+                self._say(peer, HandoffFailed(key, quiesced=False, retry=False, reason=STOPPING))
             case Ask() | Go() | Received() | Cancel() | Lent() | Unpacked():
                 self._sender.take(peer, message, now)
             case _:
@@ -284,9 +284,9 @@ class PrefillSide:
 
     def _note(self, peer: str, message: Message) -> None:
         match message:
-            case Done(key):
+            case HandoffDone(key):
                 self._count((peer, key), "done")
-            case Failed(key):
+            case HandoffFailed(key):
                 self._count((peer, key), "failed")
             case Stopped(key):
                 self._count((peer, key), "stopped")

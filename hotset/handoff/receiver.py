@@ -8,22 +8,21 @@ is kept until its sender has stopped.
 from collections.abc import Mapping
 from enum import Enum
 
-from hotset.handoff.course import Course, Timetable, Wait, earliest
 from hotset.handoff.messages import (
     Accepted,
     Ask,
-    Calm,
     Cancel,
-    Done,
-    Failed,
     Fetch,
     Go,
+    HandoffDone,
+    HandoffFailed,
     Hello,
     Key,
     Landed,
     Lost,
     Message,
     Progress,
+    Quiesced,
     Received,
     ReceiverFact,
     Send,
@@ -33,6 +32,7 @@ from hotset.handoff.messages import (
     Unpacked,
     Want,
 )
+from hotset.handoff.phase_timer import PhaseTable, PhaseTimer, Wait, earliest
 from hotset.handoff.staged_in import StagedIn
 
 
@@ -67,27 +67,27 @@ OPEN = frozenset({Phase.ASKING, Phase.LANDING, Phase.STOPPING})  # the engine ha
 
 
 class _Handoff:
-    __slots__ = ("ask", "course", "peer", "reason", "retry", "staged")
+    __slots__ = ("ask", "peer", "reason", "retry", "staged", "timer")
 
-    def __init__(self, fetch: Fetch, course: Course[Phase]) -> None:
-        self.peer, self.ask, self.course = fetch.peer, fetch.ask, course
+    def __init__(self, fetch: Fetch, timer: PhaseTimer[Phase]) -> None:
+        self.peer, self.ask, self.timer = fetch.peer, fetch.ask, timer
         self.reason, self.retry = "", False  # why it is being stopped
         self.staged = False  # its rows come by way of the ring
 
     @property
     def phase(self) -> Phase:
-        return self.course.phase
+        return self.timer.phase
 
 
 class Receiver:
     """Every handoff into this worker. One thread calls it; after each call `take_actions` says what to do.
 
     For each `Fetch` the engine is told `Landed` or `Lost`, exactly once, and after a `Lost` that was not quiesced
-    perhaps `Calm`. Until then the pages belong to the handoff.
+    perhaps `Quiesced`. Until then the pages belong to the handoff.
     """
 
     def __init__(self, waits: Mapping[Phase, Wait] = WAITS, staging: StagedIn | None = None) -> None:
-        self.table = Timetable(NEXT, waits)
+        self.table = PhaseTable(NEXT, waits)
         self.resent = 0  # messages that were said again
         self._staging = staging
         self._hellos: dict[str, Hello] = {}
@@ -109,7 +109,7 @@ class Receiver:
             return
         for other in others:
             self.give_up(other, now)
-        handoff = self._handoffs[key] = _Handoff(fetch, Course(self.table, Phase.ASKING, now))
+        handoff = self._handoffs[key] = _Handoff(fetch, PhaseTimer(self.table, Phase.ASKING, now))
         self._speak(handoff)
 
     def give_up(self, key: Key, now: float) -> None:
@@ -120,9 +120,9 @@ class Receiver:
 
     def take(self, peer: str, message: Message, now: float) -> None:
         """What `peer` has to say. What is not about handoffs, or does not fit where one stands, changes nothing."""
-        if not isinstance(message, Accepted | Progress | Done | Failed | Stopped | Want | Staged):
+        if not isinstance(message, Accepted | Progress | HandoffDone | HandoffFailed | Stopped | Want | Staged):
             return
-        if isinstance(message, Done | Failed):
+        if isinstance(message, HandoffDone | HandoffFailed):
             self._send(peer, Received(message.key))
         handoff = self._handoffs.get(message.key)
         if handoff is None or handoff.peer != peer:
@@ -134,9 +134,9 @@ class Receiver:
                 self._alive(handoff, message, now)
             case Want() | Staged():
                 self._take_staged(handoff, message, now)
-            case Done():
+            case HandoffDone():
                 self._done(handoff, message, now)
-            case Failed():
+            case HandoffFailed():
                 self._over(handoff, message.quiesced, message.retry, message.reason, now)
             case Stopped():
                 self._over(handoff, message.quiesced, False, "the prefill worker stopped it", now)
@@ -154,16 +154,16 @@ class Receiver:
     def tick(self, now: float) -> None:
         """Lets time pass: what is overdue is said again, or given up."""
         for handoff in list(self._handoffs.values()):
-            if now >= handoff.course.deadline:
+            if now >= handoff.timer.deadline:
                 self._expire(handoff, now)
-            elif handoff.course.due(now):
+            elif handoff.timer.due(now):
                 self.resent += 1
                 self._speak(handoff)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, if nothing happens before."""
-        courses = [handoff.course for handoff in self._handoffs.values()]
-        return earliest(min(course.deadline, course.again_at) for course in courses)
+        courses = [handoff.timer for handoff in self._handoffs.values()]
+        return earliest(min(timer.deadline, timer.again_at) for timer in courses)
 
     def take_actions(self) -> list[Send | Unpack | ReceiverFact]:
         """What is to be unpacked, sent and told, each to its end before the next. Each is given out once."""
@@ -191,7 +191,7 @@ class Receiver:
         assert len(wanted) == len(set(wanted)), "two attempts of one request are under way"
         for key, handoff in self._handoffs.items():
             assert handoff.ask.key == key and handoff.phase is not Phase.CLOSED, f"{key} should be forgotten"
-            assert handoff.course.deadline < float("inf"), f"{key} would wait for ever"
+            assert handoff.timer.deadline < float("inf"), f"{key} would wait for ever"
         if self._staging is not None:
             self._staging.audit({key for key, handoff in self._handoffs.items() if handoff.staged})
 
@@ -202,7 +202,7 @@ class Receiver:
             if self._staging is not None and hello is not None and message.piece_bytes:
                 handoff.staged = self._staging.begin(handoff.peer, hello, handoff.ask, message.piece_bytes)
         if handoff.phase is Phase.LANDING:
-            handoff.course.stay(now)
+            handoff.timer.stay(now)
             if isinstance(message, Accepted):
                 self._send(handoff.peer, Go(message.key, handoff.staged))
 
@@ -210,7 +210,7 @@ class Receiver:
         if handoff.phase is not Phase.LANDING or not handoff.staged:
             return
         assert self._staging is not None
-        handoff.course.stay(now)
+        handoff.timer.stay(now)
         if isinstance(message, Want):
             self._actions += self._staging.want(message)
             return
@@ -220,7 +220,7 @@ class Receiver:
         if self._staging.is_unpacked(message.key, message.piece):
             self._send(handoff.peer, Unpacked(message.key, message.piece))
 
-    def _done(self, handoff: _Handoff, done: Done, now: float) -> None:
+    def _done(self, handoff: _Handoff, done: HandoffDone, now: float) -> None:
         rows = self._rows(handoff)
         if handoff.phase is Phase.LANDING and rows < len(handoff.ask.token_ids):
             self._over(handoff, True, True, f"the prefill worker ended it after {rows} rows", now)
@@ -246,9 +246,9 @@ class Receiver:
                 self._move(handoff, Phase.CLOSED, now)
             case Phase.UNSURE if quiesced:
                 if self._staging is not None and handoff.staged:
-                    self._staging.calm(handoff.ask.key)
+                    self._staging.end_quarantine(handoff.ask.key)
                 else:
-                    self._actions.append(Calm(handoff.ask.key))
+                    self._actions.append(Quiesced(handoff.ask.key))
                 self._move(handoff, Phase.CLOSED, now)
 
     def _stop(self, handoff: _Handoff, retry: bool, reason: str, now: float) -> None:
@@ -281,7 +281,7 @@ class Receiver:
                 self._move(handoff, Phase.CLOSED, now)
 
     def _move(self, handoff: _Handoff, to: Phase, now: float) -> None:
-        handoff.course.move(to, now)
+        handoff.timer.move(to, now)
         if self._staging is not None and handoff.staged and to is Phase.STOPPING:
             self._staging.stop(handoff.ask.key)
         if to is Phase.CLOSED:

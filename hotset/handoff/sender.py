@@ -10,16 +10,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from hotset.handoff.course import Course, Timetable, Wait, earliest
 from hotset.handoff.layout import context_writes
 from hotset.handoff.messages import (
     Accepted,
     Ask,
     Cancel,
-    Done,
     Drop,
-    Failed,
     Go,
+    HandoffDone,
+    HandoffFailed,
     Hello,
     Key,
     Lent,
@@ -40,14 +39,15 @@ from hotset.handoff.messages import (
     Written,
 )
 from hotset.handoff.outgoing import MOST_LISTS, NEXT, WAITS, Chunk, Ending, Outgoing, Phase, refusal
+from hotset.handoff.phase_timer import PhaseTable, PhaseTimer, Wait, earliest
 from hotset.handoff.staged_out import PIECE_NEXT, PIECE_WAITS, Buffers, PiecePhase, StagedOut, offer
 from hotset.handoff.staging import FEW_WRITES
-from hotset.handoff.tombs import Name, Tombs
-from hotset.transfer.api import State, Ticket
+from hotset.handoff.tombstones import Name, Tombstones
+from hotset.transfer.api import State, WriteTicket
 
 WRITE_LIMIT = 40.0  # seconds that one list of writes may take; the transfer engine's own limit should be shorter
-TOMB_LIMIT = 900.0  # longer than a receiver stays unsure: it must not be answered by a second handoff of that key
-MOST_TOMBS = 20_000
+TOMBSTONE_LIMIT = 900.0  # longer than a receiver stays unsure: it must not be answered by a second handoff of that key
+MAX_TOMBSTONES = 20_000
 
 
 class Sender:
@@ -63,21 +63,21 @@ class Sender:
         waits: Mapping[Phase, Wait] = WAITS,
         *,
         write_limit: float = WRITE_LIMIT,
-        tomb_limit: float = TOMB_LIMIT,
-        most_tombs: int = MOST_TOMBS,
+        tombstone_limit: float = TOMBSTONE_LIMIT,
+        max_tombstones: int = MAX_TOMBSTONES,
         buffers: Sequence[Space] = (),
         few_writes: int = FEW_WRITES,
         piece_waits: Mapping[PiecePhase, Wait] = PIECE_WAITS,
     ) -> None:
         """`store` is the memory that the engine's pages are numbered in; `buffers`, all of one size, are for contexts
         that travel packed: those that would take more than `few_writes`, if these are small."""
-        self.table = Timetable(NEXT, waits)
-        self.pieces = Timetable(PIECE_NEXT, piece_waits)
+        self.table = PhaseTable(NEXT, waits)
+        self.pieces = PhaseTable(PIECE_NEXT, piece_waits)
         self.resent = 0  # messages that were said again
         self._store, self._write_limit = store, write_limit
         self._hellos: dict[str, Hello] = {}
         self._handoffs: dict[Name, Outgoing] = {}
-        self._tombs = Tombs(tomb_limit, most_tombs)
+        self._tombstones = Tombstones(tombstone_limit, max_tombstones)
         self._buffers, self._few_writes = Buffers(buffers), few_writes
         self._turns = itertools.count()
         self._actions: list[Send | Submit | SenderFact] = []
@@ -85,7 +85,7 @@ class Sender:
     def peer_known(self, peer: str, hello: Hello) -> None:
         """It introduced itself, and `check_peers` had nothing against it. After `peer_lost`, if it had before."""
         self._hellos[peer] = hello
-        self._tombs.forget_others(peer, hello)
+        self._tombstones.forget_others(peer, hello)
 
     def peer_lost(self, peer: str, reason: str, now: float) -> None:
         """It died, or came back as another incarnation. Writes under way are still waited for."""
@@ -125,7 +125,7 @@ class Sender:
             case NotComputed():
                 self._end(handoff, Ending.FAILED, command.retry, command.reason, now)
 
-    def submitted(self, peer: str, key: Key, ticket: Ticket) -> None:
+    def submitted(self, peer: str, key: Key, ticket: WriteTicket) -> None:
         """The answer to the oldest `Submit` of this handoff that has none yet."""
         self._buffers.submitted((peer, key), ticket.number)
         handoff = self._handoffs.get((peer, key))
@@ -134,7 +134,7 @@ class Sender:
             assert chunk is not None, f"{key}: ticket {ticket.number} for nothing that was asked"
             chunk.ticket = ticket.number
 
-    def ended(self, peer: str, key: Key, ticket: Ticket, state: State, now: float) -> None:
+    def ended(self, peer: str, key: Key, ticket: WriteTicket, state: State, now: float) -> None:
         """A ticket is not pending any more. One that was given up: nothing happens."""
         assert state is not State.PENDING, f"ticket {ticket.number} has not ended"
         freed = self._buffers.ended((peer, key), ticket.number)
@@ -160,11 +160,11 @@ class Sender:
 
     def tick(self, now: float) -> None:
         """Lets time pass: what is overdue is said again, or given up."""
-        self._tombs.lapse(now)
+        self._tombstones.lapse(now)
         for handoff in list(self._handoffs.values()):
             if now >= handoff.deadline:
                 self._expire(handoff, now)
-            elif handoff.course.due(now):
+            elif handoff.timer.due(now):
                 self.resent += handoff.phase is Phase.OFFERED or handoff.verdict is not None
                 self._speak(handoff)
             if handoff.staged is not None and handoff.phase is Phase.WRITING:
@@ -193,11 +193,11 @@ class Sender:
 
     def audit(self) -> None:
         """Proves that writes, buffers and pages are accounted for, and that every handoff has an end in sight."""
-        self._tombs.audit()
+        self._tombstones.audit()
         users = list(self._buffers.uses.values())
         for name, handoff in self._handoffs.items():
             assert handoff.name == name, f"{name} is filed wrongly"
-            assert self._tombs.get(name) is None, f"{name} is open and buried"
+            assert self._tombstones.get(name) is None, f"{name} is open and buried"
             handoff.audit()
             # More, if one of that name before, of another incarnation, was given up while it wrote.
             buffers = len(handoff.open) if handoff.staged is not None else 0
@@ -208,23 +208,23 @@ class Sender:
         mine = [each for each in self._handoffs.values() if each.peer == peer]
         attempts = [each for each in mine if each.ask.key.request_id == key.request_id]
         known = [each.ask.key.attempt for each in attempts]
-        known.append(self._tombs.newest_attempt(peer, key.request_id))
+        known.append(self._tombstones.newest_attempt(peer, key.request_id))
         if handoff := self._handoffs.get((peer, key)):
             if handoff.ending is not Ending.LOST:  # else: of an incarnation before; it asks again
                 self._speak(handoff)
-        elif tomb := self._tombs.get((peer, key)):
-            self._send(peer, Stopped(key, tomb.quiesced))
+        elif tombstone := self._tombstones.get((peer, key)):
+            self._send(peer, Stopped(key, tombstone.quiesced))
         elif max(known) > key.attempt:
             self._send(peer, Stopped(key, False))
         elif hello is None or (reason := refusal(ask, hello)):
             # Whoever keeps no record vouches for nothing: not quiesced, though nothing was begun now.
             why = "this worker does not know you: say Hello first" if hello is None else reason
-            self._send(peer, Failed(key, quiesced=False, retry=hello is None, reason=why))
+            self._send(peer, HandoffFailed(key, quiesced=False, retry=hello is None, reason=why))
         else:
             for each in attempts:
                 self._cancel(each, now)
             offered = offer(self._store, hello, ask, self._buffers.spaces, self._few_writes)
-            handoff = Outgoing(peer, ask, hello, Course(self.table, Phase.OFFERED, now), offered)
+            handoff = Outgoing(peer, ask, hello, PhaseTimer(self.table, Phase.OFFERED, now), offered)
             self._handoffs[handoff.name] = handoff
             self._speak(handoff)
             self._actions.append(Prefill(peer, key, ask.token_ids, ask.params, ask.stop_ids))
@@ -233,11 +233,11 @@ class Sender:
         if handoff := self._handoffs.get((peer, key)):
             self._cancel(handoff, now)
             return
-        if self._tombs.get((peer, key)) is None:
+        if self._tombstones.get((peer, key)) is None:
             # Its Ask may come yet, and must not begin anything.
-            self._tombs.add((peer, key), False, self._hellos.get(peer), now)
-        tomb = self._tombs.get((peer, key))
-        self._send(peer, Stopped(key, tomb is not None and tomb.quiesced))
+            self._tombstones.add((peer, key), False, self._hellos.get(peer), now)
+        tombstone = self._tombstones.get((peer, key))
+        self._send(peer, Stopped(key, tombstone is not None and tombstone.quiesced))
 
     def _cancel(self, handoff: Outgoing, now: float) -> None:
         handoff.verdict = None
@@ -262,7 +262,7 @@ class Sender:
             self._stage(now)
         elif isinstance(message, Unpacked) and staged.unpacked(message, now):
             handoff.landed = staged.landed
-            handoff.course.stay(now)
+            handoff.timer.stay(now)
             for want in staged.want(now):
                 self._send(handoff.peer, want)
             self._settle(handoff, now)
@@ -286,7 +286,7 @@ class Sender:
             staged.begin(piece, now)
             self._actions.append(Submit(handoff.peer, handoff.ask.key, planned, None, packed))
 
-    def _ended(self, peer: str, key: Key, ticket: Ticket, state: State, now: float) -> None:
+    def _ended(self, peer: str, key: Key, ticket: WriteTicket, state: State, now: float) -> None:
         handoff = self._handoffs.get((peer, key))
         chunk = next((each for each in handoff.open if each.ticket == ticket.number), None) if handoff else None
         if handoff is None or chunk is None:
@@ -299,11 +299,11 @@ class Sender:
             return
         if handoff.phase is Phase.WRITING and handoff.staged is not None:
             assert chunk.piece is not None
-            handoff.course.stay(now)
+            handoff.timer.stay(now)
             self._send(peer, handoff.staged.written(chunk.piece, now))
         elif handoff.phase is Phase.WRITING:
             handoff.landed = min([each.first for each in handoff.open], default=handoff.begun)
-            handoff.course.stay(now)
+            handoff.timer.stay(now)
             self._submit(handoff, now)
             self._speak(handoff)
         self._settle(handoff, now)
@@ -323,7 +323,7 @@ class Sender:
             written = replace(written, first=before.first)
         handoff.waiting = written
         if handoff.phase is Phase.WRITING:
-            handoff.course.stay(now)
+            handoff.timer.stay(now)
             self._submit(handoff, now)
 
     def _submit(self, handoff: Outgoing, now: float) -> None:
@@ -351,7 +351,7 @@ class Sender:
         elif handoff.phase is Phase.WRITING and handoff.complete:
             told = handoff.sampled
             assert told is not None
-            handoff.verdict = Done(told.key, told.token_id, told.alternatives)
+            handoff.verdict = HandoffDone(told.key, told.token_id, told.alternatives)
             self._drop(handoff)
             self._move(handoff, Phase.TELLING, now)
 
@@ -369,7 +369,7 @@ class Sender:
         self._drop(handoff)
         key, stuck = handoff.ask.key, bool(handoff.open)
         if handoff.ending is Ending.FAILED and (handoff.phase is not Phase.STUCK or handoff.verdict):
-            handoff.verdict = Failed(key, handoff.quiesced, handoff.retry, handoff.reason)
+            handoff.verdict = HandoffFailed(key, handoff.quiesced, handoff.retry, handoff.reason)
             self._move(handoff, Phase.STUCK if stuck else Phase.TELLING, now)
             return
         if handoff.ending is not Ending.LOST:
@@ -385,7 +385,7 @@ class Sender:
         match handoff.phase:
             case Phase.OFFERED:
                 self._end(handoff, Ending.FAILED, True, f"no Go came within {limit:g} s", now)
-            case Phase.WRITING if now >= handoff.course.deadline:
+            case Phase.WRITING if now >= handoff.timer.deadline:
                 self._end(handoff, Ending.FAILED, True, f"the engine has told nothing for {limit:g} s", now)
             case Phase.WRITING:
                 why = handoff.staged.overdue(now) if handoff.staged is not None else ""
@@ -397,10 +397,10 @@ class Sender:
                 self._move(handoff, Phase.CLOSED, now)
 
     def _move(self, handoff: Outgoing, to: Phase, now: float) -> None:
-        handoff.course.move(to, now)
+        handoff.timer.move(to, now)
         if to is Phase.CLOSED:
             del self._handoffs[handoff.name]
-            self._tombs.add(handoff.name, handoff.quiesced, handoff.hello, now)
+            self._tombstones.add(handoff.name, handoff.quiesced, handoff.hello, now)
         elif to is not Phase.WRITING:
             self._speak(handoff)
 

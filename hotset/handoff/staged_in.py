@@ -104,7 +104,7 @@ class StagedIn:
                 del context.pieces[piece]
 
     def doubt(self, key: Key) -> bool:
-        """Nobody knows whether its sender has stopped: its room is for nobody, until `calm`. Whether it has any."""
+        """Quarantines the context's leases until `end_quarantine`. Returns whether it has any."""
         self.stop(key)
         context = self._contexts[key]
         for piece in context.pieces:
@@ -115,10 +115,10 @@ class StagedIn:
         context.pieces.clear()
         return bool(context.doubtful)
 
-    def calm(self, key: Key) -> None:
+    def end_quarantine(self, key: Key) -> None:
         """Its sender has stopped."""
         for number in self._contexts[key].doubtful:
-            self.ring.calm(number)
+            self.ring.end_quarantine(number)
 
     def end(self, key: Key) -> None:
         """Nothing more comes of it. Room that is in doubt stays so for good."""

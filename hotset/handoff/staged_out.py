@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from hotset.handoff.course import Course, Timetable, Wait, earliest
 from hotset.handoff.messages import Ask, Hello, Key, Lent, Packed, Space, Staged, Store, Unpacked, Want, Written
+from hotset.handoff.phase_timer import PhaseTable, PhaseTimer, Wait, earliest
 from hotset.handoff.staging import can_unpack, is_worth_it, packed_row_bytes, piece_rows
-from hotset.handoff.tombs import Name
+from hotset.handoff.tombstones import Name
 from hotset.transfer.api import Event
 
 WINDOW = 4  # pieces of one context on their way at a time: as many as fit into a ring
@@ -72,7 +72,7 @@ class Piece:
     number: int
     first: int
     last: int
-    course: Course[PiecePhase]
+    timer: PhaseTimer[PiecePhase]
     lent: Lent | None = None
     turn: int = 0  # among all pieces that were lent room: the order in which they are packed
 
@@ -80,7 +80,7 @@ class Piece:
 class StagedOut:
     """One context's pieces. Only the sender changes it."""
 
-    def __init__(self, key: Key, total: int, offered: Offer, table: Timetable[PiecePhase]) -> None:
+    def __init__(self, key: Key, total: int, offered: Offer, table: PhaseTable[PiecePhase]) -> None:
         self._key, self._total, self.offered, self._table = key, total, offered, table
         self.pages: tuple[int, ...] = ()  # of the source
         self._told = 0  # rows [0, told) are computed, or about to be
@@ -101,15 +101,15 @@ class StagedOut:
     @property
     def looks(self) -> bool:
         """Room was lent for rows whose forward pass has to be looked at."""
-        return bool(self._events) and any(each.course.phase is PiecePhase.LENT for each in self._pieces.values())
+        return bool(self._events) and any(each.timer.phase is PiecePhase.LENT for each in self._pieces.values())
 
     @property
     def deadline(self) -> float:
-        return min((piece.course.deadline for piece in self._pieces.values()), default=float("inf"))
+        return min((piece.timer.deadline for piece in self._pieces.values()), default=float("inf"))
 
     def next_time(self) -> float | None:
         """When something is overdue, or to be said again."""
-        return earliest(min(piece.course.deadline, piece.course.again_at) for piece in self._pieces.values())
+        return earliest(min(piece.timer.deadline, piece.timer.again_at) for piece in self._pieces.values())
 
     def told(self, written: Written, now: float) -> list[Want]:
         """Rows were told by the engine, those before them too. Returns what there is to say."""
@@ -124,7 +124,7 @@ class StagedOut:
             first, last = self._asked, min(self._asked + self.offered.rows, self._total)
             if last > self._told:
                 break
-            piece = Piece(self._begun, first, last, Course(self._table, PiecePhase.WANTED, now))
+            piece = Piece(self._begun, first, last, PhaseTimer(self._table, PiecePhase.WANTED, now))
             self._pieces[piece.number] = piece
             self._begun += 1
             wants.append(Want(self._key, piece.number, first, last))
@@ -133,10 +133,10 @@ class StagedOut:
     def lend(self, lent: Lent, turn: int, now: float) -> None:
         """The receiver has room for a piece. One that does not wait for it: nothing happens."""
         piece, end = self._pieces.get(lent.piece), self.offered.ring.nbytes
-        if piece is None or piece.course.phase is not PiecePhase.WANTED or lent.offset + self.nbytes(piece) > end:
+        if piece is None or piece.timer.phase is not PiecePhase.WANTED or lent.offset + self.nbytes(piece) > end:
             return
         piece.lent, piece.turn = lent, turn
-        piece.course.move(PiecePhase.LENT, now)
+        piece.timer.move(PiecePhase.LENT, now)
 
     def look(self) -> None:
         """Looks which forward passes have happened."""
@@ -146,25 +146,25 @@ class StagedOut:
     def ready(self) -> Iterator[Piece]:
         """Pieces that could be packed now."""
         for piece in self._pieces.values():
-            if piece.course.phase is PiecePhase.LENT and piece.last <= self._computed:
+            if piece.timer.phase is PiecePhase.LENT and piece.last <= self._computed:
                 yield piece
 
     def begin(self, piece: Piece, now: float) -> None:
         """It is packed, and written."""
-        piece.course.move(PiecePhase.WRITING, now)
+        piece.timer.move(PiecePhase.WRITING, now)
 
     def written(self, number: int, now: float) -> Staged:
         """It is in the ring. Returns what there is to say."""
         piece = self._pieces[number]
-        piece.course.move(PiecePhase.STAGED, now)
+        piece.timer.move(PiecePhase.STAGED, now)
         return self._staged(piece)
 
     def unpacked(self, message: Unpacked, now: float) -> bool:
         """False: it was known, or cannot be."""
         piece = self._pieces.get(message.piece)
-        if piece is None or piece.course.phase is not PiecePhase.STAGED:
+        if piece is None or piece.timer.phase is not PiecePhase.STAGED:
             return False
-        piece.course.move(PiecePhase.UNPACKED, now)
+        piece.timer.move(PiecePhase.UNPACKED, now)
         del self._pieces[message.piece]
         return True
 
@@ -178,18 +178,18 @@ class StagedOut:
         """What has to be said again."""
         said: list[Want | Staged] = []
         for piece in self._pieces.values():
-            if piece.course.due(now):
-                wanted = piece.course.phase is PiecePhase.WANTED
+            if piece.timer.due(now):
+                wanted = piece.timer.phase is PiecePhase.WANTED
                 said.append(Want(self._key, piece.number, piece.first, piece.last) if wanted else self._staged(piece))
         return said
 
     def overdue(self, now: float) -> str:
         """What has taken too long; empty if nothing has."""
         for piece in self._pieces.values():
-            if now >= piece.course.deadline:
-                limit = self._table.waits[piece.course.phase].limit
+            if now >= piece.timer.deadline:
+                limit = self._table.waits[piece.timer.phase].limit
                 rows = f"rows {piece.first} to {piece.last}"
-                return f"{rows} were '{piece.course.phase.value}' of the receiver's ring for {limit:g} s"
+                return f"{rows} were '{piece.timer.phase.value}' of the receiver's ring for {limit:g} s"
         return ""
 
     def audit(self) -> None:
@@ -197,11 +197,11 @@ class StagedOut:
         assert self.landed <= self._asked <= self._told, f"{self._key}: room asked for what is not computed"
         assert self._computed <= self._told and bool(self._events) == (self._computed < self._told), self._key
         for piece in self._pieces.values():
-            assert (piece.lent is None) == (piece.course.phase is PiecePhase.WANTED), f"{self._key}: {piece}"
+            assert (piece.lent is None) == (piece.timer.phase is PiecePhase.WANTED), f"{self._key}: {piece}"
 
     def in_flight(self) -> set[int]:
         """Pieces that are being written."""
-        return {number for number, each in self._pieces.items() if each.course.phase is PiecePhase.WRITING}
+        return {number for number, each in self._pieces.items() if each.timer.phase is PiecePhase.WRITING}
 
     @property
     def _asked(self) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hotset.kernels.passage import sent
+from hotset.kernels.device_copies import to_device
 
 
 class Span(NamedTuple):
@@ -57,4 +57,4 @@ def make_segments(starts: Sequence[int], counts: Sequence[int], device: torch.de
         offset_in_batch = torch.cumsum(each, 0) - each
         positions = torch.arange(segment_of.shape[0]) - offset_in_batch[segment_of] + first[segment_of]
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-    return Segments(counts, lengths, sent(positions, device), sent(segment_of, device))
+    return Segments(counts, lengths, to_device(positions, device), to_device(segment_of, device))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hotset.kernels.passage import uploaded
+from hotset.kernels.device_copies import list_to_device
 from hotset.kernels.segments import Segments, make_segments
 
 
@@ -26,7 +26,7 @@ class Batch:
 def make_batch(seats: Sequence[int], starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Batch:
     """Rows [starts[i], starts[i] + counts[i]) of `seats[i]`."""
     segments = make_segments(starts, counts, device)
-    on_device = uploaded(seats, torch.int64, device)
+    on_device = list_to_device(seats, torch.int64, device)
     return Batch(seats, segments, on_device if segments.decoding else on_device[segments.segment_of])
 
 

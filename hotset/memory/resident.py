@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hotset.kernels.look_up import look_up
+from hotset.kernels.page_table_lookup import page_table_lookup
 from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
 from hotset.memory.batch import Batch
@@ -64,4 +64,4 @@ class ResidentView:
 
     def _find(self, positions: Tensor) -> Tensor:
         """Device rows, within a layer, of `positions` [query rows, n] of each query row's own context."""
-        return look_up(positions, self._batch.seat_of, self._tables.rows, self._pool.geometry.page_rows)
+        return page_table_lookup(positions, self._batch.seat_of, self._tables.rows, self._pool.geometry.page_rows)

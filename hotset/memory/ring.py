@@ -51,7 +51,7 @@ class Ring:
 
     @property
     def quarantined(self) -> int:
-        """Bytes of `held` that only `calm` gives back."""
+        """Bytes of `held` that only `end_quarantine` gives back."""
         return sum(self._end(lease) - lease.first for lease in self._in_quarantine())
 
     @property
@@ -106,7 +106,7 @@ class Ring:
         return True
 
     def quarantine(self, number: int) -> None:
-        """Ends a lease under a writer of whom it is not known that it has stopped: nobody gets the bytes until `calm`.
+        """Ends a lease whose writer may still write. Its bytes stay unused until `end_quarantine`.
 
         The owner may ask anew.
         """
@@ -114,7 +114,7 @@ class Ring:
             del self._number_of[self._leases[number].owner]
             self._quarantined.add(number)
 
-    def calm(self, number: int) -> None:
+    def end_quarantine(self, number: int) -> None:
         """The writer of a lease in quarantine is known to have stopped: its bytes are free."""
         if number in self._quarantined:
             self._quarantined.remove(number)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.passage import uploaded
+from hotset.kernels.device_copies import list_to_device
 from hotset.kernels.rows import Run
 from hotset.memory.geometry import TAIL_PAGES, Geometry
 from hotset.memory.pages import extend_runs
@@ -63,7 +63,7 @@ class PageTables:
         if len(pages) == 1:  # what a decoding request grows by, many times a step: a number is written sooner
             table[seat, first].fill_(pages[0])
         else:
-            table[seat, first : first + len(pages)] = uploaded(pages, torch.int64, self.device)
+            table[seat, first : first + len(pages)] = list_to_device(pages, torch.int64, self.device)
 
     def extend_rows(self, seat: int, first: int, pages: Sequence[int]) -> None:
         """`pages` become the seat's row pages number `first` and following."""

@@ -29,13 +29,13 @@ class NewRows:
     """Where a step's rows of one layer go."""
 
     rows: Tensor  # [device rows, stored width]
-    places: Tensor  # [query rows] int64, distinct indices into `rows`; EMPTY: a padded query row's, dropped
+    row_ids: Tensor  # [query rows] int64, distinct indices into `rows`; EMPTY: a padded query row's, dropped
     layout: RowLayout  # how `rows` are stored
 
     def store(self, values: Tensor) -> None:
         """Writes `values` [query rows, width]."""
-        there = self.places != EMPTY
-        self.rows.index_copy_(0, self.places[there], self.layout.encode(values)[there])
+        there = self.row_ids != EMPTY
+        self.rows.index_copy_(0, self.row_ids[there], self.layout.encode(values)[there])
 
 
 class View(Protocol):

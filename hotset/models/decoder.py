@@ -9,10 +9,10 @@ from hotset.kernels.rope import Rotation
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.checkpoint.source import Elsewhere, WeightSource
+from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.dsa import DsaAttention, dsa_kv_shape
 from hotset.models.gqa import GqaAttention, gqa_kv_shape
 from hotset.models.layers import Embedding, Head, Loader, Mlp, Moe, RmsNorm, feed_forward
-from hotset.models.ranks import ALONE, Ranks
 from hotset.models.rope import Rope
 from hotset.models.spec import AS_COMPUTED, GqaSpec, ModelSpec, Storage
 from hotset.models.split import WHOLE, Split, check_split
@@ -57,7 +57,7 @@ class Decoder:
         weights: WeightSource,
         storage: Storage = AS_COMPUTED,
         split: Split = WHOLE,
-        ranks: Ranks = ALONE,
+        ranks: Collectives = SINGLE_RANK,
     ) -> None:
         """Takes every weight of its part of the model, in the source's dtype and on its device.
 
@@ -115,7 +115,7 @@ class Decoder:
         assert self._head is not None, "the head is at the last stage"
         return self._head(x if wanted is None else x[wanted])
 
-    def attend_none(self) -> None:
+    def idle_moe_step(self) -> None:
         """Data parallel: takes part in a step in which this rank has no rows of its own, for the others' sake."""
         assert self._split.by == "requests", "ranks that divide heads compute every row"
         seats = self._seats(0, None)
@@ -132,7 +132,7 @@ class Decoder:
         if self._split.by == "heads" or not any(isinstance(layer.mlp, Moe) for layer in self._layers):
             return padded
         own = torch.zeros(rows, dtype=torch.int64, device=self.device) if padded is None else padded
-        return self._ranks.stack(own[:, None])[:, 0]
+        return self._ranks.all_gather_tokens(own[:, None])[:, 0]
 
 
 def _make_layer(loader: Loader, layer: int, number: int, spec: ModelSpec) -> _Layer:

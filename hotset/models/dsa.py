@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from hotset.kernels.head_product import head_product
+from hotset.kernels.fp32_linear import fp32_linear
 from hotset.kernels.index_topk import index_topk
 from hotset.kernels.key_append import key_append
 from hotset.kernels.linear import Linear
 from hotset.kernels.mla_append import mla_append
+from hotset.kernels.per_head_matmul import per_head_matmul
 from hotset.kernels.rope import Rotation, rotate
 from hotset.kernels.rope_query import rope_query
 from hotset.kernels.rows import index_key_row, mla_row
 from hotset.kernels.sparse_attention import sparse_attention
-from hotset.kernels.wide_linear import wide_linear
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.checkpoint.source import WeightSource
@@ -50,7 +50,7 @@ class Indexer:
         norm = (self._norm_weight, self._norm_bias, INDEX_NORM_EPS)
         key_append(self._key(x), *norm, rotation, spec.interleaved_rope, keys, segments.positions)
         q = rotate(self._query(q_latent).view(-1, spec.heads, spec.head_dim), rotation, spec.interleaved_rope)
-        head_weights = wide_linear(x, self._head_weights, spec.heads**-0.5)
+        head_weights = fp32_linear(x, self._head_weights, spec.heads**-0.5)
         return index_topk(q, head_weights, keys, segments, spec.topk, spec.head_dim**-0.5)
 
 
@@ -105,7 +105,7 @@ class DsaAttention:
         q = self._q_up(q_latent).view(-1, self._heads, spec.nope_dim + spec.rope_dim)
         new = view.new_rows(self._number)
         mla_append(
-            self._kv_down(x), self._kv_norm.weight, self._kv_norm.eps, rotation, new.layout, new.rows, new.places
+            self._kv_down(x), self._kv_norm.weight, self._kv_norm.eps, rotation, new.layout, new.rows, new.row_ids
         )
 
         positions = previous if self._indexer is None else self._indexer(x, q_latent, rotation, view)
@@ -115,7 +115,7 @@ class DsaAttention:
         attended = sparse_attention(
             q_all, selected.rows, selected.chosen, selected.layout, spec.kv_lora_rank, self._scale
         )
-        values = head_product(attended, self._value_up)  # [rows, heads, v]
+        values = per_head_matmul(attended, self._value_up)  # [rows, heads, v]
         return self._out(values.reshape(x.shape[0], -1)), positions
 
 

@@ -9,7 +9,7 @@ from hotset.kernels.rope import Rotation
 from hotset.kernels.rows import gqa_row
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
-from hotset.models.layers import Loader, Stretch, SummedLinear, fused, part
+from hotset.models.layers import FusedSlice, Loader, SummedLinear, fused, part
 from hotset.models.spec import GqaSpec, ModelSpec
 from hotset.models.split import Split
 
@@ -27,9 +27,9 @@ class GqaAttention:
         self._qkv = fused(
             weights,
             [
-                Stretch(f"{prefix}.q_proj", spec.heads * head_dim, part(0, heads, head_dim)),
-                Stretch(f"{prefix}.k_proj", spec.kv_heads * head_dim, part(0, kv_heads, head_dim)),
-                Stretch(f"{prefix}.v_proj", spec.kv_heads * head_dim, part(0, kv_heads, head_dim)),
+                FusedSlice(f"{prefix}.q_proj", spec.heads * head_dim, part(0, heads, head_dim)),
+                FusedSlice(f"{prefix}.k_proj", spec.kv_heads * head_dim, part(0, kv_heads, head_dim)),
+                FusedSlice(f"{prefix}.v_proj", spec.kv_heads * head_dim, part(0, kv_heads, head_dim)),
             ],
             model.hidden,
             spec.qkv_bias,
@@ -49,7 +49,7 @@ class GqaAttention:
         """[rows, hidden] from [rows, hidden]. Nothing is selected, so nothing is passed on to the next layer."""
         qkv = self._qkv(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._head_dim)
         new = view.new_rows(self._number)
-        q = gqa_append(qkv, self._kv_heads, self._head_norms, rotation, new.layout, new.rows, new.places)
+        q = gqa_append(qkv, self._kv_heads, self._head_norms, rotation, new.layout, new.rows, new.row_ids)
         scale = self._head_dim**-0.5
         attended = paged_attention(q, view.context(self._number), view.segments, self._kv_heads, scale)
         return self._out(attended.flatten(1)), None

@@ -13,8 +13,8 @@ from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.route import RoutingRule, route
 from hotset.kernels.rows import accumulation_dtype
 from hotset.kernels.swiglu import swiglu
-from hotset.models.checkpoint.source import Elsewhere, Part, WeightSource
-from hotset.models.ranks import ALONE, Ranks
+from hotset.models.checkpoint.source import Elsewhere, TensorSlice, WeightSource
+from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.spec import ModelSpec, MoeSpec
 from hotset.models.split import Split
 
@@ -25,12 +25,12 @@ class Loader:
 
     weights: WeightSource
     split: Split
-    ranks: Ranks
+    ranks: Collectives
 
     @property
-    def dividing_heads(self) -> Ranks:
+    def dividing_heads(self) -> Collectives:
         """Those that share heads, widths and vocabulary: nobody, where ranks divide requests."""
-        return self.ranks if self.split.by == "heads" else ALONE
+        return self.ranks if self.split.by == "heads" else SINGLE_RANK
 
 
 class RmsNorm:
@@ -48,25 +48,25 @@ class RmsNorm:
         return add_rms_norm(x, delta, self.weight, self.eps)
 
 
-def part(dim: int, run: range, width: int = 1) -> Part:
+def part(dim: int, run: range, width: int = 1) -> TensorSlice:
     """Of a tensor that has `width` entries along `dim` for each head or column: those of a run of them."""
-    return Part(dim, run.start * width, run.stop * width)
+    return TensorSlice(dim, run.start * width, run.stop * width)
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class FusedSlice:
     """Rows of one weight, which a fused one takes in."""
 
     name: str  # without .weight or .bias
     rows: int  # of the whole weight
-    part: Part
+    part: TensorSlice
 
     @property
     def taken(self) -> int:
         return self.part.last - self.part.first
 
 
-def fused(weights: WeightSource, stretches: list[Stretch], columns: int, bias: bool, like: Tensor) -> Linear:
+def fused(weights: WeightSource, stretches: list[FusedSlice], columns: int, bias: bool, like: Tensor) -> Linear:
     """Rows of several weights [rows, columns], one above the other: one product instead of several."""
     counts = [stretch.taken for stretch in stretches]
     weight = torch.empty(sum(counts), columns, dtype=like.dtype, device=like.device)
@@ -83,14 +83,14 @@ class SummedLinear:
     The bias comes after the sum: every rank adds it to the same result, once.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, ranks: Ranks) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, ranks: Collectives) -> None:
         alone = ranks.size == 1
         self._share = Linear(weight, bias if alone else None)
         self._bias = None if alone else bias
         self._ranks = ranks
 
     def __call__(self, x: Tensor) -> Tensor:  # [rows, in: this rank's] -> [rows, out]
-        out = self._ranks.sum(self._share(x))
+        out = self._ranks.all_reduce(self._share(x))
         return out if self._bias is None else out + self._bias
 
 
@@ -104,7 +104,7 @@ class Mlp:
 
     def __init__(self, loader: Loader, prefix: str, hidden: int, width: int, bias: bool, like: Tensor) -> None:
         weights, here = loader.weights, loader.split.share(width)
-        gate_up = [Stretch(f"{prefix}.{name}", width, part(0, here)) for name in ("gate_proj", "up_proj")]
+        gate_up = [FusedSlice(f"{prefix}.{name}", width, part(0, here)) for name in ("gate_proj", "up_proj")]
         self._gate_up = fused(weights, gate_up, hidden, bias, like)
         down = weights.take(f"{prefix}.down_proj.weight", (hidden, width), part=part(1, here))
         down_bias = weights.take(f"{prefix}.down_proj.bias", (hidden,)) if bias else None
@@ -139,7 +139,9 @@ class Moe:
         self._number_here = None if len(here) == spec.experts else _numbers_here(here, spec.experts, like.device)
         self._shared: Mlp | None = None
         if spec.shared:
-            unsummed = replace(loader, ranks=ALONE)  # its share is added to that of the routed experts before the sum
+            unsummed = replace(
+                loader, ranks=SINGLE_RANK
+            )  # its share is added to that of the routed experts before the sum
             width = spec.width * spec.shared
             self._shared = Mlp(unsummed, f"{prefix}.shared_experts", hidden, width, False, like)
 
@@ -148,11 +150,11 @@ class Moe:
             out = self.routed(x, seats)
             return out if self._shared is None else out + self._shared(x)
         out = self._own_experts(x, seats)
-        return self._ranks.sum(out if self._shared is None else out + self._shared(x))
+        return self._ranks.all_reduce(out if self._shared is None else out + self._shared(x))
 
     def routed(self, x: Tensor, seats: Tensor | None) -> Tensor:  # [own rows, hidden], perhaps of no row
         """Data parallel: what own rows get from all ranks' experts. Every rank serves every rank's rows."""
-        return self._ranks.own_sum(self._own_experts(self._ranks.stack(x), seats))
+        return self._ranks.reduce_scatter(self._own_experts(self._ranks.all_gather_tokens(x), seats))
 
     def _own_experts(self, x: Tensor, seats: Tensor | None) -> Tensor:
         routes = route(x, self._router, self._correction, self._rule, seats)
@@ -200,7 +202,7 @@ class Embedding:
         here = token_ids - self._first
         others = (here < 0) | (here >= self.weight.shape[0])
         found = F.embedding(here.masked_fill(others, 0), self.weight)
-        return self._ranks.sum(found.masked_fill(others[:, None], 0.0))
+        return self._ranks.all_reduce(found.masked_fill(others[:, None], 0.0))
 
 
 class Head:
@@ -215,7 +217,7 @@ class Head:
         self._vocab = spec.vocab
 
     def __call__(self, x: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab], accumulation dtype
-        logits = self._ranks.join(self._product(self._norm(x)))
+        logits = self._ranks.all_gather_columns(self._product(self._norm(x)))
         return logits[:, : self._vocab].to(accumulation_dtype(x.dtype))
 
 

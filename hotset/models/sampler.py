@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
-from hotset.kernels.passage import uploaded
+from hotset.kernels.device_copies import list_to_device
 from hotset.models.sampling.counts import Penalties, TokenCounts
 from hotset.models.sampling.draw import LISTED, WEIGHT_ONE, DrawRules, draw, draw_key, uniforms
 from hotset.models.sampling.logprobs import LogprobRows, logprob_rows
@@ -105,8 +105,8 @@ class Sampler:
         least_weight = math.ceil(params.min_p * WEIGHT_ONE)
         whole = [draw_key(params.seed), top_k, least_weight, prompt_length + params.min_tokens]
         penalties = [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
-        self._whole[seat] = uploaded(whole, torch.int64, self._device)
-        self._real[seat] = uploaded([temperature, params.top_p, *penalties], torch.float64, self._device)
+        self._whole[seat] = list_to_device(whole, torch.int64, self._device)
+        self._real[seat] = list_to_device([temperature, params.top_p, *penalties], torch.float64, self._device)
         answered = len(token_ids) - prompt_length
         barred = sorted(token for token in stop_ids if token < self._vocab) if answered < params.min_tokens else ()
         count_row = None
@@ -185,7 +185,7 @@ class Sampler:
             greedy=all(seat.params.greedy for seat in taken),
             narrow=all(seat.top_k <= LISTED for seat in taken),
             biased=self._cells([(row, token) for row, token, _ in biases]),
-            biases=uploaded([bias for _, _, bias in biases], torch.float64, self._device),
+            biases=list_to_device([bias for _, _, bias in biases], torch.float64, self._device),
             barred=self._cells(barred),
             penalised=self._indices([row for row, _ in counted]) if counted else None,
             count_rows=self._indices([count_row for _, count_row in counted]),
@@ -199,4 +199,4 @@ class Sampler:
         return _Cells(self._indices([row for row, _ in cells]), self._indices([token for _, token in cells]))
 
     def _indices(self, numbers: Sequence[int]) -> Tensor:
-        return uploaded(numbers, torch.int64, self._device)
+        return list_to_device(numbers, torch.int64, self._device)

@@ -13,7 +13,14 @@ from hotset.schedule.counters import Counters
 from hotset.schedule.landings import Landings
 from hotset.schedule.plan import Admission
 from hotset.schedule.request import Phase, Request
-from hotset.schedule.room import demotions_for, landings, places, promotable, room_to_grow, who_gives_way
+from hotset.schedule.room import (
+    admissible_landings,
+    admissible_residences,
+    demotions_for,
+    headroom,
+    pick_victim,
+    promotable,
+)
 from hotset.tiers.commands import Command
 from hotset.tiers.ledger import Ledger, Need
 from hotset.tiers.residence import Residence
@@ -49,13 +56,13 @@ class Occupancy:
             return self._reserve(request)
         if not self.free_seats:
             return False
-        spare = room_to_grow(self.running)
-        for place in places(self._ledger, request, self._mode):
+        spare = headroom(self.running)
+        for place in admissible_residences(self._ledger, request, self._mode):
             if place is Residence.STREAMED and self.in_residence(Residence.STREAMED):
                 continue  # one workspace at a time
             need = self._ledger.need(request.holding, place, len(request.tokens))
             if self._ledger.fits(need, spare) or self._demote_for(need, spare):
-                self._come_in(request, place)
+                self._seat_request(request, place)
                 return True
         self._last_pressure = self.plans
         return False
@@ -75,13 +82,13 @@ class Occupancy:
             self._last_pressure = self.plans
             if self.yielding:
                 return False  # room is on its way
-            chosen = who_gives_way(self._ledger, request, self.running, self.waiting)
-            if not self.give_way(chosen.request, chosen.to) or not request.running:
+            chosen = pick_victim(self._ledger, request, self.running, self.waiting)
+            if not self.preempt(chosen.request, chosen.to) or not request.running:
                 return False
         self.commands += commands
         return True
 
-    def give_way(self, request: Request, to: Residence) -> bool:
+    def preempt(self, request: Request, to: Residence) -> bool:
         """Changes a request's residence at once, if no plan in flight uses it, or else as soon as they have drained."""
         if request.in_flight > 0:
             self.yielding[request] = to
@@ -103,7 +110,7 @@ class Occupancy:
         if self.plans - self._last_pressure < self._calm_plans:
             return
         if (request := promotable(self._ledger, self.running)) is not None:
-            self.give_way(request, Residence.RESIDENT)
+            self.preempt(request, Residence.RESIDENT)
 
     def recompute(self, request: Request) -> None:
         """Gives up everything: the one way of making room that costs computing again."""
@@ -127,8 +134,8 @@ class Occupancy:
 
     def _reserve(self, request: Request) -> bool:
         """Pages for a prompt to land in, if it could come in as well when it has; False if there is no room yet."""
-        ledger, spare, rows = self._ledger, room_to_grow(self.running), len(request.tokens)
-        for on_device, residence in landings(ledger, request, self._mode):
+        ledger, spare, rows = self._ledger, headroom(self.running), len(request.tokens)
+        for on_device, residence in admissible_landings(ledger, request, self._mode):
             need = ledger.need(request.holding, residence, min(rows + 1, request.max_length - 1))
             if not (ledger.fits(need, spare) or self._demote_for(need, spare)):
                 continue
@@ -139,7 +146,7 @@ class Occupancy:
         self._last_pressure = self.plans
         return False
 
-    def _come_in(self, request: Request, place: Residence) -> None:
+    def _seat_request(self, request: Request, place: Residence) -> None:
         ledger, seat = self._ledger, self.free_seats.pop()
         parked = request.holding.residence is Residence.PARKED
         rows = len(request.tokens)
@@ -168,7 +175,7 @@ class Occupancy:
             return False
         self._last_pressure = self.plans
         for request in demoted:
-            self.give_way(request, Residence.TIERED)
+            self.preempt(request, Residence.TIERED)
         return self._ledger.fits(need, spare)
 
     def _change(self, request: Request, to: Residence) -> None:

@@ -17,14 +17,14 @@ MOST_PARKS = 3  # of one request, while others could be parked instead
 
 
 @dataclass(frozen=True, slots=True)
-class GivingWay:
+class Preemption:
     """`request` is to change to residence `to`."""
 
     request: Request
     to: Residence
 
 
-def places(ledger: Ledger, request: Request, mode: TiersMode) -> tuple[Residence, ...]:
+def admissible_residences(ledger: Ledger, request: Request, mode: TiersMode) -> tuple[Residence, ...]:
     """Where a waiting or parked request may come in, the best first."""
     if not ledger.tiers or request.tiers == "resident" or request.holding.pages[Kind.ROWS]:
         return (Residence.RESIDENT,)
@@ -34,7 +34,7 @@ def places(ledger: Ledger, request: Request, mode: TiersMode) -> tuple[Residence
     return (Residence.RESIDENT, below)
 
 
-def landings(ledger: Ledger, request: Request, mode: TiersMode) -> list[tuple[bool, Residence]]:
+def admissible_landings(ledger: Ledger, request: Request, mode: TiersMode) -> list[tuple[bool, Residence]]:
     """Where a prompt that is computed elsewhere may land, the best first: (on the device, residence afterwards)."""
     tiered = ledger.tiers and request.tiers != "resident"
     wished = request.tiers == "resident" or request.landing == "device"  # even where all others are tiered
@@ -47,7 +47,7 @@ def landings(ledger: Ledger, request: Request, mode: TiersMode) -> list[tuple[bo
     return found
 
 
-def who_gives_way(ledger: Ledger, needy: Request, running: Sequence[Request], waiting: Iterable[Request]) -> GivingWay:
+def pick_victim(ledger: Ledger, needy: Request, running: Sequence[Request], waiting: Iterable[Request]) -> Preemption:
     """Who makes room for the next row of `needy`, which lacks a page; it may be `needy` itself.
 
     Short of device pages: the request whose demotion frees the most, or else the youngest, which parks. Short of host
@@ -56,12 +56,12 @@ def who_gives_way(ledger: Ledger, needy: Request, running: Sequence[Request], wa
     need = ledger.need(needy.holding, needy.holding.residence, needy.planned + 1)
     short_of_device = need.device > ledger.device.free
     if short_of_device and (gains := _gains(ledger, running)):
-        return GivingWay(max(gains, key=gains.__getitem__), Residence.TIERED)
+        return Preemption(max(gains, key=gains.__getitem__), Residence.TIERED)
     if short_of_device and ledger.host is not None:
         seldom_parked = [request for request in running if request.parks < MOST_PARKS]
-        return GivingWay((seldom_parked or running)[-1], Residence.PARKED)
+        return Preemption((seldom_parked or running)[-1], Residence.PARKED)
     holders = [*running, *(request for request in waiting if request.phase is Phase.PARKED)]
-    return GivingWay(max(holders, key=lambda request: request.arrival), Residence.ABSENT)
+    return Preemption(max(holders, key=lambda request: request.arrival), Residence.ABSENT)
 
 
 def demotions_for(ledger: Ledger, need: Need, spare: Need, running: Iterable[Request]) -> list[Request]:
@@ -81,12 +81,12 @@ def demotions_for(ledger: Ledger, need: Need, spare: Need, running: Iterable[Req
 def promotable(ledger: Ledger, running: Sequence[Request]) -> Request | None:
     """The oldest tiered request for which there is room as a resident one, besides what all will want to grow."""
     tiered = [each for each in running if each.holding.residence is Residence.TIERED and each.tiers != "tiered"]
-    spare = room_to_grow(running) if tiered else NOTHING
+    spare = headroom(running) if tiered else NOTHING
     fitting = (each for each in tiered if ledger.fits(ledger.promotion(each.holding, each.planned), spare))
     return next(fitting, None)
 
 
-def room_to_grow(running: Iterable[Request]) -> Need:
+def headroom(running: Iterable[Request]) -> Need:
     """A page for every running request that will want more before it ends: left free when others come in."""
     device = host = 0
     for request in running:

@@ -14,7 +14,7 @@ from hotset.schedule.landings import Handovers
 from hotset.schedule.occupancy import Occupancy
 from hotset.schedule.plan import Alternatives, Committed, Plan, Reservation, StepResult, Withdrawal
 from hotset.schedule.request import FinishReason, Phase, Request
-from hotset.schedule.room import places
+from hotset.schedule.room import admissible_residences
 from hotset.tiers.commands import Demote, Load, Promote
 from hotset.tiers.ledger import NOTHING, Ledger
 from hotset.tiers.residence import Residence
@@ -119,7 +119,9 @@ class Scheduler:
         """
         assert request.request_id not in self._requests, f"request {request.request_id} is known already"
         ledger, rows = self._ledger, request.max_length - 1
-        least = min(ledger.need(request.holding, to, rows).device for to in places(ledger, request, self._mode))
+        least = min(
+            ledger.need(request.holding, to, rows).device for to in admissible_residences(ledger, request, self._mode)
+        )
         assert least <= ledger.device.capacity, f"{least} device pages never fit {ledger.device.capacity}"
         if ledger.host is not None:
             on_host = ledger.geometry.row_pages(rows)
@@ -176,7 +178,7 @@ class Scheduler:
             self.counters.asked_again += 1
         return True
 
-    def calm(self, request_id: str, attempt: int) -> None:
+    def end_quarantine(self, request_id: str, attempt: int) -> None:
         """Nothing is written any more to the pages of a landing that was lost."""
         self._ledger.end_quarantine(_landing_name(request_id, attempt))
 

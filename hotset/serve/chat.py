@@ -28,7 +28,7 @@ from hotset.serve.service import Service
 
 
 @dataclass(frozen=True)
-class ChatWording:
+class ChatFormatter:
     """Answers as chat completions. The prompt's ids are given only where the client asked for ids."""
 
     id: str
@@ -100,7 +100,7 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
     params = service.sampling_params(body, max_tokens=max_tokens, logprobs=alternatives)
     service.check_open(params.n)
     prompt = await service.encode_chat(body.messages)
-    wording = ChatWording(
+    wording = ChatFormatter(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         model=service.model_name,
         tokenizer=service.client.tokenizer,

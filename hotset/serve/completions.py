@@ -29,7 +29,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class CompletionWording:
+class CompletionFormatter:
     """Answers as text completions; the choices of one prompt follow those of the prompt before it."""
 
     id: str
@@ -99,7 +99,7 @@ async def completion(request: Request, service: Service, body: CompletionRequest
     if len(prompts) * params.n > MAX_PROMPTS:
         message = f"{len(prompts)} prompts with n = {params.n} make more than {MAX_PROMPTS} choices"
         raise RequestError(message, param="n", code="invalid_value")
-    wording = CompletionWording(
+    wording = CompletionFormatter(
         id=f"cmpl-{uuid.uuid4().hex}",
         model=service.model_name,
         tokenizer=service.client.tokenizer,

@@ -28,7 +28,7 @@ DONE = b"data: [DONE]\n\n"
 LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 
-class Wording(Protocol):
+class ResponseFormatter(Protocol):
     """How an endpoint words its answer; one object per request. Choices are numbered over the whole response."""
 
     def opening(self, index: int) -> BaseModel | None:
@@ -51,7 +51,7 @@ class Job:
     request_id: str
     prompts: Sequence[list[int]]
     params: SamplingParams
-    wording: Wording
+    wording: ResponseFormatter
     stream: bool
     include_usage: bool
     tiers: TiersChoice

@@ -13,7 +13,7 @@ from hotset.memory.resident import ResidentView
 from hotset.memory.tables import PageTables
 from hotset.tiers.commands import Command, Demote, Flush, Grant, Keep, Kind, Load, Promote
 from hotset.tiers.hot_buffers import HotBuffers
-from hotset.tiers.mirror import Mirror, Stretch
+from hotset.tiers.mirror import Mirror, TokenRange
 from hotset.tiers.residence import Residence
 from hotset.tiers.view import TieredView
 
@@ -107,7 +107,7 @@ class Coordinator:
         page_rows = self.pool.geometry.page_rows
         self._mirror.filled(
             [
-                Stretch(seat, start, start + count)
+                TokenRange(seat, start, start + count)
                 for seat, start, count in zip(seats, starts, counts, strict=True)
                 if start % page_rows + count >= page_rows
             ]

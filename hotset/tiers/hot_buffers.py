@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.passage import uploaded
-from hotset.kernels.remember import remember
+from hotset.kernels.device_copies import list_to_device
+from hotset.kernels.save_last_topk import save_last_topk
 from hotset.kernels.swap_in import MOST_SLOTS, Copies, SeatTables, Swap, copy, plan
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.geometry import TAIL_PAGES
@@ -52,9 +52,9 @@ class HotBuffers:
             swap = self._plan_outside_tail(0, nobody, torch.full((1, k), EMPTY, device=self._pool.device), nobody)
             self._move(0, swap.copies)
 
-    def remember(self, group: int, seats: Tensor, positions: Tensor) -> None:
+    def save_last_topk(self, group: int, seats: Tensor, positions: Tensor) -> None:
         """Keeps the newest selection of each seat, with which its slots would be seeded."""
-        remember(self.last_selected[:, group], seats, positions)
+        save_last_topk(self.last_selected[:, group], seats, positions)
 
     def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> Swap:
         """Finds the rows at `positions` [rows, k] of tiered seats, one query row each, at the step `stamps` [rows].
@@ -105,8 +105,8 @@ class HotBuffers:
         While a whole context fits the slots there are empty ones for all of its rows.
         """
         page_rows, slots, device = self._geometry.page_rows, self._geometry.slots, self._pool.device
-        seats = uploaded([seat for seat, _start in leaving], torch.int64, device)
-        starts = uploaded([start for _seat, start in leaving], torch.int64, device)
+        seats = list_to_device([seat for seat, _start in leaving], torch.int64, device)
+        starts = list_to_device([start for _seat, start in leaving], torch.int64, device)
         first = starts - TAIL_PAGES * page_rows
         room = min(page_rows, slots - self._geometry.topk)
         count = torch.where(first + page_rows <= slots, page_rows, room)

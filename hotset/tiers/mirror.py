@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from hotset.kernels import page_copy
-from hotset.kernels.passage import uploaded
+from hotset.kernels.device_copies import list_to_device
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.geometry import TAIL_PAGES, WORD_BYTES
 from hotset.memory.host_store import HostStore
 from hotset.memory.tables import PageTables
 
 
-class Stretch(NamedTuple):
+class TokenRange(NamedTuple):
     """Positions [first, last) of the context on a seat."""
 
     seat: int
@@ -28,7 +28,7 @@ class Stretch(NamedTuple):
     last: int
 
 
-class Piece(NamedTuple):
+class CopyRun(NamedTuple):
     """`size` rows, or words of keys, consecutive on both sides."""
 
     device: int
@@ -51,7 +51,7 @@ class Mirror:
 
     def warm_up(self) -> None:
         """Compiles the copies, by copies of nothing."""
-        nothing = self._sent([Piece(0, 0, 0)])
+        nothing = self._sent([CopyRun(0, 0, 0)])
         tiers = [(self._pool.rows, self._host.rows)]
         if self._host.keys is not None:
             tiers += self._key_words(0)
@@ -59,21 +59,21 @@ class Mirror:
             page_copy.to_host(nothing, device, host)
             page_copy.to_device(nothing, device, host)
 
-    def filled(self, written: Sequence[Stretch]) -> None:
+    def filled(self, written: Sequence[TokenRange]) -> None:
         """The step just submitted has written these rows: copies every page that they filled.
 
         A streamed seat's rows went to the host as they were made; only its index keys are still to be copied.
         """
         page_rows = self._pool.geometry.page_rows
         whole = ((seat, first - first % page_rows, last - last % page_rows) for seat, first, last in written)
-        stretches = [Stretch(seat, first, last) for seat, first, last in whole if first < last]
+        stretches = [TokenRange(seat, first, last) for seat, first, last in whole if first < last]
         self._store([each for each in stretches if not self._tables.work_pages[each.seat]], stretches)
 
     def flush(self, seat: int, length: int) -> None:
         """Copies the rows and keys of the newest page, which is not full; all before it is on the host."""
         first = length // self._pool.geometry.page_rows * self._pool.geometry.page_rows
         if first < length:
-            newest = [Stretch(seat, first, length)]
+            newest = [TokenRange(seat, first, length)]
             self._store([] if self._tables.work_pages[seat] else newest, newest)
         self.wait()
 
@@ -81,7 +81,7 @@ class Mirror:
         """Copies the full pages of a context of `length` rows that landed: its index keys, and its rows if `rows`."""
         last = length - length % self._pool.geometry.page_rows
         if last > 0:
-            whole = [Stretch(seat, 0, last)]
+            whole = [TokenRange(seat, 0, last)]
             self._store(whole if rows else [], whole)
 
     def stored(self) -> torch.cuda.Event | None:
@@ -92,7 +92,7 @@ class Mirror:
         """Rows [first, last) of a context from the host into its device `pages`, in every layer."""
         self.wait()
         if first < last:
-            pieces = self.row_pieces(Stretch(seat, first, last), pages)
+            pieces = self.row_pieces(TokenRange(seat, first, last), pages)
             page_copy.to_device(pieces, self._pool.rows, self._host.rows)
 
     def load_keys(self, seat: int, length: int) -> None:
@@ -100,7 +100,7 @@ class Mirror:
         if self._host.keys is None or length == 0:
             return
         self.wait()
-        for part, pieces in self._key_pieces([Stretch(seat, 0, length)]).items():
+        for part, pieces in self._key_pieces([TokenRange(seat, 0, length)]).items():
             sent = self._sent(pieces)
             for device, host in self._key_words(part):
                 page_copy.to_device(sent, device, host)
@@ -114,7 +114,7 @@ class Mirror:
         if len(pieces):
             page_copy.to_host(pieces, self._pool.flat_rows[None], self._host.rows[layer : layer + 1])
 
-    def row_pieces(self, stretch: Stretch, pages: Sequence[int], *, own: bool = False) -> Tensor:
+    def row_pieces(self, stretch: TokenRange, pages: Sequence[int], *, own: bool = False) -> Tensor:
         """[pieces, 3] on the device: a stretch of a context whose device pages are `pages`, for `page_copy`. `own`:
         of the host pages that this worker writes."""
         return self._sent(self._row_pieces(stretch, pages, own))
@@ -125,7 +125,7 @@ class Mirror:
         if self._stream is not None:
             torch.cuda.current_stream(self._pool.device).wait_stream(self._stream)
 
-    def _store(self, rows: Sequence[Stretch], keys: Sequence[Stretch]) -> None:
+    def _store(self, rows: Sequence[TokenRange], keys: Sequence[TokenRange]) -> None:
         """Rows and keys to the host, after what the device was told so far."""
         if not keys:
             return
@@ -137,8 +137,8 @@ class Mirror:
                 self._store_keys(keys)
         self.rows_flushed += sum(last - first for _seat, first, last in keys)
 
-    def _store_rows(self, stretches: Sequence[Stretch]) -> None:
-        pieces: list[Piece] = []
+    def _store_rows(self, stretches: Sequence[TokenRange]) -> None:
+        pieces: list[CopyRun] = []
         page_rows = self._pool.geometry.page_rows
         for stretch in stretches:
             pages: Sequence[int] = self._tables.row_pages[stretch.seat]
@@ -150,11 +150,11 @@ class Mirror:
         if pieces:
             page_copy.to_host(self._sent(pieces), self._pool.rows, self._host.rows)
 
-    def _row_pieces(self, stretch: Stretch, pages: Sequence[int], own: bool = False) -> list[Piece]:
+    def _row_pieces(self, stretch: TokenRange, pages: Sequence[int], own: bool = False) -> list[CopyRun]:
         """Cut where pages of either side are no neighbours."""
         page_rows, host_pages = self._pool.geometry.page_rows, self._tables.host_pages[stretch.seat]
         return _merged(
-            Piece(
+            CopyRun(
                 pages[low // page_rows] * page_rows + low % page_rows,
                 host_pages[low // page_rows] * page_rows + low % page_rows,
                 high - low,
@@ -163,7 +163,7 @@ class Mirror:
             if not own or self._host.writes(host_pages[low // page_rows])
         )
 
-    def _store_keys(self, stretches: Sequence[Stretch]) -> None:
+    def _store_keys(self, stretches: Sequence[TokenRange]) -> None:
         per_page = self._pool.geometry.keys_per_page
         for seat, first, last in stretches:
             self.reading.update(self._tables.key_pages[seat][first // per_page : -(-last // per_page)])
@@ -172,13 +172,13 @@ class Mirror:
             for device, host in self._key_words(part):
                 page_copy.to_host(sent, device, host)
 
-    def _key_pieces(self, stretches: Sequence[Stretch], own: bool = False) -> dict[int, list[Piece]]:
+    def _key_pieces(self, stretches: Sequence[TokenRange], own: bool = False) -> dict[int, list[CopyRun]]:
         """By part of a page: pieces in words, the same for every index group."""
         pool, page_rows, word = self._pool, self._pool.geometry.page_rows, self._key_word.itemsize
         assert pool.shape.key is not None and pool.key_blocks is not None
         key_words, per_block = pool.shape.key.stride_bytes // word, pool.key_blocks.shape[2]
         per_page, words_per_page = pool.geometry.keys_per_page, pool.geometry.part_bytes // word
-        pieces: dict[int, list[Piece]] = {}
+        pieces: dict[int, list[CopyRun]] = {}
         for seat, first, last in stretches:
             pages, host_pages = self._tables.key_pages[seat], self._tables.host_pages[seat]
             for low, high in _cuts(first, last, page_rows, per_block, per_page):
@@ -187,7 +187,7 @@ class Mirror:
                 part, key = divmod(low % per_page, per_block)
                 device = pages[low // per_page] * words_per_page + key * key_words
                 host = (host_pages[low // page_rows] * page_rows + low % page_rows) * key_words
-                pieces.setdefault(part, []).append(Piece(device, host, (high - low) * key_words))
+                pieces.setdefault(part, []).append(CopyRun(device, host, (high - low) * key_words))
         return {part: _merged(of_part) for part, of_part in pieces.items()}
 
     def _key_words(self, part: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -204,8 +204,10 @@ class Mirror:
         for group, layer in enumerate(layers):
             yield device[layer + part][None], host[group : group + 1]
 
-    def _sent(self, pieces: Sequence[Piece]) -> Tensor:
-        return uploaded([number for piece in pieces for number in piece], torch.int64, self._pool.device).view(-1, 3)
+    def _sent(self, pieces: Sequence[CopyRun]) -> Tensor:
+        return list_to_device([number for piece in pieces for number in piece], torch.int64, self._pool.device).view(
+            -1, 3
+        )
 
 
 def _cuts(first: int, last: int, page_rows: int, per_block: int = 0, per_page: int = 0) -> Iterator[tuple[int, int]]:
@@ -219,14 +221,14 @@ def _cuts(first: int, last: int, page_rows: int, per_block: int = 0, per_page: i
         first = end
 
 
-def _merged(pieces: Iterable[Piece]) -> list[Piece]:
+def _merged(pieces: Iterable[CopyRun]) -> list[CopyRun]:
     """Neighbours on both sides become one."""
-    merged: list[Piece] = []
+    merged: list[CopyRun] = []
     for piece in pieces:
         if merged:
             device, host, size = merged[-1]
             if (device + size, host + size) == (piece.device, piece.host):
-                merged[-1] = Piece(device, host, size + piece.size)
+                merged[-1] = CopyRun(device, host, size + piece.size)
                 continue
         merged.append(piece)
     return merged

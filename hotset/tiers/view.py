@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.passage import uploaded
+from hotset.kernels.device_copies import list_to_device
 from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Span
 from hotset.kernels.swap_in import Swap
@@ -14,7 +14,7 @@ from hotset.memory.resident import ResidentView
 from hotset.memory.tables import PageTables
 from hotset.memory.view import NewRows, Selected
 from hotset.tiers.hot_buffers import HotBuffers
-from hotset.tiers.mirror import Mirror, Stretch
+from hotset.tiers.mirror import Mirror, TokenRange
 
 
 class Stream:
@@ -27,11 +27,11 @@ class Stream:
         # Block b of the workspace is layer part b % layers of its page b // layers.
         work = tables.work_pages[seat]
         blocks = [b % layers * pool.pages + work[b // layers] for b in range(pool.geometry.row_pages(span.length))]
-        self.prefix = mirror.row_pieces(Stretch(seat, 0, self.start), blocks)
-        self.new = mirror.row_pieces(Stretch(seat, self.start, span.length), blocks, own=True)
+        self.prefix = mirror.row_pieces(TokenRange(seat, 0, self.start), blocks)
+        self.new = mirror.row_pieces(TokenRange(seat, self.start, span.length), blocks, own=True)
         positions = torch.arange(span.length, device=pool.device)
-        in_block = uploaded(blocks, torch.int64, pool.device)[positions // page_rows]
-        self.places = in_block * page_rows + positions % page_rows  # of all positions, in the pool's flat rows
+        in_block = list_to_device(blocks, torch.int64, pool.device)[positions // page_rows]
+        self.row_ids = in_block * page_rows + positions % page_rows  # of all positions, in the pool's flat rows
 
 
 class TieredView(ResidentView):
@@ -70,17 +70,17 @@ class TieredView(ResidentView):
             assert one_row or seat not in tables.tiered_seats, "a tiered request computes one row a step"
             if tables.work_pages[seat]:
                 self._streams.append(Stream(pool, tables, self._mirror, seat, span))
-        self._newest = uploaded(newest, torch.int64, pool.device)
+        self._newest = list_to_device(newest, torch.int64, pool.device)
 
     def new_rows(self, layer: int) -> NewRows:
         if not self._streams:
             return super().new_rows(layer)
         # A workspace uses every layer's part of its pages, so rows are numbered over all layers.
-        places = self._new_rows + layer * self._pool.layer_rows
+        row_ids = self._new_rows + layer * self._pool.layer_rows
         for stream in self._streams:
             self._mirror.stream_in(layer, stream.prefix)
-            places[stream.rows] = stream.places[stream.start :]
-        return NewRows(self._pool.flat_rows, places, self._pool.shape.row)
+            row_ids[stream.rows] = stream.row_ids[stream.start :]
+        return NewRows(self._pool.flat_rows, row_ids, self._pool.shape.row)
 
     def context(self, layer: int) -> PagedRows:
         assert not self._swapping and not self._streams, "only resident contexts can be read whole"
@@ -90,7 +90,7 @@ class TieredView(ResidentView):
         shape = self._pool.shape
         group = shape.group_of(layer)
         if layer == shape.key_layers[group]:
-            self._remember(group, positions)
+            self._save_last_topk(group, positions)
             self._choose(group, positions)
             if self._swap is not None:
                 self._hot.copy_ahead(shape.layers_of(group)[1:], self._swap)
@@ -103,7 +103,7 @@ class TieredView(ResidentView):
         for stream in self._streams:
             self._mirror.stream_out(layer, stream.new)
             wanted = positions[stream.rows]
-            chosen[stream.rows] = torch.where(wanted == EMPTY, EMPTY, stream.places[wanted.clamp_min(0)])
+            chosen[stream.rows] = torch.where(wanted == EMPTY, EMPTY, stream.row_ids[wanted.clamp_min(0)])
         return Selected(self._pool.flat_rows, chosen, shape.row)
 
     def _choose(self, group: int, positions: Tensor) -> None:
@@ -115,9 +115,9 @@ class TieredView(ResidentView):
         else:
             self._chosen = self._find(positions)
 
-    def _remember(self, group: int, positions: Tensor) -> None:
+    def _save_last_topk(self, group: int, positions: Tensor) -> None:
         """Keeps the newest selection of every request."""
         seats, newest = self.seat_of, positions
         if self._newest is not None:
             seats, newest = seats[self._newest], positions[self._newest]
-        self._hot.remember(group, seats, newest)
+        self._hot.save_last_topk(group, seats, newest)

@@ -46,7 +46,7 @@ class Event(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class WriteTicket:
     """One submitted list of writes. `handle` is the engine's own."""
 
     number: int
@@ -85,12 +85,12 @@ class Transfer(Protocol):
     def forget(self, name: str) -> None:
         """No further writes to this peer: what has not begun fails as quiesced. Unknown: nothing happens."""
 
-    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> Ticket:
+    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> WriteTicket:
         """Begins to write once `after` has happened. The array may be reused at once, the memory not before the end.
         Lists are written in any order, and so are the writes of one. Never waits, and never raises for what the network
         does: that is told by `poll`. FAILED_QUIESCED if the peer is unknown, or a write leaves registered memory."""
 
-    def poll(self, ticket: Ticket) -> State:
+    def poll(self, ticket: WriteTicket) -> State:
         """How it stands. What is not pending any more stays as it is."""
 
     def transport(self) -> str:

@@ -7,8 +7,8 @@ from hotset.base.errors import ConfigError
 from hotset.transfer.api import Transfer
 from hotset.transfer.lanes import Lanes
 from hotset.transfer.loopback import Hub, Loopback
-from hotset.transfer.mooncake_engine import MooncakeWire
-from hotset.transfer.nixl_engine import NixlWire
+from hotset.transfer.mooncake_engine import MooncakeBackend
+from hotset.transfer.nixl_engine import NixlBackend
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ def open_transfer(
         raise ConfigError(f"a transfer needs at least one lane and some time, not {lanes} and {deadline_s} s")
     transfer: Transfer
     if name == "nixl":
-        transfer = Lanes(NixlWire(host, lanes), lanes, deadline_s)
+        transfer = Lanes(NixlBackend(host, lanes), lanes, deadline_s)
     elif name == "mooncake":
-        transfer = Lanes(MooncakeWire(host, protocol), lanes, deadline_s)
+        transfer = Lanes(MooncakeBackend(host, protocol), lanes, deadline_s)
     elif name == "loopback" and hub is not None:
         transfer = Loopback(hub, deadline_s=deadline_s)
     elif name == "loopback":
@@ -50,7 +50,7 @@ def open_transfer(
     return transfer
 
 
-def writes_are_dear(name: str, protocol: str | None) -> bool:
+def prefer_few_writes(name: str, protocol: str | None) -> bool:
     """One write costs as much as some hundred kilobytes: whoever can should ask for few, if for a copy more of a part.
     Mooncake takes 0.1 ms for one over TCP (benchmarks/landing.py)."""
     return name == "mooncake" and protocol in (None, "tcp")

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from hotset.base.errors import TransferError
-from hotset.transfer.api import Event, Measured, Region, State, Ticket, Writes
+from hotset.transfer.api import Event, Measured, Region, State, Writes, WriteTicket
+from hotset.transfer.backend import Backend
 from hotset.transfer.description import Description, decode
 from hotset.transfer.meter import Meter
 from hotset.transfer.regions import Regions
 from hotset.transfer.runs import cut, runs_between
-from hotset.transfer.wire import Wire
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class _Job:
 class _Lane:
     """One thread and the lists that it drives."""
 
-    def __init__(self, wire: Wire, regions: Regions, meter: Meter, name: str) -> None:
+    def __init__(self, wire: Backend, regions: Regions, meter: Meter, name: str) -> None:
         self.peers: list[_Peer] = []
         self._wire = wire
         self._regions = regions
@@ -258,7 +258,7 @@ class _Lane:
 class Lanes:
     """A `Transfer` over an engine. `deadline_s` counts from `submit`."""
 
-    def __init__(self, wire: Wire, lanes: int = 4, deadline_s: float = 30.0) -> None:
+    def __init__(self, wire: Backend, lanes: int = 4, deadline_s: float = 30.0) -> None:
         self.name = wire.name
         self._wire = wire
         self._deadline_s = deadline_s
@@ -303,16 +303,16 @@ class Lanes:
     def forget(self, name: str) -> None:
         self._forget(name)
 
-    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> Ticket:
+    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> WriteTicket:
         nbytes = int(writes[:, 2].sum())
         found = self._peers.get(peer)
         if found is None:
-            return Ticket(next(self._tickets), nbytes, State.FAILED_QUIESCED)
+            return WriteTicket(next(self._tickets), nbytes, State.FAILED_QUIESCED)
         job = _Job(found, writes.copy(), nbytes, after, time.monotonic() + self._deadline_s)
         found.lane.add(job)
-        return Ticket(next(self._tickets), nbytes, job)
+        return WriteTicket(next(self._tickets), nbytes, job)
 
-    def poll(self, ticket: Ticket) -> State:
+    def poll(self, ticket: WriteTicket) -> State:
         found: _Job | State = ticket.handle
         return found.peer.lane.state(found) if isinstance(found, _Job) else found
 

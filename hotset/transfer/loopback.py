@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from hotset.base.errors import StartupError, TransferError
-from hotset.transfer.api import Event, Measured, Memory, Region, State, Ticket, Writes
+from hotset.transfer.api import Event, Measured, Memory, Region, State, Writes, WriteTicket
 from hotset.transfer.description import Description, decode
 from hotset.transfer.faults import Fate, Faults
 from hotset.transfer.meter import Meter
@@ -265,18 +265,18 @@ class Loopback:
             if peer is not None and peer not in self._peers.values():
                 self._hub.end_early(job for job in self._jobs if job.target is peer and not job.begun)
 
-    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> Ticket:
+    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> WriteTicket:
         with self._hub.lock:
             nbytes = int(writes[:, 2].sum())
             target = self._peers.get(peer)
             if self.closed or target is None:
-                return Ticket(next(self._tickets), nbytes, State.FAILED_QUIESCED)
+                return WriteTicket(next(self._tickets), nbytes, State.FAILED_QUIESCED)
             job = _Job(self, target, writes.copy(), nbytes, after)
             self._jobs.append(job)
             self._hub.start(job, self._deadline_s)
-            return Ticket(next(self._tickets), nbytes, job)
+            return WriteTicket(next(self._tickets), nbytes, job)
 
-    def poll(self, ticket: Ticket) -> State:
+    def poll(self, ticket: WriteTicket) -> State:
         found: _Job | State = ticket.handle
         return found.state if isinstance(found, _Job) else found
 

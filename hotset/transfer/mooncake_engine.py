@@ -10,8 +10,8 @@ from typing import Any
 
 from hotset.base.errors import MissingDependency, StartupError, TransferError
 from hotset.transfer.api import Memory, Region, State, Writes
+from hotset.transfer.backend import Limits
 from hotset.transfer.regions import Regions
-from hotset.transfer.wire import Limits
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class _Post:
     failed: bool = False
 
 
-class MooncakeWire:
+class MooncakeBackend:
     """Each write is submitted by itself: of Mooncake's calls these alone can be asked how they stand without waiting.
 
     An engine remembers for good what it learnt about an address. So one that has met another process at an address is

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from hotset.base.address import is_loopback
 from hotset.base.errors import MissingDependency, StartupError, TransferError
 from hotset.transfer.api import Memory, Region, State, Writes
+from hotset.transfer.backend import Limits
 from hotset.transfer.regions import Regions
 from hotset.transfer.ucx_log import UcxLog
-from hotset.transfer.wire import Limits
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _Post:
     failed: bool = False
 
 
-class NixlWire:
+class NixlBackend:
     """One NIXL agent. Its name is new for each process, so that a peer that comes back is another one."""
 
     name = "nixl"

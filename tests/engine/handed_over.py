@@ -21,7 +21,7 @@ from hotset.base.config import EMBEDDED, EngineConfig, LandingChoice, TiersChoic
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import assemble, model_card
 from hotset.engine.core import Engine
-from hotset.engine.handoffs import DecodePort, PrefillPort
+from hotset.engine.handoffs import DecodeEndpoint, PrefillEndpoint
 from hotset.engine.intake import Intake
 from hotset.engine.sizing import kv_budget
 from hotset.engine.stores import host_stores
@@ -113,7 +113,7 @@ class Compared:
     prefill worker is made to keep until the end."""
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
-        assert isinstance(prefill._port, PrefillPort) and isinstance(decode._port, DecodePort)
+        assert isinstance(prefill._port, PrefillEndpoint) and isinstance(decode._port, DecodeEndpoint)
         self.source = host_stores(prefill.executor.hosts())["host"]
         self.targets = decode._port._agent._side._hello.stores
         self.asks: dict[Key, Ask] = {}
@@ -242,7 +242,7 @@ class Pair:
 
     @property
     def moved_by(self) -> str:
-        assert isinstance(self.prefill._port, PrefillPort)
+        assert isinstance(self.prefill._port, PrefillEndpoint)
         return self.prefill._port._moved_by.transfer.name
 
     def close(self) -> None:

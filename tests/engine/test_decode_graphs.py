@@ -10,7 +10,7 @@ import torch
 from hotset.base.sampling import SamplingParams
 from hotset.engine.decode_graphs import batch_sizes
 from hotset.engine.llm import LLM
-from hotset.engine.runner import Runner, Ticket
+from hotset.engine.runner import Runner, SubmittedStep
 from hotset.evaluate.tasks import Question, make_questions
 from hotset.models.checkpoint import find_model
 from hotset.models.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def test_no_decode_step_makes_the_host_wait(tiers: str, monkeypatch: pytest.Monk
     """Over two page ends: then rows enter slots and pages are mirrored."""
     submit, decoded = Runner.submit, 0
 
-    def watched(runner: Runner, plan: Plan) -> Ticket:
+    def watched(runner: Runner, plan: Plan) -> SubmittedStep:
         nonlocal decoded
         if plan.rows != len(plan.seats) or not all(isinstance(each, Grant) for each in plan.commands):
             return submit(runner, plan)

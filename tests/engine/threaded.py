@@ -22,10 +22,10 @@ from hotset.engine.core import Engine
 from hotset.engine.model import storage, whole_kv_shape
 from hotset.engine.sizing import shared_budget
 from hotset.engine.workers import worker as worker_module
-from hotset.engine.workers.messages import Place
+from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.processes import WorkerProcesses
+from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
-from hotset.models.ranks import ALONE, Ranks
 from hotset.models.spec import GqaSpec, ModelSpec
 from hotset.models.split import Split
 from hotset.transfer.api import Transfer
@@ -36,7 +36,9 @@ WAIT_S = 60.0
 class ThreadWorld:
     """Implements `World`."""
 
-    def __init__(self, ranks: Ranks, number: int, lines: "defaultdict[tuple[int, int], queue.Queue[Tensor]]") -> None:
+    def __init__(
+        self, ranks: Collectives, number: int, lines: "defaultdict[tuple[int, int], queue.Queue[Tensor]]"
+    ) -> None:
         self.ranks, self._number, self._lines = ranks, number, lines
 
     def send(self, x: Tensor, to: int) -> None:
@@ -81,11 +83,11 @@ class ThreadWorkers(WorkerProcesses):
         self._lines: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
         super().__init__(config, parts, stages, kv_heads, CPU)
 
-    def _start(self, place: Place) -> tuple[Connection, Any]:
+    def _start(self, place: WorkerRank) -> tuple[Connection, Any]:
         pipe, far_end = Pipe()
 
-        def joined(place: Place, _device: torch.device) -> ThreadWorld:
-            ranks: Ranks = ALONE
+        def joined(place: WorkerRank, _device: torch.device) -> ThreadWorld:
+            ranks: Collectives = SINGLE_RANK
             if place.split.ranks > 1:
                 ranks = ThreadRanks(place.split.rank, self._groups[place.stage])
             return ThreadWorld(ranks, place.number, self._lines)
@@ -106,7 +108,7 @@ def split_engine(spec: ModelSpec, seed: int, transfer: Transfer | None = None, *
     config = EngineConfig(**settings)
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
 
-    def load(_config: EngineConfig, _device: torch.device, _progress: Any, split: Split, ranks: Ranks) -> Decoder:
+    def load(_config: EngineConfig, _device: torch.device, _progress: Any, split: Split, ranks: Collectives) -> Decoder:
         return Decoder(spec, RandomWeights(torch.float64, seed), storage(config, spec), split, ranks)
 
     with mock.patch.object(worker_module, "load_decoder", load):

@@ -23,7 +23,6 @@ from hotset.base.sampling import SamplingParams
 from hotset.handoff.layout import check_peers, pages_for
 from hotset.handoff.messages import (
     Ask,
-    Calm,
     Drop,
     Fetch,
     Go,
@@ -36,6 +35,7 @@ from hotset.handoff.messages import (
     Model,
     NotComputed,
     Prefill,
+    Quiesced,
     Sampled,
     Send,
     Shard,
@@ -56,7 +56,7 @@ from hotset.handoff.staged_in import StagedIn
 from hotset.handoff.staged_out import PIECE_WAITS
 from hotset.handoff.staging import sender_buffers
 from hotset.memory.pages import PageAllocator
-from hotset.transfer.api import Region, State, Ticket
+from hotset.transfer.api import Region, State, WriteTicket
 from hotset.transfer.faults import Faults
 from hotset.transfer.loopback import Hub, Loopback
 
@@ -129,7 +129,7 @@ class Pool:
         assert (free == POISON).all(), "somebody wrote to pages that are free"
 
 
-class Ranks:
+class Collectives:
     """A pool of rows that are divided over ranks by heads: page n is page n of all of them."""
 
     def __init__(self, arena: Arena, ranks: int, pages: int, page_rows: int) -> None:
@@ -163,7 +163,7 @@ class Ranks:
 class Memory:
     """Rows and index keys of one landing."""
 
-    def __init__(self, rows: Ranks, keys: Pool) -> None:
+    def __init__(self, rows: Collectives, keys: Pool) -> None:
         self.rows, self.keys = rows, keys
         self.store = Store(rows.shards, keys.span)
 
@@ -372,8 +372,8 @@ class Decode(Worker):
     def make_memories(self, arena: Arena) -> list[Memory]:
         page = self.host_page
         keys = Pool(arena, GROUPS, 1, 400 // page, page, KEY_BYTES)
-        host = Memory(Ranks(arena, self.ranks, 400 // page, page), keys)
-        device = Memory(Ranks(arena, 1, 50, 8), Pool(arena, GROUPS, 2, 40, 14, KEY_BYTES, spare=3))
+        host = Memory(Collectives(arena, self.ranks, 400 // page, page), keys)
+        device = Memory(Collectives(arena, 1, 50, 8), Pool(arena, GROUPS, 2, 40, 14, KEY_BYTES, spare=3))
         return [host, device]
 
     def begin(self) -> None:
@@ -443,7 +443,7 @@ class Decode(Worker):
 
     def _hear(self, fact: Any) -> None:
         counts = self.world.counts
-        if isinstance(fact, Calm):
+        if isinstance(fact, Quiesced):
             ask = self.doubtful.pop(fact.key)
             self.memory(ask).release(ask)
             counts["calm"] += 1
@@ -495,7 +495,7 @@ class PrefillWorker(Worker):
 
     def make_memories(self, arena: Arena) -> list[Memory]:
         page, ranks = (16, 4, 10)[int(self.name[-1]) % 3], (2, 1, 4)[int(self.name[-1]) % 3]
-        rows = Ranks(arena, ranks, 240 // page, page)
+        rows = Collectives(arena, ranks, 240 // page, page)
         keys = Pool(arena, GROUPS, 1, 240 // page, page, KEY_BYTES)
         keys.allocator = rows.allocator  # a page of a host store has both
         return [Memory(rows, keys)]
@@ -506,14 +506,14 @@ class PrefillWorker(Worker):
             self.memories[0].store,
             scaled(SENDER_WAITS, PACE),
             write_limit=3.0,
-            tomb_limit=20.0,
+            tombstone_limit=20.0,
             buffers=sender_buffers(self.space),
             few_writes=20,
             piece_waits=scaled(PIECE_WAITS, PACE / 4),
         )
         self.queue: deque[Prefill] = deque()
         self.jobs: dict[tuple[str, Key], Job] = {}
-        self.tickets: list[tuple[str, Key, Ticket]] = []
+        self.tickets: list[tuple[str, Key, WriteTicket]] = []
 
     @property
     def memory(self) -> Memory:

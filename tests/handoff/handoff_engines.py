@@ -22,7 +22,6 @@ from hotset.handoff.agent import HandoffAgent
 from hotset.handoff.liveness import Timing
 from hotset.handoff.messages import (
     Ask,
-    Calm,
     Drop,
     Fetch,
     GiveUp,
@@ -33,6 +32,7 @@ from hotset.handoff.messages import (
     Model,
     NotComputed,
     Prefill,
+    Quiesced,
     ReceiverFact,
     Sampled,
     Span,
@@ -44,7 +44,7 @@ from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.shards import head_shards
 from hotset.handoff.staged_in import StagedIn
-from hotset.transfer.api import Event, Measured, Region, State, Ticket, Transfer, Writes
+from hotset.transfer.api import Event, Measured, Region, State, Transfer, Writes, WriteTicket
 
 if TYPE_CHECKING:
     from hotset.handoff.packing import StagingMemory  # which brings torch, and processes are to begin quickly
@@ -248,7 +248,7 @@ class DecodeEngine(_Engine):
                     self._give_back(ask)
                 else:
                     self.quarantined.add(key)
-            case Calm(key):
+            case Quiesced(key):
                 self.quarantined.remove(key)
                 self._give_back(ask)
         self.facts[fact.key].append(fact)
@@ -398,20 +398,20 @@ class FileTransfer:
     def forget(self, name: str) -> None:
         self._peers.pop(name, None)
 
-    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> Ticket:
+    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> WriteTicket:
         assert after is None and self._region is not None
         self._numbers += 1
         if peer not in self._peers:
-            return Ticket(self._numbers, 0, State.FAILED_QUIESCED)
+            return WriteTicket(self._numbers, 0, State.FAILED_QUIESCED)
         base, target = self._peers[peer]
         source = np.memmap(self._path, np.uint8, "r")
         for here, there, nbytes in writes.tolist():
             at = here - self._region.address
             target[there - base : there - base + nbytes] = source[at : at + nbytes]
             self._written += nbytes
-        return Ticket(self._numbers, 0, State.DONE)
+        return WriteTicket(self._numbers, 0, State.DONE)
 
-    def poll(self, ticket: Ticket) -> State:
+    def poll(self, ticket: WriteTicket) -> State:
         state: State = ticket.handle
         return state if self.go.is_set() else State.PENDING
 

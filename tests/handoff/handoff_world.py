@@ -10,9 +10,9 @@ from typing import Any
 from handoff_engines import DecodeEngine, Memory, PrefillEngine
 
 from hotset.handoff.channel import Channel
+from hotset.handoff.codec import Codec
 from hotset.handoff.messages import Message
 from hotset.handoff.post import Letter, Post, PostEvent
-from hotset.handoff.wire import Wire
 from hotset.transfer.api import Transfer
 from hotset.transfer.loopback import Hub, Loopback
 
@@ -132,7 +132,7 @@ class Dictated:
     def send(self, peer: str, message: Message) -> None:
         self.said.append(message)
         letter = Letter(OURS, "ab", "cd", message)
-        assert Wire().decode(Wire().encode(letter)) == letter, "what an agent says must be a message"
+        assert Codec().decode(Codec().encode(letter)) == letter, "what an agent says must be a message"
 
     def receive(self) -> list[PostEvent]:
         events, self.coming = self.coming, []

@@ -31,7 +31,7 @@ from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.staged_in import StagedIn
 from hotset.memory.pages import PageAllocator
-from hotset.transfer.api import State, Ticket
+from hotset.transfer.api import State, WriteTicket
 
 HEADS = 4
 DECODE = "decode:1"
@@ -52,7 +52,7 @@ class Event:
 class Write:
     peer: str
     submit: Submit
-    ticket: Ticket
+    ticket: WriteTicket
 
 
 @dataclass
@@ -163,7 +163,7 @@ class World:
                     assert key not in end.dropped, "read after its pages were given back"
                     pack(action.pack)
                 self.tickets += 1
-                ticket = Ticket(self.tickets, 0)
+                ticket = WriteTicket(self.tickets, 0)
                 end.sender.submitted(DECODE, key, ticket)
                 self.writes.append(Write(end.name, action, ticket))
             case Prefill():

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from hotset.base.errors import BadMessage
 from hotset.base.sampling import SamplingParams
 from hotset.handoff.agent import Fact, HandoffAgent
+from hotset.handoff.codec import Codec
 from hotset.handoff.messages import (
     Accepted,
     Ask,
     Cancel,
-    Done,
-    Failed,
     Fetch,
     GiveUp,
     Go,
+    HandoffDone,
+    HandoffFailed,
     Hello,
     Key,
     Lent,
@@ -49,7 +50,6 @@ from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.shards import whole_rows
 from hotset.handoff.staged_in import StagedIn
-from hotset.handoff.wire import Wire
 from hotset.transfer.loopback import Hub, Loopback
 
 PEERS = ("10.0.0.1:1", "10.0.0.2:2")
@@ -130,8 +130,8 @@ messages = st.one_of(
     st.builds(Staged, keys, few | numbers, few | numbers),
     st.builds(Unpacked, keys, few | numbers),
     st.builds(Progress, keys, numbers),
-    st.builds(Done, keys, numbers, alternatives),
-    st.builds(Failed, keys, st.booleans(), st.booleans(), st.text(max_size=5)),
+    st.builds(HandoffDone, keys, numbers, alternatives),
+    st.builds(HandoffFailed, keys, st.booleans(), st.booleans(), st.text(max_size=5)),
     st.builds(Stopped, keys, st.booleans()),
     st.builds(Ping, numbers),
     st.builds(Pong, numbers),
@@ -165,7 +165,7 @@ def welcomed(draw: st.DrawFn) -> list[Said]:
 def through_the_wire(peer: str, message: Message) -> list[PostEvent]:
     """As the channel would give it to an agent: nothing, if it does not get through."""
     try:
-        letter = Wire().decode(Wire().encode(Letter(peer, "ab", "", message)))
+        letter = Codec().decode(Codec().encode(Letter(peer, "ab", "", message)))
     except (BadMessage, OverflowError):
         return []
     assert isinstance(letter, Letter)

@@ -17,12 +17,12 @@ from hotset.base.errors import EngineStopped, MissingDependency
 from hotset.base.sampling import SamplingParams
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.channel import Channel
+from hotset.handoff.codec import MARK, PLAIN
 from hotset.handoff.messages import PROTOCOL, Ask, Fetch, Hello, Key, Landed, Lost, Message, Refused, Welcome
 from hotset.handoff.packing import StagingMemory
 from hotset.handoff.post import Arrival
 from hotset.handoff.receiver import Receiver
-from hotset.handoff.wire import MARK, PLAIN
-from hotset.transfer.api import State, Ticket
+from hotset.transfer.api import State, WriteTicket
 from hotset.transfer.loopback import Fate, Faults, Hub, Loopback
 
 SECRET = "a secret that peers share"
@@ -287,7 +287,7 @@ def test_a_decode_worker_that_is_asked_for_a_prompt_refuses(world: World) -> Non
 class Counting(Loopback):
     polls = 0
 
-    def poll(self, ticket: Ticket) -> State:
+    def poll(self, ticket: WriteTicket) -> State:
         self.polls += 1
         return super().poll(ticket)
 

@@ -13,9 +13,9 @@ import zmq
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.sampling import SamplingParams
 from hotset.handoff.channel import AT_ONCE, PEERS_KEPT, QUEUED, Channel
+from hotset.handoff.codec import MARK, MAX_BYTES, PLAIN, Codec
 from hotset.handoff.messages import PROTOCOL, Accepted, Ask, Key, Ping, Pong, Refused
 from hotset.handoff.post import Arrival, Foreign, Letter, PostEvent, Restarted
-from hotset.handoff.wire import MARK, MAX_BYTES, PLAIN, Wire
 
 SECRET = "a secret that peers share"
 KEY = Key("r", 0)
@@ -152,7 +152,7 @@ def test_what_the_dead_left_behind_does_not_bring_them_back() -> None:
     with channels(None) as [channel], speaker(channel) as dealer:
 
         def say(incarnation: str, number: int) -> None:
-            dealer.send(Wire().encode(Letter("127.0.0.1:7", incarnation, "", Ping(number))))
+            dealer.send(Codec().encode(Letter("127.0.0.1:7", incarnation, "", Ping(number))))
 
         say("aa", 1)
         say("bb", 2)
@@ -240,7 +240,7 @@ def test_a_wrong_secret_is_not_heard_and_said_so(
 def test_peers_invented_by_a_stranger_take_bounded_memory() -> None:
     with channels(None) as [channel], speaker(channel) as dealer:
         for number in range(PEERS_KEPT + 50):
-            dealer.send(Wire().encode(Letter(f"10.0.{number >> 8}.{number & 255}:80", "aa", "", Ping(number))))
+            dealer.send(Codec().encode(Letter(f"10.0.{number >> 8}.{number & 255}:80", "aa", "", Ping(number))))
         assert len(received(channel, PEERS_KEPT + 50)) == PEERS_KEPT + 50
         assert len(channel._peers) == PEERS_KEPT
 

@@ -10,31 +10,31 @@ from pace import scaled
 
 from hotset.base.errors import IllegalTransition
 from hotset.base.sampling import SamplingParams
-from hotset.handoff.course import Course, Timetable, Wait
 from hotset.handoff.messages import (
     Accepted,
     Ask,
-    Calm,
     Cancel,
-    Done,
-    Failed,
     Fetch,
     Go,
+    HandoffDone,
+    HandoffFailed,
     Key,
     Landed,
     Lost,
     Message,
     Progress,
+    Quiesced,
     Received,
     ReceiverFact,
     Send,
     Stopped,
 )
+from hotset.handoff.phase_timer import PhaseTable, PhaseTimer, Wait
 from hotset.handoff.receiver import NEXT, WAITS, Phase, Receiver
 
 PEER, OTHER = "10.0.0.1:7000", "10.0.0.2:7000"
 KEY = Key("r", 1)
-DONE = Done(KEY, 7, {7: (-0.1, 1)})
+DONE = HandoffDone(KEY, 7, {7: (-0.1, 1)})
 
 
 def ask(key: Key) -> Ask:
@@ -124,7 +124,7 @@ def test_progress_that_is_late_does_not_hold_the_request_up() -> None:
     assert [fact for fact in desk.actions() if isinstance(fact, Landed)] and desk.phase is None
 
 
-@pytest.mark.parametrize("message", [Done(KEY, 1, None), Failed(KEY, True, True, "no")])
+@pytest.mark.parametrize("message", [HandoffDone(KEY, 1, None), HandoffFailed(KEY, True, True, "no")])
 def test_what_is_forgotten_is_still_acknowledged(message: Message) -> None:
     desk = Desk()
     desk.take(message)
@@ -170,7 +170,7 @@ def test_giving_up_before_anything_may_be_written_is_instant() -> None:
     desk.give_up()
     assert desk.actions() == [Lost(KEY, True, False, "given up"), Send(PEER, Cancel(KEY))]
     desk.give_up()
-    desk.take(Failed(KEY, False, True, "whatever"))
+    desk.take(HandoffFailed(KEY, False, True, "whatever"))
     assert desk.facts() == []
 
 
@@ -204,10 +204,10 @@ def test_a_sender_that_does_not_say_that_it_stopped_leaves_the_pages_in_doubt() 
     assert desk.sent() == [Cancel(KEY)] * 2
     desk.take(Stopped(KEY, True))
     desk.take(Stopped(KEY, True))
-    assert desk.actions() == [Calm(KEY)]
+    assert desk.actions() == [Quiesced(KEY)]
 
 
-@pytest.mark.parametrize("message", [Failed(KEY, False, True, "broke"), Stopped(KEY, False)])
+@pytest.mark.parametrize("message", [HandoffFailed(KEY, False, True, "broke"), Stopped(KEY, False)])
 def test_a_write_that_may_still_go_on_is_told_as_such(message: Message) -> None:
     """Defect 13."""
     desk = Desk().landing()
@@ -220,7 +220,7 @@ def test_a_write_that_may_still_go_on_is_told_as_such(message: Message) -> None:
 
 def test_a_write_that_failed_and_stopped_frees_the_pages() -> None:
     desk = Desk().landing()
-    desk.take(Failed(KEY, True, True, "broke"))
+    desk.take(HandoffFailed(KEY, True, True, "broke"))
     assert desk.actions() == [Send(PEER, Received(KEY)), Lost(KEY, True, True, "broke")]
 
 
@@ -229,7 +229,7 @@ def test_what_a_peer_refuses_was_never_written(quiesced: bool) -> None:
     """A refusal keeps no record, so it vouches for nothing; but no Go was said."""
     desk = Desk()
     desk.fetch()
-    desk.take(Failed(KEY, quiesced, False, "too long"))
+    desk.take(HandoffFailed(KEY, quiesced, False, "too long"))
     assert desk.facts() == [Lost(KEY, True, False, "too long")] and desk.phase is None
 
 
@@ -237,9 +237,9 @@ def test_a_failed_handoff_harms_no_other_of_the_same_peer() -> None:
     """Defect 12."""
     desk, second = Desk().landing(), Key("s", 1)
     desk.landing(second)
-    desk.take(Failed(KEY, False, True, "broke"))
+    desk.take(HandoffFailed(KEY, False, True, "broke"))
     desk.actions()
-    desk.take(Done(second, 3, None))
+    desk.take(HandoffDone(second, 3, None))
     assert desk.facts() == [Landed(second, 3, None)]
     desk.fetch(Key("t", 1))
     assert desk.sent() == [ask(Key("t", 1))]
@@ -252,7 +252,7 @@ def test_death_of_a_peer_ends_all_that_it_was_asked_and_nothing_else() -> None:
     desk.receiver.peer_lost(PEER, "it died", desk.now)
     assert desk.facts() == [Lost(KEY, False, False, "it died"), Lost(asked, True, False, "it died")]
     assert desk.receiver.open_keys(PEER) == [] and desk.receiver.open_keys(OTHER) == [elsewhere]
-    desk.take(Done(elsewhere, 3, None), OTHER)
+    desk.take(HandoffDone(elsewhere, 3, None), OTHER)
     assert desk.facts() == [Landed(elsewhere, 3, None)]
 
 
@@ -264,7 +264,7 @@ def test_a_peer_that_was_only_slow_may_still_say_that_it_stopped() -> None:
     desk.pass_time(5)
     assert desk.sent() == [Cancel(KEY)]
     desk.take(Stopped(KEY, True))
-    assert desk.facts() == [Calm(KEY)]
+    assert desk.facts() == [Quiesced(KEY)]
 
 
 def test_death_while_stopping_leaves_the_pages_in_doubt() -> None:
@@ -295,7 +295,7 @@ def test_of_one_request_only_the_highest_attempt_counts() -> None:
 
 def test_nobody_else_ends_a_handoff() -> None:
     desk = Desk().landing()
-    for message in (DONE, Failed(KEY, True, True, ""), Stopped(KEY, True), Accepted(KEY)):
+    for message in (DONE, HandoffFailed(KEY, True, True, ""), Stopped(KEY, True), Accepted(KEY)):
         desk.take(message, OTHER)
     assert desk.facts() == [] and desk.phase is Phase.LANDING
 
@@ -333,11 +333,11 @@ def test_seconds_in_each_phase_are_counted() -> None:
 
 def test_every_phase_has_a_limit_and_moves_follow_the_table() -> None:
     with pytest.raises(AssertionError, match="a phase without a limit"):
-        Timetable(NEXT, {Phase.ASKING: Wait(1.0)})
-    course = Course(Timetable(NEXT, scaled(WAITS, 0.1)), Phase.ASKING, 0.0)
-    assert course.deadline == 1.0 and course.again_at == 0.1
+        PhaseTable(NEXT, {Phase.ASKING: Wait(1.0)})
+    timer = PhaseTimer(PhaseTable(NEXT, scaled(WAITS, 0.1)), Phase.ASKING, 0.0)
+    assert timer.deadline == 1.0 and timer.again_at == 0.1
     with pytest.raises(IllegalTransition):
-        course.move(Phase.STOPPING, 0.0)
+        timer.move(Phase.STOPPING, 0.0)
 
 
 KEYS = st.builds(Key, st.sampled_from("ab"), st.integers(1, 3))
@@ -346,8 +346,8 @@ SAID = st.one_of(
     st.builds(Accepted, KEYS),
     st.builds(Accepted, KEYS),
     st.builds(Progress, KEYS, st.just(1)),
-    st.builds(Done, KEYS, st.just(5), st.none()),
-    st.builds(Failed, KEYS, st.booleans(), st.booleans(), st.just("broke")),
+    st.builds(HandoffDone, KEYS, st.just(5), st.none()),
+    st.builds(HandoffFailed, KEYS, st.booleans(), st.booleans(), st.just("broke")),
     st.builds(Stopped, KEYS, st.booleans()),
 )
 
@@ -372,7 +372,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.told(action)
 
     def told(self, fact: Any) -> None:
-        if isinstance(fact, Calm):
+        if isinstance(fact, Quiesced):
             self.doubtful.remove(fact.key)
             assert fact.key in self.sworn
             return
@@ -399,7 +399,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(peer=PEERS, message=SAID)
     def take(self, peer: str, message: Any) -> None:
-        if isinstance(message, Done) or (isinstance(message, Failed | Stopped) and message.quiesced):
+        if isinstance(message, HandoffDone) or (isinstance(message, HandoffFailed | Stopped) and message.quiesced):
             self.sworn.add(message.key)
         self.desk.take(message, peer)
         self.settle()

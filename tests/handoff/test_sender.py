@@ -14,10 +14,10 @@ from hotset.handoff.messages import (
     Accepted,
     Ask,
     Cancel,
-    Done,
     Drop,
-    Failed,
     Go,
+    HandoffDone,
+    HandoffFailed,
     Hello,
     Key,
     Message,
@@ -38,7 +38,7 @@ from hotset.handoff.messages import (
 from hotset.handoff.outgoing import MOST_LISTS, WAITS, Phase
 from hotset.handoff.sender import Sender
 from hotset.handoff.shards import whole_rows
-from hotset.transfer.api import State, Ticket
+from hotset.transfer.api import State, WriteTicket
 
 PEER, OTHER = "10.0.0.1:7000", "10.0.0.2:7000"
 KEY = Key("r", 1)
@@ -86,14 +86,14 @@ class Desk:
     def sampled(self, key: Key = KEY, peer: str = PEER) -> None:
         self.tell(Sampled(peer, key, 42, {42: (-1.0, 1)}))
 
-    def submit(self, key: Key = KEY, peer: str = PEER) -> Ticket:
+    def submit(self, key: Key = KEY, peer: str = PEER) -> WriteTicket:
         """Answers one `Submit`."""
         self.tickets += 1
-        ticket = Ticket(self.tickets, 0)
+        ticket = WriteTicket(self.tickets, 0)
         self.sender.submitted(peer, key, ticket)
         return ticket
 
-    def end(self, ticket: Ticket, state: State = State.DONE, key: Key = KEY, peer: str = PEER) -> None:
+    def end(self, ticket: WriteTicket, state: State = State.DONE, key: Key = KEY, peer: str = PEER) -> None:
         self.sender.ended(peer, key, ticket, state, self.now)
 
     def writing(self, key: Key = KEY, peer: str = PEER) -> "Desk":
@@ -102,7 +102,7 @@ class Desk:
         self.actions()
         return self
 
-    def under_way(self, *ends: int) -> list[Ticket]:
+    def under_way(self, *ends: int) -> list[WriteTicket]:
         """A handoff with one chunk up to each of `ends`, submitted."""
         self.writing()
         for first, last in zip((0, *ends), ends, strict=False):
@@ -186,7 +186,7 @@ def test_what_is_told_while_enough_is_under_way_goes_together_when_a_list_ends()
     desk.end(first)
     assert desk.sent() == [Progress(KEY, 4)]
     desk.end(third)
-    assert desk.sent() == [Progress(KEY, 10), Done(KEY, 42, {42: (-1.0, 1)})]
+    assert desk.sent() == [Progress(KEY, 10), HandoffDone(KEY, 42, {42: (-1.0, 1)})]
 
 
 def test_what_waits_behind_a_write_that_failed_is_never_written() -> None:
@@ -217,7 +217,7 @@ def test_done_waits_for_every_write_and_for_the_first_token() -> None:
     assert desk.actions() == [
         Send(PEER, Progress(KEY, 10)),
         Drop(PEER, KEY),
-        Send(PEER, Done(KEY, 42, {42: (-1.0, 1)})),
+        Send(PEER, HandoffDone(KEY, 42, {42: (-1.0, 1)})),
     ]
 
 
@@ -227,7 +227,7 @@ def test_done_waits_for_the_first_token_when_writes_are_quicker() -> None:
     desk.end(ticket)
     assert desk.sent() == [Progress(KEY, 10)]
     desk.sampled()
-    assert desk.sent() == [Done(KEY, 42, {42: (-1.0, 1)})]
+    assert desk.sent() == [HandoffDone(KEY, 42, {42: (-1.0, 1)})]
 
 
 def test_chunks_may_end_in_any_order() -> None:
@@ -241,7 +241,7 @@ def test_chunks_may_end_in_any_order() -> None:
     desk.end(tickets[2])
     assert desk.sent() == [Progress(KEY, 0)] * 2
     desk.end(tickets[0])
-    assert desk.sent() == [Progress(KEY, 10), Done(KEY, 42, {42: (-1.0, 1)})]
+    assert desk.sent() == [Progress(KEY, 10), HandoffDone(KEY, 42, {42: (-1.0, 1)})]
 
 
 def test_done_is_repeated_until_it_is_acknowledged() -> None:
@@ -252,7 +252,7 @@ def test_done_is_repeated_until_it_is_acknowledged() -> None:
     desk.actions()
     desk.pass_time(1.2)
     desk.take(ask())
-    assert desk.sent() == [Done(KEY, 42, {42: (-1.0, 1)})] * 3
+    assert desk.sent() == [HandoffDone(KEY, 42, {42: (-1.0, 1)})] * 3
     desk.take(Received(KEY))
     desk.take(Received(KEY))
     assert desk.actions() == [] and desk.sender.next_deadline() is None
@@ -336,7 +336,7 @@ def test_a_failed_write_is_told_when_the_others_have_ended(state: State, quiesce
     assert desk.phase is Phase.ENDING and not [each for each in desk.actions() if isinstance(each, Drop)]
     desk.end(first)
     drop, send = desk.actions()
-    assert drop == Drop(PEER, KEY) and isinstance(send.message, Failed)
+    assert drop == Drop(PEER, KEY) and isinstance(send.message, HandoffFailed)
     assert (send.message.quiesced, send.message.retry) == (quiesced, True)
     assert "writing rows 6 to 10 ended as 'failed" in send.message.reason
     desk.pass_time(0.6)
@@ -366,7 +366,7 @@ def test_a_failed_handoff_harms_no_other_of_the_same_peer() -> None:
     desk.end(ticket, State.FAILED_UNKNOWN)
     desk.actions()
     desk.end(second, key=other)
-    assert Done(other, 42, {42: (-1.0, 1)}) in desk.sent()
+    assert HandoffDone(other, 42, {42: (-1.0, 1)}) in desk.sent()
     desk.take(ask(Key("t", 1)))
     assert Accepted(Key("t", 1)) in desk.sent()
 
@@ -377,7 +377,7 @@ def test_a_write_that_never_ends_is_given_up_and_told_later_if_it_does_end() -> 
     desk.pass_time(40)
     assert desk.phase is Phase.ENDING and Drop(PEER, KEY) not in desk.actions()
     desk.pass_time(10)
-    failed = Failed(KEY, False, True, "a write has not ended within 40 s")
+    failed = HandoffFailed(KEY, False, True, "a write has not ended within 40 s")
     actions = desk.actions()
     assert Drop(PEER, KEY) in actions and Send(PEER, failed) in actions
     desk.take(Received(KEY))
@@ -397,7 +397,7 @@ def test_a_write_that_ends_before_its_failure_was_heard_changes_what_is_told() -
     desk.pass_time(50)
     desk.actions()
     desk.end(ticket)
-    assert desk.sent() == [Failed(KEY, True, True, "a write has not ended within 40 s")]
+    assert desk.sent() == [HandoffFailed(KEY, True, True, "a write has not ended within 40 s")]
     assert desk.phase is Phase.TELLING
 
 
@@ -416,7 +416,7 @@ def test_what_the_engine_cannot_compute_is_told() -> None:
     desk.take(ask())
     desk.actions()
     desk.tell(NotComputed(PEER, KEY, True, "the engine is stopping"))
-    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, Failed(KEY, True, True, "the engine is stopping"))]
+    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, HandoffFailed(KEY, True, True, "the engine is stopping"))]
 
 
 def test_an_engine_that_fails_midway_waits_for_its_writes() -> None:
@@ -425,7 +425,7 @@ def test_an_engine_that_fails_midway_waits_for_its_writes() -> None:
     desk.tell(NotComputed(PEER, KEY, False, "out of luck"))
     assert desk.sent() == [Progress(KEY, 0)]
     desk.end(ticket)
-    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, Failed(KEY, True, False, "out of luck"))]
+    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, HandoffFailed(KEY, True, False, "out of luck"))]
 
 
 def test_a_receiver_that_never_says_go_is_told_that_it_failed() -> None:
@@ -433,7 +433,7 @@ def test_a_receiver_that_never_says_go_is_told_that_it_failed() -> None:
     desk.take(ask())
     desk.pass_time(10)
     actions = desk.actions()
-    assert actions[-2:] == [Drop(PEER, KEY), Send(PEER, Failed(KEY, True, True, "no Go came within 10 s"))]
+    assert actions[-2:] == [Drop(PEER, KEY), Send(PEER, HandoffFailed(KEY, True, True, "no Go came within 10 s"))]
 
 
 def test_an_engine_that_says_nothing_for_long_is_given_up() -> None:
@@ -443,7 +443,7 @@ def test_an_engine_that_says_nothing_for_long_is_given_up() -> None:
     desk.end(desk.submit())
     assert desk.phase is Phase.WRITING
     desk.pass_time(600)
-    assert desk.sent()[-1] == Failed(KEY, True, True, "the engine has told nothing for 600 s")
+    assert desk.sent()[-1] == HandoffFailed(KEY, True, True, "the engine has told nothing for 600 s")
 
 
 def test_death_of_the_receiver_keeps_pages_until_the_writes_have_ended() -> None:
@@ -513,7 +513,7 @@ def test_an_ask_that_cannot_be_served_is_refused(asked: Ask, complaint: str) -> 
     desk = Desk()
     desk.take(asked)
     (message,) = desk.sent()
-    assert isinstance(message, Failed) and complaint in message.reason
+    assert isinstance(message, HandoffFailed) and complaint in message.reason
     assert not message.retry and not message.quiesced and desk.phase is None
 
 
@@ -521,7 +521,7 @@ def test_a_stranger_is_asked_to_say_hello() -> None:
     desk = Desk()
     desk.take(ask(), "10.0.0.3:7000")
     (message,) = desk.sent()
-    assert isinstance(message, Failed) and message.retry and "Hello" in message.reason
+    assert isinstance(message, HandoffFailed) and message.retry and "Hello" in message.reason
 
 
 def test_an_engine_that_skips_rows_is_found_out() -> None:
@@ -534,7 +534,7 @@ def test_an_engine_that_skips_rows_is_found_out() -> None:
 
 def test_tombs_are_bounded_in_number_and_time() -> None:
     """Defect 14: orphaned ids leak nothing."""
-    desk = Desk(most_tombs=3, tomb_limit=10.0)
+    desk = Desk(max_tombstones=3, tombstone_limit=10.0)
     keys = [Key(str(number), 0) for number in range(5)]
     for key in keys:
         desk.take(Cancel(key))
@@ -618,11 +618,11 @@ class AnyOrder(RuleBasedStateMachine):
         assert work.given_up or State.PENDING not in work.tickets.values(), "pages given back while they are read"
 
     def said(self, peer: str, message: Any) -> None:
-        if isinstance(message, Done):
+        if isinstance(message, HandoffDone):
             work = self.work[peer, message.key]
             assert work.sampled and work.written == ROWS and set(work.tickets.values()) == {State.DONE}
             assert work.nbytes == sum(nbytes for _, _, nbytes in carried(0, ROWS)), "rows were skipped, or sent twice"
-        if isinstance(message, Failed | Stopped) and message.quiesced:
+        if isinstance(message, HandoffFailed | Stopped) and message.quiesced:
             assert self.work[peer, message.key].sworn, "sworn, and it is not so"
 
     @rule(key=KEYS, peer=PEERS)
@@ -668,7 +668,7 @@ class AnyOrder(RuleBasedStateMachine):
         if pending:
             (peer, key), number = data.draw(st.sampled_from(pending))
             self.work[peer, key].tickets[number] = state
-            self.desk.end(Ticket(number, 0), state, key, peer)
+            self.desk.end(WriteTicket(number, 0), state, key, peer)
             self.settle()
 
     @rule(peer=PEERS, again=st.booleans())

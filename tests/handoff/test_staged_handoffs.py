@@ -8,16 +8,16 @@ from staged_world import DECODE, Event, World
 from hotset.handoff.messages import (
     Accepted,
     Ask,
-    Calm,
     Cancel,
-    Done,
-    Failed,
     Go,
+    HandoffDone,
+    HandoffFailed,
     Key,
     Landed,
     Lent,
     Lost,
     Progress,
+    Quiesced,
     Received,
     Send,
     Staged,
@@ -125,7 +125,7 @@ def test_several_senders_of_different_division_share_a_ring() -> None:
     world.check_calm()
 
 
-@pytest.mark.parametrize("kind", [Accepted, Go, Want, Lent, Staged, Unpacked, Done, Received])
+@pytest.mark.parametrize("kind", [Accepted, Go, Want, Lent, Staged, Unpacked, HandoffDone, Received])
 def test_what_is_lost_is_said_again(kind: type) -> None:
     world = World()
     world.lose[kind] = 3
@@ -373,7 +373,7 @@ def test_done_before_all_is_unpacked_is_not_believed() -> None:
     key = begun(world, 44)
     world.compute(key)
     world.carry()
-    world.deliver(P, DECODE, Done(key, 7, None))
+    world.deliver(P, DECODE, HandoffDone(key, 7, None))
     fact = lost(world, key)
     assert fact.retry and "after 0 rows" in fact.reason
     world.finish()
@@ -399,7 +399,7 @@ def test_staging_that_was_not_offered_fails_the_handoff() -> None:
     world.carry(Go)
     world.post.clear()
     world.deliver(DECODE, P, Go(key, staged=True))
-    assert any(isinstance(message, Failed) for _, _, message in world.every)
+    assert any(isinstance(message, HandoffFailed) for _, _, message in world.every)
 
 
 def test_progress_tells_how_many_rows_are_in_their_pages() -> None:
@@ -484,7 +484,7 @@ def settle(world: World, keys: dict[Key, int], events: dict[Key, list[Event]]) -
         world.pass_time(5.0)
     world.pass_time(1300.0)
     for key in keys:
-        (fact,) = (each for each in world.facts[key] if not isinstance(each, Calm))
+        (fact,) = (each for each in world.facts[key] if not isinstance(each, Quiesced))
         if isinstance(fact, Landed):
             world.check(key)
     assert world.receiver.phases() == {} and not world.ring.waiting

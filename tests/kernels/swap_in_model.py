@@ -65,7 +65,7 @@ class SeatMaps:
     def slot_of(self, position: int) -> int:
         return self.position_of.index(position) if position in self.position_of else EMPTY
 
-    def look_up(self, positions: Sequence[int], stamp: int) -> list[int]:
+    def page_table_lookup(self, positions: Sequence[int], stamp: int) -> list[int]:
         """Brings `positions` into slots; returns those that were missing, once each, in list order."""
         for position in positions:
             if position in self.position_of:
@@ -214,7 +214,7 @@ class World:
             if seat == EMPTY:
                 positions = [EMPTY] * len(positions)
             looked_up = [position for position in positions if self.is_looked_up(batch, seat, stamp, position)]
-            missing = self.maps[seat].look_up(looked_up, stamp) if looked_up else []
+            missing = self.maps[seat].page_table_lookup(looked_up, stamp) if looked_up else []
             self.counted[0] += len(looked_up)
             self.counted[1] += len(missing)
             tail_stamp = None if batch.ignore_tail else stamp

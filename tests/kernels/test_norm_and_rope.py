@@ -1,20 +1,20 @@
-"""norm, rope, rope_query, head_product and wide_linear: against plain formulas, and kernels against references."""
+"""norm, rope, rope_query, per_head_matmul and fp32_linear: against plain formulas, and kernels against references."""
 
 import pytest
 import torch
 from interpreted import triton_impl
 from torch import Tensor
 
-from hotset.kernels.head_product import head_product
-from hotset.kernels.head_product import reference as head_reference
+from hotset.kernels.fp32_linear import fp32_linear
+from hotset.kernels.fp32_linear import reference as wide_reference
 from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.norm import reference as norm_reference
+from hotset.kernels.per_head_matmul import per_head_matmul
+from hotset.kernels.per_head_matmul import reference as head_reference
 from hotset.kernels.rope import Rotation, rotate
 from hotset.kernels.rope import reference as rope_reference
 from hotset.kernels.rope_query import reference as query_reference
 from hotset.kernels.rope_query import rope_query
-from hotset.kernels.wide_linear import reference as wide_reference
-from hotset.kernels.wide_linear import wide_linear
 
 EPS = 1e-6
 BF16 = torch.bfloat16
@@ -131,8 +131,8 @@ def test_rope_kernel_writes_into_a_slice_and_spares_what_is_beside_it() -> None:
 @pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 1, 3), (5, 3, 40), (9, 4, 1500)])
 def test_wide_kernel_equals_the_reference(dtype: torch.dtype, rows: int, outputs: int, width: int) -> None:
     x, weight = torch.randn(rows, width + 1).to(dtype)[:, 1:], torch.randn(outputs, width)
-    got = triton_impl("wide_linear").wide_linear(x, weight, 0.3)
-    torch.testing.assert_close(got, wide_reference.wide_linear(x, weight, 0.3), atol=1e-4, rtol=1e-4)
+    got = triton_impl("fp32_linear").fp32_linear(x, weight, 0.3)
+    torch.testing.assert_close(got, wide_reference.fp32_linear(x, weight, 0.3), atol=1e-4, rtol=1e-4)
 
 
 @only_interpreted
@@ -202,9 +202,9 @@ def test_query_on_a_gpu_equals_the_reference(
     assert error(got[..., :rank], expected[..., :rank]) < 1e-2  # products of bf16 operands, rounded once
     assert torch.equal(got[..., rank:], rope_reference.rotate(q[..., nope:], rotation, True))
     value_up = torch.randn(heads, 16, rank).to(dtype).transpose(1, 2)
-    values = head_product(got.cuda()[..., :rank], value_up.cuda())
+    values = per_head_matmul(got.cuda()[..., :rank], value_up.cuda())
     assert values.is_contiguous()
-    assert error(values, head_reference.head_product(got[..., :rank].double(), value_up.double())) < 1e-2
+    assert error(values, head_reference.per_head_matmul(got[..., :rank].double(), value_up.double())) < 1e-2
 
 
 @pytest.mark.gpu
@@ -217,8 +217,8 @@ def test_wide_products_on_a_gpu_keep_the_weight_unrounded(
     dtype: torch.dtype, rows: int, outputs: int, width: int
 ) -> None:
     x, weight = torch.randn(rows, width + 8).to(dtype), torch.randn(outputs, width)
-    expected = wide_reference.wide_linear(x[:, 8:].double(), weight.double(), 0.3)
-    assert error(wide_linear(x.cuda()[:, 8:], weight.cuda(), 0.3), expected) < 1e-5  # float32 throughout
+    expected = wide_reference.fp32_linear(x[:, 8:].double(), weight.double(), 0.3)
+    assert error(fp32_linear(x.cuda()[:, 8:], weight.cuda(), 0.3), expected) < 1e-5  # float32 throughout
 
 
 @pytest.mark.gpu

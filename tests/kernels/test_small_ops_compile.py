@@ -57,7 +57,7 @@ CASES = {
         {"heads": 32, "kv_heads": 8, "half": 64, "spare": 0, "normed": True, "block_half": 64}, 1,
     ),
     "wide linear": Case(
-        "wide_linear", "_product_kernel", {"*bf16": "x", "*fp32": "weight out"},
+        "fp32_linear", "_product_kernel", {"*bf16": "x", "*fp32": "weight out"},
         {"width": 4096, "outputs": 32, "block_rows": 8, "block_outputs": 2, "block_values": 1024}, 8,
         floats=("scale",), fusion=True,
     ),

@@ -70,9 +70,9 @@ class RingMachine(RuleBasedStateMachine):
         self.take()
 
     @rule(data=st.data())
-    def calm(self, data: st.DataObject) -> None:
+    def end_quarantine(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.numbers) or [0]))
-        self.ring.calm(number)
+        self.ring.end_quarantine(number)
         self.ended(self.quarantined.pop(number, None))
 
     def owners(self) -> dict[int, int]:
@@ -121,7 +121,7 @@ class RingMachine(RuleBasedStateMachine):
         order = random.Random(len(self.numbers))
         while self.live or self.quarantined:
             number = order.choice(sorted({**self.live, **self.quarantined}))
-            (self.ring.release if number in self.live else self.ring.calm)(number)
+            (self.ring.release if number in self.live else self.ring.end_quarantine)(number)
             self.ended(self.live.pop(number, None) or self.quarantined.pop(number, None))
             self.ring.audit()
         assert not self.queue, "somebody never had their turn"
@@ -221,13 +221,13 @@ def test_an_old_number_ends_no_later_lease_of_the_same_owner_and_place() -> None
     assert ring.ask("a", 1000)
     (old,) = ring.granted()
     ring.quarantine(old.number)
-    ring.calm(old.number)
+    ring.end_quarantine(old.number)
     assert ring.ask("a", 1000)
     (new,) = ring.granted()
     assert (new.first, new.owner) == (old.first, old.owner) and new.number != old.number
-    ring.calm(old.number)
+    ring.end_quarantine(old.number)
     ring.quarantine(old.number)
-    ring.calm(new.number)  # was never in quarantine
+    ring.end_quarantine(new.number)  # was never in quarantine
     assert not ring.release(old.number)
     assert ring.lease_of("a") == new and ring.free == 0
 
@@ -242,7 +242,7 @@ def test_bytes_under_an_unknown_writer_are_given_to_nobody_until_it_is_calm() ->
     assert ring.stuck and ring.quarantined == 256
     ring.release(fine.number)
     assert ring.stuck and ring.granted() == []
-    ring.calm(lost.number)
+    ring.end_quarantine(lost.number)
     assert [lease.nbytes for lease in ring.granted()] == [1024] and not ring.stuck
 
 

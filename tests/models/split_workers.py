@@ -14,8 +14,8 @@ from hotset.memory.resident import ResidentView
 from hotset.memory.tables import PageTables
 from hotset.memory.view import Selected
 from hotset.models.checkpoint import WeightSource
+from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
-from hotset.models.ranks import ALONE, Ranks
 from hotset.models.spec import AS_COMPUTED, GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 from hotset.models.split import By, Split
 
@@ -59,7 +59,7 @@ class Meeting:
 
 
 class ThreadRanks:
-    """`Ranks` among threads. Sums are taken in the order of ranks, so they are the same everywhere."""
+    """`Collectives` among threads. Sums are taken in the order of ranks, so they are the same everywhere."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size = rank, meeting.size
@@ -73,7 +73,7 @@ class ThreadRanks:
         self._meeting.barrier.wait()
         return brought
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         first, *others = self._all(x)
         for other in others:
             assert other.shape == first.shape
@@ -81,19 +81,19 @@ class ThreadRanks:
         x.fill_(torch.nan)  # it may be written over
         return first
 
-    def join(self, x: Tensor) -> Tensor:
+    def all_gather_columns(self, x: Tensor) -> Tensor:
         return torch.cat(self._all(x), dim=1)
 
-    def stack(self, x: Tensor) -> Tensor:
+    def all_gather_tokens(self, x: Tensor) -> Tensor:
         brought = self._all(x)
         assert [len(part) for part in brought] == list(self.rows)
         return torch.cat(brought)
 
-    def own_sum(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         assert x.shape[0] == sum(self.rows)
-        return self.sum(x).split(list(self.rows))[self.rank]
+        return self.all_reduce(x).split(list(self.rows))[self.rank]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self._meeting.barrier.wait()
 
 
@@ -203,7 +203,7 @@ def worker(
     spec: ModelSpec,
     weights: WeightSource,
     layers: Sequence[range] | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Collectives = SINGLE_RANK,
     by: By = "heads",
 ) -> list[Decoder]:
     """One rank of a model, stage by stage."""
@@ -222,7 +222,7 @@ def answers(stages: list[Decoder], steps: Sequence[Step | None], rows: Sequence[
             stages[0]._ranks.rows = rows[number]
         if step is None:
             for stage in stages:
-                stage.attend_none()
+                stage.idle_moe_step()
             continue
         batch = make_batch(range(len(step.counts)), step.starts, step.counts, CPU)
         x = stages[0].embed(step.token_ids)

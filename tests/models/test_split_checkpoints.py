@@ -13,13 +13,13 @@ from split_workers import SPECS, STEPS, answers, on_ranks, worker
 from torch import Tensor
 
 from hotset.base.errors import CheckpointError
-from hotset.models.checkpoint import ModelFiles, Part, WeightSource, find_model, open_weights
+from hotset.models.checkpoint import ModelFiles, TensorSlice, WeightSource, find_model, open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.spec import ModelSpec
 from hotset.models.split import Split, stage_layers
 
 NAME, SHAPE = "model.layers.0.self_attn.q_proj.weight", (16, 8)
-PARTS = [None, Part(0, 0, 16), Part(0, 3, 11), Part(1, 2, 7), Part(0, 5, 5)]
+PARTS = [None, TensorSlice(0, 0, 16), TensorSlice(0, 3, 11), TensorSlice(1, 2, 7), TensorSlice(0, 5, 5)]
 
 
 class Recording(RandomWeights):
@@ -30,7 +30,9 @@ class Recording(RandomWeights):
         self.tensors: dict[str, Tensor] = {}
         self.times: Counter[str] = Counter()
 
-    def take(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: Part | None = None) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: TensorSlice | None = None
+    ) -> Tensor:
         self.tensors[name] = super().take(name, shape)
         self.times[name] += 1
         return super().take(name, shape, out=out, part=part)
@@ -71,7 +73,9 @@ def test_parts_of_dummy_weights_are_slices_of_the_whole(tmp_path: Path) -> None:
     files = ModelFiles(tmp_path, SPECS["llama"])
     whole = open_weights(files, torch.float32, "cpu", load_format="dummy", seed=5).take(NAME, SHAPE)
     expect_parts(open_weights(files, torch.float32, "cpu", load_format="dummy", seed=5), whole)
-    ones = open_weights(files, torch.float32, "cpu", load_format="dummy").take("norm.weight", (6,), part=Part(0, 1, 3))
+    ones = open_weights(files, torch.float32, "cpu", load_format="dummy").take(
+        "norm.weight", (6,), part=TensorSlice(0, 1, 3)
+    )
     assert ones.tolist() == [1.0, 1.0]
 
 
@@ -115,10 +119,10 @@ def load_all(files: ModelFiles, splits: list[Split]) -> None:
         def __init__(self, rank: int, size: int) -> None:
             self.rank, self.size, self.rows = rank, size, ()
 
-        def sum(self, x: Tensor) -> Tensor:
+        def all_reduce(self, x: Tensor) -> Tensor:
             return x
 
-        join = stack = own_sum = sum
+        join = stack = reduce_scatter = sum
 
     for split in splits:
         source = open_weights(files, torch.float32, "cpu")

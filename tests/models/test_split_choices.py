@@ -11,9 +11,9 @@ from split_workers import SPECS
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
-from hotset.models.checkpoint import Part
+from hotset.models.checkpoint import TensorSlice
+from hotset.models.collectives import SINGLE_RANK
 from hotset.models.decoder import Decoder
-from hotset.models.ranks import ALONE
 from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
 from hotset.models.split import By, Split, check_split, layer_weights, stage_layers
 
@@ -68,7 +68,7 @@ def test_a_dense_width_that_no_layer_has_divides_nothing() -> None:
 
 
 def test_a_decoder_refuses_what_does_not_divide() -> None:
-    ranks = type(ALONE)()
+    ranks = type(SINGLE_RANK)()
     ranks.size = 3
     with pytest.raises(ConfigError, match="--tensor-parallel-size 3"):
         Decoder(LLAMA, RandomWeights(torch.float64, 1), split=Split(0, 3), ranks=ranks)
@@ -88,7 +88,9 @@ class Counting(RandomWeights):
         super().__init__(torch.float64, 1)
         self.counts: Counter[int] = Counter()
 
-    def take(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: Part | None = None) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: TensorSlice | None = None
+    ) -> Tensor:
         taken = super().take(name, shape, out=out, part=part)
         if len(shape) == 2 and name.startswith("model.layers."):
             self.counts[int(name.split(".")[2])] += taken.numel()

@@ -9,8 +9,8 @@ from split_workers import SPECS, STEPS, Answers, Step, answers, on_ranks, worker
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.models.checkpoint import Part
-from hotset.models.ranks import ALONE
+from hotset.models.checkpoint import TensorSlice
+from hotset.models.collectives import SINGLE_RANK
 from hotset.models.spec import MlaSpec
 from hotset.models.split import stage_layers
 
@@ -78,7 +78,7 @@ def test_every_rank_has_the_rows_of_its_own_kv_heads(ranks: int) -> None:
 class Tied(RandomWeights):
     """The indexer weighs no head, so that all positions have the score 0."""
 
-    def take(self, name: str, *args: Any, part: Part | None = None, out: Tensor | None = None) -> Tensor:
+    def take(self, name: str, *args: Any, part: TensorSlice | None = None, out: Tensor | None = None) -> Tensor:
         taken = super().take(name, *args, part=part, out=out)
         return taken.zero_() if "indexer.weights_proj" in name else taken
 
@@ -206,4 +206,4 @@ def test_ranks_that_divide_requests_hold_their_experts_only(name: str) -> None:
 
 def test_alone_is_the_identity() -> None:
     x = torch.randn(3, 2)
-    assert all(op(x) is x for op in (ALONE.sum, ALONE.join, ALONE.stack, ALONE.own_sum))
+    assert all(op(x) is x for op in (SINGLE_RANK.sum, SINGLE_RANK.join, SINGLE_RANK.stack, SINGLE_RANK.reduce_scatter))

@@ -59,7 +59,7 @@ def test_pages_under_an_unknown_writer_belong_to_nobody_until_it_is_known_to_hav
     assert second.attempt == 2
     assert not {*first.row_pages} & {*second.row_pages} and not {*first.key_pages} & {*second.key_pages}
     scheduler.audit()
-    scheduler.calm("a", 1)
+    scheduler.end_quarantine("a", 1)
     assert ledger.quarantined == NOTHING
     runner.land(second)
     scheduler.landed("a", 2, next_token(second.token_ids), None)

@@ -7,7 +7,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
 from hotset.schedule.request import Phase, Request
-from hotset.schedule.room import MOST_PARKS, GivingWay, demotions_for, promotable, who_gives_way
+from hotset.schedule.room import MOST_PARKS, Preemption, demotions_for, pick_victim, promotable
 from hotset.tiers.ledger import NOTHING, Ledger, Need
 from hotset.tiers.residence import Residence
 
@@ -32,38 +32,38 @@ class Running:
         request.move(Phase.DECODE)
         return request
 
-    def who(self, needy: int = 0, waiting: tuple[Request, ...] = ()) -> GivingWay:
-        return who_gives_way(self.ledger, self.requests[needy], self.requests, waiting)
+    def who(self, needy: int = 0, waiting: tuple[Request, ...] = ()) -> Preemption:
+        return pick_victim(self.ledger, self.requests[needy], self.requests, waiting)
 
 
 def test_the_largest_gain_is_demoted_first_and_of_equals_the_older() -> None:
     running = Running([40, 64, 64, 40])
-    assert running.who() == GivingWay(running.requests[1], Residence.TIERED)
+    assert running.who() == Preemption(running.requests[1], Residence.TIERED)
 
 
 def test_with_nothing_to_gain_the_youngest_parks() -> None:
     running = Running([8, 8, 8])
-    assert running.who() == GivingWay(running.requests[2], Residence.PARKED)
+    assert running.who() == Preemption(running.requests[2], Residence.PARKED)
 
 
 def test_a_request_that_must_stay_resident_is_not_demoted() -> None:
     running = Running([64, 64], tiers="resident")
-    assert running.who() == GivingWay(running.requests[1], Residence.PARKED)
+    assert running.who() == Preemption(running.requests[1], Residence.PARKED)
 
 
 def test_who_was_parked_often_is_spared_until_all_were() -> None:
     running = Running([8, 8, 8])
     running.requests[2].parks = MOST_PARKS
-    assert running.who() == GivingWay(running.requests[1], Residence.PARKED)
+    assert running.who() == Preemption(running.requests[1], Residence.PARKED)
     for request in running.requests:
         request.parks = MOST_PARKS
-    assert running.who() == GivingWay(running.requests[2], Residence.PARKED)
+    assert running.who() == Preemption(running.requests[2], Residence.PARKED)
 
 
 @pytest.mark.parametrize("host", [None, 0])
 def test_short_of_host_pages_the_youngest_is_computed_again(host: int | None) -> None:
     running = Running([8, 8], device=0 if host is None else 10, host=host)
-    assert running.who() == GivingWay(running.requests[1], Residence.ABSENT)
+    assert running.who() == Preemption(running.requests[1], Residence.ABSENT)
 
 
 def test_short_of_host_pages_a_younger_parked_request_gives_its_own_up() -> None:
@@ -71,7 +71,7 @@ def test_short_of_host_pages_a_younger_parked_request_gives_its_own_up() -> None
     parked = running.requests.pop()
     running.ledger.park(parked.holding, parked.planned)
     parked.move(Phase.PARKED)
-    assert running.who(waiting=(parked,)) == GivingWay(parked, Residence.ABSENT)
+    assert running.who(waiting=(parked,)) == Preemption(parked, Residence.ABSENT)
 
 
 def test_as_many_are_demoted_as_it_takes_and_nobody_if_that_would_not_do() -> None:

@@ -37,12 +37,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_pages=st.sampled_from([None, 0, 5, 20, 60]),
         slots=st.sampled_from([0, 2, 3, 5]),
         mode=st.sampled_from(["auto", "auto", "always"]),
-        calm=st.integers(0, 3),
+        end_quarantine=st.integers(0, 3),
         for_peers=st.sampled_from([False, False, True]),
     )
     def start(
         self, pages: int, page_rows: int, seats: int, step_rows: int, depth: int, host_pages: int | None, slots: int,
-        mode: TiersMode, calm: int, for_peers: bool,
+        mode: TiersMode, end_quarantine: int, for_peers: bool,
     ) -> None:  # fmt: skip
         self.for_peers = for_peers and host_pages is not None
         keys_per_page = 5 if slots else 0
@@ -55,7 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.capacity = tiered if self.mode == "always" else max(self.resident, tiered)
         if host is not None:
             self.capacity = min(self.capacity, host.capacity * page_rows)
-        self.scheduler = Scheduler(self.ledger, seats, step_rows, self.mode, calm)
+        self.scheduler = Scheduler(self.ledger, seats, step_rows, self.mode, end_quarantine)
         self.runner = ListRunner(geometry)
         self.depth = depth
         self.in_flight: deque[StepResult] = deque()
@@ -143,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.runner.scribble(late)
         if data.draw(st.booleans()):
             self.given_up.remove(late)
-            self.scheduler.calm(late.request_id, late.attempt)
+            self.scheduler.end_quarantine(late.request_id, late.attempt)
 
     def land(self, fetched: Reservation) -> None:
         self.runner.land(fetched)
@@ -227,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.drop(name)
         assert self.scheduler.idle, "a request never ends"
         for late in self.given_up:
-            self.scheduler.calm(late.request_id, late.attempt)
+            self.scheduler.end_quarantine(late.request_id, late.attempt)
         self.scheduler.audit()
         assert self.ledger.device.held == 0
         assert self.ledger.host is None or self.ledger.host.held == 0

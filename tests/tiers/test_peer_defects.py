@@ -49,7 +49,7 @@ def test_defect_01_a_prompt_parks_between_chunks_and_goes_on_where_it_was() -> N
     request = bench.add("streamed", 40, 8)
     bench.run(until=lambda: request.planned == 18)
     assert request.holding.residence is Residence.STREAMED
-    bench.scheduler._in.give_way(request, Residence.PARKED)
+    bench.scheduler._in.preempt(request, Residence.PARKED)
     bench.finish()
     assert bench.scheduler.counters.resumes == 1 and bench.scheduler.counters.tokens_prefilled == 40
 
@@ -179,7 +179,7 @@ def test_defect_08_contexts_that_end_on_a_page_boundary_park_and_resume_byte_for
     bench.run(until=lambda: request.planned == length and bench.settled)
     flushed = bench.memory.traffic().rows_flushed
     assert flushed == length // 4 * 4, "a page is copied when it is full, and once"
-    bench.scheduler._in.give_way(request, Residence.PARKED)
+    bench.scheduler._in.preempt(request, Residence.PARKED)
     bench.step()
     assert bench.scheduler.counters.resumes == 1
     written = length + 1

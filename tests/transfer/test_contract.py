@@ -9,7 +9,7 @@ import pytest
 from far_end import NBYTES, POISON, FarProcess, FarStandIn
 
 from hotset.base.errors import StartupError, TransferError
-from hotset.transfer.api import Region, State, Ticket, Transfer
+from hotset.transfer.api import Region, State, Transfer, WriteTicket
 from hotset.transfer.engines import open_transfer
 from hotset.transfer.loopback import Hub
 
@@ -52,7 +52,7 @@ class Bench:
         """`spans` [n, 3] are offsets here, offsets there, bytes."""
         return spans.astype(np.int64) + np.array([self.memory.ctypes.data, (far or self.far).address, 0])
 
-    def ended(self, ticket: Ticket, seconds: float = DEADLINE_S + 1) -> State:
+    def ended(self, ticket: WriteTicket, seconds: float = DEADLINE_S + 1) -> State:
         until = time.monotonic() + seconds
         while (state := self.transfer.poll(ticket)) is State.PENDING and time.monotonic() < until:
             time.sleep(0.0001)

@@ -17,14 +17,14 @@ import pytest
 from far_end import NBYTES, POISON, FarProcess
 
 from hotset.base.errors import ConfigError, MissingDependency, StartupError
-from hotset.transfer.api import Memory, Region, State, Ticket, Transfer
+from hotset.transfer.api import Memory, Region, State, Transfer, WriteTicket
 from hotset.transfer.description import decode
 from hotset.transfer.engines import open_transfer
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def ended(transfer: Transfer, ticket: Ticket, seconds: float = 10.0) -> State:
+def ended(transfer: Transfer, ticket: WriteTicket, seconds: float = 10.0) -> State:
     until = time.monotonic() + seconds
     while (state := transfer.poll(ticket)) is State.PENDING and time.monotonic() < until:
         time.sleep(0.001)

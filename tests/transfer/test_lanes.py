@@ -11,11 +11,11 @@ import pytest
 
 from hotset.base.errors import StartupError, TransferError
 from hotset.transfer import lanes as lanes_module
-from hotset.transfer.api import Region, State, Ticket, Writes
+from hotset.transfer.api import Region, State, Writes, WriteTicket
+from hotset.transfer.backend import Limits
 from hotset.transfer.description import Description, decode
 from hotset.transfer.lanes import Lanes
 from hotset.transfer.regions import Regions
-from hotset.transfer.wire import Limits
 
 NBYTES, POISON = 4096, 0xAB
 
@@ -102,14 +102,14 @@ class Bench:
         self.transfer.connect(name, Description("troubled", regions, name.encode()).encode())
         return self.wire.remotes[name.encode()]
 
-    def submit(self, peer: str, count: int = 1, nbytes: int = 10) -> Ticket:
+    def submit(self, peer: str, count: int = 1, nbytes: int = 10) -> WriteTicket:
         """`count` writes that are no run."""
         starts = np.arange(count) * 2 * nbytes
         spans = np.stack([starts, starts, np.full(count, nbytes)], axis=1)
         addresses = np.array([self.source.ctypes.data, self.target.ctypes.data, 0])
         return self.transfer.submit(peer, spans + addresses)
 
-    def ended(self, ticket: Ticket, seconds: float = 5.0) -> State:
+    def ended(self, ticket: WriteTicket, seconds: float = 5.0) -> State:
         waited(lambda: self.transfer.poll(ticket) is not State.PENDING, seconds)
         return self.transfer.poll(ticket)
 

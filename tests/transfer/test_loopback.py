@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hotset.base.errors import StartupError, TransferError
-from hotset.transfer.api import Memory, Region, State, Ticket
+from hotset.transfer.api import Memory, Region, State, WriteTicket
 from hotset.transfer.faults import Fate, Faults
 from hotset.transfer.loopback import Hub, Loopback
 
@@ -30,7 +30,7 @@ class Pair:
         self.far.register(Region(self.target.ctypes.data, NBYTES))
         self.near.connect("far", self.far.describe())
 
-    def submit(self, first: int = 0, last: int = NBYTES, step: int = 64) -> Ticket:
+    def submit(self, first: int = 0, last: int = NBYTES, step: int = 64) -> WriteTicket:
         """Writes [first, last) in pieces that are no run: the second half of each goes before the first."""
         starts = np.arange(first, last, step)
         offsets = np.stack([starts, NBYTES - step - starts], axis=1)
@@ -145,7 +145,7 @@ def test_lists_overtake_each_other() -> None:
 def history(seed: int) -> list[object]:
     chances = Faults(0.2, 0.1, 0.1, 0.2, reorder=0.5, duplicate=0.5, delay_s=(0.0, 0.5))
     pair, seen = Pair(chances, seed, deadline_s=2.0), []
-    tickets: list[Ticket] = []
+    tickets: list[WriteTicket] = []
     for step in range(60):
         tickets.append(pair.submit(step % 32 * 64, step % 32 * 64 + 1024))
         pair.hub.advance(step * 0.1)

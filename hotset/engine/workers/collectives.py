@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hotset.engine.workers.messages import Place
-from hotset.models.ranks import ALONE, Ranks
+from hotset.engine.workers.messages import WorkerRank
+from hotset.models.collectives import SINGLE_RANK, Collectives
 
 # A rank waits so long for another within a step. The controller notices before that if one died.
 LIMIT = timedelta(seconds=300)
@@ -17,7 +17,7 @@ LIMIT = timedelta(seconds=300)
 class DistributedWorld:
     """Implements `World`: every worker's way to the others."""
 
-    def __init__(self, place: Place, device: torch.device) -> None:
+    def __init__(self, place: WorkerRank, device: torch.device) -> None:
         """Meets the other workers at the rendezvous."""
         on_gpu = device.type == "cuda"
         dist.init_process_group(
@@ -31,9 +31,9 @@ class DistributedWorld:
         each = place.split.ranks
         # Everybody makes the groups of all stages, in the same order.
         groups = [dist.new_group(range(first, first + each), timeout=LIMIT) for first in range(0, place.workers, each)]
-        self.ranks: Ranks = ALONE
+        self.ranks: Collectives = SINGLE_RANK
         if each > 1:
-            self.ranks = DistributedRanks(groups[place.stage], place.split.rank, each, device)
+            self.ranks = DistributedCollectives(groups[place.stage], place.split.rank, each, device)
 
     def send(self, x: Tensor, to: int) -> None:
         dist.send(x.contiguous(), to)
@@ -42,8 +42,8 @@ class DistributedWorld:
         dist.recv(x, source)
 
 
-class DistributedRanks:
-    """Implements `Ranks` among the members of one group."""
+class DistributedCollectives:
+    """Implements `Collectives` among the members of one group."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
@@ -51,27 +51,27 @@ class DistributedRanks:
         self._group = group
         self._reduces = device.type == "cuda"
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         if self._reduces:
             dist.all_reduce(x, group=self._group)
             return x
         # Added in the order of the ranks: the same bits on every one of them.
         return torch.stack(self._gathered(x)).sum(0)
 
-    def join(self, x: Tensor) -> Tensor:
+    def all_gather_columns(self, x: Tensor) -> Tensor:
         return torch.cat(self._gathered(x), dim=-1)
 
-    def stack(self, x: Tensor) -> Tensor:
+    def all_gather_tokens(self, x: Tensor) -> Tensor:
         most = max(self.rows)
         padded = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
         parts = self._gathered(padded)
         return torch.cat([part[:count] for part, count in zip(parts, self.rows, strict=True)])
 
-    def own_sum(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         first = sum(self.rows[: self.rank])
-        return self.sum(x)[first : first + self.rows[self.rank]]
+        return self.all_reduce(x)[first : first + self.rows[self.rank]]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Everybody has done what it was told so far."""
         if self._reduces:
             torch.cuda.synchronize()

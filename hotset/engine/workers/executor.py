@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hotset.engine.runner import Runner, Ticket
+from hotset.engine.runner import Runner, SubmittedStep
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.schedule.plan import Plan, StepResult
@@ -74,7 +74,7 @@ class Executor(Protocol):
 
 
 class _Done:
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: SubmittedStep) -> None:
         self._ticket = ticket
 
     def results(self) -> Sequence[StepResult]:

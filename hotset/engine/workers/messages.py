@@ -13,7 +13,7 @@ from hotset.tiers.coordinator import Traffic
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerRank:
     """Where one worker stands among all."""
 
     number: int  # of `workers`
@@ -38,13 +38,13 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class InitWorker:
     config: EngineConfig
-    place: Place
+    place: WorkerRank
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class LoadProgress:
     """Bytes of weights."""
 
     done: int
@@ -60,7 +60,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
+class InitCache:
     """What the engine runs with. If there are host pages, the memory for them follows."""
 
     budget: KvBudget
@@ -69,12 +69,12 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class CacheReady:
     pass
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class WorkerFailed:
     """The worker does not start, or cannot go on. `trace` is set where it is a bug of ours."""
 
     error: StartupError
@@ -82,7 +82,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class SampledToken:
     """What was sampled at another stage."""
 
     seat: int
@@ -91,17 +91,17 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Carry:
+class ExecuteStep:
     """A step to be carried out, after all before it."""
 
     number: int
     plan: Plan | None
-    tokens: Sequence[Token]
+    tokens: Sequence[SampledToken]
     rows: Sequence[int]  # that each replica computes in it
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class StepDone:
     """The step has been carried out, and what it was to copy to the host is there."""
 
     number: int
@@ -109,29 +109,29 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class AskTraffic:
+class GetTraffic:
     pass
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class TrafficReport:
     traffic: Traffic
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
+class RunAudit:
     tiered: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Audited:
+class AuditReport:
     flaw: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopWorker:
     pass
 
 
-Command = Begin | Settle | Carry | AskTraffic | Audit | Stop
-Report = Loading | Loaded | Settled | Failed | Done | Counted | Audited
+WorkerCommand = InitWorker | InitCache | ExecuteStep | GetTraffic | RunAudit | StopWorker
+WorkerReport = LoadProgress | Loaded | CacheReady | WorkerFailed | StepDone | TrafficReport | AuditReport

@@ -19,26 +19,26 @@ import torch
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, StartupError
 from hotset.engine.closing import STOP_SECONDS, UNPINNED_PER_SECOND
-from hotset.engine.sizing import KvBudget, Part
+from hotset.engine.sizing import KvBudget, WorkerMemory
 from hotset.engine.workers.executor import HostPart, Pending, Step
 from hotset.engine.workers.messages import (
-    AskTraffic,
-    Audit,
-    Audited,
-    Begin,
-    Carry,
-    Command,
-    Counted,
-    Done,
-    Failed,
+    AuditReport,
+    CacheReady,
+    ExecuteStep,
+    GetTraffic,
+    InitCache,
+    InitWorker,
     Loaded,
-    Loading,
-    Place,
-    Report,
-    Settle,
-    Settled,
-    Stop,
-    Token,
+    LoadProgress,
+    RunAudit,
+    SampledToken,
+    StepDone,
+    StopWorker,
+    TrafficReport,
+    WorkerCommand,
+    WorkerFailed,
+    WorkerRank,
+    WorkerReport,
 )
 from hotset.engine.workers.shared_memory import SharedMemory
 from hotset.engine.workers.worker import main
@@ -49,7 +49,7 @@ from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.coordinator import Traffic
 from hotset.transfer.api import Event
 
-T = TypeVar("T", bound=Report)
+T = TypeVar("T", bound=WorkerReport)
 START_SECONDS = 1800.0  # for a worker that loads and has nothing to tell
 STEP_SECONDS = 600.0  # for the slowest step
 BLAME_SECONDS = 1.0  # for a worker whose end made another one fail
@@ -58,7 +58,7 @@ HURRIED_SECONDS = 2.0  # for the same, while a step is under way
 
 @dataclass(slots=True)
 class _Worker:
-    place: Place
+    place: WorkerRank
     process: SpawnProcess
     pipe: Connection
     shape: KvShape | None = None
@@ -116,7 +116,7 @@ class WorkerProcesses:
         self._begun: deque[_Begun] = deque()
         self._steps = 0
         self.finished = 0  # steps that every worker has reported
-        self._told: list[Token] = []  # sampled, and not yet told to the first stage
+        self._told: list[SampledToken] = []  # sampled, and not yet told to the first stage
         self._dead: list[_Worker] = []
         self._wake = wake
         # A program that forgets to close would wait for its children at its end, and they for it.
@@ -125,10 +125,10 @@ class WorkerProcesses:
         try:
             for number, split in enumerate(splits):
                 where = f"cuda:{number}" if device.type == "cuda" else "cpu"
-                place = Place(number, len(splits), number // split.ranks, stages, split, rendezvous, where)
+                place = WorkerRank(number, len(splits), number // split.ranks, stages, split, rendezvous, where)
                 pipe, process = self._start(place)
                 self._workers.append(_Worker(place, process, pipe))
-                pipe.send(Begin(config, place))
+                pipe.send(InitWorker(config, place))
         except BaseException:
             self.close()
             raise
@@ -141,7 +141,7 @@ class WorkerProcesses:
         self._dead += [ends[each] for each in ended if isinstance(each, int)]
         self._wake()
 
-    def _start(self, place: Place) -> tuple[Connection, SpawnProcess]:
+    def _start(self, place: WorkerRank) -> tuple[Connection, SpawnProcess]:
         context = multiprocessing.get_context("spawn")
         pipe, far_end = context.Pipe()
         process = context.Process(target=main, args=(far_end,), name=f"hotset-worker-{place.number}")
@@ -149,14 +149,14 @@ class WorkerProcesses:
         far_end.close()
         return pipe, process
 
-    def load(self, progress: Callable[[int, int], None]) -> list[Part]:
+    def load(self, progress: Callable[[int, int], None]) -> list[WorkerMemory]:
         """Waits until every worker has its weights. What each keeps."""
         waiting = set(range(len(self._workers)))
         while waiting:
             number, report = self._hear(waiting, START_SECONDS)
             worker = self._workers[number]
             match report:
-                case Loading(done, total):
+                case LoadProgress(done, total):
                     worker.loaded = (done, total)
                     progress(*(sum(each.loaded[at] for each in self._workers) for at in (0, 1)))
                 case Loaded(shape, free):
@@ -164,7 +164,7 @@ class WorkerProcesses:
                     waiting.discard(number)
                 case _:
                     raise self._misplaced(worker, report)
-        return [Part(self._shape(each), each.free, self._writer(each)[0] == 0) for each in self._workers]
+        return [WorkerMemory(self._shape(each), each.free, self._writer(each)[0] == 0) for each in self._workers]
 
     def settle(self, budget: KvBudget, progress: Callable[[int, int], None]) -> None:
         """Gives every worker its memory. `progress(done, total)`: workers that have it."""
@@ -172,7 +172,7 @@ class WorkerProcesses:
             self._settle_one(worker, budget)
         for done in range(len(self._workers)):
             number, report = self._hear(set(range(len(self._workers))), START_SECONDS)
-            if not isinstance(report, Settled):
+            if not isinstance(report, CacheReady):
                 raise self._misplaced(self._workers[number], report)
             progress(done + 1, len(self._workers))
         for shared in self._shared:
@@ -194,7 +194,7 @@ class WorkerProcesses:
         tokens, self._told = self._told, []
         for worker in self._workers:
             at_first = worker.place.stage == 0 and worker.place.stages > 1
-            self._say(worker, Carry(self._steps, step[worker.place.replica], tokens if at_first else (), rows))
+            self._send(worker, ExecuteStep(self._steps, step[worker.place.replica], tokens if at_first else (), rows))
         self._begun.append(begun)
         return _InFlight(self, begun)
 
@@ -216,7 +216,7 @@ class WorkerProcesses:
     def traffic(self) -> Traffic:
         """Rows are counted once for all workers that hold parts of them, bytes in all."""
         self._drain()
-        counted = [(worker.place, self._asked(worker, AskTraffic(), Counted).traffic) for worker in self._workers]
+        counted = [(worker.place, self._asked(worker, GetTraffic(), TrafficReport).traffic) for worker in self._workers]
         lookups: dict[int, int] = {}
         misses: dict[int, int] = {}
         for place, traffic in counted:
@@ -232,7 +232,7 @@ class WorkerProcesses:
     def audit(self, tiered: Sequence[Mapping[int, int]]) -> None:
         self._drain()
         for worker in self._workers:
-            flaw = self._asked(worker, Audit(tiered[worker.place.replica]), Audited).flaw
+            flaw = self._asked(worker, RunAudit(tiered[worker.place.replica]), AuditReport).flaw
             assert flaw is None, flaw
 
     @property
@@ -243,7 +243,7 @@ class WorkerProcesses:
         self._at_exit.cancel()
         for worker in self._workers:
             with contextlib.suppress(OSError):
-                worker.pipe.send(Stop())
+                worker.pipe.send(StopWorker())
         # One that waits for a worker that died does not hear: it is not waited for as long.
         patience = HURRIED_SECONDS if self._begun else STOP_SECONDS
         deadline = time.monotonic() + patience + self.pinned_bytes / UNPINNED_PER_SECOND
@@ -264,7 +264,7 @@ class WorkerProcesses:
     def _settle_one(self, worker: _Worker, budget: KvBudget) -> None:
         place, shape, page_rows = worker.place, self._shape(worker), self._config.page_rows
         writer, writers = self._writer(worker)
-        self._say(worker, Settle(budget, writer, writers))
+        self._send(worker, InitCache(budget, writer, writers))
         if not budget.host_pages:
             return
         if writer == 0:
@@ -289,16 +289,16 @@ class WorkerProcesses:
     def _take_in(self, seconds: float) -> None:
         """One report of one worker on a step."""
         number, report = self._hear({number for begun in self._begun for number in begun.missing}, seconds)
-        if not isinstance(report, Done):
+        if not isinstance(report, StepDone):
             raise self._misplaced(self._workers[number], report)
         begun = next(each for each in self._begun if each.number == report.number)
         begun.missing.discard(number)
         if report.result is not None:
             begun.results[self._workers[number].place.replica] = report.result
         while self._begun and not self._begun[0].missing:
-            self._learn(self._begun.popleft())
+            self._collect_sampled(self._begun.popleft())
 
-    def _learn(self, begun: _Begun) -> None:
+    def _collect_sampled(self, begun: _Begun) -> None:
         """Of a step that everybody has reported."""
         self.finished = begun.number
         if self._workers[0].place.stages == 1:
@@ -307,20 +307,20 @@ class WorkerProcesses:
             if plan is not None and result is not None:
                 self._told += _sampled(plan, result)
 
-    def _asked(self, worker: _Worker, question: Command, answer: type[T]) -> T:
-        self._say(worker, question)
+    def _asked(self, worker: _Worker, question: WorkerCommand, answer: type[T]) -> T:
+        self._send(worker, question)
         _, report = self._hear({worker.place.number}, STEP_SECONDS)
         if not isinstance(report, answer):
             raise self._misplaced(worker, report)
         return report
 
-    def _say(self, worker: _Worker, command: Command) -> None:
+    def _send(self, worker: _Worker, command: WorkerCommand) -> None:
         try:
             worker.pipe.send(command)
         except OSError:
             raise self._died(worker) from None
 
-    def _hear(self, numbers: set[int], seconds: float) -> tuple[int, Report]:
+    def _hear(self, numbers: set[int], seconds: float) -> tuple[int, WorkerReport]:
         """The next report of one of these workers. Of all others only the end is noticed."""
         pipes = {worker.pipe: worker for worker in self._workers if worker.place.number in numbers}
         ends = {worker.process.sentinel: worker for worker in self._workers}
@@ -331,10 +331,10 @@ class WorkerProcesses:
         for each in ready:
             if isinstance(each, Connection) and (worker := pipes.get(each)) is not None:
                 try:
-                    report: Report = each.recv()
+                    report: WorkerReport = each.recv()
                 except (EOFError, OSError):
                     raise self._died(worker) from None
-                if isinstance(report, Failed):
+                if isinstance(report, WorkerFailed):
                     raise self._failure(worker, report)
                 return worker.place.number, report
         raise self._died(next(ends[each] for each in ready if isinstance(each, int)))
@@ -343,7 +343,7 @@ class WorkerProcesses:
         worker.process.join(BLAME_SECONDS)
         return EngineStopped(f"{worker.place.name} died (exit code {worker.process.exitcode})")
 
-    def _failure(self, worker: _Worker, failed: Failed) -> StartupError | EngineStopped:
+    def _failure(self, worker: _Worker, failed: WorkerFailed) -> StartupError | EngineStopped:
         """A worker fails where another one that it needs has died: then that is the one to name."""
         others = {each.process.sentinel: each for each in self._workers if each is not worker}
         for sentinel in wait(list(others), BLAME_SECONDS):
@@ -355,7 +355,7 @@ class WorkerProcesses:
             return failed.error
         return EngineStopped(f"{worker.place.name} failed: {failed.error}")
 
-    def _misplaced(self, worker: _Worker, report: Report) -> EngineStopped:
+    def _misplaced(self, worker: _Worker, report: WorkerReport) -> EngineStopped:
         return EngineStopped(f"{worker.place.name} said {report!r}, which nobody asked for")
 
     def _shape(self, worker: _Worker) -> KvShape:
@@ -363,10 +363,10 @@ class WorkerProcesses:
         return worker.shape
 
 
-def _sampled(plan: Plan, result: StepResult) -> list[Token]:
+def _sampled(plan: Plan, result: StepResult) -> list[SampledToken]:
     """What the first stage has to know before it computes the next row of these seats."""
     at = [(plan.seats[each], plan.starts[each] + plan.counts[each]) for each in plan.sampled]
-    return [Token(seat, position, token) for (seat, position), token in zip(at, result.token_ids, strict=True)]
+    return [SampledToken(seat, position, token) for (seat, position), token in zip(at, result.token_ids, strict=True)]
 
 
 def _free_port() -> int:

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
+from hotset.models.collectives import Collectives
 from hotset.models.decoder import Decoder
-from hotset.models.ranks import Ranks
 
 
 class World(Protocol):
     """One worker's way to the others."""
 
-    ranks: Ranks  # those that share its stage, or hold other requests
+    ranks: Collectives  # those that share its stage, or hold other requests
 
     def send(self, x: Tensor, to: int) -> None:
         """To worker number `to`, which receives it."""
@@ -47,6 +47,6 @@ class Stage:
         self._world.send(x, self._after)
         return None
 
-    def attend_none(self) -> None:
+    def idle_moe_step(self) -> None:
         """Other replicas compute rows in this step, and this one none."""
-        self._decoder.attend_none()
+        self._decoder.idle_moe_step()

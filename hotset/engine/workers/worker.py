@@ -17,37 +17,37 @@ import torch
 from hotset.base.errors import StartupError
 from hotset.base.logs import log_to_stderr
 from hotset.engine.model import load_decoder
-from hotset.engine.runner import Runner, Ticket
+from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.sizing import free_bytes
 from hotset.engine.workers.collectives import DistributedWorld
 from hotset.engine.workers.messages import (
-    AskTraffic,
-    Audit,
-    Audited,
-    Begin,
-    Carry,
-    Command,
-    Counted,
-    Done,
-    Failed,
+    AuditReport,
+    CacheReady,
+    ExecuteStep,
+    GetTraffic,
+    InitCache,
+    InitWorker,
     Loaded,
-    Loading,
-    Place,
-    Report,
-    Settle,
-    Settled,
-    Stop,
+    LoadProgress,
+    RunAudit,
+    StepDone,
+    StopWorker,
+    TrafficReport,
+    WorkerCommand,
+    WorkerFailed,
+    WorkerRank,
+    WorkerReport,
 )
 from hotset.engine.workers.shared_memory import SharedMemory
 from hotset.engine.workers.stage import Stage, World
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
-from hotset.models.ranks import ALONE, Ranks
+from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.schedule.plan import StepResult
 from hotset.tiers.coordinator import Coordinator
 
 LOGGER = logging.getLogger("hotset.engine")
-Inbox = queue.SimpleQueue[tuple[Command, SharedMemory | None]]
+Inbox = queue.SimpleQueue[tuple[WorkerCommand, SharedMemory | None]]
 
 
 def main(pipe: Connection) -> None:
@@ -59,67 +59,73 @@ def main(pipe: Connection) -> None:
     serve(pipe, DistributedWorld, lambda: os._exit(1))
 
 
-def serve(pipe: Connection, join: Callable[[Place, torch.device], World], at_end: Callable[[], None]) -> None:
+def serve(pipe: Connection, join: Callable[[WorkerRank, torch.device], World], at_end: Callable[[], None]) -> None:
     """Until told to stop. `join` meets the other workers. `at_end`: the controller is gone."""
     inbox: Inbox = queue.SimpleQueue()
     turn = threading.Lock()
 
-    def say(report: Report) -> None:
+    def send(report: WorkerReport) -> None:
         with turn:
             pipe.send(report)
 
     threading.Thread(target=_read, args=(pipe, inbox, at_end), daemon=True).start()
     try:
-        _serve(inbox, say, join)
+        _serve(inbox, send, join)
     except BrokenPipeError:
         return
     except StartupError as error:
-        say(Failed(error))
+        send(WorkerFailed(error))
     except Exception as error:
-        say(Failed(StartupError(repr(error)), traceback.format_exc()))
+        send(WorkerFailed(StartupError(repr(error)), traceback.format_exc()))
 
 
 def _read(pipe: Connection, inbox: Inbox, at_end: Callable[[], None]) -> None:
     """Hears the controller at any time, so that its end is noticed even while another worker is waited for in vain."""
     while True:
         try:
-            command: Command = pipe.recv()
-            memory = SharedMemory.received(pipe) if isinstance(command, Settle) and command.budget.host_pages else None
+            command: WorkerCommand = pipe.recv()
+            memory = (
+                SharedMemory.received(pipe) if isinstance(command, InitCache) and command.budget.host_pages else None
+            )
         except (EOFError, OSError):
             at_end()
             return
         inbox.put((command, memory))
-        if isinstance(command, Stop):
+        if isinstance(command, StopWorker):
             return
 
 
-def _serve(inbox: Inbox, say: Callable[[Report], None], join: Callable[[Place, torch.device], World]) -> None:
+def _serve(
+    inbox: Inbox, send: Callable[[WorkerReport], None], join: Callable[[WorkerRank, torch.device], World]
+) -> None:
     begin, _ = inbox.get()
-    assert isinstance(begin, Begin), f"a worker begins with {begin}"
+    assert isinstance(begin, InitWorker), f"a worker begins with {begin}"
     place, device = begin.place, torch.device(begin.place.device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.workers))
     world = join(place, device)
-    stage = _load(begin, device, world, say)
+    stage = _load(begin, device, world, send)
     settle, memory = inbox.get()
-    if isinstance(settle, Stop):
+    if isinstance(settle, StopWorker):
         return
-    assert isinstance(settle, Settle), f"a worker that has loaded is told {settle}"
-    worker = Worker(begin, world.ranks, stage, settle, memory, say)
+    assert isinstance(settle, InitCache), f"a worker that has loaded is told {settle}"
+    worker = Worker(begin, world.ranks, stage, settle, memory, send)
     try:
-        say(Settled())
-        while worker.obey(inbox.get()[0]):
+        send(CacheReady())
+        while worker.handle(inbox.get()[0]):
             pass
     finally:
         worker.close()
 
 
-def _load(begin: Begin, device: torch.device, world: World, say: Callable[[Report], None]) -> Stage:
+def _load(begin: InitWorker, device: torch.device, world: World, send: Callable[[WorkerReport], None]) -> Stage:
     place, split = begin.place, begin.place.split
-    decoder = load_decoder(begin.config, device, lambda done, total: say(Loading(done, total)), split, world.ranks)
+    decoder = load_decoder(
+        begin.config, device, lambda done, total: send(LoadProgress(done, total)), split, world.ranks
+    )
     before = None if place.stage == 0 else place.number - split.ranks
     after = None if place.stage == place.stages - 1 else place.number + split.ranks
-    say(Loaded(decoder.kv_shape, free_bytes(device)))
+    send(Loaded(decoder.kv_shape, free_bytes(device)))
     return Stage(decoder, world, before, after)
 
 
@@ -128,16 +134,16 @@ class Worker:
 
     def __init__(
         self,
-        begin: Begin,
-        ranks: Ranks,
+        begin: InitWorker,
+        ranks: Collectives,
         stage: Stage,
-        settle: Settle,
+        settle: InitCache,
         memory: SharedMemory | None,
-        say: Callable[[Report], None],
+        send: Callable[[WorkerReport], None],
     ) -> None:
         config, budget, shape = begin.config, settle.budget, stage.kv_shape
-        self._place: Place = begin.place
-        self._ranks, self._stage, self._say = ranks, stage, say
+        self._place: WorkerRank = begin.place
+        self._ranks, self._stage, self._send = ranks, stage, send
         pool = DevicePool(shape, budget.geometry, budget.device_pages, stage.device)
         host = None
         if memory is not None:
@@ -145,22 +151,24 @@ class Worker:
             host = HostStore(shape, *sizes, memory=memory.bytes, writer=settle.writer, writers=settle.writers)
             memory.close()
         self._memory = Coordinator(pool, host, config.max_num_seqs, budget.max_model_len)
-        meet = ranks.meet if settle.writers > 1 else ALONE.meet
-        self._runner = Runner(stage, self._memory, config.max_num_seqs, budget.max_model_len, stage.vocab, meet=meet)
-        self._tickets: queue.SimpleQueue[tuple[int, Ticket | None] | None] = queue.SimpleQueue()
+        barrier = ranks.barrier if settle.writers > 1 else SINGLE_RANK.barrier
+        self._runner = Runner(
+            stage, self._memory, config.max_num_seqs, budget.max_model_len, stage.vocab, barrier=barrier
+        )
+        self._tickets: queue.SimpleQueue[tuple[int, SubmittedStep | None] | None] = queue.SimpleQueue()
         self._reporter = threading.Thread(target=self._report, name="hotset-reports", daemon=True)
         self._reporter.start()
 
-    def obey(self, command: Command) -> bool:
+    def handle(self, command: WorkerCommand) -> bool:
         """False: it was told to stop."""
         match command:
-            case Carry():
+            case ExecuteStep():
                 self._carry(command)
-            case AskTraffic():
-                self._say(Counted(self._memory.traffic()))
-            case Audit(tiered):
-                self._say(Audited(self._flaw(tiered)))
-            case Stop():
+            case GetTraffic():
+                self._send(TrafficReport(self._memory.traffic()))
+            case RunAudit(tiered):
+                self._send(AuditReport(self._flaw(tiered)))
+            case StopWorker():
                 return False
             case _:
                 raise AssertionError(f"a worker at work is told {command}")
@@ -171,13 +179,13 @@ class Worker:
         self._reporter.join()
         self._memory.close()
 
-    def _carry(self, carry: Carry) -> None:
-        self._runner.learn(carry.tokens)
+    def _carry(self, carry: ExecuteStep) -> None:
+        self._runner.write_sampled(carry.tokens)
         if self._place.split.by == "requests":
             self._ranks.rows = carry.rows
         ticket = None if carry.plan is None else self._runner.submit(carry.plan)
         if sum(carry.rows) and not carry.rows[self._place.replica]:
-            self._stage.attend_none()
+            self._stage.idle_moe_step()
         self._tickets.put((carry.number, ticket))
 
     def _report(self) -> None:
@@ -188,11 +196,11 @@ class Worker:
                 result = None if ticket is None else ticket.result()
                 if (stored := self._memory.stored()) is not None:
                     stored.synchronize()
-                self._say(Done(number, self._told(result)))
+                self._send(StepDone(number, self._told(result)))
         except BrokenPipeError:
             return
         except Exception as error:
-            self._say(Failed(StartupError(repr(error)), traceback.format_exc()))
+            self._send(WorkerFailed(StartupError(repr(error)), traceback.format_exc()))
 
     def _told(self, result: StepResult | None) -> StepResult | None:
         """Every rank of the last stage samples the same: the first of them tells."""

@@ -35,7 +35,11 @@ class Tuning:
 
 
 # One query row for every context: bound by memory. By heads, the first entry that holds them.
-ALONE = {32: Tuning(registers=104), 64: Tuning(registers=128, per_processor=4), 128: Tuning(stages=3, per_processor=2)}
+ALONE = {
+    32: Tuning(registers=104),
+    64: Tuning(registers=128, per_processor=4),
+    128: Tuning(stages=3, per_processor=2),
+}
 PLAIN_ALONE = {64: Tuning(stages=3, per_processor=3), 128: Tuning(stages=3, per_processor=2)}  # keys of 16 bits
 TOGETHER = Tuning(columns=128, per_processor=2)  # query rows that share a context: bound by arithmetic
 FEWEST_HEADS = 16  # of the matrix instructions; fewer are padded with heads of weight 0

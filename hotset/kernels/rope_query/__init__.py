@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from hotset.kernels.fast_path import kernels_of, served_fast
-from hotset.kernels.head_product import head_product_into
+from hotset.kernels.per_head_matmul import per_head_matmul_into
 from hotset.kernels.rope import Rotation
 from hotset.kernels.rope_query import reference
 
@@ -23,5 +23,5 @@ def rope_query(
         return reference.rope_query(q, key_up, rotation)
     out = q.new_empty(q.shape[0], heads, rank + rotation.dim)
     kernels_of("rope").rotate_into(out[..., rank:], q[..., nope:], rotation, True)
-    head_product_into(out[..., :rank], q[..., :nope], key_up)
+    per_head_matmul_into(out[..., :rank], q[..., :nope], key_up)
     return out

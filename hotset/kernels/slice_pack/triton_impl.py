@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotset.kernels.passage import sent
+from hotset.kernels.device_copies import to_device
 from hotset.kernels.slice_pack.slices import Slices
 
 PIECE_BYTES = 512  # a warp moves as much with one instruction
@@ -50,7 +50,7 @@ def copy(
     _copy_kernel[(len(pieces) * triton.cdiv(rows, block_rows), units)](
         *(
             _table(addresses, pieces, word, device),
-            used if used.is_cuda else sent(used, device),
+            used if used.is_cuda else to_device(used, device),
             packed.view(WORDS[word]),
         ),
         *(first % page_rows, rows, units, len(pieces), page_stride // word, row_stride // word, slices.nbytes // word),

@@ -173,7 +173,7 @@ struct Planner {
     int slot[ENTRIES];        // 0 where it is not looked up, EMPTY where it is missing
     unsigned place[ENTRIES];  // of a missing one, in the hash table
     unsigned missing;
-    bool rows_are_written;  // already by `look_up`
+    bool rows_are_written;  // already by `page_table_lookup`
 
     __device__ __forceinline__ Planner(Shared &given_shared, const Inputs &inputs, const Outputs &outputs)
         : shared(given_shared), in(inputs), out(outputs), missing(0), rows_are_written(true) {}
@@ -183,7 +183,7 @@ struct Planner {
     }
 
     // Lists what is missing and where it comes from.
-    __device__ __forceinline__ void look_up() {
+    __device__ __forceinline__ void page_table_lookup() {
         const int seat = load_now(in.seat);
         stamp = load_now(in.stamp);
 #pragma unroll
@@ -457,7 +457,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
         words, counts, k, static_cast<int>(slot_page_count), static_cast<int>(map_page_count), ignore_tail != 0};
     const Outputs out = {rows + row * k, copy_host + row * k, copy_device + row * k, copy_counts + row};
     Planner planner(shared, in, out);
-    if (plans) planner.look_up();
+    if (plans) planner.page_table_lookup();
     const bool misses = plans && planner.missing > 0;
 #if COPIES && LISTS_AT_ONCE
     unsigned turn = 0;

@@ -1,6 +1,6 @@
 """Finding and reading checkpoints: `find_model`, then `open_weights`."""
 
 from hotset.models.checkpoint.files import ModelFiles, find_model, open_weights
-from hotset.models.checkpoint.source import Part, Progress, WeightSource
+from hotset.models.checkpoint.source import Progress, TensorSlice, WeightSource
 
-__all__ = ["ModelFiles", "Part", "Progress", "WeightSource", "find_model", "open_weights"]
+__all__ = ["ModelFiles", "Progress", "TensorSlice", "WeightSource", "find_model", "open_weights"]

@@ -4,7 +4,7 @@ import hashlib
 
 import torch
 
-from hotset.models.checkpoint.source import Part, part_of, place
+from hotset.models.checkpoint.source import TensorSlice, part_of, place
 
 WEIGHT_STD = 0.02
 
@@ -18,7 +18,7 @@ class DummySource:
         self._seed = seed
 
     def take(
-        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: Part | None = None
+        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: TensorSlice | None = None
     ) -> torch.Tensor:
         """A part is drawn with its whole, so that all workers have parts of the same tensor."""
         device = self._device if out is None else out.device

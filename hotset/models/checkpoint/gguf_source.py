@@ -14,7 +14,7 @@ import torch
 
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint.gguf_file import GgufFile, GgufTensor
-from hotset.models.checkpoint.source import Part, Progress, account_for_rest, check_shape, part_of, place
+from hotset.models.checkpoint.source import Progress, TensorSlice, account_for_rest, check_shape, part_of, place
 from hotset.models.config_reader import read_spec
 from hotset.models.spec import GqaSpec, ModelSpec
 
@@ -157,7 +157,7 @@ class GgufSource:
         self._bytes_total = file.path.stat().st_size
 
     def take(
-        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: Part | None = None
+        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: TensorSlice | None = None
     ) -> torch.Tensor:
         stored_name = gguf_name(name)
         tensor = None if stored_name is None else self._file.tensors.get(stored_name)

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from hotset.base.errors import CheckpointError
 from hotset.models.checkpoint.fp8 import DEFAULT_BLOCK, dequantise_blocks, scale_shape
 from hotset.models.checkpoint.json_file import read_json
-from hotset.models.checkpoint.source import Part, Progress, account_for_rest, check_shape, part_of, place
+from hotset.models.checkpoint.source import Progress, TensorSlice, account_for_rest, check_shape, part_of, place
 from hotset.models.config_fields import ConfigFields
 from hotset.models.spec import ModelSpec
 
@@ -63,7 +63,7 @@ class SafetensorsSource:
             raise CheckpointError(f"{path} is damaged or cut short: {error}") from error
 
     def take(
-        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: Part | None = None
+        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: TensorSlice | None = None
     ) -> torch.Tensor:
         """Of a plain tensor only the pages with the part are read. An fp8 one is made whole for a moment."""
         stored = self._view(name)
@@ -104,7 +104,7 @@ class SafetensorsSource:
         return stored
 
     def _dequantised(
-        self, name: str, stored: torch.Tensor, out: torch.Tensor | None, part: Part | None
+        self, name: str, stored: torch.Tensor, out: torch.Tensor | None, part: TensorSlice | None
     ) -> torch.Tensor:
         shape = tuple(stored.shape)
         scale = self._scale(name, shape)

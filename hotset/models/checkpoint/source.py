@@ -19,7 +19,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorSlice:
     """Entries [first, last) along dimension `dim`: what one of several workers holds of a tensor."""
 
     dim: int
@@ -39,7 +39,7 @@ class WeightSource(Protocol):
     """Weights by the names of Hugging Face checkpoints."""
 
     def take(
-        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: Part | None = None
+        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: TensorSlice | None = None
     ) -> torch.Tensor:
         """The tensor `name`, in the source's dtype, on its device, owned by the caller.
 
@@ -68,7 +68,7 @@ class Elsewhere:
         self._weights = weights
 
     def take(
-        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: Part | None = None
+        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: TensorSlice | None = None
     ) -> torch.Tensor:
         self._weights.leave(name)
         return torch.empty(shape if part is None else part.shape(shape), device="meta") if out is None else out
@@ -80,7 +80,7 @@ class Elsewhere:
         """Nothing is open."""
 
 
-def part_of(values: torch.Tensor, part: Part | None) -> torch.Tensor:
+def part_of(values: torch.Tensor, part: TensorSlice | None) -> torch.Tensor:
     """A view; None: the whole."""
     return values if part is None else part.of(values)
 

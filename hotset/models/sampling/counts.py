@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hotset.kernels.passage import uploaded
+from hotset.kernels.device_copies import list_to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class TokenCounts:
     def _sent(self, token_ids: Sequence[int]) -> Tensor:
         vocab = self._answers.shape[1]
         assert all(0 <= token < vocab for token in token_ids), f"a token id outside [0, {vocab})"
-        return uploaded(token_ids, torch.int64, self._answers.device)
+        return list_to_device(token_ids, torch.int64, self._answers.device)
 
     def _grow(self) -> None:
         before, more = self._answers.shape[0], max(1, self._answers.shape[0])

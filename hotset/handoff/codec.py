@@ -21,7 +21,7 @@ from hotset.handoff.messages import (
     PROTOCOL,
     Accepted,
     Ask,
-    Done,
+    HandoffDone,
     Hello,
     Lent,
     Message,
@@ -63,7 +63,7 @@ _ENVELOPES = msgspec.msgpack.Decoder(_Envelope)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class Wire:
+class Codec:
     """Turns letters into bytes and back, for everybody who shares a secret, or for everybody if there is none."""
 
     def __init__(self, secret: bytes | None = None) -> None:
@@ -182,7 +182,7 @@ def _check_contents(message: Message) -> None:
             _require(0 <= piece <= MAX_TOKEN and lease >= 0 and 0 <= offset <= MAX_ADDRESS, "a lease out of range")
         case Staged(_, piece, lease):
             _require(0 <= piece <= MAX_TOKEN and lease >= 0, "a lease out of range")
-        case Done(_, token_id):
+        case HandoffDone(_, token_id):
             _require(0 <= token_id <= MAX_TOKEN, "token_id is out of range")
 
 

@@ -1,8 +1,8 @@
-"""The specification of head_product."""
+"""The specification of per_head_matmul."""
 
 import torch
 from torch import Tensor
 
 
-def head_product(x: Tensor, weight: Tensor) -> Tensor:
+def per_head_matmul(x: Tensor, weight: Tensor) -> Tensor:
     return torch.matmul(x.transpose(0, 1), weight).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""remember in Triton: one program for a block of one query row's positions."""
+"""save_last_topk in Triton: one program for a block of one query row's positions."""
 
 import triton
 import triton.language as tl
@@ -12,10 +12,10 @@ OPTIONS = {"enable_fp_fusion": False}  # nothing here is a float; Triton 3.9 war
 _EMPTY = tl.constexpr(EMPTY)
 
 
-def remember(kept: Tensor, seat_of: Tensor, positions: Tensor) -> None:
+def save_last_topk(kept: Tensor, seat_of: Tensor, positions: Tensor) -> None:
     rows, k = positions.shape
     block = min(BLOCK, triton.next_power_of_2(k))
-    _remember_kernel[(rows, triton.cdiv(k, block))](
+    _save_last_topk_kernel[(rows, triton.cdiv(k, block))](
         *(kept, seat_of, positions, *kept.stride(), *positions.stride(), k),
         block=block,
         num_warps=4,
@@ -24,7 +24,7 @@ def remember(kept: Tensor, seat_of: Tensor, positions: Tensor) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _remember_kernel(
+def _save_last_topk_kernel(
     kept: tl.tensor,
     seat_of: tl.tensor,
     positions: tl.tensor,

@@ -1,4 +1,4 @@
-"""look_up in Triton: one program for a block of one query row's positions."""
+"""page_table_lookup in Triton: one program for a block of one query row's positions."""
 
 import torch
 import triton
@@ -13,11 +13,11 @@ OPTIONS = {"enable_fp_fusion": False}  # nothing here is a float; Triton 3.9 war
 _EMPTY = tl.constexpr(EMPTY)
 
 
-def look_up(positions: Tensor, seat_of: Tensor, table: Tensor, page_rows: int) -> Tensor:
+def page_table_lookup(positions: Tensor, seat_of: Tensor, table: Tensor, page_rows: int) -> Tensor:
     rows, n = positions.shape
     found = torch.empty(rows, n, dtype=torch.int64, device=positions.device)
     block = min(BLOCK, triton.next_power_of_2(n))
-    _look_up_kernel[(rows, triton.cdiv(n, block))](
+    _page_table_lookup_kernel[(rows, triton.cdiv(n, block))](
         *(positions, seat_of, table, found, positions.stride(0), positions.stride(1), table.stride(0), n),
         page_rows=page_rows,
         block=block,
@@ -28,7 +28,7 @@ def look_up(positions: Tensor, seat_of: Tensor, table: Tensor, page_rows: int) -
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _look_up_kernel(
+def _page_table_lookup_kernel(
     positions: tl.tensor,
     seat_of: tl.tensor,
     table: tl.tensor,

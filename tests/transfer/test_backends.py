@@ -11,8 +11,8 @@ import pytest
 from hotset.base.errors import StartupError, TransferError
 from hotset.transfer import mooncake_engine, nixl_engine
 from hotset.transfer.api import Region, State
-from hotset.transfer.mooncake_engine import ENDED_WELL, UNDER_WAY, MooncakeWire
-from hotset.transfer.nixl_engine import NixlWire
+from hotset.transfer.mooncake_engine import ENDED_WELL, UNDER_WAY, MooncakeBackend
+from hotset.transfer.nixl_engine import NixlBackend
 from hotset.transfer.regions import Regions
 
 REGION = Region(1 << 20, 4096)
@@ -66,7 +66,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
 
 
 def test_defect_12_nixl_tells_that_memory_was_not_registered(agent: Agent) -> None:
-    wire = NixlWire("127.0.0.1", 1)
+    wire = NixlBackend("127.0.0.1", 1)
     agent.registers = False
     with pytest.raises(StartupError, match="4096 bytes of host memory cannot be registered: NIXL_ERR_BACKEND"):
         wire.register(REGION)
@@ -74,7 +74,7 @@ def test_defect_12_nixl_tells_that_memory_was_not_registered(agent: Agent) -> No
 
 
 def test_a_peer_to_which_nixl_is_slow_to_connect_delays_no_other(agent: Agent) -> None:
-    wire, made = NixlWire("127.0.0.1", 1), list[Any]()
+    wire, made = NixlBackend("127.0.0.1", 1), list[Any]()
     slow = threading.Thread(target=lambda: made.append(wire.connect(b"stuck", Regions())), daemon=True)
     slow.start()
     while not agent.connecting:
@@ -90,7 +90,7 @@ def test_a_peer_to_which_nixl_is_slow_to_connect_delays_no_other(agent: Agent) -
 
 
 def test_nixl_lets_go_of_a_peer_that_it_cannot_reach(agent: Agent) -> None:
-    wire = NixlWire("127.0.0.1", 1)
+    wire = NixlBackend("127.0.0.1", 1)
     with pytest.raises(TransferError, match="nixl cannot connect: NIXL_ERR_REMOTE_DISCONNECT"):
         wire.connect(b"nobody", Regions())
     assert agent.invalidated == ["nobody"] and not wire._connections
@@ -134,7 +134,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Native:
 
 
 def test_defect_12_mooncake_tells_that_memory_was_not_registered(native: Native) -> None:
-    wire = MooncakeWire("127.0.0.1", "tcp")
+    wire = MooncakeBackend("127.0.0.1", "tcp")
     native.registered = -101
     with pytest.raises(StartupError, match="4096 bytes of host memory cannot be registered: error -101"):
         wire.register(REGION)
@@ -144,7 +144,7 @@ def test_defect_12_mooncake_tells_that_memory_was_not_registered(native: Native)
 def test_mooncake_that_does_not_start_says_so(native: Native) -> None:
     native.initialized = -1
     with pytest.raises(StartupError, match=r"does not start on 10\.0\.0\.1 over rdma"):
-        MooncakeWire("10.0.0.1", "rdma")
+        MooncakeBackend("10.0.0.1", "rdma")
 
 
 def described(instance: str) -> bytes:
@@ -152,7 +152,7 @@ def described(instance: str) -> bytes:
 
 
 def test_a_second_engine_of_mooncakes_that_cannot_be_had_fails_one_connection(native: Native) -> None:
-    wire = MooncakeWire("127.0.0.1", "tcp")
+    wire = MooncakeBackend("127.0.0.1", "tcp")
     wire.register(REGION)
     first = wire.connect(described("a"), Regions([REGION]))
     native.registered = -101
@@ -166,7 +166,7 @@ def test_a_second_engine_of_mooncakes_that_cannot_be_had_fails_one_connection(na
 
 @pytest.mark.parametrize("status", [-1, 2])
 def test_defect_13_a_write_that_mooncake_says_has_failed_may_still_be_writing(native: Native, status: int) -> None:
-    wire = MooncakeWire("127.0.0.1", "tcp")
+    wire = MooncakeBackend("127.0.0.1", "tcp")
     remote = wire.connect(described("a"), Regions())
     post = wire.post(remote, np.array([[1, 2, 3], [4, 5, 6]]))
     native.status = UNDER_WAY

@@ -1,4 +1,4 @@
-"""remember against plain Python: the reference, the kernel under the interpreter, and the kernel on a GPU."""
+"""save_last_topk against plain Python: the reference, the kernel under the interpreter, and the kernel on a GPU."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from interpreted import INTERPRETED, triton_impl
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.remember import reference, remember
+from hotset.kernels.save_last_topk import reference, save_last_topk
 
 SEATS, GROUPS, GROUP = 400, 3, 1
 UNTOUCHED = 77
@@ -31,8 +31,8 @@ def expected(kept: Tensor, seat_of: Tensor, positions: Tensor) -> list[list[list
 def test_seats_keep_what_they_selected_and_others_what_they_had(rows: int, k: int) -> None:
     kept, seat_of, positions = case(rows, k)
     wanted = expected(kept, seat_of, positions)
-    op = triton_impl("remember") if INTERPRETED else reference
-    op.remember(kept[:, GROUP], seat_of, positions)
+    op = triton_impl("save_last_topk") if INTERPRETED else reference
+    op.save_last_topk(kept[:, GROUP], seat_of, positions)
     assert kept.tolist() == wanted
 
 
@@ -42,5 +42,5 @@ def test_on_a_gpu_as_well(rows: int, k: int) -> None:
     kept, seat_of, positions = case(rows, k)
     wanted = expected(kept, seat_of, positions)
     on_gpu = kept.cuda()
-    remember(on_gpu[:, GROUP], seat_of.cuda(), positions.cuda())
+    save_last_topk(on_gpu[:, GROUP], seat_of.cuda(), positions.cuda())
     assert on_gpu.tolist() == wanted

@@ -16,9 +16,9 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine import core
 from hotset.engine.build import assemble, model_card
 from hotset.engine.core import Engine
-from hotset.engine.handoffs import DecodePort, PrefillPort
+from hotset.engine.handoffs import DecodeEndpoint, PrefillEndpoint
 from hotset.engine.intake import Intake
-from hotset.engine.process import EngineProcess, Ready, Start, Stop, _told_to_stop
+from hotset.engine.process import AddRequests, EngineProcess, EngineReady, StopEngine, _stop_requested
 from hotset.engine.sizing import kv_budget
 from hotset.handoff.agent import FAREWELL_SECONDS, STOP_SECONDS
 from hotset.handoff.messages import Drop, Fetch, Key, NotComputed, Prefill, Written
@@ -89,7 +89,7 @@ def decode() -> Iterator[Engine]:
 
 def dictated(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Dictated:
     agent = Dictated()
-    assert isinstance(engine._port, PrefillPort | DecodePort)
+    assert isinstance(engine._port, PrefillEndpoint | DecodeEndpoint)
     monkeypatch.setattr(engine._port, "_agent", agent)
     return agent
 
@@ -181,7 +181,7 @@ def test_defect_18_peers_are_told_before_the_transfer_closes_and_that_before_mem
 ) -> None:
     transfer = Watched(Hub())
     engine = make(role, transfer)
-    assert isinstance(engine._port, PrefillPort | DecodePort)
+    assert isinstance(engine._port, PrefillEndpoint | DecodeEndpoint)
     transfer.agent, engine._broken = engine._port._agent._thread, broken
     monkeypatch.setattr(engine.executor, "close", lambda: transfer.order.append("memory"))
     engine.close()
@@ -225,7 +225,7 @@ def test_a_child_is_killed_only_after_all_that_it_may_need_to_close() -> None:
         least = core.DRAIN_SECONDS + FAREWELL_SECONDS + STOP_SECONDS + CLOSE_S
         assert least < small.closing_seconds < large.closing_seconds
         process = EngineProcess.__new__(EngineProcess)
-        process.pipe = type("Pipe", (), {"recv": lambda _: Ready(large.card, large.closing_seconds)})()
+        process.pipe = type("Pipe", (), {"recv": lambda _: EngineReady(large.card, large.closing_seconds)})()
         assert process.wait_ready() is large.card
         assert process.stop_seconds > large.closing_seconds
     finally:
@@ -235,8 +235,8 @@ def test_a_child_is_killed_only_after_all_that_it_may_need_to_close() -> None:
 
 def test_only_a_second_order_to_stop_hurries() -> None:
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    assert not _told_to_stop(inbox)
-    inbox.put(Start(()))
-    assert not _told_to_stop(inbox)
-    inbox.put(Stop())
-    assert _told_to_stop(inbox)
+    assert not _stop_requested(inbox)
+    inbox.put(AddRequests(()))
+    assert not _stop_requested(inbox)
+    inbox.put(StopEngine())
+    assert _stop_requested(inbox)

@@ -1,4 +1,4 @@
-"""wide_linear in Triton: a program makes a few outputs of a few rows, without matrix units, which would round.
+"""fp32_linear in Triton: a program makes a few outputs of a few rows, without matrix units, which would round.
 
 The weight is small, so it is read again for every few rows, out of the L2. All blocks of a row are under way at once:
 the loop is unrolled.
@@ -16,7 +16,7 @@ WARPS = 8
 OPTIONS = {"enable_fp_fusion": True}
 
 
-def wide_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor:
+def fp32_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor:
     (rows, width), outputs = x.shape, weight.shape[0]
     assert x.stride(1) == 1 and weight.is_contiguous() and weight.shape[1] == width, "values must be adjacent"
     out = torch.empty(rows, outputs, dtype=torch.float32, device=x.device)

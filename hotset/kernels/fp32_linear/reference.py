@@ -1,8 +1,8 @@
-"""The specification of wide_linear."""
+"""The specification of fp32_linear."""
 
 from torch import Tensor
 from torch.nn import functional as F
 
 
-def wide_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor:
+def fp32_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor:
     return F.linear(x.to(weight.dtype), weight) * scale

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 
-def uploaded(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def list_to_device(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`numbers` as a tensor on `device`, ready for work queued on the current stream from now on."""
-    return sent(torch.tensor(numbers, dtype=dtype), device)
+    return to_device(torch.tensor(numbers, dtype=dtype), device)
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on `device`, ready for work queued on the current stream from now on."""
     if device.type != "cuda":
         return tensor
@@ -19,7 +19,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def fetched(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+def to_host_async(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """A copy on the host, and what waits until it has arrived: for the work queued so far, not for what comes after."""
     if tensor.device.type != "cuda":
         return tensor, lambda: None

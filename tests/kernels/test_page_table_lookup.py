@@ -1,4 +1,4 @@
-"""look_up against plain Python: the reference, the kernel under the interpreter, and the kernel on a GPU."""
+"""page_table_lookup against plain Python: the reference, the kernel under the interpreter, and the kernel on a GPU."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from interpreted import INTERPRETED, triton_impl
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.look_up import look_up, reference
+from hotset.kernels.page_table_lookup import page_table_lookup, reference
 
 PAGE_ROWS, SEATS, PAGES = 5, 4, 6
 
@@ -30,13 +30,13 @@ def expected(positions: Tensor, seat_of: Tensor, table: Tensor) -> list[list[int
 @pytest.mark.parametrize(("rows", "n"), [(1, 1), (7, 3), (3, 700)])
 def test_positions_become_rows_and_padding_stays_empty(rows: int, n: int) -> None:
     positions, seat_of, table = case(rows, n)
-    op = triton_impl("look_up") if INTERPRETED else reference
-    assert op.look_up(positions, seat_of, table, PAGE_ROWS).tolist() == expected(positions, seat_of, table)
+    op = triton_impl("page_table_lookup") if INTERPRETED else reference
+    assert op.page_table_lookup(positions, seat_of, table, PAGE_ROWS).tolist() == expected(positions, seat_of, table)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "n"), [(1, 1), (128, 2048), (300, 513)])
 def test_on_a_gpu_as_well(rows: int, n: int) -> None:
     positions, seat_of, table = case(rows, n)
-    found = look_up(positions.cuda(), seat_of.cuda(), table.cuda(), PAGE_ROWS)
+    found = page_table_lookup(positions.cuda(), seat_of.cuda(), table.cuda(), PAGE_ROWS)
     assert found.tolist() == expected(positions, seat_of, table)

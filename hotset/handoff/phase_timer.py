@@ -18,7 +18,7 @@ class Wait:
     again: float | None = None
 
 
-class Timetable(Generic[P]):
+class PhaseTable(Generic[P]):
     """One machine's table of transitions, its waits, and the seconds that handoffs have spent in each phase."""
 
     def __init__(self, following: Mapping[P, frozenset[P]], waits: Mapping[P, Wait]) -> None:
@@ -28,12 +28,12 @@ class Timetable(Generic[P]):
         self.seconds = dict.fromkeys(waits, 0.0)
 
 
-class Course(Generic[P]):
+class PhaseTimer(Generic[P]):
     """One handoff's phase. Moves along the table, or raises IllegalTransition."""
 
     __slots__ = ("_entered", "_table", "again_at", "deadline", "phase")
 
-    def __init__(self, table: Timetable[P], phase: P, now: float) -> None:
+    def __init__(self, table: PhaseTable[P], phase: P, now: float) -> None:
         self._table = table
         self._enter(phase, now)
 

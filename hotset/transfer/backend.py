@@ -17,7 +17,7 @@ class Limits:
     in_flight: int  # writes to one peer that have not ended
 
 
-class Wire(Protocol):
+class Backend(Protocol):
     """Calls for one peer come from one thread; calls for several peers, from several."""
 
     name: str

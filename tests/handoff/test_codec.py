@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from hotset.base.errors import BadMessage
 from hotset.base.sampling import SamplingParams
+from hotset.handoff.codec import MARK, MAX_BYTES, PLAIN, TAG_BYTES, TAGGED, Codec
 from hotset.handoff.messages import (
     PROTOCOL,
     Accepted,
     Ask,
     Cancel,
-    Done,
-    Failed,
     Go,
+    HandoffDone,
+    HandoffFailed,
     Hello,
     Key,
     Lent,
@@ -42,7 +43,6 @@ from hotset.handoff.messages import (
 )
 from hotset.handoff.post import Foreign, Letter
 from hotset.handoff.shards import whole_rows
-from hotset.handoff.wire import MARK, MAX_BYTES, PLAIN, TAG_BYTES, TAGGED, Wire
 
 ORIGIN = "127.0.0.1:9000"
 SECRET = b"a secret that peers share"
@@ -73,9 +73,9 @@ MESSAGES: list[Message] = [
     Staged(KEY, 3, 1 << 40),
     Unpacked(KEY, 3),
     Progress(KEY, 0),
-    Done(KEY, 11, {11: (-0.25, 1), 3: (float("-inf"), 9)}),
-    Done(KEY, 11, None),
-    Failed(KEY, False, True, "a write failed"),
+    HandoffDone(KEY, 11, {11: (-0.25, 1), 3: (float("-inf"), 9)}),
+    HandoffDone(KEY, 11, None),
+    HandoffFailed(KEY, False, True, "a write failed"),
     Received(KEY),
     Cancel(KEY),
     Stopped(KEY, True),
@@ -106,18 +106,18 @@ def test_these_tests_know_every_kind_of_message() -> None:
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_what_is_sent_is_what_is_read(message: Message, secret: bytes | None) -> None:
     sent = letter(message)
-    assert Wire(secret).decode(Wire(secret).encode(sent)) == sent
+    assert Codec(secret).decode(Codec(secret).encode(sent)) == sent
 
 
 def test_an_answer_is_for_anybody_where_nobody_is_named() -> None:
-    assert Wire().decode(Wire().encode(letter(Ping(1), addressee=""))).addressee == ""
+    assert Codec().decode(Codec().encode(letter(Ping(1), addressee=""))).addressee == ""
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=400), st.sampled_from([b"", MARK, MARK + PLAIN, MARK + TAGGED]), st.booleans())
 def test_random_bytes_are_bad_messages_and_nothing_worse(noise: bytes, head: bytes, secret: bool) -> None:
     with pytest.raises(BadMessage):
-        Wire(SECRET if secret else None).decode(head + noise)
+        Codec(SECRET if secret else None).decode(head + noise)
 
 
 @settings(max_examples=150, deadline=None)
@@ -130,20 +130,20 @@ def test_random_bytes_are_bad_messages_and_nothing_worse(noise: bytes, head: byt
 )
 def test_sound_msgpack_that_is_no_message_is_bad(value: object) -> None:
     with pytest.raises(BadMessage):
-        Wire().decode(MARK + PLAIN + msgspec.msgpack.encode(value))
+        Codec().decode(MARK + PLAIN + msgspec.msgpack.encode(value))
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(MESSAGES), st.data())
 def test_cut_or_flipped_messages_are_bad_or_well_formed(message: Message, data: st.DataObject) -> None:
     """Without a secret a flipped bit may make another sound message; it never makes anything else."""
-    raw = bytearray(Wire().encode(letter(message)))
+    raw = bytearray(Codec().encode(letter(message)))
     if data.draw(st.booleans()):
         del raw[data.draw(st.integers(0, len(raw) - 1)) :]
     else:
         raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     try:
-        found = Wire().decode(bytes(raw))
+        found = Codec().decode(bytes(raw))
     except BadMessage:
         return
     assert isinstance(found, Foreign) or isinstance(found.message, get_args(Message))
@@ -152,10 +152,10 @@ def test_cut_or_flipped_messages_are_bad_or_well_formed(message: Message, data: 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(MESSAGES), st.data())
 def test_with_a_secret_no_bit_can_be_changed(message: Message, data: st.DataObject) -> None:
-    raw = bytearray(Wire(SECRET).encode(letter(message)))
+    raw = bytearray(Codec(SECRET).encode(letter(message)))
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(BadMessage):
-        Wire(SECRET).decode(bytes(raw))
+        Codec(SECRET).decode(bytes(raw))
 
 
 @pytest.mark.parametrize(
@@ -168,28 +168,28 @@ def test_with_a_secret_no_bit_can_be_changed(message: Message, data: st.DataObje
 )
 def test_secrets_that_differ_are_told_apart(sent_with: bytes | None, read_with: bytes | None, complaint: str) -> None:
     with pytest.raises(BadMessage, match=complaint):
-        Wire(read_with).decode(Wire(sent_with).encode(letter(Ping(1))))
+        Codec(read_with).decode(Codec(sent_with).encode(letter(Ping(1))))
 
 
 def test_a_tag_alone_is_no_message() -> None:
     with pytest.raises(BadMessage, match="another secret"):
-        Wire(SECRET).decode(MARK + TAGGED + bytes(TAG_BYTES - 1))
+        Codec(SECRET).decode(MARK + TAGGED + bytes(TAG_BYTES - 1))
 
 
 def test_a_hello_of_another_version_can_be_refused_and_nothing_else_of_it_is_read() -> None:
     later = body("Hello", {"unheard": "of"}, protocol=PROTOCOL + 1)
-    assert Wire().decode(later) == Foreign(ORIGIN, "ab12", PROTOCOL + 1, "Hello")
-    assert isinstance(Wire().decode(body("Ask", 3, protocol=0)), Foreign)
+    assert Codec().decode(later) == Foreign(ORIGIN, "ab12", PROTOCOL + 1, "Hello")
+    assert isinstance(Codec().decode(body("Ask", 3, protocol=0)), Foreign)
 
 
 def test_a_refusal_is_understood_in_every_version() -> None:
-    refusal = Wire().decode(body("Refused", {"reason": "too old"}, protocol=PROTOCOL + 7))
+    refusal = Codec().decode(body("Refused", {"reason": "too old"}, protocol=PROTOCOL + 7))
     assert isinstance(refusal, Letter) and refusal.message == Refused("too old")
 
 
 def test_an_envelope_may_grow_in_later_versions() -> None:
     longer = packed(PROTOCOL + 1, ORIGIN, "ab12", "", "Refused", {"reason": "too old"}, "something new")
-    assert isinstance(Wire().decode(longer), Letter)
+    assert isinstance(Codec().decode(longer), Letter)
 
 
 SOUND_ASK: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(bytes,))
@@ -222,9 +222,9 @@ SOUND_ASK: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(byte
     ids=str,
 )
 def test_an_ask_with_a_wrong_field_is_bad(changes: dict[str, Any]) -> None:
-    assert isinstance(Wire().decode(body("Ask", SOUND_ASK)), Letter)
+    assert isinstance(Codec().decode(body("Ask", SOUND_ASK)), Letter)
     with pytest.raises(BadMessage):
-        Wire().decode(body("Ask", SOUND_ASK | changes))
+        Codec().decode(body("Ask", SOUND_ASK | changes))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_an_ask_with_a_wrong_field_is_bad(changes: dict[str, Any]) -> None:
 )
 def test_what_no_peer_of_ours_would_say_is_bad(raw: bytes) -> None:
     with pytest.raises(BadMessage):
-        Wire().decode(raw)
+        Codec().decode(raw)
 
 
 @pytest.mark.parametrize(
@@ -265,20 +265,20 @@ def test_memory_beyond_all_addresses_is_bad(flaw: dict[str, Any]) -> None:
     stores = {"host": Store(whole_rows(SPAN), replace(SPAN, **flaw))}
     for message in (replace(HELLO, stores=stores), Welcome(replace(HELLO, stores=stores))):
         with pytest.raises(BadMessage, match="out of range"):
-            Wire().decode(Wire().encode(letter(message)))
+            Codec().decode(Codec().encode(letter(message)))
 
 
 @pytest.mark.parametrize("ring", [Space(-1, 8), Space(8, -1), Space(1 << 62, 1 << 62)])
 def test_a_ring_beyond_all_addresses_is_bad(ring: Space) -> None:
     with pytest.raises(BadMessage, match="out of range"):
-        Wire().decode(Wire().encode(letter(replace(HELLO, ring=ring))))
+        Codec().decode(Codec().encode(letter(replace(HELLO, ring=ring))))
 
 
 @pytest.mark.parametrize("slices", [((-1, 8),), ((0, -8),), ((1 << 63, 8),)])
 def test_slices_beyond_all_rows_are_bad(slices: Any) -> None:
     hello = replace(HELLO, stores={"host": Store((Shard(SPAN, slices),), None)})
     with pytest.raises(BadMessage, match="out of range"):
-        Wire().decode(Wire().encode(letter(hello)))
+        Codec().decode(Codec().encode(letter(hello)))
 
 
 @pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6"], ids=["array", "map", "text", "bytes"])
@@ -290,7 +290,7 @@ def test_a_length_that_is_a_lie_takes_no_memory(head: bytes, length: int) -> Non
     tracemalloc.start()
     try:
         with pytest.raises(BadMessage):
-            Wire().decode(raw)
+            Codec().decode(raw)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -298,11 +298,11 @@ def test_a_length_that_is_a_lie_takes_no_memory(head: bytes, length: int) -> Non
 
 def test_depth_and_size_have_limits() -> None:
     with pytest.raises(BadMessage):
-        Wire().decode(body("Ping", {})[:-1] + b"\x91" * 1_000_000)
+        Codec().decode(body("Ping", {})[:-1] + b"\x91" * 1_000_000)
     with pytest.raises(BadMessage, match="above the limit"):
-        Wire().decode(bytes(MAX_BYTES + 1))
+        Codec().decode(bytes(MAX_BYTES + 1))
 
 
 def test_the_longest_prompts_fit() -> None:
     ask = Ask(KEY, (250_000,) * 2_000_000, SamplingParams(), "host", tuple(range(31_250)), tuple(range(31_250)))
-    assert len(Wire(SECRET).encode(letter(ask))) < MAX_BYTES
+    assert len(Codec(SECRET).encode(letter(ask))) < MAX_BYTES
