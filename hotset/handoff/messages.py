@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from hotset.base.sampling import SamplingParams
 from hotset.transfer.api import Event, Writes
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 Landing = str  # 'device', 'host', or the host store of a further replica
 Slices = tuple[

@@ -76,11 +76,11 @@ def test_an_idle_agent_neither_polls_nor_pings(world: World) -> None:
 
 GIVEN_UP, NOT_COMPUTED, MISMATCHED, STAGED = "given up", "not computed", "mismatched", "staged"
 KINDS = {
-    **dict.fromkeys(("Hello", "Welcome", "Ask", "Accepted", "Go", "Progress", "Done", "Received"), ""),
+    **dict.fromkeys(("Hello", "Welcome", "Ask", "Accepted", "Go", "Progress", "HandoffDone", "Received"), ""),
     **dict.fromkeys(("Ping", "Pong"), ""),
     **dict.fromkeys(("Cancel", "Stopped"), GIVEN_UP),
     **dict.fromkeys(("Want", "Lent", "Staged", "Unpacked"), STAGED),
-    "Failed": NOT_COMPUTED,
+    "HandoffFailed": NOT_COMPUTED,
     "Refused": MISMATCHED,
 }
 FAULTS: dict[str, Callable[[FaultyPost, str], None]] = {
@@ -170,7 +170,7 @@ def test_many_handoffs_under_many_faults_all_end_and_all_bytes_are_right(world: 
     posts = [FaultyPost(Channel("127.0.0.1:0"), seed) for seed in range(3)]
     for post in posts:
         post.late = dict.fromkeys(KINDS, 0.03)
-        post.twice = {"Ask", "Go", "Done", "Cancel", "Progress"}
+        post.twice = {"Ask", "Go", "HandoffDone", "Cancel", "Progress"}
         post.lose = dict.fromkeys(KINDS, 3)
     world.hub.faults = Faults(cut=0.03, lost=0.01, late=0.01, reorder=0.3, duplicate=0.3, delay_s=(0.0, 0.01))
     decode, prefills = world.decode(posts[0], pages=256), [world.prefill(posts[1]), world.prefill(posts[2])]

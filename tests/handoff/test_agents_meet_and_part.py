@@ -199,7 +199,7 @@ def test_a_drain_is_cut_short_by_somebody_who_will_not_wait(world: World) -> Non
 
 def test_closing_is_bounded_where_a_peer_says_nothing(world: World) -> None:
     post = FaultyPost(Channel("127.0.0.1:0"))
-    post.lose = {"Failed": 100}  # it leaves without a word
+    post.lose = {"HandoffFailed": 100}  # it leaves without a word
     decode = world.decode(timing=replace(QUICK, lost_after=60.0), scale=10.0)
     prefill = world.prefill(post, hold="sample")
     decode.fetch(prefill.address, prompt(60), "r")

@@ -243,7 +243,7 @@ def test_an_ask_with_a_wrong_field_is_bad(changes: dict[str, Any]) -> None:
         body("Ping", {"number": 1}, protocol="1"),
         body("Hello", msgspec.to_builtins(replace(HELLO, control="10.0.0.1:1"), builtin_types=(bytes,))),
         body("Progress", {"key": {"request_id": "r", "attempt": 0}, "rows": -1}),
-        body("Done", {"key": {"request_id": "r", "attempt": 0}, "token_id": -1, "alternatives": None}),
+        body("HandoffDone", {"key": {"request_id": "r", "attempt": 0}, "token_id": -1, "alternatives": None}),
         body("Accepted", {"key": {"request_id": "r", "attempt": 0}, "piece_bytes": -1}),
         body("Want", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "first": 4, "last": 4}),
         body("Want", {"key": {"request_id": "r", "attempt": 0}, "piece": -1, "first": 0, "last": 4}),
