@@ -1,7 +1,8 @@
 """Configuration: frozen values whose fields are at once the keywords of `LLM` and the flags of the CLI."""
 
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
@@ -211,6 +212,23 @@ class ServeConfig:
 def flag_name(field_name: str) -> str:
     """`device_kv_gib -> device-kv-gib`: the one rule that joins config fields and CLI flags."""
     return field_name.replace("_", "-")
+
+
+def nearest(unknown: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that a misspelt one resembles most, or None if it resembles none of them."""
+    plain = {name.replace("_", "-").lower(): name for name in known}
+    matches = difflib.get_close_matches(unknown.replace("_", "-").lower(), plain, n=1)
+    return plain[matches[0]] if matches else None
+
+
+def check_setting_names(owner: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raises ConfigError for the first name that is not known. The message suggests the nearest one that is."""
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is None:
+        return
+    match = nearest(unknown, known)
+    advice = f"did you mean {match!r}?" if match else f"the settings are {', '.join(known)}"
+    raise ConfigError(f"{owner} has no setting {unknown!r}; {advice}")
 
 
 def settings(config_type: type[EngineConfig] | type[ServeConfig]) -> tuple["Field[Any]", ...]:

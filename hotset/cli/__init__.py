@@ -16,7 +16,7 @@ from hotset.base.errors import ConfigError, HotsetError, MissingDependency
 from hotset.base.sampling import SamplingParams
 from hotset.cli import evaluation
 from hotset.cli.conversation import COMMANDS, KEYS, Conversation
-from hotset.cli.flags import OF_SERVERS, ManyAddresses, given, with_flags
+from hotset.cli.flags import OF_SERVERS, Command, CommandGroup, RouterCommand, given, with_flags
 from hotset.cli.machine import examine, print_machine
 from hotset.cli.terminal import print_stream, read_stdin, remark, typed_lines
 from hotset.serve.router.config import RouterConfig
@@ -29,6 +29,7 @@ INTERRUPTED = 130  # what a shell expects of a command that Ctrl-C ended
 
 app = typer.Typer(
     name="hotset",
+    cls=CommandGroup,
     epilog="Start here: [bold]hotset serve[/bold] (an OpenAI-compatible server with a small model that ships along), "
     "[bold]hotset chat[/bold] (talk to that model in this terminal), [bold]hotset info[/bold] (what this machine has).",
     no_args_is_help=True,
@@ -69,6 +70,7 @@ def hotset(
 
 
 @app.command(
+    cls=Command,
     epilog="[bold]hotset serve[/bold]  the embedded model, on http://127.0.0.1:8000\n\n"
     "[bold]hotset serve /models/GLM-5.1 --host 0.0.0.0 --api-key KEY[/bold]  a checkpoint, for other machines too\n\n"
     "[bold]hotset serve /models/GLM-5.1 --load-format dummy[/bold]  random weights, to try a set-up\n\n"
@@ -110,7 +112,7 @@ def _serve_apart(values: dict[str, Any], serve_config: ServeConfig, layout: str)
 
 
 @app.command(
-    cls=ManyAddresses,
+    cls=RouterCommand,
     epilog="[bold]hotset router --prefill http://a:8001 --decode http://b:8001 http://c:8001 --api-key KEY[/bold]\n\n"
     "Workers are started with [bold]hotset serve MODEL --role prefill[/bold] or [bold]decode[/bold]; later ones join "
     "by [bold]POST /workers[/bold] and leave by [bold]DELETE /workers[/bold], with the API key and "
@@ -147,6 +149,7 @@ def _serve_packages(who: str) -> Iterator[None]:
 
 
 @app.command(
+    cls=Command,
     epilog='[bold]hotset generate "The capital of France is" --temperature 0[/bold]\n\n'
     "[bold]cat notes.txt | hotset generate - --max-tokens 64 --json[/bold]",
 )
@@ -179,6 +182,7 @@ def _generated(llm: "LLM", text: str, params: SamplingParams) -> dict[str, objec
 
 
 @app.command(
+    cls=Command,
     epilog=f'Inside: {COMMANDS}; {KEYS}.\n\n[bold]hotset chat --system "Answer in French." --temperature 0[/bold]',
 )
 @with_flags(EngineConfig, without=OF_SERVERS)
@@ -198,7 +202,7 @@ def chat(
         Conversation(llm, params, system).run(typed_lines())
 
 
-@app.command()
+@app.command(cls=Command)
 def info(as_json: AsJson = False) -> None:
     """Show versions, devices, memory, and what is missing with the command that adds it."""
     machine = examine()

@@ -12,13 +12,13 @@ import typer
 
 from hotset.base.config import EngineConfig, ServeConfig, flag_name, settings
 from hotset.base.errors import ConfigError
-from hotset.cli.flags import OF_SERVERS, given, with_flags
+from hotset.cli.flags import OF_SERVERS, Command, CommandGroup, given, with_flags
 from hotset.evaluate.tasks import SHORTEST, TASKS
 
 if TYPE_CHECKING:
     from hotset.evaluate.retrieval import Backend, Plan, Report
 
-app = typer.Typer(no_args_is_help=True, help="Measure how well a model answers.")
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Measure how well a model answers.")
 
 
 @app.callback()
@@ -27,6 +27,7 @@ def evaluation() -> None:
 
 
 @app.command(
+    cls=Command,
     epilog="[bold]hotset eval retrieval --model models/demo-dsa --lengths 1024,4096[/bold]\n\n"
     "[bold]hotset eval retrieval --url http://127.0.0.1:8000 --json accuracy.json[/bold]",
 )

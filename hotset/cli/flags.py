@@ -1,28 +1,31 @@
 """Command-line flags made from the fields of the configuration: they bear the names of `LLM`'s keywords."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
-from hotset.base.config import OF_WORKERS, EngineConfig, ServeConfig, environment_defaults, flag_name
+from hotset.base.config import OF_WORKERS, EngineConfig, ServeConfig, environment_defaults, flag_name, nearest
 from hotset.serve.router.config import RouterConfig
 
 ConfigType = type[EngineConfig] | type[ServeConfig] | type[RouterConfig]
-Command = TypeVar("Command", bound=Callable[..., None])
+CommandFunction = TypeVar("CommandFunction", bound=Callable[..., None])
 
 # Settings that mean something to servers only.
 OF_SERVERS = ("role", *OF_WORKERS)
 PANELS: dict[ConfigType, str] = {EngineConfig: "Engine", ServeConfig: "Server", RouterConfig: "Router"}
 
 
-def with_flags(*config_types: ConfigType, without: Collection[str] = ()) -> Callable[[Command], Command]:
+def with_flags(
+    *config_types: ConfigType, without: Collection[str] = ()
+) -> Callable[[CommandFunction], CommandFunction]:
     """Gives a command that takes `**values` one flag for each field of the configurations, except those `without`."""
 
-    def add(command: Command) -> Command:
+    def add(command: CommandFunction) -> CommandFunction:
         signature = inspect.signature(command)
         own = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         flags = [flag for config_type in config_types for flag in _flags_of(config_type) if flag.name not in without]
@@ -54,18 +57,58 @@ def given(config_type: ConfigType, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in (around | flags).items() if name in names}
 
 
-class ManyAddresses(TyperCommand):
-    """Takes several words after one flag: `--prefill A B` is `--prefill A --prefill B`."""
-
-    MANY = ("--prefill", "--decode")
+class Command(TyperCommand):
+    """A command that answers an unknown flag with the nearest one that exists."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        spread: list[str] = []
+        with _nearest_flag_suggested(self, ctx, args):
+            return super().parse_args(ctx, args)
+
+
+class CommandGroup(TyperGroup):
+    """A group of commands that answers an unknown flag with the nearest one that exists."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _nearest_flag_suggested(self, ctx, args):
+            return super().parse_args(ctx, args)
+
+
+class RouterCommand(Command):
+    """A command whose worker flags take several values: `--prefill A B` means `--prefill A --prefill B`."""
+
+    REPEATED = ("--prefill", "--decode")
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        expanded: list[str] = []
         flag = ""
         for word in args:
             if word.startswith("-"):
                 flag = word
-            elif flag in self.MANY and spread[-1] != flag:
-                spread.append(flag)
-            spread.append(word)
-        return super().parse_args(ctx, spread)
+            elif flag in self.REPEATED and expanded[-1] != flag:
+                expanded.append(flag)
+            expanded.append(word)
+        return super().parse_args(ctx, expanded)
+
+
+@contextmanager
+def _nearest_flag_suggested(command: Any, ctx: Any, args: Sequence[str]) -> Iterator[None]:
+    """Adds to a NoSuchOption error the one flag that is nearest to what was typed.
+
+    click lists up to three flags in alphabetical order. Typer bundles a copy of click, so the error's class has no
+    name that all versions of Typer export; `possibilities` is the attribute that only this error has.
+    """
+    typed_words = [word.partition("=")[0] for word in args]  # parsing empties `args`
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, "possibilities"):
+            raise
+        unknown: Any = error
+        name: str = unknown.option_name
+        # click reads `-port` as `-p -o -r -t` and reports `-p`; the word as typed is the better clue.
+        typed = name if name in typed_words else next((w for w in typed_words if w.startswith(name)), name)
+        known = [flag for option in command.get_params(ctx) for flag in option.opts if flag.startswith("--")]
+        match = nearest(typed, known)
+        unknown.message = f"No such option: {typed}" + (f"; did you mean {match}?" if match else "")
+        unknown.possibilities = None
+        raise

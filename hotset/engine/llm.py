@@ -2,10 +2,11 @@
 
 import itertools
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
-from hotset.base.config import EMBEDDED, EngineConfig, TiersChoice
+from hotset.base.config import EMBEDDED, EngineConfig, TiersChoice, check_setting_names
 from hotset.base.errors import ConfigError, EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import build_engine, open_front
@@ -27,6 +28,8 @@ class LLM:
 
     def __init__(self, model: str = EMBEDDED, *, progress: bool = True, **settings: Any) -> None:
         """Loads the model. Raises `StartupError` with one line on what to change."""
+        known = [*(setting.name for setting in fields(EngineConfig)), "progress"]
+        check_setting_names("LLM", settings, known)
         config = EngineConfig(model=model, **settings)
         if config.role != "both":
             raise ConfigError(f"role {config.role!r} is for servers: hotset serve --role {config.role}")

@@ -1,0 +1,79 @@
+"""A flag, command or keyword that does not exist is answered with the nearest one that does."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hotset import LLM
+from hotset.base.errors import ConfigError
+from hotset.cli import app
+
+WIDE = {"COLUMNS": "200", "TERMINAL_WIDTH": "200", "NO_COLOR": "1"}
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command below `group`, with the words that select it. Groups count as commands of their own."""
+    yield path, group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*path, name))
+
+
+ALL_COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+def refusal(*arguments: str) -> str:
+    """The usage error that a command line is answered with, on one line and without the frame around it."""
+    result = CliRunner().invoke(app, list(arguments), env=WIDE)
+    assert result.exit_code == 2, result.output
+    return " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("path", ALL_COMMANDS, ids=lambda path: " ".join(path) or "hotset")
+def test_every_command_names_the_flag_that_a_misspelt_one_is_nearest_to(path: tuple[str, ...]) -> None:
+    flags = {name for option in ALL_COMMANDS[path].params for name in option.opts if name.startswith("--")} | {"--help"}
+    for flag in flags:
+        misspelt = flag[:-1] if flag[:-1] not in flags else f"{flag}x"
+        assert f"No such option: {misspelt}; did you mean {flag}?" in refusal(*path, misspelt)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["serve", "--tensor-paralel-size", "2"], "--tensor-paralel-size; did you mean --tensor-parallel-size?"),
+        (["serve", "--max_model_len=9"], "--max_model_len; did you mean --max-model-len?"),
+        (["serve", "--Port", "1"], "--Port; did you mean --port?"),
+        (["serve", "-port", "1"], "-port; did you mean --port?"),
+        (["serve", "model", "--kv-gib", "1"], "--kv-gib; did you mean --host-kv-gib?"),
+        (["router", "--prefills", "http://a:1", "http://b:1"], "--prefills; did you mean --prefill?"),
+        (["chat", "--max_tokens", "4"], "--max_tokens; did you mean --max-tokens?"),
+        (["eval", "retrieval", "--length", "4"], "--length; did you mean --lengths?"),
+    ],
+)
+def test_the_nearest_flag_is_named_alone(arguments: list[str], answer: str) -> None:
+    assert f"No such option: {answer}" in refusal(*arguments)
+
+
+def test_a_flag_that_resembles_none_gets_no_suggestion() -> None:
+    for flag in ("--xyzzy", "-z"):
+        answer = refusal("info", flag)
+        assert f"No such option: {flag}" in answer and "did you mean" not in answer and "-h' for help" in answer
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [(["serv"], "serve"), (["evaluate"], "eval"), (["eval", "retrieve"], "retrieval")]
+)
+def test_the_nearest_command_is_named(typed: list[str], meant: str) -> None:
+    answer = refusal(*typed)
+    assert f"No such command '{typed[-1]}'" in answer and f"Did you mean '{meant}'?" in answer
+
+
+def test_llm_names_the_keyword_that_a_misspelt_one_is_nearest_to() -> None:
+    with pytest.raises(ConfigError, match="has no setting 'tensor_paralel_size'; did you mean 'tensor_parallel_size'"):
+        LLM("embedded", tensor_paralel_size=2)
+    with pytest.raises(ConfigError, match="has no setting 'max-model-len'; did you mean 'max_model_len'"):
+        LLM("embedded", **{"max-model-len": 80})
+    with pytest.raises(ConfigError, match="has no setting 'xyzzy'; the settings are model, tokenizer, device, "):
+        LLM("embedded", xyzzy=1)
