@@ -40,14 +40,11 @@ from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.tiers.coordinator import Coordinator
 from hotset.transfer.api import Region, State, Writes
-from hotset.transfer.backend import Backend
-from hotset.transfer.description import decode
 from hotset.transfer.engines import DEADLINE_S, LANES
-from hotset.transfer.lanes import Lanes
+from hotset.transfer.lanes import Backend, Lanes
 from hotset.transfer.mooncake_engine import MooncakeBackend
 from hotset.transfer.nixl_engine import NixlBackend
-from hotset.transfer.regions import Regions
-from hotset.transfer.runs import cut
+from hotset.transfer.regions import Regions, cut, decode
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"

@@ -14,12 +14,12 @@ from landing_workers import HOST, PAGE_ROWS, POISON, Noted, order
 from hotset.base.sampling import SamplingParams
 from hotset.base.units import ceil_div
 from hotset.handoff.agent import HandoffAgent, open_channel
+from hotset.handoff.layout import head_shards
 from hotset.handoff.messages import Ask, Fetch, Hello, Key, Landed, Lost, Model, Prefill, Sampled, Span, Store, Written
 from hotset.handoff.packing import StagingMemory
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.shards import head_shards
-from hotset.handoff.staged_in import StagedIn
+from hotset.handoff.staging import StagedIn
 from hotset.transfer.api import Region
 from hotset.transfer.engines import LANES
 from hotset.transfer.lanes import Lanes

@@ -38,8 +38,7 @@ from hotset.handoff.messages import (
 from hotset.handoff.packing import StagingMemory
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.staged_in import StagedIn
-from hotset.handoff.staging import check_staging
+from hotset.handoff.staging import StagedIn, check_staging
 from hotset.schedule.plan import FirstToken, Reservation, Rows, Withdrawal
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from hotset.engine.workers.executor import HostPart
+from hotset.handoff.layout import head_shards, whole_rows
 from hotset.handoff.messages import Landing, Span, Store
-from hotset.handoff.shards import head_shards, whole_rows
 from hotset.memory.device_pool import DevicePool
 from hotset.transfer.api import Memory, Region
 

@@ -19,25 +19,28 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hotset.base.errors import EngineStopped, MissingDependency
-from hotset.handoff.decode_side import DecodeSide
-from hotset.handoff.liveness import Liveness, Timing
+from hotset.handoff.decode_role import DecodeSide
 from hotset.handoff.messages import (
     PROTOCOL,
+    Arrival,
+    Foreign,
     Hello,
     Message,
     Packed,
     Ping,
     Pong,
+    PostEvent,
     ReceiverCommand,
     ReceiverFact,
     Refused,
+    Restarted,
     SenderCommand,
     SenderFact,
 )
-from hotset.handoff.post import Arrival, Foreign, Post, PostEvent, Restarted
-from hotset.handoff.prefill_side import Connected, PrefillSide
+from hotset.handoff.prefill_role import Connected, PrefillSide
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
+from hotset.handoff.timers import Liveness, Timing
 from hotset.transfer.api import Measured, Transfer
 
 LOGGER = logging.getLogger("hotset.handoff")
@@ -63,6 +66,38 @@ class HandoffStats:
     dropped: Mapping[str, int]  # messages, by cause
     pieces: int = 0  # of contexts, that were packed or unpacked here
     ring_quarantined: int = 0  # bytes of the ring, now
+
+
+class Post(Protocol):
+    """One process's end of the control channel. All calls but `wake` come from one thread at a time.
+
+    Nothing waits for a peer and nothing is promised: what cannot be queued is dropped, and whoever needs an answer asks
+    again.
+    """
+
+    address: str  # at which peers reach this process: `host:port`
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Messages, by cause."""
+
+    def send(self, peer: str, message: Message) -> None:
+        """Queues it for the incarnation heard last at this address; questions of who is there go to any."""
+
+    def receive(self) -> list[PostEvent]:
+        """What has come, in its order, a limited number at a time. Never waits."""
+
+    def wait(self, seconds: float) -> None:
+        """Until something has come, somebody called `wake`, or so long."""
+
+    def wake(self) -> None:
+        """Ends the `wait` of the owner, now or the next. From any thread, at any time."""
+
+    def forget(self, peer: str) -> None:
+        """Drops what is queued for it, and its incarnation."""
+
+    def close(self, last_words_s: float = 0.2) -> None:
+        """Gives messages just sent so long to leave, then closes. Idempotent."""
 
 
 class Side(Protocol):

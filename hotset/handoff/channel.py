@@ -19,8 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from hotset.base.address import Address, control_port
 from hotset.base.errors import BadMessage, StartupError
 from hotset.handoff.codec import MAX_BYTES, Codec
-from hotset.handoff.messages import Hello, Message, Ping
-from hotset.handoff.post import Arrival, Foreign, Letter, PostEvent, Restarted
+from hotset.handoff.messages import Arrival, Foreign, Hello, Letter, Message, Ping, PostEvent, Restarted
 
 LOGGER = logging.getLogger("hotset.handoff")
 

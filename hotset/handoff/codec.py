@@ -21,9 +21,11 @@ from hotset.handoff.messages import (
     PROTOCOL,
     Accepted,
     Ask,
+    Foreign,
     HandoffDone,
     Hello,
     Lent,
+    Letter,
     Message,
     Ping,
     Pong,
@@ -35,7 +37,6 @@ from hotset.handoff.messages import (
     Want,
     Welcome,
 )
-from hotset.handoff.post import Foreign, Letter
 
 MAX_BYTES = 16 << 20  # an Ask for two million tokens fits
 MAX_QUOTED = 256  # characters of what strangers sent, in a complaint

@@ -44,6 +44,9 @@ class Key:
     attempt: int
 
 
+Name = tuple[str, Key]  # of a handoff to its sender: the peer that asked, and the peer's key
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """What must be the same on both sides, but for the name, and is shown to people where it is not."""
@@ -385,3 +388,39 @@ class Unpack:
     """Put this piece into its pages, to the end, before anything that comes after is done."""
 
     piece: Packed
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A message, who sent it and for whom it is."""
+
+    origin: str  # the control address at which its sender listens
+    sender: str  # its incarnation: drawn anew whenever a process starts
+    addressee: str  # the incarnation that it is for; empty: whoever listens there now
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A message in another version of the protocol: its sender can be refused, and no more."""
+
+    origin: str
+    sender: str
+    protocol: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    peer: str  # its control address
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The process at this address is another one than before."""
+
+    peer: str
+
+
+PostEvent = Arrival | Restarted | Foreign

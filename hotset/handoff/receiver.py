@@ -32,8 +32,8 @@ from hotset.handoff.messages import (
     Unpacked,
     Want,
 )
-from hotset.handoff.phase_timer import PhaseTable, PhaseTimer, Wait, earliest
-from hotset.handoff.staged_in import StagedIn
+from hotset.handoff.staging import StagedIn
+from hotset.handoff.timers import PhaseTable, PhaseTimer, Wait, earliest
 
 
 class Phase(Enum):

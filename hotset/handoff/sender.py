@@ -23,6 +23,7 @@ from hotset.handoff.messages import (
     Key,
     Lent,
     Message,
+    Name,
     NotComputed,
     Prefill,
     Progress,
@@ -38,11 +39,10 @@ from hotset.handoff.messages import (
     Unpacked,
     Written,
 )
-from hotset.handoff.outgoing import MOST_LISTS, NEXT, WAITS, Chunk, Ending, Outgoing, Phase, refusal
-from hotset.handoff.phase_timer import PhaseTable, PhaseTimer, Wait, earliest
+from hotset.handoff.outgoing import MOST_LISTS, NEXT, WAITS, Chunk, Ending, Outgoing, Phase, Tombstones, refusal
 from hotset.handoff.staged_out import PIECE_NEXT, PIECE_WAITS, Buffers, PiecePhase, StagedOut, offer
 from hotset.handoff.staging import FEW_WRITES
-from hotset.handoff.tombstones import Name, Tombstones
+from hotset.handoff.timers import PhaseTable, PhaseTimer, Wait, earliest
 from hotset.transfer.api import State, WriteTicket
 
 WRITE_LIMIT = 40.0  # seconds that one list of writes may take; the transfer engine's own limit should be shorter

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from hotset.handoff.messages import Ask, Hello, Key, Lent, Packed, Space, Staged, Store, Unpacked, Want, Written
-from hotset.handoff.phase_timer import PhaseTable, PhaseTimer, Wait, earliest
+from hotset.handoff.messages import Ask, Hello, Key, Lent, Name, Packed, Space, Staged, Store, Unpacked, Want, Written
 from hotset.handoff.staging import can_unpack, is_worth_it, packed_row_bytes, piece_rows
-from hotset.handoff.tombstones import Name
+from hotset.handoff.timers import PhaseTable, PhaseTimer, Wait, earliest
 from hotset.transfer.api import Event
 
 WINDOW = 4  # pieces of one context on their way at a time: as many as fit into a ring

@@ -9,23 +9,61 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from hotset.base.errors import TransferError
-from hotset.transfer.api import Event, Measured, Region, State, Writes, WriteTicket
-from hotset.transfer.backend import Backend
-from hotset.transfer.description import Description, decode
-from hotset.transfer.meter import Meter
-from hotset.transfer.regions import Regions
-from hotset.transfer.runs import cut, runs_between
+from hotset.transfer.api import Event, Measured, Meter, Region, State, Writes, WriteTicket
+from hotset.transfer.regions import Description, Regions, cut, decode, runs_between
 
 log = logging.getLogger(__name__)
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.001
 CLOSE_S = 5.0
 LET_GO_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine takes well."""
+
+    writes: int  # in one post
+    nbytes: int  # in one post
+    write_nbytes: int  # in one write; longer ones are cut
+    in_flight: int  # writes to one peer that have not ended
+
+
+class Backend(Protocol):
+    """Calls for one peer come from one thread; calls for several peers, from several."""
+
+    name: str
+    limits: Limits
+
+    def register(self, region: Region) -> None:
+        """StartupError if it cannot be."""
+
+    def describe(self) -> bytes:
+        """For `connect` on the other side."""
+
+    def connect(self, native: bytes, regions: Regions) -> Any:
+        """The peer, as the engine knows it; equal to another where the limits hold for both together. TransferError if
+        it cannot be reached; that may take seconds to see."""
+
+    def disconnect(self, remote: Any) -> None:
+        """Nothing is in flight to it, and nothing will be."""
+
+    def post(self, remote: Any, writes: Writes) -> Any:
+        """Begins to write, and gives a handle for `check`. TransferError: not a byte has been or will be written."""
+
+    def check(self, handle: Any) -> State:
+        """How it stands. A handle that is not pending any more is not shown again."""
+
+    def transport(self) -> str:
+        """What bytes travel over, as far as it is known by now."""
+
+    def close(self) -> None:
+        """Nobody calls any more. Idempotent."""
 
 
 @dataclass(slots=True)

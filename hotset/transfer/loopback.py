@@ -14,20 +14,50 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 
 from hotset.base.errors import StartupError, TransferError
-from hotset.transfer.api import Event, Measured, Memory, Region, State, Writes, WriteTicket
-from hotset.transfer.description import Description, decode
-from hotset.transfer.faults import Fate, Faults
-from hotset.transfer.meter import Meter
-from hotset.transfer.regions import Regions
-from hotset.transfer.runs import runs_between
+from hotset.transfer.api import Event, Measured, Memory, Meter, Region, State, Writes, WriteTicket
+from hotset.transfer.regions import Description, Regions, decode, runs_between
 
 log = logging.getLogger(__name__)
 
 EVENT_POLL_S = 0.0005
 
 Piece = tuple[int, int, int]  # one row of `Writes`
+
+
+class Fate(Enum):
+    """What becomes of a submitted list."""
+
+    WRITTEN = "all of it lands: DONE"
+    CUT = "a part lands: FAILED_QUIESCED"
+    LOST = "a part lands: FAILED_UNKNOWN"
+    SILENT = "a part lands, and nothing is heard until the deadline: FAILED_UNKNOWN"
+    LATE = "a part lands: FAILED_UNKNOWN; the rest lands later"
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """How often what goes wrong, as probabilities, and how long things take, as ranges of seconds."""
+
+    cut: float = 0.0
+    lost: float = 0.0
+    silent: float = 0.0
+    late: float = 0.0
+    reorder: float = 0.0  # the writes of a list land in any order, some of them after those of later lists
+    duplicate: float = 0.0  # some writes land twice, never after the list has ended
+    delay_s: tuple[float, float] = (0.0, 0.0)
+    late_s: tuple[float, float] = (0.1, 1.0)  # from the failure to the landing of what is late
+
+    def fate(self, source: random.Random) -> Fate:
+        odds = {Fate.CUT: self.cut, Fate.LOST: self.lost, Fate.SILENT: self.silent, Fate.LATE: self.late}
+        drawn = source.random()
+        for fate, chance in odds.items():
+            if drawn < chance:
+                return fate
+            drawn -= chance
+        return Fate.WRITTEN
 
 
 @dataclass(slots=True, eq=False)

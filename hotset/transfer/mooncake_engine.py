@@ -10,7 +10,7 @@ from typing import Any
 
 from hotset.base.errors import MissingDependency, StartupError, TransferError
 from hotset.transfer.api import Memory, Region, State, Writes
-from hotset.transfer.backend import Limits
+from hotset.transfer.lanes import Limits
 from hotset.transfer.regions import Regions
 
 log = logging.getLogger(__name__)

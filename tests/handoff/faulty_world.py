@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pace import scaled
 
 from hotset.base.sampling import SamplingParams
-from hotset.handoff.layout import check_peers, pages_for
+from hotset.handoff.layout import check_peers, head_shards, pages_for
 from hotset.handoff.messages import (
     Ask,
     Drop,
@@ -51,14 +51,11 @@ from hotset.handoff.packing import pack, unpack
 from hotset.handoff.receiver import WAITS as RECEIVER_WAITS
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.shards import head_shards
-from hotset.handoff.staged_in import StagedIn
 from hotset.handoff.staged_out import PIECE_WAITS
-from hotset.handoff.staging import sender_buffers
+from hotset.handoff.staging import StagedIn, sender_buffers
 from hotset.memory.pages import PageAllocator
 from hotset.transfer.api import Region, State, WriteTicket
-from hotset.transfer.faults import Faults
-from hotset.transfer.loopback import Hub, Loopback
+from hotset.transfer.loopback import Faults, Hub, Loopback
 
 POISON = 0xAB
 LAYERS, GROUPS, HEADS, HEAD_BYTES, KEY_BYTES = 3, 2, 2, 3, 5

@@ -18,8 +18,8 @@ from pace import scaled
 from hotset.base.errors import EngineStopped
 from hotset.base.sampling import SamplingParams
 from hotset.handoff import outgoing, receiver
-from hotset.handoff.agent import HandoffAgent
-from hotset.handoff.liveness import Timing
+from hotset.handoff.agent import HandoffAgent, Post
+from hotset.handoff.layout import head_shards
 from hotset.handoff.messages import (
     Ask,
     Drop,
@@ -39,11 +39,10 @@ from hotset.handoff.messages import (
     Store,
     Written,
 )
-from hotset.handoff.post import Post
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.shards import head_shards
-from hotset.handoff.staged_in import StagedIn
+from hotset.handoff.staging import StagedIn
+from hotset.handoff.timers import Timing
 from hotset.transfer.api import Event, Measured, Region, State, Transfer, Writes, WriteTicket
 
 if TYPE_CHECKING:

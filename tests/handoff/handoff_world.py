@@ -9,10 +9,10 @@ from typing import Any
 
 from handoff_engines import DecodeEngine, Memory, PrefillEngine
 
+from hotset.handoff.agent import Post
 from hotset.handoff.channel import Channel
 from hotset.handoff.codec import Codec
-from hotset.handoff.messages import Message
-from hotset.handoff.post import Letter, Post, PostEvent
+from hotset.handoff.messages import Letter, Message, PostEvent
 from hotset.transfer.api import Transfer
 from hotset.transfer.loopback import Hub, Loopback
 

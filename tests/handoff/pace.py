@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TypeVar
 
-from hotset.handoff.phase_timer import Wait
+from hotset.handoff.timers import Wait
 
 P = TypeVar("P", bound=Enum)
 

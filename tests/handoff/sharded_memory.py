@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotset.handoff.layout import pages_for
+from hotset.handoff.layout import head_shards, pages_for
 from hotset.handoff.messages import Span, Store
-from hotset.handoff.shards import head_shards
 from hotset.transfer.api import Region
 
 POISON = 0xAB

@@ -29,7 +29,7 @@ from hotset.handoff.messages import (
 from hotset.handoff.packing import StagingMemory, pack, unpack
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.staged_in import StagedIn
+from hotset.handoff.staging import StagedIn
 from hotset.memory.pages import PageAllocator
 from hotset.transfer.api import State, WriteTicket
 

@@ -10,8 +10,10 @@ from hotset.base.errors import BadMessage
 from hotset.base.sampling import SamplingParams
 from hotset.handoff.agent import Fact, HandoffAgent
 from hotset.handoff.codec import Codec
+from hotset.handoff.layout import whole_rows
 from hotset.handoff.messages import (
     Accepted,
+    Arrival,
     Ask,
     Cancel,
     Fetch,
@@ -22,15 +24,18 @@ from hotset.handoff.messages import (
     Hello,
     Key,
     Lent,
+    Letter,
     Message,
     Model,
     NotComputed,
     Ping,
     Pong,
+    PostEvent,
     Prefill,
     Progress,
     Received,
     Refused,
+    Restarted,
     Sampled,
     Shard,
     Space,
@@ -44,12 +49,10 @@ from hotset.handoff.messages import (
     Written,
 )
 from hotset.handoff.packing import StagingMemory
-from hotset.handoff.post import Arrival, Letter, PostEvent, Restarted
-from hotset.handoff.prefill_side import PrefillSide
+from hotset.handoff.prefill_role import PrefillSide
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.shards import whole_rows
-from hotset.handoff.staged_in import StagedIn
+from hotset.handoff.staging import StagedIn
 from hotset.transfer.loopback import Hub, Loopback
 
 PEERS = ("10.0.0.1:1", "10.0.0.2:2")

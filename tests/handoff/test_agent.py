@@ -18,9 +18,8 @@ from hotset.base.sampling import SamplingParams
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.channel import Channel
 from hotset.handoff.codec import MARK, PLAIN
-from hotset.handoff.messages import PROTOCOL, Ask, Fetch, Hello, Key, Landed, Lost, Message, Refused, Welcome
+from hotset.handoff.messages import PROTOCOL, Arrival, Ask, Fetch, Hello, Key, Landed, Lost, Message, Refused, Welcome
 from hotset.handoff.packing import StagingMemory
-from hotset.handoff.post import Arrival
 from hotset.handoff.receiver import Receiver
 from hotset.transfer.api import State, WriteTicket
 from hotset.transfer.loopback import Fate, Faults, Hub, Loopback

@@ -12,11 +12,10 @@ from handoff_world import Clock, Dictated, FaultyPost, World, prompt, worlds
 from hotset.base.errors import EngineStopped, TransferError
 from hotset.handoff.agent import HandoffAgent
 from hotset.handoff.channel import Channel
-from hotset.handoff.liveness import Timing
-from hotset.handoff.messages import Hello, Landed, Lost, Refused
-from hotset.handoff.post import Arrival
-from hotset.handoff.prefill_side import CONNECTING, MOST_HUNG, STOPPING, PrefillSide
+from hotset.handoff.messages import Arrival, Hello, Landed, Lost, Refused
+from hotset.handoff.prefill_role import CONNECTING, MOST_HUNG, STOPPING, PrefillSide
 from hotset.handoff.sender import Sender
+from hotset.handoff.timers import Timing
 from hotset.transfer.loopback import Hub, Loopback
 
 

@@ -14,8 +14,20 @@ from hotset.base.errors import ConfigError, StartupError
 from hotset.base.sampling import SamplingParams
 from hotset.handoff.channel import AT_ONCE, PEERS_KEPT, QUEUED, Channel
 from hotset.handoff.codec import MARK, MAX_BYTES, PLAIN, Codec
-from hotset.handoff.messages import PROTOCOL, Accepted, Ask, Key, Ping, Pong, Refused
-from hotset.handoff.post import Arrival, Foreign, Letter, PostEvent, Restarted
+from hotset.handoff.messages import (
+    PROTOCOL,
+    Accepted,
+    Arrival,
+    Ask,
+    Foreign,
+    Key,
+    Letter,
+    Ping,
+    Pong,
+    PostEvent,
+    Refused,
+    Restarted,
+)
 
 SECRET = "a secret that peers share"
 KEY = Key("r", 0)

@@ -13,17 +13,20 @@ from hypothesis import strategies as st
 from hotset.base.errors import BadMessage
 from hotset.base.sampling import SamplingParams
 from hotset.handoff.codec import MARK, MAX_BYTES, PLAIN, TAG_BYTES, TAGGED, Codec
+from hotset.handoff.layout import whole_rows
 from hotset.handoff.messages import (
     PROTOCOL,
     Accepted,
     Ask,
     Cancel,
+    Foreign,
     Go,
     HandoffDone,
     HandoffFailed,
     Hello,
     Key,
     Lent,
+    Letter,
     Message,
     Model,
     Ping,
@@ -41,8 +44,6 @@ from hotset.handoff.messages import (
     Want,
     Welcome,
 )
-from hotset.handoff.post import Foreign, Letter
-from hotset.handoff.shards import whole_rows
 
 ORIGIN = "127.0.0.1:9000"
 SECRET = b"a secret that peers share"

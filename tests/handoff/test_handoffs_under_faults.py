@@ -9,7 +9,7 @@ from faulty_world import Decode, Trouble, World
 from hotset.handoff.outgoing import WAITS as SENDER_WAITS
 from hotset.handoff.receiver import WAITS as RECEIVER_WAITS
 from hotset.handoff.staged_out import PIECE_WAITS
-from hotset.transfer.faults import Faults
+from hotset.transfer.loopback import Faults
 
 STEP = 0.01
 QUIET = Trouble(0, 0, 0, 0, 0, 0, 0, Faults(delay_s=(0.0, 0.03)))

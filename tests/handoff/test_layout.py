@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hotset.handoff.layout import Units, check_peers, pages_for, writes
+from hotset.handoff.layout import Units, check_peers, pages_for, whole_rows, writes
 from hotset.handoff.messages import Hello, Model, Span, Store
-from hotset.handoff.shards import whole_rows
 
 POISON = 0xAB
 

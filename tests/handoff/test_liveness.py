@@ -1,6 +1,6 @@
 """Who is taken for lost, and when."""
 
-from hotset.handoff.liveness import PEERS_KEPT, Liveness, Timing
+from hotset.handoff.timers import PEERS_KEPT, Liveness, Timing
 
 TIMING = Timing(ping_every=1.0, lost_after=4.0, forget_after=100.0)
 

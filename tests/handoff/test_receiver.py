@@ -29,8 +29,8 @@ from hotset.handoff.messages import (
     Send,
     Stopped,
 )
-from hotset.handoff.phase_timer import PhaseTable, PhaseTimer, Wait
 from hotset.handoff.receiver import NEXT, WAITS, Phase, Receiver
+from hotset.handoff.timers import PhaseTable, PhaseTimer, Wait
 
 PEER, OTHER = "10.0.0.1:7000", "10.0.0.2:7000"
 KEY = Key("r", 1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotset.base.sampling import SamplingParams
-from hotset.handoff.layout import writes
+from hotset.handoff.layout import whole_rows, writes
 from hotset.handoff.messages import (
     Accepted,
     Ask,
@@ -37,7 +37,6 @@ from hotset.handoff.messages import (
 )
 from hotset.handoff.outgoing import MOST_LISTS, WAITS, Phase
 from hotset.handoff.sender import Sender
-from hotset.handoff.shards import whole_rows
 from hotset.transfer.api import State, WriteTicket
 
 PEER, OTHER = "10.0.0.1:7000", "10.0.0.2:7000"

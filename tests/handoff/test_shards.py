@@ -11,9 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharded_memory import HEAD_BYTES, Sharded, fresh_pages
 
-from hotset.handoff.layout import check_peers, context_writes, writes
+from hotset.handoff.layout import (
+    check_peers,
+    context_writes,
+    gap,
+    head_shards,
+    overlaps,
+    row_bytes,
+    store_overlaps,
+    whole_rows,
+    writes,
+)
 from hotset.handoff.messages import Hello, Model, Shard, Span, Store
-from hotset.handoff.shards import gap, head_shards, overlaps, row_bytes, store_overlaps, whole_rows
 
 RANKS = (1, 2, 4, 8)
 

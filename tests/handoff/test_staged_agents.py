@@ -10,9 +10,9 @@ from handoff_engines import DecodeEngine, Memory, PrefillEngine, until
 from handoff_world import prompt, worlds
 
 from hotset.handoff.channel import Channel
-from hotset.handoff.liveness import Timing
 from hotset.handoff.messages import Landed
 from hotset.handoff.packing import StagingMemory
+from hotset.handoff.timers import Timing
 from hotset.transfer.engines import open_transfer
 
 RING = 1 << 13  # about 70 rows

@@ -10,10 +10,9 @@ from sharded_memory import HEAD_BYTES, KEY_BYTES, POISON, Sharded, fresh_pages
 
 from hotset.base.errors import ConfigError
 from hotset.base.sampling import SamplingParams
-from hotset.handoff.layout import context_writes, count_writes
+from hotset.handoff.layout import context_writes, count_writes, whole_rows
 from hotset.handoff.messages import Ask, Key, Packed, Span, Store
 from hotset.handoff.packing import StagingMemory, pack, unpack
-from hotset.handoff.shards import whole_rows
 from hotset.handoff.staging import (
     FEW_WRITES,
     SMALL_WRITE_BYTES,

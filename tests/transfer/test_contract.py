@@ -306,7 +306,7 @@ def test_a_description_that_makes_no_sense_is_refused(bench: Bench, garbage: byt
 
 
 def test_a_description_with_garbage_for_the_engine_is_refused(bench: Bench) -> None:
-    from hotset.transfer.description import Description, decode
+    from hotset.transfer.regions import Description, decode
 
     found = decode(bench.far.description, bench.engine)
     with pytest.raises(TransferError):

@@ -18,8 +18,8 @@ from far_end import NBYTES, POISON, FarProcess
 
 from hotset.base.errors import ConfigError, MissingDependency, StartupError
 from hotset.transfer.api import Memory, Region, State, Transfer, WriteTicket
-from hotset.transfer.description import decode
 from hotset.transfer.engines import open_transfer
+from hotset.transfer.regions import decode
 
 ROOT = Path(__file__).resolve().parents[2]
 

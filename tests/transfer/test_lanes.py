@@ -12,10 +12,8 @@ import pytest
 from hotset.base.errors import StartupError, TransferError
 from hotset.transfer import lanes as lanes_module
 from hotset.transfer.api import Region, State, Writes, WriteTicket
-from hotset.transfer.backend import Limits
-from hotset.transfer.description import Description, decode
-from hotset.transfer.lanes import Lanes
-from hotset.transfer.regions import Regions
+from hotset.transfer.lanes import Lanes, Limits
+from hotset.transfer.regions import Description, Regions, decode
 
 NBYTES, POISON = 4096, 0xAB
 

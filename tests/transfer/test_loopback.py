@@ -7,8 +7,7 @@ import pytest
 
 from hotset.base.errors import StartupError, TransferError
 from hotset.transfer.api import Memory, Region, State, WriteTicket
-from hotset.transfer.faults import Fate, Faults
-from hotset.transfer.loopback import Hub, Loopback
+from hotset.transfer.loopback import Fate, Faults, Hub, Loopback
 
 NBYTES, POISON = 4096, 0xAB
 

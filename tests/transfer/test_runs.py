@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from hotset.base.errors import StartupError
 from hotset.transfer.api import Region
-from hotset.transfer.regions import OUTSIDE, Regions
-from hotset.transfer.runs import cut, merged, runs_between
+from hotset.transfer.regions import OUTSIDE, Regions, cut, merged, runs_between
 
 Spans = list[tuple[int, int, int]]
 

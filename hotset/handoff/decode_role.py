@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hotset.handoff.layout import check_peers
-from hotset.handoff.liveness import Liveness, Timing
 from hotset.handoff.messages import (
     Accepted,
     Ask,
@@ -31,6 +30,7 @@ from hotset.handoff.messages import (
     Welcome,
 )
 from hotset.handoff.receiver import OPEN, Receiver
+from hotset.handoff.timers import Liveness, Timing
 from hotset.transfer.api import Measured
 
 

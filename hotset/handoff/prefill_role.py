@@ -7,7 +7,6 @@ from threading import Thread
 
 from hotset.base.errors import TransferError
 from hotset.handoff.layout import check_peers
-from hotset.handoff.liveness import Timing
 from hotset.handoff.messages import (
     Ask,
     Cancel,
@@ -33,6 +32,7 @@ from hotset.handoff.messages import (
     Written,
 )
 from hotset.handoff.sender import Sender
+from hotset.handoff.timers import Timing
 from hotset.transfer.api import Measured, State, Transfer, WriteTicket
 
 LOGGER = logging.getLogger("hotset.handoff")
