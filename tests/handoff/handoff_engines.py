@@ -8,6 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -315,6 +316,14 @@ class _Later:
         return self._happened and self._before is None
 
 
+@dataclass(frozen=True)
+class _Gated:
+    gate: threading.Event
+
+    def query(self) -> bool:
+        return self.gate.is_set()
+
+
 class PrefillEngine(_Engine):
     """Computes in chunks. `hold` stops it before a stage of every prompt: 'compute', 'second chunk' or 'sample'."""
 
@@ -329,11 +338,13 @@ class PrefillEngine(_Engine):
         hold: str = "",
         refuse: str = "",
         event_s: float = 0.0,
+        gate: threading.Event | None = None,
         report: Callable[[str], None] = lambda stage: None,
         staging: "StagingMemory | None" = None,
         **rest: Any,
     ) -> None:
         self._chunk, self._hold, self._refuse, self._event_s, self._report = chunk, hold, refuse, event_s, report
+        self._gate = gate  # forward passes finish when the test sets it
         self.free = list(range(memory.pages))
         self.held: dict[tuple[str, Key], list[int]] = {}
         self.computed: list[Key] = []
@@ -370,6 +381,9 @@ class PrefillEngine(_Engine):
             self.agent.put(Sampled(peer, key, first_token(token_ids), alternatives))
 
     def _computed(self, pages: list[int], token_ids: Sequence[int], first: int, last: int) -> Event | None:
+        if self._gate is not None:
+            self.memory.fill(pages, token_ids, first, last)
+            return _Gated(self._gate)
         if not self._event_s:
             self.memory.fill(pages, token_ids, first, last)
             return None

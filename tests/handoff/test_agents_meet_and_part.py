@@ -149,16 +149,18 @@ def test_a_decode_worker_that_closes_gives_up_what_is_open_and_says_so(world: Wo
 
 
 def test_a_prefill_worker_that_closes_finishes_what_it_began_and_begins_nothing(world: World) -> None:
-    decode, prefill = world.decode(), world.prefill(event_s=0.3)
+    computed = threading.Event()
+    decode, prefill = world.decode(), world.prefill(gate=computed)
     key = decode.fetch(prefill.address, prompt(60), "r")
-    assert until(lambda: prefill.computed == [key])  # before its rows were told
+    assert until(lambda: prefill.computed == [key])
     closing = threading.Thread(target=prefill.agent.close, args=(SECONDS,))
     closing.start()
     assert until(lambda: prefill.agent._closing)
     late = decode.fetch(prefill.address, prompt(20), "late")
-    assert isinstance(decode.ended(key), Landed)
     end = decode.ended(late)
     assert isinstance(end, Lost) and end.quiesced and "stopping" in end.reason
+    computed.set()
+    assert isinstance(decode.ended(key), Landed)
     closing.join(SECONDS)
     assert not closing.is_alive() and not prefill.held
 
@@ -176,12 +178,21 @@ def test_a_prefill_worker_that_closes_tells_peers_of_what_it_cannot_finish(world
 
 
 def test_a_write_under_way_at_the_end_of_a_drain_ends_before_its_peer_is_told(world: World) -> None:
-    decode, prefill = world.decode(), world.prefill(hold="sample", event_s=0.7)
+    clock, computed = StoppableClock(), threading.Event()
+    decode, prefill = world.decode(), world.prefill(hold="sample", gate=computed, clock=clock)
     key = decode.fetch(prefill.address, prompt(20), "r")
     assert until(lambda: prefill.agent._side.polls)
-    prefill.agent.close(0.6)  # and as long again for a farewell
+    clock.stop()
+    closing = threading.Thread(target=prefill.agent.close, args=(1.0,))
+    closing.start()
+    assert until(lambda: prefill.agent._closing)
+    clock.advance(1.0)
+    assert until(lambda: prefill.agent._cut) and not decode.facts[key]
+    computed.set()
     assert decode.ended(key) == Lost(key, True, False, STOPPING)
     assert not prefill.agent._side.polls, "told before its last write had ended"
+    closing.join(SECONDS)
+    assert not closing.is_alive()
 
 
 def test_a_drain_is_cut_short_by_somebody_who_will_not_wait(world: World) -> None:
