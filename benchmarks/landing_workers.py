@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from far_process import answer, far_process
 
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
 from hotset.engine.stores import host_stores, landing_stores, regions
 from hotset.engine.workers.executor import whole
@@ -230,7 +230,7 @@ class PrefillWorker(Worker):
                     self._announce(fact)
 
     def _announce(self, asked: Prefill) -> None:
-        tokens = len(asked.token_ids)
+        tokens = len(asked.prompt)
         pages = order(self.case.pages, asked.key.request_id.split()[0], seed=1)
         for first in range(0, tokens, self.case.chunk):
             last = min(first + self.case.chunk, tokens)
@@ -250,7 +250,7 @@ class DecodeWorker(Worker):
         rows, keys = order(case.pages, pool, seed=2), order(case.key_pages, pool, seed=3)
         self._asked += 1
         key = Key(f"{pool} {self._asked}", 0)
-        ask = Ask(key, (7,) * case.tokens, SamplingParams(), "host", rows, keys)
+        ask = Ask(key, PromptSpec((7,) * case.tokens, SamplingParams()), "host", rows, keys)
         begun = time.perf_counter()
         self.agent.put(Fetch(peer, ask))
         while True:

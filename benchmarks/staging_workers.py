@@ -11,7 +11,7 @@ import numpy as np
 from far_process import answer, far_process
 from landing_workers import HOST, PAGE_ROWS, POISON, Noted, order
 
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.layout import head_shards
@@ -148,7 +148,7 @@ class PrefillWorker(Worker):
                     self._announce(fact)
 
     def _announce(self, asked: Prefill) -> None:
-        tokens = len(asked.token_ids)
+        tokens = len(asked.prompt)
         for first in range(0, tokens, self.case.chunk):
             last = min(first + self.case.chunk, tokens)
             self.agent.put(Written(asked.peer, asked.key, first, last, self._pages, None))
@@ -166,8 +166,8 @@ class DecodeWorker(Worker):
         begun = time.perf_counter()
         for _ in range(requests):
             self._asked += 1
-            tokens = (7,) * self.case.tokens
-            ask = Ask(Key(str(self._asked), 0), tokens, SamplingParams(), "host", self._pages, ())
+            prompt = PromptSpec((7,) * self.case.tokens, SamplingParams())
+            ask = Ask(Key(str(self._asked), 0), prompt, "host", self._pages, ())
             self.agent.put(Fetch(peer, ask))
         while requests:
             assert self.news.wait(PATIENCE_S), "a context does not land"

@@ -1,4 +1,4 @@
-"""How one request is sampled and when it ends: a value, checked when it is made."""
+"""The parameters of a request: a prompt, how its continuation is sampled, and when it ends."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -117,3 +117,15 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether the tokens so far bear on the next draw."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpec:
+    """A prompt and how to continue it. Front end, scheduler, runner and peers all pass this one value on."""
+
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset()  # end the request when sampled; barred before `params.min_tokens`
+
+    def __len__(self) -> int:
+        return len(self.token_ids)

@@ -16,15 +16,16 @@ class OpenChoice:
     def __init__(self, choice: Choice, tokenizer: Tokenizer | None) -> None:
         self.index = choice.index
         self.ended = False
-        self._choice = choice
-        stream = None if tokenizer is None else tokenizer.stream(skip_special=choice.params.skip_special_tokens)
-        self._text = TextAssembler(stream, choice.params)
+        params = choice.prompt.params
+        self._stop_token_ids = params.stop_token_ids
+        stream = None if tokenizer is None else tokenizer.stream(skip_special=params.skip_special_tokens)
+        self._text = TextAssembler(stream, params)
 
     def push(self, token: int, alternatives: Alternatives | None, finish_reason: FinishReason | None) -> Delta:
         """The delta of one token. A stop string found in it ends the choice, whatever the scheduler says."""
         is_stop = finish_reason == "stop"
         text = self._text.push(token, is_stop_token=is_stop)
-        stop_reason: str | int | None = token if is_stop and token in self._choice.params.stop_token_ids else None
+        stop_reason: str | int | None = token if is_stop and token in self._stop_token_ids else None
         if finish_reason is not None:
             text += self._text.finish()
         if self._text.stopped_by is not None:

@@ -141,13 +141,11 @@ class DecodeEndpoint:
 
     def _fetch(self, replica: int, reservation: Reservation) -> Fetch:
         ask = Ask(
-            self._key(replica, reservation.request_id, reservation.attempt),
-            reservation.token_ids,
-            reservation.params,
-            "device" if reservation.on_device else host_landing(replica),
-            reservation.row_pages,
-            reservation.key_pages,
-            tuple(sorted(reservation.stop_ids)),
+            key=self._key(replica, reservation.request_id, reservation.attempt),
+            prompt=reservation.prompt,
+            landing="device" if reservation.on_device else host_landing(replica),
+            row_pages=reservation.row_pages,
+            key_pages=reservation.key_pages,
         )
         return Fetch(reservation.prefill_at, ask)
 
@@ -208,19 +206,16 @@ class PrefillEndpoint:
         name = f"{asked.peer} {asked.key.request_id} {asked.key.attempt} #{next(self._serials)}"
         self._named[asked.peer, asked.key] = name
         self._asked[name] = asked
-        length = len(asked.token_ids) + 1
-        stops = frozenset(asked.stop_ids)
-        self._scheduler.add(Request(name, list(asked.token_ids), asked.params, stops, length, for_peer=True))
+        self._scheduler.add(Request(name, asked.prompt, max_length=len(asked.prompt) + 1, for_peer=True))
 
     def _refusal(self, asked: Prefill) -> str | None:
-        longest, vocab = self._card.max_model_len - 1, self._card.vocab
-        if not 0 < len(asked.token_ids) <= longest:
-            return f"a prompt of {len(asked.token_ids)} tokens, where this worker computes 1 to {longest}"
-        if not all(
-            0 <= token < vocab for token in (*asked.token_ids, *asked.stop_ids, *(asked.params.logit_bias or ()))
-        ):
+        prompt, longest, vocab = asked.prompt, self._card.max_model_len - 1, self._card.vocab
+        if not 0 < len(prompt) <= longest:
+            return f"a prompt of {len(prompt)} tokens, where this worker computes 1 to {longest}"
+        token_ids = (*prompt.token_ids, *prompt.stop_ids, *(prompt.params.logit_bias or ()))
+        if not all(0 <= token < vocab for token in token_ids):
             return f"a token id outside this worker's vocabulary of {vocab}"
-        if asked.params.seed is None:
+        if prompt.params.seed is None:
             return "no seed: whoever goes on with the answer must sample as this worker does"
         return None
 

@@ -8,7 +8,7 @@ from typing import get_args
 from hotset.base.address import Address
 from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import ContextLengthExceeded, RequestError
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.schedule.request import Request
 
 
@@ -37,9 +37,7 @@ class Choice:
 
     request_id: str
     index: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    stop_ids: frozenset[int]
+    prompt: PromptSpec
     max_length: int
     tiers: TiersChoice = "auto"
     prefill_at: str | None = None  # control address of the worker that computes the prompt
@@ -47,7 +45,10 @@ class Choice:
 
     def to_request(self) -> Request:
         return Request(
-            *(self.request_id, list(self.prompt), self.params, self.stop_ids, self.max_length, self.tiers),
+            self.request_id,
+            self.prompt,
+            self.max_length,
+            self.tiers,
             prefill_at=self.prefill_at,
             landing=self.landing,
         )
@@ -95,15 +96,13 @@ class Intake:
         # Choice 0 keeps the seed as given, so that n = 1 and the first of n agree.
         return [
             Choice(
-                f"{request_id}/{index}",
-                index,
-                tuple(prompt),
-                replace(params, seed=_signed(first_seed + index)),
-                stop_ids,
-                longest,
-                tiers,
-                prefill_at,
-                landing,
+                request_id=f"{request_id}/{index}",
+                index=index,
+                prompt=PromptSpec(tuple(prompt), replace(params, seed=_signed(first_seed + index)), stop_ids),
+                max_length=longest,
+                tiers=tiers,
+                prefill_at=prefill_at,
+                landing=landing,
             )
             for index in range(params.n)
         ]

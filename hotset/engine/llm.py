@@ -186,4 +186,4 @@ class LLM:
     ) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None
         outputs = [collected[choice.request_id] for choice in choices]
-        return RequestOutput(choices[0].request_id.rpartition("/")[0], text, list(choices[0].prompt), outputs)
+        return RequestOutput(choices[0].request_id.rpartition("/")[0], text, list(choices[0].prompt.token_ids), outputs)

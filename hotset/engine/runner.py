@@ -125,10 +125,11 @@ class Runner:
         return SampledRows(logits, positions, seat_of)
 
     def _admit(self, admission: Admission) -> None:
-        seat, tokens = admission.seat, admission.token_ids
+        seat, prompt = admission.seat, admission.prompt
+        tokens = (*prompt.token_ids, *admission.answer)
         self._memory.seat(seat)
         self._tokens[seat, : len(tokens)] = list_to_device(tokens, torch.int32, self._device)
-        self._sampler.admit(seat, admission.params, tokens, admission.prompt_length, admission.stop_ids)
+        self._sampler.admit(seat, prompt.params, tokens, len(prompt), prompt.stop_ids)
 
     def _last_rows(self, plan: Plan) -> Tensor | None:
         """The batch rows that yield tokens: the last of each sampled segment. None: every row."""

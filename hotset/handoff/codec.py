@@ -169,8 +169,9 @@ def _check_slices(slices: Slices) -> None:
 def _check_contents(message: Message) -> None:
     match message:
         case Ask():
-            ids, pages = (*message.token_ids, *message.stop_ids), (*message.row_pages, *message.key_pages)
-            _require(len(message.token_ids) > 0, "token_ids are empty")
+            prompt, pages = message.prompt, (*message.row_pages, *message.key_pages)
+            ids = (*prompt.token_ids, *prompt.stop_ids)
+            _require(len(prompt) > 0, "token_ids are empty")
             _require(min(ids) >= 0 and max(ids) <= MAX_TOKEN, "a token id is out of range")
             _require(not pages or (min(pages) >= 0 and max(pages) <= MAX_PAGE), "a page number is out of range")
         case Progress(_, rows):

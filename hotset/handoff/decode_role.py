@@ -247,4 +247,4 @@ class DecodeSide:
     def _bytes_of(self, ask: Ask) -> int:
         store: Store = self._hello.stores[ask.landing]
         spans = [*(shard.span for shard in store.shards), *([store.keys] if store.keys is not None else [])]
-        return len(ask.token_ids) * sum(len(span.bases) * span.row_bytes for span in spans)
+        return len(ask.prompt) * sum(len(span.bases) * span.row_bytes for span in spans)

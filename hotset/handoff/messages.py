@@ -26,7 +26,7 @@ its key; of one request only the highest attempt counts.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec
 from hotset.transfer.api import Event, Writes
 
 PROTOCOL = 3
@@ -125,12 +125,10 @@ class Ask:
     """Compute this prompt and write its rows and index keys to these pages of mine."""
 
     key: Key
-    token_ids: tuple[int, ...]
-    params: SamplingParams
+    prompt: PromptSpec
     landing: Landing
     row_pages: tuple[int, ...]
     key_pages: tuple[int, ...]
-    stop_ids: tuple[int, ...] = ()  # the sampler must know them where `params` forbid an early end
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,9 +289,7 @@ class Prefill:
 
     peer: str
     key: Key
-    token_ids: tuple[int, ...]
-    params: SamplingParams
-    stop_ids: tuple[int, ...] = ()
+    prompt: PromptSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ class Outgoing:
 
 def refusal(ask: Ask, hello: Hello) -> str:
     """Why what this peer asks can never be served; empty if it can."""
-    target, rows = hello.stores.get(ask.landing), len(ask.token_ids)
+    target, rows = hello.stores.get(ask.landing), len(ask.prompt)
     if target is None:
         return f"landing {ask.landing!r} was not offered, only {sorted(hello.stores)}"
     if not rows:

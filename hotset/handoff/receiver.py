@@ -222,7 +222,7 @@ class Receiver:
 
     def _done(self, handoff: _Handoff, done: HandoffDone, now: float) -> None:
         rows = self._rows(handoff)
-        if handoff.phase is Phase.LANDING and rows < len(handoff.ask.token_ids):
+        if handoff.phase is Phase.LANDING and rows < len(handoff.ask.prompt):
             self._over(handoff, True, True, f"the prefill worker ended it after {rows} rows", now)
         elif handoff.phase is Phase.LANDING:
             self._actions.append(Landed(done.key, done.token_id, done.alternatives))
@@ -233,7 +233,7 @@ class Receiver:
     def _rows(self, handoff: _Handoff) -> int:
         """So many have landed, if the sender says that all have."""
         staged = self._staging is not None and handoff.staged
-        return self._staging.rows(handoff.ask.key) if self._staging and staged else len(handoff.ask.token_ids)
+        return self._staging.rows(handoff.ask.key) if self._staging and staged else len(handoff.ask.prompt)
 
     def _over(self, handoff: _Handoff, quiesced: bool, retry: bool, reason: str, now: float) -> None:
         """Its sender does nothing more about it."""

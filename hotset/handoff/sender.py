@@ -118,7 +118,7 @@ class Sender:
             case Written():
                 self._written(handoff, command, now)
             case Sampled():
-                told, wanted = handoff.written, len(handoff.ask.token_ids)
+                told, wanted = handoff.written, len(handoff.ask.prompt)
                 assert told == wanted, f"{command.key}: sampled after {told} of {wanted} rows were told"
                 handoff.sampled = command
                 self._settle(handoff, now)
@@ -227,7 +227,7 @@ class Sender:
             handoff = Outgoing(peer, ask, hello, PhaseTimer(self.table, Phase.OFFERED, now), offered)
             self._handoffs[handoff.name] = handoff
             self._speak(handoff)
-            self._actions.append(Prefill(peer, key, ask.token_ids, ask.params, ask.stop_ids))
+            self._actions.append(Prefill(peer, key, ask.prompt))
 
     def _cancelled(self, peer: str, key: Key, now: float) -> None:
         if handoff := self._handoffs.get((peer, key)):
@@ -251,7 +251,7 @@ class Sender:
             return
         self._move(handoff, Phase.WRITING, now)
         if staged and handoff.offer is not None:
-            total = len(handoff.ask.token_ids)
+            total = len(handoff.ask.prompt)
             handoff.staged = StagedOut(handoff.ask.key, total, handoff.offer, self.pieces)
         self._submit(handoff, now)
         self._settle(handoff, now)

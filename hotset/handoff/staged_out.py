@@ -63,7 +63,7 @@ def offer(store: Store, hello: Hello, ask: Ask, buffers: Sequence[Space], few_wr
     rows = piece_rows(store, target, hello.ring.nbytes, buffers[0].nbytes)
     if rows < 1 or not is_worth_it(store, target, ask, few_writes):
         return None
-    return Offer(min(rows, len(ask.token_ids)), packed_row_bytes(store, target), hello.ring)
+    return Offer(min(rows, len(ask.prompt)), packed_row_bytes(store, target), hello.ring)
 
 
 @dataclass(slots=True, eq=False)

@@ -81,7 +81,7 @@ def piece_rows(source: Store, target: Store, ring_bytes: int, buffer_bytes: int)
 
 def is_worth_it(source: Store, target: Store, ask: Ask, few_writes: int = FEW_WRITES) -> bool:
     """Whether the context would take many small writes, wherever its pages of the source will lie."""
-    rows = len(ask.token_ids)
+    rows = len(ask.prompt)
     count = count_writes(source, target, ask.row_pages, ask.key_pages, rows)
     return count > few_writes and rows * packed_row_bytes(source, target) < count * SMALL_WRITE_BYTES
 
@@ -158,7 +158,7 @@ class StagedIn:
         if lease is not None:
             return [Send(context.peer, Lent(want.key, want.piece, lease.number, lease.first))]
         nbytes = (want.last - want.first) * packed_row_bytes(context.source, context.target)
-        sound = 0 <= want.first < want.last <= len(context.ask.token_ids) and nbytes <= context.piece_bytes
+        sound = 0 <= want.first < want.last <= len(context.ask.prompt) and nbytes <= context.piece_bytes
         if sound and not context.stopping and want.piece not in context.pieces:
             context.pieces[want.piece] = want.first, want.last
             self.ring.ask(owner, nbytes)

@@ -30,9 +30,14 @@ class Landings:
         assert request.prefill_at is not None
         pages = request.holding.pages
         reservation = Reservation(
-            *(request.request_id, request.attempt, request.prefill_at, tuple(request.tokens), request.params),
-            *(request.stop_ids, on_device, tuple(pages[Kind.ROWS if on_device else Kind.HOST])),
-            tuple(pages[Kind.KEYS] or pages[Kind.HOST]),  # keys that land on the host lie in the pages of their rows
+            request_id=request.request_id,
+            attempt=request.attempt,
+            prefill_at=request.prefill_at,
+            prompt=request.prompt,
+            on_device=on_device,
+            row_pages=tuple(pages[Kind.ROWS if on_device else Kind.HOST]),
+            # Index keys that land on the host lie in the pages of their rows.
+            key_pages=tuple(pages[Kind.KEYS] or pages[Kind.HOST]),
         )
         self._reserved[request] = _Reserved(reservation, until=plan)
 

@@ -158,9 +158,7 @@ class Occupancy:
             commands = ledger.admit(request.holding, seat, place, rows)
         assert commands is not None, "there was room"
         request.seat = seat
-        self.commands.append(
-            Admission(seat, tuple(request.tokens), request.prompt_length, request.params, request.stop_ids)
-        )
+        self.commands.append(Admission(seat, request.prompt, answer=tuple(request.tokens[len(request.prompt) :])))
         self.commands += commands
         insort(self.running, request, key=lambda other: other.arrival)
         self._counters.resumes += parked

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec
 from hotset.schedule.request import FinishReason
 from hotset.tiers.commands import Command
 
@@ -15,10 +15,8 @@ class Admission:
     """A request takes a seat: its fixed place in the worker's tensors. What the seat held before is forgotten."""
 
     seat: int
-    token_ids: tuple[int, ...]  # prompt, and the answer so far where it comes back
-    prompt_length: int
-    params: SamplingParams
-    stop_ids: frozenset[int]
+    prompt: PromptSpec
+    answer: tuple[int, ...]  # what it had generated when it last gave up its seat; empty the first time
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +46,7 @@ class Reservation:
     request_id: str
     attempt: int
     prefill_at: str
-    token_ids: tuple[int, ...]
-    params: SamplingParams
-    stop_ids: frozenset[int]
+    prompt: PromptSpec
     on_device: bool
     row_pages: tuple[int, ...]
     key_pages: tuple[int, ...]

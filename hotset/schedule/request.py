@@ -5,7 +5,7 @@ from typing import Literal
 
 from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import IllegalTransition
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec
 from hotset.tiers.ledger import Holding
 
 FinishReason = Literal["stop", "length", "abort", "lost", "no_room"]
@@ -45,16 +45,14 @@ class Request:
         "in_flight",
         "landing",
         "max_length",
-        "params",
         "parks",
         "phase",
         "planned",
         "prefill_at",
         "promised",
-        "prompt_length",
+        "prompt",
         "request_id",
         "seat",
-        "stop_ids",
         "tiers",
         "tokens",
         "told",
@@ -63,22 +61,19 @@ class Request:
     def __init__(
         self,
         request_id: str,
-        prompt: list[int],
-        params: SamplingParams,
-        stop_ids: frozenset[int],
+        prompt: PromptSpec,
         max_length: int,
         tiers: TiersChoice = "auto",
         prefill_at: str | None = None,
         landing: LandingChoice = "auto",
         for_peer: bool = False,
     ) -> None:
-        """`stop_ids` end the request when sampled; `max_length` bounds prompt and answer together. `prefill_at`: the
-        worker that computes the prompt, which then lands as `landing` says. `for_peer`: only the prompt and its first
-        token are wanted, by a decode worker."""
+        """`max_length` bounds prompt and answer together. `prefill_at` is the control address of the worker that
+        computes the prompt; its KV then lands where `landing` says. `for_peer` marks a prompt that is computed for a
+        decode worker, which needs only its KV and its first token."""
         assert 0 < len(prompt) < max_length, f"a prompt of {len(prompt)} tokens with room for {max_length}"
         self.request_id = request_id
-        self.params = params
-        self.stop_ids = stop_ids
+        self.prompt = prompt
         self.max_length = max_length
         self.tiers = tiers
         self.prefill_at = prefill_at
@@ -86,8 +81,7 @@ class Request:
         self.attempt = 1  # of having it prefilled elsewhere
         self.for_peer = for_peer
         self.told = 0  # rows [0, told) of a prompt computed for a peer were announced as written
-        self.prompt_length = len(prompt)
-        self.tokens = list(prompt)  # prompt and committed answer
+        self.tokens = list(prompt.token_ids)  # prompt and committed answer
         self.phase = Phase.WAITING
         self.arrival = 0  # the scheduler numbers requests as they come
         self.seat: int | None = None
@@ -109,4 +103,4 @@ class Request:
     @property
     def prefilled(self) -> bool:
         """Every known token but the newest has its row."""
-        return self.planned >= len(self.tokens) - 1 and len(self.tokens) > self.prompt_length
+        return self.planned >= len(self.tokens) - 1 and len(self.tokens) > len(self.prompt)

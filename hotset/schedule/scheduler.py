@@ -150,7 +150,7 @@ class Scheduler:
             self._early.alternatives[len(self._early.token_ids)] = alternatives
         self._early.request_ids.append(request_id)
         self._early.token_ids.append(token_id)
-        request.planned = request.prompt_length
+        request.planned = len(request.prompt)
         request.tokens.append(token_id)
         request.move(Phase.PARKED)
         self._in.queue(request)
@@ -295,7 +295,7 @@ class Scheduler:
 
     def _check_end(self, request: Request, token: int) -> None:
         """`token` was its newest."""
-        if token in request.stop_ids:
+        if token in request.prompt.stop_ids:
             self._end(request, "stop")
         elif len(request.tokens) >= request.max_length:
             self._end(request, "length")

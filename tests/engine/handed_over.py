@@ -153,7 +153,7 @@ class Compared:
         if pages is None:
             return  # it came from another prefill worker
         target = self.targets[ask.landing]
-        rows = len(ask.token_ids)
+        rows = len(ask.prompt)
         assert rows_of(self.source, pages, rows) == rows_of(target, ask.row_pages, rows), "rows differ"
         if self.source.keys is not None and target.keys is not None:
             keys = bytes_of(target.keys, ask.key_pages, rows)

@@ -12,7 +12,7 @@ from harness import CPU
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine import core
 from hotset.engine.build import assemble, model_card
 from hotset.engine.core import Engine
@@ -99,11 +99,11 @@ def test_defect_14_one_key_asked_again_while_its_plan_is_in_flight_is_another_re
 ) -> None:
     with monkeypatch.context() as patch:
         agent = dictated(prefill, patch)
-        agent.coming = [Prefill(PEER, KEY, (7,) * 64, SEEDED)]
+        agent.coming = [Prefill(PEER, KEY, PromptSpec((7,) * 64, SEEDED))]
         prefill.step()
         assert prefill._pending, "nothing of it is in flight: the test tests nothing"
         agent.told.clear()
-        agent.coming = [Drop(PEER, KEY), Prefill(PEER, KEY, (9,) * 32, SEEDED)]
+        agent.coming = [Drop(PEER, KEY), Prefill(PEER, KEY, PromptSpec((9,) * 32, SEEDED))]
         for _ in range(8):
             prefill.step()
         rows = [(told.first, told.last) for told in agent.told if isinstance(told, Written)]
@@ -125,7 +125,7 @@ def test_a_prompt_that_cannot_be_computed_is_refused_and_dropped_like_any_other(
 ) -> None:
     with monkeypatch.context() as patch:
         agent = dictated(prefill, patch)
-        agent.coming = [Prefill(PEER, KEY, token_ids, params), Drop(PEER, KEY)]
+        agent.coming = [Prefill(PEER, KEY, PromptSpec(token_ids, params)), Drop(PEER, KEY)]
         prefill.step()
         assert [type(told) for told in agent.told] == [NotComputed] and prefill.idle
 

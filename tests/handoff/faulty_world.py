@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pace import scaled
 
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import check_peers, head_shards, pages_for
 from hotset.handoff.messages import (
     Ask,
@@ -176,11 +176,11 @@ class Memory:
         return None if rows is None or keys is None else (rows, keys)
 
     def check(self, ask: Ask) -> None:
-        count = len(ask.token_ids)
+        count = len(ask.prompt)
         for layer in range(LAYERS):
-            self.rows.check(ask.row_pages, layer, content(ask.token_ids, 0, count, layer, ROW_BYTES))
+            self.rows.check(ask.row_pages, layer, content(ask.prompt.token_ids, 0, count, layer, ROW_BYTES))
         for group in range(GROUPS):
-            expected = content(ask.token_ids, 0, count, group, KEY_BYTES)
+            expected = content(ask.prompt.token_ids, 0, count, group, KEY_BYTES)
             assert (self.keys.rows(ask.key_pages, group, count) == expected).all(), f"{ask.key}: wrong keys landed"
 
     def release(self, ask: Ask) -> None:
@@ -426,7 +426,7 @@ class Decode(Worker):
         prefill = self.world.random.choice(prefills)
         if prefill.alive:
             self.world.introduce(self, prefill)
-        ask = Ask(key, token_ids, SamplingParams(), self.landings[at], tuple(pages[0]), tuple(pages[1]))
+        ask = Ask(key, PromptSpec(token_ids, SamplingParams()), self.landings[at], tuple(pages[0]), tuple(pages[1]))
         assert key not in self.known_keys
         self.known_keys.add(key)
         self.asked[key] = ask, attempts, self.world.now
@@ -448,7 +448,7 @@ class Decode(Worker):
         ask, attempts, since = self.asked.pop(fact.key)  # a second end would not be found here
         self.world.longest = max(self.world.longest, self.world.now - since)
         if isinstance(fact, Landed):
-            assert fact.token_id == ask.token_ids[-1] + 1
+            assert fact.token_id == ask.prompt.token_ids[-1] + 1
             self.memory(ask).check(ask)
             self.kept[fact.key] = self.world.now + self.world.random.uniform(0, 1.5), ask
             counts["landed"] += 1
@@ -461,7 +461,7 @@ class Decode(Worker):
             self.doubtful[fact.key] = ask
         if attempts > 0 and fact.reason != "given up":
             again = Key(fact.key.request_id, fact.key.attempt + 1)
-            self.waiting.append((again, ask.token_ids, attempts - 1))
+            self.waiting.append((again, ask.prompt.token_ids, attempts - 1))
 
 
 @dataclass
@@ -560,11 +560,11 @@ class PrefillWorker(Worker):
 
     def _compute(self) -> None:
         """One chunk of up to two requests; the rows appear a little after the sender heard of them."""
-        while self.queue and (pages := self._room(len(self.queue[0].token_ids))) is not None:
+        while self.queue and (pages := self._room(len(self.queue[0].prompt))) is not None:
             prefill = self.queue.popleft()
             self.jobs[prefill.peer, prefill.key] = Job(prefill, pages)
-        for job in [each for each in self.jobs.values() if each.done < len(each.prefill.token_ids)][:3]:
-            peer, key, total = job.prefill.peer, job.prefill.key, len(job.prefill.token_ids)
+        for job in [each for each in self.jobs.values() if each.done < len(each.prefill.prompt)][:3]:
+            peer, key, total = job.prefill.peer, job.prefill.key, len(job.prefill.prompt)
             if self.world.chance(self.world.trouble.not_computed):
                 self.machine.tell(NotComputed(peer, key, True, "bad luck"), self.world.now)
                 continue
@@ -573,7 +573,7 @@ class PrefillWorker(Worker):
             self.machine.tell(Written(peer, key, first, job.done, tuple(job.pages), forward), self.world.now)
             self.world.later(self.world.random.uniform(0, 0.03), partial(self._pass, forward))
             if job.done == total:
-                self.machine.tell(Sampled(peer, key, job.prefill.token_ids[-1] + 1, None), self.world.now)
+                self.machine.tell(Sampled(peer, key, job.prefill.prompt.token_ids[-1] + 1, None), self.world.now)
 
     def _room(self, tokens: int) -> list[int] | None:
         return self.memory.rows.allocator.allocate(pages_for(self.memory.rows.span, tokens))
@@ -584,7 +584,7 @@ class PrefillWorker(Worker):
         if forward.incarnation != self.incarnation or not self.alive:
             return
         if self.jobs.get((job.prefill.peer, job.prefill.key)) is job:
-            token_ids, first, last = job.prefill.token_ids, forward.first, forward.last
+            token_ids, first, last = job.prefill.prompt.token_ids, forward.first, forward.last
             for layer in range(LAYERS):
                 self.memory.rows.put(job.pages, layer, first, content(token_ids, first, last, layer, ROW_BYTES))
             for group in range(GROUPS):

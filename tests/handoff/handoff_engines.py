@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pace import scaled
 
 from hotset.base.errors import EngineStopped
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff import outgoing, receiver
 from hotset.handoff.agent import HandoffAgent, Post
 from hotset.handoff.layout import head_shards
@@ -248,7 +248,7 @@ class DecodeEngine(_Engine):
             keys, self.free_keys = self.free_keys[:count], self.free_keys[count:]
             assert len(rows) == len(keys) == count, "the test asks for more pages than there are"
         self.memory.poison(rows, keys)
-        ask = Ask(key, tuple(token_ids), SamplingParams(), "host", tuple(rows), tuple(keys), (2,))
+        ask = Ask(key, PromptSpec(tuple(token_ids), SamplingParams(), frozenset({2})), "host", tuple(rows), tuple(keys))
         self._asks[key] = ask
         self.facts[key] = []
         self.agent.put(Fetch(peer, ask))
@@ -262,8 +262,9 @@ class DecodeEngine(_Engine):
         match fact:
             case Landed(key, token_id):
                 assert not self.facts[key], f"{fact} after {self.facts[key]}"
-                assert self.memory.holds(ask.row_pages, ask.key_pages, ask.token_ids), f"wrong bytes landed for {key}"
-                assert token_id == first_token(ask.token_ids)
+                token_ids = ask.prompt.token_ids
+                assert self.memory.holds(ask.row_pages, ask.key_pages, token_ids), f"wrong bytes landed for {key}"
+                assert token_id == first_token(token_ids)
                 self._give_back(ask)
             case Lost(key, quiesced):
                 assert not self.facts[key], f"{fact} after {self.facts[key]}"
@@ -361,8 +362,8 @@ class PrefillEngine(_Engine):
             case Drop(peer, key):
                 self.free += self.held.pop((peer, key))
 
-    def _compute(self, prompt: Prefill) -> None:
-        peer, key, token_ids = prompt.peer, prompt.key, prompt.token_ids
+    def _compute(self, asked: Prefill) -> None:
+        peer, key, token_ids = asked.peer, asked.key, asked.prompt.token_ids
         count = -(-len(token_ids) // self.memory.page_rows)
         pages, self.free = self.free[-count:], self.free[:-count]
         assert len(pages) == count, "the test asks for more pages than there are"

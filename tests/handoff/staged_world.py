@@ -8,7 +8,7 @@ from typing import Any
 
 from sharded_memory import Sharded
 
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import check_peers, pages_for
 from hotset.handoff.messages import (
     Ask,
@@ -118,7 +118,9 @@ class World:
         assert pages is not None
         self.memory.poison(pages, pages)
         seed = len(self.asks)
-        ask = Ask(key, tuple(range(seed, seed + rows)), SamplingParams(), "host", tuple(pages), tuple(pages))
+        ask = Ask(
+            key, PromptSpec(tuple(range(seed, seed + rows)), SamplingParams()), "host", tuple(pages), tuple(pages)
+        )
         self.asks[key], self.facts[key] = ask, []
         self.receiver.fetch(Fetch(f"prefill:{at}", ask), self.now)
         return key
@@ -127,10 +129,10 @@ class World:
         """The next rows, up to `last`; all, and the first token, without it."""
         end = self.prefills[f"prefill:{at}"]
         context, ask = end.contexts[key], self.asks[key]
-        total, first = len(ask.token_ids), context.told
+        total, first = len(ask.prompt), context.told
         until = total if last is None else last
         if first < until:
-            end.memory.compute(context.pages, first, until, seed=ask.token_ids[0])
+            end.memory.compute(context.pages, first, until, seed=ask.prompt.token_ids[0])
             context.told = until
             end.sender.tell(Written(DECODE, key, first, until, tuple(context.pages), after), self.now)
         if until == total:
@@ -167,7 +169,7 @@ class World:
                 end.sender.submitted(DECODE, key, ticket)
                 self.writes.append(Write(end.name, action, ticket))
             case Prefill():
-                pages = end.pages.allocate(pages_for(end.memory.store.shards[0].span, len(action.token_ids)))
+                pages = end.pages.allocate(pages_for(end.memory.store.shards[0].span, len(action.prompt)))
                 assert pages is not None
                 end.contexts[action.key] = Context(action, pages)
             case Drop(_, key):
@@ -240,7 +242,7 @@ class World:
         """It has landed, byte for byte."""
         ask = self.asks[key]
         assert [type(fact).__name__ for fact in self.facts[key]] == ["Landed"], self.facts[key]
-        self.memory.check_rows(ask.row_pages, ask.key_pages, len(ask.token_ids), seed=ask.token_ids[0])
+        self.memory.check_rows(ask.row_pages, ask.key_pages, len(ask.prompt), seed=ask.prompt.token_ids[0])
 
     def check_calm(self) -> None:
         """Nobody holds anything."""

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hotset.base.errors import BadMessage
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.agent import Fact, HandoffAgent
 from hotset.handoff.codec import Codec
 from hotset.handoff.layout import whole_rows
@@ -116,8 +116,17 @@ wild_hellos = st.builds(
     rings,
 )
 hellos = sound_hellos | wild_hellos
-asks = st.builds(Ask, keys, some_ids, st.just(SamplingParams()), st.sampled_from(["host", "device"]), pages, pages)
-sound_asks = st.builds(lambda key, ids: Ask(key, ids, SamplingParams(), "host", (0, 1, 2), (3, 4, 5)), keys, some_ids)
+asks = st.builds(
+    Ask,
+    keys,
+    st.builds(PromptSpec, some_ids, st.just(SamplingParams())),
+    st.sampled_from(["host", "device"]),
+    pages,
+    pages,
+)
+sound_asks = st.builds(
+    lambda key, ids: Ask(key, PromptSpec(ids, SamplingParams()), "host", (0, 1, 2), (3, 4, 5)), keys, some_ids
+)
 alternatives = st.none() | st.dictionaries(numbers, st.tuples(st.floats(), numbers), max_size=2)
 messages = st.one_of(
     hellos,
@@ -200,7 +209,7 @@ def test_a_decode_worker_survives_whatever_its_peers_say(said: list[Said], asked
     agent = HandoffAgent(receiver, hello, post, Loopback(Hub()), wake=lambda: None, clock=clock)
     wanted = [Key(name, 0) for name in "rs"[: len(asked)]]
     for peer, key in zip(asked, wanted, strict=True):
-        agent.put(Fetch(peer, Ask(key, (1, 2, 3), SamplingParams(), "host", (0,), (0,))))
+        agent.put(Fetch(peer, Ask(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,))))
     facts = run(agent, post, clock, said)
     for key in wanted:
         agent.put(GiveUp(key))
@@ -212,13 +221,13 @@ def test_a_decode_worker_survives_whatever_its_peers_say(said: list[Said], asked
 def obeyed(agent: HandoffAgent, facts: list[Fact]) -> int:
     """A prefill engine that does what it is asked; returns how often."""
     prompts = [fact for fact in facts if isinstance(fact, Prefill)]
-    for prompt in prompts:
-        length, key, peer = len(prompt.token_ids), prompt.key, prompt.peer
+    for asked in prompts:
+        length, key, peer = len(asked.prompt), asked.key, asked.peer
         if length % 5 == 4:
             agent.put(NotComputed(peer, key, True, "no"))
             continue
         agent.put(Written(peer, key, 0, length, (7, 6, 5), None))
-        agent.put(Sampled(peer, key, first_token(prompt.token_ids), None))
+        agent.put(Sampled(peer, key, first_token(asked.prompt.token_ids), None))
     return len(prompts)
 
 

@@ -14,7 +14,7 @@ from handoff_engines import MODEL, QUICK, SECONDS, Memory, until
 from handoff_world import Clock, Dictated, FaultyPost, World, prompt, worlds
 
 from hotset.base.errors import EngineStopped, MissingDependency
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.channel import Channel
 from hotset.handoff.codec import MARK, PLAIN
@@ -257,7 +257,7 @@ def test_a_decode_worker_judges_for_itself_whether_a_prefill_worker_fits() -> No
     hello = Hello(post.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
     agent = HandoffAgent(Receiver(), hello, post, Loopback(Hub()), wake=lambda: None, clock=Clock())
     key = Key("r", 0)
-    agent.put(Fetch(peer, Ask(key, (1, 2, 3), SamplingParams(), "host", (0,), (0,))))
+    agent.put(Fetch(peer, Ask(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,))))
     agent._work()
     post.coming = [Arrival(peer, Welcome(replace(hello, control=peer, model=replace(MODEL, weights="11"))))]
     agent._work()

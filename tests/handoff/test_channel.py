@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from hotset.base.errors import ConfigError, StartupError
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.channel import AT_ONCE, PEERS_KEPT, QUEUED, Channel
 from hotset.handoff.codec import MARK, MAX_BYTES, PLAIN, Codec
 from hotset.handoff.messages import (
@@ -88,7 +88,7 @@ def test_a_message_arrives_with_its_senders_address_and_is_answered(secret: str 
 
 
 def test_an_ask_of_a_long_prompt_arrives_whole() -> None:
-    ask = Ask(KEY, tuple(range(200_000)), SamplingParams(), "host", tuple(range(5_000)), ())
+    ask = Ask(KEY, PromptSpec(tuple(range(200_000)), SamplingParams()), "host", tuple(range(5_000)), ())
     with channels(SECRET, SECRET) as (left, right):
         right.send(left.address, Ping(0))
         assert received(left, 1)

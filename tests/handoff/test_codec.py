@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotset.base.errors import BadMessage
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.codec import MARK, MAX_BYTES, PLAIN, TAG_BYTES, TAGGED, Codec
 from hotset.handoff.layout import whole_rows
 from hotset.handoff.messages import (
@@ -63,7 +63,7 @@ MESSAGES: list[Message] = [
     HELLO,
     Welcome(HELLO),
     Refused("the model's layers differ: 2 here, 3 there"),
-    Ask(KEY, tuple(range(300)), PARAMS, "device", (0, 70_000), (1,), (2, 3)),
+    Ask(KEY, PromptSpec(tuple(range(300)), PARAMS, frozenset({2, 3})), "device", (0, 70_000), (1,)),
     replace(HELLO, stores={"host 1": Store((Shard(SPAN, ((0, 8), (64, 8))),) * 2, None)}, ring=Space(1 << 46, 1 << 26)),
     Accepted(KEY),
     Accepted(KEY, 1 << 20),
@@ -199,12 +199,12 @@ SOUND_ASK: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(byte
 @pytest.mark.parametrize(
     "changes",
     [
-        {"token_ids": []},
-        {"token_ids": [1, -1]},
-        {"token_ids": [1 << 31]},
-        {"token_ids": [True]},
-        {"token_ids": ["1"]},
-        {"stop_ids": [-2]},
+        {"prompt": {"token_ids": []}},
+        {"prompt": {"token_ids": [1, -1]}},
+        {"prompt": {"token_ids": [1 << 31]}},
+        {"prompt": {"token_ids": [True]}},
+        {"prompt": {"token_ids": ["1"]}},
+        {"prompt": {"stop_ids": [-2]}},
         {"row_pages": [-1]},
         {"row_pages": [1 << 31]},
         {"key_pages": [(1 << 64) - 1]},
@@ -214,18 +214,19 @@ SOUND_ASK: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(byte
         {"key": {"request_id": "r", "attempt": -1}},
         {"key": {"request_id": "r"}},
         {"key": None},
-        {"params": {"temperature": -1.0}},
-        {"params": {"temperature": float("nan")}},
-        {"params": {"seed": 1 << 63}},
-        {"params": {"stop": 3}},
-        {"params": {"n": "1"}},
+        {"prompt": {"params": {"temperature": -1.0}}},
+        {"prompt": {"params": {"temperature": float("nan")}}},
+        {"prompt": {"params": {"seed": 1 << 63}}},
+        {"prompt": {"params": {"stop": 3}}},
+        {"prompt": {"params": {"n": "1"}}},
     ],
     ids=str,
 )
 def test_an_ask_with_a_wrong_field_is_bad(changes: dict[str, Any]) -> None:
     assert isinstance(Codec().decode(body("Ask", SOUND_ASK)), Letter)
+    prompt = SOUND_ASK["prompt"] | changes.get("prompt", {})
     with pytest.raises(BadMessage):
-        Codec().decode(body("Ask", SOUND_ASK | changes))
+        Codec().decode(body("Ask", SOUND_ASK | changes | {"prompt": prompt}))
 
 
 @pytest.mark.parametrize(
@@ -286,7 +287,7 @@ def test_slices_beyond_all_rows_are_bad(slices: Any) -> None:
 @pytest.mark.parametrize("length", [100_000_000, 0xFFFFFFFF])
 def test_a_length_that_is_a_lie_takes_no_memory(head: bytes, length: int) -> None:
     prefix = msgspec.msgpack.encode((PROTOCOL, ORIGIN, "ab12", "", "Ask"))
-    field = msgspec.msgpack.encode({"token_ids": 0})[:-1] + head + struct.pack(">I", length) + b"\x01"
+    field = msgspec.msgpack.encode({"prompt": {"token_ids": 0}})[:-1] + head + struct.pack(">I", length) + b"\x01"
     raw = MARK + PLAIN + bytes([prefix[0] + 1]) + prefix[1:] + field
     tracemalloc.start()
     try:
@@ -305,5 +306,7 @@ def test_depth_and_size_have_limits() -> None:
 
 
 def test_the_longest_prompts_fit() -> None:
-    ask = Ask(KEY, (250_000,) * 2_000_000, SamplingParams(), "host", tuple(range(31_250)), tuple(range(31_250)))
+    ask = Ask(
+        KEY, PromptSpec((250_000,) * 2_000_000, SamplingParams()), "host", tuple(range(31_250)), tuple(range(31_250))
+    )
     assert len(Codec(SECRET).encode(letter(ask))) < MAX_BYTES

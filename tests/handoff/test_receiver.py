@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pace import scaled
 
 from hotset.base.errors import IllegalTransition
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.messages import (
     Accepted,
     Ask,
@@ -38,7 +38,7 @@ DONE = HandoffDone(KEY, 7, {7: (-0.1, 1)})
 
 
 def ask(key: Key) -> Ask:
-    return Ask(key, (1, 2, 3), SamplingParams(), "host", (4,), (5,))
+    return Ask(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (4,), (5,))
 
 
 class Desk:

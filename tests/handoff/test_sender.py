@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import whole_rows, writes
 from hotset.handoff.messages import (
     Accepted,
@@ -53,8 +53,12 @@ class Event:
         return False
 
 
+def prompt(rows: int) -> PromptSpec:
+    return PromptSpec(tuple(range(rows)), SamplingParams(), frozenset({3}))
+
+
 def ask(key: Key = KEY, rows: int = ROWS) -> Ask:
-    return Ask(key, tuple(range(rows)), SamplingParams(), "host", (2, 9), (4, 1), stop_ids=(3,))
+    return Ask(key, prompt(rows), "host", (2, 9), (4, 1))
 
 
 def carried(first: int, last: int) -> list[list[int]]:
@@ -136,7 +140,7 @@ def test_an_ask_is_accepted_and_computed_once_however_often_it_comes() -> None:
     desk.take(ask())
     assert desk.actions() == [
         Send(PEER, Accepted(KEY)),
-        Prefill(PEER, KEY, tuple(range(ROWS)), SamplingParams(), (3,)),
+        Prefill(PEER, KEY, prompt(ROWS)),
     ]
     desk.take(ask())
     assert desk.actions() == [Send(PEER, Accepted(KEY))]
@@ -505,7 +509,7 @@ def test_of_one_request_only_the_highest_attempt_counts() -> None:
         (replace(ask(), landing="device"), "landing 'device' was not offered"),
         (replace(ask(), row_pages=(2,)), "1 pages for 10 rows, 8 to a page"),
         (replace(ask(), key_pages=(2,)), "1 pages for 10 keys, 6 to a page"),
-        (replace(ask(), token_ids=()), "a prompt without tokens"),
+        (replace(ask(), prompt=prompt(0)), "a prompt without tokens"),
     ],
 )
 def test_an_ask_that_cannot_be_served_is_refused(asked: Ask, complaint: str) -> None:

@@ -465,7 +465,7 @@ def compute_some(world: World, key: Key, at: int, events: list[Event], rows: int
     end = world.prefills[f"prefill:{at}"]
     if key not in end.contexts or key in end.dropped:
         return
-    told, total = end.contexts[key].told, len(world.asks[key].token_ids)
+    told, total = end.contexts[key].told, len(world.asks[key].prompt)
     if told < total:
         events.append(Event(happened=False))
         events[-2].happened = True  # events are of one stream

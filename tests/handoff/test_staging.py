@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sharded_memory import HEAD_BYTES, KEY_BYTES, POISON, Sharded, fresh_pages
 
 from hotset.base.errors import ConfigError
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import context_writes, count_writes, whole_rows
 from hotset.handoff.messages import Ask, Key, Packed, Span, Store
 from hotset.handoff.packing import StagingMemory, pack, unpack
@@ -100,7 +100,7 @@ def test_ranks_that_hold_the_same_head_are_sent_it_once() -> None:
 
 def ask(rows: int, pages: int) -> Ask:
     some = tuple(range(0, 2 * pages, 2))  # none follows another
-    return Ask(Key("r", 0), (1,) * rows, SamplingParams(), "host", some, some)
+    return Ask(Key("r", 0), PromptSpec((1,) * rows, SamplingParams()), "host", some, some)
 
 
 @pytest.mark.parametrize(("here", "there", "staged"), [(2, 4, True), (4, 2, True), (1, 2, True), (2, 2, False)])

@@ -36,7 +36,7 @@ class ListRunner:
 
     def land(self, reservation: Reservation) -> None:
         """A peer writes the whole prompt to where it was told to."""
-        page_rows, tokens = self.geometry.page_rows, reservation.token_ids
+        page_rows, tokens = self.geometry.page_rows, reservation.prompt.token_ids
         for position in range(len(tokens)):
             where = reservation.row_pages[position // page_rows], position % page_rows
             (self.device if reservation.on_device else self.host)[where] = tokens[: position + 1]
@@ -60,7 +60,7 @@ class ListRunner:
         self.number = plan.number
         for command in plan.commands:
             if isinstance(command, Admission):
-                self.seats[command.seat] = Seat(list(command.token_ids))
+                self.seats[command.seat] = Seat([*command.prompt.token_ids, *command.answer])
             else:
                 self.execute(command)
         assert len(plan.seats) == len(set(plan.seats)), "a seat stands twice in one plan"

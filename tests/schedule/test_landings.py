@@ -2,7 +2,7 @@
 
 from schedule.list_runner import ListRunner, next_token
 
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
 from hotset.schedule.plan import Reservation, Withdrawal
@@ -19,8 +19,8 @@ def make(device: int = 60, host: int = 60) -> tuple[Scheduler, ListRunner, Ledge
 
 
 def elsewhere(name: str, length: int, limit: int) -> Request:
-    params = SamplingParams(seed=0)
-    return Request(name, list(range(8, 8 + length)), params, frozenset(), limit, prefill_at="peer", landing="host")
+    prompt = PromptSpec(tuple(range(8, 8 + length)), SamplingParams(seed=0))
+    return Request(name, prompt, limit, prefill_at="peer", landing="host")
 
 
 def reserved(scheduler: Scheduler, runner: ListRunner) -> Reservation:
@@ -62,8 +62,8 @@ def test_pages_under_an_unknown_writer_belong_to_nobody_until_it_is_known_to_hav
     scheduler.end_quarantine("a", 1)
     assert ledger.quarantined == NOTHING
     runner.land(second)
-    scheduler.landed("a", 2, next_token(second.token_ids), None)
-    assert scheduler.take_news().token_ids == [next_token(second.token_ids)]
+    scheduler.landed("a", 2, next_token(second.prompt.token_ids), None)
+    assert scheduler.take_news().token_ids == [next_token(second.prompt.token_ids)]
 
 
 def test_a_prompt_is_asked_for_a_few_times_and_then_ends_as_lost() -> None:
@@ -109,7 +109,7 @@ def test_a_request_that_quarantine_leaves_no_room_for_is_told_so() -> None:
     scheduler.lost("a", 1, quiesced=False, retry=False)
     scheduler.take_news()
     held = ledger.quarantined.device + ledger.quarantined.host
-    scheduler.add(Request("b", list(range(8, 14)), SamplingParams(seed=0), frozenset(), 8))
+    scheduler.add(Request("b", PromptSpec(tuple(range(8, 14)), SamplingParams(seed=0)), 8))
     assert scheduler.plan() is None
     news = scheduler.take_news()
     assert news.finished == {"b": "no_room"} and news.why_lost["b"].startswith(f"{held} pages are in quarantine")

@@ -15,7 +15,7 @@ from schedule.list_runner import ListRunner, next_token
 
 from hotset.base.config import LandingChoice, TiersChoice, TiersMode
 from hotset.base.errors import IllegalTransition
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
 from hotset.schedule.plan import Committed, FirstToken, Plan, Reservation, Rows, StepResult, Withdrawal
@@ -94,10 +94,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             possible = ["auto"] + ["host"] * (self.ledger.host is not None)
             possible += ["device"] * (tiers != "tiered" and self.mode != "always" and limit <= self.resident + 1)
             landing = data.draw(st.sampled_from(possible))
-        stop_ids = frozenset({STOP})
-        self.scheduler.add(
-            Request(name, self.prompts[name], SamplingParams(seed=0), stop_ids, limit, tiers, elsewhere, landing)
-        )
+        prompt = PromptSpec(tuple(self.prompts[name]), SamplingParams(seed=0), frozenset({STOP}))
+        self.scheduler.add(Request(name, prompt, limit, tiers, elsewhere, landing))
 
     @rule(data=st.data())
     @precondition(lambda self: self.for_peers)
@@ -109,8 +107,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = f"peer{len(self.sent)}"
         self.sent[name] = 0
         self.prompts[name] = data.draw(st.lists(st.integers(0, 22), min_size=length, max_size=length))
-        params = SamplingParams(seed=0)
-        self.scheduler.add(Request(name, self.prompts[name], params, frozenset(), length + 1, for_peer=True))
+        prompt = PromptSpec(tuple(self.prompts[name]), SamplingParams(seed=0))
+        self.scheduler.add(Request(name, prompt, length + 1, for_peer=True))
 
     @rule(data=st.data())
     @precondition(lambda self: self.sent)
@@ -148,7 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def land(self, fetched: Reservation) -> None:
         self.runner.land(fetched)
         for _ in range(2):
-            self.scheduler.landed(fetched.request_id, fetched.attempt, next_token(fetched.token_ids), None)
+            self.scheduler.landed(fetched.request_id, fetched.attempt, next_token(fetched.prompt.token_ids), None)
         if (fetched.request_id, fetched.attempt) in self.withdrawn:
             self.runner.landed.difference_update(fetched.row_pages if fetched.on_device else (), fetched.key_pages)
 
@@ -283,7 +281,7 @@ def make(pages: int = 4, page_rows: int = 2, seats: int = 4, step_rows: int = 64
 
 
 def request(name: str, length: int, limit: int) -> Request:
-    return Request(name, list(range(8, 8 + length)), SamplingParams(seed=0), frozenset(), limit)
+    return Request(name, PromptSpec(tuple(range(8, 8 + length)), SamplingParams(seed=0)), limit)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -56,7 +56,7 @@ def test_defect_01_a_prompt_parks_between_chunks_and_goes_on_where_it_was() -> N
 
 REACHED: dict[str, Callable[[Bench, Request], bool]] = {
     "waiting": lambda bench, it: it.phase is Phase.WAITING,
-    "prefilling": lambda bench, it: it.phase is Phase.PREFILL and 0 < it.planned < it.prompt_length,
+    "prefilling": lambda bench, it: it.phase is Phase.PREFILL and 0 < it.planned < len(it.prompt),
     "resident": lambda bench, it: it.phase is Phase.DECODE and it.holding.residence is Residence.RESIDENT,
     "streamed": lambda bench, it: it.holding.residence is Residence.STREAMED and it.planned > 0,
     "ready": lambda bench, it: it.holding.residence is Residence.TIERED and not bench.settled,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hotset.base.config import TiersChoice, TiersMode
-from hotset.base.sampling import SamplingParams
+from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine.core import Engine, Replica
 from hotset.engine.intake import ModelCard
 from hotset.engine.runner import Runner
@@ -205,8 +205,8 @@ class Bench:
         self.compared: Counter[Residence] = Counter()  # rows compared on the host
 
     def add(self, name: str, prompt: int, answer: int, tiers: TiersChoice = "auto") -> Request:
-        params = SamplingParams(temperature=0, seed=0)
-        request = Request(name, list(prompt_of(name, prompt)), params, frozenset(), prompt + answer, tiers)
+        spec = PromptSpec(tuple(prompt_of(name, prompt)), SamplingParams(temperature=0, seed=0))
+        request = Request(name, spec, prompt + answer, tiers)
         self.scheduler.add(request)
         self.requests[name], self.answers[name] = request, []
         return request
@@ -242,7 +242,7 @@ class Bench:
         """Everything runs to its end, with the right tokens, and both pools are whole again."""
         self.run()
         for name, request in self.requests.items():
-            expected = alone(*self._as_asked(request)).tokens[request.prompt_length :]
+            expected = alone(*self._as_asked(request)).tokens[len(request.prompt) :]
             if self.reasons[name] == "abort":
                 expected = expected[: len(self.answers[name])]
             assert self.answers[name] == expected, f"{name} got other tokens than alone"
@@ -277,8 +277,7 @@ class Bench:
 
     @staticmethod
     def _as_asked(request: Request) -> tuple[tuple[int, ...], int]:
-        length = request.prompt_length
-        return tuple(request.tokens[:length]), request.max_length - length
+        return request.prompt.token_ids, request.max_length - len(request.prompt)
 
     def spoil_the_rest(self) -> None:
         holdings = [request.holding for request in self.requests.values()]
