@@ -28,7 +28,7 @@ from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
 from hotset.models.checkpoint import find_model
 from hotset.models.spec import GqaSpec, ModelSpec
-from hotset.models.split import Split, check_split, stage_layers
+from hotset.models.split import Split, check_data_parallel, check_tensor_parallel, stage_layers
 from hotset.models.tokenizer import Tokenizer
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.coordinator import Coordinator
@@ -133,11 +133,11 @@ def splits(config: EngineConfig, spec: ModelSpec, device: torch.device) -> list[
         )
     replicas, ranks = config.data_parallel_size, config.tensor_parallel_size
     if replicas > 1:
-        check_split(spec, replicas, "requests")
-        return [Split(rank, replicas, "requests") for rank in range(replicas)]
-    check_split(spec, ranks, "heads")
+        check_data_parallel(spec, replicas)
+        return [Split(dp_rank=rank, dp_size=replicas) for rank in range(replicas)]
+    check_tensor_parallel(spec, ranks)
     stages = stage_layers(spec, config.pipeline_parallel_size, config.stage_layers)
-    return [Split(rank, ranks, "heads", layers) for layers in stages for rank in range(ranks)]
+    return [Split(tp_rank=rank, tp_size=ranks, layers=layers) for layers in stages for rank in range(ranks)]
 
 
 def model_card(

@@ -13,7 +13,7 @@ from hotset.models.decoder import Decoder
 from hotset.models.dsa import dsa_kv_shape
 from hotset.models.gqa import gqa_kv_shape
 from hotset.models.spec import GqaSpec, ModelSpec, Storage
-from hotset.models.split import WHOLE, Split
+from hotset.models.split import WHOLE_MODEL, Split
 
 
 def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:
@@ -38,7 +38,7 @@ def storage(config: EngineConfig, spec: ModelSpec) -> Storage:
 def whole_kv_shape(spec: ModelSpec, dtype: torch.dtype, stored: Storage) -> KvShape:
     """What a token costs in all workers together."""
     if isinstance(spec.attention, GqaSpec):
-        return gqa_kv_shape(spec.layers, spec.attention, WHOLE, dtype)
+        return gqa_kv_shape(spec.layers, spec.attention, WHOLE_MODEL, dtype)
     return dsa_kv_shape(range(spec.layers), spec.attention, dtype, stored)
 
 
@@ -46,13 +46,13 @@ def load_decoder(
     config: EngineConfig,
     device: torch.device,
     progress: Callable[[int, int], None],
-    split: Split = WHOLE,
-    ranks: Collectives = SINGLE_RANK,
+    split: Split = WHOLE_MODEL,
+    collectives: Collectives = SINGLE_RANK,
 ) -> Decoder:
     """Reads the weights of one worker's part. `progress(done, total)`: bytes."""
     files = find_model(config.model)
     dtype = choose_dtype(config.dtype, files.spec, device)
     weights = open_weights(files, dtype, device, load_format=config.load_format, progress=progress)
-    decoder = Decoder(files.spec, weights, storage(config, files.spec), split, ranks)
+    decoder = Decoder(files.spec, weights, storage(config, files.spec), split, collectives)
     weights.finish()
     return decoder

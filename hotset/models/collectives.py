@@ -15,7 +15,7 @@ class Collectives(Protocol):
 
     rank: int
     size: int
-    rows: Sequence[int]  # data parallel: how many rows each rank computes in this step; set by the runner
+    tokens_per_rank: Sequence[int]  # data parallel: how many tokens each rank computes in this step; set by the runner
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Of every rank's x."""
@@ -44,7 +44,7 @@ class _SingleRank:
     def __init__(self) -> None:
         self.rank = 0
         self.size = 1
-        self.rows: Sequence[int] = ()
+        self.tokens_per_rank: Sequence[int] = ()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

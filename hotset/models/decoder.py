@@ -15,7 +15,7 @@ from hotset.models.gqa import GqaAttention, gqa_kv_shape
 from hotset.models.layers import Embedding, Head, Loader, Mlp, Moe, RmsNorm, feed_forward
 from hotset.models.rope import Rope
 from hotset.models.spec import AS_COMPUTED, GqaSpec, ModelSpec, Storage
-from hotset.models.split import WHOLE, Split, check_split
+from hotset.models.split import WHOLE_MODEL, Split, check_data_parallel, check_tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +56,22 @@ class Decoder:
         spec: ModelSpec,
         weights: WeightSource,
         storage: Storage = AS_COMPUTED,
-        split: Split = WHOLE,
-        ranks: Collectives = SINGLE_RANK,
+        split: Split = WHOLE_MODEL,
+        collectives: Collectives = SINGLE_RANK,
     ) -> None:
         """Takes every weight of its part of the model, in the source's dtype and on its device.
 
-        `ranks`: those of this stage. Raises `ConfigError` if so many cannot share the model.
+        `collectives`: those of this stage. Raises `ConfigError` if so many cannot share the model.
         """
-        assert (ranks.rank, ranks.size) == (split.rank, split.ranks), f"rank {ranks.rank} of {ranks.size} for {split}"
-        check_split(spec, split.ranks, split.by)
+        mine = (collectives.rank, collectives.size)
+        assert mine == (split.rank, split.size), f"rank {collectives.rank} of {collectives.size} for {split}"
+        check_tensor_parallel(spec, split.tp_size)
+        check_data_parallel(spec, split.dp_size)
         self.spec = spec
         self.hidden = spec.hidden
-        self._storage, self._split, self._ranks = storage, split, ranks
-        here, elsewhere = Loader(weights, split, ranks), Loader(Elsewhere(weights), split, ranks)
+        self._storage, self._split, self._collectives = storage, split, collectives
+        here = Loader(weights, split, collectives)
+        elsewhere = Loader(Elsewhere(weights), split, collectives)
         stage = split.stage(spec.layers)
         self.first, self.last = stage.start == 0, stage.stop == spec.layers
         self._layers: list[_Layer] = []
@@ -117,7 +120,7 @@ class Decoder:
 
     def idle_moe_step(self) -> None:
         """Data parallel: takes part in a step in which this rank has no rows of its own, for the others' sake."""
-        assert self._split.by == "requests", "ranks that divide heads compute every row"
+        assert self._split.dp_size > 1, "tensor parallel ranks compute every token"
         seats = self._seats(0, None)
         nothing = torch.empty(0, self.hidden, dtype=self.dtype, device=self.device)
         for layer in self._layers:
@@ -129,10 +132,10 @@ class Decoder:
 
         A rank cannot tell whether others have padded theirs, so every one sends its own.
         """
-        if self._split.by == "heads" or not any(isinstance(layer.mlp, Moe) for layer in self._layers):
+        if self._split.dp_size == 1 or not any(isinstance(layer.mlp, Moe) for layer in self._layers):
             return padded
         own = torch.zeros(rows, dtype=torch.int64, device=self.device) if padded is None else padded
-        return self._ranks.all_gather_tokens(own[:, None])[:, 0]
+        return self._collectives.all_gather_tokens(own[:, None])[:, 0]
 
 
 def _make_layer(loader: Loader, layer: int, number: int, spec: ModelSpec) -> _Layer:

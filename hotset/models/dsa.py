@@ -63,7 +63,7 @@ class DsaAttention:
     def __init__(self, loader: Loader, layer: int, number: int, model: ModelSpec, spec: MlaSpec) -> None:
         """`layer`: in the whole model; `number`: among this worker's layers."""
         weights, prefix = loader.weights, f"model.layers.{layer}.self_attn"
-        heads = loader.split.share(spec.heads)
+        heads = loader.split.tp_shard(spec.heads)
         self._number = number
         self._spec = spec
         self._heads = len(heads)

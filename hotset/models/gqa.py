@@ -21,7 +21,7 @@ class GqaAttention:
         """`layer`: in the whole model; `number`: among this worker's layers."""
         weights, head_dim = loader.weights, spec.head_dim
         prefix = f"model.layers.{layer}.self_attn"
-        heads, kv_heads = loader.split.share(spec.heads), loader.split.kv_heads(spec.kv_heads)
+        heads, kv_heads = loader.split.tp_shard(spec.heads), loader.split.kv_heads(spec.kv_heads)
         self._number = number
         self._heads, self._kv_heads, self._head_dim = len(heads), len(kv_heads), head_dim
         self._qkv = fused(

@@ -25,12 +25,12 @@ class Loader:
 
     weights: WeightSource
     split: Split
-    ranks: Collectives
+    collectives: Collectives
 
     @property
     def dividing_heads(self) -> Collectives:
         """Those that share heads, widths and vocabulary: nobody, where ranks divide requests."""
-        return self.ranks if self.split.by == "heads" else SINGLE_RANK
+        return self.collectives if self.split.tp_size > 1 else SINGLE_RANK
 
 
 class RmsNorm:
@@ -83,14 +83,14 @@ class SummedLinear:
     The bias comes after the sum: every rank adds it to the same result, once.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, ranks: Collectives) -> None:
-        alone = ranks.size == 1
+    def __init__(self, weight: Tensor, bias: Tensor | None, collectives: Collectives) -> None:
+        alone = collectives.size == 1
         self._share = Linear(weight, bias if alone else None)
         self._bias = None if alone else bias
-        self._ranks = ranks
+        self._collectives = collectives
 
     def __call__(self, x: Tensor) -> Tensor:  # [rows, in: this rank's] -> [rows, out]
-        out = self._ranks.all_reduce(self._share(x))
+        out = self._collectives.all_reduce(self._share(x))
         return out if self._bias is None else out + self._bias
 
 
@@ -103,7 +103,7 @@ class Mlp:
     """down(silu(gate(x)) * up(x)); of its width this rank has its share."""
 
     def __init__(self, loader: Loader, prefix: str, hidden: int, width: int, bias: bool, like: Tensor) -> None:
-        weights, here = loader.weights, loader.split.share(width)
+        weights, here = loader.weights, loader.split.tp_shard(width)
         gate_up = [FusedSlice(f"{prefix}.{name}", width, part(0, here)) for name in ("gate_proj", "up_proj")]
         self._gate_up = fused(weights, gate_up, hidden, bias, like)
         down = weights.take(f"{prefix}.down_proj.weight", (hidden, width), part=part(1, here))
@@ -128,7 +128,7 @@ class Moe:
         self._rule = RoutingRule(spec.experts, spec.chosen, spec.groups, spec.chosen_groups, spec.normalise, spec.scale)
         self._router = take_wide(weights, f"{prefix}.gate.weight", (spec.experts, hidden), like)
         self._correction = take_wide(weights, f"{prefix}.gate.e_score_correction_bias", (spec.experts,), like)
-        self._by, self._ranks = split.by, loader.ranks
+        self._data_parallel, self._collectives = split.dp_size > 1, loader.collectives
         here = split.experts(spec.experts)
         self._gate_up = torch.empty(len(here), 2 * spec.width, hidden, dtype=like.dtype, device=like.device)
         self._down = torch.empty(len(here), hidden, spec.width, dtype=like.dtype, device=like.device)
@@ -139,22 +139,21 @@ class Moe:
         self._number_here = None if len(here) == spec.experts else _numbers_here(here, spec.experts, like.device)
         self._shared: Mlp | None = None
         if spec.shared:
-            unsummed = replace(
-                loader, ranks=SINGLE_RANK
-            )  # its share is added to that of the routed experts before the sum
+            # Its partial sum is added to that of the routed experts before the all_reduce.
+            unsummed = replace(loader, collectives=SINGLE_RANK)
             width = spec.width * spec.shared
             self._shared = Mlp(unsummed, f"{prefix}.shared_experts", hidden, width, False, like)
 
     def __call__(self, x: Tensor, seats: Tensor | None = None) -> Tensor:  # [rows, hidden]
-        if self._by == "requests":
+        if self._data_parallel:
             out = self.routed(x, seats)
             return out if self._shared is None else out + self._shared(x)
         out = self._own_experts(x, seats)
-        return self._ranks.all_reduce(out if self._shared is None else out + self._shared(x))
+        return self._collectives.all_reduce(out if self._shared is None else out + self._shared(x))
 
     def routed(self, x: Tensor, seats: Tensor | None) -> Tensor:  # [own rows, hidden], perhaps of no row
         """Data parallel: what own rows get from all ranks' experts. Every rank serves every rank's rows."""
-        return self._ranks.reduce_scatter(self._own_experts(self._ranks.all_gather_tokens(x), seats))
+        return self._collectives.reduce_scatter(self._own_experts(self._collectives.all_gather_tokens(x), seats))
 
     def _own_experts(self, x: Tensor, seats: Tensor | None) -> Tensor:
         routes = route(x, self._router, self._correction, self._rule, seats)
@@ -193,16 +192,16 @@ class Embedding:
 
     def __init__(self, loader: Loader, spec: ModelSpec) -> None:
         self.weight = _vocabulary_rows(loader, "model.embed_tokens.weight", spec)
-        self._ranks = loader.dividing_heads
+        self._collectives = loader.dividing_heads
         self._first = loader.split.vocabulary(spec.vocab).start
 
     def __call__(self, token_ids: Tensor) -> Tensor:  # [rows] int64 -> [rows, hidden]
-        if self._ranks.size == 1:
+        if self._collectives.size == 1:
             return F.embedding(token_ids, self.weight)
         here = token_ids - self._first
         others = (here < 0) | (here >= self.weight.shape[0])
         found = F.embedding(here.masked_fill(others, 0), self.weight)
-        return self._ranks.all_reduce(found.masked_fill(others[:, None], 0.0))
+        return self._collectives.all_reduce(found.masked_fill(others[:, None], 0.0))
 
 
 class Head:
@@ -213,11 +212,11 @@ class Head:
         self._norm = RmsNorm(loader.weights.take("model.norm.weight", (spec.hidden,)), spec.norm_eps)
         name = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
         self._product = Linear(_vocabulary_rows(loader, name, spec) if tied is None else tied)
-        self._ranks = loader.dividing_heads
+        self._collectives = loader.dividing_heads
         self._vocab = spec.vocab
 
     def __call__(self, x: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab], accumulation dtype
-        logits = self._ranks.all_gather_columns(self._product(self._norm(x)))
+        logits = self._collectives.all_gather_columns(self._product(self._norm(x)))
         return logits[:, : self._vocab].to(accumulation_dtype(x.dtype))
 
 
@@ -225,5 +224,5 @@ def _vocabulary_rows(loader: Loader, name: str, spec: ModelSpec) -> Tensor:
     """[rows, hidden], as many on every rank: zeros follow the last token."""
     here = loader.split.vocabulary(spec.vocab)
     rows = loader.weights.take(name, (spec.vocab, spec.hidden), part=part(0, here))
-    padding = loader.split.vocabulary_rows(spec.vocab) - len(here)
+    padding = loader.split.vocabulary_shard_size(spec.vocab) - len(here)
     return F.pad(rows, (0, 0, 0, padding)) if padding else rows

@@ -1,93 +1,125 @@
-"""Which part of a model a worker holds, and which ways of splitting a model work."""
+"""Which part of a model one worker holds, and which degrees of parallelism a model allows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal
 
 from hotset.base.errors import ConfigError
 from hotset.base.units import ceil_div
 from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
 
-By = Literal["heads", "requests"]
-
-FLAGS: dict[By, str] = {"heads": "--tensor-parallel-size", "requests": "--data-parallel-size"}
-
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One worker's part: of every layer what falls to `rank` of `ranks`, and only some layers.
+    """The part of a model that one worker holds.
 
-    By heads (tensor parallel): attention heads, the width of MLPs, experts and vocabulary are divided, and every rank
-    computes every row. By requests (data parallel): experts alone are divided; each rank computes rows of its own.
+    Tensor parallel ranks divide attention heads, the width of MLPs, experts and the vocabulary; each of them computes
+    every token. Data parallel ranks divide the experts alone; each of them computes its own tokens. A pipeline stage
+    holds `layers` only, numbered as in the whole model (None: all of them).
     """
 
-    rank: int = 0
-    ranks: int = 1
-    by: By = "heads"
-    layers: range | None = None  # of a pipeline stage, numbered as in the whole model; None: all
+    tp_rank: int = 0
+    tp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+    layers: range | None = None
 
-    def share(self, count: int) -> range:
-        """Which of `count` heads or columns are here."""
-        return self.experts(count) if self.by == "heads" else range(count)
+    def __post_init__(self) -> None:
+        assert self.tp_size == 1 or self.dp_size == 1, f"{self}: tensor and data parallelism are not combined"
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank among those that share its layers."""
+        return self.dp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that share these layers."""
+        return self.dp_size * self.tp_size
+
+    @property
+    def first_layer(self) -> int:
+        return 0 if self.layers is None else self.layers.start
+
+    def tp_shard(self, count: int) -> range:
+        """Returns which of `count` heads or columns this rank holds."""
+        return _shard(count, self.tp_rank, self.tp_size)
 
     def kv_heads(self, count: int) -> range:
-        """Which of `count` KV heads are here. With more ranks than heads, neighbouring ranks hold the same one."""
-        if self.by == "requests" or self.ranks <= count:
-            return self.share(count)
-        head = self.rank // (self.ranks // count)
+        """Returns which of `count` KV heads this rank holds. With more ranks than heads, neighbours hold the same."""
+        if self.tp_size <= count:
+            return self.tp_shard(count)
+        head = self.tp_rank // (self.tp_size // count)
         return range(head, head + 1)
 
     def experts(self, count: int) -> range:
-        """Which of `count` experts are here, however the rest is divided."""
-        each = count // self.ranks
-        return range(self.rank * each, (self.rank + 1) * each)
+        """Returns which of `count` experts this rank holds."""
+        return _shard(count, self.rank, self.size)
 
-    def vocabulary_rows(self, vocab: int) -> int:
-        """Rows of embedding and head that every rank has, the last ones padded."""
-        return ceil_div(vocab, self.ranks) if self.by == "heads" else vocab
+    def vocabulary_shard_size(self, vocab: int) -> int:
+        """Returns how many entries of embedding and head every rank holds; those past the last token are padding."""
+        return ceil_div(vocab, self.tp_size)
 
     def vocabulary(self, vocab: int) -> range:
-        """Which tokens are here: up to `vocabulary_rows` of them."""
-        each = self.vocabulary_rows(vocab)
-        first = self.rank * each if self.by == "heads" else 0
-        return range(min(first, vocab), min(first + each, vocab))
+        """Returns which tokens this rank holds: up to `vocabulary_shard_size` of them."""
+        size = self.vocabulary_shard_size(vocab)
+        first = self.tp_rank * size
+        return range(min(first, vocab), min(first + size, vocab))
 
     def stage(self, layers: int) -> range:
-        """Which of the whole model's layers are here."""
+        """Returns which of the model's `layers` layers this worker holds."""
         return range(layers) if self.layers is None else self.layers
 
 
-WHOLE = Split()
+WHOLE_MODEL = Split()
 
 
-def check_split(spec: ModelSpec, ranks: int, by: By) -> None:
-    """Raises `ConfigError` with the numbers, and the nearest degrees that work, if so many cannot share the model."""
-    undivided = _undivided(spec, ranks, by)
-    if undivided:
-        most = max(spec.attention.heads, spec.moe.experts if spec.moe else 1)
-        working = [degree for degree in range(1, most + 1) if not _undivided(spec, degree, by)]
-        below = [degree for degree in working if degree < ranks][-1:]
-        above = [degree for degree in working if degree > ranks][:1]
-        nearest = " or ".join(str(degree) for degree in below + above)
-        listed = " and ".join(undivided)
-        raise ConfigError(f"{FLAGS[by]} {ranks} does not divide {listed} evenly; nearest that works: {nearest}")
+def _shard(count: int, rank: int, size: int) -> range:
+    shard = count // size
+    return range(rank * shard, (rank + 1) * shard)
 
 
-def _undivided(spec: ModelSpec, ranks: int, by: By) -> list[str]:
-    """What cannot be divided among `ranks`, in words."""
+def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
+    """Raises `ConfigError`, with the numbers and the nearest sizes that work, if `size` ranks cannot share it."""
+    _check_size(spec, size, "--tensor-parallel-size", _not_divided_by_heads)
+
+
+def check_data_parallel(spec: ModelSpec, size: int) -> None:
+    """Raises `ConfigError`, with the numbers and the nearest sizes that work, if `size` ranks cannot share experts."""
+    _check_size(spec, size, "--data-parallel-size", _not_divided_by_experts)
+
+
+def _check_size(spec: ModelSpec, size: int, flag: str, not_divided: Callable[[ModelSpec, int], list[str]]) -> None:
+    obstacles = not_divided(spec, size)
+    if obstacles:
+        largest = max(spec.attention.heads, spec.moe.experts if spec.moe else 1)
+        working = [candidate for candidate in range(1, largest + 1) if not not_divided(spec, candidate)]
+        below = [candidate for candidate in working if candidate < size][-1:]
+        above = [candidate for candidate in working if candidate > size][:1]
+        nearest = " or ".join(str(candidate) for candidate in below + above)
+        raise ConfigError(
+            f"{flag} {size} does not divide {' and '.join(obstacles)} evenly; nearest that works: {nearest}"
+        )
+
+
+def _not_divided_by_experts(spec: ModelSpec, size: int) -> list[str]:
+    experts = spec.moe.experts if spec.moe else 0
+    return [f"{experts} experts"] if experts % size else []
+
+
+def _not_divided_by_heads(spec: ModelSpec, size: int) -> list[str]:
     moe = spec.moe
-    counts = {"experts": moe.experts if moe else 0}
-    if by == "heads":
-        counts["attention heads"] = spec.attention.heads
-        counts["columns of a dense MLP"] = 0 if moe and len(moe.layers) == spec.layers else spec.mlp_width
-        counts["columns of the shared experts"] = moe.width * moe.shared if moe else 0
-    found = [f"{count} {what}" for what, count in counts.items() if count % ranks]
-    if by == "heads" and isinstance(spec.attention, GqaSpec):
+    counts = {
+        "attention heads": spec.attention.heads,
+        "columns of a dense MLP": 0 if moe and len(moe.layers) == spec.layers else spec.mlp_width,
+        "columns of the shared experts": moe.width * moe.shared if moe else 0,
+    }
+    obstacles = [f"{count} {what}" for what, count in counts.items() if count % size]
+    if isinstance(spec.attention, GqaSpec):
         kv_heads = spec.attention.kv_heads
-        if kv_heads % ranks and ranks % kv_heads:
-            found.append(f"{kv_heads} KV heads")
-    return found
+        if kv_heads % size and size % kv_heads:
+            obstacles.append(f"{kv_heads} KV heads")
+    return _not_divided_by_experts(spec, size) + obstacles
 
 
 def stage_layers(spec: ModelSpec, stages: int, wanted: Sequence[int] | None = None) -> list[range]:

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from harness import CPU, RandomWeights
-from models.split_workers import Meeting, ThreadRanks
+from models.split_workers import Meeting, ThreadCollectives
 from torch import Tensor
 
 from hotset.base.config import EngineConfig
@@ -37,9 +37,9 @@ class ThreadWorld:
     """Implements `World`."""
 
     def __init__(
-        self, ranks: Collectives, number: int, lines: "defaultdict[tuple[int, int], queue.Queue[Tensor]]"
+        self, collectives: Collectives, number: int, lines: "defaultdict[tuple[int, int], queue.Queue[Tensor]]"
     ) -> None:
-        self.ranks, self._number, self._lines = ranks, number, lines
+        self.collectives, self._number, self._lines = collectives, number, lines
 
     def send(self, x: Tensor, to: int) -> None:
         self._lines[self._number, to].put(x.clone())
@@ -78,8 +78,8 @@ class ThreadWorkers(WorkerProcesses):
     """`load` is that of a model with random weights."""
 
     def __init__(self, config: EngineConfig, parts: Sequence[Split], kv_heads: int) -> None:
-        stages = len(parts) // parts[0].ranks
-        self._groups = [Meeting(parts[0].ranks) for _ in range(stages)]
+        stages = len(parts) // parts[0].size
+        self._groups = [Meeting(parts[0].size) for _ in range(stages)]
         self._lines: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
         super().__init__(config, parts, stages, kv_heads, CPU)
 
@@ -87,10 +87,10 @@ class ThreadWorkers(WorkerProcesses):
         pipe, far_end = Pipe()
 
         def joined(place: WorkerRank, _device: torch.device) -> ThreadWorld:
-            ranks: Collectives = SINGLE_RANK
-            if place.split.ranks > 1:
-                ranks = ThreadRanks(place.split.rank, self._groups[place.stage])
-            return ThreadWorld(ranks, place.number, self._lines)
+            collectives: Collectives = SINGLE_RANK
+            if place.split.size > 1:
+                collectives = ThreadCollectives(place.split.rank, self._groups[place.stage])
+            return ThreadWorld(collectives, place.number, self._lines)
 
         def serve() -> None:
             worker_module.serve(far_end, joined, lambda: None)
@@ -108,8 +108,10 @@ def split_engine(spec: ModelSpec, seed: int, transfer: Transfer | None = None, *
     config = EngineConfig(**settings)
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
 
-    def load(_config: EngineConfig, _device: torch.device, _progress: Any, split: Split, ranks: Collectives) -> Decoder:
-        return Decoder(spec, RandomWeights(torch.float64, seed), storage(config, spec), split, ranks)
+    def load(
+        _config: EngineConfig, _device: torch.device, _progress: Any, split: Split, collectives: Collectives
+    ) -> Decoder:
+        return Decoder(spec, RandomWeights(torch.float64, seed), storage(config, spec), split, collectives)
 
     with mock.patch.object(worker_module, "load_decoder", load):
         workers = ThreadWorkers(config, splits(config, spec, CPU), kv_heads)

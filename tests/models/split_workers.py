@@ -17,7 +17,7 @@ from hotset.models.checkpoint import WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
 from hotset.models.spec import AS_COMPUTED, GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
-from hotset.models.split import By, Split
+from hotset.models.split import Split
 
 CPU = torch.device("cpu")
 SEATS, CONTEXT, PAGE_ROWS = 3, 40, 8
@@ -58,12 +58,12 @@ class Meeting:
         self.brought: list[Tensor | None] = [None] * size
 
 
-class ThreadRanks:
+class ThreadCollectives:
     """`Collectives` among threads. Sums are taken in the order of ranks, so they are the same everywhere."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size = rank, meeting.size
-        self.rows: Sequence[int] = ()
+        self.tokens_per_rank: Sequence[int] = ()
         self._meeting = meeting
 
     def _all(self, x: Tensor) -> list[Tensor]:
@@ -86,18 +86,18 @@ class ThreadRanks:
 
     def all_gather_tokens(self, x: Tensor) -> Tensor:
         brought = self._all(x)
-        assert [len(part) for part in brought] == list(self.rows)
+        assert [len(part) for part in brought] == list(self.tokens_per_rank)
         return torch.cat(brought)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        assert x.shape[0] == sum(self.rows)
-        return self.all_reduce(x).split(list(self.rows))[self.rank]
+        assert x.shape[0] == sum(self.tokens_per_rank)
+        return self.all_reduce(x).split(list(self.tokens_per_rank))[self.rank]
 
     def barrier(self) -> None:
         self._meeting.barrier.wait()
 
 
-def on_ranks(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
+def on_ranks(size: int, work: Callable[[ThreadCollectives], T]) -> list[T]:
     """What each rank's work gives, by rank. The first that fails ends the others' waiting."""
     meeting = Meeting(size)
     results: dict[int, T] = {}
@@ -106,7 +106,7 @@ def on_ranks(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
     def run(rank: int) -> None:
         try:
             with torch.inference_mode():
-                results[rank] = work(ThreadRanks(rank, meeting))
+                results[rank] = work(ThreadCollectives(rank, meeting))
         except BaseException as error:
             if not isinstance(error, threading.BrokenBarrierError):
                 errors.append(error)
@@ -203,13 +203,14 @@ def worker(
     spec: ModelSpec,
     weights: WeightSource,
     layers: Sequence[range] | None = None,
-    ranks: Collectives = SINGLE_RANK,
-    by: By = "heads",
+    collectives: Collectives = SINGLE_RANK,
+    data_parallel: bool = False,
 ) -> list[Decoder]:
     """One rank of a model, stage by stage."""
-    split = Split(ranks.rank, ranks.size, by)
+    rank, size = collectives.rank, collectives.size
+    split = Split(dp_rank=rank, dp_size=size) if data_parallel else Split(tp_rank=rank, tp_size=size)
     splits = [split] if layers is None else [replace(split, layers=stage) for stage in layers]
-    return [Decoder(spec, weights, AS_COMPUTED, each, ranks) for each in splits]
+    return [Decoder(spec, weights, AS_COMPUTED, each, collectives) for each in splits]
 
 
 @torch.inference_mode()
@@ -219,7 +220,7 @@ def answers(stages: list[Decoder], steps: Sequence[Step | None], rows: Sequence[
     logits, selected = [], []
     for number, step in enumerate(steps):
         if rows:
-            stages[0]._ranks.rows = rows[number]
+            stages[0]._collectives.tokens_per_rank = rows[number]
         if step is None:
             for stage in stages:
                 stage.idle_moe_step()

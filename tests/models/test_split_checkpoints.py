@@ -117,16 +117,16 @@ def load_all(files: ModelFiles, splits: list[Split]) -> None:
 
     class Absent:
         def __init__(self, rank: int, size: int) -> None:
-            self.rank, self.size, self.rows = rank, size, ()
+            self.rank, self.size, self.tokens_per_rank = rank, size, ()
 
         def all_reduce(self, x: Tensor) -> Tensor:
             return x
 
-        join = stack = reduce_scatter = sum
+        all_gather_columns = all_gather_tokens = reduce_scatter = all_reduce
 
     for split in splits:
         source = open_weights(files, torch.float32, "cpu")
-        Decoder(files.spec, source, split=split, ranks=Absent(split.rank, split.ranks))
+        Decoder(files.spec, source, split=split, collectives=Absent(split.rank, split.size))
         source.finish()
 
 
@@ -134,8 +134,8 @@ def splits_of(spec: ModelSpec) -> list[Split]:
     first, second = stage_layers(spec, 2)
     return [
         *(Split(rank, 2) for rank in range(2)),
-        *(Split(rank, 2, "requests") for rank in range(2)),
-        *(Split(rank, 4, "heads", stage) for rank in range(4) for stage in (first, second)),
+        *(Split(dp_rank=rank, dp_size=2) for rank in range(2)),
+        *(Split(rank, 4, layers=stage) for rank in range(4) for stage in (first, second)),
     ]
 
 
@@ -185,9 +185,9 @@ def test_each_expert_is_taken_by_one_rank_and_everything_by_some_worker() -> Non
     spec = SPECS["deepseek_v32"]
     whole = Recording()
     Decoder(spec, whole)
-    for by in ("heads", "requests"):
+    for data_parallel in (False, True):
         ranks = [Recording() for _ in range(4)]
-        on_ranks(4, lambda peers, of=ranks, by=by: worker(spec, of[peers.rank], None, peers, by))
+        on_ranks(4, lambda peers, of=ranks, dp=data_parallel: worker(spec, of[peers.rank], None, peers, dp))
         times = sum((recording.times for recording in ranks), Counter())
         assert times.keys() == whole.tensors.keys()
         assert {count for name, count in times.items() if ".experts." in name} == {1}

@@ -1,6 +1,7 @@
 """Which ways of splitting a model are taken, which are refused, and what a refusal proposes."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -15,70 +16,70 @@ from hotset.models.checkpoint import TensorSlice
 from hotset.models.collectives import SINGLE_RANK
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
-from hotset.models.split import By, Split, check_split, layer_weights, stage_layers
+from hotset.models.split import Split, check_data_parallel, check_tensor_parallel, layer_weights, stage_layers
 
 LLAMA, GLM, DEEPSEEK = SPECS["llama"], SPECS["glm_moe_dsa"], SPECS["deepseek_v32"]
 
 
-def refusal(spec: ModelSpec, ranks: int, by: By) -> str:
+def refusal(check: Callable[[ModelSpec, int], None], spec: ModelSpec, size: int) -> str:
     with pytest.raises(ConfigError) as refused:
-        check_split(spec, ranks, by)
+        check(spec, size)
     return str(refused.value)
 
 
 def test_degrees_that_divide_everything_are_taken() -> None:
     for name, spec in SPECS.items():
         for ranks in (1, 2, 4):
-            check_split(spec, ranks, "heads")
-            check_split(spec, ranks, "requests")
-        assert Split().share(7) == range(7), name
+            check_tensor_parallel(spec, ranks)
+            check_data_parallel(spec, ranks)
+        assert Split().tp_shard(7) == range(7), name
 
 
 def test_heads_and_widths_that_do_not_divide_are_named_with_what_works() -> None:
-    message = refusal(LLAMA, 3, "heads")  # 8 heads, 4 KV heads, 32 columns
+    message = refusal(check_tensor_parallel, LLAMA, 3)  # 8 heads, 4 KV heads, 32 columns
     assert message == (
         "--tensor-parallel-size 3 does not divide 8 attention heads and 32 columns of a dense MLP and 4 KV heads "
         "evenly; nearest that works: 2 or 4"
     )
-    assert refusal(LLAMA, 16, "heads").endswith("8 attention heads evenly; nearest that works: 8")
+    assert refusal(check_tensor_parallel, LLAMA, 16).endswith("8 attention heads evenly; nearest that works: 8")
 
 
 def test_kv_heads_are_copied_only_as_often_as_each_other() -> None:
     spec = replace(LLAMA, mlp_width=48, attention=GqaSpec(12, 4, 8))
-    assert "4 KV heads evenly; nearest that works: 4 or 12" in refusal(spec, 6, "heads")
-    check_split(spec, 12, "heads")
+    assert "4 KV heads evenly; nearest that works: 4 or 12" in refusal(check_tensor_parallel, spec, 6)
+    check_tensor_parallel(spec, 12)
 
 
 def test_experts_and_shared_experts_that_do_not_divide_are_named() -> None:
     assert DEEPSEEK.moe is not None
     odd = replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, width=5))
-    assert "5 columns of the shared experts evenly; nearest that works: 1" in refusal(odd, 2, "heads")
-    check_split(odd, 8, "requests")  # which hold the shared experts whole
-    assert refusal(odd, 3, "requests") == (
+    assert "5 columns of the shared experts evenly; nearest that works: 1" in refusal(check_tensor_parallel, odd, 2)
+    check_data_parallel(odd, 8)  # which hold the shared experts whole
+    assert refusal(check_data_parallel, odd, 3) == (
         "--data-parallel-size 3 does not divide 8 experts evenly; nearest that works: 2 or 4"
     )
-    check_split(LLAMA, 3, "requests")  # nothing is divided
+    check_data_parallel(LLAMA, 3)  # nothing is divided
 
 
 def test_a_dense_width_that_no_layer_has_divides_nothing() -> None:
     assert DEEPSEEK.moe is not None
     routed = replace(DEEPSEEK, mlp_width=33, moe=replace(DEEPSEEK.moe, layers=(0, 1, 2, 3)))
-    check_split(routed, 4, "heads")
-    assert "33 columns of a dense MLP" in refusal(replace(DEEPSEEK, mlp_width=33), 4, "heads")
+    check_tensor_parallel(routed, 4)
+    assert "33 columns of a dense MLP" in refusal(check_tensor_parallel, replace(DEEPSEEK, mlp_width=33), 4)
 
 
 def test_a_decoder_refuses_what_does_not_divide() -> None:
-    ranks = type(SINGLE_RANK)()
-    ranks.size = 3
+    collectives = type(SINGLE_RANK)()
+    collectives.size = 3
     with pytest.raises(ConfigError, match="--tensor-parallel-size 3"):
-        Decoder(LLAMA, RandomWeights(torch.float64, 1), split=Split(0, 3), ranks=ranks)
+        Decoder(LLAMA, RandomWeights(torch.float64, 1), split=Split(0, 3), collectives=collectives)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 60, 80])
 def test_every_token_is_at_one_rank(ranks: int) -> None:
     here = [Split(rank, ranks).vocabulary(61) for rank in range(ranks)]
     assert [token for run in here for token in run] == list(range(61))
-    assert {Split(rank, ranks).vocabulary_rows(61) for rank in range(ranks)} == {-(-61 // ranks)}
+    assert {Split(rank, ranks).vocabulary_shard_size(61) for rank in range(ranks)} == {-(-61 // ranks)}
 
 
 class Counting(RandomWeights):

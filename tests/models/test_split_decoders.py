@@ -142,25 +142,27 @@ def test_ranks_that_divide_requests_answer_as_if_alone(name: str, stages: int) -
     layers = stage_layers(spec, stages)
     rows = [[0 if step is None else step.rows for step in steps] for steps in zip(*REQUESTS, strict=True)]
     found = on_ranks(
-        2, lambda peers: answers(worker(spec, weights(), layers, peers, "requests"), REQUESTS[peers.rank], rows)
+        2, lambda peers: answers(worker(spec, weights(), layers, peers, data_parallel=True), REQUESTS[peers.rank], rows)
     )
     for mine, steps in zip(found, REQUESTS, strict=True):
         alone = answers(worker(spec, weights(), layers), [step for step in steps if step is not None])
         expect_same(mine, alone)
 
 
-@pytest.mark.parametrize("by", ["heads", "requests"])
-def test_padded_rows_go_to_no_expert_of_any_rank(by: Any) -> None:
+@pytest.mark.parametrize("data_parallel", [False, True])
+def test_padded_rows_go_to_no_expert_of_any_rank(data_parallel: bool) -> None:
     """Only one rank has padded its rows; the other has not, and says so."""
     spec = SPECS["deepseek_v32"]
     seats = torch.tensor([0, EMPTY, EMPTY, 0])
     padded, plain = Step((0,), (4,), padded=seats), Step((0,), (4,))
     expected = [answers(worker(spec, weights()), [step]) for step in (padded, plain)]
     assert not torch.allclose(expected[0].logits[0], expected[1].logits[0])
-    steps = [[padded], [padded if by == "heads" else plain]]
-    found = on_ranks(2, lambda peers: answers(worker(spec, weights(), None, peers, by), steps[peers.rank], [[4, 4]]))
+    steps = [[padded], [plain if data_parallel else padded]]
+    found = on_ranks(
+        2, lambda peers: answers(worker(spec, weights(), None, peers, data_parallel), steps[peers.rank], [[4, 4]])
+    )
     expect_same(found[0], expected[0])
-    expect_same(found[1], expected[0 if by == "heads" else 1])
+    expect_same(found[1], expected[1 if data_parallel else 0])
 
 
 def storages(part: Any, seen: dict[int, int]) -> dict[int, int]:
@@ -199,11 +201,13 @@ def test_ranks_that_divide_requests_hold_their_experts_only(name: str) -> None:
     assert spec.moe is not None
     (alone,) = worker(spec, weights())
     expert_bytes = len(spec.moe.layers) * spec.moe.experts * 3 * spec.moe.width * spec.hidden * 8
-    of_four = on_ranks(4, lambda peers: held_bytes(worker(spec, weights(), None, peers, "requests")))
+    of_four = on_ranks(4, lambda peers: held_bytes(worker(spec, weights(), None, peers, data_parallel=True)))
     numbers = len(spec.moe.layers) * (spec.moe.experts + 1) * 8
     assert of_four == [held_bytes(alone) - 3 * expert_bytes // 4 + numbers] * 4
 
 
 def test_alone_is_the_identity() -> None:
     x = torch.randn(3, 2)
-    assert all(op(x) is x for op in (SINGLE_RANK.sum, SINGLE_RANK.join, SINGLE_RANK.stack, SINGLE_RANK.reduce_scatter))
+    alone = SINGLE_RANK
+    ops = (alone.all_reduce, alone.all_gather_columns, alone.all_gather_tokens, alone.reduce_scatter)
+    assert all(op(x) is x for op in ops)

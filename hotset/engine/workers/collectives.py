@@ -28,12 +28,12 @@ class DistributedWorld:
             timeout=LIMIT,
             device_id=device if on_gpu else None,
         )
-        each = place.split.ranks
+        each = place.split.size
         # Everybody makes the groups of all stages, in the same order.
         groups = [dist.new_group(range(first, first + each), timeout=LIMIT) for first in range(0, place.workers, each)]
-        self.ranks: Collectives = SINGLE_RANK
+        self.collectives: Collectives = SINGLE_RANK
         if each > 1:
-            self.ranks = DistributedCollectives(groups[place.stage], place.split.rank, each, device)
+            self.collectives = DistributedCollectives(groups[place.stage], place.split.rank, each, device)
 
     def send(self, x: Tensor, to: int) -> None:
         dist.send(x.contiguous(), to)
@@ -47,7 +47,7 @@ class DistributedCollectives:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
-        self.rows: Sequence[int] = ()
+        self.tokens_per_rank: Sequence[int] = ()
         self._group = group
         self._reduces = device.type == "cuda"
 
@@ -62,14 +62,14 @@ class DistributedCollectives:
         return torch.cat(self._gathered(x), dim=-1)
 
     def all_gather_tokens(self, x: Tensor) -> Tensor:
-        most = max(self.rows)
+        most = max(self.tokens_per_rank)
         padded = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
         parts = self._gathered(padded)
-        return torch.cat([part[:count] for part, count in zip(parts, self.rows, strict=True)])
+        return torch.cat([part[:count] for part, count in zip(parts, self.tokens_per_rank, strict=True)])
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        first = sum(self.rows[: self.rank])
-        return self.all_reduce(x)[first : first + self.rows[self.rank]]
+        first = sum(self.tokens_per_rank[: self.rank])
+        return self.all_reduce(x)[first : first + self.tokens_per_rank[self.rank]]
 
     def barrier(self) -> None:
         """Everybody has done what it was told so far."""

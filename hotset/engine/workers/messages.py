@@ -27,14 +27,14 @@ class WorkerRank:
     @property
     def name(self) -> str:
         """For people."""
-        if self.split.by == "requests":
-            return f"worker {self.number} (data parallel rank {self.split.rank} of {self.split.ranks})"
-        rank = f"rank {self.split.rank} of {self.split.ranks}"
+        if self.split.dp_size > 1:
+            return f"worker {self.number} (data parallel rank {self.split.rank} of {self.split.size})"
+        rank = f"rank {self.split.rank} of {self.split.size}"
         return f"worker {self.number} (stage {self.stage} of {self.stages}, {rank})"
 
     @property
     def replica(self) -> int:
-        return self.split.rank if self.split.by == "requests" else 0
+        return self.split.dp_rank
 
 
 @dataclass(frozen=True, slots=True)

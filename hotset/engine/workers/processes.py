@@ -125,7 +125,7 @@ class WorkerProcesses:
         try:
             for number, split in enumerate(splits):
                 where = f"cuda:{number}" if device.type == "cuda" else "cpu"
-                place = WorkerRank(number, len(splits), number // split.ranks, stages, split, rendezvous, where)
+                place = WorkerRank(number, len(splits), number // split.size, stages, split, rendezvous, where)
                 pipe, process = self._start(place)
                 self._workers.append(_Worker(place, process, pipe))
                 pipe.send(InitWorker(config, place))
@@ -220,12 +220,12 @@ class WorkerProcesses:
         lookups: dict[int, int] = {}
         misses: dict[int, int] = {}
         for place, traffic in counted:
-            if place.split.by == "requests" or place.split.rank == 0:
-                first = 0 if place.split.layers is None else place.split.layers.start
+            if place.split.tp_rank == 0:
+                first = place.split.first_layer
                 for total, part in ((lookups, traffic.lookups), (misses, traffic.misses)):
                     for layer, count in part.items():
                         total[first + layer] = total.get(first + layer, 0) + count
-        whole = [place.split.by == "requests" or place.number == 0 for place, _ in counted]
+        whole = [place.split.tp_rank == 0 and place.stage == 0 for place, _ in counted]
         flushed = sum(traffic.rows_flushed for once, (_, traffic) in zip(whole, counted, strict=True) if once)
         return Traffic(flushed, lookups, misses, sum(traffic.bytes_swapped for _, traffic in counted))
 
@@ -270,7 +270,7 @@ class WorkerProcesses:
         if writer == 0:
             shared = SharedMemory(host_bytes(shape, budget.host_pages, page_rows))
             store = HostStore(shape, budget.host_pages, page_rows, torch.device("cpu"), memory=shared.bytes)
-            first = 0 if place.split.layers is None else place.split.layers.start
+            first = place.split.first_layer
             self._shared.append(shared)
             self._stores.append(HostPart(place.replica, first, shape, self._kv_heads, store))
         assert worker.process.pid is not None
@@ -279,8 +279,8 @@ class WorkerProcesses:
     def _writer(self, worker: _Worker) -> tuple[int, int]:
         """Number and count of those who write to its host store: ranks with the same rows share one."""
         split = worker.place.split
-        same_rows = self._shape(worker).key is not None and split.by == "heads"
-        return (split.rank, split.ranks) if same_rows else (0, 1)
+        same_rows = self._shape(worker).key is not None
+        return (split.tp_rank, split.tp_size) if same_rows else (0, 1)
 
     def _drain(self) -> None:
         while self._begun:

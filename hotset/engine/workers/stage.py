@@ -14,7 +14,7 @@ from hotset.models.decoder import Decoder
 class World(Protocol):
     """One worker's way to the others."""
 
-    ranks: Collectives  # those that share its stage, or hold other requests
+    collectives: Collectives  # those that share its stage, or hold other requests
 
     def send(self, x: Tensor, to: int) -> None:
         """To worker number `to`, which receives it."""

@@ -109,7 +109,7 @@ def _serve(
     if isinstance(settle, StopWorker):
         return
     assert isinstance(settle, InitCache), f"a worker that has loaded is told {settle}"
-    worker = Worker(begin, world.ranks, stage, settle, memory, send)
+    worker = Worker(begin, world.collectives, stage, settle, memory, send)
     try:
         send(CacheReady())
         while worker.handle(inbox.get()[0]):
@@ -121,10 +121,10 @@ def _serve(
 def _load(begin: InitWorker, device: torch.device, world: World, send: Callable[[WorkerReport], None]) -> Stage:
     place, split = begin.place, begin.place.split
     decoder = load_decoder(
-        begin.config, device, lambda done, total: send(LoadProgress(done, total)), split, world.ranks
+        begin.config, device, lambda done, total: send(LoadProgress(done, total)), split, world.collectives
     )
-    before = None if place.stage == 0 else place.number - split.ranks
-    after = None if place.stage == place.stages - 1 else place.number + split.ranks
+    before = None if place.stage == 0 else place.number - split.size
+    after = None if place.stage == place.stages - 1 else place.number + split.size
     send(Loaded(decoder.kv_shape, free_bytes(device)))
     return Stage(decoder, world, before, after)
 
@@ -135,7 +135,7 @@ class Worker:
     def __init__(
         self,
         begin: InitWorker,
-        ranks: Collectives,
+        collectives: Collectives,
         stage: Stage,
         settle: InitCache,
         memory: SharedMemory | None,
@@ -143,7 +143,7 @@ class Worker:
     ) -> None:
         config, budget, shape = begin.config, settle.budget, stage.kv_shape
         self._place: WorkerRank = begin.place
-        self._ranks, self._stage, self._send = ranks, stage, send
+        self._collectives, self._stage, self._send = collectives, stage, send
         pool = DevicePool(shape, budget.geometry, budget.device_pages, stage.device)
         host = None
         if memory is not None:
@@ -151,7 +151,7 @@ class Worker:
             host = HostStore(shape, *sizes, memory=memory.bytes, writer=settle.writer, writers=settle.writers)
             memory.close()
         self._memory = Coordinator(pool, host, config.max_num_seqs, budget.max_model_len)
-        barrier = ranks.barrier if settle.writers > 1 else SINGLE_RANK.barrier
+        barrier = collectives.barrier if settle.writers > 1 else SINGLE_RANK.barrier
         self._runner = Runner(
             stage, self._memory, config.max_num_seqs, budget.max_model_len, stage.vocab, barrier=barrier
         )
@@ -181,8 +181,8 @@ class Worker:
 
     def _carry(self, carry: ExecuteStep) -> None:
         self._runner.write_sampled(carry.tokens)
-        if self._place.split.by == "requests":
-            self._ranks.rows = carry.rows
+        if self._place.split.dp_size > 1:
+            self._collectives.tokens_per_rank = carry.rows
         ticket = None if carry.plan is None else self._runner.submit(carry.plan)
         if sum(carry.rows) and not carry.rows[self._place.replica]:
             self._stage.idle_moe_step()
@@ -205,8 +205,7 @@ class Worker:
     def _told(self, result: StepResult | None) -> StepResult | None:
         """Every rank of the last stage samples the same: the first of them tells."""
         last = self._place.stage == self._place.stages - 1
-        first = self._place.split.rank == 0 or self._place.split.by == "requests"
-        return result if last and first else None
+        return result if last and self._place.split.tp_rank == 0 else None
 
     def _flaw(self, tiered: Mapping[int, int]) -> str | None:
         try:
