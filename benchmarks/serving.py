@@ -50,7 +50,7 @@ from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
 from hotset.models.checkpoint import TensorSlice
-from hotset.models.checkpoint.dummy import DummySource
+from hotset.models.checkpoint.source import DummySource
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
 from hotset.models.spec import IndexSpec, MlaSpec, ModelSpec, Storage

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from lexicon import WORDS
+from sequences import WORDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCABULARY = 4096

@@ -22,13 +22,11 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import torch
-from lexicon import Lexicon
 from model import DemoConfig, DemoModel, Moe
 from optimiser import Muon
+from sequences import Lexicon, Writer, batches
 from torch import Tensor
 from torch.nn import functional as F
-
-from data import Writer, batches
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -77,7 +77,7 @@ def _numbers(text: str) -> list[int]:
 
 @contextmanager
 def _open_backend(values: dict[str, Any], url: str | None, api_key: str | None) -> "Iterator[Backend]":
-    from hotset.evaluate.backends import LocalBackend, ServerBackend
+    from hotset.evaluate.retrieval import LocalBackend, ServerBackend
 
     if url is not None:
         ignored = [

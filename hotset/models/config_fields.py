@@ -1,7 +1,9 @@
 """Typed access to one JSON object of a checkpoint, with an error that names file, field and value."""
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hotset.base.errors import CheckpointError
@@ -102,3 +104,19 @@ class ConfigFields:
         if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in listed):
             self.refuse(name, "a token id or a list of them")
         return tuple(dict.fromkeys(listed))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`. `CheckpointError`, naming it, if it is unreadable, broken, or not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return value
+
+
+def read_json_if_there(path: Path) -> dict[str, Any]:
+    """As `read_json`; an empty object where there is no such file."""
+    return read_json(path) if path.is_file() else {}

@@ -9,13 +9,46 @@ from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
 from hotset.kernels.device_copies import list_to_device
-from hotset.models.sampling.counts import Penalties, TokenCounts
-from hotset.models.sampling.draw import LISTED, WEIGHT_ONE, DrawRules, draw, draw_key, uniforms
-from hotset.models.sampling.logprobs import LogprobRows, logprob_rows
-
-__all__ = ["LogprobRows", "Sampled", "Sampler"]
+from hotset.models.draw import LISTED, WEIGHT_ONE, DrawRules, draw, draw_key, leading, uniforms
 
 _LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # in float32, less would be a division by 0
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Log-probabilities of the `m` batch rows that asked for them.
+
+    Ranks start at 1 and are unique: ties are ranked by ascending id. A token that the model rules out has -inf.
+    """
+
+    wanted: Mapping[int, tuple[int, int]]  # batch row -> its row in the tensors, how many alternatives it asked for
+    chosen_ids: Tensor  # [m] int64
+    chosen_logprobs: Tensor  # [m]
+    chosen_ranks: Tensor  # [m] int64
+    top_ids: Tensor  # [m, most] int64, likeliest first
+    top_logprobs: Tensor  # [m, most]
+
+    def to_host(self) -> "LogprobRows":
+        """The same rows in host memory. Waits for the device once, where `row` would wait at every call."""
+        return LogprobRows(
+            self.wanted,
+            self.chosen_ids.cpu(),
+            self.chosen_logprobs.cpu(),
+            self.chosen_ranks.cpu(),
+            self.top_ids.cpu(),
+            self.top_logprobs.cpu(),
+        )
+
+    def row(self, batch_row: int) -> dict[int, tuple[float, int]] | None:
+        """Token id -> (log-probability, rank): the chosen token first, then the likeliest ones; None: not asked."""
+        if batch_row not in self.wanted:
+            return None
+        at, count = self.wanted[batch_row]
+        found = {int(self.chosen_ids[at]): (float(self.chosen_logprobs[at]), int(self.chosen_ranks[at]))}
+        ids, logprobs = self.top_ids[at, :count].tolist(), self.top_logprobs[at, :count].tolist()
+        for rank, (token, logprob) in enumerate(zip(ids, logprobs, strict=True), start=1):
+            found.setdefault(token, (logprob, rank))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,3 +233,86 @@ class Sampler:
 
     def _indices(self, numbers: Sequence[int]) -> Tensor:
         return list_to_device(numbers, torch.int64, self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties of the penalised rows of a batch, each [m] float64."""
+
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+class TokenCounts:
+    """Rows of counts, [row][token], handed out one per penalised request. Grows as needed, never shrinks."""
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self._in_prompt = torch.zeros(0, vocab, dtype=torch.bool, device=device)
+        self._answers = torch.zeros(0, vocab, dtype=torch.int32, device=device)
+        self._free: list[int] = []
+
+    @property
+    def held(self) -> int:
+        return self._answers.shape[0] - len(self._free)
+
+    def take(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> int:
+        """A row that counts these tokens; the caller owns it until `give_back`."""
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self._in_prompt[row].zero_()
+        self._in_prompt[row].index_fill_(0, self._sent(prompt_ids), True)
+        self._answers[row].zero_()
+        answers = self._sent(answer_ids)
+        self.add(torch.full_like(answers, row), answers)
+        return row
+
+    def give_back(self, row: int) -> None:
+        assert row not in self._free, f"count row {row} was given back twice"
+        self._free.append(row)
+
+    def add(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Counts `token_ids` [m] as answer tokens, each in its own of `rows` [m]; a row may occur more than once."""
+        cells = rows * self._answers.shape[1] + token_ids
+        one = torch.ones_like(cells, dtype=torch.int32)
+        self._answers.view(-1).scatter_add_(0, cells, one)
+
+    def penalised(self, x: Tensor, rows: Tensor, penalties: Penalties) -> Tensor:
+        """`x` [m, vocab] after the repetition, then the presence and frequency penalties; `x` itself is kept."""
+        repetition, presence, frequency = (
+            penalty.unsqueeze(-1).to(x.dtype)
+            for penalty in (penalties.repetition, penalties.presence, penalties.frequency)
+        )
+        answers = self._answers[rows]
+        seen = self._in_prompt[rows] | (answers > 0)
+        x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+        x = x - presence * (answers > 0) - frequency * answers
+        return x.clamp_(max=torch.finfo(x.dtype).max)  # a repetition penalty below 1 may overflow to inf
+
+    def _sent(self, token_ids: Sequence[int]) -> Tensor:
+        vocab = self._answers.shape[1]
+        assert all(0 <= token < vocab for token in token_ids), f"a token id outside [0, {vocab})"
+        return list_to_device(token_ids, torch.int64, self._answers.device)
+
+    def _grow(self) -> None:
+        before, more = self._answers.shape[0], max(1, self._answers.shape[0])
+        self._in_prompt = torch.cat([self._in_prompt, self._in_prompt.new_zeros(more, self._in_prompt.shape[1])])
+        self._answers = torch.cat([self._answers, self._answers.new_zeros(more, self._answers.shape[1])])
+        self._free.extend(range(before, before + more))
+
+
+def logprob_rows(logits: Tensor, chosen_ids: Tensor, wanted: Mapping[int, tuple[int, int]]) -> LogprobRows:
+    """`logits` [m, vocab] and `chosen_ids` [m] are those of the rows that asked, in the order of `wanted`. No NaN."""
+    m, vocab = logits.shape
+    most = min(vocab, max(count for _, count in wanted.values()))
+    logprobs = torch.log_softmax(logits, dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+    chosen = chosen_ids.unsqueeze(-1)
+    # Ranks follow the logits: log_softmax may round two of them to one value.
+    value = logits.gather(-1, chosen)
+    earlier = torch.arange(vocab, device=logits.device) < chosen
+    ranks = 1 + ((logits > value) | ((logits == value) & earlier)).sum(dim=-1)
+    top_ids = leading(logits, most).ids if most else chosen.new_empty(m, 0)
+    return LogprobRows(
+        wanted, chosen_ids, logprobs.gather(-1, chosen).squeeze(-1), ranks, top_ids, logprobs.gather(-1, top_ids)
+    )

@@ -12,7 +12,7 @@ from hotset.base.errors import CheckpointError, MissingDependency, RequestError
 from hotset.models.checkpoint import ModelFiles
 from hotset.models.checkpoint.gguf_file import GgufFile
 from hotset.models.checkpoint.gguf_source import gguf_end_ids
-from hotset.models.checkpoint.json_file import read_json_if_there
+from hotset.models.config_fields import read_json_if_there
 from hotset.models.gguf_tokenizer import build_gguf_tokenizer, gguf_adds_bos, gguf_special_tokens
 from hotset.models.text_stream import BYTE_TOKEN, ByteStream, TextStream, WindowStream
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hotset import LLM
 from hotset.base.errors import ConfigError
-from hotset.evaluate.backends import LocalBackend, ServerBackend
-from hotset.evaluate.retrieval import Plan, evaluate
+from hotset.evaluate.retrieval import LocalBackend, Plan, ServerBackend, evaluate
 from hotset.evaluate.tasks import make_questions
 from hotset.memory.view import View
 

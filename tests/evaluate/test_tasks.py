@@ -7,8 +7,7 @@ from prepared import DEMO
 from tokenizers import Tokenizer
 
 from hotset.base.errors import ConfigError
-from hotset.evaluate.tasks import TASKS, Question, make_questions
-from hotset.evaluate.wording import NUMBERS, filler, held_out, words
+from hotset.evaluate.tasks import NUMBERS, TASKS, Question, filler, held_out, make_questions, words
 
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 LENGTH = 1024

@@ -24,7 +24,7 @@ from transformers import (
 
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint import files, find_model, open_weights
-from hotset.models.checkpoint.fp8 import dequantise_blocks
+from hotset.models.checkpoint.safetensors_source import dequantise_blocks
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 LLAMA = {

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
+from hotset.models.draw import LISTED, WEIGHT_ONE, DrawRules, _choose, draw, draw_key, leading, uniforms
 from hotset.models.sampler import Sampled, Sampler
-from hotset.models.sampling.draw import LISTED, WEIGHT_ONE, DrawRules, _choose, draw, draw_key, leading, uniforms
 from tests.models import sampling_oracle as oracle
 
 CPU = torch.device("cpu")

@@ -6,8 +6,7 @@ import pytest
 
 from hotset import LLM
 from hotset.base.config import TiersMode
-from hotset.evaluate.backends import LocalBackend
-from hotset.evaluate.retrieval import Plan, evaluate
+from hotset.evaluate.retrieval import LocalBackend, Plan, evaluate
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
 

@@ -11,12 +11,11 @@ import torch
 
 from hotset.base.config import EMBEDDED
 from hotset.base.errors import CheckpointError, MissingDependency
-from hotset.models.checkpoint.dummy import DummySource
 from hotset.models.checkpoint.gguf_file import GgufFile, open_gguf
 from hotset.models.checkpoint.gguf_source import GgufSource, gguf_spec
-from hotset.models.checkpoint.json_file import read_json, read_json_if_there
 from hotset.models.checkpoint.safetensors_source import SafetensorsSource
-from hotset.models.checkpoint.source import Progress, WeightSource
+from hotset.models.checkpoint.source import DummySource, Progress, WeightSource
+from hotset.models.config_fields import read_json, read_json_if_there
 from hotset.models.config_reader import read_spec
 from hotset.models.spec import ModelSpec
 

@@ -8,15 +8,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hotset.base.errors import CheckpointError
-from hotset.models.checkpoint.fp8 import DEFAULT_BLOCK, dequantise_blocks, scale_shape
-from hotset.models.checkpoint.json_file import read_json
+from hotset.base.units import ceil_div
 from hotset.models.checkpoint.source import Progress, TensorSlice, account_for_rest, check_shape, part_of, place
-from hotset.models.config_fields import ConfigFields
+from hotset.models.config_fields import ConfigFields, read_json
 from hotset.models.spec import ModelSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale_inv"
+DEFAULT_BLOCK = (128, 128)
 
 
 class SafetensorsSource:
@@ -161,3 +161,24 @@ def _fp8_block(config_path: Path) -> tuple[int, int]:
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
         quantisation.refuse("weight_block_size", "two whole numbers from 1")
     return block[0], block[1]
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """The shape of the factors of a weight of `shape`; matrices only."""
+    rows, columns = shape
+    return ceil_div(rows, block[0]), ceil_div(columns, block[1])
+
+
+def dequantise_blocks(
+    weight: torch.Tensor,  # [rows, columns] float8_e4m3fn
+    scale: torch.Tensor,  # [row blocks, column blocks] float32
+    block: tuple[int, int],
+    out: torch.Tensor,  # [rows, columns], any float dtype
+) -> torch.Tensor:
+    """Writes the values into `out`, one row of blocks at a time: the fp32 products never exist all at once."""
+    assert tuple(scale.shape) == scale_shape(tuple(weight.shape), block), "scale and weight do not fit: caller's bug"
+    per_column = scale.float().repeat_interleave(block[1], dim=1)[:, : weight.shape[1]]
+    for index in range(scale.shape[0]):
+        rows = slice(index * block[0], (index + 1) * block[0])
+        out[rows].copy_(weight[rows].float() * per_column[index])
+    return out

@@ -1,1 +1,0 @@
-"""The parts of the sampler: penalties by token counts, the draw, log-probabilities."""
