@@ -39,6 +39,7 @@ from hotset.kernels.rows import index_key_row, mla_row
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.tiers.coordinator import Coordinator
+from hotset.tiers.ledger import LAND_ANYWHERE
 from hotset.transfer.api import Region, State, Writes
 from hotset.transfer.engines import DEADLINE_S, LANES
 from hotset.transfer.lanes import Backend, Lanes
@@ -156,7 +157,7 @@ class Worker:
         model = Model("stand-in", case.layers, shape.row.described, shape.key.described, shape.groups, "")
         in_host = prefill or case.keys == "host"
         stores: Mapping[Landing, Store] = (
-            {"host": source} if in_host else landing_stores(whole(self.memory), self.memory.pool)
+            {"host": source} if in_host else landing_stores(whole(self.memory), self.memory.pool, LAND_ANYWHERE)
         )
         self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe())
         self.news = threading.Event()

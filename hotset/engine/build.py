@@ -14,7 +14,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import Model
 from hotset.engine.device import choose_device
-from hotset.engine.handoffs import open_endpoint
+from hotset.engine.handoffs import landing_policy, open_endpoint
 from hotset.engine.intake import ModelCard
 from hotset.engine.model import choose_dtype, load_decoder, storage, whole_kv_shape
 from hotset.engine.progress import LoadingBar
@@ -34,7 +34,7 @@ from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.coordinator import Coordinator
 from hotset.tiers.ledger import Ledger
 from hotset.transfer.api import Transfer
-from hotset.transfer.engines import open_transfer, prefer_few_writes
+from hotset.transfer.engines import open_transfer
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # as SmolLM2's authors recommend
@@ -156,7 +156,7 @@ def model_card(
         dtype=str(dtype).removeprefix("torch."),
         role=config.role,
         host_store=budget.host_pages > 0,
-        lands_on_device=config.workers == 1,
+        landing=landing_policy(config),
     )
 
 
@@ -209,7 +209,7 @@ def join(
     transfer: Transfer | None = None,
 ) -> Engine:
     """Puts an engine together around workers that are ready. `shape`: of the whole model."""
-    replicas = [_replica(config, budget) for _ in range(config.data_parallel_size)]
+    replicas = [_replica(config, card, budget) for _ in range(config.data_parallel_size)]
     stages = config.pipeline_parallel_size
     depth = config.plans_in_flight or max(stages, 2 if card.device != "cpu" else 1)
     port = None
@@ -224,14 +224,13 @@ def join(
     return Engine(card, replicas, executor, depth, port)
 
 
-def _replica(config: EngineConfig, budget: KvBudget) -> Replica:
+def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica:
     host = PageAllocator(budget.host_pages) if budget.host_pages else None
     ledger = Ledger(
         budget.geometry,
         PageAllocator(budget.device_pages),
         host,
-        lands_on_device=config.workers == 1,  # no other process reaches the devices of several workers
-        keys_land_on_host=prefer_few_writes(config.transfer, config.transfer_protocol),
+        card.landing,
     )
     sizes = (config.max_num_seqs, config.max_num_batched_tokens)
     return Replica(Scheduler(ledger, *sizes, config.tiers, stages=config.pipeline_parallel_size), ledger)

@@ -42,6 +42,7 @@ from hotset.handoff.staging import StagedIn, check_staging
 from hotset.schedule.plan import FirstToken, Reservation, Rows, Withdrawal
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
+from hotset.tiers.ledger import LandingPolicy
 from hotset.transfer.api import Event, Transfer
 from hotset.transfer.engines import prefer_few_writes
 
@@ -220,6 +221,13 @@ class PrefillEndpoint:
         return None
 
 
+def landing_policy(config: EngineConfig) -> LandingPolicy:
+    """Peers can write to device memory only if it belongs to the engine's own process, that is, with one worker."""
+    on_device = config.workers == 1
+    few_writes = prefer_few_writes(config.transfer, config.transfer_protocol)
+    return LandingPolicy(on_device, keys_on_host=few_writes or not on_device)
+
+
 def open_endpoint(
     config: EngineConfig,
     model: Model,
@@ -233,8 +241,7 @@ def open_endpoint(
     StartupError if the control port cannot be bound or memory not be registered."""
     prefill = config.role == "prefill"
     hosts, pool = executor.hosts(), None if prefill else executor.pool
-    keys_on_host = prefer_few_writes(config.transfer, config.transfer_protocol)
-    stores = landing_stores(hosts, pool, keys_on_host=keys_on_host)
+    stores = landing_stores(hosts, pool, card.landing)
     try:
         staging = _staging(config, stores)
         for region in [*regions(hosts, pool), *([] if staging is None else [staging.region])]:

@@ -10,6 +10,7 @@ from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import ContextLengthExceeded, RequestError
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.schedule.request import Request
+from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class ModelCard:
     role: str = "both"
     control: str | None = None  # where its handoff agent listens
     host_store: bool = False
-    lands_on_device: bool = True  # contexts may land in device memory
+    landing: LandingPolicy = LAND_ANYWHERE  # where KV from prefill workers may arrive
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class Intake:
             )
         if landing == "host" and not card.host_store:
             raise RequestError("landing 'host' needs a host store, which --tiers off leaves out", param="landing")
-        if landing == "device" and not card.lands_on_device:
+        if landing == "device" and not card.landing.on_device:
             raise RequestError(
                 "landing 'device' needs an engine of one worker: several land by way of the host store; leave it out",
                 param="landing",

@@ -8,6 +8,7 @@ from hotset.engine.workers.executor import HostPart
 from hotset.handoff.layout import head_shards, whole_rows
 from hotset.handoff.messages import Landing, Span, Store
 from hotset.memory.device_pool import DevicePool
+from hotset.tiers.ledger import LandingPolicy
 from hotset.transfer.api import Memory, Region
 
 
@@ -24,16 +25,14 @@ def host_stores(hosts: Sequence[HostPart]) -> dict[Landing, Store]:
     }
 
 
-def landing_stores(
-    hosts: Sequence[HostPart], pool: DevicePool | None, *, keys_on_host: bool = False
-) -> dict[Landing, Store]:
+def landing_stores(hosts: Sequence[HostPart], pool: DevicePool | None, policy: LandingPolicy) -> dict[Landing, Store]:
     """Where contexts may land: all on the host, or, with a device `pool` that can be reached, all there. Index keys of
-    rows that land on the host are written to the pool if there is one, unless `keys_on_host`."""
+    rows that land on the host are written to the pool, unless the policy puts them on the host."""
     stores = host_stores(hosts)
     if pool is None:
         return stores
     on_device = _device_store(pool)
-    if keys_on_host:
+    if policy.keys_on_host:
         return {"device": on_device, **stores}
     landings = {name: Store(store.shards, on_device.keys) for name, store in stores.items()}
     return {"device": on_device, **landings}

@@ -40,7 +40,7 @@ def admissible_landings(ledger: Ledger, request: Request, mode: TiersMode) -> li
     wished = request.tiers == "resident" or request.landing == "device"  # even where all others are tiered
     resident = wished or not (ledger.tiers and (mode == "always" or request.tiers == "tiered"))
     found = []
-    if resident and ledger.lands_on_device and request.landing != "host":
+    if resident and ledger.landing.on_device and request.landing != "host":
         found.append((True, Residence.RESIDENT))
     if ledger.host is not None and request.landing != "device":
         found += [(False, Residence.RESIDENT)] * resident + [(False, Residence.TIERED)] * tiered

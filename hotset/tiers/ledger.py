@@ -56,6 +56,20 @@ class Quarantined:
     host: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class LandingPolicy:
+    """Where KV from prefill workers may arrive. It is decided once, when the engine is built."""
+
+    on_device: bool = True  # peers can write to device pages
+    keys_on_host: bool = False  # rows that land on the host have their index keys beside them, not on the device
+
+    def __post_init__(self) -> None:
+        assert self.on_device or self.keys_on_host, "index keys cannot land on a device that peers cannot write to"
+
+
+LAND_ANYWHERE = LandingPolicy()
+
+
 class Ledger:
     """Owns the page allocators of both pools. Without a host store (`host` None) requests are resident or absent."""
 
@@ -64,15 +78,10 @@ class Ledger:
         geometry: Geometry,
         device: PageAllocator,
         host: PageAllocator | None,
-        *,
-        lands_on_device: bool = True,
-        keys_land_on_host: bool = False,
+        landing: LandingPolicy = LAND_ANYWHERE,
     ) -> None:
-        """`lands_on_device`: another process can write to device pages. `keys_land_on_host`: where rows land on the
-        host, index keys do too, in the same pages; else they arrive on the device."""
         self.geometry = geometry
-        self.lands_on_device = lands_on_device
-        self._keys_land_on_host = keys_land_on_host or not lands_on_device
+        self.landing = landing
         self.device = device
         self.host = host
         self._quarantined: dict[str, Quarantined] = {}
@@ -208,7 +217,7 @@ class Ledger:
         holding.seat = seat
         commands: list[Command] = [Grant(seat, kind, 0, tuple(held)) for kind, held in holding.pages.items() if held]
         in_place = bool(holding.pages[Kind.ROWS])
-        on_host = not in_place and self._keys_land_on_host
+        on_host = not in_place and self.landing.keys_on_host
         commands += self._grant(holding, self._wanted(holding, to, tokens))
         if self.host is not None and not on_host:
             commands.append(Keep(seat, length, rows=in_place))
@@ -298,7 +307,7 @@ class Ledger:
         assert on_device or self.host is not None, "there is no host store to land in"
         return {
             Kind.ROWS: rows if on_device else 0,
-            Kind.KEYS: self.geometry.key_pages(tokens) if on_device or not self._keys_land_on_host else 0,
+            Kind.KEYS: self.geometry.key_pages(tokens) if on_device or not self.landing.keys_on_host else 0,
             Kind.HOST: 0 if self.host is None else rows,
         }
 
