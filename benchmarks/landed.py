@@ -1,6 +1,5 @@
 """A large model with made-up weights, whose prompts land instead of being computed, and what it selects."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,9 +78,6 @@ class Overridden:
 
     def select(self, layer: int, positions: Tensor) -> Selected:
         return self._inner.select(layer, self._chosen)
-
-    def roll_back(self, kept: Sequence[int]) -> list[int]:
-        return self._inner.roll_back(kept)
 
 
 class LandedModel:

@@ -38,7 +38,7 @@ from hotset.handoff.sender import Sender
 from hotset.kernels.rows import index_key_row, mla_row
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
-from hotset.tiers.coordinator import Coordinator
+from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import LAND_ANYWHERE
 from hotset.transfer.api import Region, State, Writes
 from hotset.transfer.engines import DEADLINE_S, LANES
@@ -146,7 +146,7 @@ class Worker:
         key_pages = 0 if prefill or case.keys == "host" else case.key_pages
         pool = DevicePool(shape, geometry, key_pages + SPARE_PAGES, CPU)
         host = HostStore(shape, case.pages + SPARE_PAGES, PAGE_ROWS, CPU)
-        self.memory = Coordinator(pool, host, 1, case.tokens)
+        self.memory = KvMemory(pool, host, 1, case.tokens)
         self.wire = Noted(NixlBackend(HOST, LANES) if case.engine == "nixl" else MooncakeBackend(HOST, "tcp"))
         self.transfer = Lanes(self.wire, LANES, DEADLINE_S)
         for region in regions(whole(self.memory), None if prefill else self.memory.pool):

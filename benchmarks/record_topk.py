@@ -99,9 +99,6 @@ class RecordingView:
             self.seen.append(Seen(layer, self.inner.seat_of[rows], lengths, positions[rows].to(torch.int32)))
         return self.inner.select(layer, positions)
 
-    def roll_back(self, kept: Sequence[int]) -> list[int]:
-        return self.inner.roll_back(kept)
-
 
 class RecordingModel:
     """A decoder whose selections are kept, on its device, until they are asked for."""

@@ -55,7 +55,7 @@ from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
 from hotset.models.spec import IndexSpec, MlaSpec, ModelSpec, Storage
 from hotset.schedule.scheduler import Scheduler
-from hotset.tiers.coordinator import Coordinator
+from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
 
 matplotlib.use("Agg")
@@ -160,7 +160,7 @@ def make_engine(setting: Setting, selection: Selection) -> tuple[Engine, Runner]
     """An engine in memory that is there already: pinning it takes longer than the run."""
     config, budget = setting.config, setting.budget
     model = LandedModel(setting.decoder, selection, CHUNK + SEATS)
-    memory = Coordinator(setting.pool, setting.host, SEATS, budget.max_model_len)
+    memory = KvMemory(setting.pool, setting.host, SEATS, budget.max_model_len)
     memory.warm_up()
     on_host = PageAllocator(budget.host_pages) if setting.host else None
     ledger = Ledger(budget.geometry, PageAllocator(budget.device_pages), on_host)
@@ -203,10 +203,10 @@ def timed_steps(engine: Engine, steps: int) -> list[float]:
     return times
 
 
-def replay_seconds(runner: Runner, requests: int, swapping: bool) -> float:
+def replay_seconds(runner: Runner, requests: int, has_tiered: bool) -> float:
     """A step's graph replayed with nothing between: what the GPU alone takes."""
     assert runner._graphs is not None
-    graph = runner._graphs._find(runner._graphs.size_for(requests), swapping).graph
+    graph = runner._graphs._find(runner._graphs.size_for(requests), has_tiered).graph
     return replayed(graph, 10)
 
 

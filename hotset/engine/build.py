@@ -31,7 +31,7 @@ from hotset.models.spec import GqaSpec, ModelSpec
 from hotset.models.split import Split, check_data_parallel, check_tensor_parallel, stage_layers
 from hotset.models.tokenizer import Tokenizer
 from hotset.schedule.scheduler import Scheduler
-from hotset.tiers.coordinator import Coordinator
+from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
 from hotset.transfer.api import Transfer
 from hotset.transfer.engines import open_transfer
@@ -191,7 +191,7 @@ def in_process(
     host = None
     if budget.host_pages:
         host = HostStore(model.kv_shape, budget.host_pages, config.page_rows, device, progress)
-    memory = Coordinator(pool, host, config.max_num_seqs, budget.max_model_len)
+    memory = KvMemory(pool, host, config.max_num_seqs, budget.max_model_len)
     graphs = device.type == "cuda" and config.cuda_graphs == "auto" and model.dtype == torch.bfloat16
     runner = Runner(model, memory, config.max_num_seqs, budget.max_model_len, vocab, graphs=graphs)
     return InProcess(runner, memory)

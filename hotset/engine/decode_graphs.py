@@ -17,7 +17,7 @@ from hotset.kernels import EMPTY
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.schedule.plan import Plan
-from hotset.tiers.coordinator import Coordinator
+from hotset.tiers.kv_memory import KvMemory
 
 SIZES_BELOW_EIGHT = (1, 2, 4)
 
@@ -63,7 +63,7 @@ def batch_sizes(most: int) -> list[int]:
 class DecodeGraphs:
     """Replays belong to the stream that is current when they are asked for; results are good until the next one."""
 
-    def __init__(self, model: Model, memory: Coordinator, tokens: Tensor) -> None:
+    def __init__(self, model: Model, memory: KvMemory, tokens: Tensor) -> None:
         """`tokens` [seats, context + 1] int32: every seat's tokens so far."""
         self._model, self._memory, self._tokens = model, memory, tokens
         self._sizes = batch_sizes(tokens.shape[0])
@@ -79,11 +79,11 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """`progress(done, total)`: graphs captured."""
-        kinds = (False, True) if self._memory.swaps else (False,)
-        wanted = [(size, swapping) for size in reversed(self._sizes) for swapping in kinds]
-        for done, (size, swapping) in enumerate(wanted):
+        kinds = (False, True) if self._memory.hot_buffers is not None else (False,)
+        wanted = [(size, has_tiered) for size in reversed(self._sizes) for has_tiered in kinds]
+        for done, (size, has_tiered) in enumerate(wanted):
             progress(done, len(wanted))
-            self._find(size, swapping)
+            self._find(size, has_tiered)
         progress(len(wanted), len(wanted))
 
     def size_for(self, rows: int) -> int:
@@ -91,10 +91,10 @@ class DecodeGraphs:
         return self._sizes[bisect_left(self._sizes, rows)]
 
     def run(self, plan: Plan) -> SampledRows:
-        swapping = self._memory.prepare(plan.seats, plan.starts)
+        has_tiered = self._memory.prepare_step(plan.seats, plan.starts)
         rows = len(plan.seats)
         size = self.size_for(rows)
-        captured = self._find(size, swapping)
+        captured = self._find(size, has_tiered)
         seat_of, positions = self._fill(size, plan.seats, plan.starts)
         captured.graph.replay()
         return SampledRows(captured.logits[:rows], positions[:rows], seat_of[:rows])
@@ -106,17 +106,17 @@ class DecodeGraphs:
         self._input[: 2 * size].copy_(numbers.pin_memory(), non_blocking=True)
         return self._input[:size], self._input[size : 2 * size]
 
-    def _find(self, size: int, swapping: bool) -> _Captured:
-        found = self._captured.get((size, swapping))
+    def _find(self, size: int, has_tiered: bool) -> _Captured:
+        found = self._captured.get((size, has_tiered))
         if found is None:
-            found = self._captured[size, swapping] = self._capture(size, swapping)
+            found = self._captured[size, has_tiered] = self._capture(size, has_tiered)
         return found
 
-    def _capture(self, size: int, swapping: bool) -> _Captured:
+    def _capture(self, size: int, has_tiered: bool) -> _Captured:
         seat_of, positions = self._fill(size, (), ())  # nobody's rows: to compile and to capture writes nothing
 
         def step() -> Tensor:
-            view = self._memory.blank_view(seat_of, positions, swapping)
+            view = self._memory.captured_view(seat_of, positions, has_tiered)
             logits = self._model.forward(self._tokens[seat_of, positions], view, None)
             assert logits is not None, "only whole models are captured"
             return logits

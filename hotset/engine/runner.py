@@ -11,7 +11,7 @@ from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.models.sampler import Sampled, Sampler
 from hotset.schedule.plan import Admission, Alternatives, Plan, StepResult
 from hotset.tiers.commands import Flush, Load
-from hotset.tiers.coordinator import Coordinator
+from hotset.tiers.kv_memory import KvMemory
 
 
 class SampledToken(Protocol):
@@ -56,7 +56,7 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        memory: Coordinator,
+        memory: KvMemory,
         seats: int,
         context: int,
         vocab: int,
@@ -102,7 +102,7 @@ class Runner:
             return SubmittedStep(plan.number, None)
         graphs = self._graphs
         rows = graphs.run(plan) if graphs is not None and graphs.serve(plan) else self._forward(plan)
-        self._memory.written(plan.seats, plan.starts, plan.counts)
+        self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
         if rows is None or not plan.sampled:
             return SubmittedStep(plan.number, None)
         seats = plan.seats if len(plan.sampled) == len(plan.seats) else [plan.seats[at] for at in plan.sampled]
@@ -127,7 +127,7 @@ class Runner:
     def _admit(self, admission: Admission) -> None:
         seat, prompt = admission.seat, admission.prompt
         tokens = (*prompt.token_ids, *admission.answer)
-        self._memory.seat(seat)
+        self._memory.clear_seat(seat)
         self._tokens[seat, : len(tokens)] = list_to_device(tokens, torch.int32, self._device)
         self._sampler.admit(seat, prompt.params, tokens, len(prompt), prompt.stop_ids)
 

@@ -1,28 +1,60 @@
-"""The view on requests all of whose rows are on the device: positions become rows through the page tables."""
+"""The tokens of one step, and the view of requests whose rows are all on the device.
+
+The view translates positions to device rows through the page tables.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from hotset.kernels.device_copies import list_to_device
 from hotset.kernels.page_table_lookup import page_table_lookup
 from hotset.kernels.rows import PagedRows
-from hotset.kernels.segments import Segments
-from hotset.memory.batch import Batch
+from hotset.kernels.segments import Segments, make_segments
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.tables import PageTables
 from hotset.memory.view import NewRows, Selected
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tokens of one step. Segment i belongs to the request on `seats[i]`.
+
+    While a graph is captured, the host does not know which requests will use it. Then `seats` is empty, and the view
+    uses only `seat_of` and the segments' positions, which are device tensors.
+    """
+
+    seats: Sequence[int]
+    segments: Segments
+    seat_of: Tensor  # [tokens] int64: the seat of each token; EMPTY for padding
+
+
+def make_batch(seats: Sequence[int], starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Batch:
+    """Makes the batch that computes tokens [starts[i], starts[i] + counts[i]) of `seats[i]`."""
+    segments = make_segments(starts, counts, device)
+    on_device = list_to_device(seats, torch.int64, device)
+    return Batch(seats, segments, on_device if segments.decoding else on_device[segments.segment_of])
+
+
+def make_captured_batch(seat_of: Tensor, positions: Tensor) -> Batch:
+    """Makes a batch of one token for each seat, for capture: seats and positions are read from device memory."""
+    tokens = seat_of.shape[0]
+    segment_of = torch.arange(tokens, device=seat_of.device)
+    return Batch((), Segments((1,) * tokens, (), positions, segment_of), seat_of)
+
+
 class ResidentView:
     """Implements `View` over one device pool.
 
-    Rolling back undoes nothing: a view reads only [0, start + count) of each context and writes [start, start + count)
-    before it reads, so rows past a length are dead as soon as the next view begins there.
+    A view reads only [0, start + count) of each context and writes [start, start + count) before it reads. Rows past
+    the end of a context are therefore never read, and a later view may write over them.
     """
 
     def __init__(self, pool: DevicePool, tables: PageTables, batch: Batch) -> None:
         self._pool, self._tables, self._batch = pool, tables, batch
-        self._new_rows = self._find(batch.segments.positions[:, None])[:, 0]  # [query rows], within a layer
+        self._new_rows = self._find(batch.segments.positions[:, None])[:, 0]  # [tokens], within a layer
         self._row_runs = [tables.row_runs[seat] for seat in batch.seats]
         self._key_runs = [tables.key_runs[seat] for seat in batch.seats]
 
@@ -32,7 +64,7 @@ class ResidentView:
 
     @property
     def seat_of(self) -> Tensor:
-        """[query rows] int64: the seat of each query row."""
+        """[tokens] int64: the seat of each token."""
         return self._batch.seat_of
 
     @property
@@ -55,13 +87,6 @@ class ResidentView:
     def select(self, layer: int, positions: Tensor) -> Selected:
         return Selected(self._pool.rows[layer], self._find(positions), self._pool.shape.row)
 
-    def roll_back(self, kept: Sequence[int]) -> list[int]:
-        ends = []
-        for keep, count, length in zip(kept, self.segments.counts, self.segments.lengths, strict=True):
-            assert 0 <= keep <= count, f"{keep} of {count} rows cannot be kept"
-            ends.append(length - count + keep)
-        return ends
-
     def _find(self, positions: Tensor) -> Tensor:
-        """Device rows, within a layer, of `positions` [query rows, n] of each query row's own context."""
+        """Returns the device rows, within a layer, of `positions` [tokens, n] of each token's own context."""
         return page_table_lookup(positions, self._batch.seat_of, self._tables.rows, self._pool.geometry.page_rows)

@@ -113,7 +113,7 @@ class DsaAttention:
         selected = view.select(self._number, positions)
         q_all = rope_query(q, self._key_up, rotation)
         attended = sparse_attention(
-            q_all, selected.rows, selected.chosen, selected.layout, spec.kv_lora_rank, self._scale
+            q_all, selected.rows, selected.row_ids, selected.layout, spec.kv_lora_rank, self._scale
         )
         values = per_head_matmul(attended, self._value_up)  # [rows, heads, v]
         return self._out(values.reshape(x.shape[0], -1)), positions

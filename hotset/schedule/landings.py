@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hotset.memory.geometry import Geometry
 from hotset.schedule.plan import Alternatives, FirstToken, Reservation, Rows, Withdrawal
 from hotset.schedule.request import Phase, Request
-from hotset.tiers.commands import Kind
+from hotset.tiers.residence import PageUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Landings:
             prefill_at=request.prefill_at,
             prompt=request.prompt,
             on_device=on_device,
-            row_pages=tuple(pages[Kind.ROWS if on_device else Kind.HOST]),
+            row_pages=tuple(pages[PageUse.ROWS if on_device else PageUse.HOST]),
             # Index keys that land on the host lie in the pages of their rows.
-            key_pages=tuple(pages[Kind.KEYS] or pages[Kind.HOST]),
+            key_pages=tuple(pages[PageUse.KEYS] or pages[PageUse.HOST]),
         )
         self._reserved[request] = _Reserved(reservation, until=plan)
 
@@ -76,7 +76,7 @@ class Handovers:
         page_rows = self._geometry.page_rows
         last = request.planned if whole else request.planned - request.planned % page_rows
         if last > request.told:
-            pages = request.holding.pages[Kind.HOST][: self._geometry.row_pages(last)]
+            pages = request.holding.pages[PageUse.HOST][: self._geometry.row_pages(last)]
             self._sent.append(Rows(request.request_id, request.told, last, tuple(pages)))
             request.told = last
 

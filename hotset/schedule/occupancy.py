@@ -22,7 +22,7 @@ from hotset.schedule.room import (
     promotable,
 )
 from hotset.tiers.commands import Command
-from hotset.tiers.ledger import Ledger, Need
+from hotset.tiers.ledger import Ledger, PageCounts
 from hotset.tiers.residence import Residence
 
 
@@ -60,7 +60,7 @@ class Occupancy:
         for place in admissible_residences(self._ledger, request, self._mode):
             if place is Residence.STREAMED and self.in_residence(Residence.STREAMED):
                 continue  # one workspace at a time
-            need = self._ledger.need(request.holding, place, len(request.tokens))
+            need = self._ledger.pages_needed(request.holding, place, len(request.tokens))
             if self._ledger.fits(need, spare) or self._demote_for(need, spare):
                 self._seat_request(request, place)
                 return True
@@ -71,7 +71,7 @@ class Occupancy:
         """The one door into decoding: every row of the request's known tokens but the newest is in memory."""
         request.move(Phase.DECODE)
         if request.holding.residence is Residence.STREAMED:
-            self.commands += self._ledger.ready(request.holding, request.planned)
+            self.commands += self._ledger.end_streaming(request.holding, request.planned)
 
     def grow(self, request: Request) -> bool:
         """Pages for one more row, for which others give way if they must.
@@ -136,7 +136,7 @@ class Occupancy:
         """Pages for a prompt to land in, if it could come in as well when it has; False if there is no room yet."""
         ledger, spare, rows = self._ledger, headroom(self.running), len(request.tokens)
         for on_device, residence in admissible_landings(ledger, request, self._mode):
-            need = ledger.need(request.holding, residence, min(rows + 1, request.max_length - 1))
+            need = ledger.pages_needed(request.holding, residence, min(rows + 1, request.max_length - 1))
             if not (ledger.fits(need, spare) or self._demote_for(need, spare)):
                 continue
             reserved = ledger.reserve(request.holding, on_device, rows)
@@ -167,7 +167,7 @@ class Occupancy:
         else:
             request.move(Phase.PREFILL)
 
-    def _demote_for(self, need: Need, spare: Need) -> bool:
+    def _demote_for(self, need: PageCounts, spare: PageCounts) -> bool:
         """Demotes as many as it takes for `need` to fit; nobody if that would not do. False: not yet, or never."""
         if self.yielding or not (demoted := demotions_for(self._ledger, need, spare, self.running)):
             return False
@@ -179,7 +179,7 @@ class Occupancy:
     def _change(self, request: Request, to: Residence) -> None:
         ledger, holding = self._ledger, request.holding
         if to is Residence.TIERED:
-            if ledger.gain(holding, request.planned) > 0:
+            if ledger.pages_freed_by_demotion(holding, request.planned) > 0:
                 self.commands += ledger.demote(holding, request.planned)
                 self._counters.demotions += 1
         elif to is Residence.RESIDENT:

@@ -6,7 +6,7 @@ from typing import Literal
 from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.errors import IllegalTransition
 from hotset.base.sampling import PromptSpec
-from hotset.tiers.ledger import Holding
+from hotset.tiers.residence import Holding
 
 FinishReason = Literal["stop", "length", "abort", "lost", "no_room"]
 

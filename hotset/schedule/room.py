@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from hotset.base.config import TiersMode
 from hotset.schedule.request import Phase, Request
-from hotset.tiers.commands import Kind
-from hotset.tiers.ledger import NOTHING, Ledger, Need
-from hotset.tiers.residence import Residence
+from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
+from hotset.tiers.residence import PageUse, Residence
 
 MOST_PARKS = 3  # of one request, while others could be parked instead
 
@@ -26,7 +25,7 @@ class Preemption:
 
 def admissible_residences(ledger: Ledger, request: Request, mode: TiersMode) -> tuple[Residence, ...]:
     """Where a waiting or parked request may come in, the best first."""
-    if not ledger.tiers or request.tiers == "resident" or request.holding.pages[Kind.ROWS]:
+    if not ledger.tiers or request.tiers == "resident" or request.holding.pages[PageUse.ROWS]:
         return (Residence.RESIDENT,)
     below = Residence.TIERED if request.phase is Phase.PARKED and request.prefilled else Residence.STREAMED
     if mode == "always" or request.tiers == "tiered":
@@ -53,7 +52,7 @@ def pick_victim(ledger: Ledger, needy: Request, running: Sequence[Request], wait
     Short of device pages: the request whose demotion frees the most, or else the youngest, which parks. Short of host
     pages, or with none to park in: the youngest that holds any gives up everything and is computed again.
     """
-    need = ledger.need(needy.holding, needy.holding.residence, needy.planned + 1)
+    need = ledger.pages_needed(needy.holding, needy.holding.residence, needy.planned + 1)
     short_of_device = need.device > ledger.device.free
     if short_of_device and (gains := _gains(ledger, running)):
         return Preemption(max(gains, key=gains.__getitem__), Residence.TIERED)
@@ -64,9 +63,9 @@ def pick_victim(ledger: Ledger, needy: Request, running: Sequence[Request], wait
     return Preemption(max(holders, key=lambda request: request.arrival), Residence.ABSENT)
 
 
-def demotions_for(ledger: Ledger, need: Need, spare: Need, running: Iterable[Request]) -> list[Request]:
+def demotions_for(ledger: Ledger, need: PageCounts, spare: PageCounts, running: Iterable[Request]) -> list[Request]:
     """Whom to demote, the largest gain first, until `need` fits with `spare` left over; nobody if that would not do."""
-    if not ledger.tiers or not ledger.fits(Need(0, need.host), Need(0, spare.host)):
+    if not ledger.tiers or not ledger.fits(PageCounts(0, need.host), PageCounts(0, spare.host)):
         return []
     demoted, short = [], need.device + spare.device - ledger.device.free
     gains = _gains(ledger, running)
@@ -81,18 +80,18 @@ def demotions_for(ledger: Ledger, need: Need, spare: Need, running: Iterable[Req
 def promotable(ledger: Ledger, running: Sequence[Request]) -> Request | None:
     """The oldest tiered request for which there is room as a resident one, besides what all will want to grow."""
     tiered = [each for each in running if each.holding.residence is Residence.TIERED and each.tiers != "tiered"]
-    spare = headroom(running) if tiered else NOTHING
-    fitting = (each for each in tiered if ledger.fits(ledger.promotion(each.holding, each.planned), spare))
+    spare = headroom(running) if tiered else NO_PAGES
+    fitting = (each for each in tiered if ledger.fits(ledger.pages_to_promote(each.planned), spare))
     return next(fitting, None)
 
 
-def headroom(running: Iterable[Request]) -> Need:
+def headroom(running: Iterable[Request]) -> PageCounts:
     """A page for every running request that will want more before it ends: left free when others come in."""
     device = host = 0
     for request in running:
-        device += request.holding.device_room < request.max_length - 1
-        host += request.holding.host_room < request.max_length - 1
-    return Need(device, host)
+        device += request.holding.device_capacity < request.max_length - 1
+        host += request.holding.host_capacity < request.max_length - 1
+    return PageCounts(device, host)
 
 
 def _gains(ledger: Ledger, running: Iterable[Request]) -> dict[Request, int]:
@@ -102,5 +101,5 @@ def _gains(ledger: Ledger, running: Iterable[Request]) -> dict[Request, int]:
         for request in running
         if request.phase is Phase.DECODE
         and request.tiers != "resident"
-        and (gain := ledger.gain(request.holding, request.planned)) > 0
+        and (gain := ledger.pages_freed_by_demotion(request.holding, request.planned)) > 0
     }

@@ -16,7 +16,7 @@ from hotset.schedule.plan import Alternatives, Committed, Plan, Reservation, Ste
 from hotset.schedule.request import FinishReason, Phase, Request
 from hotset.schedule.room import admissible_residences
 from hotset.tiers.commands import Demote, Load, Promote
-from hotset.tiers.ledger import NOTHING, Ledger
+from hotset.tiers.ledger import NO_PAGES, Ledger
 from hotset.tiers.residence import Residence
 
 READS_HOST = (Load, Demote, Promote)
@@ -120,7 +120,8 @@ class Scheduler:
         assert request.request_id not in self._requests, f"request {request.request_id} is known already"
         ledger, rows = self._ledger, request.max_length - 1
         least = min(
-            ledger.need(request.holding, to, rows).device for to in admissible_residences(ledger, request, self._mode)
+            ledger.pages_needed(request.holding, to, rows).device
+            for to in admissible_residences(ledger, request, self._mode)
         )
         assert least <= ledger.device.capacity, f"{least} device pages never fit {ledger.device.capacity}"
         if ledger.host is not None:
@@ -211,7 +212,9 @@ class Scheduler:
                 prefills.append(request)
             elif self._stages > 1 and (request.promised or len(draft.seats) == most):
                 continue
-            elif wanted == 1 and (planned < request.holding.room or self._in.grow(request)) and self._ready(request):
+            elif (
+                wanted == 1 and (planned < request.holding.capacity or self._in.grow(request)) and self._ready(request)
+            ):
                 self._put(draft, request, 1)
         room = max(self._step_rows - len(draft.seats), 1)
         for request in prefills:
@@ -283,8 +286,8 @@ class Scheduler:
             at_rest = request.holding.residence in (Residence.ABSENT, Residence.PARKED, Residence.LANDING)
             assert at_rest == (request.seat is None), f"{request.request_id}: {request.holding.residence} and its seat"
             if not at_rest:
-                need = self._ledger.need(request.holding, request.holding.residence, request.planned)
-                assert need == NOTHING, f"{request.request_id} has rows without a page"
+                need = self._ledger.pages_needed(request.holding, request.holding.residence, request.planned)
+                assert need == NO_PAGES, f"{request.request_id} has rows without a page"
 
     def _take_token(self, request: Request, token: int) -> None:
         request.promised -= 1
@@ -350,7 +353,7 @@ class Scheduler:
         holders = [each for each in self._in.waiting if each.phase is Phase.PARKED and each is not self._in.waiting[0]]
         if holders:
             self._in.recompute(holders[-1])
-        elif self._ledger.quarantined != NOTHING and len(self._requests) == len(self._in.waiting):
+        elif self._ledger.quarantined != NO_PAGES and len(self._requests) == len(self._in.waiting):
             pages = self._ledger.quarantined.device + self._ledger.quarantined.host
             why = f"{pages} pages are in quarantine, since lost prefill workers might still write to them, and too few"
             self._end(self._in.waiting[0], "no_room", f"{why} are left; restart this worker")

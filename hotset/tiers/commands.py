@@ -1,40 +1,27 @@
-"""What the ledger tells workers to do with memory: plain values, carried out in order, before the step they come with.
+"""Commands from the ledger to the workers' memory. They travel in plans and are executed before the plan's step.
 
-Order is all that makes them safe: a page that one command frees may be granted by a later one of the same plan, and
-every worker carries out the same commands in the same order.
+Workers execute commands in order, and only this order makes them safe: a page that one command frees may be granted by
+a later command of the same plan. All workers execute the same commands in the same order.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
-from hotset.tiers.residence import Residence
-
-
-class Kind(Enum):
-    """What a page is held for. HOST pages come from the host store, all others from the device pool."""
-
-    ROWS = "rows"
-    KEYS = "keys"
-    SLOTS = "slots"
-    TAIL = "tail"
-    MAPS = "maps"
-    WORK = "work"
-    HOST = "host"
+from hotset.tiers.residence import PageUse, Residence
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A seat's pages number `first` and following, of one kind."""
+    """Gives a seat `pages` for one use, as its pages number `first` and following."""
 
     seat: int
-    kind: Kind
+    use: PageUse
     first: int
     pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Copies to the host what of a context of `length` rows is not there yet: rows and index keys of its last page."""
+    """Copies the partly filled last page of a context of `length` rows, rows and index keys, to the host."""
 
     seat: int
     length: int
@@ -42,7 +29,7 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Brings a context of `length` rows from the host: its index keys if `keys`, and what `to` needs of its rows."""
+    """Loads a context of `length` rows from the host: the rows that residence `to` needs, and, if `keys`, all keys."""
 
     seat: int
     length: int
@@ -51,9 +38,11 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """Copies to the host, of a context of `length` rows that landed, the full pages of what landed on the device: its
-    index keys, and its rows if `rows`."""
+class MirrorLanded:
+    """Copies the full pages of a context of `length` rows that landed on the device to the host.
+
+    Its index keys are copied, and, if `rows`, its rows as well: otherwise they landed on the host.
+    """
 
     seat: int
     length: int
@@ -62,9 +51,9 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Demote:
-    """A resident seat becomes tiered on pages of its own, which it has been granted as slots, tail and maps.
+    """Makes a resident seat tiered. Its own pages become slots, tail and maps.
 
-    Slot s holds position `first` * page_rows + s in place; the tail's pages hold the newest rows in place.
+    Slot s already holds position `first` * page_rows + s, and the tail's pages already hold the newest rows.
     """
 
     seat: int
@@ -77,11 +66,11 @@ class Demote:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """A tiered seat becomes resident: `rows` are its pages from the first, of which those in the tail stay in place."""
+    """Makes a tiered seat resident. `rows` are all its pages in order; those of the tail already hold their rows."""
 
     seat: int
     length: int
     rows: tuple[int, ...]
 
 
-Command = Grant | Flush | Load | Keep | Demote | Promote
+Command = Grant | Flush | Load | MirrorLanded | Demote | Promote

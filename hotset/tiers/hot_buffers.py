@@ -1,8 +1,9 @@
-"""The hot buffers of tiered requests: slots, tail, and the residency maps that say what is where.
+"""The hot buffers of tiered requests: slots, tail, and the residency maps that record which slot holds which position.
 
-Per index group of a tiered seat, in its map pages: `position_of[slot]`, `last_used[slot]`, `slot_of[position]`. Stamps
-are positions: the step that computes the row at position p stamps what it uses with p. So they grow by themselves,
-survive parking, and a row that was only written, never selected, counts as used when it was written.
+The map pages of a tiered seat hold, for each index group, `position_of[slot]`, `last_used[slot]` and
+`slot_of[position]`. Stamps are positions: the step that computes position p sets `last_used` of the slots that it uses
+to p. Stamps therefore grow without a counter and survive parking, and a row that was written but never selected counts
+as used when it was written.
 """
 
 from collections.abc import Sequence
@@ -20,11 +21,14 @@ from hotset.memory.host_store import HostStore
 from hotset.memory.tables import PageTables
 from hotset.tiers.commands import Demote
 
-NEVER = -1  # last_used of a slot that was not used yet
+NEVER = -1  # last_used of a slot that has not been used
 
 
 class HotBuffers:
-    """Every tiered seat's hot buffer. Selection of the last step is kept for all seats, so that demotion can seed."""
+    """The hot buffers of all tiered seats.
+
+    `last_selected` keeps the last step's selection of every seat, because demotion fills slots with those rows.
+    """
 
     def __init__(self, pool: DevicePool, host: HostStore, tables: PageTables, seats: int) -> None:
         geometry = pool.geometry
@@ -36,60 +40,66 @@ class HotBuffers:
         )  # fmt: skip
         size = (seats, pool.shape.groups, pool.shape.topk)
         self.last_selected = torch.full(size, EMPTY, dtype=torch.int32, device=pool.device)
-        self._opened_at = [0] * seats  # rows of the context when it became tiered: its tail was made for the next one
-        self._ahead = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
-        self._arrived: dict[int, torch.cuda.Event] = {}  # by layer: its rows were copied ahead
+        self._opened_at = [0] * seats  # rows of the context when it became tiered: its tail was made for the next row
+        self._prefetch_stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+        self._prefetched: dict[int, torch.cuda.Event] = {}  # by layer: fires when its rows have been copied
         self.counts = torch.zeros(pool.shape.groups, 2, dtype=torch.int64, device=pool.device)
-        self._uncounted = torch.zeros(2, dtype=torch.int64, device=pool.device)  # counts that nobody reads
-        # A number given by the host would make it wait for the device.
+        self._uncounted = torch.zeros(2, dtype=torch.int64, device=pool.device)  # never read
+        # Assigning a Python number would make the host wait for the device.
         self._empty = torch.full((), EMPTY, dtype=torch.int16, device=pool.device)
         self._key_layers = torch.tensor(pool.shape.key_layers, device=pool.device)
 
     def warm_up(self) -> None:
-        """Compiles what is needed between steps, by plans and copies of nothing."""
-        nobody = torch.full((1,), EMPTY, device=self._pool.device)
+        """Compiles the kernels used between steps by planning and copying nothing."""
+        padding = torch.full((1,), EMPTY, device=self._pool.device)
         for k in {min(self._geometry.page_rows, self._geometry.slots), self._geometry.topk}:
-            swap = self._plan_outside_tail(0, nobody, torch.full((1, k), EMPTY, device=self._pool.device), nobody)
-            self._move(0, swap.copies)
+            swap = self._plan_outside_tail(0, padding, torch.full((1, k), EMPTY, device=self._pool.device), padding)
+            self._copy_on_device(0, swap.copies)
 
     def save_last_topk(self, group: int, seats: Tensor, positions: Tensor) -> None:
-        """Keeps the newest selection of each seat, with which its slots would be seeded."""
+        """Keeps the newest selection of each seat."""
         save_last_topk(self.last_selected[:, group], seats, positions)
 
     def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> Swap:
-        """Finds the rows at `positions` [rows, k] of tiered seats, one query row each, at the step `stamps` [rows].
+        """Finds the rows at `positions` [tokens, k] of tiered seats, one token each, and stamps slots with `stamps`.
 
-        What is missing is brought into the slots of the group's first layer; the caller owes it to the others.
+        Missing rows are copied into the slots of the group's first layer. The caller copies those of later layers.
         """
         words, per_page = self._pool.words_of(group), self._geometry.words_per_page
         first = self._pool.shape.layers_of(group)[0]
         return plan(
-            *(positions, seats, stamps, self._seat_tables, words, per_page, self.counts[group]),
+            positions,
+            seats,
+            stamps,
+            self._seat_tables,
+            words,
+            per_page,
+            self.counts[group],
             host_rows=self._host.rows[first],
             device_rows=self._pool.rows[first],
         )
 
     def copy(self, layer: int, swap: Swap) -> None:
-        """Brings what `swap` misses from the host into this layer's slots."""
+        """Copies the rows that `swap` misses from the host into this layer's slots."""
         copy(swap.copies, self._host.rows[layer], self._pool.rows[layer])
 
-    def copy_ahead(self, layers: Sequence[int], swap: Swap) -> None:
-        """Does so for layers that come later, beside what the main stream computes meanwhile."""
-        if self._ahead is not None:
-            self._ahead.wait_stream(torch.cuda.current_stream(self._pool.device))
-        with torch.cuda.stream(self._ahead):
+    def prefetch(self, layers: Sequence[int], swap: Swap) -> None:
+        """Copies the missing rows of later layers while the main stream computes."""
+        if self._prefetch_stream is not None:
+            self._prefetch_stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+        with torch.cuda.stream(self._prefetch_stream):
             for layer in layers:
                 self.copy(layer, swap)
-                if self._ahead is not None:
-                    self._arrived[layer] = self._ahead.record_event()
+                if self._prefetch_stream is not None:
+                    self._prefetched[layer] = self._prefetch_stream.record_event()
 
-    def wait_for(self, layer: int) -> None:
-        """The main stream goes on when this layer's rows, copied ahead, are there."""
-        if self._ahead is not None:
-            torch.cuda.current_stream(self._pool.device).wait_event(self._arrived.pop(layer))
+    def wait_for_prefetch(self, layer: int) -> None:
+        """Makes the main stream wait until this layer's rows have been prefetched."""
+        if self._prefetch_stream is not None:
+            torch.cuda.current_stream(self._pool.device).wait_event(self._prefetched.pop(layer))
 
-    def leaving(self, seats: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int]]:
-        """(seat, start) of those whose row at `start` begins a page, where older rows lie in the tail."""
+    def reused_tail_pages(self, seats: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns (seat, start) of the seats whose row at `start` begins a page that overwrites a tail page in use."""
         page_rows, tiered = self._geometry.page_rows, self._tables.tiered_seats
         return [
             (seat, start)
@@ -97,42 +107,42 @@ class HotBuffers:
             if start % page_rows == 0 and seat in tiered and start > max(self._opened_at[seat], page_rows)
         ]
 
-    def make_way(self, leaving: Sequence[tuple[int, int]]) -> None:
-        """Before tail pages are written anew, the rows in them, on the host by now, enter slots of every group, as used
-        one step ago.
+    def move_tail_to_slots(self, reused: Sequence[tuple[int, int]]) -> None:
+        """Moves the rows of tail pages that are about to be overwritten into slots of every group.
 
-        They take the place of slots not used in that step; where those are fewer than a page, the newest rows go in.
-        While a whole context fits the slots there are empty ones for all of its rows.
+        The rows are on the host already. They are stamped as used one step ago and replace slots that were not used in
+        that step. If there are fewer such slots than rows in a page, only the newest rows get one. While the whole
+        context fits into the slots, there are empty slots for all rows.
         """
         page_rows, slots, device = self._geometry.page_rows, self._geometry.slots, self._pool.device
-        seats = list_to_device([seat for seat, _start in leaving], torch.int64, device)
-        starts = list_to_device([start for _seat, start in leaving], torch.int64, device)
+        seats = list_to_device([seat for seat, _start in reused], torch.int64, device)
+        starts = list_to_device([start for _seat, start in reused], torch.int64, device)
         first = starts - TAIL_PAGES * page_rows
         room = min(page_rows, slots - self._geometry.topk)
         count = torch.where(first + page_rows <= slots, page_rows, room)
-        number = torch.arange(min(page_rows, slots), device=device)  # no more than the slots can be planned for
+        number = torch.arange(min(page_rows, slots), device=device)  # at most `slots` positions can be planned for
         entering = (first + page_rows - count)[:, None] + number
         entering = torch.where(number < count[:, None], entering, EMPTY)
         tail_rows = self._tables.tail_at(seats[:, None], entering.clamp_min(0))
-        slot_of = self._half_places(seats[:, None], first[:, None] + torch.arange(page_rows, device=device))
+        slot_of = self._slot_of_index(seats[:, None], first[:, None] + torch.arange(page_rows, device=device))
         self._pool.words.view(torch.int16)[self._key_layers[:, None, None], slot_of] = self._empty
         count = count.int()
         for group in range(self._pool.shape.groups):
             swap = self._plan_outside_tail(group, seats, entering, starts - 1)
-            self._move(group, Copies(tail_rows, swap.rows, count))
+            self._copy_on_device(group, Copies(tail_rows, swap.rows, count))
 
     def open(self, seat: int, length: int) -> None:
-        """A context of `length` rows, all of them on the host, becomes tiered: empty maps, its newest rows in the tail.
+        """Makes a context of `length` rows, all of them on the host, tiered. Its newest rows are loaded into the tail.
 
-        A context whose rows all fit is loaded whole, so that it never misses. Otherwise the rows last selected from the
-        host are: after a streamed prefill these are known, after a park they are not.
+        If all other rows fit into the slots, they are loaded, so that the context never misses. Otherwise the rows last
+        selected are loaded. These are known after a streamed prefill, but not after parking.
         """
         self._tables.set_tiered(seat, True)
         self._opened_at[seat] = length
         tail_first = self._geometry.tail_first(length)
         positions = torch.arange(length, device=self._pool.device)
         newest = positions[tail_first:]
-        self._bring(seat, newest, self._tables.tail_at(seat, newest))
+        self._load_rows(seat, newest, self._tables.tail_at(seat, newest))
         if tail_first <= self._geometry.slots:
             self._open_whole(seat, positions[:tail_first], length)
             return
@@ -140,27 +150,27 @@ class HotBuffers:
             self._clear_maps(seat, group, length)
             wanted = self.last_selected[seat, group].long()
             wanted = torch.where(wanted < tail_first, wanted, EMPTY)
-            at, stamp = (torch.full((1,), number, device=self._pool.device) for number in (seat, length - 1))
-            swap = self._plan_outside_tail(group, at, wanted[None], stamp)
+            seats, stamps = (torch.full((1,), number, device=self._pool.device) for number in (seat, length - 1))
+            swap = self._plan_outside_tail(group, seats, wanted[None], stamps)
             for layer in self._pool.shape.layers_of(group):
                 self.copy(layer, swap)
 
     def demote(self, command: Demote) -> None:
-        """Makes a resident seat tiered on its own pages, without needing room."""
+        """Makes a resident seat tiered on its own pages; no free page is needed."""
         seat, length, tables = command.seat, command.length, self._tables
         tables.put(tables.slots, seat, 0, command.slots)
         tables.set_tail(seat, command.tail)
         tables.put(tables.maps, seat, 0, command.maps)
         for group in range(self._pool.shape.groups):
-            # A group's rows are copied before its maps are written: the map pages still hold rows that are wanted.
-            position_of, last_used = self._seed(group, seat, command.first * self._geometry.page_rows, length)
+            # A group's rows are copied before its maps are written, because the map pages still hold selected rows.
+            position_of, last_used = self._seed_slots(group, seat, command.first * self._geometry.page_rows, length)
             self._write_maps(seat, group, position_of, last_used, self._geometry.slots, length)
         tables.set_tiered(seat, True)
         self._opened_at[seat] = length
         tables.drop_rows(seat)
 
     def audit(self, seat: int, length: int) -> None:
-        """Proves of a tiered context of `length` rows that slot_of and position_of are each other's inverse."""
+        """Proves that slot_of and position_of of a tiered context of `length` rows are inverse to each other."""
         newest = length if length == self._opened_at[seat] else length - 1
         outside_tail = range(self._geometry.tail_first(newest))
         for group in range(self._pool.shape.groups):
@@ -170,7 +180,7 @@ class HotBuffers:
             assert by_slot == by_position, f"seat {seat}, group {group}: slots and positions disagree"
 
     def maps(self, seat: int, group: int) -> tuple[list[int], list[int], list[int]]:
-        """position_of, last_used and slot_of of one hot buffer, as lists: for audits and tests."""
+        """Returns position_of, last_used and slot_of of one hot buffer as lists, for audits and tests."""
         slots = self._geometry.slots
         pages = self._tables.maps[seat]
         words = self._pool.words_of(group).view(-1, self._geometry.words_per_page)[pages[pages != EMPTY]].flatten()
@@ -178,15 +188,15 @@ class HotBuffers:
         return words[:slots].tolist(), words[slots : 2 * slots].tolist(), slot_of.tolist()
 
     def _open_whole(self, seat: int, positions: Tensor, length: int) -> None:
-        """Every position outside the tail takes the slot of the same number."""
+        """Loads every position outside the tail into the slot of the same number."""
         slots = torch.arange(self._geometry.slots, device=self._pool.device)
         taken = slots < positions.shape[0]
         position_of, last_used = torch.where(taken, slots, EMPTY), torch.where(taken, length - 1, NEVER)
         for group in range(self._pool.shape.groups):
             self._write_maps(seat, group, position_of, last_used, positions.shape[0], length)
-        self._bring(seat, positions, self._slot_rows(seat, positions))
+        self._load_rows(seat, positions, self._slot_rows(seat, positions))
 
-    def _bring(self, seat: int, positions: Tensor, device_rows: Tensor) -> None:
+    def _load_rows(self, seat: int, positions: Tensor, device_rows: Tensor) -> None:
         """Copies the rows at `positions` from the host, in every layer."""
         host_rows = self._tables.host_at(seat, positions)
         count = torch.full((1,), positions.shape[0], dtype=torch.int32, device=self._pool.device)
@@ -194,36 +204,37 @@ class HotBuffers:
         for layer in range(self._pool.shape.layers):
             copy(copies, self._host.rows[layer], self._pool.rows[layer])
 
-    def _move(self, group: int, copies: Copies) -> None:
-        """Copies rows from device rows to device rows, in every layer of a group."""
+    def _copy_on_device(self, group: int, copies: Copies) -> None:
+        """Copies rows within the device, in every layer of a group."""
         for layer in self._pool.shape.layers_of(group):
             copy(copies, self._pool.rows[layer], self._pool.rows[layer])
 
-    def _seed(self, group: int, seat: int, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Copies the rows last selected over slots that hold others, in every layer of the group.
+    def _seed_slots(self, group: int, seat: int, first: int, length: int) -> tuple[Tensor, Tensor]:
+        """Copies the rows last selected over slots that hold other rows, in every layer of the group.
 
-        Slot n holds position `first + n` in place. Returns position_of and last_used [slots].
+        Slot n already holds position `first + n` in place. Returns position_of and last_used [slots].
         """
         device, slots = self._pool.device, self._geometry.slots
-        chosen = self.last_selected[seat, group].long()
-        there = (chosen >= 0) & (chosen < self._geometry.tail_first(length))
-        in_place = there & (chosen >= first) & (chosen < first + slots)
-        moves = there & ~in_place
-        # One slot more than there are takes what is written for entries that stay out.
+        selected = self.last_selected[seat, group].long()
+        outside_tail = (selected >= 0) & (selected < self._geometry.tail_first(length))
+        in_place = outside_tail & (selected >= first) & (selected < first + slots)
+        moves = outside_tail & ~in_place
+        # An extra slot at the end takes the writes of entries that need no slot.
         kept = torch.zeros(slots + 1, dtype=torch.bool, device=device)
-        kept.scatter_(0, torch.where(in_place, chosen - first, slots), True)
-        oldest_first = torch.argsort(kept[:slots].int(), stable=True)  # of those held in place, which give way
+        kept.scatter_(0, torch.where(in_place, selected - first, slots), True)
+        # Slots to overwrite, the oldest rows first; slots whose rows were selected come last.
+        oldest_first = torch.argsort(kept[:slots].int(), stable=True)
         target = torch.where(moves, oldest_first[(torch.cumsum(moves, 0) - 1).clamp_min(0)], slots)
         packed = torch.argsort(moves.int(), descending=True, stable=True)
-        sources = self._tables.rows_at(seat, chosen.clamp_min(0))[packed]
+        sources = self._tables.rows_at(seat, selected.clamp_min(0))[packed]
         targets = self._slot_rows(seat, target.clamp_max(slots - 1))[packed]
-        self._move(group, Copies(sources[None], targets[None], moves.sum(0, keepdim=True).int()))
+        self._copy_on_device(group, Copies(sources[None], targets[None], moves.sum(0, keepdim=True).int()))
         held = torch.arange(first, first + slots + 1, device=device)
         used = kept.scatter(0, target, True)
-        return held.scatter(0, target, chosen)[:slots], torch.where(used, length - 1, held)[:slots]
+        return held.scatter(0, target, selected)[:slots], torch.where(used, length - 1, held)[:slots]
 
     def _plan_outside_tail(self, group: int, seats: Tensor, wanted: Tensor, stamps: Tensor) -> Swap:
-        """Plans for positions as if none were in the tail. What it misses is not counted: nobody asked for it yet."""
+        """Plans for positions as if none were in the tail. Misses are not counted, because no step selected them."""
         words, per_page = self._pool.words_of(group), self._geometry.words_per_page
         return plan(wanted, seats, stamps, self._seat_tables, words, per_page, self._uncounted, ignore_tail=True)
 
@@ -234,20 +245,22 @@ class HotBuffers:
     def _write_maps(
         self, seat: int, group: int, position_of: Tensor, last_used: Tensor, occupied: int, length: int
     ) -> None:
-        """Sets the maps of one hot buffer, whose first `occupied` slots hold rows. slot_of is written up to `length`;
-        later positions enter with their page."""
+        """Writes the maps of one hot buffer whose first `occupied` slots hold rows.
+
+        slot_of is written up to `length`. Later positions are written when their page leaves the tail.
+        """
         words, device = self._pool.words_of(group), self._pool.device
         per_page = self._geometry.words_per_page
         number = torch.arange(2 * self._geometry.slots, device=device)
         place = self._tables.maps[seat, number // per_page] * per_page + number % per_page
         words[place] = torch.cat((position_of, last_used)).int()
         halves = words.view(torch.int16)
-        halves[self._half_places(seat, torch.arange(length, device=device))] = self._empty
+        halves[self._slot_of_index(seat, torch.arange(length, device=device))] = self._empty
         in_slots = torch.arange(occupied, dtype=torch.int16, device=device)
-        halves[self._half_places(seat, position_of[:occupied])] = in_slots
+        halves[self._slot_of_index(seat, position_of[:occupied])] = in_slots
 
-    def _half_places(self, seats: Tensor | int, positions: Tensor) -> Tensor:
-        """Where slot_of of each position is, in halves of words."""
+    def _slot_of_index(self, seats: Tensor | int, positions: Tensor) -> Tensor:
+        """Returns the index of slot_of of each position in the pool's map words, viewed as int16."""
         per_page, half = 2 * self._geometry.words_per_page, 4 * self._geometry.slots + positions
         return self._tables.maps[seats, half // per_page] * per_page + half % per_page
 

@@ -1,56 +1,33 @@
-"""The books: which request holds which pages of which pool, and in which residence. No tensors, no queues.
+"""The ledger records which request holds which pages of which pool, and in which residence. It has no tensors.
 
-Every change is all or nothing: it returns the commands that carry it out, or None if a pool lacks room, and then
-nothing has changed. Pages that a change frees may be granted again at once, because workers keep the order of commands.
+Every change is all or nothing. It returns the commands that carry it out, or None if a pool has too few free pages; in
+that case nothing has changed. Freed pages may be granted again at once, because workers execute commands in order.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from hotset.base.errors import IllegalTransition
 from hotset.memory.geometry import TAIL_PAGES, Geometry
 from hotset.memory.pages import PageAllocator
-from hotset.tiers.commands import Command, Demote, Flush, Grant, Keep, Kind, Load, Promote
-from hotset.tiers.residence import NEXT, Residence
+from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
+from hotset.tiers.residence import PAGE_USES, Holding, PageUse, Residence
 
 NO_LIMIT = 1 << 62
 
 
-@dataclass(slots=True)
-class Holding:
-    """What one request holds. Only the ledger changes it."""
-
-    seat: int = -1  # of no meaning while absent or parked
-    residence: Residence = Residence.ABSENT
-    pages: dict[Kind, list[int]] = field(default_factory=lambda: {kind: [] for kind in Kind})
-    # Rows for which it holds device pages, host pages, and both; measured after every change, since steps ask for them.
-    device_room: int = 0
-    host_room: int = 0
-    room: int = 0
-
-    def move(self, to: Residence) -> None:
-        if to not in NEXT[self.residence]:
-            raise IllegalTransition(self.residence, to)
-        self.residence = to
-
-    @property
-    def device_pages(self) -> int:
-        return sum(len(pages) for kind, pages in self.pages.items() if kind is not Kind.HOST)
-
-
 @dataclass(frozen=True, slots=True)
-class Need:
-    """Pages that a change would take, of each pool."""
+class PageCounts:
+    """Numbers of pages in each pool."""
 
     device: int
     host: int
 
 
-NOTHING = Need(0, 0)
+NO_PAGES = PageCounts(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """Pages that somebody may still write to, though nobody wants it any more."""
+    """Pages that a lost writer may still write to. No request holds them."""
 
     device: list[int]
     host: list[int]
@@ -88,154 +65,171 @@ class Ledger:
 
     @property
     def tiers(self) -> bool:
-        """Requests can be tiered: there is a host store, and the model selects."""
+        """Whether requests can be tiered: there is a host store, and the model selects rows."""
         return self.host is not None and self.geometry.slots > 0
 
-    def need(self, holding: Holding, to: Residence, tokens: int) -> Need:
-        """What a context of `tokens` rows takes in residence `to` beyond what is held already."""
-        wanted = self._wanted(holding, to, tokens)
-        missing = {kind: max(0, count - len(holding.pages[kind])) for kind, count in wanted.items()}
-        host = missing.pop(Kind.HOST)
-        return Need(sum(missing.values()), host)
+    def pages_needed(self, holding: Holding, to: Residence, tokens: int) -> PageCounts:
+        """Returns the pages that a context of `tokens` rows needs in residence `to` beyond those that it holds."""
+        required = self._required(to, tokens)
+        missing = {use: max(0, count - len(holding.pages[use])) for use, count in required.items()}
+        host = missing.pop(PageUse.HOST)
+        return PageCounts(sum(missing.values()), host)
 
-    def fits(self, need: Need, spare: Need = NOTHING) -> bool:
-        """There is room for `need`, with `spare` left over."""
+    def fits(self, need: PageCounts, spare: PageCounts = NO_PAGES) -> bool:
+        """Whether `need` pages are free, and `spare` pages besides."""
         if need.device + spare.device > self.device.free:
             return False
         return self.host is None or need.host + spare.host <= self.host.free
 
     def admit(self, holding: Holding, seat: int, to: Residence, tokens: int) -> list[Command] | None:
-        """An absent request takes a seat with pages for `tokens` rows, resident or streamed."""
-        if not self.fits(self.need(holding, to, tokens)):
+        """Gives an absent request a seat and pages for `tokens` rows, resident or streamed."""
+        if not self.fits(self.pages_needed(holding, to, tokens)):
             return None
         holding.move(to)
         holding.seat = seat
-        return self._grant(holding, self._wanted(holding, to, tokens))
+        return self._grant(holding, self._required(to, tokens))
 
     def grow(self, holding: Holding, tokens: int) -> list[Command] | None:
-        """Pages for rows [0, tokens), in the residence that the request is in."""
-        if not self.fits(self.need(holding, holding.residence, tokens)):
+        """Grants pages for rows [0, tokens) in the request's present residence."""
+        if not self.fits(self.pages_needed(holding, holding.residence, tokens)):
             return None
-        return self._grant(holding, self._wanted(holding, holding.residence, tokens))
+        return self._grant(holding, self._required(holding.residence, tokens))
 
-    def ready(self, holding: Holding, length: int) -> list[Command]:
-        """A streamed request's prefill is done: out of its workspace it gets slots, tail and maps. There is room."""
+    def end_streaming(self, holding: Holding, length: int) -> list[Command]:
+        """Makes a streamed request whose prefill is done tiered.
+
+        Its workspace is released and slots, tail and maps are granted, which never take more pages than that.
+        """
         holding.move(Residence.TIERED)
-        commands = self._recast(holding, [Kind.WORK], length)
+        self.device.release(self._take(holding, PageUse.WORK))
+        commands = self._grant(holding, self._required(Residence.TIERED, length))
         return [*commands, Load(holding.seat, length, Residence.TIERED, keys=False)]
 
-    def gain(self, holding: Holding, length: int) -> int:
-        """Device pages that demoting would free; 0 or less: it cannot, or need not, be demoted."""
+    def pages_freed_by_demotion(self, holding: Holding, length: int) -> int:
+        """Returns how many device pages demotion would free. 0 or less: demotion is impossible or useless."""
         if not self.tiers or holding.residence is not Residence.RESIDENT:
             return 0
         geometry = self.geometry
         surplus = length // geometry.page_rows - 1 - geometry.slot_pages  # pages before those kept as slots
-        started = len(holding.pages[Kind.ROWS]) - length // geometry.page_rows  # the newest page: 1, or 0 if not begun
+        started = (
+            len(holding.pages[PageUse.ROWS]) - length // geometry.page_rows
+        )  # the newest page: 1, or 0 if not begun
         return surplus - geometry.map_pages(length) - (TAIL_PAGES - 1 - started)
 
     def demote(self, holding: Holding, length: int) -> list[Command]:
-        """A resident request becomes tiered on its own pages; the others go back. `gain` must be positive.
+        """Makes a resident request tiered on its own pages and releases the rest. It must free at least one page.
 
-        Kept in place: the pages just before the tail as slots, the tail itself. From the oldest pages, whose last
-        selected rows are copied into slots first, come the maps, and the tail's newest page where it is not begun.
+        The pages just before the tail stay in place as slots, and the tail's own pages stay in place. Maps are put
+        into the oldest pages, after the rows last selected there were copied into slots. So is the tail's second page
+        if the context has not begun it.
         """
-        assert self.gain(holding, length) > 0, "a demotion that frees nothing"
-        geometry, rows = self.geometry, holding.pages[Kind.ROWS]
+        assert self.pages_freed_by_demotion(holding, length) > 0, "a demotion that frees nothing"
+        geometry, rows = self.geometry, holding.pages[PageUse.ROWS]
         newest = length // geometry.page_rows
         first = newest - 1 - geometry.slot_pages
         surplus = rows[:first]
         maps = [surplus.pop() for _ in range(geometry.map_pages(length))]
         tail = rows[newest - 1 :] if len(rows) > newest else [rows[newest - 1], surplus.pop()]
         holding.move(Residence.TIERED)
-        holding.pages[Kind.ROWS] = []
-        holding.pages[Kind.SLOTS] = rows[first : newest - 1]
-        holding.pages[Kind.MAPS] = maps
-        holding.pages[Kind.TAIL] = tail if (newest - 1) % TAIL_PAGES == 0 else tail[::-1]
+        holding.pages[PageUse.ROWS] = []
+        holding.pages[PageUse.SLOTS] = rows[first : newest - 1]
+        holding.pages[PageUse.MAPS] = maps
+        holding.pages[PageUse.TAIL] = tail if (newest - 1) % TAIL_PAGES == 0 else tail[::-1]
         self.device.release(surplus)
-        self._measure(holding)
-        kept = (tuple(holding.pages[kind]) for kind in (Kind.SLOTS, Kind.TAIL, Kind.MAPS))
-        return [Demote(holding.seat, length, first, *kept)]
+        self._update_capacity(holding)
+        return [
+            Demote(
+                holding.seat,
+                length,
+                first,
+                slots=tuple(holding.pages[PageUse.SLOTS]),
+                tail=tuple(holding.pages[PageUse.TAIL]),
+                maps=tuple(holding.pages[PageUse.MAPS]),
+            )
+        ]
 
-    def promotion(self, holding: Holding, length: int) -> Need:
-        """What promoting takes before it gives anything back: the tail's pages stay."""
-        return Need(max(0, length // self.geometry.page_rows - 1), 0)
+    def pages_to_promote(self, length: int) -> PageCounts:
+        """Returns the free pages that a promotion requires; the pages of slots and maps are freed only after it."""
+        return PageCounts(max(0, length // self.geometry.page_rows - 1), 0)
 
     def promote(self, holding: Holding, length: int) -> list[Command] | None:
-        """A tiered request becomes resident; its slots and maps go back."""
+        """Makes a tiered request resident and releases its slots and maps."""
         newest = length // self.geometry.page_rows
-        if not self.fits(self.promotion(holding, length)):
+        if not self.fits(self.pages_to_promote(length)):
             return None
         pages = self.device.allocate(max(0, newest - 1))
-        assert pages is not None, "the allocator said that there was room"
+        assert pages is not None, "pages were free a moment ago"
         holding.move(Residence.RESIDENT)
-        tail = holding.pages[Kind.TAIL]
+        tail = holding.pages[PageUse.TAIL]
         in_order = [tail[number % TAIL_PAGES] for number in range(max(0, newest - 1), newest + 1)]
         unused = [page for page in tail if page not in in_order]
-        holding.pages[Kind.ROWS], holding.pages[Kind.TAIL] = pages + in_order, []
-        self.device.release(unused + self._take(holding, Kind.SLOTS) + self._take(holding, Kind.MAPS))
-        self._measure(holding)
-        return [Promote(holding.seat, length, tuple(holding.pages[Kind.ROWS]))]
+        holding.pages[PageUse.ROWS], holding.pages[PageUse.TAIL] = pages + in_order, []
+        self.device.release(unused + self._take(holding, PageUse.SLOTS) + self._take(holding, PageUse.MAPS))
+        self._update_capacity(holding)
+        return [Promote(holding.seat, length, tuple(holding.pages[PageUse.ROWS]))]
 
     def park(self, holding: Holding, length: int) -> list[Command]:
-        """All device pages go back, after the last page has been flushed. Every row has had its host page all along."""
+        """Releases all device pages, after a flush of the last page. Every row already has its host page."""
         assert self.host is not None, "there is no host store to park in"
         holding.move(Residence.PARKED)
-        self._give_back_device(holding)
-        spare = holding.pages[Kind.HOST][self.geometry.row_pages(length) :]  # granted ahead for a longer prompt
+        self._release_device_pages(holding)
+        spare = holding.pages[PageUse.HOST][self.geometry.row_pages(length) :]  # granted for the rest of the prompt
         if spare:
             self.host.release(spare)
-            del holding.pages[Kind.HOST][-len(spare) :]
-        self._measure(holding)
+            del holding.pages[PageUse.HOST][-len(spare) :]
+        self._update_capacity(holding)
         return [Flush(holding.seat, length)]
 
     def resume(self, holding: Holding, seat: int, to: Residence, length: int, tokens: int) -> list[Command] | None:
-        """A parked context of `length` rows comes back with pages for `tokens` rows."""
-        if not self.fits(self.need(holding, to, tokens)):
+        """Gives a parked context of `length` rows a seat again, and pages for `tokens` rows."""
+        if not self.fits(self.pages_needed(holding, to, tokens)):
             return None
         holding.move(to)
         holding.seat = seat
-        known = Grant(seat, Kind.HOST, 0, tuple(holding.pages[Kind.HOST]))
-        grants = self._grant(holding, self._wanted(holding, to, tokens))
-        return [known, *grants, Load(seat, length, to, keys=True)]
+        held = Grant(seat, PageUse.HOST, 0, tuple(holding.pages[PageUse.HOST]))
+        grants = self._grant(holding, self._required(to, tokens))
+        return [held, *grants, Load(seat, length, to, keys=True)]
 
     def reserve(self, holding: Holding, on_device: bool, tokens: int) -> bool:
-        """An absent request takes pages for `tokens` rows that another process will write: of the host store, or
-        `on_device`. It needs no seat. False: there is no room."""
-        wanted = self._landing(on_device, tokens)
-        on_host = wanted[Kind.HOST]
-        if not self.fits(Need(sum(wanted.values()) - on_host, on_host)):
+        """Gives an absent request pages for `tokens` rows that another process will write, on the host or the device.
+
+        The request needs no seat for this. Returns False if too few pages are free.
+        """
+        required = self._required_to_land(on_device, tokens)
+        on_host = required[PageUse.HOST]
+        if not self.fits(PageCounts(sum(required.values()) - on_host, on_host)):
             return False
         holding.move(Residence.LANDING)
-        self._grant(holding, wanted)
+        self._grant(holding, required)
         return True
 
     def land(self, holding: Holding, seat: int, to: Residence, length: int, tokens: int) -> list[Command] | None:
-        """A context of `length` rows has landed whole: it takes a seat, with pages for `tokens` rows."""
-        if not self.fits(self.need(holding, to, tokens)):
+        """Gives a context of `length` rows that has landed completely a seat, and pages for `tokens` rows."""
+        if not self.fits(self.pages_needed(holding, to, tokens)):
             return None
         holding.move(to)
         holding.seat = seat
-        commands: list[Command] = [Grant(seat, kind, 0, tuple(held)) for kind, held in holding.pages.items() if held]
-        in_place = bool(holding.pages[Kind.ROWS])
+        commands: list[Command] = [Grant(seat, use, 0, tuple(held)) for use, held in holding.pages.items() if held]
+        in_place = bool(holding.pages[PageUse.ROWS])
         on_host = not in_place and self.landing.keys_on_host
-        commands += self._grant(holding, self._wanted(holding, to, tokens))
+        commands += self._grant(holding, self._required(to, tokens))
         if self.host is not None and not on_host:
-            commands.append(Keep(seat, length, rows=in_place))
+            commands.append(MirrorLanded(seat, length, rows=in_place))
         if not in_place:
             commands.append(Load(seat, length, to, keys=on_host))
         return commands
 
     def quarantine(self, holding: Holding, name: str) -> None:
-        """A landing ended, and its writer may not have stopped: its pages stay held, by nobody, under `name`."""
-        assert holding.residence is Residence.LANDING, f"a {holding.residence.value} request has no writer but us"
+        """Ends a landing whose writer may not have stopped. Its pages stay unavailable, recorded under `name`."""
+        assert holding.residence is Residence.LANDING, f"no other process writes to a {holding.residence.value} request"
         holding.move(Residence.ABSENT)
-        host = self._take(holding, Kind.HOST)
-        device = [page for kind in Kind for page in self._take(holding, kind)]
+        host = self._take(holding, PageUse.HOST)
+        device = [page for use in PageUse for page in self._take(holding, use)]
         self._quarantined[name] = Quarantined(device, host)
-        self._measure(holding)
+        self._update_capacity(holding)
 
     def end_quarantine(self, name: str) -> None:
-        """The writer is known to have stopped. Unknown names: nothing happens."""
+        """Releases the pages recorded under `name`, whose writer has stopped. Unknown names are ignored."""
         pages = self._quarantined.pop(name, None)
         if pages is not None:
             self.device.release(pages.device)
@@ -243,115 +237,102 @@ class Ledger:
                 self.host.release(pages.host)
 
     @property
-    def quarantined(self) -> Need:
-        """Pages in quarantine."""
-        each = self._quarantined.values()
-        return Need(sum(len(pages.device) for pages in each), sum(len(pages.host) for pages in each))
+    def quarantined(self) -> PageCounts:
+        """The number of pages in quarantine."""
+        quarantined = self._quarantined.values()
+        return PageCounts(
+            device=sum(len(pages.device) for pages in quarantined), host=sum(len(pages.host) for pages in quarantined)
+        )
 
     def release(self, holding: Holding) -> None:
-        """Everything goes back, from whatever residence. Idempotent."""
+        """Releases all pages of a request, in any residence. Idempotent."""
         if holding.residence is Residence.ABSENT:
             return
         holding.move(Residence.ABSENT)
-        self._give_back_device(holding)
+        self._release_device_pages(holding)
         if self.host is not None:
-            self.host.release(self._take(holding, Kind.HOST))
-        self._measure(holding)
+            self.host.release(self._take(holding, PageUse.HOST))
+        self._update_capacity(holding)
 
     def audit(self, holdings: list[Holding]) -> None:
-        """Proves that both pools are exactly partitioned among `holdings` and what is free."""
+        """Proves that every page of both pools is free, quarantined, or held by exactly one of `holdings`."""
         self.device.audit()
-        held = [page for h in holdings for kind, pages in h.pages.items() if kind is not Kind.HOST for page in pages]
+        held = [page for h in holdings for use, pages in h.pages.items() if use is not PageUse.HOST for page in pages]
         held += [page for pages in self._quarantined.values() for page in pages.device]
         assert len(held) == len(set(held)), "a device page has two owners"
         assert len(held) == self.device.held, f"{len(held)} device pages are owned, {self.device.held} are held"
-        on_host = [page for holding in holdings for page in holding.pages[Kind.HOST]]
+        on_host = [page for holding in holdings for page in holding.pages[PageUse.HOST]]
         on_host += [page for pages in self._quarantined.values() for page in pages.host]
         assert len(on_host) == len(set(on_host)), "a host page has two owners"
         if self.host is not None:
             self.host.audit()
             assert len(on_host) == self.host.held, f"{len(on_host)} host pages are owned, {self.host.held} are held"
         for holding in holdings:
-            self._audit_kinds(holding)
+            for use, pages in holding.pages.items():
+                allowed = not pages or use in PAGE_USES[holding.residence]
+                assert allowed, f"a {holding.residence.value} request holds pages for {use.value}"
 
-    def _audit_kinds(self, holding: Holding) -> None:
-        allowed = {
-            Residence.ABSENT: set(),
-            Residence.PARKED: {Kind.HOST},
-            Residence.RESIDENT: {Kind.ROWS, Kind.KEYS, Kind.HOST},
-            Residence.STREAMED: {Kind.WORK, Kind.KEYS, Kind.HOST},
-            Residence.TIERED: {Kind.SLOTS, Kind.TAIL, Kind.MAPS, Kind.KEYS, Kind.HOST},
-            Residence.LANDING: {Kind.ROWS, Kind.KEYS, Kind.HOST},
-        }[holding.residence]
-        for kind, pages in holding.pages.items():
-            assert not pages or kind in allowed, f"a {holding.residence.value} request holds pages for {kind.value}"
-
-    def _wanted(self, holding: Holding, to: Residence, tokens: int) -> dict[Kind, int]:
-        """Pages of each kind that a context of `tokens` rows has in residence `to`."""
+    def _required(self, to: Residence, tokens: int) -> dict[PageUse, int]:
+        """Returns the pages for each use that a context of `tokens` rows holds in residence `to`."""
         geometry = self.geometry
-        wanted = {
-            Kind.KEYS: geometry.key_pages(tokens),
-            Kind.HOST: 0 if self.host is None else geometry.row_pages(tokens),
+        required = {
+            PageUse.KEYS: geometry.key_pages(tokens),
+            PageUse.HOST: 0 if self.host is None else geometry.row_pages(tokens),
         }
         if to is Residence.RESIDENT:
-            return wanted | {Kind.ROWS: geometry.row_pages(tokens)}
+            return required | {PageUse.ROWS: geometry.row_pages(tokens)}
         if to is Residence.STREAMED:
-            return wanted | {Kind.WORK: max(geometry.work_pages(tokens), geometry.hot_pages(tokens))}
-        assert to is Residence.TIERED, f"nothing is granted to a request that is {to.value}"
+            return required | {PageUse.WORK: max(geometry.work_pages(tokens), geometry.hot_pages(tokens))}
+        assert to is Residence.TIERED, f"a request that is {to.value} is granted no pages"
         maps = geometry.map_pages(tokens)
-        return wanted | {Kind.SLOTS: geometry.slot_pages, Kind.TAIL: TAIL_PAGES, Kind.MAPS: maps}
+        return required | {PageUse.SLOTS: geometry.slot_pages, PageUse.TAIL: TAIL_PAGES, PageUse.MAPS: maps}
 
-    def _landing(self, on_device: bool, tokens: int) -> dict[Kind, int]:
-        """Pages of each kind that `tokens` rows land in."""
+    def _required_to_land(self, on_device: bool, tokens: int) -> dict[PageUse, int]:
+        """Returns the pages for each use that `tokens` rows land in."""
         rows = self.geometry.row_pages(tokens)
         assert on_device or self.host is not None, "there is no host store to land in"
         return {
-            Kind.ROWS: rows if on_device else 0,
-            Kind.KEYS: self.geometry.key_pages(tokens) if on_device or not self.landing.keys_on_host else 0,
-            Kind.HOST: 0 if self.host is None else rows,
+            PageUse.ROWS: rows if on_device else 0,
+            PageUse.KEYS: self.geometry.key_pages(tokens) if on_device or not self.landing.keys_on_host else 0,
+            PageUse.HOST: 0 if self.host is None else rows,
         }
 
-    def _grant(self, holding: Holding, wanted: dict[Kind, int]) -> list[Command]:
-        """Takes what is missing from the pools, which have room for it."""
+    def _grant(self, holding: Holding, required: dict[PageUse, int]) -> list[Command]:
+        """Allocates the missing pages. The caller has checked that they are free."""
         commands: list[Command] = []
-        for kind, count in wanted.items():
-            held = holding.pages[kind]
+        for use, count in required.items():
+            held = holding.pages[use]
             missing = count - len(held)
             if missing <= 0:
                 continue
-            pool = self.host if kind is Kind.HOST else self.device
+            pool = self.host if use is PageUse.HOST else self.device
             assert pool is not None
             pages = pool.allocate(missing, after=held[-1] if held else None)
-            assert pages is not None, f"no room for {missing} pages of {kind.value}, though there was"
-            commands.append(Grant(holding.seat, kind, len(held), tuple(pages)))
+            assert pages is not None, f"{missing} pages for {use.value} were free a moment ago"
+            commands.append(Grant(holding.seat, use, len(held), tuple(pages)))
             held += pages
-        self._measure(holding)
+        self._update_capacity(holding)
         return commands
 
-    def _measure(self, holding: Holding) -> None:
-        geometry, held = self.geometry, {kind: len(pages) for kind, pages in holding.pages.items()}
-        holding.host_room = NO_LIMIT if self.host is None else held[Kind.HOST] * geometry.page_rows
-        rooms = [held[Kind.KEYS] * geometry.keys_per_page if geometry.keys_per_page else NO_LIMIT]
+    def _update_capacity(self, holding: Holding) -> None:
+        geometry, held = self.geometry, {use: len(pages) for use, pages in holding.pages.items()}
+        holding.host_capacity = NO_LIMIT if self.host is None else held[PageUse.HOST] * geometry.page_rows
+        limits = [held[PageUse.KEYS] * geometry.keys_per_page if geometry.keys_per_page else NO_LIMIT]
         if holding.residence is Residence.RESIDENT:
-            rooms.append(held[Kind.ROWS] * geometry.page_rows)
+            limits.append(held[PageUse.ROWS] * geometry.page_rows)
         elif holding.residence is Residence.STREAMED:
-            rooms.append(held[Kind.WORK] * geometry.layers * geometry.page_rows)
+            limits.append(held[PageUse.WORK] * geometry.layers * geometry.page_rows)
         elif holding.residence is Residence.TIERED:
-            rooms.append(2 * (held[Kind.MAPS] * geometry.words_per_page - 2 * geometry.slots))
+            limits.append(2 * (held[PageUse.MAPS] * geometry.words_per_page - 2 * geometry.slots))
         else:
-            rooms.append(0)
-        holding.device_room = min(rooms)
-        holding.room = min(holding.device_room, holding.host_room)
+            limits.append(0)
+        holding.device_capacity = min(limits)
+        holding.capacity = min(holding.device_capacity, holding.host_capacity)
 
-    def _recast(self, holding: Holding, of: list[Kind], length: int) -> list[Command]:
-        """Gives back the pages of some kinds and grants what the residence wants instead: never more than that."""
-        self.device.release([page for kind in of for page in self._take(holding, kind)])
-        return self._grant(holding, self._wanted(holding, holding.residence, length))
-
-    def _give_back_device(self, holding: Holding) -> None:
-        self.device.release([p for kind in Kind if kind is not Kind.HOST for p in self._take(holding, kind)])
+    def _release_device_pages(self, holding: Holding) -> None:
+        self.device.release([p for use in PageUse if use is not PageUse.HOST for p in self._take(holding, use)])
 
     @staticmethod
-    def _take(holding: Holding, kind: Kind) -> list[int]:
-        pages, holding.pages[kind] = holding.pages[kind], []
+    def _take(holding: Holding, use: PageUse) -> list[int]:
+        pages, holding.pages[use] = holding.pages[use], []
         return pages

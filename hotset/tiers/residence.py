@@ -1,18 +1,21 @@
-"""Where a request's rows are, and which changes there are: one table."""
+"""Where a request's rows are, the pages that it holds there, and the table of allowed changes."""
 
+from dataclasses import dataclass, field
 from enum import Enum
+
+from hotset.base.errors import IllegalTransition
 
 
 class Residence(Enum):
-    ABSENT = "absent"  # nowhere: not admitted, or everything was given back
+    ABSENT = "absent"  # holds no pages: not admitted, or everything was released
     RESIDENT = "resident"  # every row is on the device; full pages are on the host as well
     STREAMED = "streamed"  # being prefilled with its rows on the host; each layer passes through a workspace
     TIERED = "tiered"  # rows on the host; slots and tail on the device
     PARKED = "parked"  # rows and index keys on the host only
-    LANDING = "landing"  # rows and index keys come from another process into pages held for them; nobody reads them yet
+    LANDING = "landing"  # another process writes rows and index keys into its pages; they are not read yet
 
 
-NEXT: dict[Residence, frozenset[Residence]] = {
+RESIDENCE_TRANSITIONS: dict[Residence, frozenset[Residence]] = {
     Residence.ABSENT: frozenset({Residence.RESIDENT, Residence.STREAMED, Residence.LANDING}),  # admit, reserve
     Residence.RESIDENT: frozenset({Residence.TIERED, Residence.PARKED, Residence.ABSENT}),  # demote, park, release
     Residence.STREAMED: frozenset({Residence.TIERED, Residence.PARKED, Residence.ABSENT}),  # ready, park, release
@@ -20,3 +23,48 @@ NEXT: dict[Residence, frozenset[Residence]] = {
     Residence.PARKED: frozenset({Residence.RESIDENT, Residence.STREAMED, Residence.TIERED, Residence.ABSENT}),  # resume
     Residence.LANDING: frozenset({Residence.RESIDENT, Residence.TIERED, Residence.ABSENT}),  # land, release
 }
+
+
+class PageUse(Enum):
+    """What a page is used for. HOST pages come from the host store, all others from the device pool."""
+
+    ROWS = "rows"
+    KEYS = "keys"
+    SLOTS = "slots"
+    TAIL = "tail"
+    MAPS = "maps"
+    WORK = "work"
+    HOST = "host"
+
+
+PAGE_USES: dict[Residence, frozenset[PageUse]] = {
+    Residence.ABSENT: frozenset(),
+    Residence.PARKED: frozenset({PageUse.HOST}),
+    Residence.RESIDENT: frozenset({PageUse.ROWS, PageUse.KEYS, PageUse.HOST}),
+    Residence.STREAMED: frozenset({PageUse.WORK, PageUse.KEYS, PageUse.HOST}),
+    Residence.TIERED: frozenset({PageUse.SLOTS, PageUse.TAIL, PageUse.MAPS, PageUse.KEYS, PageUse.HOST}),
+    Residence.LANDING: frozenset({PageUse.ROWS, PageUse.KEYS, PageUse.HOST}),
+}
+
+
+@dataclass(slots=True)
+class Holding:
+    """The seat and the pages that one request holds. Only the ledger changes it."""
+
+    seat: int = -1  # meaningless while absent, parked or landing
+    residence: Residence = Residence.ABSENT
+    pages: dict[PageUse, list[int]] = field(default_factory=lambda: {use: [] for use in PageUse})
+    # Rows for which it holds device pages, host pages, and both. Updated after every change, because every step
+    # reads them.
+    device_capacity: int = 0
+    host_capacity: int = 0
+    capacity: int = 0
+
+    def move(self, to: Residence) -> None:
+        if to not in RESIDENCE_TRANSITIONS[self.residence]:
+            raise IllegalTransition(self.residence, to)
+        self.residence = to
+
+    @property
+    def device_pages(self) -> int:
+        return sum(len(pages) for use, pages in self.pages.items() if use is not PageUse.HOST)

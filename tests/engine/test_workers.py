@@ -15,7 +15,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec
 from hotset.schedule.plan import Plan, StepResult
-from hotset.tiers.coordinator import Coordinator
+from hotset.tiers.kv_memory import KvMemory
 
 SEED = 5
 SPLITS: dict[str, dict[str, Any]] = {
@@ -98,10 +98,10 @@ def test_a_shared_store_is_read_after_every_writer_has_said_that_its_pages_are_t
 ) -> None:
     copies = Copies()
 
-    def stored(memory: Coordinator) -> Copies | None:
+    def stored(memory: KvMemory) -> Copies | None:
         return copies if memory.host is not None and memory.host.writer == 1 else None
 
-    monkeypatch.setattr(Coordinator, "stored", stored)
+    monkeypatch.setattr(KvMemory, "mirrored_event", stored)
     engine = split_engine(SPECS["deepseek_v32"], SEED, **SMALL, host_kv_tokens=600, tensor_parallel_size=2)
     with closing(engine):
         workers = engine.executor

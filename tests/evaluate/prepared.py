@@ -13,9 +13,8 @@ from torch import Tensor
 from hotset.evaluate.tasks import Question
 from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
-from hotset.memory.batch import make_batch
 from hotset.memory.device_pool import DevicePool
-from hotset.memory.resident import ResidentView
+from hotset.memory.resident import ResidentView, make_batch
 from hotset.memory.tables import PageTables
 from hotset.memory.view import NewRows, Selected, View
 from hotset.models.checkpoint import find_model, open_weights
@@ -59,9 +58,6 @@ class DamagedView:
 
     def select(self, layer: int, positions: Tensor) -> Selected:
         return self._inner.select(layer, self._damage(positions, self._inner))
-
-    def roll_back(self, kept: Sequence[int]) -> list[int]:
-        return self._inner.roll_back(kept)
 
 
 def no_damage(positions: Tensor, view: View) -> Tensor:

@@ -8,9 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hotset.memory.batch import Batch, make_batch
 from hotset.memory.device_pool import DevicePool, KvShape
-from hotset.memory.resident import ResidentView
+from hotset.memory.resident import Batch, ResidentView, make_batch
 from hotset.memory.tables import PageTables
 from hotset.memory.view import Selected
 from hotset.models.checkpoint import WeightSource

@@ -6,8 +6,8 @@ workspace is spoiled at once, so a page with two owners does not go unnoticed.
 
 from hotset.memory.geometry import TAIL_PAGES, Geometry
 from hotset.schedule.plan import Admission, Plan, Reservation, StepResult
-from hotset.tiers.commands import Command, Demote, Flush, Grant, Keep, Kind, Load, Promote
-from hotset.tiers.residence import Residence
+from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
+from hotset.tiers.residence import PageUse, Residence
 
 Row = tuple[int, int]  # page, row in it
 SPOILED = ("spoiled",)
@@ -21,7 +21,7 @@ def next_token(context: tuple[int, ...]) -> int:
 class Seat:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
-        self.pages: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+        self.pages: dict[PageUse, list[int]] = {kind: [] for kind in PageUse}
         self.tiered = False
 
 
@@ -78,72 +78,85 @@ class ListRunner:
             case Grant(_, kind, first, pages):
                 assert first == len(seat.pages[kind]), f"{kind} granted from {first}, {len(seat.pages[kind])} are held"
                 seat.pages[kind] += pages
-                if kind is not Kind.HOST:
+                if kind is not PageUse.HOST:
                     self._spoil([page for page in pages if page not in self.landed])
                     self.landed.difference_update(pages)
             case Flush(_, length):
                 newest = length // self.geometry.page_rows * self.geometry.page_rows
-                if not seat.pages[Kind.WORK]:
+                if not seat.pages[PageUse.WORK]:
                     self._mirror(seat, newest, length)
                 self.seats[command.seat] = Seat([])
-            case Keep(_, length, rows):
+            case MirrorLanded(_, length, rows):
                 if rows:
                     self._mirror(seat, 0, length - length % self.geometry.page_rows)
             case Load(_, length, to, _):
                 self._load(seat, length, to)
             case Demote(_, length, _, slots, tail, maps):
                 newest = length // self.geometry.page_rows
-                kept = seat.pages[Kind.ROWS][newest - 1 : newest + 1]
+                kept = seat.pages[PageUse.ROWS][newest - 1 : newest + 1]
                 assert [tail[(newest - 1 + n) % TAIL_PAGES] for n in range(len(kept))] == kept, "the tail moved"
-                seat.pages[Kind.ROWS] = []
-                seat.pages[Kind.SLOTS], seat.pages[Kind.TAIL], seat.pages[Kind.MAPS] = [*slots], [*tail], [*maps]
+                seat.pages[PageUse.ROWS] = []
+                seat.pages[PageUse.SLOTS], seat.pages[PageUse.TAIL], seat.pages[PageUse.MAPS] = (
+                    [*slots],
+                    [*tail],
+                    [*maps],
+                )
                 seat.tiered = True
             case Promote(_, length, rows):
                 newest = length // self.geometry.page_rows
-                seat.pages[Kind.ROWS] = [*rows]
-                seat.pages[Kind.SLOTS], seat.pages[Kind.TAIL], seat.pages[Kind.MAPS] = [], [], []
+                seat.pages[PageUse.ROWS] = [*rows]
+                seat.pages[PageUse.SLOTS], seat.pages[PageUse.TAIL], seat.pages[PageUse.MAPS] = [], [], []
                 seat.tiered = False
                 for position in range(max(0, newest - 1) * self.geometry.page_rows):
-                    self.device[self._at(seat, Kind.ROWS, position)] = self.host[self._at(seat, Kind.HOST, position)]
+                    self.device[self._at(seat, PageUse.ROWS, position)] = self.host[
+                        self._at(seat, PageUse.HOST, position)
+                    ]
 
     def _load(self, seat: Seat, length: int, to: Residence) -> None:
         first = 0
         if to is Residence.TIERED:
-            seat.tiered, seat.pages[Kind.WORK] = True, []
+            seat.tiered, seat.pages[PageUse.WORK] = True, []
             first = self.geometry.tail_first(length)
         if to is not Residence.STREAMED:
             for position in range(first, length):
-                self.device[self._device_row(seat, position)] = self.host[self._at(seat, Kind.HOST, position)]
+                self.device[self._device_row(seat, position)] = self.host[self._at(seat, PageUse.HOST, position)]
 
     def _compute(self, seat: Seat, start: int, count: int) -> tuple[int, ...]:
         """Writes rows [start, start + count) and reads everything before them, as attention may."""
-        streamed, page_rows, end = bool(seat.pages[Kind.WORK]), self.geometry.page_rows, start + count
+        streamed, page_rows, end = bool(seat.pages[PageUse.WORK]), self.geometry.page_rows, start + count
         for position in range(start, end):
-            where = self._at(seat, Kind.HOST, position) if streamed else self._device_row(seat, position)
+            where = self._at(seat, PageUse.HOST, position) if streamed else self._device_row(seat, position)
             (self.host if streamed else self.device)[where] = tuple(seat.tokens[: position + 1])
-        self._spoil([*seat.pages[Kind.SLOTS], *seat.pages[Kind.MAPS], *seat.pages[Kind.WORK], *seat.pages[Kind.KEYS]])
+        self._spoil(
+            [
+                *seat.pages[PageUse.SLOTS],
+                *seat.pages[PageUse.MAPS],
+                *seat.pages[PageUse.WORK],
+                *seat.pages[PageUse.KEYS],
+            ]
+        )
         on_host_alone = end if streamed else self.geometry.tail_first(end - 1) if seat.tiered else 0
         for position in range(end):
             expected = tuple(seat.tokens[: position + 1])
             if position < on_host_alone:
-                assert self.host[self._at(seat, Kind.HOST, position)] == expected, "a row on the host is wrong"
+                assert self.host[self._at(seat, PageUse.HOST, position)] == expected, "a row on the host is wrong"
             else:
                 assert self.device[self._device_row(seat, position)] == expected, "a row on the device is wrong"
-        if seat.pages[Kind.HOST] and not streamed:
+        if seat.pages[PageUse.HOST] and not streamed:
             self._mirror(seat, start // page_rows * page_rows, end // page_rows * page_rows)
         return tuple(seat.tokens[:end])
 
     def _mirror(self, seat: Seat, first: int, last: int) -> None:
         for position in range(first, last):
-            self.host[self._at(seat, Kind.HOST, position)] = self.device[self._device_row(seat, position)]
+            self.host[self._at(seat, PageUse.HOST, position)] = self.device[self._device_row(seat, position)]
 
     def _device_row(self, seat: Seat, position: int) -> Row:
         if not seat.tiered:
-            return self._at(seat, Kind.ROWS, position)
+            return self._at(seat, PageUse.ROWS, position)
         page_rows = self.geometry.page_rows
-        return seat.pages[Kind.TAIL][position // page_rows % TAIL_PAGES], position % page_rows
+        return seat.pages[PageUse.TAIL][position // page_rows % TAIL_PAGES], position % page_rows
 
-    def _at(self, seat: Seat, kind: Kind, position: int) -> Row:
+    def _at(self, seat: Seat, kind: PageUse, position: int) -> Row:
         return seat.pages[kind][position // self.geometry.page_rows], position % self.geometry.page_rows
 
     def _spoil(self, pages: "list[int] | tuple[int, ...]") -> None:

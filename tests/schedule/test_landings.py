@@ -8,7 +8,7 @@ from hotset.memory.pages import PageAllocator
 from hotset.schedule.plan import Reservation, Withdrawal
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import MOST_ATTEMPTS, Scheduler
-from hotset.tiers.ledger import NOTHING, Ledger, Need
+from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
 
 GEOMETRY = Geometry(2, 2, 64, keys_per_page=8, slots=4, topk=2)
 
@@ -53,14 +53,14 @@ def test_pages_under_an_unknown_writer_belong_to_nobody_until_it_is_known_to_hav
     scheduler.add(elsewhere("a", 9, 12))
     first = reserved(scheduler, runner)
     scheduler.lost("a", 1, quiesced=False, retry=True)
-    held = Need(len(first.key_pages), len(first.row_pages))
-    assert ledger.quarantined == held != NOTHING
+    held = PageCounts(len(first.key_pages), len(first.row_pages))
+    assert ledger.quarantined == held != NO_PAGES
     second = reserved(scheduler, runner)
     assert second.attempt == 2
     assert not {*first.row_pages} & {*second.row_pages} and not {*first.key_pages} & {*second.key_pages}
     scheduler.audit()
     scheduler.end_quarantine("a", 1)
-    assert ledger.quarantined == NOTHING
+    assert ledger.quarantined == NO_PAGES
     runner.land(second)
     scheduler.landed("a", 2, next_token(second.prompt.token_ids), None)
     assert scheduler.take_news().token_ids == [next_token(second.prompt.token_ids)]

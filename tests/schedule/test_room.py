@@ -8,7 +8,7 @@ from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
 from hotset.schedule.request import Phase, Request
 from hotset.schedule.room import MOST_PARKS, Preemption, demotions_for, pick_victim, promotable
-from hotset.tiers.ledger import NOTHING, Ledger, Need
+from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
 from hotset.tiers.residence import Residence
 
 GEOMETRY = Geometry(page_rows=2, layers=2, part_bytes=64, keys_per_page=8, slots=4, topk=2)
@@ -77,12 +77,12 @@ def test_short_of_host_pages_a_younger_parked_request_gives_its_own_up() -> None
 def test_as_many_are_demoted_as_it_takes_and_nobody_if_that_would_not_do() -> None:
     running = Running([40, 64, 40])
     ledger, (old, large, young) = running.ledger, running.requests
-    gain, most = (ledger.gain(request.holding, request.planned) for request in (old, large))
-    assert demotions_for(ledger, Need(most, 0), NOTHING, running.requests) == [large]
-    assert demotions_for(ledger, Need(most, 0), Need(1, 0), running.requests) == [large, old]
-    assert demotions_for(ledger, Need(most + 2 * gain, 0), NOTHING, running.requests) == [large, old, young]
-    assert demotions_for(ledger, Need(most + 2 * gain + 1, 0), NOTHING, running.requests) == []
-    assert demotions_for(ledger, Need(1, 21), NOTHING, running.requests) == [], "demoting frees no host pages"
+    gain, most = (ledger.pages_freed_by_demotion(request.holding, request.planned) for request in (old, large))
+    assert demotions_for(ledger, PageCounts(most, 0), NO_PAGES, running.requests) == [large]
+    assert demotions_for(ledger, PageCounts(most, 0), PageCounts(1, 0), running.requests) == [large, old]
+    assert demotions_for(ledger, PageCounts(most + 2 * gain, 0), NO_PAGES, running.requests) == [large, old, young]
+    assert demotions_for(ledger, PageCounts(most + 2 * gain + 1, 0), NO_PAGES, running.requests) == []
+    assert demotions_for(ledger, PageCounts(1, 21), NO_PAGES, running.requests) == [], "demoting frees no host pages"
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -90,6 +90,6 @@ def test_a_promotion_leaves_everybody_a_page_to_grow_into(missing: int) -> None:
     running = Running([40, 40], device=20)
     ledger, young = running.ledger, running.requests[1]
     ledger.demote(young.holding, young.planned)
-    wanted = ledger.promotion(young.holding, young.planned).device + len(running.requests)
+    wanted = ledger.pages_to_promote(young.planned).device + len(running.requests)
     ledger.device.allocate(ledger.device.free - wanted + missing)
     assert promotable(ledger, running.requests) is (None if missing else young)

@@ -103,8 +103,8 @@ class Attention:
     def _compare_selected(self, view: View, batch: Sequence[Written], layer: int, positions: Tensor) -> None:
         selected = view.select(layer, positions)
         there = positions != EMPTY
-        assert torch.equal(selected.chosen != EMPTY, there), "padding became rows, or rows padding"
-        got = as_bytes(selected.rows[selected.chosen[there]])
+        assert torch.equal(selected.row_ids != EMPTY, there), "padding became rows, or rows padding"
+        got = as_bytes(selected.rows[selected.row_ids[there]])
         wanted = [
             batch[segment].rows[layer, positions[first:last][there[first:last]]]
             for segment, first, last, _length in view.segments

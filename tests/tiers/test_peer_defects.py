@@ -15,9 +15,9 @@ from tiers.whole_numbers import LAYERS, SHAPE, Bench, alone, prompt_of
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.schedule.request import Phase, Request
-from hotset.tiers.commands import Grant, Kind
-from hotset.tiers.coordinator import Coordinator
-from hotset.tiers.residence import Residence
+from hotset.tiers.commands import Grant
+from hotset.tiers.kv_memory import KvMemory
+from hotset.tiers.residence import PageUse, Residence
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
@@ -29,7 +29,7 @@ def test_defect_01_parking_keeps_host_rows_and_resuming_sets_the_hot_buffer_up_a
     old, young = bench.add("old", 20, 50), bench.add("young", 20, 50)
     bench.run(until=lambda: young.phase is Phase.PARKED and bench.settled)
     bench.step()
-    assert len(young.holding.pages[Kind.HOST]) == bench.geometry.row_pages(young.planned)
+    assert len(young.holding.pages[PageUse.HOST]) == bench.geometry.row_pages(young.planned)
     assert young.holding.device_pages == 0
     assert bench.compared[Residence.PARKED] >= young.planned, "what is parked was not compared"
     bench.run(until=lambda: young.seat is not None)
@@ -37,7 +37,7 @@ def test_defect_01_parking_keeps_host_rows_and_resuming_sets_the_hot_buffer_up_a
     bench.run(until=lambda: bench.settled)
     if young.holding.residence is Residence.TIERED:
         assert young.seat is not None and young.seat in bench.memory.tables.tiered_seats
-        assert len(young.holding.pages[Kind.SLOTS]) == bench.geometry.slot_pages
+        assert len(young.holding.pages[PageUse.SLOTS]) == bench.geometry.slot_pages
     bench.finish()
     counters = bench.scheduler.counters
     assert counters.parks == counters.resumes > 0 and counters.recomputes == 0
@@ -85,7 +85,7 @@ def test_defect_03_an_abort_gives_every_page_back_and_disturbs_nobody(state: str
         assert bench.ledger.device.held == held, "pages went back under a plan that still writes them"
     else:
         assert bench.ledger.device.held == held - own, "pages were not given back at once"
-        assert victim.holding.device_pages == 0 and not victim.holding.pages[Kind.HOST]
+        assert victim.holding.device_pages == 0 and not victim.holding.pages[PageUse.HOST]
     bench.finish()
     assert bench.reasons == {"old": "length", "victim": "abort", "next": "length"}
 
@@ -97,14 +97,14 @@ def test_defect_03_pages_under_a_plan_in_flight_are_granted_to_nobody() -> None:
     plan = scheduler.plan()
     assert plan is not None
     ticket = bench.engine.executor.runner.submit(plan)
-    pages = {page for kind, pages in victim.holding.pages.items() if kind is not Kind.HOST for page in pages}
-    on_host = set(victim.holding.pages[Kind.HOST])
+    pages = {page for kind, pages in victim.holding.pages.items() if kind is not PageUse.HOST for page in pages}
+    on_host = set(victim.holding.pages[PageUse.HOST])
     bench.engine.abort("victim")
     bench.add("next", 60, 4)
     overtaken = scheduler.plan()
     grants = [each for each in overtaken.commands if isinstance(each, Grant)] if overtaken is not None else []
     for grant in grants:
-        written = on_host if grant.kind is Kind.HOST else pages
+        written = on_host if grant.use is PageUse.HOST else pages
         assert not written.intersection(grant.pages), "a page was taken from its writer"
     scheduler.commit(ticket.result())
     scheduler.take_news()
@@ -163,7 +163,7 @@ def test_defect_07_page_ids_of_the_two_pools_are_never_mixed_up(device_pages: in
         bench.step()
         for request in bench.requests.values():
             pages = dict(request.holding.pages)
-            differ += bool(set(pages.pop(Kind.HOST)) - {page for held in pages.values() for page in held})
+            differ += bool(set(pages.pop(PageUse.HOST)) - {page for held in pages.values() for page in held})
     assert differ > 50, "a request had the same pages on both sides, so the test has lost its point"
     bench.finish()
     counters = bench.scheduler.counters
@@ -235,12 +235,12 @@ def test_defect_16_a_page_is_mirrored_after_the_pass_that_writes_it(tiers: str) 
 def test_defect_16_the_side_stream_waits_for_the_pass_that_writes_a_page() -> None:
     device, geometry = torch.device("cuda"), SHAPE.geometry(64, 6)
     pool, host = DevicePool(SHAPE, geometry, 40, device), HostStore(SHAPE, 32, 64, device)
-    memory = Coordinator(pool, host, 1, 2048)
-    memory.seat(0)
-    for kind, count in ((Kind.ROWS, 32), (Kind.KEYS, 8)):
-        first = 0 if kind is Kind.ROWS else 32
+    memory = KvMemory(pool, host, 1, 2048)
+    memory.clear_seat(0)
+    for kind, count in ((PageUse.ROWS, 32), (PageUse.KEYS, 8)):
+        first = 0 if kind is PageUse.ROWS else 32
         memory.execute(Grant(0, kind, 0, tuple(range(first, first + count))))
-    memory.execute(Grant(0, Kind.HOST, 0, tuple(range(32))))
+    memory.execute(Grant(0, PageUse.HOST, 0, tuple(range(32))))
     host.rows.fill_(-1)
     values = torch.arange(2048 * 5, device=device).reshape(2048, 5).short()
     torch.cuda.synchronize()
@@ -250,7 +250,7 @@ def test_defect_16_the_side_stream_waits_for_the_pass_that_writes_a_page() -> No
         view.new_rows(layer).store(values + layer)
     for group in range(SHAPE.groups):
         view.keys(group).store(view.segments.positions, values[:, :3])
-    memory.written([0], [0], [2048])
+    memory.mirror_filled_pages([0], [0], [2048])
     torch.cuda.synchronize()
     for layer in range(LAYERS):
         assert torch.equal(host.rows[layer, :, :5], (values + layer).cpu()), "copied before it was written"
@@ -277,6 +277,6 @@ def test_defect_17_one_wrong_bit_on_the_host_is_noticed(side: str) -> None:
     bench.compare_host()
     stored = bench.host.rows if side == "rows" else bench.host.keys
     assert stored is not None
-    stored[-1, request.holding.pages[Kind.HOST][7] * 4 + 3, 2] ^= 1
+    stored[-1, request.holding.pages[PageUse.HOST][7] * 4 + 3, 2] ^= 1
     with pytest.raises(AssertionError, match=side):
         bench.compare_host()

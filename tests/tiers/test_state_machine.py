@@ -1,4 +1,4 @@
-"""Ledger and coordinator under random changes of residence, over poisoned memory: what attention reads is what was
+"""Ledger and KV memory under random changes of residence, over poisoned memory: what attention reads is what was
 written, byte for byte.
 
 Commands are carried out with the next step, as in the engine: by then pages may have changed hands several times.
@@ -18,10 +18,10 @@ from tiers.byte_model import SHAPES, Attention, Poison, SlotModel, Written, as_b
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
-from hotset.tiers.commands import Command, Grant, Kind
-from hotset.tiers.coordinator import Coordinator
-from hotset.tiers.ledger import Holding, Ledger, Need
-from hotset.tiers.residence import Residence
+from hotset.tiers.commands import Command, Grant
+from hotset.tiers.kv_memory import KvMemory
+from hotset.tiers.ledger import Ledger, PageCounts
+from hotset.tiers.residence import Holding, PageUse, Residence
 
 CPU = torch.device("cpu")
 
@@ -89,7 +89,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.pool = DevicePool(kv, geometry, device_pages, CPU)
         self.host = HostStore(kv, host_pages, page_rows, CPU)
         self.poison = Poison(self.pool, self.host)
-        self.coordinator = Coordinator(self.pool, self.host, seats, context)
+        self.kv_memory = KvMemory(self.pool, self.host, seats, context)
         self.attention = Attention(kv, seed)
         self.slots = SlotModel(kv, geometry, seats)
         self.random = Random(seed)
@@ -181,9 +181,9 @@ class TiersMachine(RuleBasedStateMachine):
         counts = [self.chunk(each) for each in batch]
         for seat, start in zip(seats, starts, strict=True):
             self.slots.make_way(seat, start)
-        view = self.coordinator.view(seats, starts, counts)
+        view = self.kv_memory.view(seats, starts, counts)
         self.attention.forward(view, [each.written for each in batch])
-        self.coordinator.written(seats, starts, counts)
+        self.kv_memory.mirror_filled_pages(seats, starts, counts)
         for request in batch:
             self.slots.choose(request.holding.seat, request.length - 1, request.written.last_chosen)
         SEEN["steps"] += 1
@@ -202,10 +202,10 @@ class TiersMachine(RuleBasedStateMachine):
             self.release(request)
             SEEN["finished"] += 1
         elif request.decoding and request.holding.residence is Residence.STREAMED:
-            assert self.change(lambda: self.ledger.ready(request.holding, request.length))
+            assert self.change(lambda: self.ledger.end_streaming(request.holding, request.length))
 
     def demote(self, request: Request) -> None:
-        gain, free = self.ledger.gain(request.holding, request.length), self.ledger.device.free
+        gain, free = self.ledger.pages_freed_by_demotion(request.holding, request.length), self.ledger.device.free
         assert self.change(lambda: self.ledger.demote(request.holding, request.length))
         assert self.ledger.device.free == free + gain, "a demotion does not free what it promised"
         SEEN["demotions"] += 1
@@ -217,7 +217,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def has_room(self, request: Request) -> bool:
         """It has pages for its next row, after growing if need be."""
-        if request.length < request.holding.room:
+        if request.length < request.holding.capacity:
             return True
         return self.change(lambda: self.ledger.grow(request.holding, request.rows))
 
@@ -253,14 +253,14 @@ class TiersMachine(RuleBasedStateMachine):
         for command in self.pending:
             match command:
                 case Sit(seat):
-                    self.coordinator.seat(seat)
+                    self.kv_memory.clear_seat(seat)
                     self.slots.leave(seat)
                 case Spoil(device, host):
                     self.poison.spoil(device, host)
                 case _:
-                    if isinstance(command, Grant) and command.kind is not Kind.HOST:
+                    if isinstance(command, Grant) and command.use is not PageUse.HOST:
                         self.poison.spoil(command.pages, [])
-                    self.coordinator.execute(command)
+                    self.kv_memory.execute(command)
                     self.slots.follow(command)
         self.pending = []
 
@@ -273,7 +273,7 @@ class TiersMachine(RuleBasedStateMachine):
             rows = length if residence in (Residence.STREAMED, Residence.PARKED) else full
             keys = length if residence is Residence.PARKED else full
             positions = torch.arange(length)
-            pages = torch.tensor(request.holding.pages[Kind.HOST], dtype=torch.int64)
+            pages = torch.tensor(request.holding.pages[PageUse.HOST], dtype=torch.int64)
             at = pages[positions // page_rows] * page_rows + positions % page_rows
             same = torch.equal(as_bytes(self.host.rows[:, at[:rows]]), request.written.rows[:, :rows])
             assert same, f"rows of a {residence.value} request differ on the host"
@@ -296,10 +296,10 @@ class TiersMachine(RuleBasedStateMachine):
         told_later = {command.seat for command in self.pending if not isinstance(command, Spoil)}
         tiered = {request.holding.seat: request.length for request in self.within(Residence.TIERED)}
         tiered = {seat: length for seat, length in tiered.items() if seat not in told_later}
-        self.coordinator.audit(tiered)
+        self.kv_memory.audit(tiered)
         for seat in tiered:
             for group, slots in enumerate(self.slots.slots[seat]):
-                position_of, last_used, _ = self.coordinator.maps(seat, group)
+                position_of, last_used, _ = self.kv_memory.hot_buffers.maps(seat, group)
                 assert (position_of, last_used) == (slots.position_of, slots.last_used), "not the least recently used"
 
     def teardown(self) -> None:
@@ -309,7 +309,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.release(request)
         self.carry_out()
         assert not any(self.held()) and self.room() == self.capacity, "not everything was given back"
-        traffic, slots = self.coordinator.traffic(), self.slots
+        traffic, slots = self.kv_memory.traffic(), self.slots
         if self.ledger.tiers:
             assert [[*traffic.lookups.values()], [*traffic.misses.values()]] == [slots.lookups, slots.misses]
         SEEN["misses"] += sum(slots.misses)
@@ -325,31 +325,33 @@ class TiersMachine(RuleBasedStateMachine):
         return self.within(Residence.RESIDENT, Residence.STREAMED, Residence.TIERED)
 
     def growing(self) -> list[Request]:
-        return [request for request in self.seated() if request.decoding and request.length >= request.holding.room]
+        return [request for request in self.seated() if request.decoding and request.length >= request.holding.capacity]
 
     def demotable(self) -> list[Request]:
         seated = [request for request in self.seated() if request.decoding]
-        return [request for request in seated if self.ledger.gain(request.holding, request.length) > 0]
+        return [
+            request for request in seated if self.ledger.pages_freed_by_demotion(request.holding, request.length) > 0
+        ]
 
     def books(self) -> Books:
         """Everything that the ledger knows, to see that nothing of it changes."""
         holdings = [request.holding for request in self.requests]
-        return [(each.residence, each.seat, [[*p] for p in each.pages.values()], each.room) for each in holdings]
+        return [(each.residence, each.seat, [[*p] for p in each.pages.values()], each.capacity) for each in holdings]
 
-    def room(self) -> Need:
+    def room(self) -> PageCounts:
         assert self.ledger.host is not None
-        return Need(self.ledger.device.free, self.ledger.host.free)
+        return PageCounts(self.ledger.device.free, self.ledger.host.free)
 
     def held(self) -> tuple[set[int], set[int]]:
         """Pages of the device and of the host that somebody holds."""
         pages = [item for each in self.requests for item in each.holding.pages.items()]
-        device = {page for kind, held in pages if kind is not Kind.HOST for page in held}
-        return device, {page for kind, held in pages if kind is Kind.HOST for page in held}
+        device = {page for kind, held in pages if kind is not PageUse.HOST for page in held}
+        return device, {page for kind, held in pages if kind is PageUse.HOST for page in held}
 
 
 SEEN: Counter[str] = Counter()
 TestTiers = TiersMachine.TestCase
-TestTiers.settings = settings(max_examples=110, stateful_step_count=50, deadline=None, derandomize=True)
+TestTiers.settings = settings(max_examples=115, stateful_step_count=50, deadline=None, derandomize=True)
 
 
 def test_every_change_happened_above() -> None:

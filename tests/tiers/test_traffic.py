@@ -11,7 +11,7 @@ from tiers.whole_numbers import INDEXED, SHAPE, Bench
 
 from hotset.memory.resident import ResidentView
 from hotset.tiers.commands import Command, Demote, Flush, Load, Promote
-from hotset.tiers.coordinator import Coordinator, Traffic
+from hotset.tiers.kv_memory import KvMemory, Traffic
 
 RUNS = {
     "always": {"device_pages": 18, "host_pages": 80, "tiers": "always", "depth": 1},
@@ -21,17 +21,17 @@ RUNS = {
 }
 
 
-class Recorded(Coordinator):
-    """A coordinator that writes down what it is told, and how often it is asked for its counts."""
+class Recorded(KvMemory):
+    """A KV memory that records its calls, and how often its counts are read."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.told: list[int | Command | tuple[Sequence[int], Sequence[int], Sequence[int]]] = []
         self.asked = 0
 
-    def seat(self, seat: int) -> None:
+    def clear_seat(self, seat: int) -> None:
         self.told.append(seat)
-        super().seat(seat)
+        super().clear_seat(seat)
 
     def execute(self, command: Command) -> None:
         self.told.append(command)

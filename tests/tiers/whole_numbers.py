@@ -29,10 +29,9 @@ from hotset.memory.view import View
 from hotset.schedule.plan import Committed
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
-from hotset.tiers.commands import Kind
-from hotset.tiers.coordinator import Coordinator
+from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
-from hotset.tiers.residence import Residence
+from hotset.tiers.residence import PageUse, Residence
 
 CPU = torch.device("cpu")
 PRIME = 2**31 - 1
@@ -79,9 +78,9 @@ class IntegerModel:
 
     def _attend(self, view: View, layer: int, positions: Tensor, hidden: Tensor) -> Tensor:
         selected = view.select(layer, positions)
-        rows = selected.layout.decode(selected.rows[selected.chosen.clamp_min(0)], torch.int64)
+        rows = selected.layout.decode(selected.rows[selected.row_ids.clamp_min(0)], torch.int64)
         read = ((rows + (1 << 15)) * torch.arange(1, ROW_WIDTH + 1)).sum(-1)
-        each = torch.where(selected.chosen == EMPTY, 0, _mix(read, positions + 1))
+        each = torch.where(selected.row_ids == EMPTY, 0, _mix(read, positions + 1))
         return _mix(hidden, each.sum(-1) % PRIME)
 
 
@@ -185,7 +184,7 @@ class Bench:
         tiers: TiersMode = "auto",
         depth: int = 1,
         context: int = 160,
-        memory: type[Coordinator] = Coordinator,
+        memory: type[KvMemory] = KvMemory,
     ) -> None:
         self.geometry = SHAPE.geometry(page_rows, slots)
         self.ledger = Ledger(self.geometry, PageAllocator(device_pages), PageAllocator(host_pages))
@@ -264,7 +263,7 @@ class Bench:
             full = min(known, request.planned // page_rows * page_rows)
             rows = known if residence in (Residence.STREAMED, Residence.PARKED) else full
             keys = known if residence is Residence.PARKED else full
-            pages = request.holding.pages[Kind.HOST]
+            pages = request.holding.pages[PageUse.HOST]
             assert len(pages) >= self.geometry.row_pages(known), f"{name}, {residence}: host pages are gone"
             at = torch.tensor([pages[p // page_rows] * page_rows + p % page_rows for p in range(known)]).long()
             row_bytes, key_bytes = stored_alone(*self._as_asked(request))
@@ -281,9 +280,9 @@ class Bench:
 
     def spoil_the_rest(self) -> None:
         holdings = [request.holding for request in self.requests.values()]
-        on_host = {page for holding in holdings for page in holding.pages[Kind.HOST]}
+        on_host = {page for holding in holdings for page in holding.pages[PageUse.HOST]}
         on_device = {
-            page for h in holdings for kind, pages in h.pages.items() if kind is not Kind.HOST for page in pages
+            page for h in holdings for kind, pages in h.pages.items() if kind is not PageUse.HOST for page in pages
         }
         free_on_host = set(range(self.host.rows.shape[1] // self.geometry.page_rows)) - on_host
         self.poison.spoil(sorted(set(range(self.pool.pages)) - on_device), sorted(free_on_host))

@@ -8,7 +8,7 @@ from hotset.engine.runner import Runner, SubmittedStep
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.schedule.plan import Plan, StepResult
-from hotset.tiers.coordinator import Coordinator, Traffic
+from hotset.tiers.kv_memory import KvMemory, Traffic
 from hotset.transfer.api import Event
 
 Step = Sequence[Plan | None]  # a plan for each replica; None: it has nothing to do in this step
@@ -32,7 +32,7 @@ class HostPart:
     store: HostStore
 
 
-def whole(memory: Coordinator) -> list[HostPart]:
+def whole(memory: KvMemory) -> list[HostPart]:
     """The one home of a worker that holds everything; none without tiers."""
     return [] if memory.host is None else [HostPart(0, 0, memory.pool.shape, 1, memory.host)]
 
@@ -84,7 +84,7 @@ class _Done:
 class InProcess:
     """One worker, in this process."""
 
-    def __init__(self, runner: Runner, memory: Coordinator) -> None:
+    def __init__(self, runner: Runner, memory: KvMemory) -> None:
         self.runner, self.memory = runner, memory
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
@@ -99,7 +99,7 @@ class InProcess:
         return _Done(self.runner.submit(plan))
 
     def stored(self) -> Event | None:
-        return self.memory.stored()
+        return self.memory.mirrored_event()
 
     def hosts(self) -> Sequence[HostPart]:
         return whole(self.memory)

@@ -9,7 +9,7 @@ from hotset.engine.sizing import KvBudget
 from hotset.memory.device_pool import KvShape
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
-from hotset.tiers.coordinator import Traffic
+from hotset.tiers.kv_memory import Traffic
 
 
 @dataclass(frozen=True, slots=True)

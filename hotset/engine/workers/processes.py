@@ -46,7 +46,7 @@ from hotset.memory.device_pool import KvShape
 from hotset.memory.host_store import HostStore, host_bytes
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
-from hotset.tiers.coordinator import Traffic
+from hotset.tiers.kv_memory import Traffic
 from hotset.transfer.api import Event
 
 T = TypeVar("T", bound=WorkerReport)

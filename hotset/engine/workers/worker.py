@@ -44,7 +44,7 @@ from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.schedule.plan import StepResult
-from hotset.tiers.coordinator import Coordinator
+from hotset.tiers.kv_memory import KvMemory
 
 LOGGER = logging.getLogger("hotset.engine")
 Inbox = queue.SimpleQueue[tuple[WorkerCommand, SharedMemory | None]]
@@ -150,7 +150,7 @@ class Worker:
             sizes = (budget.host_pages, config.page_rows, stage.device)
             host = HostStore(shape, *sizes, memory=memory.bytes, writer=settle.writer, writers=settle.writers)
             memory.close()
-        self._memory = Coordinator(pool, host, config.max_num_seqs, budget.max_model_len)
+        self._memory = KvMemory(pool, host, config.max_num_seqs, budget.max_model_len)
         barrier = collectives.barrier if settle.writers > 1 else SINGLE_RANK.barrier
         self._runner = Runner(
             stage, self._memory, config.max_num_seqs, budget.max_model_len, stage.vocab, barrier=barrier
@@ -194,7 +194,7 @@ class Worker:
             while (waiting := self._tickets.get()) is not None:
                 number, ticket = waiting
                 result = None if ticket is None else ticket.result()
-                if (stored := self._memory.stored()) is not None:
+                if (stored := self._memory.mirrored_event()) is not None:
                     stored.synchronize()
                 self._send(StepDone(number, self._told(result)))
         except BrokenPipeError:

@@ -1,0 +1,191 @@
+"""One worker's KV memory: it executes the ledger's commands on tensors and makes each step's view."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hotset.memory.device_pool import DevicePool
+from hotset.memory.host_store import HostStore
+from hotset.memory.resident import Batch, ResidentView, make_batch, make_captured_batch
+from hotset.memory.tables import PageTables
+from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
+from hotset.tiers.hot_buffers import HotBuffers
+from hotset.tiers.mirror import Mirror, TokenRange
+from hotset.tiers.residence import PageUse, Residence
+from hotset.tiers.view import TieredView
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Totals of what was copied between host and device since start."""
+
+    rows_flushed: int  # each counted once for all layers
+    lookups: Mapping[int, int]  # positions looked up in slots, by the layer whose indexer selected them
+    misses: Mapping[int, int]
+    bytes_swapped: int  # from host to slots, in all layers
+
+
+class KvMemory:
+    """Owns one worker's device pool, host store, page tables and hot buffers. It makes no decisions.
+
+    Without a host store (`host` None) every request is resident and nothing is mirrored. `hot_buffers` is None if no
+    request can be tiered.
+    """
+
+    def __init__(self, pool: DevicePool, host: HostStore | None, seats: int, context: int) -> None:
+        """At most `seats` requests run at once, none longer than `context` tokens."""
+        self.pool, self.host = pool, host
+        self.tables = PageTables(seats, context, pool.geometry, pool.device)
+        self._mirror = None if host is None else Mirror(pool, host, self.tables)
+        self.hot_buffers: HotBuffers | None = None
+        if host is not None and pool.geometry.slots:
+            self.hot_buffers = HotBuffers(pool, host, self.tables, seats)
+
+    def warm_up(self) -> None:
+        """Compiles kernels, so that no request waits for compilation. Memory does not change."""
+        for part in (self._mirror, self.hot_buffers):
+            if part is not None:
+                part.warm_up()
+
+    def clear_seat(self, seat: int) -> None:
+        """Removes all pages of the seat's last request from the tables."""
+        self.tables.clear(seat)
+
+    def execute(self, command: Command) -> None:
+        """Executes a command after all work that was submitted before it."""
+        match command:
+            case Grant():
+                self._grant(command)
+            case Flush(seat, length):
+                self._required_mirror.flush(seat, length)
+            case Load():
+                self._load(command)
+            case MirrorLanded(seat, length, rows):
+                self._required_mirror.mirror_landed(seat, length, rows)
+            case Demote():
+                self._required_mirror.wait()
+                self._required_hot_buffers.demote(command)
+            case Promote():
+                self._promote(command)
+
+    def prepare_step(self, seats: Sequence[int], starts: Sequence[int]) -> bool:
+        """Prepares tails for a step that computes tokens from `starts[i]` of `seats[i]` on.
+
+        Returns whether any of the seats is tiered.
+        """
+        tiered = self.tables.tiered_seats
+        if not tiered or tiered.isdisjoint(seats):
+            return False
+        reused = self._required_hot_buffers.reused_tail_pages(seats, starts)
+        if reused:
+            self._required_mirror.wait()  # a tail page must be on the host before it is overwritten
+            self._required_hot_buffers.move_tail_to_slots(reused)
+        return True
+
+    def view(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> ResidentView:
+        """Returns the view of a step that computes tokens [starts[i], starts[i] + counts[i]) of `seats[i]`."""
+        has_tiered = self.prepare_step(seats, starts)
+        return self._view(make_batch(seats, starts, counts, self.pool.device), has_tiered)
+
+    def captured_view(self, seat_of: Tensor, positions: Tensor, has_tiered: bool) -> ResidentView:
+        """Returns the view to capture in a graph: one token of each seat in `seat_of`, whatever that tensor will hold.
+
+        The caller calls `prepare_step` before each replay. `has_tiered`: some of the seats may be tiered.
+        """
+        return self._view(make_captured_batch(seat_of, positions), has_tiered)
+
+    def mirror_filled_pages(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Copies to the host every page that the step just submitted has filled."""
+        if self._mirror is None:
+            return
+        page_rows = self.pool.geometry.page_rows
+        self._mirror.mirror_filled_pages(
+            [
+                TokenRange(seat, start, start + count)
+                for seat, start, count in zip(seats, starts, counts, strict=True)
+                if start % page_rows + count >= page_rows
+            ]
+        )
+
+    def mirrored_event(self) -> torch.cuda.Event | None:
+        """Returns an event that fires when all copies to the host started so far are done; None if they are done."""
+        return None if self._mirror is None else self._mirror.mirrored_event()
+
+    def traffic(self) -> Traffic:
+        """Returns the totals since start. They are counted on the device, and reading them waits for it."""
+        shape = self.pool.shape
+        counts = [] if self.hot_buffers is None else self.hot_buffers.counts.tolist()
+        row_bytes = shape.row.row_bytes
+        return Traffic(
+            rows_flushed=0 if self._mirror is None else self._mirror.rows_flushed,
+            lookups={shape.key_layers[group]: looked_up for group, (looked_up, _) in enumerate(counts)},
+            misses={shape.key_layers[group]: missed for group, (_, missed) in enumerate(counts)},
+            bytes_swapped=sum(
+                missed * row_bytes * len(shape.layers_of(group)) for group, (_, missed) in enumerate(counts)
+            ),
+        )
+
+    def close(self) -> None:
+        if self.host is not None:
+            self.host.close()
+
+    def audit(self, tiered: Mapping[int, int]) -> None:
+        """Proves that the residency maps of tiered seats are consistent. `tiered` maps each seat to its rows."""
+        for seat, length in tiered.items():
+            assert seat in self.tables.tiered_seats, f"seat {seat} should be tiered"
+            self._required_hot_buffers.audit(seat, length)
+
+    def _view(self, batch: Batch, has_tiered: bool) -> ResidentView:
+        if self.hot_buffers is None:
+            return ResidentView(self.pool, self.tables, batch)
+        return TieredView(self.pool, self.tables, self.hot_buffers, self._required_mirror, batch, has_tiered)
+
+    @property
+    def _required_mirror(self) -> Mirror:
+        assert self._mirror is not None, "there is no host store"
+        return self._mirror
+
+    @property
+    def _required_hot_buffers(self) -> HotBuffers:
+        assert self.hot_buffers is not None, "requests of this model cannot be tiered"
+        return self.hot_buffers
+
+    def _grant(self, grant: Grant) -> None:
+        tables, seat, first, pages = self.tables, grant.seat, grant.first, grant.pages
+        if self._mirror is not None and grant.use is not PageUse.HOST and not self._mirror.reading.isdisjoint(pages):
+            self._mirror.wait()  # the mirror still reads the rows of the page's last owner
+        match grant.use:
+            case PageUse.ROWS:
+                tables.extend_rows(seat, first, pages)
+            case PageUse.KEYS:
+                tables.extend_keys(seat, first, pages)
+            case PageUse.HOST:
+                tables.extend_host(seat, first, pages)
+            case PageUse.WORK:
+                tables.work_pages[seat] += pages
+            case PageUse.SLOTS:
+                tables.put(tables.slots, seat, first, pages)
+            case PageUse.TAIL:
+                tables.set_tail(seat, pages)
+            case PageUse.MAPS:
+                tables.put(tables.maps, seat, first, pages)
+
+    def _load(self, command: Load) -> None:
+        seat, length = command.seat, command.length
+        if command.keys:
+            self._required_mirror.load_keys(seat, length)
+        if command.to is Residence.RESIDENT:
+            self._required_mirror.load_rows(seat, 0, length, self.tables.row_pages[seat])
+        elif command.to is Residence.TIERED:
+            self.tables.work_pages[seat] = []
+            self._required_hot_buffers.open(seat, length)
+
+    def _promote(self, command: Promote) -> None:
+        """Loads all rows from the host but those of the newest two pages, which are the tail's and stay in place."""
+        seat, page_rows = command.seat, self.pool.geometry.page_rows
+        newest = command.length // page_rows
+        self.tables.extend_rows(seat, 0, command.rows)
+        self._required_mirror.load_rows(seat, 0, max(0, newest - 1) * page_rows, command.rows)
+        self.tables.set_tiered(seat, False)
