@@ -214,18 +214,19 @@ def test_defect_16_a_page_is_mirrored_after_the_pass_that_writes_it(tiers: str) 
     bench = Bench(60, 40, tiers=tiers, step_rows=10)
     request = bench.add("r", 24, 12)
     order: list[str] = []
-    forward, written = bench.model.forward, bench.memory.written
+    forward, mirror = bench.model.forward, bench.memory.mirror_filled_pages
 
     def noted_forward(*args: torch.Tensor) -> torch.Tensor:
         logits = forward(*args)
         order.append("computed")
         return logits
 
-    def noted_written(*args: list[int]) -> None:
+    def noted_mirror(*args: list[int]) -> None:
         order.append("mirrored")
-        written(*args)
+        mirror(*args)
 
-    bench.model.forward, bench.memory.written = noted_forward, noted_written  # type: ignore[method-assign]
+    bench.model.forward = noted_forward  # type: ignore[method-assign]
+    bench.memory.mirror_filled_pages = noted_mirror  # type: ignore[method-assign]
     bench.finish()
     assert order and order == ["computed", "mirrored"] * (len(order) // 2)
     assert request.phase is Phase.FINISHED
