@@ -1,4 +1,4 @@
-// What a copy of scattered host rows costs if nothing else has to be done: one warp for each row of a ready list.
+// A bare gather of scattered host rows: one warp copies each row of a given list.
 
 typedef long long i64;
 

@@ -1,11 +1,11 @@
-// CUDA C++ kernels run by a host compiler: every thread of a block is a fibre. The blocks of a cluster (the constant
-// CLUSTER, where there is one) run together, clusters one after another.
+// Runs CUDA C++ kernels compiled by a host compiler: every thread of a block is a fibre. The blocks of a cluster (if the
+// constant CLUSTER is defined) run together; clusters run one after another.
 //
-// Between two barriers the fibres run in random order, and so do blocks, so that what depends on an order that CUDA does
-// not promise shows. A barrier or an exchange within a warp that not all of its threads reach is reported, as is shared
-// memory written past the launch's share, and a trap. Single accesses that interleave, and caches, are not modelled.
+// Between two barriers, fibres and blocks run in random order. This exposes code that depends on an order which CUDA does
+// not guarantee. The emulation reports barriers and warp exchanges that not all threads reach, writes past the launch's
+// shared memory, and traps. It does not model caches or interleaved single accesses.
 //
-// Only small headers are included: this is compiled once for every set of constants.
+// Only small headers are included, because this file is compiled once for every set of constants.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -57,18 +57,18 @@ struct Fibre {
 };
 enum { MOST_THREADS = 1024, MOST_ARGUMENTS = 32, STACK_BYTES = 256 << 10 };
 
-static Fibre fibres[CLUSTER * MOST_THREADS];  // of one block after another
+static Fibre fibres[CLUSTER * MOST_THREADS];  // of all blocks, one after another
 static unsigned threads;                       // of a block
-static unsigned current;                       // the fibre that runs
+static unsigned current;                       // the running fibre
 static ucontext_t scheduler;
 static const char *failure;
-static int64_t lanes[CLUSTER * MOST_THREADS / 32][32];  // what the threads of each warp exchange
+static int64_t lanes[CLUSTER * MOST_THREADS / 32][32];  // values exchanged by the threads of each warp
 static int votes[CLUSTER][3];
-static int4 *shared_of_block[CLUSTER];  // of blocks that are not running
+static int4 *shared_of_block[CLUSTER];  // of the blocks that are not running
 static void *kernel;
 static int64_t arguments[MOST_ARGUMENTS];
 static uint64_t random_state;
-static unsigned char poison = 0xAB;  // in every byte of shared memory that was not written
+static unsigned char poison = 0xAB;  // the value of every unwritten byte of shared memory
 
 static void wait(State state) {
     Fibre &self = fibres[current];
@@ -81,7 +81,7 @@ static void fail(const char *message) {
     wait(BLOCK);
 }
 
-// Every parameter of a kernel is eight bytes wide, so that one way of calling serves all of them.
+// Every parameter of a kernel is eight bytes wide, so that one call signature serves all kernels.
 static void begin() {
     typedef int64_t A;
     typedef void (*Kernel)(A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A,
@@ -117,7 +117,7 @@ static bool release(State state, unsigned first, unsigned last) {
     return any;
 }
 
-// Those who wait for arrivals that all threads of the cluster, but for those that have ended, have made.
+// Releases the fibres whose cluster barrier all threads have reached, except for those that have ended.
 static bool release_from_cluster(unsigned first, unsigned last) {
     unsigned least = ~0u;
     for (unsigned i = 0; i < CLUSTER * threads; ++i) {
@@ -132,7 +132,7 @@ static bool release_from_cluster(unsigned first, unsigned last) {
     return any;
 }
 
-// Goes on with one block until all its threads wait. Returns false if none could go on.
+// Runs one block until all its threads wait. Returns false if none could run.
 static bool run_block(unsigned member) {
     static unsigned order[MOST_THREADS];
     const unsigned first = member * threads, last = first + threads;
@@ -160,7 +160,7 @@ static void run_cluster(unsigned first_block, int shared_bytes) {
     for (bool any = true; any && !failure;) {
         shuffle(order, CLUSTER);
         any = false;
-        // Some blocks get far ahead of others.
+        // Lets some blocks get far ahead of others.
         for (unsigned i = 0; i < CLUSTER && !any && !failure; ++i) {
             blockIdx.x = first_block + order[i];
             memcpy(shared_memory, shared_of_block[order[i]], shared_bytes);
@@ -182,7 +182,7 @@ template <class T> static int64_t bits(T value) {
     return word;
 }
 
-// The value that lane `from` of the same warp brings.
+// Returns the value that lane `from` of the same warp contributes.
 template <class T> static T exchange(T value, unsigned from) {
     const unsigned warp = current / 32, lane = current % 32;
     lanes[warp][lane] = bits(value);
@@ -244,7 +244,7 @@ static inline int __syncthreads_or(int vote) {
 }
 static inline unsigned take_turn(unsigned *turns) { return turns[0]++; }
 static inline void end_turn(unsigned *turns) { ++turns[1]; }
-static inline void wait_until_over(const unsigned *turns, unsigned number) {  // clusters come one after another
+static inline void wait_until_over(const unsigned *turns, unsigned number) {  // clusters run one after another
     if (static_cast<int>(turns[1] - number) <= 0) emulated::fail("a turn that never comes");
 }
 static inline void arrive_in_cluster(bool) {
@@ -256,7 +256,7 @@ static inline void wait_in_cluster() {
     if (++self.waits != self.arrivals) emulated::fail("a thread waits without having arrived");
     emulated::wait(emulated::IN_CLUSTER);
 }
-// The same address in the shared memory of another block of the cluster.
+// Maps an address to the shared memory of another block of the cluster.
 template <class T> static T *in_block(unsigned member, T *address) {
     using namespace emulated;
     bool began = false, ended = true;

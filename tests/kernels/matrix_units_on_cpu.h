@@ -1,6 +1,6 @@
-// What instructions.cu of sparse_attention asks of a GPU, beyond cuda_on_cpu.h: asynchronous copies, matrix products,
-// numbers of 8 and 16 bits. Copies arrive when they are waited for, and until then their target holds NaN, as does
-// shared memory that was not written.
+// Emulates the GPU instructions of sparse_attention's instructions.cu: asynchronous copies, matrix products, and 8- and
+// 16-bit numbers. A copy arrives when the kernel waits for it; until then its target holds NaN, as does unwritten shared
+// memory.
 #include <math.h>
 
 #undef __launch_bounds__
@@ -56,7 +56,7 @@ static float from_half(unsigned half) {
                                       : ldexpf(mantissa, -24);
     return half >> 15 ? -size : size;
 }
-// Rounds to the nearest, of two to the even.
+// Rounds to nearest, ties to even.
 static unsigned to_bfloat(float value) {
     const unsigned word = __float_as_uint(value);
     if (value != value) return 0x7FFF;
@@ -69,8 +69,8 @@ static unsigned to_half(float value) {
     if (size >= 65520) return sign | 0x7C00;
     int exponent;
     frexpf(size, &exponent);
-    const int step = (exponent < -13 ? -14 : exponent - 1) - 10;  // log2 of the distance between two float16 there
-    const unsigned count = static_cast<unsigned>(nearbyintf(ldexpf(size, -step)));  // of such steps, at most 2048
+    const int step = (exponent < -13 ? -14 : exponent - 1) - 10;  // log2 of the spacing of float16 numbers there
+    const unsigned count = static_cast<unsigned>(nearbyintf(ldexpf(size, -step)));  // number of such steps, at most 2048
     return sign | (exponent < -13 ? count : (static_cast<unsigned>(step + 24) << 10) + count);
 }
 static unsigned from_e4m3(unsigned code) {
@@ -81,7 +81,7 @@ static unsigned from_e4m3(unsigned code) {
     return to_half(code >> 7 ? -size : size);
 }
 
-static unsigned words[MOST_THREADS][8];  // what the threads of a warp bring to a matrix product
+static unsigned words[MOST_THREADS][8];  // operands of the threads of a warp in a matrix product
 static const unsigned char *row_at[MOST_THREADS];
 
 static unsigned of_matrix(unsigned matrix, unsigned row, unsigned column) {

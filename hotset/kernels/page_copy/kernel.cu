@@ -1,6 +1,6 @@
-// page_copy on a GPU: a few blocks share out the pieces of all layers, in chunks of some KiB.
+// page_copy on a GPU: a few blocks divide the pieces of all layers among them, in chunks of a few KiB.
 //
-// Constants given by the compilation: THREADS of a block, a multiple of 32, and SHARED_BYTES, as the launch sets them.
+// Compile-time constants: THREADS per block, a multiple of 32, and SHARED_BYTES, as set by the launch.
 
 typedef long long i64;
 typedef unsigned char u8;
@@ -8,13 +8,13 @@ typedef unsigned char u8;
 namespace {
 
 constexpr int WARPS = THREADS / 32;
-constexpr int LOADS = 4;                     // units that a lane has under way
-constexpr int STRIP_BYTES = 32 * 16 * LOADS;  // of a stretch without gaps, what a warp copies at a time
+constexpr int LOADS = 4;                     // units in flight per lane
+constexpr int STRIP_BYTES = 32 * 16 * LOADS;  // of a contiguous stretch, copied by a warp at a time
 constexpr unsigned ALL = ~0u;
 
 struct Shared {
-    i64 pieces[THREADS][3];  // as given: they may lie in host memory, where every look takes long
-    unsigned ends[THREADS];  // chunks of these pieces up to each, this included
+    i64 pieces[THREADS][3];  // a copy, since the originals may be in slow host memory
+    unsigned ends[THREADS];  // number of chunks up to and including each piece
     unsigned warp_totals[32];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the launch and the kernel disagree");
@@ -51,7 +51,7 @@ __device__ __forceinline__ void copy_with_warp(u8 *target, const u8 *source, i64
     }
 }
 
-// Rows with the warps of a block.
+// Copies rows with the warps of a block.
 __device__ __forceinline__ void copy_rows(u8 *target, i64 target_stride, const u8 *source, i64 source_stride, i64 rows,
                                           i64 row_bytes) {
     const int warp = threadIdx.x / 32;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void copy_rows(u8 *target, i64 target_stride, const u
     }
 }
 
-// Chunks of the pieces up to this thread's, this included; contains a barrier.
+// Counts the chunks up to and including this thread's piece. Contains a barrier.
 __device__ __forceinline__ unsigned count_chunks(Shared &shared, unsigned chunks) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     unsigned sum = chunks;
@@ -119,6 +119,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_pieces(
             const u8 *from = source + layer * source_layer_stride + (piece[source_column] + first) * source_stride;
             copy_rows(to, target_stride, from, source_stride, min(chunk_rows, piece[2] - first), row_bytes);
         }
-        __syncthreads();  // before the next pieces take the place of these
+        __syncthreads();  // before the next pieces overwrite these
     }
 }

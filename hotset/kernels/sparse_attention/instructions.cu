@@ -1,5 +1,5 @@
-// What the kernels of sparse_attention ask of a GPU beyond C++: asynchronous copies, the matrix units, numbers of 8 and
-// 16 bits.
+// GPU instructions beyond C++ that the kernels of sparse_attention use: asynchronous copies, tensor cores, and 8- and
+// 16-bit numbers.
 #pragma once
 
 typedef long long i64;
@@ -10,33 +10,33 @@ typedef unsigned u32;
 namespace {
 
 constexpr unsigned ALL = ~0u;  // lanes of a warp
-constexpr float LOWEST = -1.0e30f;  // below every score, and finite: two of them may be subtracted
-constexpr float LEAST = 1.0e-37f;   // of what is divided by
+constexpr float LOWEST = -1.0e30f;  // below every score, but finite, so that two of them can be subtracted
+constexpr float LEAST = 1.0e-37f;   // lower bound of divisors
 constexpr float SMALLEST_UNIT = 9.094947017729282e-13f;  // 2**-40
 
 #ifdef __CUDACC__
 __device__ __forceinline__ u32 shared_address(const void *at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
-// 16 bytes, or zeros. `at` is not read unless `there`.
+// Copies 16 bytes, or zeros unless `there`; then `at` is not read.
 __device__ __forceinline__ void copy_unit(void *to, const u8 *at, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(at), "r"(there ? 16 : 0)
                  : "memory");
 }
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most `left` of the groups of copies that this thread began are under way.
+// Waits until at most `left` of this thread's copy groups are in flight.
 template <int left> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
 }
 
-// Four 8 x 8 matrices of two bytes. Lane n gives where row n % 8 of matrix n / 8 lies; it gets, of row lane / 4, the
-// columns 2 * (lane % 4) and the next.
+// Loads four 8 x 8 matrices of two-byte values. Lane n passes the address of row n % 8 of matrix n / 8. It receives
+// columns 2 * (lane % 4) and the next of row lane / 4.
 __device__ __forceinline__ void load_matrices(u32 (&to)[4], const void *at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(shared_address(at))
                  : "memory");
 }
-// The same, transposed: of column lane / 4, the rows 2 * (lane % 4) and the next.
+// The same, transposed: the lane receives rows 2 * (lane % 4) and the next of column lane / 4.
 __device__ __forceinline__ void load_matrices_turned(u32 (&to)[4], const void *at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_matrices_turned(u32 (&to)[4], const void *a
                  : "memory");
 }
 
-// sums [16, 8] += a [16, 16] b [16, 8], of float16 or of bfloat16.
+// sums [16, 8] += a [16, 16] b [16, 8], in float16 or bfloat16.
 template <bool half> __device__ __forceinline__ void multiply(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if (half) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -59,7 +59,7 @@ template <bool half> __device__ __forceinline__ void multiply(float (&sums)[4], 
     }
 }
 
-// Four e4m3 numbers as float16: the first two, and the others.
+// Converts four e4m3 numbers to float16: the first two, then the other two.
 __device__ __forceinline__ void decode(u32 codes, u32 &first, u32 &second) {
     asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, low;\n\t"
         "cvt.rn.f16x2.e4m3x2 %1, high;\n\t}"
@@ -92,7 +92,7 @@ __device__ __forceinline__ void let_next_launch_begin() { asm volatile("griddepc
 __device__ __forceinline__ float low_of(u32 bfloats) { return __uint_as_float(bfloats << 16); }
 __device__ __forceinline__ float high_of(u32 bfloats) { return __uint_as_float(bfloats & 0xFFFF0000u); }
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
-// The largest power of two that is not above x >= 0, and 1 over such a power.
+// The largest power of two that does not exceed x >= 0, and the reciprocal of such a power.
 __device__ __forceinline__ float unit_of(float x) {
     return __uint_as_float(__float_as_uint(fmaxf(x, SMALLEST_UNIT)) & 0x7F800000u);
 }

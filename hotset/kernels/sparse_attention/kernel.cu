@@ -1,31 +1,31 @@
-// sparse_attention on a GPU where few heads share the rows: rank 512, rope 64.
+// sparse_attention on a GPU for 16 or 32 heads: rank 512, rope 64.
 //
-// Constants given by the compilation:
+// Compile-time constants:
 //   FP8           1: rows of [512 e4m3 | 4 float32 scales | 64 bfloat16], 0: rows of 576 bfloat16
-//   HEADS         of a block: 16 or 32
-//   KEYS          of a step: 32 or 64
-//   RING          rows in shared memory: those of a step and those on their way
-//   BLOCKS        that a multiprocessor is to hold
-//   SHARED_BYTES  as the launch sets them
+//   HEADS         per block: 16 or 32
+//   KEYS          per step: 32 or 64
+//   RING          rows in shared memory: those of the current step and those in flight
+//   BLOCKS        per multiprocessor
+//   SHARED_BYTES  as set by the launch
 //
-// Rows are copied to shared memory as they are. Each of the four warps takes 128 of the 512 latents, for all heads and
-// all keys: its share of the scores, which the warps then add up, and its share of the sums. Codes are made float16 in
-// registers, once for each of the two products; the scale of a row's 128 latents is the same for all that a warp
-// multiplies, so it is applied to the scores and to the weights, not to the latents.
+// Rows are copied to shared memory unchanged. Each of the four warps processes 128 of the 512 latents, for all heads and
+// keys: it computes its share of the scores, which the warps then add up, and its share of the weighted sums. fp8 codes
+// are converted to float16 in registers, once for each of the two products. All values that a warp multiplies in a row
+// have the same scale, so the scale is applied to scores and weights, not to the latents.
 //
-// An fp8 row has a `unit`, the power of two below its largest scale; weights are kept times the unit, so that no weight
-// exceeds 1 (as in triton_impl). Scores are in units of log2.
+// An fp8 row has a `unit`, the power of two below its largest scale. Weights are stored multiplied by the unit, so that no
+// weight exceeds 1 (as in triton_impl). Scores are in base-2 logarithms.
 //
-// Before its first step a block waits for memory twice: for entries, then for their rows. All else that it needs is
-// asked for with the entries: what is asked for after the rows comes after them.
+// Before its first step, a block waits for memory twice: for the selected entries and then for their rows. All other reads
+// are issued together with the entries, because reads issued after the rows would also arrive after them.
 #include "results.cu"
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
     const u16 *q,       // [rows, heads, 576] bfloat16; heads begin at multiples of 8 bytes
     const u8 *rows,     // [device rows, row_stride bytes]
     const i64 *chosen,  // [rows, k], EMPTY-padded anywhere
-    void *out,          // [rows, heads, 512] bfloat16; of several splits: [rows, splits, heads, 512] float32
-    float *lse,         // [rows, splits, heads]: log2 of the sum of 2**score; written if these are several
+    void *out,          // [rows, heads, 512] bfloat16; with several splits: [rows, splits, heads, 512] float32
+    float *lse,         // [rows, splits, heads]: log2 of the sum of 2**score; written only with several splits
     i64 q_row_stride, i64 q_head_stride, i64 row_stride, i64 chosen_stride, i64 k, i64 all_heads, i64 splits,
     i64 split_keys, i64 scale_bits) {
     extern __shared__ int4 shared_memory[];
@@ -52,11 +52,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
     const float factor = FP8 ? shared.factors[weighed_head] : scale;
     float most = LOWEST, mass = 0;
     Sums sums = {};
-    int at = 0;  // the place of the step's rows in the ring
+    int at = 0;  // position of the step's rows in the ring
     for (int n = 0; n < steps; ++n, at = wrapped(at + KEYS)) {
         wait_for_copies<(AHEAD - KEYS) / GROUP>();
-        __syncthreads();  // the rows are there, for all; those of the step before may be replaced
-        if (n * KEYS + AHEAD < steps * KEYS) {  // zeros past the last entry, up to the end of its step
+        __syncthreads();  // all rows have arrived; those of the previous step may be overwritten
+        if (n * KEYS + AHEAD < steps * KEYS) {  // zeros follow the last entry, up to the end of its step
             begin_rows<ROWS_OF_WARP>(shared, wrapped(at + AHEAD), entry, rows, row_stride);
         } else {
             begin_nothing();
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
         for (int key = 0; key < KEYS; key += 16) add_keys(shared, at, key, sums);
     }
     leave_totals(shared, weighed_head, most, mass);
-    wait_for_copies<0>();  // of zeros, past the last row
+    wait_for_copies<0>();  // the zeros after the last row
     __syncthreads();
     const i64 part = (place.row * splits + place.split) * all_heads + place.head_first;
     if (splits == 1) {
@@ -85,6 +85,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
     if (head < HEADS && head < heads) {
         lse[part + head] = steps > 0 ? shared.most[head] + log2f(shared.mass[head]) : minus_infinity();
     }
-    // The merge does not read the sums of a split without a row.
+    // The merge does not read the sums of an empty split.
     if (steps > 0) store_sums(shared, sums, static_cast<float *>(out) + part * RANK, heads);
 }

@@ -1,6 +1,6 @@
-// Joins the splits of sparse_attention on a GPU: the results of a query row and head, weighted by the mass of each.
+// Merges the splits of sparse_attention: adds the results of a query and head, weighted by the mass of each split.
 //
-// THREADS, a constant of the compilation, is what a block has: each takes four of the 4 * THREADS latents.
+// Compile-time constant: THREADS per block. Each thread merges four of the 4 * THREADS latents.
 
 #include "instructions.cu"
 
@@ -9,7 +9,7 @@ namespace {
 constexpr int RANK = 4 * THREADS;
 
 #ifdef __CUDACC__
-// A launch that was allowed to begin early waits here until all before it is done and visible. Else it does nothing.
+// In a launch that may begin early, waits until all earlier work is finished and visible. Otherwise does nothing.
 __device__ __forceinline__ void wait_for_earlier_launches() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -20,8 +20,8 @@ __device__ __forceinline__ void wait_for_earlier_launches() {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) merge(
-    const float *partial,  // [rows, splits, heads, RANK]; unset where nothing was chosen
-    const float *lse,      // [rows, splits, heads]: minus infinity there
+    const float *partial,  // [rows, splits, heads, RANK]; undefined for empty splits
+    const float *lse,      // [rows, splits, heads]: minus infinity for empty splits
     u16 *out,              // [rows, heads, RANK] bfloat16
     i64 heads, i64 splits  // at most 32 splits
 ) {

@@ -1,15 +1,15 @@
-// Of a step of sparse_attention: scores, weights, and what they add to the sums.
+// The products of one step of sparse_attention: scores, weights, and weighted sums.
 #pragma once
 #include "query.cu"
 
 namespace {
 
-constexpr int HEADS_OF_WARP = HEADS / WARPS;  // whose weights it computes
+constexpr int HEADS_OF_WARP = HEADS / WARPS;  // heads whose weights a warp computes
 constexpr int LANES_OF_HEAD = 32 / HEADS_OF_WARP;
-constexpr int QUADS = KEYS / LANES_OF_HEAD / 4;  // of keys, in each of these lanes
-constexpr int EIGHTS = 4 / TURNS;  // of keys that are scored together: four products in a row wait for none of them
+constexpr int QUADS = KEYS / LANES_OF_HEAD / 4;  // groups of four keys per lane
+constexpr int EIGHTS = 4 / TURNS;  // groups of eight keys scored together: four independent products in a row
 
-// The warp's share of the scores of 8 * EIGHTS keys, from `key` of the step on.
+// Computes the warp's share of the scores of 8 * EIGHTS keys, starting at `key` of the step.
 __device__ __forceinline__ void score(Shared &shared, int at, int key, const Query &query) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int places[EIGHTS];
@@ -71,7 +71,7 @@ __device__ __forceinline__ void score(Shared &shared, int at, int key, const Que
     }
 }
 
-// Adds the shares of the scores up and makes weights of them. A few lanes belong to each head: `most` is the largest
+// Adds up the shares of the scores and turns them into weights. A few lanes belong to each head: `most` is the largest
 // score of the head so far, `mass` the sum of 2**(score - most) over the keys of this lane.
 __device__ __forceinline__ void weigh(Shared &shared, float factor, float &most, float &mass) {
     const int lane = threadIdx.x % 32, mine = lane % LANES_OF_HEAD;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void weigh(Shared &shared, float factor, float &most,
     int keys[QUADS];
 #pragma unroll
     for (int n = 0; n < QUADS; ++n) {
-        // Heads that are read together meet in no bank.
+        // Heads that are read together use different banks.
         keys[n] = 4 * (QUADS == 2 ? 2 * mine + (n ^ (head & 1)) : n * LANES_OF_HEAD + mine);
         float4 sum = *reinterpret_cast<const float4 *>(&shared.parts[0][head][keys[n]]);
 #pragma unroll
@@ -112,8 +112,8 @@ __device__ __forceinline__ void weigh(Shared &shared, float factor, float &most,
     }
 }
 
-// Sums over keys of weight * latent: of heads lane / 4 (words 0, 1 of each four) and lane / 4 + 8. In fp8, sums 2n and
-// 2n + 1 hold the latents 16n + 4 * (lane % 4) + {0, 2} and + {1, 3}; else sums n hold 8n + 2 * (lane % 4) + {0, 1}.
+// Sums over keys of weight * latent, for heads lane / 4 (words 0, 1 of each four) and lane / 4 + 8. In fp8, sums 2n and
+// 2n + 1 hold the latents 16n + 4 * (lane % 4) + {0, 2} and + {1, 3}; otherwise sums n hold 8n + 2 * (lane % 4) + {0, 1}.
 typedef float Sums[TURNS][PART / 8][4];
 
 __device__ __forceinline__ void shrink_sums(const Shared &shared, Sums &sums) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void shrink_sums(const Shared &shared, Sums &sums) {
         shrinks[n / 2][n % 2] = shared.shrinks[n * 8 + lane / 4];
         all_one &= shrinks[n / 2][n % 2] == 1;
     }
-    if (__all_sync(ALL, all_one)) return;  // as soon as every head has met its largest score
+    if (__all_sync(ALL, all_one)) return;  // once every head has seen its largest score
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
 #pragma unroll
@@ -136,7 +136,7 @@ __device__ __forceinline__ void shrink_sums(const Shared &shared, Sums &sums) {
     }
 }
 
-// Of 16 keys, from `key` of the step on.
+// Adds 16 keys, starting at `key` of the step.
 __device__ __forceinline__ void add_keys(const Shared &shared, int at, int key, Sums &sums) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u32 weights[TURNS][4];
@@ -160,7 +160,7 @@ __device__ __forceinline__ void add_keys(const Shared &shared, int at, int key, 
         for (int half = 0; half < 2; ++half) {
             u32 b0 = words[2 * half], b1 = words[2 * half + 1];
             if (FP8) {
-                // A word holds two codes of one key and then two of the next: to be multiplied, keys must come first.
+                // A word holds two codes of one key and then two of the next. The product needs keys in the fastest dimension.
                 u32 even0, odd0, even1, odd1;
                 decode(__byte_perm(b0, 0, 0x3120), even0, odd0);
                 decode(__byte_perm(b1, 0, 0x3120), even1, odd1);

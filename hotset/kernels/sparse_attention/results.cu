@@ -1,10 +1,10 @@
-// What a block of sparse_attention leaves: results, or those of a split, which another launch merges.
+// Writes the results of a block of sparse_attention: final ones, or those of a split for the merge launch.
 #pragma once
 #include "products.cu"
 
 namespace {
 
-// For all threads. `mass` is that of the keys of this lane.
+// Called by all threads. `mass` covers the keys of this lane.
 __device__ __forceinline__ void leave_totals(Shared &shared, int head, float most, float mass) {
 #pragma unroll
     for (int step = LANES_OF_HEAD / 2; step > 0; step /= 2) mass += __shfl_xor_sync(ALL, mass, step);
@@ -20,7 +20,7 @@ __device__ __forceinline__ void store(u16 *to, float a, float b, float c, float 
     *reinterpret_cast<uint2 *>(to) = uint2{packed_bfloat(a, b), packed_bfloat(c, d)};
 }
 
-// Sums over masses, of the first `heads` of the block's heads; zeros without any key. T: float or bfloat16.
+// Writes sums divided by masses for the first `heads` heads of the block; zeros without any key. T: float or bfloat16.
 template <class T>
 __device__ __forceinline__ void store_sums(const Shared &shared, const Sums &sums, T *out, int heads) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

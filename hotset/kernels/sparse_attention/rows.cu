@@ -1,7 +1,7 @@
-// Rows of sparse_attention on their way to a block: what it holds in shared memory, and how rows get there.
+// The shared memory of sparse_attention, and how rows are copied into it.
 //
-// Rows lie in a ring of RING rows. A step works on KEYS of them, while the AHEAD others come: as soon as a step is done
-// its place is filled again, eight rows to a group of copies, so that a step never waits for more than its own rows.
+// Rows are kept in a ring of RING rows. A step processes KEYS of them while the AHEAD others are in flight. After a step,
+// its rows are replaced, eight per copy group, so that a step waits only for its own rows.
 #pragma once
 #include "instructions.cu"
 
@@ -14,39 +14,39 @@ constexpr int PART_BYTES = PART * LATENT_BYTES;
 constexpr int ROW_BYTES = FP8 ? RANK + 4 * WARPS + 2 * ROPE : 2 * (RANK + ROPE);
 constexpr int SCALES_AT = RANK;
 constexpr int ROPE_AT = ROW_BYTES - 2 * ROPE;
-constexpr int PITCH = FP8 ? ROW_BYTES : ROW_BYTES + 16;  // an odd number of 16 bytes: eight rows meet in no bank
+constexpr int PITCH = FP8 ? ROW_BYTES : ROW_BYTES + 16;  // an odd multiple of 16 bytes: eight rows use different banks
 constexpr int CHUNKS = ROW_BYTES / 16;
-constexpr int GROUP = 8;                      // rows whose copies are waited for together
-constexpr int ROWS_OF_GROUP = GROUP / WARPS;  // that a warp copies
-constexpr int ROWS_OF_WARP = KEYS / WARPS;    // of a step
+constexpr int GROUP = 8;                      // rows per copy group
+constexpr int ROWS_OF_GROUP = GROUP / WARPS;  // copied by a warp
+constexpr int ROWS_OF_WARP = KEYS / WARPS;    // per step
 constexpr int AHEAD = RING - KEYS;
-constexpr int PEEKED = 4;  // entries that a thread looks at together
+constexpr int PEEKED = 4;  // entries that a thread inspects together
 static_assert(RING % GROUP == 0 && KEYS % 32 == 0 && AHEAD >= KEYS, "a ring holds two steps, in whole groups");
 static_assert(AHEAD / WARPS <= 32, "a lane asks for the entry of one row that its warp copies before the first step");
 
 struct Shared {
     alignas(16) u8 rows[RING][PITCH];                  // the ring
-    alignas(16) float parts[WARPS][HEADS][KEYS + 8];  // scores: the share of each warp
+    alignas(16) float parts[WARPS][HEADS][KEYS + 8];  // scores: share of each warp
     alignas(16) u16 weights[HEADS][KEYS + 8];
-    alignas(16) u16 ratios[WARPS][KEYS];  // scales over units, float16
-    alignas(16) float levels[KEYS];       // log2 of the units; minus infinity where there is no row
+    alignas(16) u16 ratios[WARPS][KEYS];  // scales divided by units, float16
+    alignas(16) float levels[KEYS];       // log2 of the units; minus infinity without a row
     alignas(16) float inverses[KEYS];     // 1 / unit, or 0
     int entries[RING];
     float shrinks[HEADS];
     float factors[HEADS];
     float largest[WARPS][HEADS];
-    float most[HEADS];  // of the scores, when all are known
+    float most[HEADS];  // largest score, at the end
     float mass[HEADS];
     int ends[WARPS];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the launch and the kernel disagree");
 
-// What a block works on.
+// The work of a block.
 struct Place {
-    int row;  // of the queries
+    int row;  // index of the query
     int split;
     int head_first;
-    int first, stop;  // entries
+    int first, stop;  // entries of the selection
 };
 
 __device__ __forceinline__ Place place_of(int k, unsigned heads, unsigned splits, int split_keys) {
@@ -62,23 +62,23 @@ __device__ __forceinline__ Place place_of(int k, unsigned heads, unsigned splits
 
 __device__ __forceinline__ int wrapped(int at) { return at < RING ? at : at - RING; }
 
-// Of the rows that this warp copies, the nth, counted from the first of a step.
+// The index, within a step, of the nth row that this warp copies.
 __device__ __forceinline__ int key_of(int n) {
     return n / ROWS_OF_GROUP * GROUP + threadIdx.x / 32 * ROWS_OF_GROUP + n % ROWS_OF_GROUP;
 }
 
-// The entries of `count` rows that this warp copies, one in each of the first lanes; EMPTY from `stop` on.
+// Loads the entries of `count` rows that this warp copies, one per lane; EMPTY from `stop` on.
 template <int count> __device__ __forceinline__ int load_entry(const i64 *chosen, int start, int stop) {
     const int lane = threadIdx.x % 32, at = start + key_of(lane);
     return lane < count && at < stop ? static_cast<int>(chosen[at]) : -1;
 }
 
-// Begins to copy them to the ring from `at` on.
+// Begins to copy these rows to the ring, starting at `at`.
 template <int count>
 __device__ __forceinline__ void begin_rows(Shared &shared, int at, int entry, const u8 *rows, i64 row_stride) {
     const int lane = threadIdx.x % 32;
     if (lane < count) shared.entries[wrapped(at + key_of(lane))] = entry;
-#pragma unroll 8  // and no more: code that is run once is read from memory, too
+#pragma unroll 8  // no more: code that runs once must be fetched from memory, too
     for (int n = 0; n < count; ++n) {
         const int index = __shfl_sync(ALL, entry, n);
         const u8 *from = rows + static_cast<i64>(max(index, 0)) * row_stride + 16 * lane;
@@ -92,13 +92,13 @@ __device__ __forceinline__ void begin_rows(Shared &shared, int at, int entry, co
     }
 }
 
-// In place of begin_rows for a step, where no row is left: the groups are counted.
+// Replaces begin_rows when no row is left, so that the number of copy groups stays the same.
 __device__ __forceinline__ void begin_nothing() {
 #pragma unroll
     for (int n = 0; n < KEYS / GROUP; ++n) end_copies();
 }
 
-// Entries `start` and on, of which every thread takes PEEKED, a block apart: asked for here, looked at in end_of.
+// Loads entries from `start` on, PEEKED per thread with the stride of a block. `end_of` inspects them.
 __device__ __forceinline__ void peek(int (&found)[PEEKED], const i64 *chosen, int start, int stop) {
 #pragma unroll
     for (int n = 0; n < PEEKED; ++n) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void peek(int (&found)[PEEKED], const i64 *chosen, in
     }
 }
 
-// Where the entries end that are not all EMPTY up to `stop`; `found` are the first. Contains a barrier.
+// Returns the end of the entries, up to `stop`, without the trailing EMPTY ones. `found` are the first. Contains a barrier.
 __device__ __forceinline__ int end_of(Shared &shared, int (&found)[PEEKED], const i64 *chosen, int first, int stop) {
     int end = first;
 #pragma unroll 1
@@ -127,7 +127,7 @@ __device__ __forceinline__ int end_of(Shared &shared, int (&found)[PEEKED], cons
     return end;
 }
 
-// Units of the rows of a step, as they enter scores and weights.
+// Computes the units of the rows of a step, in the forms that scores and weights need.
 __device__ __forceinline__ void note_rows(Shared &shared, int at) {
     const int lane = threadIdx.x % 32;
     if (lane >= ROWS_OF_WARP) return;

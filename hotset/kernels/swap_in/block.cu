@@ -1,4 +1,4 @@
-// What the kernels of swap_in share: types, the order of launches and of blocks, sums over a block.
+// Shared by the kernels of swap_in: types, ordering of launches and blocks, sums over a block.
 #pragma once
 
 typedef long long i64;
@@ -12,8 +12,8 @@ constexpr unsigned ALL = ~0u;  // lanes of a warp
 constexpr int WARPS = THREADS / 32;
 
 #ifdef __CUDACC__
-// The lower half of a number, asked for where this is written: the compiler would put the load off until after the
-// branch that decides if it is needed.
+// Loads the lower half of a number at this point of the program. The compiler would otherwise delay the load until
+// after the branch that decides whether it is needed.
 __device__ __forceinline__ int load_now(const i64 *address) {
     int low;
     asm volatile("ld.global.b32 %0, [%1];" : "=r"(low) : "l"(address) : "memory");
@@ -24,21 +24,21 @@ __device__ __forceinline__ void bring_to_l2(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// A launch that was allowed to begin early waits here until all before it is done and visible. Else it does nothing.
+// In a launch that may begin early, waits until all earlier work is finished and visible. Otherwise does nothing.
 __device__ __forceinline__ void wait_for_earlier_launches() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The launch after this one may begin, if it was made so that it waits by itself until this one is done.
+// Lets the next launch begin, if that launch itself waits until this one has finished.
 __device__ __forceinline__ void let_next_launch_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// The barrier of a cluster. What a thread wrote before it arrived is there for those that waited, if it `published`.
+// The barrier of a cluster. Writes made before arriving are visible after waiting, if the thread `published`.
 __device__ __forceinline__ void arrive_in_cluster(bool published) {
 #if __CUDA_ARCH__ >= 900
     if (published) {
@@ -54,8 +54,8 @@ __device__ __forceinline__ void wait_in_cluster() {
 #endif
 }
 
-// Where another block of the cluster has what is at `address` in this block's shared memory. That block must have begun
-// and may not have ended.
+// Returns the address, in another block of the cluster, of what is at `address` in this block's shared memory. That
+// block must have begun and must not have ended.
 __device__ __forceinline__ unsigned in_block(unsigned member, const void *address) {
     unsigned there = static_cast<unsigned>(__cvta_generic_to_shared(address));
 #if __CUDA_ARCH__ >= 900
@@ -83,11 +83,11 @@ __device__ __forceinline__ void write_in_block(unsigned member, unsigned *addres
 #endif
 }
 
-// Turns of many that wait for each other: [0] taken, [1] over, both since ever. Who took one is under way, and waits
-// only for those that took theirs before.
+// A ticket lock. [0] counts the tickets taken, [1] the tickets finished, both since the start of the process. The holder
+// of a ticket is running and waits only for earlier tickets.
 __device__ __forceinline__ unsigned take_turn(unsigned *turns) { return atomicAdd(turns, 1u); }
 __device__ __forceinline__ void end_turn(unsigned *turns) { atomicAdd(turns + 1, 1u); }
-// Until so many turns are over.
+// Waits until that many tickets are finished.
 __device__ __forceinline__ void wait_until_over(const unsigned *turns, unsigned number) {
     unsigned over;
     do {
@@ -97,12 +97,12 @@ __device__ __forceinline__ void wait_until_over(const unsigned *turns, unsigned 
 #endif
 
 struct Prefix {
-    unsigned before;  // sum over what comes before
+    unsigned before;  // sum over all earlier values
     unsigned total;
 };
 
-// Sums of one number from each warp, known to all its lanes; contains one barrier. Two 16-bit sums may share a word.
-// `totals` [WARPS] may be used again when another barrier has passed.
+// Sums one number per warp, which all lanes of the warp hold. Contains one barrier. Two 16-bit sums may share a word.
+// `totals` [WARPS] may be reused after another barrier.
 __device__ __forceinline__ Prefix sum_warps(unsigned of_warp, unsigned *totals) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (lane == 0) totals[warp] = of_warp;
@@ -111,7 +111,7 @@ __device__ __forceinline__ Prefix sum_warps(unsigned of_warp, unsigned *totals) 
     return {__reduce_add_sync(ALL, lane < warp ? total : 0), __reduce_add_sync(ALL, total)};
 }
 
-// Sums of one number from each thread, in the order of threads; otherwise the same.
+// The same with one number per thread, in the order of the threads.
 __device__ __forceinline__ Prefix sum_threads(unsigned value, unsigned *totals) {
     const int lane = threadIdx.x % 32;
     unsigned sum = value;

@@ -1,14 +1,14 @@
-// swap_in's copy on a GPU: a bounded grid over the rows that are to be copied.
+// The copy of swap_in on a GPU: a bounded grid copies all listed rows.
 //
-// Constants given by the compilation: THREADS of a block, a multiple of 32; those of row_copy.cu.
+// Compile-time constants: THREADS per block, a multiple of 32; those of row_copy.cu.
 #include "row_copy.cu"
 
-// Some lists at a time, in order, each by a team of blocks; a row of a list is the business of warp n % warps. So rows
-// that are near each other on the host are read at about the same time, which spares address translations.
+// Teams of blocks copy a few lists at a time, in order. Warp n % warps of a team copies row n of its list. Rows that are
+// close to each other on the host are therefore read at about the same time, which saves address translations.
 extern "C" __global__ void __launch_bounds__(THREADS) copy_rows(
     const i64 *copy_host, const i64 *copy_device,  // [batch, most]
     const int *copy_counts,                        // [batch]: entries of each list
-    i64 batch, i64 most, i64 team,                 // blocks of a team: they are neighbours in the grid
+    i64 batch, i64 most, i64 team,                 // blocks per team, neighbours in the grid
     const u8 *host, i64 host_stride, u8 *device, i64 device_stride, i64 row_bytes) {
     const unsigned warps = team * WARPS;
     const unsigned warp = blockIdx.x % team * WARPS + threadIdx.x / 32;
@@ -23,10 +23,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_rows(
             for (int r = 0; r < ROWS_AT_ONCE; ++r) {
                 const bool there = nth + r * warps < count;
                 const i64 entry = list * most + (there ? nth + r * warps : nth);
-                rows.come_from(r, layer, __ldcg(copy_host + entry), there);
+                rows.set_source(r, layer, __ldcg(copy_host + entry), there);
                 target[r] = __ldcg(copy_device + entry);
             }
-            rows.ask(layer);
+            rows.begin_loads(layer);
             rows.put(layer, target);
         }
     }

@@ -1,32 +1,30 @@
-// swap_in on a GPU: plans, and copies one layer's rows in the same launch if it was given them.
+// swap_in on a GPU: plans and, if given the rows of one layer, copies them in the same launch.
 //
-// Constants given by the compilation:
-//   THREADS         of a block: a multiple of 32, at most 1024
-//   ENTRIES         of the list of k positions that one thread holds: THREADS * ENTRIES >= k
-//   SLOTS_HELD      slots that one thread holds, neighbours: THREADS * SLOTS_HELD >= SLOTS
-//   TABLE           places of the hash table: a power of two, at least k
-//   SHARED_BYTES    of a block, as the launch sets it
+// Compile-time constants:
+//   THREADS         per block: a multiple of 32, at most 1024
+//   ENTRIES         of the list of k positions per thread: THREADS * ENTRIES >= k
+//   SLOTS_HELD      consecutive slots per thread: THREADS * SLOTS_HELD >= SLOTS
+//   TABLE           entries of the hash table: a power of two, at least k
+//   SHARED_BYTES    per block, as set by the launch
 //   SLOTS, PAGE_ROWS, WORDS_PER_PAGE    as in SeatTables
-//   WIDE            1: four words of the maps are read at once; SLOTS, SLOTS_HELD, WORDS_PER_PAGE are multiples of 4
-//   COPIES          1: rows are copied too; then the constants of row_copy.cu are given as well
-//   CLUSTER         blocks of one batch row, neighbours in the grid: the first plans, all copy
-//   LISTS_AT_ONCE   batch rows whose rows are copied at the same time, at most; 0: any number
+//   WIDE            1: reads four words of the maps at once; SLOTS, SLOTS_HELD, WORDS_PER_PAGE are multiples of 4
+//   COPIES          1: also copies rows; requires the constants of row_copy.cu
+//   CLUSTER         blocks per query, neighbours in the grid: the first one plans, all of them copy
+//   LISTS_AT_ONCE   most queries whose rows are copied at the same time; 0: no limit
 //
-// What a plan costs: first a chain of reads that wait for each other (seat -> pages of its maps -> slot_of), each a
-// miss of the L2, so whatever does not depend on an earlier read is asked for at the same time; then, if something is
-// missing, barriers and instructions, so that work on misses and victims is done on lists of them, not where they are
-// found.
+// Cost of a plan. It starts with a chain of dependent reads (seat -> pages of its maps -> slot_of), each an L2 miss, so
+// all independent reads are issued at the same time. If rows are missing, barriers and instructions dominate, so misses
+// and victims are first collected in lists and then processed.
 //
-// The blocks of a cluster that do not plan read the planner's lists in its shared memory:
+// The blocks of a cluster that do not plan read the planner's lists from its shared memory:
 //     planner    looks up, lists what is missing, finds victims |1| writes results, copies |2|
 //     others                                                    |1| copy                   |2|
-// The barriers are of the cluster; one more, before the first, tells that every block has begun. Where nothing is
-// missing, everybody leaves after the first. To publish means to wait for one's own writes to memory, so a planner writes
-// none before it.
+// These are barriers of the cluster. An earlier one signals that every block has begun. If no row is missing, all blocks
+// exit after the first. Publishing waits for the thread's own writes to memory, so a planner writes none before it.
 //
-// Host rows of one batch row lie near each other, those of another elsewhere, and a GPU knows the addresses of some
-// gigabytes of host memory at a time. So batch rows take turns where there are many: at 128 of them, 20 % missing, that
-// saves a seventh of the time.
+// Host rows of one query lie close together, those of another query elsewhere, and a GPU caches the address translations
+// of only a few gigabytes of host memory. Large batches therefore process a few queries at a time: with 128 queries and
+// 20 % misses this saves a seventh of the time.
 //
 // Page numbers fit 32 bits; row numbers and addresses do not.
 #include "block.cu"
@@ -43,27 +41,27 @@
 
 namespace {
 
-constexpr unsigned NONE = ~0u;       // a place of the hash table that nobody took
-constexpr int GROUP = WIDE ? 4 : 1;  // words of the maps that one access reads
+constexpr unsigned NONE = ~0u;       // a free entry of the hash table
+constexpr int GROUP = WIDE ? 4 : 1;  // words of the maps per read
 constexpr int GROUPS = SLOTS_HELD / GROUP;
 
 struct Shared {
-    unsigned slot_pages[THREADS];  // of the seat; those past them are looked up where they are
+    unsigned slot_pages[THREADS];  // of the seat; further ones are read from memory
     union {
         unsigned keys[TABLE];    // by hash: a missing position
-        unsigned wanted[TABLE];  // when all have found their places: the nth missing position
+        unsigned wanted[TABLE];  // after all insertions: the nth missing position
     };
-    unsigned first[TABLE];  // by hash: the list index of a missing position's first occurrence, then its rank
+    unsigned first[TABLE];  // by hash: list index of a missing position's first occurrence, later its rank
     unsigned host_pages[THREADS * ENTRIES];        // of the nth missing position
     unsigned slot_pages_taken[THREADS * ENTRIES];  // of the slot for it
     SlotsLeaving leaving;
     union {
-        u8 used[THREADS * SLOTS_HELD];  // 1: a slot that this step reads
+        u8 used[THREADS * SLOTS_HELD];  // 1: this step reads the slot
         unsigned used_words[THREADS * SLOTS_HELD / 4];
     };
     unsigned totals[32];
     unsigned looked_up;
-    unsigned missing;  // written by the planner of the cluster, like `turn`
+    unsigned missing;  // written by the cluster's planner, like `turn`
     unsigned turn;
 
     __device__ __forceinline__ void clear() {
@@ -81,7 +79,7 @@ __device__ __forceinline__ i64 row_at(unsigned page, unsigned offset) {
     return static_cast<i64>(page) * PAGE_ROWS + offset;
 }
 
-// The maps of one seat.
+// The residency maps of one seat.
 struct Maps {
     const i64 *pages;
     int *words;
@@ -106,7 +104,7 @@ struct Maps {
         return slot_of(position, static_cast<unsigned>(*page_of_position(position)));
     }
 
-    // Of this thread's slots.
+    // For this thread's slots.
     __device__ __forceinline__ void bring_stamps_to_l2() const {
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
@@ -114,7 +112,7 @@ struct Maps {
             if (slot < SLOTS) bring_to_l2(last_used(slot));
         }
     }
-    // Not through the L1, which may hold what an earlier step wrote over.
+    // Bypasses the L1, which may hold stale values of an earlier step.
     __device__ __forceinline__ void read_stamps(unsigned (&stamps)[SLOTS_HELD]) const {
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
@@ -131,7 +129,7 @@ struct Maps {
     }
 };
 
-// The place of a missing position in the hash table, where the least list index that asks for it will stand.
+// Inserts a missing position into the hash table. Its entry will hold the lowest list index that requires it.
 __device__ __forceinline__ unsigned claim(Shared &shared, unsigned position, unsigned index) {
     unsigned place = position * 2654435769u / (1u << 16) % TABLE;
     for (;; place = (place + 1) % TABLE) {
@@ -142,11 +140,11 @@ __device__ __forceinline__ unsigned claim(Shared &shared, unsigned position, uns
     return place;
 }
 
-// What belongs to one batch row.
+// The arguments for one query.
 struct Inputs {
     const i64 *positions;  // [k]
     const i64 *seat, *stamp;
-    const u8 *tiered;  // and the pages: of all seats
+    const u8 *tiered;  // this and the page tables cover all seats
     const i64 *row_pages, *host_pages, *slot_pages, *tail_pages, *map_pages;
     i64 row_pages_stride, host_pages_stride, slot_pages_stride, tail_pages_stride, map_pages_stride;
     int *words;
@@ -159,8 +157,8 @@ struct Outputs {
     int *copy_count;
 };
 
-// The plan for one batch row, by all threads of a block. Entries of the list are dealt to warps in runs, and within a
-// run to lanes in turn, so that neighbours are read together.
+// Plans for one query with all threads of a block. Each warp takes a run of the list, and its lanes take consecutive
+// entries, so that reads are coalesced.
 struct Planner {
     Shared &shared;
     const Inputs &in;
@@ -170,10 +168,10 @@ struct Planner {
     int stamp, tail_first;
     unsigned even_tail, odd_tail;
     int position[ENTRIES];
-    int slot[ENTRIES];        // 0 where it is not looked up, EMPTY where it is missing
-    unsigned place[ENTRIES];  // of a missing one, in the hash table
+    int slot[ENTRIES];        // 0 if not looked up, EMPTY if missing
+    unsigned place[ENTRIES];  // hash table entry of a missing position
     unsigned missing;
-    bool rows_are_written;  // already by `page_table_lookup`
+    bool rows_are_written;  // true once `page_table_lookup` has written them
 
     __device__ __forceinline__ Planner(Shared &given_shared, const Inputs &inputs, const Outputs &outputs)
         : shared(given_shared), in(inputs), out(outputs), missing(0), rows_are_written(true) {}
@@ -182,7 +180,7 @@ struct Planner {
         return threadIdx.x / 32 * (32 * ENTRIES) + i * 32 + threadIdx.x % 32;
     }
 
-    // Lists what is missing and where it comes from.
+    // Lists the missing positions and their host pages.
     __device__ __forceinline__ void page_table_lookup() {
         const int seat = load_now(in.seat);
         stamp = load_now(in.stamp);
@@ -195,7 +193,7 @@ struct Planner {
             for (int i = threadIdx.x; i < in.k; i += THREADS) out.rows[i] = EMPTY;
             return;
         }
-        // Of a resident seat these pages mean nothing; they are asked for before it is known which kind the seat is.
+        // For a resident seat these pages are meaningless. They are loaded before it is known whether the seat is tiered.
         maps = {in.map_pages + seat * in.map_pages_stride, in.words};
         slot_pages = in.slot_pages + seat * in.slot_pages_stride;
         unsigned page[ENTRIES];
@@ -220,14 +218,14 @@ struct Planner {
         if (mark_hits()) list_missing(in.host_pages + seat * in.host_pages_stride);
     }
 
-    // Finds the slots that what is missing will take.
+    // Finds the slots for the missing rows.
     __device__ __forceinline__ void choose_slots() {
-        unsigned age[SLOTS_HELD];  // of this thread's slots: steps since their last use
+        unsigned age[SLOTS_HELD];  // steps since the last use of this thread's slots
         maps.read_stamps(age);
 #pragma unroll
         for (int start = 0; start < SLOTS; start += THREADS * 8) {
             const int at = start + threadIdx.x * 8;
-            if (at < SLOTS) bring_to_l2(maps.position_of(at));  // needed soon, for the slots found
+            if (at < SLOTS) bring_to_l2(maps.position_of(at));  // needed soon, for the victims
         }
 #pragma unroll
         for (int i = 0; i < SLOTS_HELD; ++i) {
@@ -243,7 +241,7 @@ struct Planner {
         }
     }
 
-    // Writes everything that is seen from outside, but for rows copied.
+    // Writes all results except for the copied rows.
     __device__ __forceinline__ void write_results() {
         if (threadIdx.x == 0) *out.copy_count = missing;
         if (rows_are_written) return;
@@ -304,7 +302,7 @@ struct Planner {
         }
     }
 
-    // Whether anything is missing, the same for all threads. Ends with a barrier.
+    // Returns to all threads whether any row is missing. Ends with a barrier.
     __device__ __forceinline__ bool mark_hits() {
         bool any_missed = false;
         unsigned looked_up = 0;
@@ -319,7 +317,7 @@ struct Planner {
         return __syncthreads_or(any_missed);
     }
 
-    // Missing positions, once each, are numbered in list order.
+    // Numbers the distinct missing positions in list order.
     __device__ __forceinline__ void list_missing(const i64 *host_pages) {
         unsigned host_page[ENTRIES];
 #pragma unroll
@@ -367,7 +365,7 @@ __device__ __forceinline__ void wait() {
         __syncthreads();
     }
 }
-// Tells a block of the cluster.
+// Sends the counts to a block of the cluster.
 __device__ __forceinline__ void announce(unsigned member, unsigned *address, unsigned value) {
     if (CLUSTER > 1) {
         write_in_block(member, address, value);
@@ -375,18 +373,19 @@ __device__ __forceinline__ void announce(unsigned member, unsigned *address, uns
         *address = value;
     }
 }
-// From the planner's shared memory.
+// Reads from the planner's shared memory.
 template <class T> __device__ __forceinline__ T read(const T *address) {
     return CLUSTER > 1 ? read_in_block(0, address) : *address;
 }
 
-// All warps of the cluster take rows of the planner's list in turn. Its own come last, for they have more to do.
+// All warps of the cluster take rows of the planner's list in turn. The planner's own warps come last: they have more to
+// do.
 struct Share {
     static constexpr unsigned WARPS_IN_ALL = CLUSTER * WARPS;
     const Shared &shared;
     const Layer &layer;
     const unsigned count;
-    unsigned nth;  // first row that this warp has not copied yet
+    unsigned nth;  // next row for this warp
 
     __device__ __forceinline__ Share(const Shared &given_shared, const Layer &given_layer)
         : shared(given_shared), layer(given_layer), count(given_shared.missing),
@@ -400,9 +399,9 @@ struct Share {
             for (int r = 0; r < ROWS_AT_ONCE; ++r) {
                 const unsigned at = entry(r);
                 const i64 row = row_at(read(shared.host_pages + at), read(shared.wanted + at) % PAGE_ROWS);
-                rows.come_from(r, layer, row, nth + r * WARPS_IN_ALL < count);
+                rows.set_source(r, layer, row, nth + r * WARPS_IN_ALL < count);
             }
-            rows.ask(layer);
+            rows.begin_loads(layer);
 #pragma unroll
             for (int r = 0; r < ROWS_AT_ONCE; ++r) {
                 const unsigned at = entry(r);
@@ -414,7 +413,7 @@ struct Share {
     }
 
   private:
-    // Of the rth row that is under way; of the first if there is none.
+    // The index of the rth row in flight, or of the first if there is none.
     __device__ __forceinline__ unsigned entry(int r) const {
         const unsigned at = nth + r * WARPS_IN_ALL;
         return at < count ? at : nth;
@@ -431,11 +430,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     const i64 *row_pages, const i64 *host_pages, const i64 *slot_pages, const i64 *tail_pages, const i64 *map_pages,
     i64 row_pages_stride, i64 host_pages_stride, i64 slot_pages_stride, i64 tail_pages_stride, i64 map_pages_stride,
     int *words, i64 *counts, i64 given_k, i64 slot_page_count, i64 map_page_count,
-    i64 ignore_tail,                         // 1: as if no position were in the tail
+    i64 ignore_tail,                         // 1: treats no position as being in the tail
     i64 *rows,                               // [batch, k]
-    i64 *copy_host, i64 *copy_device,        // [batch, k]: what is to be copied
+    i64 *copy_host, i64 *copy_device,        // [batch, k]: the rows to copy
     int *copy_counts,                        // [batch]
-    unsigned *turns,                         // [2] taken and over, since ever
+    unsigned *turns,                         // [2] tickets taken and finished
     const u8 *host, i64 host_stride, u8 *device, i64 device_stride, i64 row_bytes) {
     extern __shared__ int4 shared_memory[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
@@ -445,7 +444,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     let_next_launch_begin();
     if (threadIdx.x == 0) shared.missing = 0;
 #if COPIES
-    arrive(true);  // 0: this block has begun, and others may write its counts
+    arrive(true);  // 0: this block has begun; others may write its counts
 #endif
     if (plans) shared.clear();
     __syncthreads();
@@ -486,7 +485,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
 #endif
     const Layer layer = {host, host_stride, device, device_stride, static_cast<int>(row_bytes)};
     Share(shared, layer).copy();
-    arrive(false);  // 2: the lists are not looked at any more
+    arrive(false);  // 2: the lists are no longer read
     if (plans) wait();
 #if LISTS_AT_ONCE
     if (plans && threadIdx.x == 0) end_turn(turns);

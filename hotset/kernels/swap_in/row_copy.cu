@@ -1,17 +1,17 @@
-// Rows copied from the host by the threads of a warp. Every copy of swap_in is made of this.
+// Copies rows from the host with the threads of a warp. All copies of swap_in use this.
 //
-// Constants given by the compilation:
-//   UNIT            bytes of one access: 16, 8, 4, 2 or 1; every row of both tiers begins at a multiple of it
-//   ROWS_AT_ONCE    rows that a warp has under way, LOADS units of each in every lane
+// Compile-time constants:
+//   UNIT            bytes per access: 16, 8, 4, 2 or 1; every row of both tiers begins at a multiple of it
+//   ROWS_AT_ONCE    rows in flight per warp, LOADS units of each per lane
 //
-// A row of host memory takes about two microseconds to come, so the bytes under way at any time decide.
+// A read of a host row takes about two microseconds, so the number of bytes in flight decides the speed.
 #pragma once
 #include "block.cu"
 
 namespace {
 
-constexpr int LINE = 128;                    // bytes; a request to the host never spans more
-constexpr int STRETCH = 32 * UNIT * LOADS;  // bytes of a row that are under way at once
+constexpr int LINE = 128;                    // bytes; no read from the host spans more
+constexpr int STRETCH = 32 * UNIT * LOADS;  // bytes of a row in flight at once
 
 template <int bytes> struct Word;
 template <> struct Word<16> { typedef uint4 type; };
@@ -21,7 +21,7 @@ template <> struct Word<2> { typedef u16 type; };
 template <> struct Word<1> { typedef u8 type; };
 typedef Word<UNIT>::type Unit;
 
-// One layer of both tiers.
+// The memory of one layer in both tiers.
 struct Layer {
     const u8 *host;
     i64 host_stride;
@@ -30,18 +30,18 @@ struct Layer {
     int row_bytes;
 };
 
-// Rows that a warp copies together. First `come_from` and `ask`, then, when it is known where they go, `put`: all loads
-// of a stretch are on their way before the first store.
+// Rows that a warp copies together. `set_source` and `begin_loads` come first; `put` follows when the targets are known. All loads
+// of a stretch are issued before the first store.
 struct Rows {
     const u8 *source[ROWS_AT_ONCE];
-    int skew[ROWS_AT_ONCE];  // bytes from the beginning of a line of host memory to the row; negative: there is no row
+    int skew[ROWS_AT_ONCE];  // bytes from the start of a host cache line to the row; negative: no row
     Unit units[ROWS_AT_ONCE][LOADS];
 
-    __device__ __forceinline__ void come_from(int r, const Layer &layer, i64 row, bool there) {
+    __device__ __forceinline__ void set_source(int r, const Layer &layer, i64 row, bool there) {
         source[r] = layer.host + row * layer.host_stride;
         skew[r] = there ? static_cast<int>(reinterpret_cast<unsigned long long>(source[r]) % LINE) : -1;
     }
-    __device__ __forceinline__ void ask(const Layer &layer) { load(0, whole(layer)); }
+    __device__ __forceinline__ void begin_loads(const Layer &layer) { load(0, whole(layer)); }
     __device__ __forceinline__ void put(const Layer &layer, const i64 (&device_rows)[ROWS_AT_ONCE]) {
         u8 *target[ROWS_AT_ONCE];
 #pragma unroll
@@ -52,7 +52,7 @@ struct Rows {
             load(start, end);
             store(target, start, end);
         }
-        const int rest = end + threadIdx.x % 32;  // fewer bytes than a unit are left
+        const int rest = end + threadIdx.x % 32;  // fewer bytes than a unit remain
 #pragma unroll
         for (int r = 0; r < ROWS_AT_ONCE; ++r) {
             if (skew[r] >= 0 && rest < layer.row_bytes) target[r][rest] = source[r][rest];
@@ -62,7 +62,7 @@ struct Rows {
   private:
     static __device__ __forceinline__ int whole(const Layer &layer) { return layer.row_bytes / UNIT * UNIT; }
 
-    // Lanes are laid out along the lines of host memory, so that no line is asked for twice.
+    // Lanes are aligned with host cache lines, so that no line is read twice.
     __device__ __forceinline__ int place(int r, int i, int start) const {
         return start + (i * 32 + static_cast<int>(threadIdx.x % 32)) * UNIT - skew[r];
     }

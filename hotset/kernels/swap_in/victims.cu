@@ -1,21 +1,21 @@
-// Which slots give way: those that were used longest ago, of equals the lower. The threads of a block hold the ages of
-// all slots, SLOTS_HELD neighbours each.
+// Picks the slots to evict: the least recently used ones and, among equals, the lower ones. The threads of a block hold
+// the ages of all slots, SLOTS_HELD consecutive slots each.
 #pragma once
 #include "block.cu"
 
 namespace {
 
-// Ages (steps since a slot was used) are counted in buckets: one for each age below 2^EXACT, then 64 for every
-// doubling. A bucket that spans several ages is divided again, DIGIT bits at a time, until the one age is found at which
-// the oldest slots must be cut. Slots of age 0 may not give way and are not counted.
+// Ages (steps since a slot was used) are counted in buckets: one for each age below 2^EXACT, then 64 per doubling. A
+// bucket that spans several ages is divided again, DIGIT bits at a time, until the exact cut-off age is found. Slots of
+// age 0 must not be evicted and are not counted.
 constexpr int EXACT = 10;
 constexpr int DIGIT = 10;
 constexpr int BUCKETS = (1 << EXACT) + (32 - EXACT) * 64;
 
-// In shared memory.
+// Kept in shared memory.
 struct SlotsLeaving {
     union {
-        unsigned histogram[BUCKETS];     // of ages; not needed any more when the victims are known
+        unsigned histogram[BUCKETS];     // of ages; no longer needed when the victims are known
         u16 victims[THREADS * ENTRIES];  // slot for the nth miss
     };
     unsigned cut_bucket;  // 0: not found
@@ -32,7 +32,7 @@ __device__ __forceinline__ unsigned bucket_of(unsigned age) {
     return doublings < 0 ? age : (1 << EXACT) + doublings * 64 + (age >> (doublings + EXACT - 6)) - 64;
 }
 
-// Ages [low, low + 2^shift).
+// The ages [low, low + 2^shift).
 struct Span {
     unsigned low;
     int shift;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void count_ages(SlotsLeaving &shared, const unsigned 
     }
 }
 
-// Finds the bucket in which the oldest `count` slots end; contains a barrier, and ends with one.
+// Finds the bucket that contains the cut-off of the oldest `count` slots. Contains a barrier and ends with one.
 template <int buckets>
 __device__ __forceinline__ void find_cut(SlotsLeaving &shared, unsigned count, unsigned *totals) {
     constexpr int each = (buckets + THREADS - 1) / THREADS;
@@ -77,13 +77,13 @@ __device__ __forceinline__ void find_cut(SlotsLeaving &shared, unsigned count, u
     __syncthreads();
 }
 
-// Lists `count` victims in ascending order; `count_ages` was called by all threads. The list is complete, and `totals`
-// free again, after the next barrier.
+// Lists `count` victims in ascending order. All threads must have called `count_ages`. After the next barrier the list is
+// complete and `totals` may be reused.
 __device__ __forceinline__ void find_victims(
     SlotsLeaving &shared, const unsigned (&age)[SLOTS_HELD], unsigned count, unsigned *totals) {
     __syncthreads();  // all ages are counted
     find_cut<BUCKETS>(shared, count, totals);
-    if (shared.cut_bucket == 0) __trap();  // the caller promised at least as many slots as positions
+    if (shared.cut_bucket == 0) __trap();  // the caller guarantees at least as many slots as positions
     Span cut = span_of(shared.cut_bucket);
     while (cut.shift > 0) {
         const unsigned needed = shared.cut_needed;
@@ -100,12 +100,12 @@ __device__ __forceinline__ void find_victims(
         cut.low += shared.cut_bucket << left;
         cut.shift = left;
     }
-    // All slots older than the cut give way, and of those that are exactly as old the first ones.
+    // Evicts all slots older than the cut-off, and the first ones of exactly that age.
     const unsigned ties_wanted = shared.cut_needed;
     unsigned older_and_ties = 0;
 #pragma unroll
     for (int i = 0; i < SLOTS_HELD; ++i) older_and_ties += age[i] > cut.low ? 0x10000 : age[i] == cut.low;
-    // Neither sum exceeds 2^15. Nobody looks at the histogram any more, whose place the victims take.
+    // Neither sum exceeds 2^15. The histogram is no longer read: the victims take its memory.
     const unsigned before = sum_threads(older_and_ties, totals).before;
     if (older_and_ties == 0) return;
     unsigned older = before >> 16, ties = before & 0xffff;
