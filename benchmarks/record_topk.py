@@ -26,10 +26,10 @@ from torch import Tensor
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, HotsetError
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import assemble, choose_dtype, model_card
+from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
-from hotset.engine.device import choose_device
-from hotset.engine.intake import Intake
+from hotset.engine.input_processor import InputProcessor
+from hotset.engine.loading import choose_device, choose_dtype
 from hotset.engine.sizing import kv_budget
 from hotset.evaluate.tasks import TASKS, make_questions
 from hotset.kernels.rows import PagedRows
@@ -147,12 +147,13 @@ def load(config: EngineConfig) -> tuple[ModelFiles, RecordingModel, Engine]:
     weights.finish()
     budget = kv_budget(config, model.kv_shape, files.spec.context, device)
     card = model_card(config, files.spec, budget, device, dtype)
-    return files, model, assemble(config, card, model, budget, device)
+    executor = in_process_executor(config, model, budget, device, card.vocab)
+    return files, model, assemble(config, card, model.kv_shape, budget, executor)
 
 
 def decode(engine: Engine, prompts: Sequence[list[int]], steps: int, temperature: float, seed: int) -> None:
     """Runs every request for `steps` decode steps, all at once."""
-    intake = Intake(engine.card, seed=seed)
+    intake = InputProcessor(engine.card, seed=seed)
     for number, prompt in enumerate(prompts):
         # One token more than steps: the prefill yields the first.
         params = SamplingParams(temperature=temperature, max_tokens=steps + 1, ignore_eos=True, seed=seed + number)

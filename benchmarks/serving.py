@@ -41,10 +41,10 @@ from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.sampling import SamplingParams
 from hotset.engine.build import model_card
 from hotset.engine.core import Engine, Replica
-from hotset.engine.intake import Intake
+from hotset.engine.input_processor import InputProcessor
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, kv_budget
-from hotset.engine.workers.executor import InProcess
+from hotset.engine.workers.executor import InProcessExecutor
 from hotset.kernels.swap_in import Copies, copy
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
@@ -167,12 +167,12 @@ def make_engine(setting: Setting, selection: Selection) -> tuple[Engine, Runner]
     scheduler = Scheduler(ledger, SEATS, CHUNK, config.tiers)
     card = model_card(config, setting.spec, budget, CUDA, torch.bfloat16)
     runner = Runner(model, memory, SEATS, budget.max_model_len, setting.spec.vocab, graphs=True)
-    return Engine(card, [Replica(scheduler, ledger)], InProcess(runner, memory), plans_in_flight=2), runner
+    return Engine(card, [Replica(scheduler, ledger)], InProcessExecutor(runner, memory), plans_in_flight=2), runner
 
 
 def land(engine: Engine, requests: int, context: int) -> list[str]:
     """Adds `requests` contexts and steps until all of them decode. Their ids."""
-    intake = Intake(engine.card, seed=0)
+    intake = InputProcessor(engine.card, seed=0)
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
     choices = [choice for n in range(requests) for choice in intake.accept(str(n), [0] * context, params)]
     for choice in choices:

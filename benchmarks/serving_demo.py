@@ -36,10 +36,10 @@ from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import ConfigError, HotsetError
 from hotset.base.sampling import SamplingParams
 from hotset.base.units import GIB, show_bytes
-from hotset.engine.build import assemble, choose_dtype, model_card, storage
+from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
-from hotset.engine.device import choose_device
-from hotset.engine.intake import Intake
+from hotset.engine.input_processor import InputProcessor
+from hotset.engine.loading import choose_device, choose_dtype, storage
 from hotset.engine.outputs import EngineStats
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.evaluate.tasks import TASKS, make_questions
@@ -111,7 +111,8 @@ class Demo:
     def engine(self, config: EngineConfig, budget: KvBudget) -> Engine:
         """Captured and ready."""
         card = model_card(config, self.spec, budget, self.device, self.dtype)
-        engine = assemble(config, card, self.decoder, budget, self.device)
+        executor = in_process_executor(config, self.decoder, budget, self.device, card.vocab)
+        engine = assemble(config, card, self.decoder.kv_shape, budget, executor)
         engine.warm_up(lambda done, total: None)
         return engine
 
@@ -146,7 +147,7 @@ class Run:
 
     def __init__(self, engine: Engine, prompts: Sequence[list[int]], growth: int) -> None:
         self._engine = engine
-        intake = Intake(engine.card, seed=SEED)
+        intake = InputProcessor(engine.card, seed=SEED)
         params = SamplingParams(temperature=0, max_tokens=growth, ignore_eos=True)
         self._answers: dict[str, list[int]] = {}
         for number, prompt in enumerate(prompts):

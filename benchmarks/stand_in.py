@@ -12,8 +12,8 @@ from torch import Tensor
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import ConfigError
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import assemble, model_card
-from hotset.engine.intake import Intake
+from hotset.engine.build import assemble, in_process_executor, model_card
+from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
 from hotset.kernels import EMPTY
 from hotset.memory.device_pool import KvShape
@@ -118,8 +118,9 @@ class Watched:
         )
         self.budget = kv_budget(config, demo.kv_shape, demo.spec.context, CPU)
         card = model_card(config, demo.spec, self.budget, CPU, DTYPE)
-        self.engine = assemble(config, card, demo, self.budget, CPU)
-        self._intake = Intake(card, seed=0)
+        executor = in_process_executor(config, demo, self.budget, CPU, card.vocab)
+        self.engine = assemble(config, card, demo.kv_shape, self.budget, executor)
+        self._intake = InputProcessor(card, seed=0)
         self.requests: list[Request] = []
 
     def add(self, prompt: int, answer: int) -> Request:

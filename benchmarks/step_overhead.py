@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import assemble
-from hotset.engine.intake import Intake, ModelCard
+from hotset.engine.build import assemble, in_process_executor
+from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.sizing import KvBudget
 from hotset.kernels.rows import RowLayout
 from hotset.memory.device_pool import KvShape
@@ -44,8 +44,9 @@ def measure(requests: int, steps: int) -> list[float]:
     pages = requests * CONTEXT // config.page_rows
     model = NullModel(8 * requests)
     budget = KvBudget(model.kv_shape.geometry(config.page_rows), pages, pages, CONTEXT)
-    engine = assemble(config, card, model, budget, torch.device("cpu"))
-    intake = Intake(card, seed=0)
+    executor = in_process_executor(config, model, budget, torch.device("cpu"), card.vocab)
+    engine = assemble(config, card, model.kv_shape, budget, executor)
+    intake = InputProcessor(card, seed=0)
     params = SamplingParams(temperature=0, max_tokens=CONTEXT - 1024, ignore_eos=True)
     for number in range(requests):
         prompt = [number % VOCAB] * (1 + number % 61)  # so that requests cross page borders at different steps

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import assemble, model_card
+from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
-from hotset.engine.decode_graphs import Model
-from hotset.engine.intake import Intake
+from hotset.engine.decode_graphs import RunnerModel
+from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
-from hotset.engine.workers.executor import InProcess
+from hotset.engine.workers.executor import InProcessExecutor
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
@@ -59,7 +59,7 @@ class RandomWeights:
 class Recorder:
     """A decoder that keeps the logits of every row it computes, each time it does, under the tokens up to that row."""
 
-    def __init__(self, inner: Model) -> None:
+    def __init__(self, inner: RunnerModel) -> None:
         self._inner = inner
         self.device = inner.device
         self.logits: dict[tuple[int, ...], list[Tensor]] = {}
@@ -88,14 +88,15 @@ class Answer:
     finish_reason: str | None = None
 
 
-def make_engine(model: Model, spec: ModelSpec, **settings: Any) -> Engine:
+def make_engine(model: RunnerModel, spec: ModelSpec, **settings: Any) -> Engine:
     """An engine around a decoder that is loaded; settings as in EngineConfig."""
     config = EngineConfig(**settings)
     budget = kv_budget(config, model.kv_shape, spec.context, CPU)
     card = model_card(config, spec, budget, CPU, torch.float64)
-    engine = assemble(config, card, model, budget, CPU)
+    executor = in_process_executor(config, model, budget, CPU, card.vocab)
+    engine = assemble(config, card, model.kv_shape, budget, executor)
     if isinstance(model, Recorder):
-        assert isinstance(engine.executor, InProcess)
+        assert isinstance(engine.executor, InProcessExecutor)
         model.tokens = engine.executor.runner._tokens
     return engine
 
@@ -107,7 +108,7 @@ def run_all(
     arrive_at: Sequence[int] | None = None,
 ) -> list[Answer]:
     """Runs every request to its end; request i arrives before step `arrive_at[i]`."""
-    intake = Intake(engine.card, seed=0)
+    intake = InputProcessor(engine.card, seed=0)
     answers = {f"{index}/0": Answer() for index in range(len(prompts))}
     due = sorted(range(len(prompts)), key=lambda index: 0 if arrive_at is None else arrive_at[index])
     step = 0

@@ -18,7 +18,7 @@ from hotset.base.units import GIB
 from hotset.cli.children import Child
 from hotset.cli.shares import Free, Share, divide, measure, sized, weight_bytes
 from hotset.cli.terminal import remark
-from hotset.engine.closing import STOP_SECONDS, closing_seconds
+from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.serve.listening import INTERRUPTED, STOP_SIGNALS, bound_socket, url_of
 
 MOST_WORKERS = 64

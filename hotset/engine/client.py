@@ -11,9 +11,9 @@ from typing import TypeVar
 from hotset.base.config import EngineConfig, LandingChoice, TiersChoice
 from hotset.base.errors import EngineStopped, HandoffLost, NoRoomLeft, RequestError
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import FrontModel, open_front
-from hotset.engine.choices import OpenChoices
-from hotset.engine.intake import Intake, ModelCard
+from hotset.engine.frontend import Frontend, load_frontend
+from hotset.engine.input_processor import InputProcessor, ModelCard
+from hotset.engine.output_processor import OutputProcessor
 from hotset.engine.outputs import Delta, EngineStats
 from hotset.engine.process import (
     AbortRequests,
@@ -36,15 +36,15 @@ Inbox = asyncio.Queue[Delta | EngineStopped]
 class EngineClient:
     """Sends requests to the engine process and hands out what comes back. All coroutines run on one event loop."""
 
-    def __init__(self, config: EngineConfig, front: FrontModel, process: EngineProcess, card: ModelCard) -> None:
+    def __init__(self, config: EngineConfig, front: Frontend, process: EngineProcess, card: ModelCard) -> None:
         """Use `start`."""
         self.model = front.card(card)
         self.tokenizer = front.tokenizer
         self.defaults = front.defaults
         self._process = process
         self._pipe = process.pipe
-        self._intake = Intake(self.model, config.seed)
-        self._open = OpenChoices(front.tokenizer)
+        self._intake = InputProcessor(self.model, config.seed)
+        self._open = OutputProcessor(front.tokenizer)
         self._inboxes: dict[str, Inbox] = {}
         self._unstarted: set[str] = set()  # choices that have no token yet
         self._stats: dict[int, asyncio.Future[EngineStats]] = {}
@@ -61,7 +61,7 @@ class EngineClient:
         cannot start."""
         process = process or EngineProcess(config)
         try:
-            return cls(config, open_front(config), process, process.wait_ready())
+            return cls(config, load_frontend(config), process, process.wait_ready())
         except BaseException:
             process.end(0.0)
             raise

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hotset.base.errors import EngineStopped
-from hotset.engine.closing import DRAIN_SECONDS, closing_seconds
 from hotset.engine.handoffs import HandoffEndpoint
-from hotset.engine.intake import Choice, ModelCard
+from hotset.engine.input_processor import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
-from hotset.engine.workers.executor import Executor, Pending
+from hotset.engine.timeouts import DRAIN_SECONDS, closing_seconds
+from hotset.engine.workers.executor import Executor, StepFuture
 from hotset.schedule.counters import Counters
 from hotset.schedule.plan import Committed
 from hotset.schedule.request import FinishReason
@@ -50,7 +50,7 @@ class Engine:
         self._schedulers = [replica.scheduler for replica in replicas]
         self._depth = plans_in_flight
         self._port = port
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[StepFuture] = deque()
         self._broken = False
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:

@@ -22,7 +22,7 @@ from hotset.tiers.kv_memory import KvMemory
 SIZES_BELOW_EIGHT = (1, 2, 4)
 
 
-class Model(Protocol):
+class RunnerModel(Protocol):
     """A model as the runner sees it."""
 
     device: torch.device
@@ -63,7 +63,7 @@ def batch_sizes(most: int) -> list[int]:
 class DecodeGraphs:
     """Replays belong to the stream that is current when they are asked for; results are good until the next one."""
 
-    def __init__(self, model: Model, memory: KvMemory, tokens: Tensor) -> None:
+    def __init__(self, model: RunnerModel, memory: KvMemory, tokens: Tensor) -> None:
         """`tokens` [seats, context + 1] int32: every seat's tokens so far."""
         self._model, self._memory, self._tokens = model, memory, tokens
         self._sizes = batch_sizes(tokens.shape[0])

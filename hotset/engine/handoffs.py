@@ -13,7 +13,7 @@ from typing import Protocol
 
 from hotset.base.config import EngineConfig
 from hotset.base.units import MIB
-from hotset.engine.intake import ModelCard
+from hotset.engine.input_processor import ModelCard
 from hotset.engine.stores import host_landing, landing_stores, regions, stores_of_host
 from hotset.engine.workers.executor import Executor, Step
 from hotset.handoff.agent import HandoffAgent, HandoffStats, open_channel
@@ -68,7 +68,7 @@ class HandoffEndpoint(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MovedBy:
+class TransferResources:
     """What KV travels by, and the memory that it may travel through."""
 
     transfer: Transfer
@@ -86,7 +86,7 @@ class _Held:
 
 class DecodeEndpoint:
     def __init__(
-        self, agent: HandoffAgent, moved_by: MovedBy, schedulers: Sequence[Scheduler], executor: Executor
+        self, agent: HandoffAgent, moved_by: TransferResources, schedulers: Sequence[Scheduler], executor: Executor
     ) -> None:
         self._agent, self._moved_by, self._schedulers, self._executor = agent, moved_by, schedulers, executor
         self._held: list[_Held] = []
@@ -156,7 +156,12 @@ class DecodeEndpoint:
 
 class PrefillEndpoint:
     def __init__(
-        self, agent: HandoffAgent, moved_by: MovedBy, scheduler: Scheduler, executor: Executor, card: ModelCard
+        self,
+        agent: HandoffAgent,
+        moved_by: TransferResources,
+        scheduler: Scheduler,
+        executor: Executor,
+        card: ModelCard,
     ) -> None:
         self._agent, self._moved_by, self._scheduler, self._executor = agent, moved_by, scheduler, executor
         self._card = card
@@ -266,8 +271,10 @@ def open_endpoint(
         transfer.close()
         raise
     if prefill:
-        return PrefillEndpoint(agent, MovedBy(transfer, staging), schedulers[0], executor, card), channel.address
-    return DecodeEndpoint(agent, MovedBy(transfer, staging), schedulers, executor), channel.address
+        return PrefillEndpoint(
+            agent, TransferResources(transfer, staging), schedulers[0], executor, card
+        ), channel.address
+    return DecodeEndpoint(agent, TransferResources(transfer, staging), schedulers, executor), channel.address
 
 
 def _staging(config: EngineConfig, stores: Mapping[Landing, Store]) -> StagingMemory | None:

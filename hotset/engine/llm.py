@@ -9,11 +9,11 @@ from typing import Any
 from hotset.base.config import EMBEDDED, EngineConfig, TiersChoice, check_setting_names
 from hotset.base.errors import ConfigError, EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import build_engine, open_front
-from hotset.engine.choices import OpenChoices
-from hotset.engine.intake import Choice, Intake
+from hotset.engine.build import build_engine
+from hotset.engine.frontend import Prompt, load_frontend, token_ids_of
+from hotset.engine.input_processor import Choice, InputProcessor
+from hotset.engine.output_processor import OutputProcessor
 from hotset.engine.outputs import CompletionOutput, Delta, EngineStats, RequestOutput
-from hotset.engine.prompts import Prompt, token_ids_of
 from hotset.models.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -33,14 +33,14 @@ class LLM:
         config = EngineConfig(model=model, **settings)
         if config.role != "both":
             raise ConfigError(f"role {config.role!r} is for servers: hotset serve --role {config.role}")
-        front = open_front(config)
+        front = load_frontend(config)
         self._engine = build_engine(config, show_progress=progress)
         self._closed = False
         self.card = front.card(self._engine.card)
         self.tokenizer: Tokenizer | None = front.tokenizer
         self.defaults: dict[str, Any] = front.defaults
-        self._intake = Intake(self.card, config.seed)
-        self._open = OpenChoices(front.tokenizer)
+        self._intake = InputProcessor(self.card, config.seed)
+        self._open = OutputProcessor(front.tokenizer)
         self._inbox: dict[str, list[Delta]] = {}  # choice id -> deltas that a stream has not taken yet
         self._numbers = itertools.count()
 

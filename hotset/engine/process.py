@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.base.logs import log_to_stderr
-from hotset.engine.closing import STOP_SECONDS
-from hotset.engine.intake import Choice, ModelCard
+from hotset.engine.input_processor import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
+from hotset.engine.timeouts import STOP_SECONDS
 from hotset.schedule.plan import Committed
 from hotset.schedule.request import FinishReason
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hotset.engine.decode_graphs import DecodeGraphs, Model, SampledRows
+from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledRows
 from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.models.sampler import Sampled, Sampler
 from hotset.schedule.plan import Admission, Alternatives, Plan, StepResult
@@ -55,7 +55,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Model,
+        model: RunnerModel,
         memory: KvMemory,
         seats: int,
         context: int,

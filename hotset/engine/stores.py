@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from hotset.engine.workers.executor import HostPart
+from hotset.engine.workers.executor import HostShard
 from hotset.handoff.layout import head_shards, whole_rows
 from hotset.handoff.messages import Landing, Span, Store
 from hotset.memory.device_pool import DevicePool
@@ -17,7 +17,7 @@ def host_landing(replica: int) -> Landing:
     return f"host {replica}" if replica else "host"
 
 
-def host_stores(hosts: Sequence[HostPart]) -> dict[Landing, Store]:
+def host_stores(hosts: Sequence[HostShard]) -> dict[Landing, Store]:
     """Rows and index keys as they lie in the host stores, by the name of each replica's."""
     replicas = sorted({part.replica for part in hosts})
     return {
@@ -25,7 +25,7 @@ def host_stores(hosts: Sequence[HostPart]) -> dict[Landing, Store]:
     }
 
 
-def landing_stores(hosts: Sequence[HostPart], pool: DevicePool | None, policy: LandingPolicy) -> dict[Landing, Store]:
+def landing_stores(hosts: Sequence[HostShard], pool: DevicePool | None, policy: LandingPolicy) -> dict[Landing, Store]:
     """Where contexts may land: all on the host, or, with a device `pool` that can be reached, all there. Index keys of
     rows that land on the host are written to the pool, unless the policy puts them on the host."""
     stores = host_stores(hosts)
@@ -45,7 +45,7 @@ def stores_of_host(stores: Mapping[Landing, Store], pool: DevicePool | None) -> 
     return {name: store for name, store in stores.items() if name != "device" and store.keys is None}
 
 
-def regions(hosts: Sequence[HostPart], pool: DevicePool | None) -> list[Region]:
+def regions(hosts: Sequence[HostShard], pool: DevicePool | None) -> list[Region]:
     """What a transfer engine must know: the host stores, and the device pool if contexts may land there."""
     tensors = [tensor for part in hosts for tensor in (part.store.rows, part.store.keys)]
     found = [Region(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor is not None]
@@ -55,7 +55,7 @@ def regions(hosts: Sequence[HostPart], pool: DevicePool | None) -> list[Region]:
     return found
 
 
-def _host_store(parts: Sequence[HostPart]) -> Store:
+def _host_store(parts: Sequence[HostShard]) -> Store:
     """Of one replica: its stages one after another, the ranks of each side by side."""
     stages = sorted({part.first_layer for part in parts})
     by_stage = [[part for part in parts if part.first_layer == stage] for stage in stages]

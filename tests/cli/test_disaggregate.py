@@ -14,7 +14,7 @@ from hotset.cli import app
 from hotset.cli.disaggregate import Layout, router_arguments, stop_seconds, worker_arguments
 from hotset.cli.flags import given
 from hotset.cli.shares import Share
-from hotset.engine.closing import STOP_SECONDS, closing_seconds
+from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.serve.router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,10 +19,10 @@ from harness import CPU, RandomWeights, run_all
 
 from hotset.base.config import EMBEDDED, EngineConfig, LandingChoice, TiersChoice
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import assemble, model_card
+from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
 from hotset.engine.handoffs import DecodeEndpoint, PrefillEndpoint
-from hotset.engine.intake import Intake
+from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
 from hotset.engine.stores import host_stores
 from hotset.handoff.messages import Ask, Drop, Fetch, Key, Landed, Span, Store, Written
@@ -96,7 +96,8 @@ def make(decoder: Decoder, hub: Hub | None = None, **settings: Any) -> Engine:
     budget = kv_budget(config, decoder.kv_shape, decoder.spec.context, CPU)
     card = model_card(config, decoder.spec, budget, CPU, torch.float64)
     transfer = None if hub is None else Loopback(hub)
-    return assemble(config, card, decoder, budget, CPU, transfer=transfer)
+    executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
+    return assemble(config, card, decoder.kv_shape, budget, executor, transfer=transfer)
 
 
 @lru_cache
@@ -222,7 +223,7 @@ class Pair:
         landing: LandingChoice,
         tiers: TiersChoice = "auto",
     ) -> list[list[int]]:
-        intake = Intake(self.decode.card, seed=0)
+        intake = InputProcessor(self.decode.card, seed=0)
         answers: dict[str, list[int]] = {f"{number}/0": [] for number in range(len(prompts))}
         for number, prompt in enumerate(prompts):
             prefill_at = self.prefills[number % len(self.prefills)].card.control

@@ -14,10 +14,10 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine import core
-from hotset.engine.build import assemble, model_card
+from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
 from hotset.engine.handoffs import DecodeEndpoint, PrefillEndpoint
-from hotset.engine.intake import Intake
+from hotset.engine.input_processor import InputProcessor
 from hotset.engine.process import AddRequests, EngineProcess, EngineReady, StopEngine, _stop_requested
 from hotset.engine.sizing import kv_budget
 from hotset.handoff.agent import FAREWELL_SECONDS, STOP_SECONDS
@@ -55,7 +55,8 @@ def make(role: Any, transfer: Loopback | None = None, **settings: Any) -> Engine
     decoder = decoder_of("dsa")
     budget = kv_budget(config, decoder.kv_shape, decoder.spec.context, CPU)
     card = model_card(config, decoder.spec, budget, CPU, torch.float64)
-    return assemble(config, card, decoder, budget, CPU, transfer=transfer or Watched(Hub()))
+    executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
+    return assemble(config, card, decoder.kv_shape, budget, executor, transfer=transfer or Watched(Hub()))
 
 
 class Dictated:
@@ -144,7 +145,7 @@ def test_pages_are_offered_to_a_peer_after_the_copies_that_may_still_write_them(
         agent, copies = dictated(decode, patch), Later()
         patch.setattr(decode.executor, "stored", lambda: copies)
         for name in ("given up", "kept"):
-            (choice,) = Intake(decode.card, seed=0).accept(name, [1, 2, 3], SamplingParams(), prefill_at=PEER)
+            (choice,) = InputProcessor(decode.card, seed=0).accept(name, [1, 2, 3], SamplingParams(), prefill_at=PEER)
             decode.add(choice)
         for _ in range(3):
             decode.step()

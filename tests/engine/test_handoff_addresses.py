@@ -17,7 +17,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine import build
 from hotset.engine.client import EngineClient
 from hotset.engine.core import Engine
-from hotset.engine.intake import Intake, ModelCard
+from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.process import EngineProcess
 from hotset.engine.sizing import kv_budget
 from hotset.engine.stores import regions
@@ -46,7 +46,8 @@ def made(transfer_of_its_own: Loopback | None = None, **settings: Any) -> Engine
     config = EngineConfig(max_model_len=96, device_kv_tokens=400, **settings)
     budget = kv_budget(config, decoder.kv_shape, spec.context, CPU)
     card = build.model_card(config, spec, budget, CPU, torch.float64)
-    return build.assemble(config, card, decoder, budget, CPU, transfer=transfer_of_its_own)
+    executor = build.in_process_executor(config, decoder, budget, CPU, card.vocab)
+    return build.assemble(config, card, decoder.kv_shape, budget, executor, transfer=transfer_of_its_own)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_a_loss_is_logged_with_its_reason_unless_the_client_has_left(
     """The peer refuses at once: it is no prefill worker."""
     asking, asked = (made(Loopback(Hub()), role="decode") for _ in range(2))
     try:
-        (choice,) = Intake(asking.card, 0).accept("r", [5] * 9, FEW, prefill_at=asked.card.control)
+        (choice,) = InputProcessor(asking.card, 0).accept("r", [5] * 9, FEW, prefill_at=asked.card.control)
         asking.add(choice)
         asking.step()
         asking.step()  # the prompt is being asked for now
@@ -124,7 +125,7 @@ CARD = ModelCard("m", "a", 100, 50, (), True, 100, "cpu", "float32", role="decod
     ],
 )
 def test_a_prefill_worker_is_known_by_one_spelling(named: str, known: str) -> None:
-    (choice,) = Intake(CARD, 0).accept("r", [1], FEW, prefill_at=named)
+    (choice,) = InputProcessor(CARD, 0).accept("r", [1], FEW, prefill_at=named)
     assert choice.prefill_at == known
 
 
@@ -133,13 +134,13 @@ def test_a_prefill_worker_is_known_by_one_spelling(named: str, known: str) -> No
 )
 def test_what_no_peer_could_answer_from_is_refused(named: str) -> None:
     with pytest.raises(RequestError, match="control address"):
-        Intake(CARD, 0).accept("r", [1], FEW, prefill_at=named)
+        InputProcessor(CARD, 0).accept("r", [1], FEW, prefill_at=named)
 
 
 @pytest.mark.parametrize("landing", ["host", "device"])
 def test_a_landing_without_a_prefill_worker_is_refused(landing: Literal["host", "device"]) -> None:
     with pytest.raises(RequestError, match="computed here; leave it out"):
-        Intake(CARD, 0).accept("r", [1], FEW, landing=landing)
+        InputProcessor(CARD, 0).accept("r", [1], FEW, landing=landing)
 
 
 def own_address() -> str:

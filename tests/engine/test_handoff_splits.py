@@ -14,7 +14,7 @@ from models.split_workers import SPECS
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import assemble, model_card
+from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
 from hotset.engine.sizing import kv_budget
 from hotset.models.decoder import Decoder
@@ -68,7 +68,8 @@ def engine_of(model: str, way: str, role: str, transfer: Transfer, **settings: A
     config, decoder = EngineConfig(**settings), Decoder(spec, RandomWeights(torch.float64, SEED))
     budget = kv_budget(config, decoder.kv_shape, spec.context, CPU)
     card = model_card(config, spec, budget, CPU, torch.float64)
-    return assemble(config, card, decoder, budget, CPU, transfer=transfer, weights=f"random {SEED}")
+    executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
+    return assemble(config, card, decoder.kv_shape, budget, executor, transfer=transfer, weights=f"random {SEED}")
 
 
 @contextmanager

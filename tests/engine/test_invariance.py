@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hotset.base.config import TiersMode
 from hotset.base.errors import EngineStopped
 from hotset.base.sampling import SamplingParams
-from hotset.engine.intake import Intake
+from hotset.engine.input_processor import InputProcessor
 from hotset.memory.view import View
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
@@ -128,7 +128,7 @@ def test_an_abort_at_any_step_gives_everything_back_and_disturbs_nobody() -> Non
         engine = make_engine(
             model, spec, device_kv_tokens=96, page_rows=4, max_num_seqs=2, max_num_batched_tokens=4, plans_in_flight=2
         )
-        intake = Intake(engine.card, seed=0)
+        intake = InputProcessor(engine.card, seed=0)
         for name, prompt in zip("ab", prompts, strict=True):
             for choice in intake.accept(name, prompt, params):
                 engine.add(choice)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import ConfigError, ContextLengthExceeded, RequestError
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import storage
-from hotset.engine.intake import Intake, ModelCard
+from hotset.engine.input_processor import InputProcessor, ModelCard
+from hotset.engine.loading import storage
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.kernels.rows import RowLayout, gqa_row, index_key_row, mla_row
 from hotset.memory.device_pool import KvShape
@@ -171,7 +171,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(
     changes: dict[str, Any], prompt: int, answer: int, tiers: Any, said: list[str]
 ) -> None:
     with pytest.raises(RequestError) as refusal:
-        Intake(card(**changes), seed=0).accept("r", [1] * prompt, SamplingParams(max_tokens=answer), tiers)
+        InputProcessor(card(**changes), seed=0).accept("r", [1] * prompt, SamplingParams(max_tokens=answer), tiers)
     assert isinstance(refusal.value, ContextLengthExceeded) == (len(said) > 2 and tiers != "warm")
     assert "\n" not in str(refusal.value)
     for part in said:
@@ -179,7 +179,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(
 
 
 def test_a_resident_request_without_a_limit_ends_where_the_device_does() -> None:
-    choices = Intake(card(), seed=0).accept("r", [1] * 20, SamplingParams(max_tokens=None), "resident")
+    choices = InputProcessor(card(), seed=0).accept("r", [1] * 20, SamplingParams(max_tokens=None), "resident")
     assert [choice.max_length for choice in choices] == [200]
 
 
@@ -189,7 +189,7 @@ def test_whatever_the_intake_lets_in_the_scheduler_can_hold() -> None:
     for tokens in (8, 9, 30, 33):
         engine = make_engine(model, gqa_spec(), page_rows=4, device_kv_tokens=tokens, host_kv_tokens=96)
         prompt = [1] * (engine.card.max_model_len - 1)
-        for choice in Intake(engine.card, seed=0).accept("r", prompt, SamplingParams(max_tokens=1)):
+        for choice in InputProcessor(engine.card, seed=0).accept("r", prompt, SamplingParams(max_tokens=1)):
             engine.add(choice)
         while not engine.idle:
             engine.step()

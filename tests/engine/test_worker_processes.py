@@ -19,9 +19,9 @@ from harness import tiny_directory
 from hotset import LLM, SamplingParams
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, EngineStopped
-from hotset.engine.build import build_engine, splits
-from hotset.engine.intake import Intake
-from hotset.engine.workers.processes import WorkerProcesses
+from hotset.engine.build import build_engine, worker_splits
+from hotset.engine.input_processor import InputProcessor
+from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.models.checkpoint import find_model
 
 DEADLINE_S = 30.0
@@ -50,7 +50,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 def pids_of(llm: LLM) -> list[int]:
     workers = llm._engine.executor
-    assert isinstance(workers, WorkerProcesses)
+    assert isinstance(workers, MultiprocessExecutor)
     return [worker.process.pid for worker in workers._workers if worker.process.pid is not None]
 
 
@@ -119,11 +119,11 @@ def test_a_rank_that_is_killed_while_rows_land_ends_the_engine_and_leaves_its_pe
     prefill = build_engine(EngineConfig(model, **settings, role="prefill"), show_progress=False)
     decode = build_engine(EngineConfig(model, **settings, role="decode", tensor_parallel_size=2), show_progress=False)
     workers = decode.executor
-    assert isinstance(workers, WorkerProcesses)
+    assert isinstance(workers, MultiprocessExecutor)
     pids = [worker.process.pid for worker in workers._workers]
     try:
         params = replace(PARAMS, seed=1)
-        for choice in Intake(decode.card, 0).accept("a", [1] * 300, params, "auto", prefill.card.control):
+        for choice in InputProcessor(decode.card, 0).accept("a", [1] * 300, params, "auto", prefill.card.control):
             decode.add(choice)
         deadline = time.monotonic() + DEADLINE_S
         while prefill.idle:  # it has been asked when it is not
@@ -154,7 +154,7 @@ def test_a_worker_that_dies_while_nothing_is_asked_is_noticed(tmp_path: Path) ->
     engine = build_engine(config, show_progress=False, wake=woken.set)
     try:
         workers = engine.executor
-        assert isinstance(workers, WorkerProcesses) and workers._workers[1].process.pid is not None
+        assert isinstance(workers, MultiprocessExecutor) and workers._workers[1].process.pid is not None
         os.kill(workers._workers[1].process.pid, signal.SIGKILL)
         assert woken.wait(DEADLINE_S)
         with pytest.raises(EngineStopped, match=r"worker 1 \(data parallel rank 1 of 2\) died \(exit code -9\)"):
@@ -205,4 +205,4 @@ def test_a_worker_that_cannot_start_is_told_of_in_one_line(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="cannot be joined"):
         LLM(model, **SETTINGS, data_parallel_size=2, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="2 workers want a GPU each, and there are 0; lower --tensor-parallel-size"):
-        splits(EngineConfig(model, tensor_parallel_size=2), find_model(model).spec, torch.device("cuda"))
+        worker_splits(EngineConfig(model, tensor_parallel_size=2), find_model(model).spec, torch.device("cuda"))

@@ -17,13 +17,13 @@ from models.split_workers import Meeting, ThreadCollectives
 from torch import Tensor
 
 from hotset.base.config import EngineConfig
-from hotset.engine.build import join, model_card, splits
+from hotset.engine.build import assemble, model_card, worker_splits
 from hotset.engine.core import Engine
-from hotset.engine.model import storage, whole_kv_shape
+from hotset.engine.loading import storage, whole_kv_shape
 from hotset.engine.sizing import shared_budget
 from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.messages import WorkerRank
-from hotset.engine.workers.processes import WorkerProcesses
+from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec, ModelSpec
@@ -74,7 +74,7 @@ class ThreadProcess:
         self._broken()
 
 
-class ThreadWorkers(WorkerProcesses):
+class ThreadWorkers(MultiprocessExecutor):
     """`load` is that of a model with random weights."""
 
     def __init__(self, config: EngineConfig, parts: Sequence[Split], kv_heads: int) -> None:
@@ -114,13 +114,13 @@ def split_engine(spec: ModelSpec, seed: int, transfer: Transfer | None = None, *
         return Decoder(spec, RandomWeights(torch.float64, seed), storage(config, spec), split, collectives)
 
     with mock.patch.object(worker_module, "load_decoder", load):
-        workers = ThreadWorkers(config, splits(config, spec, CPU), kv_heads)
+        workers = ThreadWorkers(config, worker_splits(config, spec, CPU), kv_heads)
         loaded = workers.load(lambda done, total: None)
     budget = shared_budget(config, loaded, spec.context, CPU)
-    workers.settle(budget, lambda done, total: None)
+    workers.init_cache(budget, lambda done, total: None)
     card = model_card(config, spec, budget, CPU, torch.float64)
     shape = whole_kv_shape(spec, torch.float64, storage(config, spec))
-    return join(config, card, shape, budget, workers, weights=f"random {seed}", transfer=transfer)
+    return assemble(config, card, shape, budget, workers, weights=f"random {seed}", transfer=transfer)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from harness import CPU, RandomWeights, Recorder, make_engine, run_all
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
-from hotset.engine.build import storage
+from hotset.engine.loading import storage
 from hotset.evaluate.tasks import make_questions
 from hotset.models.checkpoint import find_model, open_weights
 from hotset.models.decoder import Decoder

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from hotset.base.config import TiersChoice, TiersMode
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine.core import Engine, Replica
-from hotset.engine.intake import ModelCard
+from hotset.engine.input_processor import ModelCard
 from hotset.engine.runner import Runner
-from hotset.engine.workers.executor import InProcess
+from hotset.engine.workers.executor import InProcessExecutor
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout
 from hotset.kernels.stable_topk import stable_topk
@@ -42,7 +42,7 @@ SHAPE = KvShape(LAYERS, RowLayout(ROW_WIDTH, torch.int16), INDEXED, RowLayout(KE
 
 
 class IntegerModel:
-    """A `Model` whose every value is a whole number. It remembers what each step chose, by seat."""
+    """A `RunnerModel` whose every value is a whole number. It remembers what each step chose, by seat."""
 
     device = CPU
     kv_shape = SHAPE
@@ -197,7 +197,7 @@ class Bench:
         card = ModelCard("whole", "whole", context, VOCAB, (), True, context, "cpu", "int16")
         runner = Runner(self.model, self.memory, seats, context, VOCAB)
         replica = Replica(self.scheduler, self.ledger)
-        self.engine = Engine(card, [replica], InProcess(runner, self.memory), depth)
+        self.engine = Engine(card, [replica], InProcessExecutor(runner, self.memory), depth)
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}

@@ -14,7 +14,7 @@ from hotset.transfer.api import Event
 Step = Sequence[Plan | None]  # a plan for each replica; None: it has nothing to do in this step
 
 
-class Pending(Protocol):
+class StepFuture(Protocol):
     """A step that was submitted."""
 
     def results(self) -> Sequence[StepResult | None]:
@@ -22,7 +22,7 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HostPart:
+class HostShard:
     """The home of some layers' rows, of some heads, in memory that the controller can reach."""
 
     replica: int
@@ -32,9 +32,9 @@ class HostPart:
     store: HostStore
 
 
-def whole(memory: KvMemory) -> list[HostPart]:
+def whole(memory: KvMemory) -> list[HostShard]:
     """The one home of a worker that holds everything; none without tiers."""
-    return [] if memory.host is None else [HostPart(0, 0, memory.pool.shape, 1, memory.host)]
+    return [] if memory.host is None else [HostShard(0, 0, memory.pool.shape, 1, memory.host)]
 
 
 class Executor(Protocol):
@@ -46,13 +46,13 @@ class Executor(Protocol):
     def check(self) -> None:
         """EngineStopped if a worker died, though nothing was asked of it."""
 
-    def submit(self, step: Step) -> Pending:
+    def submit(self, step: Step) -> StepFuture:
         """Begins a step. Waits for none, unless this one reads what others may still be writing."""
 
     def stored(self) -> Event | None:
         """Happens when all that steps submitted so far were to copy to the host is there; None: it is."""
 
-    def hosts(self) -> Sequence[HostPart]:
+    def hosts(self) -> Sequence[HostShard]:
         """The host stores of all workers; none without tiers."""
 
     @property
@@ -81,7 +81,7 @@ class _Done:
         return (self._ticket.result(),)
 
 
-class InProcess:
+class InProcessExecutor:
     """One worker, in this process."""
 
     def __init__(self, runner: Runner, memory: KvMemory) -> None:
@@ -93,7 +93,7 @@ class InProcess:
     def check(self) -> None:
         pass
 
-    def submit(self, step: Step) -> Pending:
+    def submit(self, step: Step) -> StepFuture:
         (plan,) = step
         assert plan is not None, "a step without a plan"
         return _Done(self.runner.submit(plan))
@@ -101,7 +101,7 @@ class InProcess:
     def stored(self) -> Event | None:
         return self.memory.mirrored_event()
 
-    def hosts(self) -> Sequence[HostPart]:
+    def hosts(self) -> Sequence[HostShard]:
         return whole(self.memory)
 
     @property

@@ -18,9 +18,9 @@ import torch
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, StartupError
-from hotset.engine.closing import STOP_SECONDS, UNPINNED_PER_SECOND
 from hotset.engine.sizing import KvBudget, WorkerMemory
-from hotset.engine.workers.executor import HostPart, Pending, Step
+from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_PER_SECOND
+from hotset.engine.workers.executor import HostShard, Step, StepFuture
 from hotset.engine.workers.messages import (
     AuditReport,
     CacheReady,
@@ -77,7 +77,7 @@ class _Begun:
 
 
 class _InFlight:
-    def __init__(self, workers: "WorkerProcesses", begun: _Begun) -> None:
+    def __init__(self, workers: "MultiprocessExecutor", begun: _Begun) -> None:
         self._workers, self._begun = workers, begun
 
     def results(self) -> Sequence[StepResult | None]:
@@ -88,14 +88,14 @@ class _InFlight:
 class _Reported:
     """Happens when every worker has reported a step."""
 
-    def __init__(self, workers: "WorkerProcesses", number: int) -> None:
+    def __init__(self, workers: "MultiprocessExecutor", number: int) -> None:
         self._workers, self._number = workers, number
 
     def query(self) -> bool:
         return self._workers.finished >= self._number
 
 
-class WorkerProcesses:
+class MultiprocessExecutor:
     """Implements `Executor`. Every wait ends when a worker dies, with its name."""
 
     def __init__(
@@ -111,7 +111,7 @@ class WorkerProcesses:
         are made of heads; else 1. `wake` is called, from another thread, when `check` has something to tell."""
         self._config, self._kv_heads, self._on_gpu = config, kv_heads, device.type == "cuda"
         self._workers: list[_Worker] = []
-        self._stores: list[HostPart] = []
+        self._stores: list[HostShard] = []
         self._shared: list[SharedMemory] = []
         self._begun: deque[_Begun] = deque()
         self._steps = 0
@@ -166,10 +166,10 @@ class WorkerProcesses:
                     raise self._misplaced(worker, report)
         return [WorkerMemory(self._shape(each), each.free, self._writer(each)[0] == 0) for each in self._workers]
 
-    def settle(self, budget: KvBudget, progress: Callable[[int, int], None]) -> None:
+    def init_cache(self, budget: KvBudget, progress: Callable[[int, int], None]) -> None:
         """Gives every worker its memory. `progress(done, total)`: workers that have it."""
         for worker in self._workers:
-            self._settle_one(worker, budget)
+            self._init_cache_of(worker, budget)
         for done in range(len(self._workers)):
             number, report = self._hear(set(range(len(self._workers))), START_SECONDS)
             if not isinstance(report, CacheReady):
@@ -185,7 +185,7 @@ class WorkerProcesses:
         if self._dead:
             raise self._died(self._dead[0])
 
-    def submit(self, step: Step) -> Pending:
+    def submit(self, step: Step) -> StepFuture:
         if any(plan is not None and plan.reads_host for plan in step) and self._shares_stores:
             self._drain()  # what it reads may have been written by another rank: that one has said so by then
         self._steps += 1
@@ -206,7 +206,7 @@ class WorkerProcesses:
     def stored(self) -> Event | None:
         return None if self.finished == self._steps else _Reported(self, self._steps)
 
-    def hosts(self) -> Sequence[HostPart]:
+    def hosts(self) -> Sequence[HostShard]:
         return self._stores
 
     @property
@@ -261,7 +261,7 @@ class WorkerProcesses:
     def _shares_stores(self) -> bool:
         return len(self._stores) < len(self._workers)
 
-    def _settle_one(self, worker: _Worker, budget: KvBudget) -> None:
+    def _init_cache_of(self, worker: _Worker, budget: KvBudget) -> None:
         place, shape, page_rows = worker.place, self._shape(worker), self._config.page_rows
         writer, writers = self._writer(worker)
         self._send(worker, InitCache(budget, writer, writers))
@@ -272,7 +272,7 @@ class WorkerProcesses:
             store = HostStore(shape, budget.host_pages, page_rows, torch.device("cpu"), memory=shared.bytes)
             first = place.split.first_layer
             self._shared.append(shared)
-            self._stores.append(HostPart(place.replica, first, shape, self._kv_heads, store))
+            self._stores.append(HostShard(place.replica, first, shape, self._kv_heads, store))
         assert worker.process.pid is not None
         self._shared[-1].send(worker.pipe, worker.process.pid)
 

@@ -16,10 +16,10 @@ import torch
 
 from hotset.base.errors import StartupError
 from hotset.base.logs import log_to_stderr
-from hotset.engine.model import load_decoder
+from hotset.engine.loading import load_decoder
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.sizing import free_bytes
-from hotset.engine.workers.collectives import DistributedWorld
+from hotset.engine.workers.distributed import DistributedWorld, Stage, World
 from hotset.engine.workers.messages import (
     AuditReport,
     CacheReady,
@@ -39,7 +39,6 @@ from hotset.engine.workers.messages import (
     WorkerReport,
 )
 from hotset.engine.workers.shared_memory import SharedMemory
-from hotset.engine.workers.stage import Stage, World
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.models.collectives import SINGLE_RANK, Collectives

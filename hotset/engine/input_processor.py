@@ -55,7 +55,7 @@ class Choice:
         )
 
 
-class Intake:
+class InputProcessor:
     """Checks requests against the model and gives each choice its seed."""
 
     def __init__(self, card: ModelCard, seed: int | None) -> None:

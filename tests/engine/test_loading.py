@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hotset.base.errors import ConfigError
-from hotset.engine.device import choose_device
+from hotset.engine.loading import choose_device
 
 
 def no_gpu() -> bool:

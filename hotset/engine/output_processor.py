@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from hotset.engine.intake import Choice
+from hotset.engine.input_processor import Choice
 from hotset.engine.outputs import Delta, Logprob, TokenLogprobs
 from hotset.engine.text import TextAssembler
 from hotset.models.tokenizer import Tokenizer
@@ -10,7 +10,7 @@ from hotset.schedule.plan import Alternatives, Committed
 from hotset.schedule.request import FinishReason
 
 
-class OpenChoice:
+class ChoiceState:
     """One choice whose end has not been seen. Turns its tokens into deltas."""
 
     def __init__(self, choice: Choice, tokenizer: Tokenizer | None) -> None:
@@ -40,12 +40,12 @@ class OpenChoice:
         return Delta(self.index, self._text.finish(), (), None, reason, why_lost=why_lost)
 
 
-class OpenChoices:
+class OutputProcessor:
     """Every choice that is still open, by request id."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._open: dict[str, OpenChoice] = {}
+        self._open: dict[str, ChoiceState] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -56,7 +56,7 @@ class OpenChoices:
 
     def add(self, choices: Sequence[Choice]) -> None:
         for choice in choices:
-            self._open[choice.request_id] = OpenChoice(choice, self._tokenizer)
+            self._open[choice.request_id] = ChoiceState(choice, self._tokenizer)
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
         """Drops choices; returns those that were still open, which the engine must be told to abort."""

@@ -1,0 +1,61 @@
+"""What a front end needs of a model, read without loading weights: tokenizer, recommended sampling, prompts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hotset.base.config import EMBEDDED, EngineConfig
+from hotset.base.errors import CheckpointError, RequestError
+from hotset.base.sampling import SamplingParams
+from hotset.engine.input_processor import ModelCard
+from hotset.models.checkpoint import find_model
+from hotset.models.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # as SmolLM2's authors recommend
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """What a front end needs of a model, read without loading weights."""
+
+    tokenizer: Tokenizer | None
+    defaults: dict[str, Any]  # sampling parameters that the model's authors recommend
+
+    def card(self, engine_card: ModelCard) -> ModelCard:
+        """The engine's card, with the ends of turn that only the tokenizer knows."""
+        chat_stops = () if self.tokenizer is None else self.tokenizer.chat_stop_ids
+        return replace(engine_card, eos_ids=tuple(dict.fromkeys((*engine_card.eos_ids, *chat_stops))))
+
+
+def load_frontend(config: EngineConfig) -> Frontend:
+    files = find_model(config.model)
+    generation = EMBEDDED_DEFAULTS if config.model == EMBEDDED else files.generation
+    defaults: dict[str, Any] = {
+        name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None
+    }
+    try:
+        SamplingParams(**defaults)
+    except RequestError as error:
+        raise CheckpointError(f"{files.path}: generation_config.json: {error}") from error
+    return Frontend(Tokenizer.load(files, config.tokenizer), defaults)
+
+
+def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """The prompt's token ids. RequestError if it is neither text nor ids, or text without a tokenizer."""
+    if isinstance(prompt, Mapping):
+        if list(prompt) == ["prompt_token_ids"]:
+            return _checked_ids(prompt["prompt_token_ids"])
+        prompt = prompt["prompt"] if list(prompt) == ["prompt"] else prompt
+    if not isinstance(prompt, str):
+        raise RequestError('a prompt is text, {"prompt": ...} or {"prompt_token_ids": [...]}', param="prompt")
+    if tokenizer is None:
+        raise RequestError('this model came without a tokenizer; give {"prompt_token_ids": [...]}', param="prompt")
+    return tokenizer.encode(prompt)
+
+
+def _checked_ids(ids: object) -> list[int]:
+    if not isinstance(ids, Sequence) or any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise RequestError("prompt_token_ids must be a list of whole numbers", param="prompt_token_ids")
+    return list(ids)

@@ -1,0 +1,144 @@
+"""Loads a model: chooses the device and the dtype, reads the weights, and shows progress."""
+
+import logging
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from hotset.base.config import EngineConfig
+from hotset.base.errors import ConfigError
+from hotset.memory.device_pool import KvShape
+from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.collectives import SINGLE_RANK, Collectives
+from hotset.models.decoder import Decoder
+from hotset.models.dsa import dsa_kv_shape
+from hotset.models.gqa import gqa_kv_shape
+from hotset.models.spec import GqaSpec, ModelSpec, Storage
+from hotset.models.split import WHOLE_MODEL, Split
+
+LOGGER = logging.getLogger("hotset.engine")
+MIN_CAPABILITY = (8, 0)  # the oldest compute capability with bfloat16 matrix units, which the kernels require
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device asked for, or the GPU if there is one that serves, or the CPU: with one line of warning, unless torch
+    was installed for the CPU alone.
+
+    ConfigError if a device was asked for by name and does not serve.
+    """
+    if name is None:
+        reason = why_no_gpu(0)
+        if reason is not None and torch.version.cuda is not None:
+            LOGGER.warning("%s: computing on the CPU, by the reference kernels", reason)
+        return torch.device("cuda" if reason is None else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name!r} is not a device; use 'cpu', 'cuda' or 'cuda:N'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name!r} is not supported; use 'cpu', 'cuda' or 'cuda:N'")
+    if device.type == "cuda":
+        reason = why_no_gpu(device.index or 0)
+        if reason is not None:
+            raise ConfigError(f"--device {name!r}: {reason}; use --device cpu")
+    return device
+
+
+def why_no_gpu(index: int) -> str | None:
+    """In a few words, why GPU `index` cannot be computed on; None: it can."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if not available and torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    if not available and any("driver" in str(warning.message) for warning in said):
+        return f"the GPU's driver is too old for CUDA {torch.version.cuda}"
+    if not available or torch.cuda.device_count() == 0:
+        return "no GPU was found"
+    if index >= torch.cuda.device_count():
+        return f"there is no GPU {index}, only {torch.cuda.device_count()}"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < MIN_CAPABILITY:
+        major, minor = MIN_CAPABILITY
+        return f"{torch.cuda.get_device_name(index)} is older than compute capability {major}.{minor}"
+    return None
+
+
+def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """The dtype asked for; else the checkpoint's on a GPU (float16 is read as bfloat16), float32 on a CPU."""
+    if name is None:
+        of_checkpoint = "bfloat16" if spec.dtype == "float16" else spec.dtype
+        name = "float32" if device.type == "cpu" else of_checkpoint
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def storage(config: EngineConfig, spec: ModelSpec) -> Storage:
+    """How KV is stored. ConfigError where fp8 was asked for and the model's rows have no such layout."""
+    if isinstance(spec.attention, GqaSpec):
+        for flag, value in (("--kv-dtype", config.kv_dtype), ("--index-dtype", config.index_dtype)):
+            if value != "auto":
+                raise ConfigError(f"{flag} {value} is for models with a latent KV (MLA); leave it out for this one")
+    return Storage(fp8_rows=config.kv_dtype == "fp8", fp8_keys=config.index_dtype == "fp8")
+
+
+def whole_kv_shape(spec: ModelSpec, dtype: torch.dtype, stored: Storage) -> KvShape:
+    """What a token costs in all workers together."""
+    if isinstance(spec.attention, GqaSpec):
+        return gqa_kv_shape(spec.layers, spec.attention, WHOLE_MODEL, dtype)
+    return dsa_kv_shape(range(spec.layers), spec.attention, dtype, stored)
+
+
+def load_decoder(
+    config: EngineConfig,
+    device: torch.device,
+    progress: Callable[[int, int], None],
+    split: Split = WHOLE_MODEL,
+    collectives: Collectives = SINGLE_RANK,
+) -> Decoder:
+    """Reads the weights of one worker's part. `progress(done, total)`: bytes."""
+    files = find_model(config.model)
+    dtype = choose_dtype(config.dtype, files.spec, device)
+    weights = open_weights(files, dtype, device, load_format=config.load_format, progress=progress)
+    decoder = Decoder(files.spec, weights, storage(config, files.spec), split, collectives)
+    weights.finish()
+    return decoder
+
+
+class LoadingBar:
+    """A context manager; `update(done, total)` in bytes, or in things where `counting`.
+
+    Silent if not shown, or where nobody watches the terminal.
+    """
+
+    def __init__(self, title: str, shown: bool, *, counting: bool = False) -> None:
+        console = Console(stderr=True)
+        how_far = (MofNCompleteColumn(),) if counting else (DownloadColumn(binary_units=True), TransferSpeedColumn())
+        columns = (TextColumn(title), BarColumn(), *how_far, TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, disable=not (shown and console.is_terminal))
+        self._task = self._bar.add_task(title, total=None)
+
+    def update(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+
+    def __enter__(self) -> "LoadingBar":
+        self._bar.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.__exit__(kind, error, trace)

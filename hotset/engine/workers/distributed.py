@@ -1,0 +1,135 @@
+"""How the workers of one step compute together: pipeline stages, and collectives over torch.distributed."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hotset.engine.workers.messages import WorkerRank
+from hotset.memory.device_pool import KvShape
+from hotset.memory.view import View
+from hotset.models.collectives import SINGLE_RANK, Collectives
+from hotset.models.decoder import Decoder
+
+# The longest that a rank waits for another one within a step. The controller notices a dead worker earlier.
+COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+
+
+class World(Protocol):
+    """Connects one worker to the others."""
+
+    collectives: Collectives  # among the tensor parallel ranks of its stage, or among all data parallel ranks
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Sends `x` to worker number `to`, which calls `receive`."""
+
+    def receive(self, x: Tensor, source: int) -> None:
+        """Fills `x` with the next tensor that worker number `source` sends."""
+
+
+class Stage:
+    """Implements `RunnerModel` for one stage of a pipeline.
+
+    `before` and `after` are the numbers of the workers that hold the adjacent stages; None at the ends.
+    """
+
+    def __init__(self, decoder: Decoder, world: World, before: int | None, after: int | None) -> None:
+        self._decoder, self._world, self._before, self._after = decoder, world, before, after
+        self.device, self.dtype, self.vocab = decoder.device, decoder.dtype, decoder.spec.vocab
+
+    @property
+    def kv_shape(self) -> KvShape:
+        return self._decoder.kv_shape
+
+    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor | None:
+        """Returns logits at the last stage, and None at all others."""
+        if self._before is None:
+            x = self._decoder.embed(token_ids)
+        else:
+            x = torch.empty(len(token_ids), self._decoder.hidden, dtype=self.dtype, device=self.device)
+            self._world.receive(x, self._before)
+        x = self._decoder.through(x, view)
+        if self._after is None:
+            return self._decoder.logits(x, wanted)
+        self._world.send(x, self._after)
+        return None
+
+    def idle_moe_step(self) -> None:
+        """Takes part in the expert collectives of a step in which only other replicas compute tokens."""
+        self._decoder.idle_moe_step()
+
+
+class DistributedWorld:
+    """Implements `World` over torch.distributed: NCCL between GPUs, gloo between CPU processes."""
+
+    def __init__(self, rank: WorkerRank, device: torch.device) -> None:
+        """Joins the process group at the rendezvous address, and waits there for all other workers."""
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=f"tcp://{rank.rendezvous}",
+            rank=rank.number,
+            world_size=rank.workers,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=device if on_gpu else None,
+        )
+        size = rank.split.size
+        # torch.distributed requires every process to create the groups of all stages, in the same order.
+        groups = [
+            dist.new_group(range(first, first + size), timeout=COLLECTIVE_TIMEOUT)
+            for first in range(0, rank.workers, size)
+        ]
+        self.collectives: Collectives = SINGLE_RANK
+        if size > 1:
+            self.collectives = DistributedCollectives(groups[rank.stage], rank.split.rank, size, device)
+
+    def send(self, x: Tensor, to: int) -> None:
+        dist.send(x.contiguous(), to)
+
+    def receive(self, x: Tensor, source: int) -> None:
+        dist.recv(x, source)
+
+
+class DistributedCollectives:
+    """Implements `Collectives` among the members of one process group."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size = rank, size
+        self.tokens_per_rank: Sequence[int] = ()
+        self._group = group
+        self._on_gpu = device.type == "cuda"
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self._on_gpu:
+            dist.all_reduce(x, group=self._group)
+            return x
+        # Adding in the order of the ranks gives the same bits on every rank.
+        return torch.stack(self._all_gather(x)).sum(0)
+
+    def all_gather_columns(self, x: Tensor) -> Tensor:
+        return torch.cat(self._all_gather(x), dim=-1)
+
+    def all_gather_tokens(self, x: Tensor) -> Tensor:
+        most = max(self.tokens_per_rank)
+        padded = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
+        parts = self._all_gather(padded)
+        return torch.cat([part[:count] for part, count in zip(parts, self.tokens_per_rank, strict=True)])
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        first = sum(self.tokens_per_rank[: self.rank])
+        return self.all_reduce(x)[first : first + self.tokens_per_rank[self.rank]]
+
+    def barrier(self) -> None:
+        """Returns when every rank has finished the work it was given so far."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        dist.barrier(self._group)
+
+    def _all_gather(self, x: Tensor) -> list[Tensor]:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x, group=self._group)
+        return parts
