@@ -20,18 +20,18 @@ from hotset.engine.workers.executor import whole
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.layout import writes
 from hotset.handoff.messages import (
-    Ask,
     Fetch,
+    FetchFailed,
+    FirstTokenSampled,
+    HandoffKey,
+    HandoffRequest,
     Hello,
-    Key,
     Landed,
     Landing,
-    Lost,
-    Model,
-    Prefill,
-    Sampled,
+    ModelIdentity,
+    RowsComputed,
+    StartPrefill,
     Store,
-    Written,
 )
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
@@ -40,7 +40,7 @@ from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import LAND_ANYWHERE
-from hotset.transfer.api import Region, State, Writes
+from hotset.transfer.api import Region, Writes, WriteState
 from hotset.transfer.engines import DEADLINE_S, LANES
 from hotset.transfer.lanes import Backend, Lanes
 from hotset.transfer.mooncake_engine import MooncakeBackend
@@ -104,10 +104,10 @@ class Pattern:
 
 
 class Noted:
-    """A wire that notes what is posted."""
+    """A backend that notes what is posted."""
 
-    def __init__(self, wire: Backend) -> None:
-        self._wire, self.name, self.limits = wire, wire.name, wire.limits
+    def __init__(self, backend: Backend) -> None:
+        self._wire, self.name, self.limits = backend, backend.name, backend.limits
         self.posted: list[Writes] = []
 
     def register(self, region: Region) -> None:
@@ -126,7 +126,7 @@ class Noted:
         self.posted.append(writes)
         return self._wire.post(remote, writes)
 
-    def check(self, handle: Any) -> State:
+    def check(self, handle: Any) -> WriteState:
         return self._wire.check(handle)
 
     def transport(self) -> str:
@@ -147,14 +147,14 @@ class Worker:
         pool = DevicePool(shape, geometry, key_pages + SPARE_PAGES, CPU)
         host = HostStore(shape, case.pages + SPARE_PAGES, PAGE_ROWS, CPU)
         self.memory = KvMemory(pool, host, 1, case.tokens)
-        self.wire = Noted(NixlBackend(HOST, LANES) if case.engine == "nixl" else MooncakeBackend(HOST, "tcp"))
-        self.transfer = Lanes(self.wire, LANES, DEADLINE_S)
+        self.backend = Noted(NixlBackend(HOST, LANES) if case.engine == "nixl" else MooncakeBackend(HOST, "tcp"))
+        self.transfer = Lanes(self.backend, LANES, DEADLINE_S)
         for region in regions(whole(self.memory), None if prefill else self.memory.pool):
             self.transfer.register(region)
         channel = open_channel(f"{HOST}:0")
         source = host_stores(whole(self.memory))["host"]
         assert shape.key is not None
-        model = Model("stand-in", case.layers, shape.row.described, shape.key.described, shape.groups, "")
+        model = ModelIdentity("stand-in", case.layers, shape.row.described, shape.key.described, shape.groups, "")
         in_host = prefill or case.keys == "host"
         stores: Mapping[Landing, Store] = (
             {"host": source} if in_host else landing_stores(whole(self.memory), self.memory.pool, LAND_ANYWHERE)
@@ -188,32 +188,32 @@ class PrefillWorker(Worker):
         """Seconds in which `nbytes` reach the peer's memory from `address` on, in the largest writes."""
         if self._remote is None:
             found = decode(hello.description, self.case.engine)
-            self._remote = self.wire.connect(found.native, found.regions)
-        return self._push(cut(np.array([[self.rows.data_ptr(), address, nbytes]]), self.wire.limits.write_nbytes))
+            self._remote = self.backend.connect(found.native, found.regions)
+        return self._push(cut(np.array([[self.rows.data_ptr(), address, nbytes]]), self.backend.limits.write_nbytes))
 
     def again(self) -> tuple[int, float]:
         """The writes of the last landing once more, from memory to memory and nothing else: how many, and seconds."""
-        posted, self.wire.posted = np.concatenate(self.wire.posted), []
+        posted, self.backend.posted = np.concatenate(self.backend.posted), []
         seconds = self._push(posted)
-        self.wire.posted.clear()
+        self.backend.posted.clear()
         return len(posted), seconds
 
     def _push(self, pieces: Writes) -> float:
-        limits, under_way = self.wire.limits, deque[tuple[Any, int]]()
+        limits, under_way = self.backend.limits, deque[tuple[Any, int]]()
         batch = np.maximum(np.cumsum(pieces[:, 2]) // limits.nbytes, np.arange(len(pieces)) // limits.writes)
         begun = time.perf_counter()
         for part in np.split(pieces, np.flatnonzero(np.diff(batch)) + 1):
             while under_way and sum(count for _, count in under_way) + len(part) > limits.in_flight:
                 self._await(under_way.popleft()[0])
-            under_way.append((self.wire.post(self._remote, part), len(part)))
+            under_way.append((self.backend.post(self._remote, part), len(part)))
         for handle, _ in under_way:
             self._await(handle)
         return time.perf_counter() - begun
 
     def _await(self, handle: Any) -> None:
-        while (state := self.wire.check(handle)) is State.PENDING:
+        while (state := self.backend.check(handle)) is WriteState.PENDING:
             time.sleep(0.0001)
-        assert state is State.DONE, state
+        assert state is WriteState.DONE, state
 
     def _fill(self, pattern: Pattern) -> None:
         host = self.memory.host
@@ -227,16 +227,16 @@ class PrefillWorker(Worker):
             self.news.wait()
             self.news.clear()
             for fact in self.agent.facts():
-                if isinstance(fact, Prefill):
+                if isinstance(fact, StartPrefill):
                     self._announce(fact)
 
-    def _announce(self, asked: Prefill) -> None:
+    def _announce(self, asked: StartPrefill) -> None:
         tokens = len(asked.prompt)
         pages = order(self.case.pages, asked.key.request_id.split()[0], seed=1)
         for first in range(0, tokens, self.case.chunk):
             last = min(first + self.case.chunk, tokens)
-            self.agent.put(Written(asked.peer, asked.key, first, last, pages, None))
-        self.agent.put(Sampled(asked.peer, asked.key, 0, None))
+            self.agent.put(RowsComputed(asked.peer, asked.key, first, last, pages, None))
+        self.agent.put(FirstTokenSampled(asked.peer, asked.key, 0, None))
 
 
 class DecodeWorker(Worker):
@@ -250,15 +250,15 @@ class DecodeWorker(Worker):
         case = self.case
         rows, keys = order(case.pages, pool, seed=2), order(case.key_pages, pool, seed=3)
         self._asked += 1
-        key = Key(f"{pool} {self._asked}", 0)
-        ask = Ask(key, PromptSpec((7,) * case.tokens, SamplingParams()), "host", rows, keys)
+        key = HandoffKey(f"{pool} {self._asked}", 0)
+        ask = HandoffRequest(key, PromptSpec((7,) * case.tokens, SamplingParams()), "host", rows, keys)
         begun = time.perf_counter()
         self.agent.put(Fetch(peer, ask))
         while True:
             assert self.news.wait(PATIENCE_S), "a context does not land"
             self.news.clear()
             for fact in self.agent.facts():
-                assert not isinstance(fact, Lost), fact
+                assert not isinstance(fact, FetchFailed), fact
                 if isinstance(fact, Landed):
                     return time.perf_counter() - begun
 
@@ -307,10 +307,10 @@ def serve(case: Case, pipe: Connection) -> None:
     while (asked := pipe.recv()) is not None:
         match asked:
             case "writing":
-                worker.wire.posted.clear()
-                pipe.send(worker.transfer.measured().seconds)
+                worker.backend.posted.clear()
+                pipe.send(worker.transfer.throughput().seconds)
             case "written":
-                pipe.send((worker.transfer.measured().seconds, *worker.again()))
+                pipe.send((worker.transfer.throughput().seconds, *worker.again()))
             case _:
                 pipe.send(worker.raw(*asked))
     worker.close()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from report import parser, report
 
-from hotset.transfer.api import Region, State, Transfer, WriteTicket
+from hotset.transfer.api import Region, Transfer, WriteState, WriteTicket
 from hotset.transfer.engines import open_transfer
 
 NBYTES = 64 << 20
@@ -61,8 +61,8 @@ def peers(engine: str, transfer: Transfer, names: list[str]) -> Iterator[list[Pe
         peer.process.join(10)
 
 
-def ended(transfer: Transfer, ticket: WriteTicket) -> State:
-    while (state := transfer.poll(ticket)) is State.PENDING:
+def ended(transfer: Transfer, ticket: WriteTicket) -> WriteState:
+    while (state := transfer.poll(ticket)) is WriteState.PENDING:
         time.sleep(0.0001)
     return state
 
@@ -75,14 +75,14 @@ def latencies(transfer: Transfer, source: int, quick: Peer, busy: Peer | None, s
     found: list[float] = []
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        under_way = [ticket for ticket in under_way if transfer.poll(ticket) is State.PENDING]
+        under_way = [ticket for ticket in under_way if transfer.poll(ticket) is WriteState.PENDING]
         while busy and len(under_way) < LISTS_AHEAD:
             large = np.stack([source + spans, busy.address + spans, length], axis=1)
             under_way.append(transfer.submit(busy.name, large))
         begun = time.perf_counter()
         state = ended(transfer, transfer.submit(quick.name, np.array([[source, quick.address, SMALL]])))
         found.append(time.perf_counter() - begun)
-        assert state is State.DONE, state
+        assert state is WriteState.DONE, state
         time.sleep(0.005)
     return found
 
@@ -94,12 +94,12 @@ def measure(engine: str, lanes: int, case: str, seconds: float) -> dict[str, Any
     with peers(engine, transfer, ["quick", "busy"]) as (quick, busy):
         for peer in (quick, busy):
             first = np.array([[memory.ctypes.data, peer.address, SMALL]])
-            assert ended(transfer, transfer.submit(peer.name, first)) is State.DONE
+            assert ended(transfer, transfer.submit(peer.name, first)) is WriteState.DONE
         if case == "stopped":
             os.kill(busy.process.pid, signal.SIGSTOP)
-        before = transfer.measured()
+        before = transfer.throughput()
         times = latencies(transfer, memory.ctypes.data, quick, None if case == "alone" else busy, seconds)
-        written = transfer.measured().nbytes - before.nbytes - SMALL * len(times)
+        written = transfer.throughput().nbytes - before.nbytes - SMALL * len(times)
     transfer.close()
     p50, p99 = np.percentile(times, [50, 99]) * 1e3
     return {

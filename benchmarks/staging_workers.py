@@ -15,11 +15,24 @@ from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.layout import head_shards
-from hotset.handoff.messages import Ask, Fetch, Hello, Key, Landed, Lost, Model, Prefill, Sampled, Span, Store, Written
+from hotset.handoff.messages import (
+    Fetch,
+    FetchFailed,
+    FirstTokenSampled,
+    HandoffKey,
+    HandoffRequest,
+    Hello,
+    Landed,
+    ModelIdentity,
+    PagedSpan,
+    RowsComputed,
+    StartPrefill,
+    Store,
+)
 from hotset.handoff.packing import StagingMemory
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.staging import StagedIn
+from hotset.handoff.staging import ReceiverStaging
 from hotset.transfer.api import Region
 from hotset.transfer.engines import LANES
 from hotset.transfer.lanes import Lanes
@@ -58,7 +71,9 @@ class Divided:
         shape = (case.layers, case.pages + 1, PAGE_ROWS, ROW_BYTES // ranks)  # one page more: layers do not touch
         self.rows = [np.full(shape, POISON, np.uint8) for _ in range(ranks)]
         spans = [
-            Span(tuple((layer.ctypes.data,) for layer in rank), PAGE_ROWS * shape[3], PAGE_ROWS, PAGE_ROWS, shape[3])
+            PagedSpan(
+                tuple((layer.ctypes.data,) for layer in rank), PAGE_ROWS * shape[3], PAGE_ROWS, PAGE_ROWS, shape[3]
+            )
             for rank in self.rows
         ]
         self.store = Store(head_shards(spans, HEADS, HEAD_BYTES), None)
@@ -103,8 +118,8 @@ class Worker:
     def __init__(self, case: Case, prefill: bool) -> None:
         self.case = case
         self.memory = Divided(case, case.source_ranks if prefill else case.target_ranks)
-        self.wire = Noted(NixlBackend(HOST, LANES) if case.engine == "nixl" else MooncakeBackend(HOST, "tcp"))
-        self.transfer = Lanes(self.wire, LANES, PATIENCE_S)
+        self.backend = Noted(NixlBackend(HOST, LANES) if case.engine == "nixl" else MooncakeBackend(HOST, "tcp"))
+        self.transfer = Lanes(self.backend, LANES, PATIENCE_S)
         self.memory.register(self.transfer)
         staging = StagingMemory(case.staging_bytes) if case.staging_bytes else None
         if staging is not None:
@@ -113,7 +128,7 @@ class Worker:
         channel = open_channel(f"{HOST}:0")
         stores = {"host": self.memory.store}
         ring = None if prefill or staging is None else staging.space
-        model = Model("stand-in", case.layers, f"{ROW_BYTES} bytes", None, 0, "")
+        model = ModelIdentity("stand-in", case.layers, f"{ROW_BYTES} bytes", None, 0, "")
         self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe(), ring)
         self.news = threading.Event()
         machine: Sender | Receiver
@@ -121,7 +136,7 @@ class Worker:
             buffers = () if staging is None else staging.buffers
             machine = Sender(self.memory.store, buffers=buffers, write_limit=PATIENCE_S)
         else:
-            machine = Receiver(staging=None if ring is None else StagedIn(ring, stores))
+            machine = Receiver(staging=None if ring is None else ReceiverStaging(ring, stores))
         self.agent = HandoffAgent(machine, self.hello, channel, self.transfer, wake=self.news.set)
         self.agent.start()
 
@@ -144,15 +159,15 @@ class PrefillWorker(Worker):
             self.news.wait()
             self.news.clear()
             for fact in self.agent.facts():
-                if isinstance(fact, Prefill):
+                if isinstance(fact, StartPrefill):
                     self._announce(fact)
 
-    def _announce(self, asked: Prefill) -> None:
+    def _announce(self, asked: StartPrefill) -> None:
         tokens = len(asked.prompt)
         for first in range(0, tokens, self.case.chunk):
             last = min(first + self.case.chunk, tokens)
-            self.agent.put(Written(asked.peer, asked.key, first, last, self._pages, None))
-        self.agent.put(Sampled(asked.peer, asked.key, 0, None))
+            self.agent.put(RowsComputed(asked.peer, asked.key, first, last, self._pages, None))
+        self.agent.put(FirstTokenSampled(asked.peer, asked.key, 0, None))
 
 
 class DecodeWorker(Worker):
@@ -167,13 +182,13 @@ class DecodeWorker(Worker):
         for _ in range(requests):
             self._asked += 1
             prompt = PromptSpec((7,) * self.case.tokens, SamplingParams())
-            ask = Ask(Key(str(self._asked), 0), prompt, "host", self._pages, ())
+            ask = HandoffRequest(HandoffKey(str(self._asked), 0), prompt, "host", self._pages, ())
             self.agent.put(Fetch(peer, ask))
         while requests:
             assert self.news.wait(PATIENCE_S), "a context does not land"
             self.news.clear()
             for fact in self.agent.facts():
-                assert not isinstance(fact, Lost), fact
+                assert not isinstance(fact, FetchFailed), fact
                 requests -= isinstance(fact, Landed)
         return time.perf_counter() - begun
 
@@ -186,8 +201,8 @@ def serve(case: Case, pipe: Connection) -> None:
     worker = PrefillWorker(case)
     pipe.send(worker.hello.control)
     while pipe.recv() is not None:
-        pipe.send(sum(map(len, worker.wire.posted)))
-        worker.wire.posted.clear()
+        pipe.send(sum(map(len, worker.backend.posted)))
+        worker.backend.posted.clear()
     worker.close()
 
 

@@ -22,7 +22,7 @@ from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, kv_budget, shared_budget
 from hotset.engine.workers.executor import Executor, InProcessExecutor
 from hotset.engine.workers.processes import MultiprocessExecutor
-from hotset.handoff.messages import Model as Identity
+from hotset.handoff.messages import ModelIdentity
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
@@ -102,7 +102,7 @@ def assemble(
     endpoint = None
     if config.role != "both":
         key = None if kv_shape.key is None else kv_shape.key.described
-        identity = Identity(card.name, kv_shape.layers, kv_shape.row.described, key, kv_shape.groups, weights)
+        identity = ModelIdentity(card.name, kv_shape.layers, kv_shape.row.described, key, kv_shape.groups, weights)
         host = control_port(config.control, config.advertise, config.handoff_secret).peers.host
         transfer = transfer or open_transfer(config.transfer, host=host, protocol=config.transfer_protocol or "tcp")
         schedulers = [replica.scheduler for replica in replicas]

@@ -18,32 +18,32 @@ from hotset.engine.stores import host_landing, landing_stores, regions, stores_o
 from hotset.engine.workers.executor import Executor, Step
 from hotset.handoff.agent import HandoffAgent, HandoffStats, open_channel
 from hotset.handoff.messages import (
-    Ask,
-    Drop,
+    CancelFetch,
     Fetch,
-    GiveUp,
+    FetchFailed,
+    FirstTokenSampled,
+    HandoffKey,
+    HandoffRequest,
     Hello,
-    Key,
     Landed,
     Landing,
-    Lost,
-    Model,
-    NotComputed,
-    Prefill,
+    ModelIdentity,
+    PrefillFailed,
     Quiesced,
-    Sampled,
+    ReleasePages,
+    RowsComputed,
+    StartPrefill,
     Store,
-    Written,
 )
 from hotset.handoff.packing import StagingMemory
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.staging import StagedIn, check_staging
+from hotset.handoff.staging import ReceiverStaging, check_staging
 from hotset.schedule.plan import FirstToken, Reservation, Rows, Withdrawal
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.ledger import LandingPolicy
-from hotset.transfer.api import Event, Transfer
+from hotset.transfer.api import DeviceEvent, Transfer
 from hotset.transfer.engines import prefer_few_writes
 
 LOGGER = logging.getLogger("hotset.engine")
@@ -81,7 +81,7 @@ class _Held:
 
     replica: int
     reservation: Reservation
-    after: Event | None
+    after: DeviceEvent | None
 
 
 class DecodeEndpoint:
@@ -94,13 +94,13 @@ class DecodeEndpoint:
 
     def exchange(self) -> None:
         for fact in self._agent.facts():
-            assert isinstance(fact, Landed | Lost | Quiesced), f"a decode worker is told {fact}"
+            assert isinstance(fact, Landed | FetchFailed | Quiesced), f"a decode worker is told {fact}"
             _, at, name = fact.key.request_id.split(":", 2)
             scheduler, attempt = self._schedulers[int(at)], fact.key.attempt
             match fact:
                 case Landed(_, token_id, alternatives):
                     scheduler.landed(name, attempt, token_id, alternatives)
-                case Lost(_, quiesced, retry, reason):
+                case FetchFailed(_, quiesced, retry, reason):
                     wanted = scheduler.lost(name, attempt, quiesced=quiesced, retry=retry, reason=reason)
                     level = logging.WARNING if wanted or not quiesced else logging.DEBUG
                     LOGGER.log(level, "%s did not arrive, attempt %d: %s", name, attempt, reason)
@@ -138,10 +138,10 @@ class DecodeEndpoint:
                 self._held.remove(held)
                 self._schedulers[replica].lost(name, attempt, quiesced=True, retry=False)
                 return
-        self._agent.put(GiveUp(self._key(replica, name, attempt)))
+        self._agent.put(CancelFetch(self._key(replica, name, attempt)))
 
     def _fetch(self, replica: int, reservation: Reservation) -> Fetch:
-        ask = Ask(
+        ask = HandoffRequest(
             key=self._key(replica, reservation.request_id, reservation.attempt),
             prompt=reservation.prompt,
             landing="device" if reservation.on_device else host_landing(replica),
@@ -150,8 +150,8 @@ class DecodeEndpoint:
         )
         return Fetch(reservation.prefill_at, ask)
 
-    def _key(self, replica: int, name: str, attempt: int) -> Key:
-        return Key(f"{self._prefix}:{replica}:{name}", attempt)
+    def _key(self, replica: int, name: str, attempt: int) -> HandoffKey:
+        return HandoffKey(f"{self._prefix}:{replica}:{name}", attempt)
 
 
 class PrefillEndpoint:
@@ -165,16 +165,16 @@ class PrefillEndpoint:
     ) -> None:
         self._agent, self._moved_by, self._scheduler, self._executor = agent, moved_by, scheduler, executor
         self._card = card
-        self._asked: dict[str, Prefill] = {}
-        self._named: dict[tuple[str, Key], str] = {}  # what is asked now: its name as a request
+        self._asked: dict[str, StartPrefill] = {}
+        self._named: dict[tuple[str, HandoffKey], str] = {}  # what is asked now: its name as a request
         self._serials = itertools.count()
 
     def exchange(self) -> None:
         for fact in self._agent.facts():
             match fact:
-                case Prefill():
+                case StartPrefill():
                     self._begin(fact)
-                case Drop(peer, key):
+                case ReleasePages(peer, key):
                     name = self._named.pop((peer, key), None)
                     if name is not None:
                         del self._asked[name]
@@ -188,9 +188,9 @@ class PrefillEndpoint:
             asked = self._asked[sent.request_id]
             match sent:
                 case Rows(_, first, last, pages):
-                    self._agent.put(Written(asked.peer, asked.key, first, last, pages, after))
+                    self._agent.put(RowsComputed(asked.peer, asked.key, first, last, pages, after))
                 case FirstToken(_, token_id, alternatives):
-                    self._agent.put(Sampled(asked.peer, asked.key, token_id, alternatives))
+                    self._agent.put(FirstTokenSampled(asked.peer, asked.key, token_id, alternatives))
 
     def stats(self) -> HandoffStats:
         return self._agent.stats()
@@ -202,11 +202,11 @@ class PrefillEndpoint:
         self._agent.close(drain_seconds)
         self._moved_by.transfer.close()
 
-    def _begin(self, asked: Prefill) -> None:
+    def _begin(self, asked: StartPrefill) -> None:
         refusal = self._refusal(asked)
         if refusal is not None:
             LOGGER.warning("refused to compute %s for %s: %s", asked.key.request_id, asked.peer, refusal)
-            self._agent.put(NotComputed(asked.peer, asked.key, retry=False, reason=refusal))
+            self._agent.put(PrefillFailed(asked.peer, asked.key, retry=False, reason=refusal))
             return
         # A peer may come back and ask by the same key while plans in flight still know the request before.
         name = f"{asked.peer} {asked.key.request_id} {asked.key.attempt} #{next(self._serials)}"
@@ -214,7 +214,7 @@ class PrefillEndpoint:
         self._asked[name] = asked
         self._scheduler.add(Request(name, asked.prompt, max_length=len(asked.prompt) + 1, for_peer=True))
 
-    def _refusal(self, asked: Prefill) -> str | None:
+    def _refusal(self, asked: StartPrefill) -> str | None:
         prompt, longest, vocab = asked.prompt, self._card.max_model_len - 1, self._card.vocab
         if not 0 < len(prompt) <= longest:
             return f"a prompt of {len(prompt)} tokens, where this worker computes 1 to {longest}"
@@ -229,13 +229,13 @@ class PrefillEndpoint:
 def landing_policy(config: EngineConfig) -> LandingPolicy:
     """Peers can write to device memory only if it belongs to the engine's own process, that is, with one worker."""
     on_device = config.workers == 1
-    few_writes = prefer_few_writes(config.transfer, config.transfer_protocol)
-    return LandingPolicy(on_device, keys_on_host=few_writes or not on_device)
+    max_direct_writes = prefer_few_writes(config.transfer, config.transfer_protocol)
+    return LandingPolicy(on_device, keys_on_host=max_direct_writes or not on_device)
 
 
 def open_endpoint(
     config: EngineConfig,
-    model: Model,
+    model: ModelIdentity,
     schedulers: Sequence[Scheduler],
     executor: Executor,
     card: ModelCard,
@@ -263,7 +263,7 @@ def open_endpoint(
             machine = Sender(stores[host_landing(0)], buffers=() if staging is None else staging.buffers)
         else:
             within_reach = stores_of_host(stores, pool)
-            machine = Receiver(staging=None if ring is None else StagedIn(ring, within_reach))
+            machine = Receiver(staging=None if ring is None else ReceiverStaging(ring, within_reach))
         agent = HandoffAgent(machine, hello, channel, transfer, wake=wake)
         agent.start()
     except BaseException:

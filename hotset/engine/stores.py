@@ -6,10 +6,10 @@ from torch import Tensor
 
 from hotset.engine.workers.executor import HostShard
 from hotset.handoff.layout import head_shards, whole_rows
-from hotset.handoff.messages import Landing, Span, Store
+from hotset.handoff.messages import Landing, PagedSpan, Store
 from hotset.memory.device_pool import DevicePool
 from hotset.tiers.ledger import LandingPolicy
-from hotset.transfer.api import Memory, Region
+from hotset.transfer.api import MemoryKind, Region
 
 
 def host_landing(replica: int) -> Landing:
@@ -50,7 +50,7 @@ def regions(hosts: Sequence[HostShard], pool: DevicePool | None) -> list[Region]
     tensors = [tensor for part in hosts for tensor in (part.store.rows, part.store.keys)]
     found = [Region(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor is not None]
     if pool is not None:
-        kind = Memory.DEVICE if pool.device.type == "cuda" else Memory.HOST
+        kind = MemoryKind.DEVICE if pool.device.type == "cuda" else MemoryKind.HOST
         found.append(Region(pool.bytes.data_ptr(), pool.bytes.nbytes, kind, pool.device.index or 0))
     return found
 
@@ -78,17 +78,17 @@ def _host_store(parts: Sequence[HostShard]) -> Store:
 def _device_store(pool: DevicePool) -> Store:
     geometry, stride = pool.geometry, pool.shape.row.stride_bytes
     bases = tuple((layer.data_ptr(),) for layer in pool.bytes)
-    rows = Span(bases, geometry.part_bytes, geometry.page_rows, geometry.page_rows, stride)
+    rows = PagedSpan(bases, geometry.part_bytes, geometry.page_rows, geometry.page_rows, stride)
     keys = None
     if pool.shape.key is not None:
         assert pool.key_blocks is not None
         parts = range(pool.key_parts)
         starts = tuple(tuple(pool.bytes[first + part].data_ptr() for part in parts) for first in pool.shape.key_layers)
         per_part, stride = pool.key_blocks.shape[2], pool.shape.key.stride_bytes
-        keys = Span(starts, geometry.part_bytes, geometry.keys_per_page, per_part, stride)
+        keys = PagedSpan(starts, geometry.part_bytes, geometry.keys_per_page, per_part, stride)
     return Store(whole_rows(rows), keys)
 
 
-def _span(units: Sequence[Tensor], stride: int, page_rows: int) -> Span:
+def _span(units: Sequence[Tensor], stride: int, page_rows: int) -> PagedSpan:
     bases = tuple((unit.data_ptr(),) for unit in units)
-    return Span(bases, page_rows * stride, page_rows, page_rows, stride)
+    return PagedSpan(bases, page_rows * stride, page_rows, page_rows, stride)

@@ -1,12 +1,12 @@
 """How long an engine may take to end. Free of torch: whoever starts workers as processes of their own must know it."""
 
-from hotset.handoff.agent import FAREWELL_SECONDS
+from hotset.handoff.agent import NOTIFY_SECONDS
 from hotset.handoff.agent import STOP_SECONDS as AGENT_SECONDS
 from hotset.transfer.lanes import CLOSE_S
 
 STOP_SECONDS = 10.0  # for a child that was told to stop: a step that runs, and the end of Python; then it is killed
 DRAIN_SECONDS = 5.0  # for handoffs, at the end, at the least
-PORT_SECONDS = FAREWELL_SECONDS + AGENT_SECONDS + CLOSE_S  # that a port's `close` may take beyond its drain
+PORT_SECONDS = NOTIFY_SECONDS + AGENT_SECONDS + CLOSE_S  # that a port's `close` may take beyond its drain
 UNPINNED_PER_SECOND = 1e9  # bytes, at the least
 
 

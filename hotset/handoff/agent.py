@@ -19,37 +19,37 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hotset.base.errors import EngineStopped, MissingDependency
-from hotset.handoff.decode_role import DecodeSide
+from hotset.handoff.decode_role import DecodeRole
 from hotset.handoff.messages import (
     PROTOCOL,
-    Arrival,
-    Foreign,
+    ChannelEvent,
     Hello,
     Message,
-    Packed,
+    MessageReceived,
+    PackedPiece,
+    PeerRestarted,
     Ping,
     Pong,
-    PostEvent,
+    ProtocolMismatch,
     ReceiverCommand,
-    ReceiverFact,
+    ReceiverEvent,
     Refused,
-    Restarted,
     SenderCommand,
-    SenderFact,
+    SenderEvent,
 )
-from hotset.handoff.prefill_role import Connected, PrefillSide
+from hotset.handoff.prefill_role import ConnectFinished, PrefillRole
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.timers import Liveness, Timing
-from hotset.transfer.api import Measured, Transfer
+from hotset.transfer.api import Throughput, Transfer
 
 LOGGER = logging.getLogger("hotset.handoff")
 STOP_SECONDS = 5.0  # for the thread to end after its drain
-FAREWELL_SECONDS = 5.0  # at most, after a drain: writes under way end, and peers are told of what was not finished
+NOTIFY_SECONDS = 5.0  # at most, after a drain: writes under way end, and peers are told of what was not finished
 IDLE_SECONDS = 60.0  # between looks at peers on which nothing depends
 
-Command = ReceiverCommand | SenderCommand
-Fact = ReceiverFact | SenderFact
+HandoffCommand = ReceiverCommand | SenderCommand
+HandoffEvent = ReceiverEvent | SenderEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class HandoffStats:
     open: int  # handoffs whose end is not known to all that must know it
     peers: int  # on which something depends now
     nbytes: int  # landed here, or written to peers
-    measured: Measured | None  # of the transfer, where this side writes
+    throughput: Throughput | None  # of the transfer, where this side writes
     seconds: Mapping[str, float]  # that handoffs have spent in each phase
     resent: int  # messages that had to be said again
     dropped: Mapping[str, int]  # messages, by cause
@@ -68,7 +68,7 @@ class HandoffStats:
     ring_quarantined: int = 0  # bytes of the ring, now
 
 
-class Post(Protocol):
+class ControlChannel(Protocol):
     """One process's end of the control channel. All calls but `wake` come from one thread at a time.
 
     Nothing waits for a peer and nothing is promised: what cannot be queued is dropped, and whoever needs an answer asks
@@ -84,7 +84,7 @@ class Post(Protocol):
     def send(self, peer: str, message: Message) -> None:
         """Queues it for the incarnation heard last at this address; questions of who is there go to any."""
 
-    def receive(self) -> list[PostEvent]:
+    def receive(self) -> list[ChannelEvent]:
         """What has come, in its order, a limited number at a time. Never waits."""
 
     def wait(self, seconds: float) -> None:
@@ -100,7 +100,7 @@ class Post(Protocol):
         """Gives messages just sent so long to leave, then closes. Idempotent."""
 
 
-class Side(Protocol):
+class HandoffRole(Protocol):
     """What the two roles do differently. All of it in the agent's thread."""
 
     outcomes: dict[str, int]
@@ -108,7 +108,7 @@ class Side(Protocol):
 
     def obey(self, command: object, now: float) -> None: ...
     def take(self, peer: str, message: Message, now: float) -> bool: ...
-    def act(self) -> Sequence[Fact]: ...
+    def act(self) -> Sequence[HandoffEvent]: ...
     def restarted(self, peer: str, now: float) -> None: ...
     def lost(self, peer: str, reason: str, now: float) -> None: ...
     def watched(self) -> set[str]: ...
@@ -129,7 +129,7 @@ class Side(Protocol):
     @property
     def nbytes(self) -> int: ...
     @property
-    def measured(self) -> Measured | None: ...
+    def throughput(self) -> Throughput | None: ...
     @property
     def seconds(self) -> Mapping[str, float]: ...
     @property
@@ -138,7 +138,7 @@ class Side(Protocol):
     def ring_quarantined(self) -> int: ...
 
 
-def open_channel(bind: str, *, secret: str | None = None, advertise: str | None = None) -> Post:
+def open_channel(bind: str, *, secret: str | None = None, advertise: str | None = None) -> ControlChannel:
     """A control channel. MissingDependency where the packages that it needs are not installed."""
     try:
         from hotset.handoff.channel import Channel
@@ -147,13 +147,13 @@ def open_channel(bind: str, *, secret: str | None = None, advertise: str | None 
     return Channel(bind, secret=secret, advertise=advertise)
 
 
-def _pack(piece: Packed) -> None:
+def _pack(piece: PackedPiece) -> None:
     from hotset.handoff.packing import pack  # only whoever stages needs torch
 
     pack(piece)
 
 
-def _unpack(piece: Packed) -> None:
+def _unpack(piece: PackedPiece) -> None:
     from hotset.handoff.packing import unpack
 
     unpack(piece)
@@ -170,7 +170,7 @@ class HandoffAgent:
         self,
         machine: Receiver | Sender,
         hello: Hello,
-        channel: Post,
+        channel: ControlChannel,
         transfer: Transfer,
         *,
         wake: Callable[[], None],
@@ -185,8 +185,8 @@ class HandoffAgent:
         self._channel, self._wake, self._clock = channel, wake, clock
         self._timing = timing or Timing()
         self._liveness = Liveness(self._timing)
-        self._inbox: queue.SimpleQueue[Command | Connected] = queue.SimpleQueue()
-        self._facts: deque[Fact] = deque()
+        self._inbox: queue.SimpleQueue[HandoffCommand | ConnectFinished] = queue.SimpleQueue()
+        self._facts: deque[HandoffEvent] = deque()
         self._turn = threading.Lock()  # held while the thread works, not while it waits
         self._drain_until: float | None = None
         self._farewell = 0.0  # seconds after the drain
@@ -195,17 +195,17 @@ class HandoffAgent:
         self._watch_at = 0.0
         self._pings = 0  # sent
         self._misplaced = 0
-        self._side: Side
+        self._side: HandoffRole
         if isinstance(machine, Receiver):
-            self._side = DecodeSide(machine, hello, self._liveness, self._timing, channel.send, _unpack)
+            self._side = DecodeRole(machine, hello, self._liveness, self._timing, channel.send, _unpack)
         else:
-            self._side = PrefillSide(machine, hello, transfer, self._timing, channel.send, self._put, _pack)
+            self._side = PrefillRole(machine, hello, transfer, self._timing, channel.send, self._put, _pack)
         self._thread = threading.Thread(target=self._run, name="handoff", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, command: Command) -> None:
+    def put(self, command: HandoffCommand) -> None:
         """Never waits. While the agent drains, what is under way can still be told of, and a Fetch is lost at once.
         EngineStopped when the agent's thread has ended."""
         self._check()
@@ -213,7 +213,7 @@ class HandoffAgent:
             raise EngineStopped("handoffs are closed")
         self._put(command)
 
-    def facts(self) -> list[Fact]:
+    def facts(self) -> list[HandoffEvent]:
         """What has become known since the last call, in its order. Never waits. EngineStopped, with the cause, if the
         agent's thread has died: then nothing can be known of any handoff any more."""
         self._check()
@@ -229,7 +229,7 @@ class HandoffAgent:
                 open=side.open,
                 peers=len(side.watched()),
                 nbytes=side.nbytes,
-                measured=side.measured,
+                throughput=side.throughput,
                 seconds=dict(side.seconds),
                 resent=side.resent,
                 dropped=dropped,
@@ -250,13 +250,13 @@ class HandoffAgent:
         drain."""
         until = self._clock() + drain_seconds
         if self._drain_until is None or until < self._drain_until:
-            self._farewell = min(FAREWELL_SECONDS, drain_seconds)
+            self._farewell = min(NOTIFY_SECONDS, drain_seconds)
             self._drain_until = until
             self._channel.wake()
         if self._thread.ident is None:
             self._channel.close()
         elif self._thread is not threading.current_thread():
-            self._thread.join(drain_seconds + FAREWELL_SECONDS + STOP_SECONDS)
+            self._thread.join(drain_seconds + NOTIFY_SECONDS + STOP_SECONDS)
             if self._thread.is_alive():
                 LOGGER.error("the handoff thread does not end; it is left behind")
 
@@ -264,7 +264,7 @@ class HandoffAgent:
         if self._failure is not None:
             raise EngineStopped(f"the handoff thread died: {self._failure!r}") from self._failure
 
-    def _put(self, command: Command | Connected) -> None:
+    def _put(self, command: HandoffCommand | ConnectFinished) -> None:
         self._inbox.put(command)
         self._channel.wake()
 
@@ -317,7 +317,7 @@ class HandoffAgent:
         if facts:
             self._wake()
 
-    def _take_turn(self, now: float) -> list[Fact]:
+    def _take_turn(self, now: float) -> list[HandoffEvent]:
         """Hears everybody first, so that nobody who spoke is taken for silent."""
         events = self._channel.receive()
         if events or not self._inbox.empty():
@@ -334,13 +334,13 @@ class HandoffAgent:
             facts += self._side.act()
         return facts
 
-    def _hear(self, event: PostEvent, now: float) -> None:
+    def _hear(self, event: ChannelEvent, now: float) -> None:
         match event:
-            case Restarted(peer):
+            case PeerRestarted(peer):
                 self._side.restarted(peer, now)
-            case Foreign(peer, _, protocol):
+            case ProtocolMismatch(peer, _, protocol):
                 self._channel.send(peer, Refused(f"protocol version {PROTOCOL} here, {protocol} there"))
-            case Arrival(peer, message):
+            case MessageReceived(peer, message):
                 self._liveness.heard(peer, now)
                 match message:
                     case Ping(number):

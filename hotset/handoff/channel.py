@@ -19,7 +19,16 @@ from zmq.utils.monitor import parse_monitor_message
 from hotset.base.address import Address, control_port
 from hotset.base.errors import BadMessage, StartupError
 from hotset.handoff.codec import MAX_BYTES, Codec
-from hotset.handoff.messages import Arrival, Foreign, Hello, Letter, Message, Ping, PostEvent, Restarted
+from hotset.handoff.messages import (
+    ChannelEvent,
+    Envelope,
+    Hello,
+    Message,
+    MessageReceived,
+    PeerRestarted,
+    Ping,
+    ProtocolMismatch,
+)
 
 LOGGER = logging.getLogger("hotset.handoff")
 
@@ -27,10 +36,10 @@ QUEUED = 1000  # messages at most to one peer, and from one
 AT_ONCE = 256  # messages that one `receive` takes, so that a flood does not keep its caller from other work
 PEERS_KEPT = 512  # each may have a socket
 INCARNATIONS_KEPT = 4
-MAX_COMPLAINTS = 256
+MAX_WARNINGS = 256
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 1000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 6000
-TO_ANYBODY = (Hello, Ping)  # asked in order to learn who is there
+ANY_INCARNATION = (Hello, Ping)  # asked in order to learn who is there
 FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -54,7 +63,7 @@ class Channel:
         control = control_port(bind, advertise, secret)
         self.dropped: Counter[str] = Counter()  # messages, by cause
         self.incarnation = secrets.token_hex(16)
-        self._wire = Codec(secret.encode() if secret else None)
+        self._codec = Codec(secret.encode() if secret else None)
         self._peers: dict[str, _Peer] = {}  # the one heard or spoken to last comes last
         self._complained: set[str] = set()
         self._closed = False
@@ -78,15 +87,15 @@ class Channel:
     def send(self, peer: str, message: Message) -> None:
         """Queues it for the incarnation heard last at this address; questions of who is there go to any."""
         known = self._known(peer)
-        addressee = "" if isinstance(message, TO_ANYBODY) else known.incarnation
-        if not addressee and not isinstance(message, TO_ANYBODY):
+        addressee = "" if isinstance(message, ANY_INCARNATION) else known.incarnation
+        if not addressee and not isinstance(message, ANY_INCARNATION):
             self.dropped["to nobody known"] += 1
             return
         try:
             if known.socket is None:
                 known.socket = self._connected(peer)
-            letter = Letter(self.address, self.incarnation, addressee, message)
-            known.socket.send(self._wire.encode(letter), zmq.NOBLOCK)
+            letter = Envelope(self.address, self.incarnation, addressee, message)
+            known.socket.send(self._codec.encode(letter), zmq.NOBLOCK)
         except zmq.Again:
             self.dropped["queue full"] += 1
         except zmq.ZMQError as error:
@@ -94,9 +103,9 @@ class Channel:
             self.dropped["not sent"] += 1
             self._complain(peer, f"cannot send to {peer}: {error.strerror}")
 
-    def receive(self) -> list[PostEvent]:
+    def receive(self) -> list[ChannelEvent]:
         """What has come, in its order, a limited number at a time. Never waits."""
-        events: list[PostEvent] = []
+        events: list[ChannelEvent] = []
         self._count_failed_handshakes()
         for _ in range(AT_ONCE):
             try:
@@ -164,12 +173,12 @@ class Channel:
             self.forget(next(iter(self._peers)))
         return known
 
-    def _understood(self, frames: "list[zmq.Frame]") -> list[PostEvent]:
+    def _understood(self, frames: "list[zmq.Frame]") -> list[ChannelEvent]:
         """What one arrival amounts to: garbage comes to nothing."""
         try:
             if len(frames) != 2:  # the first is ZeroMQ's own: by which connection it came
                 raise BadMessage(f"{len(frames) - 1} parts instead of one")
-            letter = self._wire.decode(frames[1].bytes)
+            letter = self._codec.decode(frames[1].bytes)
         except BadMessage as error:
             self.dropped["garbage"] += 1
             address = _address_of(frames[-1])
@@ -180,23 +189,23 @@ class Channel:
             return []
         return self._from_peer(letter)
 
-    def _from_peer(self, letter: Letter | Foreign) -> list[PostEvent]:
+    def _from_peer(self, letter: Envelope | ProtocolMismatch) -> list[ChannelEvent]:
         known = self._known(letter.origin)
         if letter.sender in known.gone:
             self.dropped["from the dead"] += 1
             return []
-        events: list[PostEvent] = []
+        events: list[ChannelEvent] = []
         if known.incarnation not in ("", letter.sender):
             known.gone.append(known.incarnation)
-            events.append(Restarted(letter.origin))
+            events.append(PeerRestarted(letter.origin))
         known.incarnation = letter.sender
-        if isinstance(letter, Foreign):
+        if isinstance(letter, ProtocolMismatch):
             self.dropped["other version"] += 1
             return [*events, letter] if letter.kind == Hello.__name__ else events
         if letter.addressee not in ("", self.incarnation):
             self.dropped["misaddressed"] += 1
             return events
-        return [*events, Arrival(letter.origin, letter.message)]
+        return [*events, MessageReceived(letter.origin, letter.message)]
 
     def _count_failed_handshakes(self) -> None:
         while self._monitor.poll(0):
@@ -206,7 +215,7 @@ class Channel:
 
     def _complain(self, about: str, text: str) -> None:
         """Once for each culprit, and not for ever more culprits."""
-        if about not in self._complained and len(self._complained) < MAX_COMPLAINTS:
+        if about not in self._complained and len(self._complained) < MAX_WARNINGS:
             self._complained.add(about)
             LOGGER.warning("%s (further ones are counted, not logged)", text)
 

@@ -19,22 +19,22 @@ from hotset.base.address import Address
 from hotset.base.errors import BadMessage
 from hotset.handoff.messages import (
     PROTOCOL,
-    Accepted,
-    Ask,
-    Foreign,
+    Envelope,
+    HandoffAccepted,
     HandoffDone,
+    HandoffRequest,
     Hello,
-    Lent,
-    Letter,
+    LeaseGranted,
+    LeaseRequest,
     Message,
+    PagedSpan,
+    PieceWritten,
     Ping,
     Pong,
     Progress,
+    ProtocolMismatch,
     Refused,
-    Slices,
-    Span,
-    Staged,
-    Want,
+    RowSlices,
     Welcome,
 )
 
@@ -49,7 +49,7 @@ TAG_BYTES = 32
 INCARNATION = re.compile(r"[0-9a-f]{1,64}")
 
 
-class _Envelope(msgspec.Struct, frozen=True, array_like=True):
+class _WireEnvelope(msgspec.Struct, frozen=True, array_like=True):
     protocol: int
     origin: str
     sender: str
@@ -60,7 +60,7 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 _DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in KINDS.items()}
-_ENVELOPES = msgspec.msgpack.Decoder(_Envelope)
+_ENVELOPES = msgspec.msgpack.Decoder(_WireEnvelope)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -71,15 +71,15 @@ class Codec:
         assert secret is None or secret, "an empty secret protects nothing"
         self._key = None if secret is None else hashlib.blake2b(secret).digest()
 
-    def encode(self, letter: Letter) -> bytes:
+    def encode(self, letter: Envelope) -> bytes:
         kind = type(letter.message).__name__
         body = msgspec.Raw(_ENCODER.encode(letter.message))
-        envelope = _ENCODER.encode(_Envelope(PROTOCOL, letter.origin, letter.sender, letter.addressee, kind, body))
+        envelope = _ENCODER.encode(_WireEnvelope(PROTOCOL, letter.origin, letter.sender, letter.addressee, kind, body))
         if self._key is None:
             return MARK + PLAIN + envelope
         return MARK + TAGGED + self._tag(self._key, envelope) + envelope
 
-    def decode(self, raw: bytes) -> Letter | Foreign:
+    def decode(self, raw: bytes) -> Envelope | ProtocolMismatch:
         """BadMessage, and nothing else, for whatever is not a message; its text tells people why."""
         envelope_bytes = self._checked(raw)
         try:
@@ -87,7 +87,7 @@ class Codec:
             _check_names(envelope)
             # Refused means the same in every version.
             if envelope.protocol != PROTOCOL and envelope.kind != Refused.__name__:
-                return Foreign(envelope.origin, envelope.sender, envelope.protocol, envelope.kind)
+                return ProtocolMismatch(envelope.origin, envelope.sender, envelope.protocol, envelope.kind)
             decoder = _DECODERS.get(envelope.kind)
             if decoder is None:
                 raise BadMessage(f"a message of unknown kind {envelope.kind[:MAX_QUOTED]!r}")
@@ -98,7 +98,7 @@ class Codec:
         except Exception as error:
             # Whatever a codec makes of bytes from strangers (recursion, memory, a value that refuses itself).
             raise BadMessage(f"not a message: {str(error)[:MAX_QUOTED]}") from error
-        return Letter(envelope.origin, envelope.sender, envelope.addressee, message)
+        return Envelope(envelope.origin, envelope.sender, envelope.addressee, message)
 
     def _checked(self, raw: bytes) -> bytes:
         """The envelope's bytes, which come from somebody who knows the secret."""
@@ -122,7 +122,7 @@ class Codec:
         return hashlib.blake2b(envelope, digest_size=TAG_BYTES, key=key).digest()
 
 
-def _check_names(envelope: _Envelope) -> None:
+def _check_names(envelope: _WireEnvelope) -> None:
     origin = Address.parse(envelope.origin)
     if origin is None or not origin.reachable:
         raise BadMessage(f"sent from {envelope.origin[:MAX_QUOTED]!r}, which is no address")
@@ -154,21 +154,21 @@ def _check_message(message: Message, origin: str) -> None:
             _check_contents(message)
 
 
-def _check_span(span: Span | None) -> None:
+def _check_span(span: PagedSpan | None) -> None:
     if span is not None:
         numbers = [span.page_bytes, span.page_rows, span.part_rows, span.row_bytes]
         numbers += [base for parts in span.bases for base in parts]
         _require(min(numbers) >= 0 and max(numbers) <= MAX_ADDRESS, "an address or a size is out of range")
 
 
-def _check_slices(slices: Slices) -> None:
+def _check_slices(slices: RowSlices) -> None:
     numbers = [number for each in slices for number in each]
     _require(min(numbers, default=0) >= 0 and max(numbers, default=0) <= MAX_ADDRESS, "a slice of rows is out of range")
 
 
 def _check_contents(message: Message) -> None:
     match message:
-        case Ask():
+        case HandoffRequest():
             prompt, pages = message.prompt, (*message.row_pages, *message.key_pages)
             ids = (*prompt.token_ids, *prompt.stop_ids)
             _require(len(prompt) > 0, "token_ids are empty")
@@ -176,13 +176,13 @@ def _check_contents(message: Message) -> None:
             _require(not pages or (min(pages) >= 0 and max(pages) <= MAX_PAGE), "a page number is out of range")
         case Progress(_, rows):
             _require(rows >= 0, "rows is negative")
-        case Accepted(_, piece_bytes):
+        case HandoffAccepted(_, piece_bytes):
             _require(0 <= piece_bytes <= MAX_ADDRESS, "piece_bytes is out of range")
-        case Want(_, piece, first, last):
+        case LeaseRequest(_, piece, first, last):
             _require(0 <= piece <= MAX_TOKEN and 0 <= first < last <= MAX_TOKEN, "rows of no piece")
-        case Lent(_, piece, lease, offset):
+        case LeaseGranted(_, piece, lease, offset):
             _require(0 <= piece <= MAX_TOKEN and lease >= 0 and 0 <= offset <= MAX_ADDRESS, "a lease out of range")
-        case Staged(_, piece, lease):
+        case PieceWritten(_, piece, lease):
             _require(0 <= piece <= MAX_TOKEN and lease >= 0, "a lease out of range")
         case HandoffDone(_, token_id):
             _require(0 <= token_id <= MAX_TOKEN, "token_id is out of range")

@@ -5,33 +5,33 @@ from dataclasses import dataclass, field
 
 from hotset.handoff.layout import check_peers
 from hotset.handoff.messages import (
-    Accepted,
-    Ask,
+    CancelFetch,
+    Cancelled,
     Fetch,
-    GiveUp,
+    FetchFailed,
+    HandoffAccepted,
     HandoffDone,
     HandoffFailed,
+    HandoffKey,
+    HandoffRequest,
     Hello,
-    Key,
     Landed,
-    Lost,
+    LeaseRequest,
     Message,
-    Packed,
+    PackedPiece,
+    PieceWritten,
     Progress,
     Quiesced,
-    ReceiverFact,
+    ReceiverEvent,
     Refused,
-    Send,
-    Staged,
-    Stopped,
+    SendMessage,
     Store,
-    Unpack,
-    Want,
+    UnpackPiece,
     Welcome,
 )
 from hotset.handoff.receiver import OPEN, Receiver
 from hotset.handoff.timers import Liveness, Timing
-from hotset.transfer.api import Measured
+from hotset.transfer.api import Throughput
 
 
 @dataclass(slots=True)
@@ -40,10 +40,10 @@ class _Introduction:
 
     since: float
     said: float
-    fetches: dict[Key, Fetch] = field(default_factory=dict)
+    fetches: dict[HandoffKey, Fetch] = field(default_factory=dict)
 
 
-class DecodeSide:
+class DecodeRole:
     """Joins engine, receiver and peers. One thread calls it; time comes as an argument."""
 
     def __init__(
@@ -53,14 +53,14 @@ class DecodeSide:
         liveness: Liveness,
         timing: Timing,
         say: Callable[[str, Message], None],
-        unpack: Callable[[Packed], None],
+        unpack: Callable[[PackedPiece], None],
     ) -> None:
         self._receiver, self._hello, self._liveness, self._timing, self._say = receiver, hello, liveness, timing, say
         self._unpack = unpack
         self._introductions: dict[str, _Introduction] = {}
         self._introduced: set[str] = set()
-        self._fetches: dict[Key, Fetch] = {}  # given to the receiver, which may have forgotten some
-        self._facts: list[ReceiverFact] = []
+        self._fetches: dict[HandoffKey, Fetch] = {}  # given to the receiver, which may have forgotten some
+        self._facts: list[ReceiverEvent] = []
         self._closing = False
         self.outcomes = {"landed": 0, "lost": 0, "lost, not quiesced": 0, "calmed": 0}
         self.nbytes = 0  # landed
@@ -70,7 +70,7 @@ class DecodeSide:
         match command:
             case Fetch():
                 self._fetch(command, now)
-            case GiveUp(key):
+            case CancelFetch(key):
                 self._give_up(key, now)
             case _:
                 raise AssertionError(f"{command!r} is no command for a decode worker")
@@ -84,7 +84,15 @@ class DecodeSide:
                 self._welcome(peer, hello, now)
             case Refused(reason):
                 self._refused(peer, f"{peer} refused: {reason}", now)
-            case Accepted() | Progress() | HandoffDone() | HandoffFailed() | Stopped() | Want() | Staged():
+            case (
+                HandoffAccepted()
+                | Progress()
+                | HandoffDone()
+                | HandoffFailed()
+                | Cancelled()
+                | LeaseRequest()
+                | PieceWritten()
+            ):
                 self._receiver.take(peer, message, now)
             case _:
                 return False
@@ -151,13 +159,13 @@ class DecodeSide:
     def poll(self, now: float) -> None:
         """There are no writes of its own to look at."""
 
-    def act(self) -> list[ReceiverFact]:
+    def act(self) -> list[ReceiverEvent]:
         """Unpacks and says what the receiver wants. Returns what the engine is to be told."""
         for action in self._receiver.take_actions():
             match action:
-                case Send(peer, message):
+                case SendMessage(peer, message):
                     self._say(peer, message)
-                case Unpack(piece):
+                case UnpackPiece(piece):
                     self._unpack(piece)
                     self.pieces += 1
                 case _:
@@ -168,7 +176,7 @@ class DecodeSide:
         return facts
 
     @property
-    def measured(self) -> Measured | None:
+    def throughput(self) -> Throughput | None:
         return None
 
     @property
@@ -190,7 +198,7 @@ class DecodeSide:
         peer = fetch.peer
         # One that has been silent may have been replaced meanwhile: ask who is there before anything depends on it.
         if self._closing:
-            self._facts.append(Lost(fetch.ask.key, quiesced=True, retry=False, reason="this worker is stopping"))
+            self._facts.append(FetchFailed(fetch.ask.key, quiesced=True, retry=False, reason="this worker is stopping"))
         elif peer in self._introduced and (self._liveness.fresh(peer, now) or self._receiver.open_keys(peer)):
             self._begin(fetch, now)
         elif peer in self._introductions:
@@ -203,10 +211,10 @@ class DecodeSide:
         self._fetches.setdefault(fetch.ask.key, fetch)
         self._receiver.fetch(fetch, now)
 
-    def _give_up(self, key: Key, now: float) -> None:
+    def _give_up(self, key: HandoffKey, now: float) -> None:
         for introduction in self._introductions.values():
             if introduction.fetches.pop(key, None) is not None:
-                self._facts.append(Lost(key, quiesced=True, retry=False, reason="given up"))
+                self._facts.append(FetchFailed(key, quiesced=True, retry=False, reason="given up"))
                 return
         self._receiver.give_up(key, now)
 
@@ -232,19 +240,19 @@ class DecodeSide:
     def _end_introduction(self, peer: str, reason: str, *, retry: bool = False) -> None:
         introduction = self._introductions.pop(peer, None)
         for key in introduction.fetches if introduction else ():
-            self._facts.append(Lost(key, quiesced=True, retry=retry, reason=reason))
+            self._facts.append(FetchFailed(key, quiesced=True, retry=retry, reason=reason))
 
-    def _count(self, fact: ReceiverFact) -> None:
+    def _count(self, fact: ReceiverEvent) -> None:
         match fact:
             case Landed(key):
                 self.outcomes["landed"] += 1
                 self.nbytes += self._bytes_of(self._fetches.pop(key).ask)
-            case Lost(quiesced=quiesced):
+            case FetchFailed(quiesced=quiesced):
                 self.outcomes["lost" if quiesced else "lost, not quiesced"] += 1
             case Quiesced():
                 self.outcomes["calmed"] += 1
 
-    def _bytes_of(self, ask: Ask) -> int:
+    def _bytes_of(self, ask: HandoffRequest) -> int:
         store: Store = self._hello.stores[ask.landing]
         spans = [*(shard.span for shard in store.shards), *([store.keys] if store.keys is not None else [])]
         return len(ask.prompt) * sum(len(span.bases) * span.row_bytes for span in spans)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotset.base.units import ceil_div
-from hotset.handoff.messages import Hello, Model, Shard, Slices, Span, Store
+from hotset.handoff.messages import Hello, ModelIdentity, PagedSpan, RowSlices, Shard, Store
 from hotset.transfer.api import Writes
 
 
@@ -26,12 +26,12 @@ class Overlap:
         return sum(nbytes for _, _, nbytes in self.pieces)
 
 
-def whole_rows(span: Span) -> tuple[Shard, ...]:
+def whole_rows(span: PagedSpan) -> tuple[Shard, ...]:
     """Rows that lie in one piece."""
     return (Shard(span, ((0, span.row_bytes),)),)
 
 
-def head_shards(spans: Sequence[Span], heads: int, head_bytes: int) -> tuple[Shard, ...]:
+def head_shards(spans: Sequence[PagedSpan], heads: int, head_bytes: int) -> tuple[Shard, ...]:
     """K and then V of `heads` heads, `head_bytes` each, divided over ranks of which each has a span. With more ranks
     than heads neighbours hold the same one."""
     ranks, per_rank = len(spans), max(1, heads // len(spans))
@@ -70,7 +70,7 @@ def store_overlaps(source: Store, target: Store) -> tuple[Overlap, ...]:
 
 
 @lru_cache(maxsize=1024)
-def overlaps(source: tuple[Slices, ...], target: tuple[Slices, ...]) -> tuple[Overlap, ...]:
+def overlaps(source: tuple[RowSlices, ...], target: tuple[RowSlices, ...]) -> tuple[Overlap, ...]:
     """The same, by their slices: in the order of targets. Of several sources with the same bytes one gives them; which
     one differs from target to target, so that none has to serve all."""
     found = []
@@ -91,7 +91,7 @@ def overlaps(source: tuple[Slices, ...], target: tuple[Slices, ...]) -> tuple[Ov
 _Missing = list[tuple[int, int, int]]  # (first byte in the whole row, in the target's stored row, bytes)
 
 
-def _taken(source: Slices, missing: _Missing) -> tuple[list[tuple[int, int, int]], _Missing]:
+def _taken(source: RowSlices, missing: _Missing) -> tuple[list[tuple[int, int, int]], _Missing]:
     """What of `missing` a source has, as pieces, and what is missing then."""
     pieces, at = [], 0
     for first, nbytes in source:
@@ -122,20 +122,20 @@ def _merged(pieces: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int], .
 
 
 Numbers = NDArray[np.int64]
-FIELDS = [each for each in fields(Model) if each.name != "name"]  # which must agree
+FIELDS = [each for each in fields(ModelIdentity) if each.name != "name"]  # which must agree
 Units = Sequence[tuple[int, int]]  # (unit of the source, unit of the target)
-MOST_SHARDS, MOST_SLICES = 1024, 64  # of one store, and of one shard
+MAX_SHARDS, MAX_SLICES = 1024, 64  # of one store, and of one shard
 
 
-def pages_for(span: Span, rows: int) -> int:
+def pages_for(span: PagedSpan, rows: int) -> int:
     """How many pages hold the first `rows` rows of a context."""
     return ceil_div(rows, span.page_rows)
 
 
 def writes(
-    source: Span,
+    source: PagedSpan,
     source_pages: Sequence[int],
-    target: Span,
+    target: PagedSpan,
     target_pages: Sequence[int],
     first: int,
     last: int,
@@ -202,7 +202,7 @@ def count_writes(source: Store, target: Store, row_pages: Sequence[int], key_pag
     follow each other: no fewer will do."""
     count, in_order = 0, range(pages_for(source.shards[0].span, rows))
 
-    def runs(here: Span, there: Span, pages: Sequence[int]) -> int:
+    def runs(here: PagedSpan, there: PagedSpan, pages: Sequence[int]) -> int:
         return len(here.bases) * len(writes(here, in_order, there, pages, 0, rows, [(0, 0)]))
 
     for overlap in store_overlaps(source, target):
@@ -225,9 +225,9 @@ def _whole(overlap: Overlap, source: Shard, target: Shard) -> bool:
 
 def _slice_writes(
     overlap: Overlap,
-    source: Span,
+    source: PagedSpan,
     source_pages: Sequence[int],
-    target: Span,
+    target: PagedSpan,
     target_pages: Sequence[int],
     first: int,
     last: int,
@@ -245,14 +245,14 @@ def _slice_writes(
     return np.stack(columns, axis=-1).reshape(-1, 3)
 
 
-def _edges(span: Span, first: int, last: int) -> Numbers:
+def _edges(span: PagedSpan, first: int, last: int) -> Numbers:
     """`first`, and every position in (first, last) at which a page, or a part of one, begins."""
     pages = np.arange(first // span.page_rows, pages_for(span, last), dtype=np.int64) * span.page_rows
     edges = (pages[:, None] + np.arange(0, span.page_rows, span.part_rows, dtype=np.int64)).ravel()
     return np.concatenate((np.array([first], np.int64), edges[(edges > first) & (edges < last)]))
 
 
-def _places(span: Span, pages: Sequence[int], positions: Numbers) -> tuple[Numbers, Numbers]:
+def _places(span: PagedSpan, pages: Sequence[int], positions: Numbers) -> tuple[Numbers, Numbers]:
     """For each position the part in which it lies, and how many bytes after the part's base."""
     page, row = np.divmod(positions, span.page_rows)
     part, row_of_part = np.divmod(row, span.part_rows)
@@ -284,7 +284,7 @@ def _shape(store: Store) -> str:
     return rows if store.keys is None else f"{rows} and index keys of {store.keys.row_bytes}"
 
 
-def _flaw(store: Store, model: Model) -> str | None:
+def _flaw(store: Store, model: ModelIdentity) -> str | None:
     """What would lead writes astray."""
     if (store.keys is None) != (model.key is None):
         return f"index keys are {model.key!r}, and it has {'no' if store.keys is None else 'a'} place for them"
@@ -300,12 +300,12 @@ def _flaw(store: Store, model: Model) -> str | None:
 
 
 def _flaw_of_shards(shards: Sequence[Shard]) -> str | None:
-    if not 1 <= len(shards) <= MOST_SHARDS:
+    if not 1 <= len(shards) <= MAX_SHARDS:
         return f"rows in {len(shards)} shards"
     if len({shard.span.page_rows for shard in shards}) > 1:
         return f"pages of {sorted({shard.span.page_rows for shard in shards})} rows in shards of one store"
     for shard in shards:
-        if not 1 <= len(shard.slices) <= MOST_SLICES or min(nbytes for _, nbytes in shard.slices) < 1:
+        if not 1 <= len(shard.slices) <= MAX_SLICES or min(nbytes for _, nbytes in shard.slices) < 1:
             return f"a shard that holds {len(shard.slices)} slices, or an empty one"
         ends = [0, *(first + nbytes for first, nbytes in sorted(shard.slices))]
         if any(first < end for (first, _), end in zip(sorted(shard.slices), ends, strict=False)):
@@ -315,7 +315,7 @@ def _flaw_of_shards(shards: Sequence[Shard]) -> str | None:
     return None
 
 
-def _flaw_of_span(what: str, span: Span, units: int) -> str | None:
+def _flaw_of_span(what: str, span: PagedSpan, units: int) -> str | None:
     if len(span.bases) != units:
         return f"{what} of {len(span.bases)} units, not {units}"
     if min(span.page_rows, span.part_rows, span.row_bytes) < 1 or span.page_bytes < span.part_rows * span.row_bytes:

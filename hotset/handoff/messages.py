@@ -27,28 +27,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hotset.base.sampling import PromptSpec
-from hotset.transfer.api import Event, Writes
+from hotset.transfer.api import DeviceEvent, Writes
 
 PROTOCOL = 3
 
 Landing = str  # 'device', 'host', or the host store of a further replica
-Slices = tuple[
+RowSlices = tuple[
     tuple[int, int], ...
 ]  # (first byte in the whole model's row, bytes), one after another as they are stored
 Alternatives = Mapping[int, tuple[float, int]]  # as in schedule/plan.py: token id -> (log-probability, rank)
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class HandoffKey:
     request_id: str
     attempt: int
 
 
-Name = tuple[str, Key]  # of a handoff to its sender: the peer that asked, and the peer's key
+HandoffId = tuple[str, HandoffKey]  # of a handoff to its sender: the peer that asked, and the peer's key
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelIdentity:
     """What must be the same on both sides, but for the name, and is shown to people where it is not."""
 
     name: str  # as people call it, on each side as they like
@@ -60,7 +60,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PagedSpan:
     """Rows, or index keys, that lie in pages. Position p of a context is row p % page_rows of page p // page_rows;
     rows of a page lie in `len(bases[0])` parts one after another, `part_rows` to a part.
 
@@ -79,8 +79,8 @@ class Shard:
     """Rows that hold parts of the whole model's row, or all of it. `span.row_bytes` is from row to row: the slices may
     leave some of it free at the end."""
 
-    span: Span
-    slices: Slices
+    span: PagedSpan
+    slices: RowSlices
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,11 @@ class Store:
     bytes: either will do to read from, and both have to be written."""
 
     shards: tuple[Shard, ...]
-    keys: Span | None  # index keys are never divided
+    keys: PagedSpan | None  # index keys are never divided
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class MemoryRange:
     """Bytes at one place, registered with the transfer engine."""
 
     address: int
@@ -103,11 +103,11 @@ class Space:
 @dataclass(frozen=True, slots=True)
 class Hello:
     control: str  # where the sender of this listens
-    model: Model
+    model: ModelIdentity
     stores: Mapping[Landing, Store]  # where contexts may land here; of a prefill worker one, that they come from
     transfer: str  # name of the transfer engine
     description: bytes  # for Transfer.connect
-    ring: Space | None = None  # through which packed rows may come
+    ring: MemoryRange | None = None  # through which packed rows may come
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,10 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class HandoffRequest:
     """Compute this prompt and write its rows and index keys to these pages of mine."""
 
-    key: Key
+    key: HandoffKey
     prompt: PromptSpec
     landing: Landing
     row_pages: tuple[int, ...]
@@ -132,57 +132,57 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    key: Key
+class HandoffAccepted:
+    key: HandoffKey
     piece_bytes: int = 0  # of the largest piece, if the rows should come by way of the ring
 
 
 @dataclass(frozen=True, slots=True)
-class Go:
+class StartWrites:
     """Nothing is written before this came: so whoever never said it knows that nobody writes to its pages."""
 
-    key: Key
+    key: HandoffKey
     staged: bool = False  # by way of the ring, and nothing straight to the pages
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class LeaseRequest:
     """Room in the ring for rows and index keys [first, last), which are piece number `piece` of the context."""
 
-    key: Key
+    key: HandoffKey
     piece: int
     first: int
     last: int
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class LeaseGranted:
     """The piece may be written at this offset of the ring. A lease's number is never used again."""
 
-    key: Key
+    key: HandoffKey
     piece: int
     lease: int
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class PieceWritten:
     """The piece was written where this lease is: nobody writes there any more."""
 
-    key: Key
+    key: HandoffKey
     piece: int
     lease: int
 
 
 @dataclass(frozen=True, slots=True)
-class Unpacked:
-    key: Key
+class PieceUnpacked:
+    key: HandoffKey
     piece: int
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    key: Key
+    key: HandoffKey
     rows: int  # [0, rows) have landed; 0: it is still waiting, but alive
 
 
@@ -190,32 +190,32 @@ class Progress:
 class HandoffDone:
     """Everything has landed. The first token travels with the handoff."""
 
-    key: Key
+    key: HandoffKey
     token_id: int
     alternatives: Alternatives | None
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffFailed:
-    key: Key
+    key: HandoffKey
     quiesced: bool  # nothing more will be written
     retry: bool  # asking again may help
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
-    key: Key
+class HandoffAck:
+    key: HandoffKey
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    key: Key
+    key: HandoffKey
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
-    key: Key
+class Cancelled:
+    key: HandoffKey
     quiesced: bool
 
 
@@ -229,9 +229,18 @@ class Pong:
     number: int
 
 
-StagingMessage = Want | Lent | Staged | Unpacked
+StagingMessage = LeaseRequest | LeaseGranted | PieceWritten | PieceUnpacked
 HandoffMessage = (
-    Ask | Accepted | Go | Progress | HandoffDone | HandoffFailed | Received | Cancel | Stopped | StagingMessage
+    HandoffRequest
+    | HandoffAccepted
+    | StartWrites
+    | Progress
+    | HandoffDone
+    | HandoffFailed
+    | HandoffAck
+    | Cancel
+    | Cancelled
+    | StagingMessage
 )
 Message = Hello | Welcome | Refused | Ping | Pong | HandoffMessage
 
@@ -244,30 +253,30 @@ class Fetch:
     """Engine to receiver: have this prompt computed at `peer` (its control address). The pages are the request's."""
 
     peer: str
-    ask: Ask
+    ask: HandoffRequest
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Engine to receiver: nobody wants it any more. `Lost` follows, unless `Landed` is on its way already."""
+class CancelFetch:
+    """Engine to receiver: nobody wants it any more. `FetchFailed` follows, unless `Landed` is on its way already."""
 
-    key: Key
+    key: HandoffKey
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
     """Receiver to engine: every row is in place."""
 
-    key: Key
+    key: HandoffKey
     token_id: int
     alternatives: Alternatives | None
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class FetchFailed:
     """Receiver to engine: it ended without landing. Unless `quiesced`, its pages must not be used again."""
 
-    key: Key
+    key: HandoffKey
     quiesced: bool
     retry: bool  # the same peer may be asked again
     reason: str
@@ -275,77 +284,77 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Quiesced:
-    """Receiver to engine, after a `Lost` that was not quiesced: now it is, and the pages may be used again."""
+    """Receiver to engine, after a `FetchFailed` that was not quiesced: now it is, and the pages may be used again."""
 
-    key: Key
+    key: HandoffKey
 
 
 # Between a prefill engine and its sender.
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
+class StartPrefill:
     """Sender to engine: compute this prompt, and sample its first token. `key` and `peer` name it from now on."""
 
     peer: str
-    key: Key
+    key: HandoffKey
     prompt: PromptSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class RowsComputed:
     """Engine to sender: rows and index keys [first, last) will be in these pages of the host store when `after` has
     happened, and so with all that was told of the request before: events are of one stream. `pages` are all of the
     request's so far, from its first; they stay where they are."""
 
     peer: str
-    key: Key
+    key: HandoffKey
     first: int
     last: int
     pages: tuple[int, ...]
-    after: Event | None
+    after: DeviceEvent | None
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """Engine to sender: the prompt is computed whole; every `Written` of it has been told."""
+class FirstTokenSampled:
+    """Engine to sender: the prompt is computed whole; every `RowsComputed` of it has been told."""
 
     peer: str
-    key: Key
+    key: HandoffKey
     token_id: int
     alternatives: Alternatives | None
 
 
 @dataclass(frozen=True, slots=True)
-class NotComputed:
+class PrefillFailed:
     """Engine to sender: it will not be computed. `retry`: it might be at another time."""
 
     peer: str
-    key: Key
+    key: HandoffKey
     retry: bool
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class ReleasePages:
     """Sender to engine: the request's pages are not read any more, nor is it wanted; it may be running still. Comes
-    once for every `Prefill`, however that ended."""
+    once for every `StartPrefill`, however that ended."""
 
     peer: str
-    key: Key
+    key: HandoffKey
 
 
-ReceiverCommand = Fetch | GiveUp
-ReceiverFact = Landed | Lost | Quiesced
-SenderCommand = Written | Sampled | NotComputed
-SenderFact = Prefill | Drop
+ReceiverCommand = Fetch | CancelFetch
+ReceiverEvent = Landed | FetchFailed | Quiesced
+SenderCommand = RowsComputed | FirstTokenSampled | PrefillFailed
+SenderEvent = StartPrefill | ReleasePages
 
 
 # From a state machine to whoever drives it.
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendMessage:
     """It may be lost on the way: what matters is said again."""
 
     peer: str
@@ -353,7 +362,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedPiece:
     """Rows and index keys [first, last) of a context, packed at `address` as `handoff/staging.py` says: out of pages of
     `source`, and to be put into pages of `target`. `row_pages` and `key_pages` are the context's, from its first, on
     the side that packs or unpacks."""
@@ -368,26 +377,26 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class SubmitWrites:
     """Pack, if there is something to pack; hand this to the transfer engine; then answer with `Sender.submitted`, once
     for each and in this order."""
 
     peer: str
-    key: Key
+    key: HandoffKey
     writes: Writes
-    after: Event | None
-    pack: Packed | None = None
+    after: DeviceEvent | None
+    pack: PackedPiece | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Unpack:
+class UnpackPiece:
     """Put this piece into its pages, to the end, before anything that comes after is done."""
 
-    piece: Packed
+    piece: PackedPiece
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class Envelope:
     """A message, who sent it and for whom it is."""
 
     origin: str  # the control address at which its sender listens
@@ -397,7 +406,7 @@ class Letter:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class ProtocolMismatch:
     """A message in another version of the protocol: its sender can be refused, and no more."""
 
     origin: str
@@ -407,16 +416,16 @@ class Foreign:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class MessageReceived:
     peer: str  # its control address
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
-class Restarted:
+class PeerRestarted:
     """The process at this address is another one than before."""
 
     peer: str
 
 
-PostEvent = Arrival | Restarted | Foreign
+ChannelEvent = MessageReceived | PeerRestarted | ProtocolMismatch

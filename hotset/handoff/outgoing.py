@@ -4,49 +4,58 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hotset.handoff.layout import pages_for
-from hotset.handoff.messages import Ask, HandoffDone, HandoffFailed, Hello, Name, Sampled, Store, Written
-from hotset.handoff.staged_out import Offer, StagedOut
-from hotset.handoff.timers import PhaseTimer, Wait
+from hotset.handoff.messages import (
+    FirstTokenSampled,
+    HandoffDone,
+    HandoffFailed,
+    HandoffId,
+    HandoffRequest,
+    Hello,
+    RowsComputed,
+    Store,
+)
+from hotset.handoff.staged_out import SenderStaging, StagingOffer
+from hotset.handoff.timers import PhaseTimeout, PhaseTimer
 
-MOST_LISTS = 2  # of writes under way for one handoff; what is told meanwhile goes together, in longer writes
+MAX_WRITES_IN_FLIGHT = 2  # of writes under way for one handoff; what is told meanwhile goes together, in longer writes
 
 
-class Phase(Enum):
-    OFFERED = "offered"  # Accepted is said again; the engine may compute, and what it tells waits
+class SenderPhase(Enum):
+    ACCEPTED = "accepted"  # Accepted is said again; the engine may compute, and what it tells waits
     WRITING = "writing"  # Go came: rows are written as the engine tells them, a few lists at a time
-    ENDING = "ending"  # its end is decided; writes under way are waited for
-    STUCK = "stuck"  # a write would not end: the receiver knows that nobody knows
-    TELLING = "telling"  # Done or Failed is said again; nothing is under way, the engine has its pages back
+    DRAINING = "draining"  # its end is decided; writes under way are waited for
+    WRITES_HUNG = "writes hung"  # a write would not end: the receiver knows that nobody knows
+    NOTIFYING = "notifying"  # Done or Failed is said again; nothing is under way, the engine has its pages back
     CLOSED = "closed"  # only its tomb is left
 
 
-NEXT: dict[Phase, frozenset[Phase]] = {
-    Phase.OFFERED: frozenset({Phase.WRITING, Phase.TELLING, Phase.CLOSED}),
-    Phase.WRITING: frozenset({Phase.ENDING, Phase.TELLING, Phase.CLOSED}),
-    Phase.ENDING: frozenset({Phase.STUCK, Phase.TELLING, Phase.CLOSED}),
-    Phase.STUCK: frozenset({Phase.TELLING, Phase.CLOSED}),
-    Phase.TELLING: frozenset({Phase.CLOSED}),
-    Phase.CLOSED: frozenset(),
+SENDER_TRANSITIONS: dict[SenderPhase, frozenset[SenderPhase]] = {
+    SenderPhase.ACCEPTED: frozenset({SenderPhase.WRITING, SenderPhase.NOTIFYING, SenderPhase.CLOSED}),
+    SenderPhase.WRITING: frozenset({SenderPhase.DRAINING, SenderPhase.NOTIFYING, SenderPhase.CLOSED}),
+    SenderPhase.DRAINING: frozenset({SenderPhase.WRITES_HUNG, SenderPhase.NOTIFYING, SenderPhase.CLOSED}),
+    SenderPhase.WRITES_HUNG: frozenset({SenderPhase.NOTIFYING, SenderPhase.CLOSED}),
+    SenderPhase.NOTIFYING: frozenset({SenderPhase.CLOSED}),
+    SenderPhase.CLOSED: frozenset(),
 }
 
 # WRITING counts from the engine's last word; a request may stand in its queue for long.
-WAITS: dict[Phase, Wait] = {
-    Phase.OFFERED: Wait(10.0, again=0.5),
-    Phase.WRITING: Wait(600.0, again=1.0),
-    Phase.ENDING: Wait(10.0, again=1.0),
-    Phase.STUCK: Wait(600.0, again=1.0),
-    Phase.TELLING: Wait(60.0, again=0.5),
+SENDER_TIMEOUTS: dict[SenderPhase, PhaseTimeout] = {
+    SenderPhase.ACCEPTED: PhaseTimeout(10.0, again=0.5),
+    SenderPhase.WRITING: PhaseTimeout(600.0, again=1.0),
+    SenderPhase.DRAINING: PhaseTimeout(10.0, again=1.0),
+    SenderPhase.WRITES_HUNG: PhaseTimeout(600.0, again=1.0),
+    SenderPhase.NOTIFYING: PhaseTimeout(60.0, again=0.5),
 }
 
 
-class Ending(Enum):
+class EndReason(Enum):
     FAILED = "failed"  # the receiver is told, until it has heard
     CANCELLED = "cancelled"  # the receiver wished it: it is answered
-    LOST = "lost"  # there is no receiver any more
+    PEER_LOST = "peer lost"  # there is no receiver any more
 
 
 @dataclass(slots=True)
-class Chunk:
+class ChunkInFlight:
     """Rows [first, last), being written."""
 
     first: int
@@ -56,7 +65,7 @@ class Chunk:
     piece: int | None = None  # its number, where the handoff is staged
 
 
-class Outgoing:
+class OutgoingHandoff:
     """One handoff. Only the sender changes it."""
 
     __slots__ = (
@@ -64,26 +73,33 @@ class Outgoing:
         *("reason", "retry", "sampled", "staged", "tainted", "verdict", "waiting", "written"),
     )
 
-    def __init__(self, peer: str, ask: Ask, hello: Hello, timer: PhaseTimer[Phase], offer: Offer | None = None) -> None:
+    def __init__(
+        self,
+        peer: str,
+        ask: HandoffRequest,
+        hello: Hello,
+        timer: PhaseTimer[SenderPhase],
+        offer: StagingOffer | None = None,
+    ) -> None:
         self.peer, self.ask, self.hello, self.timer, self.offer = peer, ask, hello, timer, offer
-        self.staged: StagedOut | None = None  # its way through the receiver's ring, if the receiver takes the offer
-        self.waiting: Written | None = None  # all that was told and is not being written yet
-        self.open: list[Chunk] = []  # that have not ended
+        self.staged: SenderStaging | None = None  # its way through the receiver's ring, if the receiver takes the offer
+        self.waiting: RowsComputed | None = None  # all that was told and is not being written yet
+        self.open: list[ChunkInFlight] = []  # that have not ended
         self.landed = 0  # rows [0, landed) are in place
         self.written = 0  # rows [0, written) were told by the engine
-        self.sampled: Sampled | None = None
+        self.sampled: FirstTokenSampled | None = None
         self.tainted = False  # a write ended, and nobody knows whether it still writes
         self.dropped = False
-        self.ending: Ending | None = None
+        self.ending: EndReason | None = None
         self.retry, self.reason = False, ""  # of the ending
         self.verdict: HandoffDone | HandoffFailed | None = None  # what the receiver has yet to acknowledge
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> SenderPhase:
         return self.timer.phase
 
     @property
-    def name(self) -> Name:
+    def name(self) -> HandoffId:
         return self.peer, self.ask.key
 
     @property
@@ -101,7 +117,7 @@ class Outgoing:
 
     @property
     def deadline(self) -> float:
-        if self.phase is Phase.WRITING:
+        if self.phase is SenderPhase.WRITING:
             staged = [] if self.staged is None else [self.staged.deadline]
             return min([self.timer.deadline, *staged, *(chunk.due for chunk in self.open)])
         return self.timer.deadline
@@ -109,7 +125,7 @@ class Outgoing:
     @property
     def next_time(self) -> float:
         """When something is overdue, or to be said again."""
-        staged = self.staged.next_time() if self.staged is not None and self.phase is Phase.WRITING else None
+        staged = self.staged.next_time() if self.staged is not None and self.phase is SenderPhase.WRITING else None
         return min([self.deadline, self.timer.again_at, *([] if staged is None else [staged])])
 
     @property
@@ -120,23 +136,27 @@ class Outgoing:
     def audit(self) -> None:
         """Proves that its writes and source pages are accounted for, and that it has an end in sight."""
         name, phase = self.name, self.phase
-        assert phase is not Phase.CLOSED, f"{name} should be forgotten"
+        assert phase is not SenderPhase.CLOSED, f"{name} should be forgotten"
         assert self.deadline < float("inf"), f"{name} would wait for ever"
-        assert not self.open or phase in (Phase.WRITING, Phase.ENDING, Phase.STUCK), f"{name} writes in {phase}"
-        assert self.dropped == (phase in (Phase.STUCK, Phase.TELLING)), f"{name}: pages of {phase}"
-        waits = phase is Phase.OFFERED or (phase is Phase.WRITING and len(self.open) == MOST_LISTS)
+        assert not self.open or phase in (SenderPhase.WRITING, SenderPhase.DRAINING, SenderPhase.WRITES_HUNG), (
+            f"{name} writes in {phase}"
+        )
+        assert self.dropped == (phase in (SenderPhase.WRITES_HUNG, SenderPhase.NOTIFYING)), f"{name}: pages of {phase}"
+        waits = phase is SenderPhase.ACCEPTED or (
+            phase is SenderPhase.WRITING and len(self.open) == MAX_WRITES_IN_FLIGHT
+        )
         assert self.waiting is None or waits, f"{name} holds back what it may write"
         assert self.landed <= self.begun <= self.written, f"{name} has lost rows"
-        assert (self.ending is None) == (phase in (Phase.OFFERED, Phase.WRITING)) or self.verdict, name
+        assert (self.ending is None) == (phase in (SenderPhase.ACCEPTED, SenderPhase.WRITING)) or self.verdict, name
         if self.staged is None:
-            assert len(self.open) <= MOST_LISTS, f"{name} has {len(self.open)} lists under way"
+            assert len(self.open) <= MAX_WRITES_IN_FLIGHT, f"{name} has {len(self.open)} lists under way"
         else:
             self.staged.audit()
             pieces = {chunk.piece for chunk in self.open}
-            assert phase is not Phase.WRITING or pieces == self.staged.in_flight(), f"{name} has lost a piece"
+            assert phase is not SenderPhase.WRITING or pieces == self.staged.in_flight(), f"{name} has lost a piece"
 
 
-def refusal(ask: Ask, hello: Hello) -> str:
+def refusal(ask: HandoffRequest, hello: Hello) -> str:
     """Why what this peer asks can never be served; empty if it can."""
     target, rows = hello.stores.get(ask.landing), len(ask.prompt)
     if target is None:
@@ -165,20 +185,20 @@ class Tombstones:
 
     def __init__(self, limit: float, most: int) -> None:
         self._limit, self._most = limit, most
-        self._tombstones: dict[Name, Tombstone] = {}  # in the order in which they lapse
+        self._tombstones: dict[HandoffId, Tombstone] = {}  # in the order in which they lapse
         self._newest: dict[tuple[str, str], int] = {}  # (peer, request): its highest attempt that lies here
 
     def __len__(self) -> int:
         return len(self._tombstones)
 
-    def get(self, name: Name) -> Tombstone | None:
+    def get(self, name: HandoffId) -> Tombstone | None:
         return self._tombstones.get(name)
 
     def newest_attempt(self, peer: str, request_id: str) -> int:
         """The highest that is remembered; lower than any if none is."""
         return self._newest.get((peer, request_id), NEVER)
 
-    def add(self, name: Name, quiesced: bool, hello: Hello | None, now: float) -> None:
+    def add(self, name: HandoffId, quiesced: bool, hello: Hello | None, now: float) -> None:
         """One of the same name before gives way to it."""
         peer, key = name
         self._tombstones.pop(name, None)
@@ -207,7 +227,7 @@ class Tombstones:
             "a name without a tomb"
         )
 
-    def _remove(self, name: Name) -> None:
+    def _remove(self, name: HandoffId) -> None:
         peer, key = name
         del self._tombstones[name]
         if self._newest.get((peer, key.request_id)) == key.attempt:

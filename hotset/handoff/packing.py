@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hotset.handoff.layout import writes
-from hotset.handoff.messages import Packed, Space, Span
+from hotset.handoff.messages import MemoryRange, PackedPiece, PagedSpan
 from hotset.handoff.staging import Block, blocks, sender_buffers
 from hotset.kernels.slice_pack import Slices, slice_pack, slice_unpack
 from hotset.transfer.api import Region
@@ -21,18 +21,18 @@ class StagingMemory:
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = torch.empty(nbytes, dtype=torch.uint8)
-        self.space = Space(self._bytes.data_ptr(), nbytes)
+        self.space = MemoryRange(self._bytes.data_ptr(), nbytes)
 
     @property
     def region(self) -> Region:
         return Region(self.space.address, self.space.nbytes)
 
     @property
-    def buffers(self) -> tuple[Space, ...]:
+    def buffers(self) -> tuple[MemoryRange, ...]:
         return sender_buffers(self.space)
 
 
-def pack(piece: Packed) -> None:
+def pack(piece: PackedPiece) -> None:
     """Out of the source's pages. The address is that of a buffer here."""
     for at, block in _placed(piece):
         stores = _units(piece.source.shards[block.source].span, piece.row_pages)
@@ -42,7 +42,7 @@ def pack(piece: Packed) -> None:
         _move(writes(keys, piece.key_pages, _packed_keys(piece, keys), (0,), piece.first, piece.last))
 
 
-def unpack(piece: Packed) -> None:
+def unpack(piece: PackedPiece) -> None:
     """Into the target's pages, and nowhere else. The address is that of a lease here."""
     for at, block in _placed(piece):
         slices = Slices(tuple((there, nbytes) for _, there, nbytes in block.pieces))
@@ -53,7 +53,7 @@ def unpack(piece: Packed) -> None:
         _move(writes(_packed_keys(piece, keys), (0,), keys, piece.key_pages, piece.first, piece.last))
 
 
-def _placed(piece: Packed) -> Iterator[tuple[Tensor, Block]]:
+def _placed(piece: PackedPiece) -> Iterator[tuple[Tensor, Block]]:
     """Every block, and where it lies."""
     address, rows = piece.address, (piece.last - piece.first) * len(piece.source.shards[0].span.bases)
     for block in blocks(piece.source, piece.target):
@@ -62,14 +62,14 @@ def _placed(piece: Packed) -> Iterator[tuple[Tensor, Block]]:
         address += nbytes
 
 
-def _packed_keys(piece: Packed, keys: Span) -> Span:
+def _packed_keys(piece: PackedPiece, keys: PagedSpan) -> PagedSpan:
     """The keys of the piece, which come last, as if all of the context were there on one page."""
     rows = piece.last - piece.first
     layers = len(piece.source.shards[0].span.bases)
     start = piece.address + rows * layers * sum(block.row_bytes for block in blocks(piece.source, piece.target))
     group_bytes = rows * keys.row_bytes
     bases = tuple((start + group * group_bytes - piece.first * keys.row_bytes,) for group in range(len(keys.bases)))
-    return Span(bases, piece.last * keys.row_bytes, piece.last, piece.last, keys.row_bytes)
+    return PagedSpan(bases, piece.last * keys.row_bytes, piece.last, piece.last, keys.row_bytes)
 
 
 def _move(planned: np.ndarray) -> None:
@@ -77,7 +77,7 @@ def _move(planned: np.ndarray) -> None:
         ctypes.memmove(there, here, nbytes)
 
 
-def _units(span: Span, pages: Sequence[int]) -> list[Tensor]:
+def _units(span: PagedSpan, pages: Sequence[int]) -> list[Tensor]:
     """Each unit as slice_pack wants it: [pages, page rows, row bytes], as far as these pages reach."""
     shape = (max(pages) + 1, span.page_rows, span.row_bytes)
     strides = (span.page_bytes, span.row_bytes, 1)

@@ -8,43 +8,43 @@ from threading import Thread
 from hotset.base.errors import TransferError
 from hotset.handoff.layout import check_peers
 from hotset.handoff.messages import (
-    Ask,
     Cancel,
-    Go,
+    Cancelled,
+    FirstTokenSampled,
+    HandoffAck,
     HandoffDone,
     HandoffFailed,
+    HandoffKey,
+    HandoffRequest,
     Hello,
-    Key,
-    Lent,
+    LeaseGranted,
     Message,
-    NotComputed,
-    Packed,
-    Prefill,
-    Received,
+    PackedPiece,
+    PieceUnpacked,
+    PrefillFailed,
     Refused,
-    Sampled,
-    Send,
-    SenderFact,
-    Stopped,
-    Submit,
-    Unpacked,
+    RowsComputed,
+    SenderEvent,
+    SendMessage,
+    StartPrefill,
+    StartWrites,
+    SubmitWrites,
     Welcome,
-    Written,
 )
 from hotset.handoff.sender import Sender
 from hotset.handoff.timers import Timing
-from hotset.transfer.api import Measured, State, Transfer, WriteTicket
+from hotset.transfer.api import Throughput, Transfer, WriteState, WriteTicket
 
 LOGGER = logging.getLogger("hotset.handoff")
 
-CONNECTING = 16  # peers at a time; the others say Hello again
-MOST_COMPLAINTS = 256
-MOST_HUNG = 64  # connections that do not end: a thread each
+MAX_CONNECTING = 16  # peers at a time; the others say Hello again
+MAX_WARNINGS = 256
+MAX_HUNG_CONNECTS = 64  # connections that do not end: a thread each
 STOPPING = "the prefill worker is stopping"
 
 
 @dataclass(frozen=True, slots=True)
-class Connected:
+class ConnectFinished:
     """A peer's memory can be written to, or why it cannot. Comes from another thread, by the agent's inbox."""
 
     peer: str
@@ -63,11 +63,11 @@ class _Connecting:
 @dataclass(frozen=True, slots=True)
 class _Write:
     peer: str
-    key: Key
+    key: HandoffKey
     ticket: WriteTicket
 
 
-class PrefillSide:
+class PrefillRole:
     """Joins engine, sender, transfer and peers. One thread calls it; time comes as an argument."""
 
     def __init__(
@@ -77,8 +77,8 @@ class PrefillSide:
         transfer: Transfer,
         timing: Timing,
         say: Callable[[str, Message], None],
-        later: Callable[[Connected], None],
-        pack: Callable[[Packed], None],
+        later: Callable[[ConnectFinished], None],
+        pack: Callable[[PackedPiece], None],
     ) -> None:
         """`later` carries a connection made in another thread to `obey`."""
         self._sender, self._hello, self._transfer, self._say, self._later = sender, hello, transfer, say, later
@@ -89,7 +89,7 @@ class PrefillSide:
         self._connections = 0  # begun
         self._unended = 0  # of these; those that take too long are no longer among the ones above
         self._writes: list[_Write] = []
-        self._untold: set[tuple[str, Key]] = set()  # handoffs of which no end was told yet
+        self._untold: set[tuple[str, HandoffKey]] = set()  # handoffs of which no end was told yet
         self._closing = False
         self._refused: dict[str, str] = {}  # why, of those that the log knows about
         self.pieces = 0  # packed
@@ -98,9 +98,9 @@ class PrefillSide:
 
     def obey(self, command: object, now: float) -> None:
         match command:
-            case Connected():
+            case ConnectFinished():
                 self._connected(command)
-            case Written() | Sampled() | NotComputed():
+            case RowsComputed() | FirstTokenSampled() | PrefillFailed():
                 self._sender.tell(command, now)
             case _:
                 raise AssertionError(f"{command!r} is no command for a prefill worker")
@@ -110,11 +110,11 @@ class PrefillSide:
         match message:
             case Hello():
                 self._let_in(peer, message, now)
-            case Ask() if peer not in self._peers:
+            case HandoffRequest() if peer not in self._peers:
                 self._say(peer, Refused("this worker does not know you, or no longer: say Hello first"))
-            case Ask(key) if self._closing and key not in self._sender.open_keys(peer):
+            case HandoffRequest(key) if self._closing and key not in self._sender.open_keys(peer):
                 self._say(peer, HandoffFailed(key, quiesced=False, retry=False, reason=STOPPING))
-            case Ask() | Go() | Received() | Cancel() | Lent() | Unpacked():
+            case HandoffRequest() | StartWrites() | HandoffAck() | Cancel() | LeaseGranted() | PieceUnpacked():
                 self._sender.take(peer, message, now)
             case _:
                 return False
@@ -179,21 +179,21 @@ class PrefillSide:
         pending = []
         for write in self._writes:
             state = self._transfer.poll(write.ticket)
-            if state is State.PENDING:
+            if state is WriteState.PENDING:
                 pending.append(write)
             else:
                 self._sender.ended(write.peer, write.key, write.ticket, state, now)
         self._writes = pending
 
-    def act(self) -> list[SenderFact]:
+    def act(self) -> list[SenderEvent]:
         """Says and submits what the sender wants said and written. Returns what the engine is to be told."""
-        facts: list[SenderFact] = []
+        facts: list[SenderEvent] = []
         for action in self._sender.take_actions():
             match action:
-                case Send(peer, message):
+                case SendMessage(peer, message):
                     self._note(peer, message)
                     self._say(peer, message)
-                case Submit(peer, key, writes, after, pack):
+                case SubmitWrites(peer, key, writes, after, pack):
                     if pack is not None:
                         self._pack(pack)
                         self.pieces += 1
@@ -201,7 +201,7 @@ class PrefillSide:
                     self._sender.submitted(peer, key, ticket)
                     self._writes.append(_Write(peer, key, ticket))
                 case _:
-                    if isinstance(action, Prefill):
+                    if isinstance(action, StartPrefill):
                         self._untold.add((action.peer, action.key))
                     facts.append(action)
         return facts
@@ -209,11 +209,11 @@ class PrefillSide:
     @property
     def nbytes(self) -> int:
         """Written to peers."""
-        return self._transfer.measured().nbytes
+        return self._transfer.throughput().nbytes
 
     @property
-    def measured(self) -> Measured | None:
-        return self._transfer.measured()
+    def throughput(self) -> Throughput | None:
+        return self._transfer.throughput()
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -235,9 +235,9 @@ class PrefillSide:
             self._refuse(peer, flaw)
         elif self._peers.get(peer) == hello:
             self._say(peer, Welcome(self._hello))
-        elif self._unended >= MOST_HUNG:
+        elif self._unended >= MAX_HUNG_CONNECTS:
             self._refuse(peer, f"{self._unended} connections to the memory of peers hang here; restart me")
-        elif peer not in self._connecting and len(self._connecting) < CONNECTING:
+        elif peer not in self._connecting and len(self._connecting) < MAX_CONNECTING:
             if peer in self._peers:
                 self.lost(peer, f"{peer} introduced itself anew", now)
             self._connections += 1
@@ -257,9 +257,9 @@ class PrefillSide:
         except Exception as error:
             # Not to vanish with this thread: the peer hears of it, as of any other reason.
             flaw = f"connecting to its memory failed: {error!r}"
-        self._later(Connected(peer, number, flaw))
+        self._later(ConnectFinished(peer, number, flaw))
 
-    def _connected(self, made: Connected) -> None:
+    def _connected(self, made: ConnectFinished) -> None:
         self._unended -= 1
         peer, under_way = made.peer, self._connecting.get(made.peer)
         if under_way is None or under_way.number != made.number:
@@ -277,7 +277,7 @@ class PrefillSide:
             self._say(peer, Welcome(self._hello))
 
     def _refuse(self, peer: str, flaw: str) -> None:
-        if self._refused.get(peer) != flaw and len(self._refused) < MOST_COMPLAINTS:
+        if self._refused.get(peer) != flaw and len(self._refused) < MAX_WARNINGS:
             self._refused[peer] = flaw
             LOGGER.warning("refused %s: %s (logged once)", peer, flaw)
         self._say(peer, Refused(flaw))
@@ -288,10 +288,10 @@ class PrefillSide:
                 self._count((peer, key), "done")
             case HandoffFailed(key):
                 self._count((peer, key), "failed")
-            case Stopped(key):
+            case Cancelled(key):
                 self._count((peer, key), "stopped")
 
-    def _count(self, name: tuple[str, Key], outcome: str) -> None:
+    def _count(self, name: tuple[str, HandoffKey], outcome: str) -> None:
         """Of one handoff the first."""
         if name in self._untold:
             self._untold.remove(name)

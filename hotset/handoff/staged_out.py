@@ -9,61 +9,76 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from hotset.handoff.messages import Ask, Hello, Key, Lent, Name, Packed, Space, Staged, Store, Unpacked, Want, Written
+from hotset.handoff.messages import (
+    HandoffId,
+    HandoffKey,
+    HandoffRequest,
+    Hello,
+    LeaseGranted,
+    LeaseRequest,
+    MemoryRange,
+    PackedPiece,
+    PieceUnpacked,
+    PieceWritten,
+    RowsComputed,
+    Store,
+)
 from hotset.handoff.staging import can_unpack, is_worth_it, packed_row_bytes, piece_rows
-from hotset.handoff.timers import PhaseTable, PhaseTimer, Wait, earliest
-from hotset.transfer.api import Event
+from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
+from hotset.transfer.api import DeviceEvent
 
 WINDOW = 4  # pieces of one context on their way at a time: as many as fit into a ring
 
 
 class PiecePhase(Enum):
-    WANTED = "wanted"  # Want is said again; there is no room yet, or the answer was lost
-    LENT = "lent"  # there is room; its forward pass is waited for, and a buffer
+    REQUESTED = "requested"  # Want is said again; there is no room yet, or the answer was lost
+    LEASED = "leased"  # there is room; its forward pass is waited for, and a buffer
     WRITING = "writing"  # packed, and under way
-    STAGED = "staged"  # it is in the ring: Staged is said again
+    WRITTEN = "written"  # it is in the ring: Staged is said again
     UNPACKED = "unpacked"  # over
 
 
-PIECE_NEXT: dict[PiecePhase, frozenset[PiecePhase]] = {
-    PiecePhase.WANTED: frozenset({PiecePhase.LENT}),
-    PiecePhase.LENT: frozenset({PiecePhase.WRITING}),
-    PiecePhase.WRITING: frozenset({PiecePhase.STAGED}),
-    PiecePhase.STAGED: frozenset({PiecePhase.UNPACKED}),
+PIECE_TRANSITIONS: dict[PiecePhase, frozenset[PiecePhase]] = {
+    PiecePhase.REQUESTED: frozenset({PiecePhase.LEASED}),
+    PiecePhase.LEASED: frozenset({PiecePhase.WRITING}),
+    PiecePhase.WRITING: frozenset({PiecePhase.WRITTEN}),
+    PiecePhase.WRITTEN: frozenset({PiecePhase.UNPACKED}),
     PiecePhase.UNPACKED: frozenset(),
 }
 
 # Many may stand before it in the queue for the ring. A write has a shorter limit of its own.
-PIECE_WAITS: dict[PiecePhase, Wait] = {
-    PiecePhase.WANTED: Wait(120.0, again=0.5),
-    PiecePhase.LENT: Wait(120.0),
-    PiecePhase.WRITING: Wait(120.0),
-    PiecePhase.STAGED: Wait(40.0, again=0.5),
+PIECE_TIMEOUTS: dict[PiecePhase, PhaseTimeout] = {
+    PiecePhase.REQUESTED: PhaseTimeout(120.0, again=0.5),
+    PiecePhase.LEASED: PhaseTimeout(120.0),
+    PiecePhase.WRITING: PhaseTimeout(120.0),
+    PiecePhase.WRITTEN: PhaseTimeout(40.0, again=0.5),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class StagingOffer:
     """How a context would be staged."""
 
     rows: int  # of a piece; the last may have fewer
     row_bytes: int  # packed
-    ring: Space
+    ring: MemoryRange
 
     @property
     def piece_bytes(self) -> int:
         return self.rows * self.row_bytes
 
 
-def offer(store: Store, hello: Hello, ask: Ask, buffers: Sequence[Space], few_writes: int) -> Offer | None:
+def offer(
+    store: Store, hello: Hello, ask: HandoffRequest, buffers: Sequence[MemoryRange], max_direct_writes: int
+) -> StagingOffer | None:
     """None: it goes straight to its pages, since that is better, or since nobody has memory for anything else."""
     target = hello.stores[ask.landing]
     if hello.ring is None or not buffers or not can_unpack(store) or not can_unpack(target):
         return None
     rows = piece_rows(store, target, hello.ring.nbytes, buffers[0].nbytes)
-    if rows < 1 or not is_worth_it(store, target, ask, few_writes):
+    if rows < 1 or not is_worth_it(store, target, ask, max_direct_writes):
         return None
-    return Offer(min(rows, len(ask.prompt)), packed_row_bytes(store, target), hello.ring)
+    return StagingOffer(min(rows, len(ask.prompt)), packed_row_bytes(store, target), hello.ring)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,19 +87,21 @@ class Piece:
     first: int
     last: int
     timer: PhaseTimer[PiecePhase]
-    lent: Lent | None = None
+    lent: LeaseGranted | None = None
     turn: int = 0  # among all pieces that were lent room: the order in which they are packed
 
 
-class StagedOut:
+class SenderStaging:
     """One context's pieces. Only the sender changes it."""
 
-    def __init__(self, key: Key, total: int, offered: Offer, table: PhaseTable[PiecePhase]) -> None:
+    def __init__(self, key: HandoffKey, total: int, offered: StagingOffer, table: PhaseTable[PiecePhase]) -> None:
         self._key, self._total, self.offered, self._table = key, total, offered, table
         self.pages: tuple[int, ...] = ()  # of the source
         self._told = 0  # rows [0, told) are computed, or about to be
         self._computed = 0  # rows [0, computed) are there
-        self._events: list[tuple[int, Event | None]] = []  # of rows [computed, told): each with the end of its rows
+        self._events: list[
+            tuple[int, DeviceEvent | None]
+        ] = []  # of rows [computed, told): each with the end of its rows
         self._pieces: dict[int, Piece] = {}  # on their way
         self._begun = 0  # pieces that were asked room for
 
@@ -100,7 +117,7 @@ class StagedOut:
     @property
     def looks(self) -> bool:
         """Room was lent for rows whose forward pass has to be looked at."""
-        return bool(self._events) and any(each.timer.phase is PiecePhase.LENT for each in self._pieces.values())
+        return bool(self._events) and any(each.timer.phase is PiecePhase.LEASED for each in self._pieces.values())
 
     @property
     def deadline(self) -> float:
@@ -110,32 +127,32 @@ class StagedOut:
         """When something is overdue, or to be said again."""
         return earliest(min(piece.timer.deadline, piece.timer.again_at) for piece in self._pieces.values())
 
-    def told(self, written: Written, now: float) -> list[Want]:
+    def told(self, written: RowsComputed, now: float) -> list[LeaseRequest]:
         """Rows were told by the engine, those before them too. Returns what there is to say."""
         self.pages, self._told = written.pages, written.last
         self._events.append((written.last, written.after))
         return self.want(now)
 
-    def want(self, now: float) -> list[Want]:
+    def want(self, now: float) -> list[LeaseRequest]:
         """Asks room for the next pieces."""
         wants = []
         while len(self._pieces) < WINDOW and self._asked < self._total:
             first, last = self._asked, min(self._asked + self.offered.rows, self._total)
             if last > self._told:
                 break
-            piece = Piece(self._begun, first, last, PhaseTimer(self._table, PiecePhase.WANTED, now))
+            piece = Piece(self._begun, first, last, PhaseTimer(self._table, PiecePhase.REQUESTED, now))
             self._pieces[piece.number] = piece
             self._begun += 1
-            wants.append(Want(self._key, piece.number, first, last))
+            wants.append(LeaseRequest(self._key, piece.number, first, last))
         return wants
 
-    def lend(self, lent: Lent, turn: int, now: float) -> None:
+    def lend(self, lent: LeaseGranted, turn: int, now: float) -> None:
         """The receiver has room for a piece. One that does not wait for it: nothing happens."""
         piece, end = self._pieces.get(lent.piece), self.offered.ring.nbytes
-        if piece is None or piece.timer.phase is not PiecePhase.WANTED or lent.offset + self.nbytes(piece) > end:
+        if piece is None or piece.timer.phase is not PiecePhase.REQUESTED or lent.offset + self.nbytes(piece) > end:
             return
         piece.lent, piece.turn = lent, turn
-        piece.timer.move(PiecePhase.LENT, now)
+        piece.timer.move(PiecePhase.LEASED, now)
 
     def look(self) -> None:
         """Looks which forward passes have happened."""
@@ -145,23 +162,23 @@ class StagedOut:
     def ready(self) -> Iterator[Piece]:
         """Pieces that could be packed now."""
         for piece in self._pieces.values():
-            if piece.timer.phase is PiecePhase.LENT and piece.last <= self._computed:
+            if piece.timer.phase is PiecePhase.LEASED and piece.last <= self._computed:
                 yield piece
 
     def begin(self, piece: Piece, now: float) -> None:
         """It is packed, and written."""
         piece.timer.move(PiecePhase.WRITING, now)
 
-    def written(self, number: int, now: float) -> Staged:
+    def written(self, number: int, now: float) -> PieceWritten:
         """It is in the ring. Returns what there is to say."""
         piece = self._pieces[number]
-        piece.timer.move(PiecePhase.STAGED, now)
+        piece.timer.move(PiecePhase.WRITTEN, now)
         return self._staged(piece)
 
-    def unpacked(self, message: Unpacked, now: float) -> bool:
+    def unpacked(self, message: PieceUnpacked, now: float) -> bool:
         """False: it was known, or cannot be."""
         piece = self._pieces.get(message.piece)
-        if piece is None or piece.timer.phase is not PiecePhase.STAGED:
+        if piece is None or piece.timer.phase is not PiecePhase.WRITTEN:
             return False
         piece.timer.move(PiecePhase.UNPACKED, now)
         del self._pieces[message.piece]
@@ -170,16 +187,18 @@ class StagedOut:
     def nbytes(self, piece: Piece) -> int:
         return (piece.last - piece.first) * self.offered.row_bytes
 
-    def packed(self, piece: Piece, source: Store, target: Store, address: int) -> Packed:
-        return Packed(source, target, self.pages, self.pages, piece.first, piece.last, address)
+    def packed(self, piece: Piece, source: Store, target: Store, address: int) -> PackedPiece:
+        return PackedPiece(source, target, self.pages, self.pages, piece.first, piece.last, address)
 
-    def due(self, now: float) -> list[Want | Staged]:
+    def due(self, now: float) -> list[LeaseRequest | PieceWritten]:
         """What has to be said again."""
-        said: list[Want | Staged] = []
+        said: list[LeaseRequest | PieceWritten] = []
         for piece in self._pieces.values():
             if piece.timer.due(now):
-                wanted = piece.timer.phase is PiecePhase.WANTED
-                said.append(Want(self._key, piece.number, piece.first, piece.last) if wanted else self._staged(piece))
+                wanted = piece.timer.phase is PiecePhase.REQUESTED
+                said.append(
+                    LeaseRequest(self._key, piece.number, piece.first, piece.last) if wanted else self._staged(piece)
+                )
         return said
 
     def overdue(self, now: float) -> str:
@@ -188,7 +207,7 @@ class StagedOut:
             if now >= piece.timer.deadline:
                 limit = self._table.waits[piece.timer.phase].limit
                 rows = f"rows {piece.first} to {piece.last}"
-                return f"{rows} were '{piece.timer.phase.value}' of the receiver's ring for {limit:g} s"
+                return f"{rows} were '{piece.timer.phase.value}' in the receiver's ring for {limit:g} s"
         return ""
 
     def audit(self) -> None:
@@ -196,7 +215,7 @@ class StagedOut:
         assert self.landed <= self._asked <= self._told, f"{self._key}: room asked for what is not computed"
         assert self._computed <= self._told and bool(self._events) == (self._computed < self._told), self._key
         for piece in self._pieces.values():
-            assert (piece.lent is None) == (piece.timer.phase is PiecePhase.WANTED), f"{self._key}: {piece}"
+            assert (piece.lent is None) == (piece.timer.phase is PiecePhase.REQUESTED), f"{self._key}: {piece}"
 
     def in_flight(self) -> set[int]:
         """Pieces that are being written."""
@@ -207,31 +226,31 @@ class StagedOut:
         """Rows [0, asked) were asked room for."""
         return min(self._begun * self.offered.rows, self._total)
 
-    def _staged(self, piece: Piece) -> Staged:
+    def _staged(self, piece: Piece) -> PieceWritten:
         assert piece.lent is not None
-        return Staged(self._key, piece.number, piece.lent.lease)
+        return PieceWritten(self._key, piece.number, piece.lent.lease)
 
 
 @dataclass(slots=True)
 class _Use:
-    name: Name
+    name: HandoffId
     ticket: int | None = None  # None: not submitted yet
 
 
-class Buffers:
+class SenderBuffers:
     """The sender's buffers, for all its handoffs. One is free again when the write out of it has ended, however it did:
     what a write that nobody knows the end of may still read goes to a lease that nobody reads."""
 
-    def __init__(self, spaces: Sequence[Space]) -> None:
+    def __init__(self, spaces: Sequence[MemoryRange]) -> None:
         self.spaces = tuple(spaces)
         self._uses: dict[int, _Use] = {}
 
     @property
-    def uses(self) -> Mapping[int, Name]:
+    def uses(self) -> Mapping[int, HandoffId]:
         """Who has which."""
         return {number: use.name for number, use in self._uses.items()}
 
-    def take(self, name: Name) -> Space | None:
+    def take(self, name: HandoffId) -> MemoryRange | None:
         """None: all are in use."""
         for number, space in enumerate(self.spaces):
             if number not in self._uses:
@@ -239,13 +258,13 @@ class Buffers:
                 return space
         return None
 
-    def submitted(self, name: Name, ticket: int) -> None:
+    def submitted(self, name: HandoffId, ticket: int) -> None:
         """The write out of the oldest buffer of this handoff that had none."""
         use = next((each for each in self._uses.values() if each.name == name and each.ticket is None), None)
         if use is not None:
             use.ticket = ticket
 
-    def ended(self, name: Name, ticket: int) -> bool:
+    def ended(self, name: HandoffId, ticket: int) -> bool:
         """Whether a buffer has become free."""
         for number, use in self._uses.items():
             if (use.name, use.ticket) == (name, ticket):

@@ -13,26 +13,26 @@ from hotset.base.errors import ConfigError
 from hotset.base.units import MIB, ceil_div, show_bytes
 from hotset.handoff.layout import count_writes, overlaps, row_bytes
 from hotset.handoff.messages import (
-    Ask,
+    HandoffKey,
+    HandoffRequest,
     Hello,
-    Key,
     Landing,
-    Lent,
-    Packed,
-    Send,
-    Slices,
-    Space,
-    Staged,
+    LeaseGranted,
+    LeaseRequest,
+    MemoryRange,
+    PackedPiece,
+    PieceUnpacked,
+    PieceWritten,
+    RowSlices,
+    SendMessage,
     Store,
-    Unpacked,
-    Want,
 )
 from hotset.memory.ring import Ring
 
 # A transfer engine is paid by the write: below this size the writes of a context take longer than its bytes do, and two
 # copies more of each byte cost less than that. A handful of writes is quick whatever their size.
 SMALL_WRITE_BYTES = 16 << 10
-FEW_WRITES = 64
+MAX_DIRECT_WRITES = 64
 
 SHARE = 4  # pieces that fit into a ring at a time, and buffers of a sender: one is packed while others travel
 ALIGN = 256  # of leases, and so of what is packed
@@ -57,8 +57,8 @@ def blocks(source: Store, target: Store) -> tuple[Block, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _blocks(source: tuple[Slices, ...], target: tuple[Slices, ...]) -> tuple[Block, ...]:
-    takers: dict[Slices, list[int]] = {}
+def _blocks(source: tuple[RowSlices, ...], target: tuple[RowSlices, ...]) -> tuple[Block, ...]:
+    takers: dict[RowSlices, list[int]] = {}
     for number, slices in enumerate(target):
         takers.setdefault(slices, []).append(number)
     distinct = tuple(takers)
@@ -79,11 +79,11 @@ def piece_rows(source: Store, target: Store, ring_bytes: int, buffer_bytes: int)
     return min(ring_bytes // SHARE // ALIGN * ALIGN, buffer_bytes) // packed_row_bytes(source, target)
 
 
-def is_worth_it(source: Store, target: Store, ask: Ask, few_writes: int = FEW_WRITES) -> bool:
+def is_worth_it(source: Store, target: Store, ask: HandoffRequest, max_direct_writes: int = MAX_DIRECT_WRITES) -> bool:
     """Whether the context would take many small writes, wherever its pages of the source will lie."""
     rows = len(ask.prompt)
     count = count_writes(source, target, ask.row_pages, ask.key_pages, rows)
-    return count > few_writes and rows * packed_row_bytes(source, target) < count * SMALL_WRITE_BYTES
+    return count > max_direct_writes and rows * packed_row_bytes(source, target) < count * SMALL_WRITE_BYTES
 
 
 def can_unpack(store: Store) -> bool:
@@ -104,19 +104,19 @@ def check_staging(nbytes: int, store: Store) -> None:
         )
 
 
-def sender_buffers(space: Space) -> tuple[Space, ...]:
+def sender_buffers(space: MemoryRange) -> tuple[MemoryRange, ...]:
     """Memory of a sender, as its buffers."""
     nbytes = space.nbytes // SHARE // ALIGN * ALIGN
-    return tuple(Space(space.address + number * nbytes, nbytes) for number in range(SHARE))
+    return tuple(MemoryRange(space.address + number * nbytes, nbytes) for number in range(SHARE))
 
 
-Owner = tuple[Key, int]  # of a lease: the handoff, and the number of a piece
+Owner = tuple[HandoffKey, int]  # of a lease: the handoff, and the number of a piece
 
 
 @dataclass(slots=True)
 class _Context:
     peer: str
-    ask: Ask
+    ask: HandoffRequest
     source: Store
     target: Store
     piece_bytes: int  # at the most
@@ -125,22 +125,22 @@ class _Context:
     stopping: bool = False  # room that it does not have yet is wanted no more
     doubtful: list[int] = field(default_factory=list)  # leases in quarantine
 
-    def packed(self, piece: int, address: int) -> Packed:
+    def packed(self, piece: int, address: int) -> PackedPiece:
         first, last = self.pieces[piece]
         pages = self.ask.row_pages, self.ask.key_pages
-        return Packed(self.source, self.target, *pages, first, last, address)
+        return PackedPiece(self.source, self.target, *pages, first, last, address)
 
 
-class StagedIn:
+class ReceiverStaging:
     """The ring, and every context on its way through it. Only the receiver changes it."""
 
-    def __init__(self, space: Space, stores: Mapping[Landing, Store]) -> None:
+    def __init__(self, space: MemoryRange, stores: Mapping[Landing, Store]) -> None:
         """`space` is the ring's memory. `stores` are the landings into which this process can unpack."""
         self.ring = Ring(space.nbytes)
         self._space, self._stores = space, dict(stores)
-        self._contexts: dict[Key, _Context] = {}
+        self._contexts: dict[HandoffKey, _Context] = {}
 
-    def begin(self, peer: str, hello: Hello, ask: Ask, piece_bytes: int) -> bool:
+    def begin(self, peer: str, hello: Hello, ask: HandoffRequest, piece_bytes: int) -> bool:
         """False: it cannot come this way. Too much of the ring may be in quarantine."""
         target = self._stores.get(ask.landing)
         if target is None or len(hello.stores) != 1 or not self.ring.fits(piece_bytes):
@@ -149,14 +149,14 @@ class StagedIn:
         self._contexts[ask.key] = _Context(peer, ask, source, target, piece_bytes)
         return True
 
-    def want(self, want: Want) -> list[Send]:
+    def want(self, want: LeaseRequest) -> list[SendMessage]:
         """Puts a piece in the queue for room. Returns what there is to say now; the rest comes with `granted`."""
         context, owner = self._contexts[want.key], (want.key, want.piece)
         if want.piece in context.unpacked:
-            return [Send(context.peer, Unpacked(want.key, want.piece))]
+            return [SendMessage(context.peer, PieceUnpacked(want.key, want.piece))]
         lease = self.ring.lease_of(owner)
         if lease is not None:
-            return [Send(context.peer, Lent(want.key, want.piece, lease.number, lease.first))]
+            return [SendMessage(context.peer, LeaseGranted(want.key, want.piece, lease.number, lease.first))]
         nbytes = (want.last - want.first) * packed_row_bytes(context.source, context.target)
         sound = 0 <= want.first < want.last <= len(context.ask.prompt) and nbytes <= context.piece_bytes
         if sound and not context.stopping and want.piece not in context.pieces:
@@ -164,15 +164,15 @@ class StagedIn:
             self.ring.ask(owner, nbytes)
         return []
 
-    def granted(self) -> list[Send]:
+    def granted(self) -> list[SendMessage]:
         """What there is to say to those who have got room since this was called last."""
         said = []
         for lease in self.ring.granted():
             key, piece = self._owner(lease.owner)
-            said.append(Send(self._contexts[key].peer, Lent(key, piece, lease.number, lease.first)))
+            said.append(SendMessage(self._contexts[key].peer, LeaseGranted(key, piece, lease.number, lease.first)))
         return said
 
-    def staged(self, staged: Staged) -> Packed | None:
+    def staged(self, staged: PieceWritten) -> PackedPiece | None:
         """A piece is in the ring: what is to be unpacked. None: it was, or the lease is not that piece's. The caller
         unpacks before it says anything to anybody: the room is given to others here."""
         context, owner = self._contexts[staged.key], (staged.key, staged.piece)
@@ -185,14 +185,14 @@ class StagedIn:
         self.ring.release(lease.number)
         return packed
 
-    def is_unpacked(self, key: Key, piece: int) -> bool:
+    def is_unpacked(self, key: HandoffKey, piece: int) -> bool:
         return piece in self._contexts[key].unpacked
 
-    def rows(self, key: Key) -> int:
+    def rows(self, key: HandoffKey) -> int:
         """Of a context: so many are in their pages."""
         return sum(self._contexts[key].unpacked.values())
 
-    def stop(self, key: Key) -> None:
+    def stop(self, key: HandoffKey) -> None:
         """Nobody wants this context any more. Its sender may still write to the room that it has."""
         context = self._contexts[key]
         context.stopping = True
@@ -201,7 +201,7 @@ class StagedIn:
                 self.ring.withdraw((key, piece))
                 del context.pieces[piece]
 
-    def doubt(self, key: Key) -> bool:
+    def doubt(self, key: HandoffKey) -> bool:
         """Quarantines the context's leases until `end_quarantine`. Returns whether it has any."""
         self.stop(key)
         context = self._contexts[key]
@@ -213,18 +213,18 @@ class StagedIn:
         context.pieces.clear()
         return bool(context.doubtful)
 
-    def end_quarantine(self, key: Key) -> None:
+    def end_quarantine(self, key: HandoffKey) -> None:
         """Its sender has stopped."""
         for number in self._contexts[key].doubtful:
             self.ring.end_quarantine(number)
 
-    def end(self, key: Key) -> None:
+    def end(self, key: HandoffKey) -> None:
         """Nothing more comes of it. Room that is in doubt stays so for good."""
         self.stop(key)
         for piece in self._contexts.pop(key).pieces:
             self.ring.withdraw((key, piece))
 
-    def audit(self, keys: set[Key]) -> None:
+    def audit(self, keys: set[HandoffKey]) -> None:
         """Proves that these contexts, and no others, hold or want room."""
         self.ring.audit()
         assert self._contexts.keys() == keys, f"staged contexts {self._contexts.keys()}, not {keys}"

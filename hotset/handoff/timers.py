@@ -11,7 +11,7 @@ P = TypeVar("P", bound=Enum)
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class PhaseTimeout:
     """How long a phase may last, in seconds, and after how many of them its message is said again."""
 
     limit: float
@@ -21,7 +21,7 @@ class Wait:
 class PhaseTable(Generic[P]):
     """One machine's table of transitions, its waits, and the seconds that handoffs have spent in each phase."""
 
-    def __init__(self, following: Mapping[P, frozenset[P]], waits: Mapping[P, Wait]) -> None:
+    def __init__(self, following: Mapping[P, frozenset[P]], waits: Mapping[P, PhaseTimeout]) -> None:
         """A phase that nothing follows is an end: it has no wait. Every other must have one."""
         assert waits.keys() == {phase for phase, after in following.items() if after}, "a phase without a limit"
         self.following, self.waits = following, waits

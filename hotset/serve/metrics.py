@@ -131,7 +131,7 @@ def _handoff_metrics(stats: HandoffStats) -> Iterator[Metric]:
         for key, value in getattr(stats, field).items():
             family.add_metric((key,), value)
         yield family
-    if stats.measured is not None:
-        speed = stats.measured.gb_per_s
+    if stats.throughput is not None:
+        speed = stats.throughput.gb_per_s
         meaning = "GB/s written to decode workers since the start, over the time in which any write was under way."
         yield GaugeMetricFamily("hotset_transfer_gb_per_second", meaning, value=speed)

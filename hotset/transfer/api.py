@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 Writes = NDArray[np.int64]  # [n, 3]: address here, address in the peer's memory, bytes
 
 
-class Memory(Enum):
+class MemoryKind(Enum):
     HOST = "host"
     DEVICE = "device"
 
 
-class State(Enum):
+class WriteState(Enum):
     PENDING = "pending"
     DONE = "done"  # every byte is in the peer's memory, for the peer's threads to see
     FAILED_QUIESCED = "failed, quiesced"  # nothing of it will be written any more
@@ -37,12 +37,12 @@ class Region:
 
     address: int
     nbytes: int
-    memory: Memory = Memory.HOST
+    memory: MemoryKind = MemoryKind.HOST
     device: int = 0  # number of the GPU, for device memory
 
 
-class Event(Protocol):
-    """What a write waits for. `torch.cuda.Event` is one."""
+class DeviceEvent(Protocol):
+    """What a write waits for. `torch.cuda.DeviceEvent` is one."""
 
     def query(self) -> bool:
         """It has happened."""
@@ -58,7 +58,7 @@ class WriteTicket:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Throughput:
     """What has arrived at peers so far, and the seconds in which any write was under way."""
 
     nbytes: int
@@ -88,18 +88,18 @@ class Transfer(Protocol):
     def forget(self, name: str) -> None:
         """No further writes to this peer: what has not begun fails as quiesced. Unknown: nothing happens."""
 
-    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> WriteTicket:
+    def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
         """Begins to write once `after` has happened. The array may be reused at once, the memory not before the end.
         Lists are written in any order, and so are the writes of one. Never waits, and never raises for what the network
         does: that is told by `poll`. FAILED_QUIESCED if the peer is unknown, or a write leaves registered memory."""
 
-    def poll(self, ticket: WriteTicket) -> State:
+    def poll(self, ticket: WriteTicket) -> WriteState:
         """How it stands. What is not pending any more stays as it is."""
 
     def transport(self) -> str:
         """What the bytes travel over, in words, for people."""
 
-    def measured(self) -> Measured:
+    def throughput(self) -> Throughput:
         """All that has been written so far."""
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class Meter:
             if not self._under_way:
                 self._seconds += self._clock() - self._since
 
-    def read(self) -> Measured:
+    def read(self) -> Throughput:
         with self._lock:
             running = self._clock() - self._since if self._under_way else 0.0
-            return Measured(self._nbytes, self._seconds + running)
+            return Throughput(self._nbytes, self._seconds + running)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hotset.base.errors import TransferError
-from hotset.transfer.api import Event, Measured, Meter, Region, State, Writes, WriteTicket
+from hotset.transfer.api import DeviceEvent, Meter, Region, Throughput, Writes, WriteState, WriteTicket
 from hotset.transfer.regions import Description, Regions, cut, decode, runs_between
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Backend(Protocol):
     def post(self, remote: Any, writes: Writes) -> Any:
         """Begins to write, and gives a handle for `check`. TransferError: not a byte has been or will be written."""
 
-    def check(self, handle: Any) -> State:
+    def check(self, handle: Any) -> WriteState:
         """How it stands. A handle that is not pending any more is not shown again."""
 
     def transport(self) -> str:
@@ -92,22 +92,22 @@ class _Job:
     peer: _Peer
     writes: Writes
     nbytes: int
-    after: Event | None
+    after: DeviceEvent | None
     deadline: float
-    state: State = State.PENDING
+    state: WriteState = WriteState.PENDING
     posting: bool = False  # some of it has been given to the engine, or is about to be
     runs: Writes | None = None  # merged, once `after` has happened
     posted: int = 0  # runs given to the engine
     parts: list[tuple[Any, int]] = field(default_factory=list)  # in flight: handle and number of writes
-    failure: State | None = None  # the worst among the parts that have ended
+    failure: WriteState | None = None  # the worst among the parts that have ended
 
 
 class _Lane:
     """One thread and the lists that it drives."""
 
-    def __init__(self, wire: Backend, regions: Regions, meter: Meter, name: str) -> None:
+    def __init__(self, backend: Backend, regions: Regions, meter: Meter, name: str) -> None:
         self.peers: list[_Peer] = []
-        self._wire = wire
+        self._backend = backend
         self._regions = regions
         self._meter = meter
         self._changed = threading.Condition()
@@ -132,15 +132,15 @@ class _Lane:
     def add(self, job: _Job) -> None:
         with self._changed:
             if self._stopped or job.peer.forgotten:
-                job.state = State.FAILED_QUIESCED
+                job.state = WriteState.FAILED_QUIESCED
                 return
             self._jobs.append(job)
             self._changed.notify()
 
-    def state(self, job: _Job) -> State:
+    def state(self, job: _Job) -> WriteState:
         with self._changed:
-            if job.state is State.PENDING and time.monotonic() > job.deadline:
-                self._end(job, State.FAILED_UNKNOWN if job.posting else State.FAILED_QUIESCED)
+            if job.state is WriteState.PENDING and time.monotonic() > job.deadline:
+                self._end(job, WriteState.FAILED_UNKNOWN if job.posting else WriteState.FAILED_QUIESCED)
             return job.state
 
     def forget(self, peer: _Peer) -> None:
@@ -149,14 +149,14 @@ class _Lane:
             peer.forgotten = True
             for job in self._jobs:
                 if job.peer is peer and not job.posting:
-                    self._end(job, State.FAILED_QUIESCED)
+                    self._end(job, WriteState.FAILED_QUIESCED)
             self._changed.notify()
 
     def stop(self) -> None:
         with self._changed:
             self._stopped = True
             for job in self._jobs:
-                self._end(job, State.FAILED_UNKNOWN if job.posting else State.FAILED_QUIESCED)
+                self._end(job, WriteState.FAILED_UNKNOWN if job.posting else WriteState.FAILED_QUIESCED)
             self._changed.notify()
 
     def joined(self, seconds: float) -> bool:
@@ -184,13 +184,13 @@ class _Lane:
     def _let_go(self) -> None:
         """Drops lists of which nothing is in flight and nothing will be, then forgotten peers with no list left."""
         with self._changed:
-            self._jobs = [job for job in self._jobs if job.state is State.PENDING or job.parts]
+            self._jobs = [job for job in self._jobs if job.state is WriteState.PENDING or job.parts]
             busy = {id(job.peer) for job in self._jobs}
             leaving = [peer for peer in self.peers if peer.forgotten and id(peer) not in busy]
             self.peers = [peer for peer in self.peers if peer not in leaving]
         for peer in leaving:
             try:
-                self._wire.disconnect(peer.remote)
+                self._backend.disconnect(peer.remote)
             except Exception as error:
                 log.warning("could not disconnect from %s: %s", peer.name, error)
             peer.gone.set()
@@ -205,104 +205,108 @@ class _Lane:
         except Exception:
             # Whatever an engine or an event throws, the lane lives, and the pages stay under a possible writer.
             log.exception("a list of writes to %s failed", job.peer.name)
-            job.failure = State.FAILED_UNKNOWN if job.posting else State.FAILED_QUIESCED
+            job.failure = WriteState.FAILED_UNKNOWN if job.posting else WriteState.FAILED_QUIESCED
             moved = True
         self._conclude(job)
         return moved
 
     def _begin(self, job: _Job) -> bool:
-        if job.state is not State.PENDING or (job.after is not None and not job.after.query()):
+        if job.state is not WriteState.PENDING or (job.after is not None and not job.after.query()):
             return False
         runs = runs_between(job.writes, self._regions, job.peer.regions)
         if runs is None:
             log.error("a list of writes to %s was refused: a part lies outside registered memory", job.peer.name)
-            job.failure = State.FAILED_QUIESCED
+            job.failure = WriteState.FAILED_QUIESCED
             return True
-        job.runs = cut(runs, self._wire.limits.write_nbytes)
+        job.runs = cut(runs, self._backend.limits.write_nbytes)
         return True
 
     def _check(self, job: _Job) -> bool:
         pending: list[tuple[Any, int]] = []
         for handle, count in job.parts:
             state = self._state_of(handle)
-            if state is State.PENDING:
+            if state is WriteState.PENDING:
                 pending.append((handle, count))
                 continue
             job.peer.flight.writes -= count
-            if state is not State.DONE and job.failure is not State.FAILED_UNKNOWN:
+            if state is not WriteState.DONE and job.failure is not WriteState.FAILED_UNKNOWN:
                 job.failure = state
         moved = len(pending) < len(job.parts)
         job.parts = pending
         return moved
 
-    def _state_of(self, handle: Any) -> State:
+    def _state_of(self, handle: Any) -> WriteState:
         try:
-            return self._wire.check(handle)
+            return self._backend.check(handle)
         except Exception as error:
-            log.warning("%s: %s", self._wire.name, error)
-            return State.FAILED_UNKNOWN
+            log.warning("%s: %s", self._backend.name, error)
+            return WriteState.FAILED_UNKNOWN
 
     def _post(self, job: _Job) -> bool:
         """Gives the engine the next of its runs, if it has room for them."""
         assert job.runs is not None
-        rest, limits = job.runs[job.posted :], self._wire.limits
+        rest, limits = job.runs[job.posted :], self._backend.limits
         fitting = int(np.searchsorted(np.cumsum(rest[: limits.writes, 2]), limits.nbytes, side="right"))
         count = min(max(fitting, 1), len(rest))
         in_flight = job.peer.flight.writes
         if not count or (in_flight and in_flight + count > limits.in_flight):
             return False
         with self._changed:
-            if job.state is not State.PENDING:
+            if job.state is not WriteState.PENDING:
                 return False
             if job.peer.forgotten:
-                job.failure = State.FAILED_QUIESCED
+                job.failure = WriteState.FAILED_QUIESCED
                 return True
             if not job.posting:
                 self._meter.begin()
             job.posting = True
         try:
-            job.parts.append((self._wire.post(job.peer.remote, rest[:count]), count))
+            job.parts.append((self._backend.post(job.peer.remote, rest[:count]), count))
         except TransferError as error:
             log.warning("writes to %s could not begin: %s", job.peer.name, error)
-            job.failure = State.FAILED_QUIESCED
+            job.failure = WriteState.FAILED_QUIESCED
             return True
         job.peer.flight.writes += count
         job.posted += count
         return True
 
     def _conclude(self, job: _Job) -> None:
-        if job.failure is State.FAILED_UNKNOWN or (job.failure and not job.parts):
+        if job.failure is WriteState.FAILED_UNKNOWN or (job.failure and not job.parts):
             state = job.failure
         elif job.runs is not None and job.posted == len(job.runs) and not job.parts:
-            state = State.DONE
+            state = WriteState.DONE
         else:
             return
         with self._changed:
             self._end(job, state)
-        if state is State.DONE and not job.peer.reached:
+        if state is WriteState.DONE and not job.peer.reached:
             job.peer.reached = True
             speed = self._meter.read().gb_per_s
             log.info(
-                "%s reaches %s over %s, %.2f GB/s so far", self._wire.name, job.peer.name, self._wire.transport(), speed
+                "%s reaches %s over %s, %.2f GB/s so far",
+                self._backend.name,
+                job.peer.name,
+                self._backend.transport(),
+                speed,
             )
 
-    def _end(self, job: _Job, state: State) -> None:
-        if job.state is State.PENDING:
+    def _end(self, job: _Job, state: WriteState) -> None:
+        if job.state is WriteState.PENDING:
             job.state = state
             if job.posting:
-                self._meter.end(job.nbytes if state is State.DONE else 0)
+                self._meter.end(job.nbytes if state is WriteState.DONE else 0)
 
 
 class Lanes:
     """A `Transfer` over an engine. `deadline_s` counts from `submit`."""
 
-    def __init__(self, wire: Backend, lanes: int = 4, deadline_s: float = 30.0) -> None:
-        self.name = wire.name
-        self._wire = wire
+    def __init__(self, backend: Backend, lanes: int = 4, deadline_s: float = 30.0) -> None:
+        self.name = backend.name
+        self._backend = backend
         self._deadline_s = deadline_s
         self._regions = Regions()
         self._meter = Meter()
-        self._lanes = [_Lane(wire, self._regions, self._meter, f"{wire.name} lane {n}") for n in range(lanes)]
+        self._lanes = [_Lane(backend, self._regions, self._meter, f"{backend.name} lane {n}") for n in range(lanes)]
         self._lock = threading.Lock()  # over the peers
         self._peers: dict[str, _Peer] = {}
         self._connecting: dict[str, object] = {}  # by name, a mark of the call that may still become this peer
@@ -311,11 +315,11 @@ class Lanes:
 
     def register(self, region: Region) -> None:
         Regions([*self._regions, region])
-        self._wire.register(region)
+        self._backend.register(region)
         self._regions.add(region)
 
     def describe(self) -> bytes:
-        return Description(self.name, self._regions, self._wire.describe()).encode()
+        return Description(self.name, self._regions, self._backend.describe()).encode()
 
     def connect(self, name: str, description: bytes) -> None:
         before, mine = self._forget(name), object()
@@ -325,7 +329,7 @@ class Lanes:
         if before is not None:
             before.gone.wait(LET_GO_S)  # an engine may keep a broken connection for as long as anybody has it
         try:
-            remote = self._wire.connect(found.native, found.regions)
+            remote = self._backend.connect(found.native, found.regions)
             with self._lock:
                 overtaken = self._connecting.get(name) is not mine
                 if not overtaken:
@@ -335,29 +339,29 @@ class Lanes:
                 if self._connecting.get(name) is mine:
                     del self._connecting[name]
         if overtaken:
-            self._wire.disconnect(remote)
+            self._backend.disconnect(remote)
             raise TransferError(f"{name} was forgotten, or connected anew, before it could be reached")
 
     def forget(self, name: str) -> None:
         self._forget(name)
 
-    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> WriteTicket:
+    def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
         nbytes = int(writes[:, 2].sum())
         found = self._peers.get(peer)
         if found is None:
-            return WriteTicket(next(self._tickets), nbytes, State.FAILED_QUIESCED)
+            return WriteTicket(next(self._tickets), nbytes, WriteState.FAILED_QUIESCED)
         job = _Job(found, writes.copy(), nbytes, after, time.monotonic() + self._deadline_s)
         found.lane.add(job)
         return WriteTicket(next(self._tickets), nbytes, job)
 
-    def poll(self, ticket: WriteTicket) -> State:
-        found: _Job | State = ticket.handle
+    def poll(self, ticket: WriteTicket) -> WriteState:
+        found: _Job | WriteState = ticket.handle
         return found.peer.lane.state(found) if isinstance(found, _Job) else found
 
     def transport(self) -> str:
-        return self._wire.transport()
+        return self._backend.transport()
 
-    def measured(self) -> Measured:
+    def throughput(self) -> Throughput:
         return self._meter.read()
 
     def close(self) -> None:
@@ -374,9 +378,9 @@ class Lanes:
         if not all(joined):
             log.warning("%s is not closed: it still holds a lane", self.name)
             return
-        self._wire.close()
-        measured = self.measured()
-        log.info("%s wrote %d bytes, %.2f GB/s", self.name, measured.nbytes, measured.gb_per_s)
+        self._backend.close()
+        throughput = self.throughput()
+        log.info("%s wrote %d bytes, %.2f GB/s", self.name, throughput.nbytes, throughput.gb_per_s)
 
     def _adopt(self, name: str, regions: Regions, remote: Any) -> None:
         """What the engine knows as one and the same stays on its lane, and is counted together."""

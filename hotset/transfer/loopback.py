@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hotset.base.errors import StartupError, TransferError
-from hotset.transfer.api import Event, Measured, Memory, Meter, Region, State, Writes, WriteTicket
+from hotset.transfer.api import DeviceEvent, MemoryKind, Meter, Region, Throughput, Writes, WriteState, WriteTicket
 from hotset.transfer.regions import Description, Regions, decode, runs_between
 
 log = logging.getLogger(__name__)
 
 EVENT_POLL_S = 0.0005
 
-Piece = tuple[int, int, int]  # one row of `Writes`
+_Write = tuple[int, int, int]  # one row of `Writes`
 
 
 class Fate(Enum):
@@ -68,10 +68,10 @@ class _Job:
     target: "Loopback"
     writes: Writes
     nbytes: int
-    after: Event | None
+    after: DeviceEvent | None
     begun: bool = False
-    measured: bool = False
-    state: State = State.PENDING
+    throughput: bool = False
+    state: WriteState = WriteState.PENDING
 
 
 @dataclass(order=True, slots=True)
@@ -111,7 +111,7 @@ class Hub:
             while self._due and self._due[0].at <= now:
                 due = heapq.heappop(self._due)
                 self._now = max(self._now, due.at)
-                if due.job is None or due.job.state is State.PENDING:
+                if due.job is None or due.job.state is WriteState.PENDING:
                     due.act()
                 self._begin_what_may()
             self._now = max(self._now, now)
@@ -125,7 +125,7 @@ class Hub:
         with self.lock:
             if self._ready():
                 return self.now
-            while self._due and (job := self._due[0].job) is not None and job.state is not State.PENDING:
+            while self._due and (job := self._due[0].job) is not None and job.state is not WriteState.PENDING:
                 heapq.heappop(self._due)
             return self._due[0].at if self._due else None
 
@@ -158,9 +158,9 @@ class Hub:
             self._at(self.now + deadline_s, lambda: self.end_early([job]), job)
             self.lock.notify_all()
 
-    def end(self, job: _Job, state: State) -> None:
+    def end(self, job: _Job, state: WriteState) -> None:
         """A list has ended. What had ended already stays as it is."""
-        if job.state is State.PENDING:
+        if job.state is WriteState.PENDING:
             job.state = state
             job.source.ended(job)
 
@@ -169,7 +169,7 @@ class Hub:
         for job in list(jobs):
             if not job.begun:
                 self._waiting.remove(job)
-            self.end(job, State.FAILED_UNKNOWN if job.begun else State.FAILED_QUIESCED)
+            self.end(job, WriteState.FAILED_UNKNOWN if job.begun else WriteState.FAILED_QUIESCED)
 
     def _run(self) -> None:
         with self.lock:
@@ -195,10 +195,10 @@ class Hub:
         runs = runs_between(job.writes, job.source.regions, job.target.regions)
         if runs is None:
             log.error("a list of writes was refused: a part of it lies outside registered memory")
-            self.end(job, State.FAILED_QUIESCED)
+            self.end(job, WriteState.FAILED_QUIESCED)
             return
         job.source.meter.begin()
-        job.measured = True
+        job.throughput = True
         faults = job.target.faults or self.faults
         fate = self.fates.popleft() if self.fates else faults.fate(self._random)
         pieces = self._pieces(runs, whole=fate is Fate.WRITTEN)
@@ -210,16 +210,16 @@ class Hub:
         else:
             self._fail(job, fate, pieces, at, faults)
 
-    def _pieces(self, runs: Writes, *, whole: bool) -> list[Piece]:
+    def _pieces(self, runs: Writes, *, whole: bool) -> list[_Write]:
         """What lands at once. The runs of a list that fails are cut anywhere: an engine may stop within a write."""
-        pieces: list[Piece] = []
+        pieces: list[_Write] = []
         for here, there, nbytes in runs.tolist():
             cut = 0 if whole else self._random.randrange(nbytes)
             pieces += [(here, there, cut)] if cut else []
             pieces.append((here + cut, there + cut, nbytes - cut))
         return pieces
 
-    def _write(self, job: _Job, pieces: list[Piece], at: float, faults: Faults) -> None:
+    def _write(self, job: _Job, pieces: list[_Write], at: float, faults: Faults) -> None:
         if pieces and self._random.random() < faults.duplicate:
             pieces = pieces + self._random.choices(pieces, k=1 + len(pieces) // 4)
         if pieces and self._random.random() < faults.reorder:
@@ -229,21 +229,21 @@ class Hub:
             at += self._random.uniform(*faults.delay_s)
 
         def finish() -> None:  # also if the deadline was first: then these bytes are late
-            self.end(job, State.DONE if self._land(job, pieces) else State.FAILED_UNKNOWN)
+            self.end(job, WriteState.DONE if self._land(job, pieces) else WriteState.FAILED_UNKNOWN)
 
         self._at(at, finish)
 
-    def _fail(self, job: _Job, fate: Fate, pieces: list[Piece], at: float, faults: Faults) -> None:
+    def _fail(self, job: _Job, fate: Fate, pieces: list[_Write], at: float, faults: Faults) -> None:
         some = self._random.randrange(len(pieces)) if pieces else 0
         self._at(at, lambda: self._land(job, pieces[:some]))
         if fate is not Fate.SILENT:
-            state = State.FAILED_QUIESCED if fate is Fate.CUT else State.FAILED_UNKNOWN
+            state = WriteState.FAILED_QUIESCED if fate is Fate.CUT else WriteState.FAILED_UNKNOWN
             self._at(at, lambda: self.end(job, state), job)
         if fate is Fate.LATE:
             late = at + self._random.uniform(*faults.late_s)
             self._at(late, lambda: self._land(job, pieces[some:]))
 
-    def _land(self, job: _Job, pieces: Iterable[Piece]) -> bool:
+    def _land(self, job: _Job, pieces: Iterable[_Write]) -> bool:
         """Copies, unless either end is closed: its memory may be gone."""
         if job.source.closed or job.target.closed:
             return False
@@ -273,7 +273,7 @@ class Loopback:
         self._number = hub.join(self)
 
     def register(self, region: Region) -> None:
-        if region.memory is Memory.DEVICE:
+        if region.memory is MemoryKind.DEVICE:
             raise StartupError("transfer engine loopback moves host memory only; for memory of a GPU take nixl")
         self.regions.add(region)
 
@@ -295,25 +295,25 @@ class Loopback:
             if peer is not None and peer not in self._peers.values():
                 self._hub.end_early(job for job in self._jobs if job.target is peer and not job.begun)
 
-    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> WriteTicket:
+    def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
         with self._hub.lock:
             nbytes = int(writes[:, 2].sum())
             target = self._peers.get(peer)
             if self.closed or target is None:
-                return WriteTicket(next(self._tickets), nbytes, State.FAILED_QUIESCED)
+                return WriteTicket(next(self._tickets), nbytes, WriteState.FAILED_QUIESCED)
             job = _Job(self, target, writes.copy(), nbytes, after)
             self._jobs.append(job)
             self._hub.start(job, self._deadline_s)
             return WriteTicket(next(self._tickets), nbytes, job)
 
-    def poll(self, ticket: WriteTicket) -> State:
-        found: _Job | State = ticket.handle
+    def poll(self, ticket: WriteTicket) -> WriteState:
+        found: _Job | WriteState = ticket.handle
         return found.state if isinstance(found, _Job) else found
 
     def transport(self) -> str:
         return "memory of this process"
 
-    def measured(self) -> Measured:
+    def throughput(self) -> Throughput:
         return self.meter.read()
 
     def close(self) -> None:
@@ -326,5 +326,5 @@ class Loopback:
     def ended(self, job: _Job) -> None:
         """The hub says so, once for each list."""
         self._jobs.remove(job)
-        if job.measured:
-            self.meter.end(job.nbytes if job.state is State.DONE else 0)
+        if job.throughput:
+            self.meter.end(job.nbytes if job.state is WriteState.DONE else 0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotset.base.errors import MissingDependency, StartupError, TransferError
-from hotset.transfer.api import Memory, Region, State, Writes
+from hotset.transfer.api import MemoryKind, Region, Writes, WriteState
 from hotset.transfer.lanes import Limits
 from hotset.transfer.regions import Regions
 
@@ -81,7 +81,7 @@ class MooncakeBackend:
         self._engines = [self._open()]
 
     def register(self, region: Region) -> None:
-        if region.memory is Memory.DEVICE and not self._module.SUPPORT_CUDA:
+        if region.memory is MemoryKind.DEVICE and not self._module.SUPPORT_CUDA:
             raise StartupError(
                 "transfer engine mooncake: this build of it cannot reach GPU memory; pip install "
                 "mooncake-transfer-engine in place of mooncake-transfer-engine-non-cuda"
@@ -124,15 +124,15 @@ class MooncakeBackend:
             post.batches.append(batch)
         return post
 
-    def check(self, handle: _Post) -> State:
+    def check(self, handle: _Post) -> WriteState:
         while handle.batches:
             status = handle.engine.native.transfer_check_status(handle.batches[0])
             if status == UNDER_WAY:
-                return State.PENDING
+                return WriteState.PENDING
             handle.batches.popleft()  # Mooncake has freed it
             handle.failed |= status != ENDED_WELL
         # The peer may not have taken all that was sent from its socket yet.
-        return State.FAILED_UNKNOWN if handle.failed else State.DONE
+        return WriteState.FAILED_UNKNOWN if handle.failed else WriteState.DONE
 
     def transport(self) -> str:
         return self._protocol.upper()
@@ -165,7 +165,7 @@ class MooncakeBackend:
         return _Engine(native)
 
     def _register(self, engine: _Engine, region: Region) -> None:
-        place = "*" if region.memory is Memory.HOST else f"cuda:{region.device}"
+        place = "*" if region.memory is MemoryKind.HOST else f"cuda:{region.device}"
         status = engine.native.register_memory(region.address, region.nbytes, place)
         if status != 0:
             raise StartupError(

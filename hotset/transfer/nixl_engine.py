@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hotset.base.address import is_loopback
 from hotset.base.errors import MissingDependency, StartupError, TransferError
-from hotset.transfer.api import Memory, Region, State, Writes
+from hotset.transfer.api import MemoryKind, Region, Writes, WriteState
 from hotset.transfer.lanes import Limits
 from hotset.transfer.regions import Regions
 
@@ -176,14 +176,14 @@ class NixlBackend:
                 self._advance(post, request, begin=True)
         return post
 
-    def check(self, handle: _Post) -> State:
+    def check(self, handle: _Post) -> WriteState:
         requests, handle.requests = handle.requests, []
         for request in requests:
             self._advance(handle, request, begin=False)
         if handle.requests:
-            return State.PENDING
+            return WriteState.PENDING
         # An error says that the connection is lost, not that the peer's side has written all that it had received.
-        return State.FAILED_UNKNOWN if handle.failed else State.DONE
+        return WriteState.FAILED_UNKNOWN if handle.failed else WriteState.DONE
 
     def transport(self) -> str:
         self._log.read()
@@ -217,15 +217,15 @@ class NixlBackend:
             except Exception as error:
                 log.debug("nixl keeps a request: %s", error)
 
-    def _kind(self, memory: Memory) -> Any:
-        return self._nixl.DRAM_SEG if memory is Memory.HOST else self._nixl.VRAM_SEG
+    def _kind(self, memory: MemoryKind) -> Any:
+        return self._nixl.DRAM_SEG if memory is MemoryKind.HOST else self._nixl.VRAM_SEG
 
     def _lists(self, remote: _Remote, writes: Writes) -> Iterator[tuple[Any, Any]]:
         """Lists that NIXL takes: each is of one kind of memory here, and of one there."""
         here = _Side(self._regions, writes[:, 0], writes[:, 2])
         there = _Side(remote.regions, writes[:, 1], writes[:, 2])
-        for memory in Memory:
-            for peer_memory in Memory:
+        for memory in MemoryKind:
+            for peer_memory in MemoryKind:
                 chosen = here.of(memory) & there.of(peer_memory)
                 if chosen.any():
                     yield (
@@ -240,8 +240,8 @@ class _Side:
     def __init__(self, regions: Regions, addresses: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
         at = regions.locate(addresses, nbytes)
         devices = np.array([region.device for region in regions], np.int64)
-        self._on_device = np.array([region.memory is Memory.DEVICE for region in regions], np.bool_)[at]
+        self._on_device = np.array([region.memory is MemoryKind.DEVICE for region in regions], np.bool_)[at]
         self.entries = np.stack([addresses, nbytes, devices[at]], axis=1).astype(np.uint64)
 
-    def of(self, memory: Memory) -> NDArray[np.bool_]:
-        return self._on_device if memory is Memory.DEVICE else ~self._on_device
+    def of(self, memory: MemoryKind) -> NDArray[np.bool_]:
+        return self._on_device if memory is MemoryKind.DEVICE else ~self._on_device

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotset.base.errors import StartupError, TransferError
-from hotset.transfer.api import Memory, Region, Writes
+from hotset.transfer.api import MemoryKind, Region, Writes
 
 OUTSIDE = -1
 
@@ -131,7 +131,7 @@ def decode(description: bytes, engine: str) -> Description:
         raise TransferError(f"the peer uses {other} (version {version}), this side {engine} (version {VERSION})")
     try:
         regions = [
-            Region(int(address), int(nbytes), Memory(memory), int(device))
+            Region(int(address), int(nbytes), MemoryKind(memory), int(device))
             for address, nbytes, memory, device in found["regions"]
         ]
         return Description(engine, Regions(regions), base64.b64decode(found["native"], validate=True))

@@ -25,7 +25,16 @@ from hotset.engine.handoffs import DecodeEndpoint, PrefillEndpoint
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.sizing import kv_budget
 from hotset.engine.stores import host_stores
-from hotset.handoff.messages import Ask, Drop, Fetch, Key, Landed, Span, Store, Written
+from hotset.handoff.messages import (
+    Fetch,
+    HandoffKey,
+    HandoffRequest,
+    Landed,
+    PagedSpan,
+    ReleasePages,
+    RowsComputed,
+    Store,
+)
 from hotset.models.checkpoint import find_model, open_weights
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
@@ -117,9 +126,9 @@ class Compared:
         assert isinstance(prefill._port, PrefillEndpoint) and isinstance(decode._port, DecodeEndpoint)
         self.source = host_stores(prefill.executor.hosts())["host"]
         self.targets = decode._port._agent._side._hello.stores
-        self.asks: dict[Key, Ask] = {}
-        self.sent: dict[Key, tuple[int, ...]] = {}  # pages at the prefill worker
-        self.dropped: list[Drop] = []
+        self.asks: dict[HandoffKey, HandoffRequest] = {}
+        self.sent: dict[HandoffKey, tuple[int, ...]] = {}  # pages at the prefill worker
+        self.dropped: list[ReleasePages] = []
         self.contexts = 0
         sender, receiver = prefill._port._agent, decode._port._agent
         self._fact_of_sender, self._fact_of_receiver = sender.facts, receiver.facts
@@ -128,7 +137,7 @@ class Compared:
         receiver.facts, receiver.put = self.facts_of_receiver, self.put_to_receiver  # type: ignore[method-assign]
 
     def put_to_sender(self, command: Any) -> None:
-        if isinstance(command, Written):
+        if isinstance(command, RowsComputed):
             self.sent[command.key] = command.pages
         self._put_of_sender(command)
 
@@ -139,8 +148,8 @@ class Compared:
 
     def facts_of_sender(self) -> list[Any]:
         facts = list(self._fact_of_sender())
-        self.dropped += [fact for fact in facts if isinstance(fact, Drop)]
-        return [fact for fact in facts if not isinstance(fact, Drop)]
+        self.dropped += [fact for fact in facts if isinstance(fact, ReleasePages)]
+        return [fact for fact in facts if not isinstance(fact, ReleasePages)]
 
     def facts_of_receiver(self) -> list[Any]:
         facts = list(self._fact_of_receiver())
@@ -149,7 +158,7 @@ class Compared:
                 self.compare(fact.key)
         return facts
 
-    def compare(self, key: Key) -> None:
+    def compare(self, key: HandoffKey) -> None:
         ask, pages = self.asks[key], self.sent.get(key)
         if pages is None:
             return  # it came from another prefill worker
@@ -179,7 +188,7 @@ def rows_of(store: Store, pages: tuple[int, ...], rows: int) -> list[bytes]:
     return [bytes(each for each in row if each is not None) for row in whole]
 
 
-def bytes_of(span: Span, pages: tuple[int, ...], rows: int) -> list[bytes]:
+def bytes_of(span: PagedSpan, pages: tuple[int, ...], rows: int) -> list[bytes]:
     """Every row of every unit, found one by one."""
     found = []
     for parts in span.bases:

@@ -20,14 +20,14 @@ from hotset.engine.handoffs import DecodeEndpoint, PrefillEndpoint
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.process import AddRequests, EngineProcess, EngineReady, StopEngine, _stop_requested
 from hotset.engine.sizing import kv_budget
-from hotset.handoff.agent import FAREWELL_SECONDS, STOP_SECONDS
-from hotset.handoff.messages import Drop, Fetch, Key, NotComputed, Prefill, Written
+from hotset.handoff.agent import NOTIFY_SECONDS, STOP_SECONDS
+from hotset.handoff.messages import Fetch, HandoffKey, PrefillFailed, ReleasePages, RowsComputed, StartPrefill
 from hotset.transfer.api import Region
 from hotset.transfer.lanes import CLOSE_S
 from hotset.transfer.loopback import Hub, Loopback
 
 SIZES: dict[str, Any] = {"max_model_len": 144, "max_num_batched_tokens": 16, "page_rows": 16, "device_kv_tokens": 800}
-PEER, KEY, SEEDED = "127.0.0.1:1", Key("r", 0), SamplingParams(seed=1)
+PEER, KEY, SEEDED = "127.0.0.1:1", HandoffKey("r", 0), SamplingParams(seed=1)
 
 
 class Watched(Loopback):
@@ -100,16 +100,16 @@ def test_defect_14_one_key_asked_again_while_its_plan_is_in_flight_is_another_re
 ) -> None:
     with monkeypatch.context() as patch:
         agent = dictated(prefill, patch)
-        agent.coming = [Prefill(PEER, KEY, PromptSpec((7,) * 64, SEEDED))]
+        agent.coming = [StartPrefill(PEER, KEY, PromptSpec((7,) * 64, SEEDED))]
         prefill.step()
         assert prefill._pending, "nothing of it is in flight: the test tests nothing"
         agent.told.clear()
-        agent.coming = [Drop(PEER, KEY), Prefill(PEER, KEY, PromptSpec((9,) * 32, SEEDED))]
+        agent.coming = [ReleasePages(PEER, KEY), StartPrefill(PEER, KEY, PromptSpec((9,) * 32, SEEDED))]
         for _ in range(8):
             prefill.step()
-        rows = [(told.first, told.last) for told in agent.told if isinstance(told, Written)]
+        rows = [(told.first, told.last) for told in agent.told if isinstance(told, RowsComputed)]
         assert rows == [(0, 16), (16, 32)], "rows of both were told under one key"
-        agent.coming = [Drop(PEER, KEY), Drop(PEER, KEY)]
+        agent.coming = [ReleasePages(PEER, KEY), ReleasePages(PEER, KEY)]
         prefill.step()
         assert prefill.idle
     assert not prefill.stats().host_pages_held
@@ -126,9 +126,9 @@ def test_a_prompt_that_cannot_be_computed_is_refused_and_dropped_like_any_other(
 ) -> None:
     with monkeypatch.context() as patch:
         agent = dictated(prefill, patch)
-        agent.coming = [Prefill(PEER, KEY, PromptSpec(token_ids, params)), Drop(PEER, KEY)]
+        agent.coming = [StartPrefill(PEER, KEY, PromptSpec(token_ids, params)), ReleasePages(PEER, KEY)]
         prefill.step()
-        assert [type(told) for told in agent.told] == [NotComputed] and prefill.idle
+        assert [type(told) for told in agent.told] == [PrefillFailed] and prefill.idle
 
 
 class Later:
@@ -223,7 +223,7 @@ def test_what_peers_wait_for_gets_the_time_that_is_given_until_somebody_will_not
 def test_a_child_is_killed_only_after_all_that_it_may_need_to_close() -> None:
     small, large = make("decode"), make("decode", host_kv_tokens=8192)
     try:
-        least = core.DRAIN_SECONDS + FAREWELL_SECONDS + STOP_SECONDS + CLOSE_S
+        least = core.DRAIN_SECONDS + NOTIFY_SECONDS + STOP_SECONDS + CLOSE_S
         assert least < small.closing_seconds < large.closing_seconds
         process = EngineProcess.__new__(EngineProcess)
         process.pipe = type("Pipe", (), {"recv": lambda _: EngineReady(large.card, large.closing_seconds)})()

@@ -22,39 +22,38 @@ from pace import scaled
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import check_peers, head_shards, pages_for
 from hotset.handoff.messages import (
-    Ask,
-    Drop,
     Fetch,
-    Go,
+    FetchFailed,
+    FirstTokenSampled,
+    HandoffKey,
+    HandoffRequest,
     Hello,
-    Key,
     Landed,
     Landing,
-    Lost,
+    MemoryRange,
     Message,
-    Model,
-    NotComputed,
-    Prefill,
+    ModelIdentity,
+    PagedSpan,
+    PrefillFailed,
     Quiesced,
-    Sampled,
-    Send,
+    ReleasePages,
+    RowsComputed,
+    SendMessage,
     Shard,
-    Space,
-    Span,
+    StartPrefill,
+    StartWrites,
     Store,
-    Submit,
-    Unpack,
-    Written,
+    SubmitWrites,
+    UnpackPiece,
 )
-from hotset.handoff.outgoing import WAITS as SENDER_WAITS
+from hotset.handoff.outgoing import SENDER_TIMEOUTS
 from hotset.handoff.packing import pack, unpack
-from hotset.handoff.receiver import WAITS as RECEIVER_WAITS
-from hotset.handoff.receiver import Receiver
+from hotset.handoff.receiver import RECEIVER_TIMEOUTS, Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.staged_out import PIECE_WAITS
-from hotset.handoff.staging import StagedIn, sender_buffers
+from hotset.handoff.staged_out import PIECE_TIMEOUTS
+from hotset.handoff.staging import ReceiverStaging, sender_buffers
 from hotset.memory.pages import PageAllocator
-from hotset.transfer.api import Region, State, WriteTicket
+from hotset.transfer.api import Region, WriteState, WriteTicket
 from hotset.transfer.loopback import Faults, Hub, Loopback
 
 POISON = 0xAB
@@ -62,7 +61,7 @@ LAYERS, GROUPS, HEADS, HEAD_BYTES, KEY_BYTES = 3, 2, 2, 3, 5
 ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
 STAGING_BYTES = 2048  # 4 pieces of at most 11 rows
 PACE = 0.2  # of the machines' usual waits
-MODEL = Model("toy", LAYERS, f"{ROW_BYTES} bytes", f"{KEY_BYTES} bytes", GROUPS, "w")
+MODEL = ModelIdentity("toy", LAYERS, f"{ROW_BYTES} bytes", f"{KEY_BYTES} bytes", GROUPS, "w")
 Bytes = NDArray[np.uint8]
 
 
@@ -96,7 +95,7 @@ class Pool:
         self.bytes = arena.take(units, parts, pages, page_bytes)
         base, steps = self.bytes.ctypes.data, self.bytes.strides
         bases = tuple(tuple(base + unit * steps[0] + part * steps[1] for part in range(parts)) for unit in range(units))
-        self.span = Span(bases, page_bytes, page_rows, self.part_rows, row_bytes)
+        self.span = PagedSpan(bases, page_bytes, page_rows, self.part_rows, row_bytes)
         self.allocator = PageAllocator(pages)
 
     def rows(self, pages: Sequence[int], unit: int, count: int) -> Bytes:
@@ -175,7 +174,7 @@ class Memory:
             self.rows.allocator.release(rows)
         return None if rows is None or keys is None else (rows, keys)
 
-    def check(self, ask: Ask) -> None:
+    def check(self, ask: HandoffRequest) -> None:
         count = len(ask.prompt)
         for layer in range(LAYERS):
             self.rows.check(ask.row_pages, layer, content(ask.prompt.token_ids, 0, count, layer, ROW_BYTES))
@@ -183,7 +182,7 @@ class Memory:
             expected = content(ask.prompt.token_ids, 0, count, group, KEY_BYTES)
             assert (self.keys.rows(ask.key_pages, group, count) == expected).all(), f"{ask.key}: wrong keys landed"
 
-    def release(self, ask: Ask) -> None:
+    def release(self, ask: HandoffRequest) -> None:
         self.rows.release(ask.row_pages)
         self.keys.release(ask.key_pages)
 
@@ -312,7 +311,7 @@ class Worker(ABC):
         arena = Arena()
         self.memories = self.make_memories(arena)
         self.staging = arena.take(STAGING_BYTES)  # a ring, or buffers
-        self.space = Space(self.staging.ctypes.data, self.staging.nbytes)
+        self.space = MemoryRange(self.staging.ctypes.data, self.staging.nbytes)
         self.transfer = Loopback(self.world.hub, deadline_s=6.0)
         for taken in [self.staging, *(pool.bytes for memory in self.memories for pool in memory.pools)]:
             self.transfer.register(Region(taken.ctypes.data, taken.nbytes))
@@ -375,19 +374,21 @@ class Decode(Worker):
 
     def begin(self) -> None:
         super().begin()
-        self.ring = StagedIn(self.space, self.hello.stores)
-        self.machine = Receiver(scaled(RECEIVER_WAITS, PACE), self.ring)
+        self.ring = ReceiverStaging(self.space, self.hello.stores)
+        self.machine = Receiver(scaled(RECEIVER_TIMEOUTS, PACE), self.ring)
         self.numbers = itertools.count()  # ids begin anew with every incarnation
-        self.waiting: deque[tuple[Key, tuple[int, ...], int]] = deque()  # for pages; the last: attempts left
-        self.asked: dict[Key, tuple[Ask, int, float]] = {}  # its end was not told yet; attempts left, since when
-        self.kept: dict[Key, tuple[float, Ask]] = {}  # landed: until when
-        self.doubtful: dict[Key, Ask] = {}  # quarantined
-        self.known_keys: set[Key] = set()
+        self.waiting: deque[tuple[HandoffKey, tuple[int, ...], int]] = deque()  # for pages; the last: attempts left
+        self.asked: dict[
+            HandoffKey, tuple[HandoffRequest, int, float]
+        ] = {}  # its end was not told yet; attempts left, since when
+        self.kept: dict[HandoffKey, tuple[float, HandoffRequest]] = {}  # landed: until when
+        self.doubtful: dict[HandoffKey, HandoffRequest] = {}  # quarantined
+        self.known_keys: set[HandoffKey] = set()
 
     def request(self) -> None:
         count, serial = self.world.random.randint(1, 40), next(self.world.serial)
         token_ids = tuple(range(serial * 64, serial * 64 + count))
-        self.waiting.append((Key(str(next(self.numbers)), 1), token_ids, 2))
+        self.waiting.append((HandoffKey(str(next(self.numbers)), 1), token_ids, 2))
 
     def step(self) -> None:
         now = self.world.now
@@ -402,20 +403,20 @@ class Decode(Worker):
         self.machine.tick(now)
         for action in self.machine.take_actions():
             match action:
-                case Send(peer, message):
-                    self.world.counts["staged"] += isinstance(message, Go) and message.staged
-                    self.world.counts["direct"] += isinstance(message, Go) and not message.staged
+                case SendMessage(peer, message):
+                    self.world.counts["staged"] += isinstance(message, StartWrites) and message.staged
+                    self.world.counts["direct"] += isinstance(message, StartWrites) and not message.staged
                     self.world.send(self, peer, message)
-                case Unpack(piece):
+                case UnpackPiece(piece):
                     unpack(piece)
                     self.world.counts["pieces"] += 1
                 case fact:
                     self._hear(fact)
 
-    def memory(self, ask: Ask) -> Memory:
+    def memory(self, ask: HandoffRequest) -> Memory:
         return self.memories[self.landings.index(ask.landing)]
 
-    def _fetch(self, key: Key, token_ids: tuple[int, ...], attempts: int) -> bool:
+    def _fetch(self, key: HandoffKey, token_ids: tuple[int, ...], attempts: int) -> bool:
         """False: there is no room, or nobody to ask. It waits."""
         prefills = [each for each in self.world.prefills if each.alive or self.knows.get(each.name) is not None]
         at = self.world.random.randrange(2)
@@ -426,7 +427,9 @@ class Decode(Worker):
         prefill = self.world.random.choice(prefills)
         if prefill.alive:
             self.world.introduce(self, prefill)
-        ask = Ask(key, PromptSpec(token_ids, SamplingParams()), self.landings[at], tuple(pages[0]), tuple(pages[1]))
+        ask = HandoffRequest(
+            key, PromptSpec(token_ids, SamplingParams()), self.landings[at], tuple(pages[0]), tuple(pages[1])
+        )
         assert key not in self.known_keys
         self.known_keys.add(key)
         self.asked[key] = ask, attempts, self.world.now
@@ -453,14 +456,14 @@ class Decode(Worker):
             self.kept[fact.key] = self.world.now + self.world.random.uniform(0, 1.5), ask
             counts["landed"] += 1
             return
-        assert isinstance(fact, Lost)
+        assert isinstance(fact, FetchFailed)
         counts["lost" if fact.quiesced else "lost, in doubt"] += 1
         if fact.quiesced:
             self.memory(ask).release(ask)
         else:
             self.doubtful[fact.key] = ask
         if attempts > 0 and fact.reason != "given up":
-            again = Key(fact.key.request_id, fact.key.attempt + 1)
+            again = HandoffKey(fact.key.request_id, fact.key.attempt + 1)
             self.waiting.append((again, ask.prompt.token_ids, attempts - 1))
 
 
@@ -468,7 +471,7 @@ class Decode(Worker):
 class Job:
     """A prompt that is computed, chunk by chunk."""
 
-    prefill: Prefill
+    prefill: StartPrefill
     pages: list[int]
     done: int = 0
 
@@ -501,16 +504,16 @@ class PrefillWorker(Worker):
         super().begin()
         self.machine = Sender(
             self.memories[0].store,
-            scaled(SENDER_WAITS, PACE),
+            scaled(SENDER_TIMEOUTS, PACE),
             write_limit=3.0,
             tombstone_limit=20.0,
             buffers=sender_buffers(self.space),
-            few_writes=20,
-            piece_waits=scaled(PIECE_WAITS, PACE / 4),
+            max_direct_writes=20,
+            piece_timeouts=scaled(PIECE_TIMEOUTS, PACE / 4),
         )
-        self.queue: deque[Prefill] = deque()
-        self.jobs: dict[tuple[str, Key], Job] = {}
-        self.tickets: list[tuple[str, Key, WriteTicket]] = []
+        self.queue: deque[StartPrefill] = deque()
+        self.jobs: dict[tuple[str, HandoffKey], Job] = {}
+        self.tickets: list[tuple[str, HandoffKey, WriteTicket]] = []
 
     @property
     def memory(self) -> Memory:
@@ -520,7 +523,7 @@ class PrefillWorker(Worker):
         now = self.world.now
         for entry in list(self.tickets):
             state = self.transfer.poll(entry[2])
-            if state is not State.PENDING:
+            if state is not WriteState.PENDING:
                 self.tickets.remove(entry)
                 self.machine.ended(*entry, state, now)
         self.machine.tick(now)
@@ -534,21 +537,21 @@ class PrefillWorker(Worker):
         while actions := self.machine.take_actions():
             for action in actions:
                 match action:
-                    case Send(peer, message):
+                    case SendMessage(peer, message):
                         self.world.send(self, peer, message)
-                    case Submit(peer, key, writes, after, piece):
+                    case SubmitWrites(peer, key, writes, after, piece):
                         if piece is not None:
                             pack(piece)
                         ticket = self.transfer.submit(peer, writes, after)
                         self.machine.submitted(peer, key, ticket)
                         self.tickets.append((peer, key, ticket))
-                    case Prefill():
+                    case StartPrefill():
                         assert (action.peer, action.key) not in self.jobs, "computed twice at once"
                         self.queue.append(action)
-                    case Drop(peer, key):
+                    case ReleasePages(peer, key):
                         self._drop(peer, key)
 
-    def _drop(self, peer: str, key: Key) -> None:
+    def _drop(self, peer: str, key: HandoffKey) -> None:
         job = self.jobs.pop((peer, key), None)
         if job is not None:
             self.memory.keys.poison(job.pages)
@@ -566,14 +569,16 @@ class PrefillWorker(Worker):
         for job in [each for each in self.jobs.values() if each.done < len(each.prefill.prompt)][:3]:
             peer, key, total = job.prefill.peer, job.prefill.key, len(job.prefill.prompt)
             if self.world.chance(self.world.trouble.not_computed):
-                self.machine.tell(NotComputed(peer, key, True, "bad luck"), self.world.now)
+                self.machine.tell(PrefillFailed(peer, key, True, "bad luck"), self.world.now)
                 continue
             first, job.done = job.done, min(total, job.done + self.world.random.randint(1, 16))
             forward = Forward(self.incarnation, job, first, job.done)
-            self.machine.tell(Written(peer, key, first, job.done, tuple(job.pages), forward), self.world.now)
+            self.machine.tell(RowsComputed(peer, key, first, job.done, tuple(job.pages), forward), self.world.now)
             self.world.later(self.world.random.uniform(0, 0.03), partial(self._pass, forward))
             if job.done == total:
-                self.machine.tell(Sampled(peer, key, job.prefill.prompt.token_ids[-1] + 1, None), self.world.now)
+                self.machine.tell(
+                    FirstTokenSampled(peer, key, job.prefill.prompt.token_ids[-1] + 1, None), self.world.now
+                )
 
     def _room(self, tokens: int) -> list[int] | None:
         return self.memory.rows.allocator.allocate(pages_for(self.memory.rows.span, tokens))

@@ -19,32 +19,32 @@ from pace import scaled
 from hotset.base.errors import EngineStopped
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff import outgoing, receiver
-from hotset.handoff.agent import HandoffAgent, Post
+from hotset.handoff.agent import ControlChannel, HandoffAgent
 from hotset.handoff.layout import head_shards
 from hotset.handoff.messages import (
-    Ask,
-    Drop,
+    CancelFetch,
     Fetch,
-    GiveUp,
+    FetchFailed,
+    FirstTokenSampled,
+    HandoffKey,
+    HandoffRequest,
     Hello,
-    Key,
     Landed,
-    Lost,
-    Model,
-    NotComputed,
-    Prefill,
+    ModelIdentity,
+    PagedSpan,
+    PrefillFailed,
     Quiesced,
-    ReceiverFact,
-    Sampled,
-    Span,
+    ReceiverEvent,
+    ReleasePages,
+    RowsComputed,
+    StartPrefill,
     Store,
-    Written,
 )
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.staging import StagedIn
+from hotset.handoff.staging import ReceiverStaging
 from hotset.handoff.timers import Timing
-from hotset.transfer.api import Event, Measured, Region, State, Transfer, Writes, WriteTicket
+from hotset.transfer.api import DeviceEvent, Region, Throughput, Transfer, Writes, WriteState, WriteTicket
 
 if TYPE_CHECKING:
     from hotset.handoff.packing import StagingMemory  # which brings torch, and processes are to begin quickly
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 LAYERS, HEADS, HEAD_BYTES, GROUPS, KEY_BYTES = 2, 4, 6, 1, 16
 ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
 POISON = 0xAB
-MODEL = Model("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
+MODEL = ModelIdentity("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
 QUICK = Timing(hello_again=0.1, ping_every=0.2, lost_after=1.5, poll_every=0.001)
 SCALE = 0.2  # of the state machines' own times
 SECONDS = 60.0  # for what happens much sooner on a machine that is not overloaded
@@ -105,10 +105,10 @@ class Memory:
     def store(self) -> Store:
         return Store(self._shards, self._span(self.keys))
 
-    def _span(self, units: Bytes) -> Span:
+    def _span(self, units: Bytes) -> PagedSpan:
         bases = tuple((unit.ctypes.data,) for unit in units)
         width = units.shape[-1]
-        return Span(bases, self.page_rows * width, self.page_rows, self.page_rows, width)
+        return PagedSpan(bases, self.page_rows * width, self.page_rows, self.page_rows, width)
 
     def _parts(self, rows: Bytes) -> list[Bytes]:
         """What each rank has of whole rows."""
@@ -168,10 +168,10 @@ class _Engine(ABC):
         self,
         machine: Receiver | Sender,
         memory: Memory,
-        post: Post,
+        post: ControlChannel,
         transfer: Transfer,
         timing: Timing = QUICK,
-        model: Model = MODEL,
+        model: ModelIdentity = MODEL,
         staging: "StagingMemory | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -224,7 +224,7 @@ class DecodeEngine(_Engine):
     def __init__(
         self,
         memory: Memory,
-        post: Post,
+        post: ControlChannel,
         transfer: Transfer,
         *,
         scale: float = SCALE,
@@ -233,31 +233,33 @@ class DecodeEngine(_Engine):
     ) -> None:
         self.free_rows = list(range(memory.pages))
         self.free_keys = list(reversed(range(memory.pages)))
-        self.quarantined: set[Key] = set()
-        self.facts: dict[Key, list[ReceiverFact]] = {}
-        self._asks: dict[Key, Ask] = {}
+        self.quarantined: set[HandoffKey] = set()
+        self.facts: dict[HandoffKey, list[ReceiverEvent]] = {}
+        self._asks: dict[HandoffKey, HandoffRequest] = {}
         self._lock = threading.Lock()
-        self.ring = None if staging is None else StagedIn(staging.space, {"host": memory.store})
-        machine = Receiver(scaled(receiver.WAITS, scale), self.ring)
+        self.ring = None if staging is None else ReceiverStaging(staging.space, {"host": memory.store})
+        machine = Receiver(scaled(receiver.RECEIVER_TIMEOUTS, scale), self.ring)
         super().__init__(machine, memory, post, transfer, staging=staging, **rest)
 
-    def fetch(self, peer: str, token_ids: Sequence[int], name: str, attempt: int = 0) -> Key:
-        key, count = Key(name, attempt), -(-len(token_ids) // self.memory.page_rows)
+    def fetch(self, peer: str, token_ids: Sequence[int], name: str, attempt: int = 0) -> HandoffKey:
+        key, count = HandoffKey(name, attempt), -(-len(token_ids) // self.memory.page_rows)
         with self._lock:
             rows, self.free_rows = self.free_rows[:count], self.free_rows[count:]
             keys, self.free_keys = self.free_keys[:count], self.free_keys[count:]
             assert len(rows) == len(keys) == count, "the test asks for more pages than there are"
         self.memory.poison(rows, keys)
-        ask = Ask(key, PromptSpec(tuple(token_ids), SamplingParams(), frozenset({2})), "host", tuple(rows), tuple(keys))
+        ask = HandoffRequest(
+            key, PromptSpec(tuple(token_ids), SamplingParams(), frozenset({2})), "host", tuple(rows), tuple(keys)
+        )
         self._asks[key] = ask
         self.facts[key] = []
         self.agent.put(Fetch(peer, ask))
         return key
 
-    def give_up(self, key: Key) -> None:
-        self.agent.put(GiveUp(key))
+    def give_up(self, key: HandoffKey) -> None:
+        self.agent.put(CancelFetch(key))
 
-    def obey(self, fact: ReceiverFact) -> None:
+    def obey(self, fact: ReceiverEvent) -> None:
         ask = self._asks[fact.key]
         match fact:
             case Landed(key, token_id):
@@ -266,7 +268,7 @@ class DecodeEngine(_Engine):
                 assert self.memory.holds(ask.row_pages, ask.key_pages, token_ids), f"wrong bytes landed for {key}"
                 assert token_id == first_token(token_ids)
                 self._give_back(ask)
-            case Lost(key, quiesced):
+            case FetchFailed(key, quiesced):
                 assert not self.facts[key], f"{fact} after {self.facts[key]}"
                 if quiesced:
                     self._give_back(ask)
@@ -277,12 +279,12 @@ class DecodeEngine(_Engine):
                 self._give_back(ask)
         self.facts[fact.key].append(fact)
 
-    def _give_back(self, ask: Ask) -> None:
+    def _give_back(self, ask: HandoffRequest) -> None:
         with self._lock:
             self.free_rows += ask.row_pages
             self.free_keys += ask.key_pages
 
-    def ended(self, key: Key, seconds: float = SECONDS) -> ReceiverFact:
+    def ended(self, key: HandoffKey, seconds: float = SECONDS) -> ReceiverEvent:
         """The handoff's terminal fact."""
         assert until(lambda: bool(self.facts[key]) or self.died is not None, seconds), f"{key} is stuck"
         assert self.died is None, self.died
@@ -302,7 +304,7 @@ class DecodeEngine(_Engine):
 class _Later:
     """What a GPU's event is: the bytes are there when it says so, not before, and so are those of `before`."""
 
-    def __init__(self, seconds: float, act: Callable[[], None], before: Event | None) -> None:
+    def __init__(self, seconds: float, act: Callable[[], None], before: DeviceEvent | None) -> None:
         self._happened = False
         self._act, self._before = act, before
         threading.Timer(seconds, self._happen).start()
@@ -331,7 +333,7 @@ class PrefillEngine(_Engine):
     def __init__(
         self,
         memory: Memory,
-        post: Post,
+        post: ControlChannel,
         transfer: Transfer,
         *,
         scale: float = SCALE,
@@ -347,41 +349,43 @@ class PrefillEngine(_Engine):
         self._chunk, self._hold, self._refuse, self._event_s, self._report = chunk, hold, refuse, event_s, report
         self._gate = gate  # forward passes finish when the test sets it
         self.free = list(range(memory.pages))
-        self.held: dict[tuple[str, Key], list[int]] = {}
-        self.computed: list[Key] = []
-        self._stream: Event | None = None  # the newest event
+        self.held: dict[tuple[str, HandoffKey], list[int]] = {}
+        self.computed: list[HandoffKey] = []
+        self._stream: DeviceEvent | None = None  # the newest event
         buffers = () if staging is None else staging.buffers
-        machine = Sender(memory.store, scaled(outgoing.WAITS, scale), write_limit=40.0 * scale, buffers=buffers)
+        machine = Sender(
+            memory.store, scaled(outgoing.SENDER_TIMEOUTS, scale), write_limit=40.0 * scale, buffers=buffers
+        )
         super().__init__(machine, memory, post, transfer, staging=staging, **rest)
 
     def obey(self, fact: Any) -> None:
         match fact:
-            case Prefill():
+            case StartPrefill():
                 self.computed.append(fact.key)
                 self._compute(fact)
-            case Drop(peer, key):
+            case ReleasePages(peer, key):
                 self.free += self.held.pop((peer, key))
 
-    def _compute(self, asked: Prefill) -> None:
+    def _compute(self, asked: StartPrefill) -> None:
         peer, key, token_ids = asked.peer, asked.key, asked.prompt.token_ids
         count = -(-len(token_ids) // self.memory.page_rows)
         pages, self.free = self.free[-count:], self.free[:-count]
         assert len(pages) == count, "the test asks for more pages than there are"
         self.held[peer, key] = pages
         if self._refuse:
-            self.agent.put(NotComputed(peer, key, False, self._refuse))
+            self.agent.put(PrefillFailed(peer, key, False, self._refuse))
             return
         for first in range(0, len(token_ids), self._chunk):
             if self._stops("compute" if first == 0 else "second chunk"):
                 return
             last = min(first + self._chunk, len(token_ids))
             after = self._computed(pages, token_ids, first, last)
-            self.agent.put(Written(peer, key, first, last, tuple(pages), after))
+            self.agent.put(RowsComputed(peer, key, first, last, tuple(pages), after))
         if not self._stops("sample"):
             alternatives = {5: (-0.5, 1)}
-            self.agent.put(Sampled(peer, key, first_token(token_ids), alternatives))
+            self.agent.put(FirstTokenSampled(peer, key, first_token(token_ids), alternatives))
 
-    def _computed(self, pages: list[int], token_ids: Sequence[int], first: int, last: int) -> Event | None:
+    def _computed(self, pages: list[int], token_ids: Sequence[int], first: int, last: int) -> DeviceEvent | None:
         if self._gate is not None:
             self.memory.fill(pages, token_ids, first, last)
             return _Gated(self._gate)
@@ -435,28 +439,28 @@ class FileTransfer:
     def forget(self, name: str) -> None:
         self._peers.pop(name, None)
 
-    def submit(self, peer: str, writes: Writes, after: Event | None = None) -> WriteTicket:
+    def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
         assert after is None and self._region is not None
         self._numbers += 1
         if peer not in self._peers:
-            return WriteTicket(self._numbers, 0, State.FAILED_QUIESCED)
+            return WriteTicket(self._numbers, 0, WriteState.FAILED_QUIESCED)
         base, target = self._peers[peer]
         source = np.memmap(self._path, np.uint8, "r")
         for here, there, nbytes in writes.tolist():
             at = here - self._region.address
             target[there - base : there - base + nbytes] = source[at : at + nbytes]
             self._written += nbytes
-        return WriteTicket(self._numbers, 0, State.DONE)
+        return WriteTicket(self._numbers, 0, WriteState.DONE)
 
-    def poll(self, ticket: WriteTicket) -> State:
-        state: State = ticket.handle
-        return state if self.go.is_set() else State.PENDING
+    def poll(self, ticket: WriteTicket) -> WriteState:
+        state: WriteState = ticket.handle
+        return state if self.go.is_set() else WriteState.PENDING
 
     def transport(self) -> str:
         return "a file"
 
-    def measured(self) -> Measured:
-        return Measured(self._written, 0.0)
+    def throughput(self) -> Throughput:
+        return Throughput(self._written, 0.0)
 
     def close(self) -> None:
         self._peers.clear()

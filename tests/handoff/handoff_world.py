@@ -9,10 +9,10 @@ from typing import Any
 
 from handoff_engines import DecodeEngine, Memory, PrefillEngine
 
-from hotset.handoff.agent import Post
+from hotset.handoff.agent import ControlChannel
 from hotset.handoff.channel import Channel
 from hotset.handoff.codec import Codec
-from hotset.handoff.messages import Letter, Message, PostEvent
+from hotset.handoff.messages import ChannelEvent, Envelope, Message
 from hotset.transfer.api import Transfer
 from hotset.transfer.loopback import Hub, Loopback
 
@@ -26,7 +26,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 class FaultyPost:
     """A channel that mistreats what is sent, by kind of message."""
 
-    def __init__(self, inner: Post, seed: int = 0) -> None:
+    def __init__(self, inner: ControlChannel, seed: int = 0) -> None:
         self.inner, self.address = inner, inner.address
         self.lose: dict[str, int] = {}  # how many of this kind are still to be lost
         self.twice: set[str] = set()
@@ -51,7 +51,7 @@ class FaultyPost:
             else:
                 self.inner.send(peer, message)
 
-    def receive(self) -> list[PostEvent]:
+    def receive(self) -> list[ChannelEvent]:
         now = time.monotonic()
         due = sorted((each for each in self._held if each[0] <= now), key=lambda each: each[0])
         self._held = [each for each in self._held if each[0] > now]
@@ -80,14 +80,14 @@ class World:
     hub: Hub = field(default_factory=lambda: Hub(threaded=True))
     engines: list[DecodeEngine | PrefillEngine] = field(default_factory=list)
 
-    def decode(self, post: Post | None = None, pages: int = 64, ranks: int = 1, **rest: Any) -> DecodeEngine:
+    def decode(self, post: ControlChannel | None = None, pages: int = 64, ranks: int = 1, **rest: Any) -> DecodeEngine:
         memory = Memory(pages, 8, ranks=ranks)
         engine = DecodeEngine(memory, post or Channel("127.0.0.1:0"), Loopback(self.hub), **rest)
         self.engines.append(engine)
         return engine
 
     def prefill(
-        self, post: Post | None = None, transfer: Transfer | None = None, ranks: int = 1, **rest: Any
+        self, post: ControlChannel | None = None, transfer: Transfer | None = None, ranks: int = 1, **rest: Any
     ) -> PrefillEngine:
         post, transfer = post or Channel("127.0.0.1:0"), transfer or Loopback(self.hub)
         engine = PrefillEngine(Memory(32, 16, ranks=ranks), post, transfer, **rest)
@@ -126,15 +126,15 @@ class Dictated:
     def __init__(self) -> None:
         self.address = OURS
         self.dropped: Mapping[str, int] = {}
-        self.coming: list[PostEvent] = []
+        self.coming: list[ChannelEvent] = []
         self.said: list[Message] = []
 
     def send(self, peer: str, message: Message) -> None:
         self.said.append(message)
-        letter = Letter(OURS, "ab", "cd", message)
+        letter = Envelope(OURS, "ab", "cd", message)
         assert Codec().decode(Codec().encode(letter)) == letter, "what an agent says must be a message"
 
-    def receive(self) -> list[PostEvent]:
+    def receive(self) -> list[ChannelEvent]:
         events, self.coming = self.coming, []
         return events
 

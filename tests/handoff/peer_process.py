@@ -12,14 +12,14 @@ from handoff_engines import DecodeEngine, FileTransfer, PrefillEngine
 from handoff_world import FaultyPost
 
 from hotset.handoff.agent import open_channel
-from hotset.handoff.messages import Key
+from hotset.handoff.messages import HandoffKey
 
 
 def say(*words: object) -> None:
     print(*words, flush=True)
 
 
-def report(engine: DecodeEngine, key: Key) -> None:
+def report(engine: DecodeEngine, key: HandoffKey) -> None:
     say("fact", type(engine.ended(key)).__name__)
 
 
@@ -36,7 +36,7 @@ def main(role: str, address: str, folder: str, hold: str) -> None:
     faulty.lose[hold] = sys.maxsize
     engine = DecodeEngine(FileTransfer.memory(path, 64, 8), faulty, FileTransfer(path))
     say("address", post.address)
-    keys: list[Key] = []
+    keys: list[HandoffKey] = []
     for line in sys.stdin:
         if line.strip() == "give up":
             engine.give_up(keys[-1])

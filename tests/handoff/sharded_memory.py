@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotset.handoff.layout import head_shards, pages_for
-from hotset.handoff.messages import Span, Store
+from hotset.handoff.messages import PagedSpan, Store
 from hotset.transfer.api import Region
 
 POISON = 0xAB
@@ -55,9 +55,9 @@ class Sharded:
     def _unit(self, start: int, page_rows: int, stride: int) -> Bytes:
         return self.memory[start : start + self.pages * page_rows * stride].reshape(self.pages, page_rows, stride)
 
-    def _span(self, units: Sequence[Bytes], stride: int) -> Span:
+    def _span(self, units: Sequence[Bytes], stride: int) -> PagedSpan:
         bases = tuple((unit.ctypes.data,) for unit in units)
-        return Span(bases, self.page_rows * stride, self.page_rows, self.page_rows, stride)
+        return PagedSpan(bases, self.page_rows * stride, self.page_rows, self.page_rows, stride)
 
     def heads_of(self, rank: int) -> range:
         first = rank * self.heads // self.ranks

@@ -11,31 +11,31 @@ from sharded_memory import Sharded
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import check_peers, pages_for
 from hotset.handoff.messages import (
-    Ask,
-    Drop,
     Fetch,
+    FirstTokenSampled,
+    HandoffKey,
+    HandoffRequest,
     Hello,
-    Key,
     Message,
-    Model,
-    Prefill,
-    ReceiverFact,
-    Sampled,
-    Send,
-    Submit,
-    Unpack,
-    Written,
+    ModelIdentity,
+    ReceiverEvent,
+    ReleasePages,
+    RowsComputed,
+    SendMessage,
+    StartPrefill,
+    SubmitWrites,
+    UnpackPiece,
 )
 from hotset.handoff.packing import StagingMemory, pack, unpack
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.staging import StagedIn
+from hotset.handoff.staging import ReceiverStaging
 from hotset.memory.pages import PageAllocator
-from hotset.transfer.api import State, WriteTicket
+from hotset.transfer.api import WriteState, WriteTicket
 
 HEADS = 4
 DECODE = "decode:1"
-MODEL = Model("m", 3, "any", "5 bytes", 2, "w")
+MODEL = ModelIdentity("m", 3, "any", "5 bytes", 2, "w")
 
 
 class Event:
@@ -51,7 +51,7 @@ class Event:
 @dataclass
 class Write:
     peer: str
-    submit: Submit
+    submit: SubmitWrites
     ticket: WriteTicket
 
 
@@ -59,7 +59,7 @@ class Write:
 class Context:
     """As the prefill engine has it."""
 
-    prompt: Prefill
+    prompt: StartPrefill
     pages: list[int]
     told: int = 0
 
@@ -71,8 +71,8 @@ class PrefillEnd:
         self.staging = StagingMemory(staging_bytes)
         self.sender = Sender(self.memory.store, buffers=self.staging.buffers)
         self.hello = Hello(name, MODEL, {"host": self.memory.store}, "loopback", b"")
-        self.contexts: dict[Key, Context] = {}
-        self.dropped: list[Key] = []
+        self.contexts: dict[HandoffKey, Context] = {}
+        self.dropped: list[HandoffKey] = []
         self.pages = PageAllocator(200)
 
 
@@ -85,7 +85,7 @@ class World:
         self.row_bytes = 3 * 2 * HEADS * self.memory.head_bytes + 2 * 5
         self.ring_memory = StagingMemory(ring_bytes)
         stores = {"host": self.memory.store}
-        self.staging = StagedIn(self.ring_memory.space, stores)
+        self.staging = ReceiverStaging(self.ring_memory.space, stores)
         self.receiver = Receiver(staging=self.staging)
         self.hello = Hello(DECODE, MODEL, stores, "loopback", b"", self.ring_memory.space)
         self.prefills = {
@@ -95,8 +95,8 @@ class World:
         self.post: deque[tuple[str, str, Message]] = deque()  # from, to
         self.writes: list[Write] = []
         self.written = 0
-        self.facts: dict[Key, list[ReceiverFact]] = {}
-        self.asks: dict[Key, Ask] = {}
+        self.facts: dict[HandoffKey, list[ReceiverEvent]] = {}
+        self.asks: dict[HandoffKey, HandoffRequest] = {}
         self.lose: dict[type, int] = {}  # how many of this kind are still to be lost
         self.twice = False
         self.every: list[tuple[str, str, Message]] = []  # that was ever said
@@ -112,20 +112,20 @@ class World:
         end.sender.peer_known(DECODE, self.hello)
         self.receiver.peer_known(end.name, end.hello)
 
-    def fetch(self, rows: int, name: str = "r", at: int = 1) -> Key:
-        key, count = Key(name, 1), pages_for(self.memory.store.shards[0].span, rows)
+    def fetch(self, rows: int, name: str = "r", at: int = 1) -> HandoffKey:
+        key, count = HandoffKey(name, 1), pages_for(self.memory.store.shards[0].span, rows)
         pages = self.pages.allocate(count)
         assert pages is not None
         self.memory.poison(pages, pages)
         seed = len(self.asks)
-        ask = Ask(
+        ask = HandoffRequest(
             key, PromptSpec(tuple(range(seed, seed + rows)), SamplingParams()), "host", tuple(pages), tuple(pages)
         )
         self.asks[key], self.facts[key] = ask, []
         self.receiver.fetch(Fetch(f"prefill:{at}", ask), self.now)
         return key
 
-    def compute(self, key: Key, last: int | None = None, after: Event | None = None, at: int = 1) -> None:
+    def compute(self, key: HandoffKey, last: int | None = None, after: Event | None = None, at: int = 1) -> None:
         """The next rows, up to `last`; all, and the first token, without it."""
         end = self.prefills[f"prefill:{at}"]
         context, ask = end.contexts[key], self.asks[key]
@@ -134,18 +134,18 @@ class World:
         if first < until:
             end.memory.compute(context.pages, first, until, seed=ask.prompt.token_ids[0])
             context.told = until
-            end.sender.tell(Written(DECODE, key, first, until, tuple(context.pages), after), self.now)
+            end.sender.tell(RowsComputed(DECODE, key, first, until, tuple(context.pages), after), self.now)
         if until == total:
-            end.sender.tell(Sampled(DECODE, key, 7, None), self.now)
+            end.sender.tell(FirstTokenSampled(DECODE, key, 7, None), self.now)
         self.act()
 
     def act(self) -> None:
         """What the machines want is done, but for what has to travel."""
         for action in self.receiver.take_actions():
             match action:
-                case Send(peer, message):
+                case SendMessage(peer, message):
                     self._say(DECODE, peer, message)
-                case Unpack(piece):
+                case UnpackPiece(piece):
                     unpack(piece)
                 case fact:
                     self.facts[fact.key].append(fact)
@@ -158,9 +158,9 @@ class World:
 
     def _obey(self, end: PrefillEnd, action: Any) -> None:
         match action:
-            case Send(_, message):
+            case SendMessage(_, message):
                 self._say(end.name, DECODE, message)
-            case Submit(_, key):
+            case SubmitWrites(_, key):
                 if action.pack is not None:
                     assert key not in end.dropped, "read after its pages were given back"
                     pack(action.pack)
@@ -168,11 +168,11 @@ class World:
                 ticket = WriteTicket(self.tickets, 0)
                 end.sender.submitted(DECODE, key, ticket)
                 self.writes.append(Write(end.name, action, ticket))
-            case Prefill():
+            case StartPrefill():
                 pages = end.pages.allocate(pages_for(end.memory.store.shards[0].span, len(action.prompt)))
                 assert pages is not None
                 end.contexts[action.key] = Context(action, pages)
-            case Drop(_, key):
+            case ReleasePages(_, key):
                 end.dropped.append(key)
 
     def _say(self, origin: str, to: str, message: Message) -> None:
@@ -200,10 +200,10 @@ class World:
                 self.deliver(*letter)
         self.post.extend(kept)
 
-    def write(self, state: State = State.DONE, number: int = 0) -> None:
+    def write(self, state: WriteState = WriteState.DONE, number: int = 0) -> None:
         """A write ends; the oldest, if not told otherwise."""
         write = self.writes.pop(number)
-        if state is State.DONE:
+        if state is WriteState.DONE:
             for here, there, nbytes in write.submit.writes.tolist():
                 ctypes.memmove(there, here, nbytes)
                 self.written += 1
@@ -238,7 +238,7 @@ class World:
             if not times:
                 return
 
-    def check(self, key: Key) -> None:
+    def check(self, key: HandoffKey) -> None:
         """It has landed, byte for byte."""
         ask = self.asks[key]
         assert [type(fact).__name__ for fact in self.facts[key]] == ["Landed"], self.facts[key]

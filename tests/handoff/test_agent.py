@@ -18,10 +18,22 @@ from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.channel import Channel
 from hotset.handoff.codec import MARK, PLAIN
-from hotset.handoff.messages import PROTOCOL, Arrival, Ask, Fetch, Hello, Key, Landed, Lost, Message, Refused, Welcome
+from hotset.handoff.messages import (
+    PROTOCOL,
+    Fetch,
+    FetchFailed,
+    HandoffKey,
+    HandoffRequest,
+    Hello,
+    Landed,
+    Message,
+    MessageReceived,
+    Refused,
+    Welcome,
+)
 from hotset.handoff.packing import StagingMemory
 from hotset.handoff.receiver import Receiver
-from hotset.transfer.api import State, WriteTicket
+from hotset.transfer.api import WriteState, WriteTicket
 from hotset.transfer.loopback import Fate, Faults, Hub, Loopback
 
 SECRET = "a secret that peers share"
@@ -44,7 +56,7 @@ def test_prompts_of_many_lengths_land_byte_for_byte(world: World) -> None:
     landed, written = decode.agent.stats(), prefill.agent.stats()
     assert landed.outcomes["landed"] == written.outcomes["done"] == len(LENGTHS)
     assert landed.nbytes == written.nbytes == sum(LENGTHS) * (2 * 48 + 16)
-    assert written.measured is not None and written.measured.gb_per_s > 0
+    assert written.throughput is not None and written.throughput.gb_per_s > 0
     assert landed.seconds["landing"] > 0 and written.seconds["writing"] > 0
     assert not landed.dropped and not written.dropped
 
@@ -79,10 +91,22 @@ def test_an_idle_agent_neither_polls_nor_pings(world: World) -> None:
 
 GIVEN_UP, NOT_COMPUTED, MISMATCHED, STAGED = "given up", "not computed", "mismatched", "staged"
 KINDS = {
-    **dict.fromkeys(("Hello", "Welcome", "Ask", "Accepted", "Go", "Progress", "HandoffDone", "Received"), ""),
+    **dict.fromkeys(
+        (
+            "Hello",
+            "Welcome",
+            "HandoffRequest",
+            "HandoffAccepted",
+            "StartWrites",
+            "Progress",
+            "HandoffDone",
+            "HandoffAck",
+        ),
+        "",
+    ),
     **dict.fromkeys(("Ping", "Pong"), ""),
-    **dict.fromkeys(("Cancel", "Stopped"), GIVEN_UP),
-    **dict.fromkeys(("Want", "Lent", "Staged", "Unpacked"), STAGED),
+    **dict.fromkeys(("Cancel", "Cancelled"), GIVEN_UP),
+    **dict.fromkeys(("LeaseRequest", "LeaseGranted", "PieceWritten", "PieceUnpacked"), STAGED),
     "HandoffFailed": NOT_COMPUTED,
     "Refused": MISMATCHED,
 }
@@ -124,7 +148,7 @@ def test_no_control_message_is_needed_more_than_its_repetition(world: World, kin
         assert len(set(prefill.computed)) == len(prefill.computed), "a prompt was computed twice"
     else:
         reason = {GIVEN_UP: "given up", NOT_COMPUTED: "too long", MISMATCHED: "layers differs"}[how]
-        assert all(isinstance(end, Lost) and end.quiesced and reason in end.reason for end in ends), ends
+        assert all(isinstance(end, FetchFailed) and end.quiesced and reason in end.reason for end in ends), ends
     assert until(world.settled)
     assert not decode.quarantined
     world.audit()
@@ -141,10 +165,10 @@ def test_a_request_given_up_at_any_stage_ends_once_and_leaves_nothing(world: Wor
     if stage == "landed":
         assert isinstance(decode.ended(key), Landed)
     elif stage != "introduced":
-        assert until(lambda: decode.agent.stats().seconds["asking"] > 0)  # it lands
+        assert until(lambda: decode.agent.stats().seconds["requesting"] > 0)  # it lands
     decode.give_up(key)
     end = decode.ended(key)
-    assert isinstance(end, Landed) if stage == "landed" else end == Lost(key, True, False, "given up")
+    assert isinstance(end, Landed) if stage == "landed" else end == FetchFailed(key, True, False, "given up")
     assert until(world.settled)
     assert decode.facts[key] == [end]
     world.audit()
@@ -161,7 +185,7 @@ def test_a_failed_write_harms_its_own_request_only(world: World, fate: Fate) -> 
     assert until(lambda: not world.hub.fates)
     others = [decode.fetch(prefill.address, prompt(60, 2 + number), f"r{number}") for number in range(3)]
     end = decode.ended(unlucky)
-    assert isinstance(end, Lost) and end.quiesced == (fate is Fate.CUT) and end.retry, end
+    assert isinstance(end, FetchFailed) and end.quiesced == (fate is Fate.CUT) and end.retry, end
     assert all(isinstance(decode.ended(key), Landed) for key in others)
     assert decode.quarantined == (set() if fate is Fate.CUT else {unlucky})
     assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(60, 1), "unlucky", attempt=1)), Landed)
@@ -173,7 +197,7 @@ def test_many_handoffs_under_many_faults_all_end_and_all_bytes_are_right(world: 
     posts = [FaultyPost(Channel("127.0.0.1:0"), seed) for seed in range(3)]
     for post in posts:
         post.late = dict.fromkeys(KINDS, 0.03)
-        post.twice = {"Ask", "Go", "HandoffDone", "Cancel", "Progress"}
+        post.twice = {"HandoffRequest", "StartWrites", "HandoffDone", "Cancel", "Progress"}
         post.lose = dict.fromkeys(KINDS, 3)
     world.hub.faults = Faults(cut=0.03, lost=0.01, late=0.01, reorder=0.3, duplicate=0.3, delay_s=(0.0, 0.01))
     decode, prefills = world.decode(posts[0], pages=256), [world.prefill(posts[1]), world.prefill(posts[2])]
@@ -209,7 +233,7 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one(world: World) -> None
     prefill._hold = ""
     second = decode.fetch(prefill.address, prompt(30), "same", attempt=1)
     assert isinstance(decode.ended(second), Landed)
-    assert decode.ended(first) == Lost(first, True, False, "given up")
+    assert decode.ended(first) == FetchFailed(first, True, False, "given up")
     assert until(world.settled)
     world.audit()
 
@@ -239,14 +263,14 @@ def test_a_peer_with_another_secret_is_never_served(world: World) -> None:
     prefill = world.prefill(Channel("127.0.0.1:0", secret=SECRET))
     key = decode.fetch(prefill.address, prompt(20), "r")
     end = decode.ended(key)
-    assert isinstance(end, Lost) and end.quiesced and "not been heard" in end.reason
+    assert isinstance(end, FetchFailed) and end.quiesced and "not been heard" in end.reason
     assert prefill.agent.stats().dropped["garbage"] > 0 and not prefill.computed
 
 
 def test_mismatched_models_are_refused_with_both_sides_values(world: World, caplog: pytest.LogCaptureFixture) -> None:
     decode, prefill = world.decode(), world.prefill(model=replace(MODEL, row="40 bytes"))
     end = decode.ended(decode.fetch(prefill.address, prompt(20), "r"))
-    assert isinstance(end, Lost) and end.quiesced and not end.retry
+    assert isinstance(end, FetchFailed) and end.quiesced and not end.retry
     assert "refused" in end.reason and "'48 bytes'" in end.reason and "'40 bytes'" in end.reason
     assert caplog.text.count(f"refused {decode.address}: the model's row differs") == 1, "the other log knows too"
     assert not prefill.computed
@@ -256,14 +280,14 @@ def test_a_decode_worker_judges_for_itself_whether_a_prefill_worker_fits() -> No
     post, peer = Dictated(), "127.0.0.1:2"
     hello = Hello(post.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
     agent = HandoffAgent(Receiver(), hello, post, Loopback(Hub()), wake=lambda: None, clock=Clock())
-    key = Key("r", 0)
-    agent.put(Fetch(peer, Ask(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,))))
+    key = HandoffKey("r", 0)
+    agent.put(Fetch(peer, HandoffRequest(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,))))
     agent._work()
-    post.coming = [Arrival(peer, Welcome(replace(hello, control=peer, model=replace(MODEL, weights="11"))))]
+    post.coming = [MessageReceived(peer, Welcome(replace(hello, control=peer, model=replace(MODEL, weights="11"))))]
     agent._work()
     (end,) = agent.facts()
-    assert isinstance(end, Lost) and end.quiesced and "'00' here, '11' there" in end.reason
-    assert not any(isinstance(message, Ask) for message in post.said)
+    assert isinstance(end, FetchFailed) and end.quiesced and "'00' here, '11' there" in end.reason
+    assert not any(isinstance(message, HandoffRequest) for message in post.said)
 
 
 def test_another_version_of_the_protocol_is_refused_with_both_versions(world: World) -> None:
@@ -276,7 +300,7 @@ def test_another_version_of_the_protocol_is_refused_with_both_versions(world: Wo
             dealer.send(MARK + PLAIN + msgspec.msgpack.encode(envelope))
             later.wait(SECONDS)
             reason = f"protocol version {PROTOCOL} here, {PROTOCOL + 1} there"
-            assert later.receive() == [Arrival(prefill.address, Refused(reason))]
+            assert later.receive() == [MessageReceived(prefill.address, Refused(reason))]
     finally:
         later.close(0.0)
 
@@ -284,7 +308,7 @@ def test_another_version_of_the_protocol_is_refused_with_both_versions(world: Wo
 def test_a_decode_worker_that_is_asked_for_a_prompt_refuses(world: World) -> None:
     decode, other = world.decode(), world.decode()
     end = decode.ended(decode.fetch(other.address, prompt(20), "r"))
-    assert isinstance(end, Lost) and not end.retry and "is a decode worker" in end.reason
+    assert isinstance(end, FetchFailed) and not end.retry and "is a decode worker" in end.reason
 
 
 class Counting(Loopback):
@@ -292,9 +316,9 @@ class Counting(Loopback):
 
     polls = 0
 
-    def poll(self, ticket: WriteTicket) -> State:
+    def poll(self, ticket: WriteTicket) -> WriteState:
         self.polls += 1
-        return super().poll(ticket) if self.polls > 3 else State.PENDING
+        return super().poll(ticket) if self.polls > 3 else WriteState.PENDING
 
 
 def test_writes_under_way_are_looked_at_now_and_then_not_all_the_time(world: World) -> None:

@@ -17,7 +17,7 @@ from handoff_engines import QUICK, SECONDS, DecodeEngine, FileTransfer, PrefillE
 from handoff_world import prompt
 
 from hotset.handoff.channel import Channel
-from hotset.handoff.messages import Key, Landed, Lost
+from hotset.handoff.messages import FetchFailed, HandoffKey, Landed
 
 HERE = Path(__file__).parent
 STAGES = [pytest.param("compute", marks=pytest.mark.slow), "second chunk", "sample"]
@@ -103,12 +103,12 @@ def prefilling(folder: Path, **rest: Any) -> Iterator[PrefillEngine]:
         engine.close()
 
 
-def reach(worker: Worker, decode: DecodeEngine, stage: str) -> Key:
+def reach(worker: Worker, decode: DecodeEngine, stage: str) -> HandoffKey:
     """A handoff that stands at this stage, and whose receiver has said Go."""
     key = decode.fetch(worker.address, prompt(60), "r")
     while worker.says("stage") != stage:
         pass
-    assert until(lambda: decode.agent.stats().seconds["asking"] > 0)
+    assert until(lambda: decode.agent.stats().seconds["requesting"] > 0)
     return key
 
 
@@ -125,10 +125,10 @@ def test_a_prefill_worker_killed_at_any_stage_loses_its_requests_and_no_others(t
         others = [decode.fetch(other.address, prompt(60, number), f"other {number}") for number in range(3)]
         assert all(isinstance(decode.ended(each), Landed) for each in others)
         end = decode.ended(key)
-        assert isinstance(end, Lost) and not end.quiesced and not end.retry and "heard" in end.reason
+        assert isinstance(end, FetchFailed) and not end.quiesced and not end.retry and "heard" in end.reason
         assert decode.quarantined == {key}
         end = decode.ended(decode.fetch(doomed.address, prompt(60), "r", attempt=1))
-        assert isinstance(end, Lost) and end.quiesced
+        assert isinstance(end, FetchFailed) and end.quiesced
 
 
 def test_a_prefill_worker_killed_before_it_was_told_to_go_costs_no_page(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_prefill_worker_killed_before_it_was_told_to_go_costs_no_page(tmp_path
         assert until(lambda: bool(decode.agent.stats().open))
         doomed.kill()
         end = decode.ended(key)
-        assert isinstance(end, Lost) and end.quiesced
+        assert isinstance(end, FetchFailed) and end.quiesced
 
 
 def test_a_prefill_worker_that_returns_at_its_old_address_is_noticed_at_once_and_used(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_prefill_worker_that_returns_at_its_old_address_is_noticed_at_once_and
         first.kill()
         alive.append(Worker("prefill", tmp_path / "second", address=first.address))
         end = decode.ended(old)
-        assert isinstance(end, Lost) and not end.quiesced and "restarted" in end.reason
+        assert isinstance(end, FetchFailed) and not end.quiesced and "restarted" in end.reason
         assert isinstance(decode.ended(decode.fetch(first.address, prompt(60), "new")), Landed)
         assert decode.quarantined == {old}
 
@@ -173,7 +173,7 @@ def test_a_prefill_worker_that_only_sleeps_is_taken_for_lost_and_says_later_that
         key = reach(sleeper, decode, "sample")
         sleeper.process.send_signal(signal.SIGSTOP)
         end = decode.ended(key)
-        assert isinstance(end, Lost) and not end.quiesced
+        assert isinstance(end, FetchFailed) and not end.quiesced
         assert decode.quarantined == {key}
         sleeper.process.send_signal(signal.SIGCONT)
         assert until(lambda: not decode.quarantined), "the pages stay in quarantine"
@@ -186,10 +186,10 @@ def test_a_prefill_worker_killed_after_it_was_given_up_unasked_costs_nothing(tmp
         doomed.process.send_signal(signal.SIGSTOP)
         clock.stop()
         key = decode.fetch(doomed.address, prompt(60), "r")
-        assert until(lambda: decode.stands_in("asking"))
+        assert until(lambda: decode.stands_in("requesting"))
         decode.give_up(key)
         end = decode.ended(key)
-        assert isinstance(end, Lost) and end.quiesced
+        assert isinstance(end, FetchFailed) and end.quiesced
         assert decode.stands_in("abandoned")
         doomed.kill()
         clock.go_on()
@@ -202,15 +202,15 @@ def test_pages_stay_in_quarantine_when_the_worker_that_nobody_is_sure_of_is_kill
         old = reach(first, decode, "sample")
         first.process.send_signal(signal.SIGSTOP)
         end = decode.ended(old)
-        assert isinstance(end, Lost) and not end.quiesced
-        assert decode.stands_in("unsure")
+        assert isinstance(end, FetchFailed) and not end.quiesced
+        assert decode.stands_in("quarantined")
         first.kill()
         alive.append(Worker("prefill", tmp_path / "second", address=first.address))
         assert isinstance(decode.ended(decode.fetch(first.address, prompt(60), "new")), Landed)
         asked = decode.agent.stats().resent
         assert until(lambda: decode.agent.stats().resent > asked + 1), "it is not asked any more"
         # The successor knows nothing of it, and so cannot say that it has stopped.
-        assert decode.quarantined == {old} and decode.stands_in("unsure")
+        assert decode.quarantined == {old} and decode.stands_in("quarantined")
 
 
 def test_giving_up_while_the_prefill_worker_dies_ends_once(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_giving_up_while_the_prefill_worker_dies_ends_once(tmp_path: Path) -> No
         decode.give_up(key)
         doomed.kill()
         end = decode.ended(key)
-        assert isinstance(end, Lost) and not end.quiesced and end.reason == "given up"
+        assert isinstance(end, FetchFailed) and not end.quiesced and end.reason == "given up"
 
 
 @pytest.mark.parametrize("stage", [*STAGES, ""])
@@ -241,16 +241,16 @@ def test_a_decode_worker_killed_at_any_stage_costs_the_prefill_worker_nothing(tm
 def test_a_decode_worker_killed_before_it_said_go_costs_the_prefill_worker_nothing(tmp_path: Path) -> None:
     # The time limits of its phases are so long that only the silence of the peer can end the handoff.
     slow = prefilling(tmp_path, scale=30.0)
-    with slow as prefill, workers(Worker("decode", tmp_path / "doomed", hold="Go")) as [doomed]:
+    with slow as prefill, workers(Worker("decode", tmp_path / "doomed", hold="StartWrites")) as [doomed]:
         doomed.tell(prefill.address, "r", *prompt(60))
         assert until(lambda: len(prefill.computed) == 1)
-        assert until(lambda: bool(prefill.held)) and prefill.stands_in("offered")
+        assert until(lambda: bool(prefill.held)) and prefill.stands_in("accepted")
         doomed.kill()
         assert until(lambda: prefill.stands_in()), "it is missed only when the time of the phase is up"
         assert until(lambda: not prefill.held)
 
 
-@pytest.mark.parametrize("phase", [pytest.param("writing", marks=pytest.mark.slow), "ending", "stuck"])
+@pytest.mark.parametrize("phase", [pytest.param("writing", marks=pytest.mark.slow), "draining", "writes hung"])
 def test_a_decode_worker_killed_while_a_write_does_not_end_costs_the_prefill_worker_no_page(
     tmp_path: Path, phase: str
 ) -> None:
@@ -263,12 +263,12 @@ def test_a_decode_worker_killed_while_a_write_does_not_end_costs_the_prefill_wor
         # The phase begins when Go arrives, which may be before the first write: a cancelled handoff that writes nothing
         # closes at once.
         assert until(lambda: prefill.agent.stats().nbytes > 0) and prefill.stands_in("writing")
-        if phase != "stuck":
+        if phase != "writes hung":
             clock.stop()  # else the limit of the phase may end it before it was looked at
         if phase != "writing":
             doomed.tell("give up")
         assert until(lambda: prefill.stands_in(phase))
-        if phase == "stuck":
+        if phase == "writes hung":
             assert until(lambda: not prefill.held), "pages that nobody waits for any more never come back"
         else:
             assert prefill.held, "pages that are being read are in use again"

@@ -12,8 +12,8 @@ from handoff_world import Clock, Dictated, FaultyPost, World, prompt, worlds
 from hotset.base.errors import EngineStopped, TransferError
 from hotset.handoff.agent import HandoffAgent
 from hotset.handoff.channel import Channel
-from hotset.handoff.messages import Arrival, Hello, Landed, Lost, Refused
-from hotset.handoff.prefill_role import CONNECTING, MOST_HUNG, STOPPING, PrefillSide
+from hotset.handoff.messages import FetchFailed, Hello, Landed, MessageReceived, Refused
+from hotset.handoff.prefill_role import MAX_CONNECTING, MAX_HUNG_CONNECTS, STOPPING, PrefillRole
 from hotset.handoff.sender import Sender
 from hotset.handoff.timers import Timing
 from hotset.transfer.loopback import Hub, Loopback
@@ -30,7 +30,7 @@ def test_a_peer_whose_memory_cannot_be_reached_is_told_so(world: World) -> None:
     try:
         decode = elsewhere.decode()
         end = decode.ended(decode.fetch(prefill.address, prompt(20), "r"))
-        assert isinstance(end, Lost) and end.quiesced and "memory cannot be reached" in end.reason
+        assert isinstance(end, FetchFailed) and end.quiesced and "memory cannot be reached" in end.reason
     finally:
         decode.close()
         elsewhere.hub.close()
@@ -60,7 +60,7 @@ def test_a_peer_that_is_slow_to_connect_delays_no_other(world: World) -> None:
     assert isinstance(decodes[1].ended(decodes[1].fetch(prefill.address, prompt(20), "r"), SECONDS / 2), Landed)
     # The prefill worker answers pings meanwhile, so it is not taken for lost, and yet it is not waited for without end.
     end = decodes[0].ended(waiting)
-    assert isinstance(end, Lost) and end.quiesced and end.retry and "not let us in" in end.reason
+    assert isinstance(end, FetchFailed) and end.quiesced and end.retry and "not let us in" in end.reason
     assert until(lambda: not prefill.agent._side._connecting)
     transfer.slow = ""
     again = decodes[0].fetch(prefill.address, prompt(20), "waits", attempt=1)
@@ -85,27 +85,27 @@ def test_connections_that_hang_bar_nobody_else_for_good() -> None:
     hello = Hello(post.address, MODEL, {"host": store}, "loopback", b"")
     agent = HandoffAgent(Sender(store), hello, post, transfer, wake=lambda: None, clock=clock)
     side = agent._side
-    assert isinstance(side, PrefillSide)
-    peers = [f"127.0.0.1:{9000 + number}" for number in range(CONNECTING + 1)]
+    assert isinstance(side, PrefillRole)
+    peers = [f"127.0.0.1:{9000 + number}" for number in range(MAX_CONNECTING + 1)]
 
     def say_hello(peer: str) -> None:
-        post.coming = [Arrival(peer, replace(hello, control=peer))]
+        post.coming = [MessageReceived(peer, replace(hello, control=peer))]
         agent._work()
 
     for peer in peers:
         say_hello(peer)
-    assert [*side._connecting] == peers[:CONNECTING]
+    assert [*side._connecting] == peers[:MAX_CONNECTING]
     clock.now = Timing().introduced_within
     say_hello(peers[-1])
     say_hello(peers[-1])
     assert [*side._connecting] == peers[-1:]
-    for number in range(MOST_HUNG):
+    for number in range(MAX_HUNG_CONNECTS):
         clock.now += Timing().introduced_within
         agent._work()
         say_hello(peers[number % 2])
-    assert side._unended == MOST_HUNG and isinstance(post.said[-1], Refused) and "hang" in post.said[-1].reason
+    assert side._unended == MAX_HUNG_CONNECTS and isinstance(post.said[-1], Refused) and "hang" in post.said[-1].reason
     transfer.go.set()
-    assert until(lambda: agent._inbox.qsize() == MOST_HUNG)
+    assert until(lambda: agent._inbox.qsize() == MAX_HUNG_CONNECTS)
     agent._work()
     assert not side._unended and not side._connecting
 
@@ -129,7 +129,7 @@ def test_a_prefill_worker_that_has_forgotten_us_is_introduced_to_again(world: Wo
     with prefill.agent._turn:
         prefill.agent._side.lost(decode.address, "as if it had been silent", time.monotonic())
     lost = decode.ended(decode.fetch(prefill.address, prompt(20), "b"))
-    assert isinstance(lost, Lost) and lost.quiesced and "say Hello first" in lost.reason
+    assert isinstance(lost, FetchFailed) and lost.quiesced and "say Hello first" in lost.reason
     assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "b", attempt=1)), Landed)
     world.audit()
 
@@ -141,7 +141,7 @@ def test_a_decode_worker_that_closes_gives_up_what_is_open_and_says_so(world: Wo
     began = time.monotonic()
     decode.agent.close(SECONDS)
     assert time.monotonic() - began < SECONDS / 2
-    assert [decode.ended(key) for key in keys] == [Lost(key, True, False, "given up") for key in keys]
+    assert [decode.ended(key) for key in keys] == [FetchFailed(key, True, False, "given up") for key in keys]
     assert until(lambda: not prefill.held)
     with pytest.raises(EngineStopped, match="closed"):
         decode.give_up(keys[0])
@@ -158,7 +158,7 @@ def test_a_prefill_worker_that_closes_finishes_what_it_began_and_begins_nothing(
     assert until(lambda: prefill.agent._closing)
     late = decode.fetch(prefill.address, prompt(20), "late")
     end = decode.ended(late)
-    assert isinstance(end, Lost) and end.quiesced and "stopping" in end.reason
+    assert isinstance(end, FetchFailed) and end.quiesced and "stopping" in end.reason
     computed.set()
     assert isinstance(decode.ended(key), Landed)
     closing.join(SECONDS)
@@ -172,7 +172,7 @@ def test_a_prefill_worker_that_closes_tells_peers_of_what_it_cannot_finish(world
     landed = 3 * 60 * (2 * 48 + 16)  # all rows, so that only the first token is missing
     assert until(lambda: prefill.agent.stats().nbytes == landed and not prefill.agent._side.polls)
     prefill.agent.close(drain_seconds)
-    assert [decode.ended(key) for key in keys] == [Lost(key, True, False, STOPPING) for key in keys]
+    assert [decode.ended(key) for key in keys] == [FetchFailed(key, True, False, STOPPING) for key in keys]
     assert until(lambda: not decode.agent.stats().open) and not decode.quarantined
     decode.audit()
 
@@ -189,7 +189,7 @@ def test_a_write_under_way_at_the_end_of_a_drain_ends_before_its_peer_is_told(wo
     clock.advance(1.0)
     assert until(lambda: prefill.agent._cut) and not decode.facts[key]
     computed.set()
-    assert decode.ended(key) == Lost(key, True, False, STOPPING)
+    assert decode.ended(key) == FetchFailed(key, True, False, STOPPING)
     assert not prefill.agent._side.polls, "told before its last write had ended"
     closing.join(SECONDS)
     assert not closing.is_alive()
@@ -204,7 +204,7 @@ def test_a_drain_is_cut_short_by_somebody_who_will_not_wait(world: World) -> Non
     assert until(lambda: prefill.agent._closing) and not decode.facts[key]
     prefill.agent.close(0.0)
     closing.join(SECONDS)
-    assert not closing.is_alive() and isinstance(decode.ended(key), Lost)
+    assert not closing.is_alive() and isinstance(decode.ended(key), FetchFailed)
 
 
 def test_closing_is_bounded_where_a_peer_says_nothing(world: World) -> None:

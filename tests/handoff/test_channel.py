@@ -16,21 +16,21 @@ from hotset.handoff.channel import AT_ONCE, PEERS_KEPT, QUEUED, Channel
 from hotset.handoff.codec import MARK, MAX_BYTES, PLAIN, Codec
 from hotset.handoff.messages import (
     PROTOCOL,
-    Accepted,
-    Arrival,
-    Ask,
-    Foreign,
-    Key,
-    Letter,
+    ChannelEvent,
+    Envelope,
+    HandoffAccepted,
+    HandoffKey,
+    HandoffRequest,
+    MessageReceived,
+    PeerRestarted,
     Ping,
     Pong,
-    PostEvent,
+    ProtocolMismatch,
     Refused,
-    Restarted,
 )
 
 SECRET = "a secret that peers share"
-KEY = Key("r", 0)
+KEY = HandoffKey("r", 0)
 SECONDS = 60.0  # for what happens much sooner on a machine that is not overloaded
 
 
@@ -45,9 +45,9 @@ def channels(*secrets: str | None, bind: str = "127.0.0.1:0") -> Iterator[list[C
             each.close(0.0)
 
 
-def received(channel: Channel, count: int, seconds: float = SECONDS) -> list[PostEvent]:
+def received(channel: Channel, count: int, seconds: float = SECONDS) -> list[ChannelEvent]:
     """The next `count` events, or those that came in time."""
-    events: list[PostEvent] = []
+    events: list[ChannelEvent] = []
     deadline = time.monotonic() + seconds
     while len(events) < count and time.monotonic() < deadline:
         channel.wait(0.05)
@@ -81,32 +81,32 @@ def speaker(channel: Channel) -> Iterator["zmq.Socket[bytes]"]:
 def test_a_message_arrives_with_its_senders_address_and_is_answered(secret: str | None) -> None:
     with channels(secret, secret) as (left, right):
         left.send(right.address, Ping(1))
-        assert received(right, 1) == [Arrival(left.address, Ping(1))]
-        right.send(left.address, Accepted(KEY))
-        assert received(left, 1) == [Arrival(right.address, Accepted(KEY))]
+        assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
+        right.send(left.address, HandoffAccepted(KEY))
+        assert received(left, 1) == [MessageReceived(right.address, HandoffAccepted(KEY))]
         assert (dict(left.dropped), dict(right.dropped)) == ({}, {})
 
 
 def test_an_ask_of_a_long_prompt_arrives_whole() -> None:
-    ask = Ask(KEY, PromptSpec(tuple(range(200_000)), SamplingParams()), "host", tuple(range(5_000)), ())
+    ask = HandoffRequest(KEY, PromptSpec(tuple(range(200_000)), SamplingParams()), "host", tuple(range(5_000)), ())
     with channels(SECRET, SECRET) as (left, right):
         right.send(left.address, Ping(0))
         assert received(left, 1)
         left.send(right.address, ask)
-        assert received(right, 1) == [Arrival(left.address, ask)]
+        assert received(right, 1) == [MessageReceived(left.address, ask)]
 
 
 def test_order_is_kept_and_a_flood_is_taken_in_portions() -> None:
     with channels(None, None) as (left, right):
         for number in range(AT_ONCE + 50):
             left.send(right.address, Ping(number))
-        events: list[PostEvent] = []
+        events: list[ChannelEvent] = []
         while len(events) < AT_ONCE + 50:
             right.wait(SECONDS)
             portion = right.receive()
             assert 0 < len(portion) <= AT_ONCE
             events += portion
-        assert events == [Arrival(left.address, Ping(number)) for number in range(AT_ONCE + 50)]
+        assert events == [MessageReceived(left.address, Ping(number)) for number in range(AT_ONCE + 50)]
 
 
 def test_what_is_said_before_the_peer_listens_arrives_when_it_does() -> None:
@@ -116,7 +116,7 @@ def test_what_is_said_before_the_peer_listens_arrives_when_it_does() -> None:
         left.send(address, Ping(7))
         time.sleep(0.1)
         with channels(None, bind=address) as [right]:
-            assert received(right, 1) == [Arrival(left.address, Ping(7))]
+            assert received(right, 1) == [MessageReceived(left.address, Ping(7))]
 
 
 def test_sending_to_nobody_never_blocks_and_what_overflows_is_counted() -> None:
@@ -137,41 +137,41 @@ def test_an_address_that_leads_nowhere_is_no_exception(address: str) -> None:
 
 def test_nothing_but_questions_goes_to_somebody_never_heard() -> None:
     with channels(None, None) as (left, right):
-        left.send(right.address, Accepted(KEY))
+        left.send(right.address, HandoffAccepted(KEY))
         assert left.dropped["to nobody known"] == 1
         left.send(right.address, Ping(1))
-        assert received(right, 1) == [Arrival(left.address, Ping(1))]
+        assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
 
 
 def test_a_restarted_peer_is_reported_once_and_hears_nothing_meant_for_the_one_before() -> None:
     with channels(None, None) as (left, first):
         address = first.address
         first.send(left.address, Ping(1))
-        assert received(left, 1) == [Arrival(address, Ping(1))]
+        assert received(left, 1) == [MessageReceived(address, Ping(1))]
         first.close(0.0)
         with channels(None, bind=address) as [second]:
-            left.send(address, Accepted(KEY))
+            left.send(address, HandoffAccepted(KEY))
             left.send(address, Ping(2))
-            assert received(second, 1) == [Arrival(left.address, Ping(2))]
+            assert received(second, 1) == [MessageReceived(left.address, Ping(2))]
             assert second.dropped["misaddressed"] == 1
             second.send(left.address, Pong(2))
-            assert received(left, 2) == [Restarted(address), Arrival(address, Pong(2))]
-            left.send(address, Accepted(KEY))
-            assert received(second, 1) == [Arrival(left.address, Accepted(KEY))]
+            assert received(left, 2) == [PeerRestarted(address), MessageReceived(address, Pong(2))]
+            left.send(address, HandoffAccepted(KEY))
+            assert received(second, 1) == [MessageReceived(left.address, HandoffAccepted(KEY))]
 
 
 def test_what_the_dead_left_behind_does_not_bring_them_back() -> None:
     with channels(None) as [channel], speaker(channel) as dealer:
 
         def say(incarnation: str, number: int) -> None:
-            dealer.send(Codec().encode(Letter("127.0.0.1:7", incarnation, "", Ping(number))))
+            dealer.send(Codec().encode(Envelope("127.0.0.1:7", incarnation, "", Ping(number))))
 
         say("aa", 1)
         say("bb", 2)
         say("aa", 3)
         say("bb", 4)
-        pings = [Arrival("127.0.0.1:7", Ping(number)) for number in (1, 2, 4)]
-        assert received(channel, 4) == [pings[0], Restarted("127.0.0.1:7"), *pings[1:]]
+        pings = [MessageReceived("127.0.0.1:7", Ping(number)) for number in (1, 2, 4)]
+        assert received(channel, 4) == [pings[0], PeerRestarted("127.0.0.1:7"), *pings[1:]]
         assert becomes(channel, lambda: channel.dropped["from the dead"] == 1)
 
 
@@ -183,13 +183,13 @@ def test_a_channel_that_hears_itself_does_not_answer() -> None:
 
 def test_a_hello_of_another_version_is_reported_so_that_it_can_be_refused() -> None:
     with channels(None, None) as (channel, later), speaker(channel) as dealer:
-        for kind in ("Ask", "Hello"):
+        for kind in ("HandoffRequest", "Hello"):
             fields = (PROTOCOL + 1, later.address, later.incarnation, "", kind, {})
             dealer.send(MARK + PLAIN + msgspec.msgpack.encode(fields))
-        assert received(channel, 1) == [Foreign(later.address, later.incarnation, PROTOCOL + 1, "Hello")]
+        assert received(channel, 1) == [ProtocolMismatch(later.address, later.incarnation, PROTOCOL + 1, "Hello")]
         assert channel.dropped["other version"] == 2
         channel.send(later.address, Refused("version 1 here, 2 there"))
-        assert received(later, 1) == [Arrival(channel.address, Refused("version 1 here, 2 there"))]
+        assert received(later, 1) == [MessageReceived(channel.address, Refused("version 1 here, 2 there"))]
 
 
 GARBAGE = [
@@ -208,9 +208,9 @@ def test_bytes_of_another_protocol_do_no_harm(junk: bytes) -> None:
         with raw_socket(right) as connection:
             connection.sendall(junk)
             left.send(right.address, Ping(1))
-            assert received(right, 1) == [Arrival(left.address, Ping(1))]
+            assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
         left.send(right.address, Ping(2))
-        assert received(right, 1) == [Arrival(left.address, Ping(2))]
+        assert received(right, 1) == [MessageReceived(left.address, Ping(2))]
 
 
 def test_garbage_is_counted_and_logged_once_for_each_address(caplog: pytest.LogCaptureFixture) -> None:
@@ -227,14 +227,14 @@ def test_garbage_is_counted_and_logged_once_for_each_address(caplog: pytest.LogC
             connection.sendall(b"\xff" * 200)
         assert becomes(right, lambda: right.dropped["garbage"] >= 6)
         left.send(right.address, Ping(1))
-        assert received(right, 1) == [Arrival(left.address, Ping(1))]
+        assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
 
 
 def test_a_message_beyond_the_limit_is_never_taken_in() -> None:
     with channels(None, None) as (left, right), speaker(right) as dealer:
         dealer.send(bytes(MAX_BYTES + 1))
         left.send(right.address, Ping(1))
-        assert received(right, 1) == [Arrival(left.address, Ping(1))]
+        assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
         assert received(right, 1, 0.2) == []
         assert not right.dropped, "it was read whole before it was refused"
 
@@ -252,7 +252,7 @@ def test_a_wrong_secret_is_not_heard_and_said_so(
 def test_peers_invented_by_a_stranger_take_bounded_memory() -> None:
     with channels(None) as [channel], speaker(channel) as dealer:
         for number in range(PEERS_KEPT + 50):
-            dealer.send(Codec().encode(Letter(f"10.0.{number >> 8}.{number & 255}:80", "aa", "", Ping(number))))
+            dealer.send(Codec().encode(Envelope(f"10.0.{number >> 8}.{number & 255}:80", "aa", "", Ping(number))))
         assert len(received(channel, PEERS_KEPT + 50)) == PEERS_KEPT + 50
         assert len(channel._peers) == PEERS_KEPT
 
@@ -293,7 +293,7 @@ def test_peers_connect_to_the_advertised_address() -> None:
         with channels(SECRET, bind="localhost:0") as [inside]:
             assert inside.address.startswith("127.0.0.1:")
             inside.send(outside.address, Ping(1))
-            assert received(outside, 1) == [Arrival(inside.address, Ping(1))]
+            assert received(outside, 1) == [MessageReceived(inside.address, Ping(1))]
     finally:
         outside.close(0.0)
 
@@ -319,4 +319,4 @@ def test_last_words_leave_and_closing_is_bounded() -> None:
         assert time.monotonic() - began < SECONDS / 2
         left.close()
         left.wake()
-        assert received(right, 1) == [Arrival(left.address, Ping(1))]
+        assert received(right, 1) == [MessageReceived(left.address, Ping(1))]

@@ -16,42 +16,42 @@ from hotset.handoff.codec import MARK, MAX_BYTES, PLAIN, TAG_BYTES, TAGGED, Code
 from hotset.handoff.layout import whole_rows
 from hotset.handoff.messages import (
     PROTOCOL,
-    Accepted,
-    Ask,
     Cancel,
-    Foreign,
-    Go,
+    Cancelled,
+    Envelope,
+    HandoffAccepted,
+    HandoffAck,
     HandoffDone,
     HandoffFailed,
+    HandoffKey,
+    HandoffRequest,
     Hello,
-    Key,
-    Lent,
-    Letter,
+    LeaseGranted,
+    LeaseRequest,
+    MemoryRange,
     Message,
-    Model,
+    ModelIdentity,
+    PagedSpan,
+    PieceUnpacked,
+    PieceWritten,
     Ping,
     Pong,
     Progress,
-    Received,
+    ProtocolMismatch,
     Refused,
     Shard,
-    Space,
-    Span,
-    Staged,
-    Stopped,
+    StartWrites,
     Store,
-    Unpacked,
-    Want,
     Welcome,
 )
 
 ORIGIN = "127.0.0.1:9000"
 SECRET = b"a secret that peers share"
-KEY = Key("request-7/0", 2)
-SPAN = Span(((1 << 47, 5), (64, 128)), page_bytes=4096, page_rows=64, part_rows=32, row_bytes=128)
+KEY = HandoffKey("request-7/0", 2)
+SPAN = PagedSpan(((1 << 47, 5), (64, 128)), page_bytes=4096, page_rows=64, part_rows=32, row_bytes=128)
 HELLO = Hello(
     ORIGIN,
-    Model("demo", 2, "bf16 [64]", "bf16 [16]", 1, "0f" * 16),
+    ModelIdentity("demo", 2, "bf16 [64]", "bf16 [16]", 1, "0f" * 16),
     {"host": Store(whole_rows(SPAN), replace(SPAN, row_bytes=32)), "device": Store(whole_rows(SPAN), None)},
     "loopback",
     bytes(range(256)),
@@ -63,30 +63,32 @@ MESSAGES: list[Message] = [
     HELLO,
     Welcome(HELLO),
     Refused("the model's layers differ: 2 here, 3 there"),
-    Ask(KEY, PromptSpec(tuple(range(300)), PARAMS, frozenset({2, 3})), "device", (0, 70_000), (1,)),
-    replace(HELLO, stores={"host 1": Store((Shard(SPAN, ((0, 8), (64, 8))),) * 2, None)}, ring=Space(1 << 46, 1 << 26)),
-    Accepted(KEY),
-    Accepted(KEY, 1 << 20),
-    Go(KEY),
-    Go(KEY, True),
-    Want(KEY, 3, 0, 77),
-    Lent(KEY, 3, 1 << 40, 1 << 30),
-    Staged(KEY, 3, 1 << 40),
-    Unpacked(KEY, 3),
+    HandoffRequest(KEY, PromptSpec(tuple(range(300)), PARAMS, frozenset({2, 3})), "device", (0, 70_000), (1,)),
+    replace(
+        HELLO, stores={"host 1": Store((Shard(SPAN, ((0, 8), (64, 8))),) * 2, None)}, ring=MemoryRange(1 << 46, 1 << 26)
+    ),
+    HandoffAccepted(KEY),
+    HandoffAccepted(KEY, 1 << 20),
+    StartWrites(KEY),
+    StartWrites(KEY, True),
+    LeaseRequest(KEY, 3, 0, 77),
+    LeaseGranted(KEY, 3, 1 << 40, 1 << 30),
+    PieceWritten(KEY, 3, 1 << 40),
+    PieceUnpacked(KEY, 3),
     Progress(KEY, 0),
     HandoffDone(KEY, 11, {11: (-0.25, 1), 3: (float("-inf"), 9)}),
     HandoffDone(KEY, 11, None),
     HandoffFailed(KEY, False, True, "a write failed"),
-    Received(KEY),
+    HandoffAck(KEY),
     Cancel(KEY),
-    Stopped(KEY, True),
+    Cancelled(KEY, True),
     Ping(0),
     Pong((1 << 63) - 1),
 ]
 
 
-def letter(message: Message, **changes: Any) -> Letter:
-    return replace(Letter(ORIGIN, "ab12", "cd34", message), **changes)
+def letter(message: Message, **changes: Any) -> Envelope:
+    return replace(Envelope(ORIGIN, "ab12", "cd34", message), **changes)
 
 
 def packed(*fields: object) -> bytes:
@@ -147,7 +149,7 @@ def test_cut_or_flipped_messages_are_bad_or_well_formed(message: Message, data: 
         found = Codec().decode(bytes(raw))
     except BadMessage:
         return
-    assert isinstance(found, Foreign) or isinstance(found.message, get_args(Message))
+    assert isinstance(found, ProtocolMismatch) or isinstance(found.message, get_args(Message))
 
 
 @settings(max_examples=100, deadline=None)
@@ -179,18 +181,18 @@ def test_a_tag_alone_is_no_message() -> None:
 
 def test_a_hello_of_another_version_can_be_refused_and_nothing_else_of_it_is_read() -> None:
     later = body("Hello", {"unheard": "of"}, protocol=PROTOCOL + 1)
-    assert Codec().decode(later) == Foreign(ORIGIN, "ab12", PROTOCOL + 1, "Hello")
-    assert isinstance(Codec().decode(body("Ask", 3, protocol=0)), Foreign)
+    assert Codec().decode(later) == ProtocolMismatch(ORIGIN, "ab12", PROTOCOL + 1, "Hello")
+    assert isinstance(Codec().decode(body("HandoffRequest", 3, protocol=0)), ProtocolMismatch)
 
 
 def test_a_refusal_is_understood_in_every_version() -> None:
     refusal = Codec().decode(body("Refused", {"reason": "too old"}, protocol=PROTOCOL + 7))
-    assert isinstance(refusal, Letter) and refusal.message == Refused("too old")
+    assert isinstance(refusal, Envelope) and refusal.message == Refused("too old")
 
 
 def test_an_envelope_may_grow_in_later_versions() -> None:
     longer = packed(PROTOCOL + 1, ORIGIN, "ab12", "", "Refused", {"reason": "too old"}, "something new")
-    assert isinstance(Codec().decode(longer), Letter)
+    assert isinstance(Codec().decode(longer), Envelope)
 
 
 SOUND_ASK: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(bytes,))
@@ -223,10 +225,10 @@ SOUND_ASK: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(byte
     ids=str,
 )
 def test_an_ask_with_a_wrong_field_is_bad(changes: dict[str, Any]) -> None:
-    assert isinstance(Codec().decode(body("Ask", SOUND_ASK)), Letter)
+    assert isinstance(Codec().decode(body("HandoffRequest", SOUND_ASK)), Envelope)
     prompt = SOUND_ASK["prompt"] | changes.get("prompt", {})
     with pytest.raises(BadMessage):
-        Codec().decode(body("Ask", SOUND_ASK | changes | {"prompt": prompt}))
+        Codec().decode(body("HandoffRequest", SOUND_ASK | changes | {"prompt": prompt}))
 
 
 @pytest.mark.parametrize(
@@ -246,11 +248,11 @@ def test_an_ask_with_a_wrong_field_is_bad(changes: dict[str, Any]) -> None:
         body("Hello", msgspec.to_builtins(replace(HELLO, control="10.0.0.1:1"), builtin_types=(bytes,))),
         body("Progress", {"key": {"request_id": "r", "attempt": 0}, "rows": -1}),
         body("HandoffDone", {"key": {"request_id": "r", "attempt": 0}, "token_id": -1, "alternatives": None}),
-        body("Accepted", {"key": {"request_id": "r", "attempt": 0}, "piece_bytes": -1}),
-        body("Want", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "first": 4, "last": 4}),
-        body("Want", {"key": {"request_id": "r", "attempt": 0}, "piece": -1, "first": 0, "last": 4}),
-        body("Lent", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "lease": 0, "offset": -1}),
-        body("Staged", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "lease": -1}),
+        body("HandoffAccepted", {"key": {"request_id": "r", "attempt": 0}, "piece_bytes": -1}),
+        body("LeaseRequest", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "first": 4, "last": 4}),
+        body("LeaseRequest", {"key": {"request_id": "r", "attempt": 0}, "piece": -1, "first": 0, "last": 4}),
+        body("LeaseGranted", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "lease": 0, "offset": -1}),
+        body("PieceWritten", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "lease": -1}),
         packed(PROTOCOL, ORIGIN, "ab12", ""),
         packed(),
     ],
@@ -270,8 +272,8 @@ def test_memory_beyond_all_addresses_is_bad(flaw: dict[str, Any]) -> None:
             Codec().decode(Codec().encode(letter(message)))
 
 
-@pytest.mark.parametrize("ring", [Space(-1, 8), Space(8, -1), Space(1 << 62, 1 << 62)])
-def test_a_ring_beyond_all_addresses_is_bad(ring: Space) -> None:
+@pytest.mark.parametrize("ring", [MemoryRange(-1, 8), MemoryRange(8, -1), MemoryRange(1 << 62, 1 << 62)])
+def test_a_ring_beyond_all_addresses_is_bad(ring: MemoryRange) -> None:
     with pytest.raises(BadMessage, match="out of range"):
         Codec().decode(Codec().encode(letter(replace(HELLO, ring=ring))))
 
@@ -286,7 +288,7 @@ def test_slices_beyond_all_rows_are_bad(slices: Any) -> None:
 @pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6"], ids=["array", "map", "text", "bytes"])
 @pytest.mark.parametrize("length", [100_000_000, 0xFFFFFFFF])
 def test_a_length_that_is_a_lie_takes_no_memory(head: bytes, length: int) -> None:
-    prefix = msgspec.msgpack.encode((PROTOCOL, ORIGIN, "ab12", "", "Ask"))
+    prefix = msgspec.msgpack.encode((PROTOCOL, ORIGIN, "ab12", "", "HandoffRequest"))
     field = msgspec.msgpack.encode({"prompt": {"token_ids": 0}})[:-1] + head + struct.pack(">I", length) + b"\x01"
     raw = MARK + PLAIN + bytes([prefix[0] + 1]) + prefix[1:] + field
     tracemalloc.start()
@@ -306,7 +308,7 @@ def test_depth_and_size_have_limits() -> None:
 
 
 def test_the_longest_prompts_fit() -> None:
-    ask = Ask(
+    ask = HandoffRequest(
         KEY, PromptSpec((250_000,) * 2_000_000, SamplingParams()), "host", tuple(range(31_250)), tuple(range(31_250))
     )
     assert len(Codec(SECRET).encode(letter(ask))) < MAX_BYTES

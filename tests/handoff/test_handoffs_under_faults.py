@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from faulty_world import Decode, Trouble, World
 
-from hotset.handoff.outgoing import WAITS as SENDER_WAITS
-from hotset.handoff.receiver import WAITS as RECEIVER_WAITS
-from hotset.handoff.staged_out import PIECE_WAITS
+from hotset.handoff.outgoing import SENDER_TIMEOUTS
+from hotset.handoff.receiver import RECEIVER_TIMEOUTS
+from hotset.handoff.staged_out import PIECE_TIMEOUTS
 from hotset.transfer.loopback import Faults
 
 STEP = 0.01
@@ -97,7 +97,7 @@ def test_two_thousand_handoffs_under_faults_lose_nothing() -> None:
     assert counts["staged"] > 500 and counts["direct"] > 200, counts
     for kind in ("lost", "lost, in doubt", "calm", "deaths", "false alarms", "waits for room", "lost messages"):
         assert counts[kind] >= 5, f"{kind}: {counts[kind]}; the world is too kind to be a test"
-    for name, waits in (("Receiver", RECEIVER_WAITS), ("Sender", SENDER_WAITS), ("Piece", PIECE_WAITS)):
+    for name, waits in (("Receiver", RECEIVER_TIMEOUTS), ("Sender", SENDER_TIMEOUTS), ("Piece", PIECE_TIMEOUTS)):
         for phase in waits:
             assert world.seconds[f"{name}.{phase.name}"] > 0, f"{name} never was in {phase}"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hotset.handoff.layout import Units, check_peers, pages_for, whole_rows, writes
-from hotset.handoff.messages import Hello, Model, Span, Store
+from hotset.handoff.messages import Hello, ModelIdentity, PagedSpan, Store
 
 POISON = 0xAB
 
@@ -20,7 +20,7 @@ POISON = 0xAB
 class Side:
     """Memory of one side: a block for each unit and part, in no particular order, and pages in any order."""
 
-    def __init__(self, span: Span, pages: Sequence[int], capacity: int, byte: int | None) -> None:
+    def __init__(self, span: PagedSpan, pages: Sequence[int], capacity: int, byte: int | None) -> None:
         self.pages = list(pages)
         units, parts = len(span.bases), len(span.bases[0])
         size = units * parts * capacity * span.page_bytes
@@ -32,7 +32,7 @@ class Side:
         self.span = replace(span, bases=tuple(map(tuple, bases)))
 
     def row(self, unit: int, position: int) -> NDArray[np.uint8]:
-        """By the words of `Span`, in plain arithmetic."""
+        """By the words of `PagedSpan`, in plain arithmetic."""
         page, row = self.pages[position // self.span.page_rows], position % self.span.page_rows
         start = self.starts[unit][row // self.span.part_rows] + page * self.span.page_bytes
         start += row % self.span.part_rows * self.span.row_bytes
@@ -50,13 +50,13 @@ class Side:
         return found
 
 
-def shape(units: int, page_rows: int, row_bytes: int, parts: int = 1, spare: int = 0) -> Span:
+def shape(units: int, page_rows: int, row_bytes: int, parts: int = 1, spare: int = 0) -> PagedSpan:
     part_rows = -(-page_rows // parts)
     parts = -(-page_rows // part_rows)
-    return Span(((0,) * parts,) * units, part_rows * row_bytes + spare, page_rows, part_rows, row_bytes)
+    return PagedSpan(((0,) * parts,) * units, part_rows * row_bytes + spare, page_rows, part_rows, row_bytes)
 
 
-def sides(source: Span, target: Span, rows: int, seed: int, *, shuffled: bool = True) -> tuple[Side, Side]:
+def sides(source: PagedSpan, target: PagedSpan, rows: int, seed: int, *, shuffled: bool = True) -> tuple[Side, Side]:
     made = []
     for span, byte in ((source, None), (target, POISON)):
         count = pages_for(span, rows)
@@ -90,7 +90,7 @@ def expect(source: Side, target: Side, first: int, last: int, units: Units) -> N
 
 
 @st.composite
-def geometries(draw: st.DrawFn, row_bytes: int, units: int) -> Span:
+def geometries(draw: st.DrawFn, row_bytes: int, units: int) -> PagedSpan:
     page_rows = draw(st.integers(1, 9) | st.sampled_from([16, 64]))
     return shape(units, page_rows, row_bytes, draw(st.integers(1, min(4, page_rows))), draw(st.sampled_from([0, 5])))
 
@@ -158,8 +158,8 @@ def test_a_run_ends_where_either_side_breaks() -> None:
 
 def test_neighbours_under_different_bases_stay_apart() -> None:
     """Each base may begin a registered region of its own: a write across two would be refused as a whole."""
-    span = Span(((0,), (32,)), page_bytes=32, page_rows=4, part_rows=4, row_bytes=8)  # a page after the other
-    parts = Span(((1000, 1016), (1032, 1048)), page_bytes=16, page_rows=4, part_rows=2, row_bytes=8)
+    span = PagedSpan(((0,), (32,)), page_bytes=32, page_rows=4, part_rows=4, row_bytes=8)  # a page after the other
+    parts = PagedSpan(((1000, 1016), (1032, 1048)), page_bytes=16, page_rows=4, part_rows=2, row_bytes=8)
     assert writes(span, [0], parts, [0], 0, 4).tolist() == [
         *([0, 1000, 16], [16, 1016, 16]),
         *([32, 1032, 16], [48, 1048, 16]),
@@ -168,9 +168,9 @@ def test_neighbours_under_different_bases_stay_apart() -> None:
 
 def test_addresses_beyond_32_bits_are_exact() -> None:
     far, page_bytes = (1 << 46) + 8, 64 * 1152
-    span = Span(((far,), (far + (1 << 40),)), page_bytes, 64, 64, 1152)
+    span = PagedSpan(((far,), (far + (1 << 40),)), page_bytes, 64, 64, 1152)
     page = (1 << 33) // page_bytes
-    near = Span(((512,), (1 << 35,)), page_bytes, 64, 64, 1152)
+    near = PagedSpan(((512,), (1 << 35,)), page_bytes, 64, 64, 1152)
     planned = writes(span, [page], near, [0], 63, 64).tolist()
     assert planned == [
         [far + page * page_bytes + 63 * 1152, 512 + 63 * 1152, 1152],
@@ -201,9 +201,11 @@ def test_too_few_pages_are_a_bug_of_the_caller() -> None:
         writes(shape(1, 16, 8), [0], shape(1, 64, 8), [0], 0, 17)
 
 
-MODEL = Model("demo", layers=2, row="576 x bfloat16, 1152 bytes", key="128 x bfloat16", groups=1, weights="a1b2")
-ROWS = Span(((1 << 20,), (1 << 21,)), 64 * 1152, 64, 64, 1152)
-STORE = Store(whole_rows(ROWS), Span(((1 << 22,),), 64 * 256, 64, 64, 256))
+MODEL = ModelIdentity(
+    "demo", layers=2, row="576 x bfloat16, 1152 bytes", key="128 x bfloat16", groups=1, weights="a1b2"
+)
+ROWS = PagedSpan(((1 << 20,), (1 << 21,)), 64 * 1152, 64, 64, 1152)
+STORE = Store(whole_rows(ROWS), PagedSpan(((1 << 22,),), 64 * 256, 64, 64, 256))
 HELLO = Hello("127.0.0.1:1", MODEL, {"host": STORE}, "loopback", b"")
 
 

@@ -11,34 +11,34 @@ from pace import scaled
 from hotset.base.errors import IllegalTransition
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.messages import (
-    Accepted,
-    Ask,
     Cancel,
+    Cancelled,
     Fetch,
-    Go,
+    FetchFailed,
+    HandoffAccepted,
+    HandoffAck,
     HandoffDone,
     HandoffFailed,
-    Key,
+    HandoffKey,
+    HandoffRequest,
     Landed,
-    Lost,
     Message,
     Progress,
     Quiesced,
-    Received,
-    ReceiverFact,
-    Send,
-    Stopped,
+    ReceiverEvent,
+    SendMessage,
+    StartWrites,
 )
-from hotset.handoff.receiver import NEXT, WAITS, Phase, Receiver
-from hotset.handoff.timers import PhaseTable, PhaseTimer, Wait
+from hotset.handoff.receiver import RECEIVER_TIMEOUTS, RECEIVER_TRANSITIONS, Receiver, ReceiverPhase
+from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 
 PEER, OTHER = "10.0.0.1:7000", "10.0.0.2:7000"
-KEY = Key("r", 1)
+KEY = HandoffKey("r", 1)
 DONE = HandoffDone(KEY, 7, {7: (-0.1, 1)})
 
 
-def ask(key: Key) -> Ask:
-    return Ask(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (4,), (5,))
+def ask(key: HandoffKey) -> HandoffRequest:
+    return HandoffRequest(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (4,), (5,))
 
 
 class Desk:
@@ -47,19 +47,19 @@ class Desk:
     def __init__(self) -> None:
         self.receiver, self.now = Receiver(), 0.0
 
-    def fetch(self, key: Key = KEY, peer: str = PEER) -> None:
+    def fetch(self, key: HandoffKey = KEY, peer: str = PEER) -> None:
         self.receiver.fetch(Fetch(peer, ask(key)), self.now)
 
-    def landing(self, key: Key = KEY, peer: str = PEER) -> "Desk":
+    def landing(self, key: HandoffKey = KEY, peer: str = PEER) -> "Desk":
         self.fetch(key, peer)
-        self.take(Accepted(key), peer)
+        self.take(HandoffAccepted(key), peer)
         self.actions()
         return self
 
     def take(self, message: Message, peer: str = PEER) -> None:
         self.receiver.take(peer, message, self.now)
 
-    def give_up(self, key: Key = KEY) -> None:
+    def give_up(self, key: HandoffKey = KEY) -> None:
         self.receiver.give_up(key, self.now)
 
     def pass_time(self, seconds: float) -> None:
@@ -71,48 +71,48 @@ class Desk:
         self.now = end
         self.receiver.tick(end)
 
-    def actions(self) -> list[Send | ReceiverFact]:
+    def actions(self) -> list[SendMessage | ReceiverEvent]:
         self.receiver.audit()
         return self.receiver.take_actions()
 
     def sent(self) -> list[Message]:
         """Drops the facts."""
-        return [action.message for action in self.actions() if isinstance(action, Send)]
+        return [action.message for action in self.actions() if isinstance(action, SendMessage)]
 
-    def facts(self) -> list[ReceiverFact]:
+    def facts(self) -> list[ReceiverEvent]:
         """Drops what was sent."""
-        return [action for action in self.actions() if not isinstance(action, Send)]
+        return [action for action in self.actions() if not isinstance(action, SendMessage)]
 
     @property
-    def phase(self) -> Phase | None:
+    def phase(self) -> ReceiverPhase | None:
         return self.receiver.phases().get(KEY)
 
 
 def test_an_ask_is_repeated_until_it_is_answered() -> None:
     desk = Desk()
     desk.fetch()
-    assert desk.actions() == [Send(PEER, ask(KEY))]
+    assert desk.actions() == [SendMessage(PEER, ask(KEY))]
     desk.pass_time(2.5)
     assert desk.sent() == [ask(KEY), ask(KEY)] and desk.receiver.resent == 2
-    desk.take(Accepted(KEY))
-    assert desk.sent() == [Go(KEY)]
+    desk.take(HandoffAccepted(KEY))
+    assert desk.sent() == [StartWrites(KEY)]
     desk.pass_time(3)
     assert desk.sent() == []
 
 
 def test_go_is_said_again_when_accepted_is() -> None:
     desk = Desk().landing()
-    desk.take(Accepted(KEY))
-    assert desk.actions() == [Send(PEER, Go(KEY))]
+    desk.take(HandoffAccepted(KEY))
+    assert desk.actions() == [SendMessage(PEER, StartWrites(KEY))]
 
 
 def test_a_context_lands_once_and_done_is_acknowledged_however_often_it_comes() -> None:
     desk = Desk().landing()
     desk.take(Progress(KEY, 2))
     desk.take(DONE)
-    assert desk.actions() == [Send(PEER, Received(KEY)), Landed(KEY, 7, {7: (-0.1, 1)})]
+    assert desk.actions() == [SendMessage(PEER, HandoffAck(KEY)), Landed(KEY, 7, {7: (-0.1, 1)})]
     desk.take(DONE)
-    assert desk.actions() == [Send(PEER, Received(KEY))]
+    assert desk.actions() == [SendMessage(PEER, HandoffAck(KEY))]
     assert desk.receiver.phases() == {} and desk.receiver.next_deadline() is None
 
 
@@ -128,14 +128,14 @@ def test_progress_that_is_late_does_not_hold_the_request_up() -> None:
 def test_what_is_forgotten_is_still_acknowledged(message: Message) -> None:
     desk = Desk()
     desk.take(message)
-    assert desk.actions() == [Send(PEER, Received(KEY))]
+    assert desk.actions() == [SendMessage(PEER, HandoffAck(KEY))]
 
 
-@pytest.mark.parametrize("message", [Accepted(KEY), Progress(KEY, 3)])
+@pytest.mark.parametrize("message", [HandoffAccepted(KEY), Progress(KEY, 3)])
 def test_a_sender_at_work_for_nobody_is_stopped(message: Message) -> None:
     desk = Desk()
     desk.take(message)
-    assert desk.actions() == [Send(PEER, Cancel(KEY))]
+    assert desk.actions() == [SendMessage(PEER, Cancel(KEY))]
 
 
 def test_signs_of_life_keep_a_landing_open_and_silence_ends_it() -> None:
@@ -143,23 +143,23 @@ def test_signs_of_life_keep_a_landing_open_and_silence_ends_it() -> None:
     for _ in range(20):
         desk.pass_time(10)
         desk.take(Progress(KEY, 0))
-    assert desk.phase is Phase.LANDING and desk.actions() == []
+    assert desk.phase is ReceiverPhase.LANDING and desk.actions() == []
     desk.pass_time(15)
-    assert desk.phase is Phase.STOPPING and desk.actions() == [Send(PEER, Cancel(KEY))]
-    desk.take(Stopped(KEY, True))
-    assert desk.facts() == [Lost(KEY, True, True, f"{PEER} has said nothing for 15 s")]
+    assert desk.phase is ReceiverPhase.CANCELLING and desk.actions() == [SendMessage(PEER, Cancel(KEY))]
+    desk.take(Cancelled(KEY, True))
+    assert desk.facts() == [FetchFailed(KEY, True, True, f"{PEER} has said nothing for 15 s")]
 
 
 def test_a_peer_that_never_answers_leaves_the_pages_free() -> None:
     desk = Desk()
     desk.fetch()
     desk.pass_time(10)
-    assert desk.facts() == [Lost(KEY, True, True, f"{PEER} has said nothing for 10 s")]
-    desk.take(Accepted(KEY))
+    assert desk.facts() == [FetchFailed(KEY, True, True, f"{PEER} has said nothing for 10 s")]
+    desk.take(HandoffAccepted(KEY))
     assert desk.sent() == [], "no Go after the engine had its pages back"
     desk.pass_time(3.5)
     assert desk.sent() == [Cancel(KEY)] * 3
-    desk.take(Stopped(KEY, False))
+    desk.take(Cancelled(KEY, False))
     assert desk.actions() == [] and desk.phase is None
 
 
@@ -168,7 +168,7 @@ def test_giving_up_before_anything_may_be_written_is_instant() -> None:
     desk.fetch()
     desk.actions()
     desk.give_up()
-    assert desk.actions() == [Lost(KEY, True, False, "given up"), Send(PEER, Cancel(KEY))]
+    assert desk.actions() == [FetchFailed(KEY, True, False, "given up"), SendMessage(PEER, Cancel(KEY))]
     desk.give_up()
     desk.take(HandoffFailed(KEY, False, True, "whatever"))
     assert desk.facts() == []
@@ -178,11 +178,11 @@ def test_giving_up_while_rows_land_keeps_the_pages_until_the_writer_has_stopped(
     """Defect 3: pages that a remote writer still writes are not free."""
     desk = Desk().landing()
     desk.give_up()
-    assert desk.actions() == [Send(PEER, Cancel(KEY))]
+    assert desk.actions() == [SendMessage(PEER, Cancel(KEY))]
     desk.pass_time(1.0)
-    assert desk.actions() == [Send(PEER, Cancel(KEY))] * 2
-    desk.take(Stopped(KEY, True))
-    assert desk.actions() == [Lost(KEY, True, False, "given up")]
+    assert desk.actions() == [SendMessage(PEER, Cancel(KEY))] * 2
+    desk.take(Cancelled(KEY, True))
+    assert desk.actions() == [FetchFailed(KEY, True, False, "given up")]
     assert desk.receiver.next_deadline() is None
 
 
@@ -190,30 +190,30 @@ def test_giving_up_what_has_just_landed_frees_it() -> None:
     desk = Desk().landing()
     desk.give_up()
     desk.take(DONE)
-    assert desk.facts() == [Lost(KEY, True, False, "given up")]
+    assert desk.facts() == [FetchFailed(KEY, True, False, "given up")]
 
 
 def test_a_sender_that_does_not_say_that_it_stopped_leaves_the_pages_in_doubt() -> None:
     desk = Desk().landing()
     desk.give_up()
     desk.pass_time(15)
-    assert desk.facts() == [Lost(KEY, False, False, "given up")]
-    desk.take(Stopped(KEY, False))
+    assert desk.facts() == [FetchFailed(KEY, False, False, "given up")]
+    desk.take(Cancelled(KEY, False))
     assert desk.actions() == []
     desk.pass_time(11)
     assert desk.sent() == [Cancel(KEY)] * 2
-    desk.take(Stopped(KEY, True))
-    desk.take(Stopped(KEY, True))
+    desk.take(Cancelled(KEY, True))
+    desk.take(Cancelled(KEY, True))
     assert desk.actions() == [Quiesced(KEY)]
 
 
-@pytest.mark.parametrize("message", [HandoffFailed(KEY, False, True, "broke"), Stopped(KEY, False)])
+@pytest.mark.parametrize("message", [HandoffFailed(KEY, False, True, "broke"), Cancelled(KEY, False)])
 def test_a_write_that_may_still_go_on_is_told_as_such(message: Message) -> None:
     """Defect 13."""
     desk = Desk().landing()
     desk.take(message)
     (fact,) = desk.facts()
-    assert isinstance(fact, Lost) and not fact.quiesced
+    assert isinstance(fact, FetchFailed) and not fact.quiesced
     desk.take(message)
     assert desk.facts() == []
 
@@ -221,7 +221,7 @@ def test_a_write_that_may_still_go_on_is_told_as_such(message: Message) -> None:
 def test_a_write_that_failed_and_stopped_frees_the_pages() -> None:
     desk = Desk().landing()
     desk.take(HandoffFailed(KEY, True, True, "broke"))
-    assert desk.actions() == [Send(PEER, Received(KEY)), Lost(KEY, True, True, "broke")]
+    assert desk.actions() == [SendMessage(PEER, HandoffAck(KEY)), FetchFailed(KEY, True, True, "broke")]
 
 
 @pytest.mark.parametrize("quiesced", [True, False])
@@ -230,27 +230,27 @@ def test_what_a_peer_refuses_was_never_written(quiesced: bool) -> None:
     desk = Desk()
     desk.fetch()
     desk.take(HandoffFailed(KEY, quiesced, False, "too long"))
-    assert desk.facts() == [Lost(KEY, True, False, "too long")] and desk.phase is None
+    assert desk.facts() == [FetchFailed(KEY, True, False, "too long")] and desk.phase is None
 
 
 def test_a_failed_handoff_harms_no_other_of_the_same_peer() -> None:
     """Defect 12."""
-    desk, second = Desk().landing(), Key("s", 1)
+    desk, second = Desk().landing(), HandoffKey("s", 1)
     desk.landing(second)
     desk.take(HandoffFailed(KEY, False, True, "broke"))
     desk.actions()
     desk.take(HandoffDone(second, 3, None))
     assert desk.facts() == [Landed(second, 3, None)]
-    desk.fetch(Key("t", 1))
-    assert desk.sent() == [ask(Key("t", 1))]
+    desk.fetch(HandoffKey("t", 1))
+    assert desk.sent() == [ask(HandoffKey("t", 1))]
 
 
 def test_death_of_a_peer_ends_all_that_it_was_asked_and_nothing_else() -> None:
-    desk, asked, elsewhere = Desk().landing(), Key("s", 1), Key("t", 1)
+    desk, asked, elsewhere = Desk().landing(), HandoffKey("s", 1), HandoffKey("t", 1)
     desk.fetch(asked)
     desk.landing(elsewhere, OTHER)
     desk.receiver.peer_lost(PEER, "it died", desk.now)
-    assert desk.facts() == [Lost(KEY, False, False, "it died"), Lost(asked, True, False, "it died")]
+    assert desk.facts() == [FetchFailed(KEY, False, False, "it died"), FetchFailed(asked, True, False, "it died")]
     assert desk.receiver.open_keys(PEER) == [] and desk.receiver.open_keys(OTHER) == [elsewhere]
     desk.take(HandoffDone(elsewhere, 3, None), OTHER)
     assert desk.facts() == [Landed(elsewhere, 3, None)]
@@ -263,7 +263,7 @@ def test_a_peer_that_was_only_slow_may_still_say_that_it_stopped() -> None:
     assert len(desk.facts()) == 1
     desk.pass_time(5)
     assert desk.sent() == [Cancel(KEY)]
-    desk.take(Stopped(KEY, True))
+    desk.take(Cancelled(KEY, True))
     assert desk.facts() == [Quiesced(KEY)]
 
 
@@ -271,7 +271,7 @@ def test_death_while_stopping_leaves_the_pages_in_doubt() -> None:
     desk = Desk().landing()
     desk.give_up()
     desk.receiver.peer_lost(PEER, "it died", desk.now)
-    assert desk.facts() == [Lost(KEY, False, False, "given up")]
+    assert desk.facts() == [FetchFailed(KEY, False, False, "given up")]
 
 
 def test_two_handoffs_of_one_key_are_one() -> None:
@@ -286,36 +286,36 @@ def test_two_handoffs_of_one_key_are_one() -> None:
 
 
 def test_of_one_request_only_the_highest_attempt_counts() -> None:
-    desk = Desk().landing(Key("r", 2))
-    desk.fetch(Key("r", 1))
-    assert desk.facts() == [Lost(Key("r", 1), True, False, "a later attempt is under way")]
-    desk.fetch(Key("r", 3))
-    assert desk.sent() == [Cancel(Key("r", 2)), ask(Key("r", 3))]
+    desk = Desk().landing(HandoffKey("r", 2))
+    desk.fetch(HandoffKey("r", 1))
+    assert desk.facts() == [FetchFailed(HandoffKey("r", 1), True, False, "a later attempt is under way")]
+    desk.fetch(HandoffKey("r", 3))
+    assert desk.sent() == [Cancel(HandoffKey("r", 2)), ask(HandoffKey("r", 3))]
 
 
 def test_nobody_else_ends_a_handoff() -> None:
     desk = Desk().landing()
-    for message in (DONE, HandoffFailed(KEY, True, True, ""), Stopped(KEY, True), Accepted(KEY)):
+    for message in (DONE, HandoffFailed(KEY, True, True, ""), Cancelled(KEY, True), HandoffAccepted(KEY)):
         desk.take(message, OTHER)
-    assert desk.facts() == [] and desk.phase is Phase.LANDING
+    assert desk.facts() == [] and desk.phase is ReceiverPhase.LANDING
 
 
 def test_messages_of_others_trades_are_ignored() -> None:
     desk = Desk().landing()
-    for message in (ask(KEY), Go(KEY), Received(KEY), Cancel(KEY)):
+    for message in (ask(KEY), StartWrites(KEY), HandoffAck(KEY), Cancel(KEY)):
         desk.take(message)
-    assert desk.actions() == [] and desk.phase is Phase.LANDING
+    assert desk.actions() == [] and desk.phase is ReceiverPhase.LANDING
 
 
 def test_everything_is_forgotten_in_the_end() -> None:
     """Defect 14: orphaned ids leak nothing."""
     desk = Desk()
     for number in range(40):
-        desk.fetch(Key(str(number), 0))
+        desk.fetch(HandoffKey(str(number), 0))
         if number % 2:
-            desk.take(Accepted(Key(str(number), 0)))
+            desk.take(HandoffAccepted(HandoffKey(str(number), 0)))
         desk.pass_time(0.1)
-    desk.pass_time(sum(wait.limit for wait in WAITS.values()))
+    desk.pass_time(sum(wait.limit for wait in RECEIVER_TIMEOUTS.values()))
     assert desk.receiver.phases() == {} and desk.receiver.next_deadline() is None
     assert len(desk.facts()) == 40
 
@@ -324,31 +324,31 @@ def test_seconds_in_each_phase_are_counted() -> None:
     desk = Desk()
     desk.fetch()
     desk.pass_time(0.75)
-    desk.take(Accepted(KEY))
+    desk.take(HandoffAccepted(KEY))
     desk.pass_time(2)
     desk.take(DONE)
     seconds = {phase: spent for phase, spent in desk.receiver.table.seconds.items() if spent}
-    assert seconds == {Phase.ASKING: 0.75, Phase.LANDING: 2.0}
+    assert seconds == {ReceiverPhase.REQUESTING: 0.75, ReceiverPhase.LANDING: 2.0}
 
 
 def test_every_phase_has_a_limit_and_moves_follow_the_table() -> None:
     with pytest.raises(AssertionError, match="a phase without a limit"):
-        PhaseTable(NEXT, {Phase.ASKING: Wait(1.0)})
-    timer = PhaseTimer(PhaseTable(NEXT, scaled(WAITS, 0.1)), Phase.ASKING, 0.0)
+        PhaseTable(RECEIVER_TRANSITIONS, {ReceiverPhase.REQUESTING: PhaseTimeout(1.0)})
+    timer = PhaseTimer(PhaseTable(RECEIVER_TRANSITIONS, scaled(RECEIVER_TIMEOUTS, 0.1)), ReceiverPhase.REQUESTING, 0.0)
     assert timer.deadline == 1.0 and timer.again_at == 0.1
     with pytest.raises(IllegalTransition):
-        timer.move(Phase.STOPPING, 0.0)
+        timer.move(ReceiverPhase.CANCELLING, 0.0)
 
 
-KEYS = st.builds(Key, st.sampled_from("ab"), st.integers(1, 3))
+KEYS = st.builds(HandoffKey, st.sampled_from("ab"), st.integers(1, 3))
 PEERS = st.sampled_from([PEER, OTHER])
 SAID = st.one_of(
-    st.builds(Accepted, KEYS),
-    st.builds(Accepted, KEYS),
+    st.builds(HandoffAccepted, KEYS),
+    st.builds(HandoffAccepted, KEYS),
     st.builds(Progress, KEYS, st.just(1)),
     st.builds(HandoffDone, KEYS, st.just(5), st.none()),
     st.builds(HandoffFailed, KEYS, st.booleans(), st.booleans(), st.just("broke")),
-    st.builds(Stopped, KEYS, st.booleans()),
+    st.builds(Cancelled, KEYS, st.booleans()),
 )
 
 
@@ -358,15 +358,15 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.desk = Desk()
-        self.owners: dict[Key, str] = {}  # fetched, and its end not told
-        self.doubtful: set[Key] = set()  # lost, not quiesced
-        self.gone: set[Key] = set()  # Go was said
-        self.sworn: set[Key] = set()  # the peer said that nothing more will be written
+        self.owners: dict[HandoffKey, str] = {}  # fetched, and its end not told
+        self.doubtful: set[HandoffKey] = set()  # lost, not quiesced
+        self.gone: set[HandoffKey] = set()  # Go was said
+        self.sworn: set[HandoffKey] = set()  # the peer said that nothing more will be written
 
     def settle(self) -> None:
         for action in self.desk.actions():
-            if isinstance(action, Send):
-                if isinstance(action.message, Go):
+            if isinstance(action, SendMessage):
+                if isinstance(action.message, StartWrites):
                     self.gone.add(action.message.key)
                 continue
             self.told(action)
@@ -385,7 +385,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.doubtful.add(fact.key)
 
     @rule(key=KEYS, peer=PEERS)
-    def fetch(self, key: Key, peer: str) -> None:
+    def fetch(self, key: HandoffKey, peer: str) -> None:
         if key not in self.desk.receiver.phases():
             self.gone.discard(key)
             self.sworn.discard(key)
@@ -399,13 +399,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(peer=PEERS, message=SAID)
     def take(self, peer: str, message: Any) -> None:
-        if isinstance(message, HandoffDone) or (isinstance(message, HandoffFailed | Stopped) and message.quiesced):
+        if isinstance(message, HandoffDone) or (isinstance(message, HandoffFailed | Cancelled) and message.quiesced):
             self.sworn.add(message.key)
         self.desk.take(message, peer)
         self.settle()
 
     @rule(key=KEYS)
-    def give_up(self, key: Key) -> None:
+    def give_up(self, key: HandoffKey) -> None:
         self.desk.give_up(key)
         self.settle()
 

@@ -11,40 +11,42 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import whole_rows, writes
 from hotset.handoff.messages import (
-    Accepted,
-    Ask,
     Cancel,
-    Drop,
-    Go,
+    Cancelled,
+    FirstTokenSampled,
+    HandoffAccepted,
+    HandoffAck,
     HandoffDone,
     HandoffFailed,
+    HandoffKey,
+    HandoffRequest,
     Hello,
-    Key,
     Message,
-    Model,
-    NotComputed,
-    Prefill,
+    ModelIdentity,
+    PagedSpan,
+    PrefillFailed,
     Progress,
-    Received,
-    Sampled,
-    Send,
+    ReleasePages,
+    RowsComputed,
     SenderCommand,
-    Span,
-    Stopped,
+    SendMessage,
+    StartPrefill,
+    StartWrites,
     Store,
-    Submit,
-    Written,
+    SubmitWrites,
 )
-from hotset.handoff.outgoing import MOST_LISTS, WAITS, Phase
+from hotset.handoff.outgoing import MAX_WRITES_IN_FLIGHT, SENDER_TIMEOUTS, SenderPhase
 from hotset.handoff.sender import Sender
-from hotset.transfer.api import State, WriteTicket
+from hotset.transfer.api import WriteState, WriteTicket
 
 PEER, OTHER = "10.0.0.1:7000", "10.0.0.2:7000"
-KEY = Key("r", 1)
+KEY = HandoffKey("r", 1)
 ROWS = 10
-STORE = Store(whole_rows(Span(((1 << 20,), (1 << 21,)), 32, 4, 4, 8)), Span(((1 << 22,),), 16, 4, 4, 4))
-TARGET = Store(whole_rows(Span(((1 << 30,), (1 << 31,)), 64, 8, 8, 8)), Span(((1 << 32, 1 << 33),), 12, 6, 3, 4))
-HELLO = Hello(PEER, Model("m", 2, "8 bytes", "4 bytes", 1, ""), {"host": TARGET}, "loopback", b"first")
+STORE = Store(whole_rows(PagedSpan(((1 << 20,), (1 << 21,)), 32, 4, 4, 8)), PagedSpan(((1 << 22,),), 16, 4, 4, 4))
+TARGET = Store(
+    whole_rows(PagedSpan(((1 << 30,), (1 << 31,)), 64, 8, 8, 8)), PagedSpan(((1 << 32, 1 << 33),), 12, 6, 3, 4)
+)
+HELLO = Hello(PEER, ModelIdentity("m", 2, "8 bytes", "4 bytes", 1, ""), {"host": TARGET}, "loopback", b"first")
 PAGES = (7, 3, 5)
 
 
@@ -57,8 +59,8 @@ def prompt(rows: int) -> PromptSpec:
     return PromptSpec(tuple(range(rows)), SamplingParams(), frozenset({3}))
 
 
-def ask(key: Key = KEY, rows: int = ROWS) -> Ask:
-    return Ask(key, prompt(rows), "host", (2, 9), (4, 1))
+def ask(key: HandoffKey = KEY, rows: int = ROWS) -> HandoffRequest:
+    return HandoffRequest(key, prompt(rows), "host", (2, 9), (4, 1))
 
 
 def carried(first: int, last: int) -> list[list[int]]:
@@ -83,25 +85,29 @@ class Desk:
     def tell(self, command: SenderCommand) -> None:
         self.sender.tell(command, self.now)
 
-    def written(self, first: int, last: int, key: Key = KEY, peer: str = PEER, after: Event | None = None) -> None:
-        self.tell(Written(peer, key, first, last, PAGES, after))
+    def written(
+        self, first: int, last: int, key: HandoffKey = KEY, peer: str = PEER, after: Event | None = None
+    ) -> None:
+        self.tell(RowsComputed(peer, key, first, last, PAGES, after))
 
-    def sampled(self, key: Key = KEY, peer: str = PEER) -> None:
-        self.tell(Sampled(peer, key, 42, {42: (-1.0, 1)}))
+    def sampled(self, key: HandoffKey = KEY, peer: str = PEER) -> None:
+        self.tell(FirstTokenSampled(peer, key, 42, {42: (-1.0, 1)}))
 
-    def submit(self, key: Key = KEY, peer: str = PEER) -> WriteTicket:
-        """Answers one `Submit`."""
+    def submit(self, key: HandoffKey = KEY, peer: str = PEER) -> WriteTicket:
+        """Answers one `SubmitWrites`."""
         self.tickets += 1
         ticket = WriteTicket(self.tickets, 0)
         self.sender.submitted(peer, key, ticket)
         return ticket
 
-    def end(self, ticket: WriteTicket, state: State = State.DONE, key: Key = KEY, peer: str = PEER) -> None:
+    def end(
+        self, ticket: WriteTicket, state: WriteState = WriteState.DONE, key: HandoffKey = KEY, peer: str = PEER
+    ) -> None:
         self.sender.ended(peer, key, ticket, state, self.now)
 
-    def writing(self, key: Key = KEY, peer: str = PEER) -> "Desk":
+    def writing(self, key: HandoffKey = KEY, peer: str = PEER) -> "Desk":
         self.take(ask(key), peer)
-        self.take(Go(key), peer)
+        self.take(StartWrites(key), peer)
         self.actions()
         return self
 
@@ -128,10 +134,10 @@ class Desk:
 
     def sent(self) -> list[Message]:
         """Drops the rest."""
-        return [action.message for action in self.actions() if isinstance(action, Send)]
+        return [action.message for action in self.actions() if isinstance(action, SendMessage)]
 
     @property
-    def phase(self) -> Phase | None:
+    def phase(self) -> SenderPhase | None:
         return self.sender.phases().get((PEER, KEY))
 
 
@@ -139,13 +145,13 @@ def test_an_ask_is_accepted_and_computed_once_however_often_it_comes() -> None:
     desk = Desk()
     desk.take(ask())
     assert desk.actions() == [
-        Send(PEER, Accepted(KEY)),
-        Prefill(PEER, KEY, prompt(ROWS)),
+        SendMessage(PEER, HandoffAccepted(KEY)),
+        StartPrefill(PEER, KEY, prompt(ROWS)),
     ]
     desk.take(ask())
-    assert desk.actions() == [Send(PEER, Accepted(KEY))]
+    assert desk.actions() == [SendMessage(PEER, HandoffAccepted(KEY))]
     desk.pass_time(1.2)
-    assert desk.sent() == [Accepted(KEY)] * 2 and desk.sender.resent == 2
+    assert desk.sent() == [HandoffAccepted(KEY)] * 2 and desk.sender.resent == 2
 
 
 def test_nothing_is_written_before_go() -> None:
@@ -155,11 +161,11 @@ def test_nothing_is_written_before_go() -> None:
     desk.written(6, 10)
     desk.sampled()
     desk.pass_time(3)
-    assert not [action for action in desk.actions() if isinstance(action, Submit)]
-    desk.take(Go(KEY))
-    (submit,) = [action for action in desk.actions() if isinstance(action, Submit)]
+    assert not [action for action in desk.actions() if isinstance(action, SubmitWrites)]
+    desk.take(StartWrites(KEY))
+    (submit,) = [action for action in desk.actions() if isinstance(action, SubmitWrites)]
     assert submit.writes.tolist() == carried(0, 10)
-    desk.take(Go(KEY))
+    desk.take(StartWrites(KEY))
     assert desk.actions() == []
 
 
@@ -184,7 +190,7 @@ def test_what_is_told_while_enough_is_under_way_goes_together_when_a_list_ends()
     desk.end(second)
     submit, progress = desk.actions()
     assert submit.writes.tolist() == carried(4, 10) and submit.after is events[-1]
-    assert progress == Send(PEER, Progress(KEY, 0))
+    assert progress == SendMessage(PEER, Progress(KEY, 0))
     third = desk.submit()
     desk.end(first)
     assert desk.sent() == [Progress(KEY, 4)]
@@ -196,9 +202,12 @@ def test_what_waits_behind_a_write_that_failed_is_never_written() -> None:
     desk = Desk()
     first, second = desk.under_way(2, 4)
     desk.written(4, 10)
-    desk.end(first, State.FAILED_QUIESCED)
+    desk.end(first, WriteState.FAILED_QUIESCED)
     desk.end(second)
-    assert not [action for action in desk.actions() if isinstance(action, Submit)] and desk.phase is Phase.TELLING
+    assert (
+        not [action for action in desk.actions() if isinstance(action, SubmitWrites)]
+        and desk.phase is SenderPhase.NOTIFYING
+    )
 
 
 def test_rows_that_move_while_they_wait_are_found_out() -> None:
@@ -206,21 +215,21 @@ def test_rows_that_move_while_they_wait_are_found_out() -> None:
     desk.under_way(2, 4)
     desk.written(4, 6)
     with pytest.raises(AssertionError, match="rows that were told have moved"):
-        desk.tell(Written(PEER, KEY, 6, 8, (7, 4, 5), None))
+        desk.tell(RowsComputed(PEER, KEY, 6, 8, (7, 4, 5), None))
 
 
 def test_done_waits_for_every_write_and_for_the_first_token() -> None:
     desk = Desk()
     first, second = desk.under_way(6, 10)
     desk.end(first)
-    assert desk.actions() == [Send(PEER, Progress(KEY, 6))]
+    assert desk.actions() == [SendMessage(PEER, Progress(KEY, 6))]
     desk.sampled()
     assert desk.actions() == []
     desk.end(second)
     assert desk.actions() == [
-        Send(PEER, Progress(KEY, 10)),
-        Drop(PEER, KEY),
-        Send(PEER, HandoffDone(KEY, 42, {42: (-1.0, 1)})),
+        SendMessage(PEER, Progress(KEY, 10)),
+        ReleasePages(PEER, KEY),
+        SendMessage(PEER, HandoffDone(KEY, 42, {42: (-1.0, 1)})),
     ]
 
 
@@ -256,8 +265,8 @@ def test_done_is_repeated_until_it_is_acknowledged() -> None:
     desk.pass_time(1.2)
     desk.take(ask())
     assert desk.sent() == [HandoffDone(KEY, 42, {42: (-1.0, 1)})] * 3
-    desk.take(Received(KEY))
-    desk.take(Received(KEY))
+    desk.take(HandoffAck(KEY))
+    desk.take(HandoffAck(KEY))
     assert desk.actions() == [] and desk.sender.next_deadline() is None
 
 
@@ -266,10 +275,10 @@ def test_an_ask_that_was_served_is_not_begun_again() -> None:
     (ticket,) = desk.under_way(10)
     desk.sampled()
     desk.end(ticket)
-    desk.take(Received(KEY))
+    desk.take(HandoffAck(KEY))
     desk.actions()
     desk.take(ask())
-    assert desk.actions() == [Send(PEER, Stopped(KEY, True))]
+    assert desk.actions() == [SendMessage(PEER, Cancelled(KEY, True))]
 
 
 def test_a_request_in_the_queue_is_alive() -> None:
@@ -284,10 +293,10 @@ def test_cancel_before_go_ends_it_at_once() -> None:
     desk.written(0, 10)
     desk.actions()
     desk.take(Cancel(KEY))
-    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, Stopped(KEY, True))]
+    assert desk.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
     desk.take(Cancel(KEY))
-    desk.take(Go(KEY))
-    assert desk.actions() == [Send(PEER, Stopped(KEY, True))]
+    desk.take(StartWrites(KEY))
+    assert desk.actions() == [SendMessage(PEER, Cancelled(KEY, True))]
 
 
 def test_cancel_keeps_the_pages_until_the_last_write_has_ended() -> None:
@@ -300,7 +309,7 @@ def test_cancel_keeps_the_pages_until_the_last_write_has_ended() -> None:
     assert desk.actions() == []
     desk.sampled()
     desk.end(second)
-    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, Stopped(KEY, True))]
+    assert desk.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
 
 
 def test_a_cancelled_handoff_begins_no_further_write() -> None:
@@ -311,87 +320,93 @@ def test_a_cancelled_handoff_begins_no_further_write() -> None:
     assert desk.actions() == []
     desk.end(ticket)
     desk.written(6, 10)
-    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, Stopped(KEY, True))]
+    assert desk.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
 
 
 def test_an_ask_that_comes_after_its_cancel_is_not_begun() -> None:
     desk = Desk()
     desk.take(Cancel(KEY))
     desk.take(ask())
-    assert desk.actions() == [Send(PEER, Stopped(KEY, False))] * 2
+    assert desk.actions() == [SendMessage(PEER, Cancelled(KEY, False))] * 2
     desk.take(ask(), OTHER)
-    assert Send(OTHER, Accepted(KEY)) in desk.actions(), "somebody else's request of the same name is another one"
+    assert SendMessage(OTHER, HandoffAccepted(KEY)) in desk.actions(), (
+        "somebody else's request of the same name is another one"
+    )
 
 
 def test_who_knows_nothing_vouches_for_nothing() -> None:
     """Another incarnation answers a Cancel that was meant for the one before, whose writes may go on."""
     desk = Desk()
     desk.take(Cancel(KEY))
-    assert desk.sent() == [Stopped(KEY, False)]
+    assert desk.sent() == [Cancelled(KEY, False)]
 
 
-@pytest.mark.parametrize(("state", "quiesced"), [(State.FAILED_QUIESCED, True), (State.FAILED_UNKNOWN, False)])
-def test_a_failed_write_is_told_when_the_others_have_ended(state: State, quiesced: bool) -> None:
+@pytest.mark.parametrize(
+    ("state", "quiesced"), [(WriteState.FAILED_QUIESCED, True), (WriteState.FAILED_UNKNOWN, False)]
+)
+def test_a_failed_write_is_told_when_the_others_have_ended(state: WriteState, quiesced: bool) -> None:
     """Defect 13: what ended as unknown may still be writing."""
     desk = Desk()
     first, second = desk.under_way(6, 10)
     desk.end(second, state)
-    assert desk.phase is Phase.ENDING and not [each for each in desk.actions() if isinstance(each, Drop)]
+    assert desk.phase is SenderPhase.DRAINING and not [
+        each for each in desk.actions() if isinstance(each, ReleasePages)
+    ]
     desk.end(first)
     drop, send = desk.actions()
-    assert drop == Drop(PEER, KEY) and isinstance(send.message, HandoffFailed)
+    assert drop == ReleasePages(PEER, KEY) and isinstance(send.message, HandoffFailed)
     assert (send.message.quiesced, send.message.retry) == (quiesced, True)
     assert "writing rows 6 to 10 ended as 'failed" in send.message.reason
     desk.pass_time(0.6)
     assert desk.sent() == [send.message]
-    desk.take(Received(KEY))
+    desk.take(HandoffAck(KEY))
     desk.take(Cancel(KEY))
-    assert desk.sent() == [Stopped(KEY, quiesced)]
+    assert desk.sent() == [Cancelled(KEY, quiesced)]
 
 
 def test_a_failure_taints_a_handoff_that_is_being_cancelled() -> None:
     desk = Desk()
     first, second = desk.under_way(6, 10)
     desk.take(Cancel(KEY))
-    desk.end(first, State.FAILED_UNKNOWN)
+    desk.end(first, WriteState.FAILED_UNKNOWN)
     desk.end(second)
-    assert desk.sent() == [Stopped(KEY, False)]
+    assert desk.sent() == [Cancelled(KEY, False)]
 
 
 def test_a_failed_handoff_harms_no_other_of_the_same_peer() -> None:
     """Defect 12."""
-    desk, other = Desk(), Key("s", 1)
+    desk, other = Desk(), HandoffKey("s", 1)
     (ticket,) = desk.under_way(10)
     desk.writing(other)
     desk.written(0, 10, other)
     desk.sampled(other)
     second = desk.submit(other)
-    desk.end(ticket, State.FAILED_UNKNOWN)
+    desk.end(ticket, WriteState.FAILED_UNKNOWN)
     desk.actions()
     desk.end(second, key=other)
     assert HandoffDone(other, 42, {42: (-1.0, 1)}) in desk.sent()
-    desk.take(ask(Key("t", 1)))
-    assert Accepted(Key("t", 1)) in desk.sent()
+    desk.take(ask(HandoffKey("t", 1)))
+    assert HandoffAccepted(HandoffKey("t", 1)) in desk.sent()
 
 
 def test_a_write_that_never_ends_is_given_up_and_told_later_if_it_does_end() -> None:
     desk = Desk()
     (ticket,) = desk.under_way(10)
     desk.pass_time(40)
-    assert desk.phase is Phase.ENDING and Drop(PEER, KEY) not in desk.actions()
+    assert desk.phase is SenderPhase.DRAINING and ReleasePages(PEER, KEY) not in desk.actions()
     desk.pass_time(10)
     failed = HandoffFailed(KEY, False, True, "a write has not ended within 40 s")
     actions = desk.actions()
-    assert Drop(PEER, KEY) in actions and Send(PEER, failed) in actions
-    desk.take(Received(KEY))
+    assert ReleasePages(PEER, KEY) in actions and SendMessage(PEER, failed) in actions
+    desk.take(HandoffAck(KEY))
     desk.pass_time(5)
     assert desk.actions() == []
     desk.take(Cancel(KEY))
-    assert desk.sent() == [Stopped(KEY, False)]
+    assert desk.sent() == [Cancelled(KEY, False)]
     desk.end(ticket)
-    assert desk.sent() == [Stopped(KEY, True)]
+    assert desk.sent() == [Cancelled(KEY, True)]
     desk.take(Cancel(KEY))
-    assert desk.sent() == [Stopped(KEY, True)]
+    assert desk.sent() == [Cancelled(KEY, True)]
 
 
 def test_a_write_that_ends_before_its_failure_was_heard_changes_what_is_told() -> None:
@@ -401,7 +416,7 @@ def test_a_write_that_ends_before_its_failure_was_heard_changes_what_is_told() -
     desk.actions()
     desk.end(ticket)
     assert desk.sent() == [HandoffFailed(KEY, True, True, "a write has not ended within 40 s")]
-    assert desk.phase is Phase.TELLING
+    assert desk.phase is SenderPhase.NOTIFYING
 
 
 def test_a_cancelled_write_that_never_ends_is_answered_in_time() -> None:
@@ -409,26 +424,32 @@ def test_a_cancelled_write_that_never_ends_is_answered_in_time() -> None:
     (ticket,) = desk.under_way(10)
     desk.take(Cancel(KEY))
     desk.pass_time(10)
-    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, Stopped(KEY, False))]
-    desk.end(ticket, State.FAILED_UNKNOWN)
-    assert desk.sent() == [Stopped(KEY, False)] and desk.phase is None
+    assert desk.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, False))]
+    desk.end(ticket, WriteState.FAILED_UNKNOWN)
+    assert desk.sent() == [Cancelled(KEY, False)] and desk.phase is None
 
 
 def test_what_the_engine_cannot_compute_is_told() -> None:
     desk = Desk()
     desk.take(ask())
     desk.actions()
-    desk.tell(NotComputed(PEER, KEY, True, "the engine is stopping"))
-    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, HandoffFailed(KEY, True, True, "the engine is stopping"))]
+    desk.tell(PrefillFailed(PEER, KEY, True, "the engine is stopping"))
+    assert desk.actions() == [
+        ReleasePages(PEER, KEY),
+        SendMessage(PEER, HandoffFailed(KEY, True, True, "the engine is stopping")),
+    ]
 
 
 def test_an_engine_that_fails_midway_waits_for_its_writes() -> None:
     desk = Desk()
     (ticket,) = desk.under_way(6)
-    desk.tell(NotComputed(PEER, KEY, False, "out of luck"))
+    desk.tell(PrefillFailed(PEER, KEY, False, "out of luck"))
     assert desk.sent() == [Progress(KEY, 0)]
     desk.end(ticket)
-    assert desk.actions() == [Drop(PEER, KEY), Send(PEER, HandoffFailed(KEY, True, False, "out of luck"))]
+    assert desk.actions() == [
+        ReleasePages(PEER, KEY),
+        SendMessage(PEER, HandoffFailed(KEY, True, False, "out of luck")),
+    ]
 
 
 def test_a_receiver_that_never_says_go_is_told_that_it_failed() -> None:
@@ -436,7 +457,10 @@ def test_a_receiver_that_never_says_go_is_told_that_it_failed() -> None:
     desk.take(ask())
     desk.pass_time(10)
     actions = desk.actions()
-    assert actions[-2:] == [Drop(PEER, KEY), Send(PEER, HandoffFailed(KEY, True, True, "no Go came within 10 s"))]
+    assert actions[-2:] == [
+        ReleasePages(PEER, KEY),
+        SendMessage(PEER, HandoffFailed(KEY, True, True, "no Go came within 10 s")),
+    ]
 
 
 def test_an_engine_that_says_nothing_for_long_is_given_up() -> None:
@@ -444,7 +468,7 @@ def test_an_engine_that_says_nothing_for_long_is_given_up() -> None:
     desk.pass_time(599)
     desk.written(0, 10)
     desk.end(desk.submit())
-    assert desk.phase is Phase.WRITING
+    assert desk.phase is SenderPhase.WRITING
     desk.pass_time(600)
     assert desk.sent()[-1] == HandoffFailed(KEY, True, True, "the engine has told nothing for 600 s")
 
@@ -452,13 +476,13 @@ def test_an_engine_that_says_nothing_for_long_is_given_up() -> None:
 def test_death_of_the_receiver_keeps_pages_until_the_writes_have_ended() -> None:
     desk = Desk()
     (ticket,) = desk.under_way(10)
-    desk.writing(Key("s", 1))
+    desk.writing(HandoffKey("s", 1))
     desk.writing(KEY, OTHER)
     desk.sender.peer_lost(PEER, "it died", desk.now)
-    assert desk.actions() == [Drop(PEER, Key("s", 1))]
+    assert desk.actions() == [ReleasePages(PEER, HandoffKey("s", 1))]
     assert desk.sender.open_keys(PEER) == [] and desk.sender.open_keys(OTHER) == [KEY]
     desk.end(ticket)
-    assert desk.actions() == [Drop(PEER, KEY)] and desk.sender.phases() == {(OTHER, KEY): Phase.WRITING}
+    assert desk.actions() == [ReleasePages(PEER, KEY)] and desk.sender.phases() == {(OTHER, KEY): SenderPhase.WRITING}
 
 
 def test_a_restarted_receiver_may_use_its_keys_again() -> None:
@@ -468,12 +492,16 @@ def test_a_restarted_receiver_may_use_its_keys_again() -> None:
     desk.sender.peer_known(PEER, replace(HELLO, description=b"second"))
     desk.take(ask())
     assert desk.actions() == [], "not while the pages of the one before are being read"
-    desk.end(ticket, State.FAILED_QUIESCED)
+    desk.end(ticket, WriteState.FAILED_QUIESCED)
     desk.sender.peer_lost(PEER, "and again", desk.now)
     desk.sender.peer_known(PEER, replace(HELLO, description=b"third"))
     desk.take(ask())
     drop, accepted, prefill = desk.actions()
-    assert drop == Drop(PEER, KEY) and accepted == Send(PEER, Accepted(KEY)) and isinstance(prefill, Prefill)
+    assert (
+        drop == ReleasePages(PEER, KEY)
+        and accepted == SendMessage(PEER, HandoffAccepted(KEY))
+        and isinstance(prefill, StartPrefill)
+    )
 
 
 def test_a_receiver_that_was_only_slow_does_not_get_a_second_writer() -> None:
@@ -481,26 +509,26 @@ def test_a_receiver_that_was_only_slow_does_not_get_a_second_writer() -> None:
     desk = Desk()
     (ticket,) = desk.under_way(10)
     desk.sender.peer_lost(PEER, "silent", desk.now)
-    desk.end(ticket, State.FAILED_UNKNOWN)
+    desk.end(ticket, WriteState.FAILED_UNKNOWN)
     desk.take(ask())
     desk.sender.peer_known(PEER, HELLO)
     desk.take(ask())
-    assert desk.actions() == [Drop(PEER, KEY), *[Send(PEER, Stopped(KEY, False))] * 2]
+    assert desk.actions() == [ReleasePages(PEER, KEY), *[SendMessage(PEER, Cancelled(KEY, False))] * 2]
 
 
 def test_of_one_request_only_the_highest_attempt_counts() -> None:
-    desk, later = Desk().writing(), Key("r", 2)
+    desk, later = Desk().writing(), HandoffKey("r", 2)
     desk.take(ask(later))
     actions = desk.actions()
-    assert actions[:2] == [Drop(PEER, KEY), Send(PEER, Stopped(KEY, True))]
-    assert actions[2] == Send(PEER, Accepted(later))
-    for stale in (Key("r", 0), KEY):
+    assert actions[:2] == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
+    assert actions[2] == SendMessage(PEER, HandoffAccepted(later))
+    for stale in (HandoffKey("r", 0), KEY):
         desk.take(ask(stale))
-        assert desk.actions() == [Send(PEER, Stopped(stale, stale == KEY))]
+        assert desk.actions() == [SendMessage(PEER, Cancelled(stale, stale == KEY))]
     desk.take(Cancel(later))
     desk.actions()
-    desk.take(ask(Key("r", 0)))
-    assert desk.actions() == [Send(PEER, Stopped(Key("r", 0), False))]
+    desk.take(ask(HandoffKey("r", 0)))
+    assert desk.actions() == [SendMessage(PEER, Cancelled(HandoffKey("r", 0), False))]
 
 
 @pytest.mark.parametrize(
@@ -512,7 +540,7 @@ def test_of_one_request_only_the_highest_attempt_counts() -> None:
         (replace(ask(), prompt=prompt(0)), "a prompt without tokens"),
     ],
 )
-def test_an_ask_that_cannot_be_served_is_refused(asked: Ask, complaint: str) -> None:
+def test_an_ask_that_cannot_be_served_is_refused(asked: HandoffRequest, complaint: str) -> None:
     desk = Desk()
     desk.take(asked)
     (message,) = desk.sent()
@@ -538,7 +566,7 @@ def test_an_engine_that_skips_rows_is_found_out() -> None:
 def test_tombs_are_bounded_in_number_and_time() -> None:
     """Defect 14: orphaned ids leak nothing."""
     desk = Desk(max_tombstones=3, tombstone_limit=10.0)
-    keys = [Key(str(number), 0) for number in range(5)]
+    keys = [HandoffKey(str(number), 0) for number in range(5)]
     for key in keys:
         desk.take(Cancel(key))
         desk.pass_time(1)
@@ -546,46 +574,46 @@ def test_tombs_are_bounded_in_number_and_time() -> None:
     begun = []
     for key in keys:
         desk.take(ask(key))
-        begun += [action.key for action in desk.actions() if isinstance(action, Prefill)]
+        begun += [action.key for action in desk.actions() if isinstance(action, StartPrefill)]
     assert begun == keys[:2], "the oldest gave way"
     desk.pass_time(11)
     desk.actions()
     desk.take(ask(keys[4]))
-    assert Accepted(keys[4]) in desk.sent()
+    assert HandoffAccepted(keys[4]) in desk.sent()
 
 
 def test_everything_is_forgotten_in_the_end() -> None:
     desk = Desk()
     desk.under_way(6, 10)
     for number in range(20):
-        key = Key(str(number), 0)
+        key = HandoffKey(str(number), 0)
         desk.take(ask(key))
         if number % 2:
-            desk.take(Go(key))
-    desk.pass_time(sum(wait.limit for wait in WAITS.values()))
+            desk.take(StartWrites(key))
+    desk.pass_time(sum(wait.limit for wait in SENDER_TIMEOUTS.values()))
     assert desk.sender.phases() == {} and desk.sender.next_deadline() is None
     actions = desk.actions()
-    assert len([each for each in actions if isinstance(each, Drop)]) == 21
+    assert len([each for each in actions if isinstance(each, ReleasePages)]) == 21
 
 
-KEYS = st.builds(Key, st.sampled_from("ab"), st.integers(1, 3))
+KEYS = st.builds(HandoffKey, st.sampled_from("ab"), st.integers(1, 3))
 PEERS = st.sampled_from([PEER, OTHER])
-ENDS = st.sampled_from([State.DONE, State.DONE, State.FAILED_QUIESCED, State.FAILED_UNKNOWN])
+ENDS = st.sampled_from([WriteState.DONE, WriteState.DONE, WriteState.FAILED_QUIESCED, WriteState.FAILED_UNKNOWN])
 CHUNK = 2
 
 
 class Work:
-    """One `Prefill` as the engine sees it."""
+    """One `StartPrefill` as the engine sees it."""
 
     def __init__(self) -> None:
         self.written, self.sampled, self.went, self.dropped = 0, False, False, False
-        self.tickets: dict[int, State] = {}
+        self.tickets: dict[int, WriteState] = {}
         self.nbytes = 0  # submitted
         self.given_up = False
 
     @property
     def sworn(self) -> bool:
-        return all(state in (State.DONE, State.FAILED_QUIESCED) for state in self.tickets.values())
+        return all(state in (WriteState.DONE, WriteState.FAILED_QUIESCED) for state in self.tickets.values())
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -594,54 +622,56 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.desk = Desk()
-        self.work: dict[tuple[str, Key], Work] = {}
+        self.work: dict[tuple[str, HandoffKey], Work] = {}
         self.incarnation = 0
 
     def settle(self) -> None:
         for action in self.desk.actions():
             match action:
-                case Prefill(peer, key):
+                case StartPrefill(peer, key):
                     before = self.work.get((peer, key))
                     assert before is None or before.dropped, "computed twice at once"
                     self.work[peer, key] = Work()
-                case Drop(peer, key):
+                case ReleasePages(peer, key):
                     self.drop(self.work[peer, key])
-                case Submit(peer, key, listed):
+                case SubmitWrites(peer, key, listed):
                     work = self.work[peer, key]
                     assert work.went, "written before Go"
-                    work.tickets[self.desk.submit(key, peer).number] = State.PENDING
+                    work.tickets[self.desk.submit(key, peer).number] = WriteState.PENDING
                     work.nbytes += int(listed[:, 2].sum())
-                    assert list(work.tickets.values()).count(State.PENDING) <= MOST_LISTS, "too much at a time"
-                case Send(peer, message):
+                    assert list(work.tickets.values()).count(WriteState.PENDING) <= MAX_WRITES_IN_FLIGHT, (
+                        "too much at a time"
+                    )
+                case SendMessage(peer, message):
                     self.said(peer, message)
 
     def drop(self, work: Work) -> None:
         assert not work.dropped, "pages given back twice"
         work.dropped = True
-        assert work.given_up or State.PENDING not in work.tickets.values(), "pages given back while they are read"
+        assert work.given_up or WriteState.PENDING not in work.tickets.values(), "pages given back while they are read"
 
     def said(self, peer: str, message: Any) -> None:
         if isinstance(message, HandoffDone):
             work = self.work[peer, message.key]
-            assert work.sampled and work.written == ROWS and set(work.tickets.values()) == {State.DONE}
+            assert work.sampled and work.written == ROWS and set(work.tickets.values()) == {WriteState.DONE}
             assert work.nbytes == sum(nbytes for _, _, nbytes in carried(0, ROWS)), "rows were skipped, or sent twice"
-        if isinstance(message, HandoffFailed | Stopped) and message.quiesced:
+        if isinstance(message, HandoffFailed | Cancelled) and message.quiesced:
             assert self.work[peer, message.key].sworn, "sworn, and it is not so"
 
     @rule(key=KEYS, peer=PEERS)
-    def ask(self, key: Key, peer: str) -> None:
+    def ask(self, key: HandoffKey, peer: str) -> None:
         self.desk.take(ask(key), peer)
         self.settle()
 
     @rule(key=KEYS, peer=PEERS)
-    def go(self, key: Key, peer: str) -> None:
-        if self.desk.sender.phases().get((peer, key)) is Phase.OFFERED:
+    def go(self, key: HandoffKey, peer: str) -> None:
+        if self.desk.sender.phases().get((peer, key)) is SenderPhase.ACCEPTED:
             self.work[peer, key].went = True
-        self.desk.take(Go(key), peer)
+        self.desk.take(StartWrites(key), peer)
         self.settle()
 
-    @rule(key=KEYS, peer=PEERS, kind=st.sampled_from([Cancel, Received]))
-    def say(self, key: Key, peer: str, kind: Any) -> None:
+    @rule(key=KEYS, peer=PEERS, kind=st.sampled_from([Cancel, HandoffAck]))
+    def say(self, key: HandoffKey, peer: str, kind: Any) -> None:
         self.desk.take(kind(key), peer)
         self.settle()
 
@@ -661,12 +691,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.settle()
 
     @rule(data=st.data(), state=ENDS)
-    def end(self, data: st.DataObject, state: State) -> None:
+    def end(self, data: st.DataObject, state: WriteState) -> None:
         pending = [
             (name, number)
             for name, work in self.work.items()
             for number, was in work.tickets.items()
-            if was is State.PENDING
+            if was is WriteState.PENDING
         ]
         if pending:
             (peer, key), number = data.draw(st.sampled_from(pending))
@@ -685,14 +715,20 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 1.0, 20.0, 60.0]))
     def wait(self, seconds: float) -> None:
         for work in self.work.values():
-            work.given_up |= seconds >= WAITS[Phase.ENDING].limit and State.PENDING in work.tickets.values()
+            work.given_up |= (
+                seconds >= SENDER_TIMEOUTS[SenderPhase.DRAINING].limit and WriteState.PENDING in work.tickets.values()
+            )
         self.desk.pass_time(seconds)
         self.settle()
 
     @invariant()
     def held_are_those_not_dropped(self) -> None:
         phases = self.desk.sender.phases()
-        held = {name for name, phase in phases.items() if phase in (Phase.OFFERED, Phase.WRITING, Phase.ENDING)}
+        held = {
+            name
+            for name, phase in phases.items()
+            if phase in (SenderPhase.ACCEPTED, SenderPhase.WRITING, SenderPhase.DRAINING)
+        }
         assert held == {name for name, work in self.work.items() if not work.dropped}
 
     def teardown(self) -> None:

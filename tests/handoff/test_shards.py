@@ -22,7 +22,7 @@ from hotset.handoff.layout import (
     whole_rows,
     writes,
 )
-from hotset.handoff.messages import Hello, Model, Shard, Span, Store
+from hotset.handoff.messages import Hello, ModelIdentity, PagedSpan, Shard, Store
 
 RANKS = (1, 2, 4, 8)
 
@@ -84,7 +84,7 @@ def test_alike_on_both_sides_travels_in_whole_runs() -> None:
 
 
 def test_whole_rows_travel_as_if_there_were_no_shards() -> None:
-    span = Span(((1 << 20,), (1 << 21,)), 64 * 48, 64, 64, 48)
+    span = PagedSpan(((1 << 20,), (1 << 21,)), 64 * 48, 64, 64, 48)
     there = replace(span, bases=((1 << 22,), (1 << 23,)), page_rows=16, part_rows=16, page_bytes=16 * 48)
     stores = Store(whole_rows(span), None), Store(whole_rows(there), None)
     planned = context_writes(stores[0], (5, 3), stores[1], range(8), (), 3, 100)
@@ -102,7 +102,7 @@ def test_layers_of_pipeline_stages_lie_anywhere() -> None:
 
 
 def test_heads_of_ranks_are_named_by_their_bytes_in_the_whole_row() -> None:
-    spans = [Span(((8,),), 64, 4, 4, 16)] * 4
+    spans = [PagedSpan(((8,),), 64, 4, 4, 16)] * 4
     assert [each.slices for each in head_shards(spans, 8, 4)] == [
         *(((0, 8), (32, 8)), ((8, 8), (40, 8)), ((16, 8), (48, 8)), ((24, 8), (56, 8)))
     ]
@@ -115,7 +115,7 @@ def test_slices_that_follow_each_other_on_both_sides_are_one_piece() -> None:
     assert found.pieces == ((0, 0, 16),) and found.row_bytes == 16
 
 
-MODEL = Model("m", 3, "any", "5 bytes", 2, "w")
+MODEL = ModelIdentity("m", 3, "any", "5 bytes", 2, "w")
 
 
 def hello(store: Store) -> Hello:

@@ -52,7 +52,7 @@ def serve(engine: str, ranks: int, pipe: Connection) -> None:
     )
     pipe.send(worker.address)
     pipe.recv()
-    pipe.send(worker.transfer.measured().nbytes)
+    pipe.send(worker.transfer.throughput().nbytes)
     worker.close()
 
 

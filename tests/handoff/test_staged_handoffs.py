@@ -6,45 +6,44 @@ from hypothesis import strategies as st
 from staged_world import DECODE, Event, World
 
 from hotset.handoff.messages import (
-    Accepted,
-    Ask,
     Cancel,
-    Go,
+    Cancelled,
+    FetchFailed,
+    HandoffAccepted,
+    HandoffAck,
     HandoffDone,
     HandoffFailed,
-    Key,
+    HandoffKey,
+    HandoffRequest,
     Landed,
-    Lent,
-    Lost,
+    LeaseGranted,
+    LeaseRequest,
+    PieceUnpacked,
+    PieceWritten,
     Progress,
     Quiesced,
-    Received,
-    Send,
-    Staged,
-    Stopped,
-    Unpack,
-    Unpacked,
-    Want,
+    SendMessage,
+    StartWrites,
+    UnpackPiece,
 )
-from hotset.handoff.outgoing import WAITS as SENDER_WAITS
-from hotset.handoff.outgoing import Phase
-from hotset.handoff.staged_out import PIECE_WAITS, WINDOW, PiecePhase
-from hotset.transfer.api import State
+from hotset.handoff.outgoing import SENDER_TIMEOUTS, SenderPhase
+from hotset.handoff.staged_out import PIECE_TIMEOUTS, WINDOW, PiecePhase
+from hotset.transfer.api import WriteState
 
 P = "prefill:1"
 
 
-def begun(world: World, rows: int = 50, name: str = "r", at: int = 1) -> Key:
+def begun(world: World, rows: int = 50, name: str = "r", at: int = 1) -> HandoffKey:
     """A handoff that may be written."""
     key = world.fetch(rows, name, at)
     world.carry()
-    assert world.prefills[f"prefill:{at}"].sender.phases()[DECODE, key] is Phase.WRITING
+    assert world.prefills[f"prefill:{at}"].sender.phases()[DECODE, key] is SenderPhase.WRITING
     return key
 
 
-def lost(world: World, key: Key) -> Lost:
+def lost(world: World, key: HandoffKey) -> FetchFailed:
     (fact,) = world.facts[key]
-    assert isinstance(fact, Lost)
+    assert isinstance(fact, FetchFailed)
     return fact
 
 
@@ -74,7 +73,7 @@ def test_any_division_into_any_other(here: int, there: int) -> None:
     world.finish()
     world.check(key)
     world.check_calm()
-    assert any(isinstance(message, Staged) for _, _, message in world.every)
+    assert any(isinstance(message, PieceWritten) for _, _, message in world.every)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -84,7 +83,7 @@ def test_few_writes_go_straight_to_the_pages(rows: int) -> None:
     world.compute(key)
     world.finish()
     world.check(key)
-    assert not any(isinstance(message, Want) for _, _, message in world.every)
+    assert not any(isinstance(message, LeaseRequest) for _, _, message in world.every)
 
 
 def test_alike_on_both_sides_goes_straight_to_the_pages() -> None:
@@ -93,7 +92,7 @@ def test_alike_on_both_sides_goes_straight_to_the_pages() -> None:
     world.compute(key)
     world.finish()
     world.check(key)
-    assert not any(isinstance(message, Want) for _, _, message in world.every)
+    assert not any(isinstance(message, LeaseRequest) for _, _, message in world.every)
 
 
 def test_a_context_of_sixteen_rings_flows_through() -> None:
@@ -125,7 +124,10 @@ def test_several_senders_of_different_division_share_a_ring() -> None:
     world.check_calm()
 
 
-@pytest.mark.parametrize("kind", [Accepted, Go, Want, Lent, Staged, Unpacked, HandoffDone, Received])
+@pytest.mark.parametrize(
+    "kind",
+    [HandoffAccepted, StartWrites, LeaseRequest, LeaseGranted, PieceWritten, PieceUnpacked, HandoffDone, HandoffAck],
+)
 def test_what_is_lost_is_said_again(kind: type) -> None:
     world = World()
     world.lose[kind] = 3
@@ -150,7 +152,7 @@ def test_what_comes_twice_and_late_changes_nothing() -> None:
     world.finish()
     world.check(key)
     world.twice = False
-    late = [each for each in world.every if not isinstance(each[2], Ask)]
+    late = [each for each in world.every if not isinstance(each[2], HandoffRequest)]
     for letter in [*late, *reversed(late)]:
         world.deliver(*letter)
         world.finish()
@@ -164,12 +166,12 @@ def test_messages_of_one_context_leave_another_alone() -> None:
     first = begun(world, 22, "first")
     world.compute(first)
     world.finish()
-    old = [message.lease for _, _, message in world.every if isinstance(message, Staged)]
+    old = [message.lease for _, _, message in world.every if isinstance(message, PieceWritten)]
     second = begun(world, 22, "second")
     world.compute(second)
-    world.carry(Staged)
+    world.carry(PieceWritten)
     for lease in [*old, 99]:
-        world.deliver(P, DECODE, Staged(second, 0, lease))
+        world.deliver(P, DECODE, PieceWritten(second, 0, lease))
     assert world.staging.rows(second) == 0, "unpacked what was not written"
     world.finish()
     world.check(second)
@@ -182,8 +184,8 @@ def test_a_late_wish_for_a_piece_that_is_there_takes_no_room() -> None:
     world.compute(key, 11)
     world.finish()
     assert world.staging.rows(key) == 11 and world.ring.held == 0
-    world.deliver(P, DECODE, Want(key, 0, 0, 11))
-    assert world.ring.held == 0 and world.every[-1] == (DECODE, P, Unpacked(key, 0))
+    world.deliver(P, DECODE, LeaseRequest(key, 0, 0, 11))
+    assert world.ring.held == 0 and world.every[-1] == (DECODE, P, PieceUnpacked(key, 0))
     world.compute(key)
     world.finish()
     world.check(key)
@@ -195,13 +197,16 @@ def test_room_is_given_to_others_when_it_has_been_read() -> None:
     keys = [begun(world, 44, name) for name in ("first", "second")]
     for key in keys:
         world.compute(key)
-    world.carry(Staged)
+    world.carry(PieceWritten)
     world.write()
-    (staged,) = (letter for letter in world.post if isinstance(letter[2], Staged))
+    (staged,) = (letter for letter in world.post if isinstance(letter[2], PieceWritten))
     world.receiver.take(P, staged[2], world.now)
     actions = world.receiver.take_actions()
-    assert isinstance(actions[0], Unpack)
-    assert [type(action.message) for action in actions[1:] if isinstance(action, Send)] == [Unpacked, Lent]
+    assert isinstance(actions[0], UnpackPiece)
+    assert [type(action.message) for action in actions[1:] if isinstance(action, SendMessage)] == [
+        PieceUnpacked,
+        LeaseGranted,
+    ]
 
 
 def test_nothing_is_packed_before_its_forward_pass() -> None:
@@ -236,7 +241,7 @@ def test_room_is_asked_for_what_is_being_computed_and_nothing_else() -> None:
     assert world.ring.held > 0 and not world.writes, "asked before the forward pass has happened"
     world.compute(key, None, Event(happened=False))
     world.carry()
-    wants = {message.piece for _, _, message in world.every if isinstance(message, Want)}
+    wants = {message.piece for _, _, message in world.every if isinstance(message, LeaseRequest)}
     assert wants == set(range(WINDOW))
 
 
@@ -253,8 +258,8 @@ def test_buffers_are_bounded_and_go_to_those_who_got_room_first() -> None:
     world.check_calm()
 
 
-@pytest.mark.parametrize("state", [State.FAILED_QUIESCED, State.FAILED_UNKNOWN])
-def test_a_write_that_fails_costs_room_at_the_most_and_never_pages(state: State) -> None:
+@pytest.mark.parametrize("state", [WriteState.FAILED_QUIESCED, WriteState.FAILED_UNKNOWN])
+def test_a_write_that_fails_costs_room_at_the_most_and_never_pages(state: WriteState) -> None:
     world = World()
     key = begun(world)
     world.compute(key)
@@ -267,7 +272,7 @@ def test_a_write_that_fails_costs_room_at_the_most_and_never_pages(state: State)
     fact = lost(world, key)
     assert fact.quiesced and fact.retry and state.value in fact.reason
     assert world.ring.held == world.ring.quarantined
-    assert (world.ring.quarantined > 0) == (state is State.FAILED_UNKNOWN)
+    assert (world.ring.quarantined > 0) == (state is WriteState.FAILED_UNKNOWN)
     assert world.prefills[P].dropped == [key]
 
 
@@ -276,7 +281,7 @@ def test_room_under_a_write_that_ends_late_comes_back() -> None:
     key = begun(world, 22)
     world.compute(key)
     world.carry()
-    world.pass_time(40 + SENDER_WAITS[Phase.ENDING].limit + 1)
+    world.pass_time(40 + SENDER_TIMEOUTS[SenderPhase.DRAINING].limit + 1)
     assert lost(world, key).quiesced and world.ring.quarantined > 0
     while world.writes:
         world.write()
@@ -295,12 +300,12 @@ def test_given_up_at_any_moment_everything_comes_back(moment: str) -> None:
         world.carry()
     key = begun(world, 22)
     world.compute(key, None, Event(happened=False) if moment == "lent" else None)
-    world.carry(Staged)
+    world.carry(PieceWritten)
     if moment in ("staged", "unpacked"):
         while world.writes:
             world.write()
     if moment == "unpacked":
-        world.carry(Unpacked)
+        world.carry(PieceUnpacked)
     world.receiver.give_up(key, world.now)
     world.act()
     if moment == "waiting for room":
@@ -326,9 +331,9 @@ def test_room_of_a_sender_that_dies_is_quarantined_and_pages_are_not(lent: bool)
     world.act()
     assert lost(world, key).quiesced
     assert world.ring.held == world.ring.quarantined and (world.ring.held > 0) == lent
-    world.carry(Stopped)
+    world.carry(Cancelled)
     if lent:
-        world.pass_time(6, Stopped)
+        world.pass_time(6, Cancelled)
         assert any(isinstance(message, Cancel) for _, _, message in world.every), "it may only have been slow"
         world.finish()
         world.check_calm()
@@ -350,7 +355,7 @@ def test_a_ring_in_quarantine_lets_contexts_go_straight_to_their_pages() -> None
     world.compute(key)
     world.finish()
     world.check(key)
-    assert (DECODE, P, Go(key, False)) in world.every
+    assert (DECODE, P, StartWrites(key, False)) in world.every
 
 
 def test_whoever_waits_too_long_for_room_fails_and_says_why() -> None:
@@ -360,9 +365,9 @@ def test_whoever_waits_too_long_for_room_fails_and_says_why() -> None:
     world.carry()
     second = begun(world, 44, "second", at=2)
     world.compute(second, at=2)
-    world.pass_time(PIECE_WAITS[PiecePhase.WANTED].limit + 2)
+    world.pass_time(PIECE_TIMEOUTS[PiecePhase.REQUESTED].limit + 2)
     reasons = {key.request_id: lost(world, key).reason for key in (first, second)}
-    assert "'lent' of the receiver's ring for 120 s" in reasons["first"]
+    assert "'leased' in the receiver's ring for 120 s" in reasons["first"]
     assert lost(world, first).retry and lost(world, first).quiesced
     world.finish()
     assert not world.ring.waiting
@@ -396,9 +401,9 @@ def test_a_receiver_that_is_lost_leaves_no_buffer_behind() -> None:
 def test_staging_that_was_not_offered_fails_the_handoff() -> None:
     world = World()
     key = world.fetch(1)
-    world.carry(Go)
+    world.carry(StartWrites)
     world.post.clear()
-    world.deliver(DECODE, P, Go(key, staged=True))
+    world.deliver(DECODE, P, StartWrites(key, staged=True))
     assert any(isinstance(message, HandoffFailed) for _, _, message in world.every)
 
 
@@ -414,7 +419,7 @@ def test_progress_tells_how_many_rows_are_in_their_pages() -> None:
     assert told[-1] == 11
 
 
-STATES = st.sampled_from([State.DONE] * 6 + [State.FAILED_QUIESCED, State.FAILED_UNKNOWN])
+STATES = st.sampled_from([WriteState.DONE] * 6 + [WriteState.FAILED_QUIESCED, WriteState.FAILED_UNKNOWN])
 
 
 @settings(max_examples=60, deadline=None)
@@ -461,7 +466,7 @@ def test_in_any_order_of_events_what_lands_is_right_and_nothing_is_left(data: st
     settle(world, keys, events)
 
 
-def compute_some(world: World, key: Key, at: int, events: list[Event], rows: int) -> None:
+def compute_some(world: World, key: HandoffKey, at: int, events: list[Event], rows: int) -> None:
     end = world.prefills[f"prefill:{at}"]
     if key not in end.contexts or key in end.dropped:
         return
@@ -472,7 +477,7 @@ def compute_some(world: World, key: Key, at: int, events: list[Event], rows: int
         world.compute(key, min(total, told + rows), events[-1], at)
 
 
-def settle(world: World, keys: dict[Key, int], events: dict[Key, list[Event]]) -> None:
+def settle(world: World, keys: dict[HandoffKey, int], events: dict[HandoffKey, list[Event]]) -> None:
     """All that is left to do is done."""
     for _ in range(8):
         world.finish()

@@ -11,10 +11,10 @@ from sharded_memory import HEAD_BYTES, KEY_BYTES, POISON, Sharded, fresh_pages
 from hotset.base.errors import ConfigError
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import context_writes, count_writes, whole_rows
-from hotset.handoff.messages import Ask, Key, Packed, Span, Store
+from hotset.handoff.messages import HandoffKey, HandoffRequest, PackedPiece, PagedSpan, Store
 from hotset.handoff.packing import StagingMemory, pack, unpack
 from hotset.handoff.staging import (
-    FEW_WRITES,
+    MAX_DIRECT_WRITES,
     SMALL_WRITE_BYTES,
     blocks,
     check_staging,
@@ -35,9 +35,9 @@ def through(
     memory = StagingMemory(nbytes + 9)
     memory._bytes.fill_(POISON)
     here, rows, keys = map(tuple, pages)
-    pack(Packed(source.store, target.store, here, here, first, last, memory.space.address))
+    pack(PackedPiece(source.store, target.store, here, here, first, last, memory.space.address))
     assert (memory._bytes[nbytes:] == POISON).all(), "packed beyond its end"
-    unpack(Packed(source.store, target.store, rows, keys, first, last, memory.space.address))
+    unpack(PackedPiece(source.store, target.store, rows, keys, first, last, memory.space.address))
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
@@ -75,14 +75,14 @@ def test_index_keys_may_land_in_pages_of_several_parts() -> None:
     pages, page_bytes, part_rows = 8, 4 * KEY_BYTES + 3, 4
     memory = np.full((2, 3, pages, page_bytes), POISON, np.uint8)
     bases = tuple(tuple(part.ctypes.data for part in group) for group in memory)
-    in_parts = Span(bases, page_bytes, 12, part_rows, KEY_BYTES)
+    in_parts = PagedSpan(bases, page_bytes, 12, part_rows, KEY_BYTES)
     source_pages, row_pages, _ = fresh_pages(source, target, rows=30)
     source.compute(source_pages, 0, 30)
     packed = StagingMemory(30 * packed_row_bytes(source.store, target.store))
     store = replace(target.store, keys=in_parts)
     here, there, key_pages = tuple(source_pages), tuple(row_pages), (5, 0, 6)
-    pack(Packed(source.store, store, here, here, 2, 30, packed.space.address))
-    unpack(Packed(source.store, store, there, key_pages, 2, 30, packed.space.address))
+    pack(PackedPiece(source.store, store, here, here, 2, 30, packed.space.address))
+    unpack(PackedPiece(source.store, store, there, key_pages, 2, 30, packed.space.address))
     for position in range(30):
         page, row = divmod(position, 12)
         at = row % part_rows * KEY_BYTES
@@ -98,9 +98,9 @@ def test_ranks_that_hold_the_same_head_are_sent_it_once() -> None:
     assert packed_row_bytes(source, target) == 3 * 2 * 2 * HEAD_BYTES + 2 * KEY_BYTES
 
 
-def ask(rows: int, pages: int) -> Ask:
+def ask(rows: int, pages: int) -> HandoffRequest:
     some = tuple(range(0, 2 * pages, 2))  # none follows another
-    return Ask(Key("r", 0), PromptSpec((1,) * rows, SamplingParams()), "host", some, some)
+    return HandoffRequest(HandoffKey("r", 0), PromptSpec((1,) * rows, SamplingParams()), "host", some, some)
 
 
 @pytest.mark.parametrize(("here", "there", "staged"), [(2, 4, True), (4, 2, True), (1, 2, True), (2, 2, False)])
@@ -121,13 +121,14 @@ def test_writes_are_counted_as_they_would_be_planned() -> None:
 def test_large_or_few_writes_are_not_staged() -> None:
     def store(row_bytes: int) -> Store:
         return Store(
-            whole_rows(Span(tuple((layer << 30,) for layer in range(1, 31)), 16 * row_bytes, 16, 16, row_bytes)), None
+            whole_rows(PagedSpan(tuple((layer << 30,) for layer in range(1, 31)), 16 * row_bytes, 16, 16, row_bytes)),
+            None,
         )
 
     large, small = store(SMALL_WRITE_BYTES // 16), store(SMALL_WRITE_BYTES // 32)
     assert not is_worth_it(large, large, ask(160, 10)), "pages are large enough"
     assert is_worth_it(small, small, ask(160, 10))
-    assert not is_worth_it(small, small, ask(32, 2)), f"no more than {FEW_WRITES}"
+    assert not is_worth_it(small, small, ask(32, 2)), f"no more than {MAX_DIRECT_WRITES}"
 
 
 def test_pieces_fit_ring_and_buffer() -> None:

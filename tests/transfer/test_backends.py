@@ -10,7 +10,7 @@ import pytest
 
 from hotset.base.errors import StartupError, TransferError
 from hotset.transfer import mooncake_engine, nixl_engine
-from hotset.transfer.api import Region, State
+from hotset.transfer.api import Region, WriteState
 from hotset.transfer.mooncake_engine import ENDED_WELL, UNDER_WAY, MooncakeBackend
 from hotset.transfer.nixl_engine import NixlBackend
 from hotset.transfer.regions import Regions
@@ -170,9 +170,9 @@ def test_defect_13_a_write_that_mooncake_says_has_failed_may_still_be_writing(na
     remote = wire.connect(described("a"), Regions())
     post = wire.post(remote, np.array([[1, 2, 3], [4, 5, 6]]))
     native.status = UNDER_WAY
-    assert wire.check(post) is State.PENDING
+    assert wire.check(post) is WriteState.PENDING
     native.status = status
-    assert wire.check(post) is State.FAILED_UNKNOWN
+    assert wire.check(post) is WriteState.FAILED_UNKNOWN
     native.batch = 0
     with pytest.raises(TransferError, match="refused"):
         wire.post(remote, np.array([[1, 2, 3]]))

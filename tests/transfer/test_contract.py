@@ -9,12 +9,12 @@ import pytest
 from far_end import NBYTES, POISON, FarProcess, FarStandIn
 
 from hotset.base.errors import StartupError, TransferError
-from hotset.transfer.api import Region, State, Transfer, WriteTicket
+from hotset.transfer.api import Region, Transfer, WriteState, WriteTicket
 from hotset.transfer.engines import open_transfer
 from hotset.transfer.loopback import Hub
 
 DEADLINE_S = 10.0
-FAILED = (State.FAILED_QUIESCED, State.FAILED_UNKNOWN)
+FAILED = (WriteState.FAILED_QUIESCED, WriteState.FAILED_UNKNOWN)
 
 Far = FarProcess | FarStandIn
 
@@ -52,13 +52,13 @@ class Bench:
         """`spans` [n, 3] are offsets here, offsets there, bytes."""
         return spans.astype(np.int64) + np.array([self.memory.ctypes.data, (far or self.far).address, 0])
 
-    def ended(self, ticket: WriteTicket, seconds: float = DEADLINE_S + 1) -> State:
+    def ended(self, ticket: WriteTicket, seconds: float = DEADLINE_S + 1) -> WriteState:
         until = time.monotonic() + seconds
-        while (state := self.transfer.poll(ticket)) is State.PENDING and time.monotonic() < until:
+        while (state := self.transfer.poll(ticket)) is WriteState.PENDING and time.monotonic() < until:
             time.sleep(0.0001)
         return state
 
-    def send(self, spans: np.ndarray, peer: str = "far", far: Far | None = None) -> State:
+    def send(self, spans: np.ndarray, peer: str = "far", far: Far | None = None) -> WriteState:
         return self.ended(self.transfer.submit(peer, self.writes(spans, far)))
 
     def expected(self, spans: np.ndarray) -> np.ndarray:
@@ -111,7 +111,7 @@ def test_every_byte_is_there_when_told_done_and_no_other_byte_changed(bench: Ben
     for seed in range(3):
         bench.far.poison()
         spans = random_spans(seed, count, longest)
-        assert bench.send(spans) is State.DONE
+        assert bench.send(spans) is WriteState.DONE
         found, expected = bench.far.read(), bench.expected(spans)
         assert np.array_equal(found, expected), f"{np.flatnonzero(found != expected)[:8]} differ"
 
@@ -121,13 +121,13 @@ def test_the_last_byte_is_visible_as_soon_as_it_is_told(bench: Bench, nbytes: in
     """An engine for which a write is done when its own socket has taken it would lose this race."""
     for round_ in range(40):
         bench.memory[:nbytes] = round_
-        assert bench.send(np.array([[0, 4096, nbytes]])) is State.DONE
+        assert bench.send(np.array([[0, 4096, nbytes]])) is WriteState.DONE
         assert bench.far.read(4096 + nbytes - 1, 4096 + nbytes).tolist() == [round_]
 
 
 def test_neighbours_that_are_one_run_arrive(bench: Bench) -> None:
     spans = np.stack([np.arange(2000) * 1152, 4096 + np.arange(2000) * 1152, np.full(2000, 1152)], axis=1)
-    assert bench.send(spans) is State.DONE
+    assert bench.send(spans) is WriteState.DONE
     assert np.array_equal(bench.far.read(), bench.expected(spans))
 
 
@@ -135,13 +135,13 @@ def test_neighbours_that_are_one_run_arrive(bench: Bench) -> None:
 def test_neighbours_on_one_side_only_are_no_run(bench: Bench, side: int) -> None:
     spans = np.stack([np.arange(500) * 1000, np.arange(500) * 1000, np.full(500, 1000)], axis=1)
     spans[:, side] = np.random.default_rng(side).permutation(spans[:, side])
-    assert bench.send(spans) is State.DONE
+    assert bench.send(spans) is WriteState.DONE
     assert np.array_equal(bench.far.read(), bench.expected(spans))
 
 
 def test_an_empty_list_is_done(bench: Bench) -> None:
-    assert bench.send(np.empty((0, 3), np.int64)) is State.DONE
-    assert bench.send(np.array([[0, 0, 0]])) is State.DONE
+    assert bench.send(np.empty((0, 3), np.int64)) is WriteState.DONE
+    assert bench.send(np.array([[0, 0, 0]])) is WriteState.DONE
     assert (bench.far.read() == POISON).all()
 
 
@@ -149,21 +149,21 @@ def test_defect_16_nothing_is_read_before_the_event_that_it_waits_for(bench: Ben
     spans, flag = random_spans(5, 40, 5000), Flag()
     ticket = bench.transfer.submit("far", bench.writes(spans), after=flag)
     time.sleep(0.1)
-    assert bench.transfer.poll(ticket) is State.PENDING
+    assert bench.transfer.poll(ticket) is WriteState.PENDING
     assert (bench.far.read() == POISON).all()
     bench.memory[:] = np.random.default_rng(2).integers(0, 256, NBYTES, np.uint8)
     flag.happened = True
-    assert bench.ended(ticket) is State.DONE
+    assert bench.ended(ticket) is WriteState.DONE
     assert np.array_equal(bench.far.read(), bench.expected(spans))
 
 
 def test_one_that_waits_for_its_event_holds_up_no_other(bench: Bench) -> None:
     flag = Flag()
     waits = bench.transfer.submit("far", bench.writes(np.array([[0, 0, 100]])), after=flag)
-    assert bench.send(np.array([[0, 200, 100]])) is State.DONE
-    assert bench.transfer.poll(waits) is State.PENDING
+    assert bench.send(np.array([[0, 200, 100]])) is WriteState.DONE
+    assert bench.transfer.poll(waits) is WriteState.PENDING
     flag.happened = True
-    assert bench.ended(waits) is State.DONE
+    assert bench.ended(waits) is WriteState.DONE
 
 
 def test_an_event_that_never_happens_ends_at_the_deadline_with_nothing_written(bench: Bench) -> None:
@@ -171,9 +171,9 @@ def test_an_event_that_never_happens_ends_at_the_deadline_with_nothing_written(b
     hasty.register(Region(bench.memory.ctypes.data, NBYTES))
     hasty.connect("far", bench.far.description)
     ticket = hasty.submit("far", bench.writes(np.array([[0, 0, 100]])), after=Flag())
-    assert hasty.poll(ticket) is State.PENDING
+    assert hasty.poll(ticket) is WriteState.PENDING
     time.sleep(0.4)
-    assert hasty.poll(ticket) is State.FAILED_QUIESCED
+    assert hasty.poll(ticket) is WriteState.FAILED_QUIESCED
     assert (bench.far.read() == POISON).all()
     hasty.close()
 
@@ -183,7 +183,7 @@ def test_the_array_of_writes_may_be_reused_at_once(bench: Bench) -> None:
     writes = bench.writes(spans)
     ticket = bench.transfer.submit("far", writes)
     writes[:] = 0
-    assert bench.ended(ticket) is State.DONE
+    assert bench.ended(ticket) is WriteState.DONE
     assert np.array_equal(bench.far.read(), bench.expected(spans))
 
 
@@ -192,7 +192,7 @@ def test_several_lists_to_one_peer_are_told_apart(bench: Bench) -> None:
     tickets = [bench.transfer.submit("far", bench.writes(spans[i : i + 1])) for i in range(64)]
     assert len({ticket.number for ticket in tickets}) == 64
     assert [ticket.nbytes for ticket in tickets] == spans[:, 2].tolist()
-    assert {bench.ended(ticket) for ticket in tickets} == {State.DONE}
+    assert {bench.ended(ticket) for ticket in tickets} == {WriteState.DONE}
     assert np.array_equal(bench.far.read(), bench.expected(spans))
 
 
@@ -206,7 +206,7 @@ def test_lists_to_several_peers_at_once_do_not_mix(bench: Bench) -> None:
         for part in range(30)
         for name, far in ends.items()
     ]
-    assert {bench.ended(ticket) for ticket in tickets} == {State.DONE}
+    assert {bench.ended(ticket) for ticket in tickets} == {WriteState.DONE}
     for name, far in ends.items():
         assert np.array_equal(far.read(), bench.expected(spans[name]))
     bench.transfer.forget("second")
@@ -217,7 +217,7 @@ def test_lists_to_several_peers_at_once_do_not_mix(bench: Bench) -> None:
 def test_a_write_outside_registered_memory_is_refused_with_its_whole_list(
     bench: Bench, span: tuple[int, int, int]
 ) -> None:
-    assert bench.send(np.array([(0, 0, 10), span])) is State.FAILED_QUIESCED
+    assert bench.send(np.array([(0, 0, 10), span])) is WriteState.FAILED_QUIESCED
     assert (bench.far.read() == POISON).all()
 
 
@@ -225,18 +225,18 @@ def test_what_has_ended_stays_as_it_is(bench: Bench) -> None:
     far = bench.open_far()
     bench.transfer.connect("gone", far.description)
     done = bench.transfer.submit("gone", bench.writes(np.array([[0, 0, 10]]), far))
-    assert bench.ended(done) is State.DONE
+    assert bench.ended(done) is WriteState.DONE
     never = bench.transfer.submit("gone", bench.writes(np.array([[0, 0, 10]]), far), after=Flag())
     bench.transfer.forget("gone")
-    assert bench.transfer.poll(never) is State.FAILED_QUIESCED
+    assert bench.transfer.poll(never) is WriteState.FAILED_QUIESCED
     late = bench.transfer.submit("gone", bench.writes(np.array([[0, 0, 10]]), far))
     far.kill()
     bench.transfer.forget("gone")
     for _ in range(3):
         assert [bench.transfer.poll(each) for each in (done, never, late)] == [
-            State.DONE,
-            State.FAILED_QUIESCED,
-            State.FAILED_QUIESCED,
+            WriteState.DONE,
+            WriteState.FAILED_QUIESCED,
+            WriteState.FAILED_QUIESCED,
         ]
         time.sleep(0.02)
 
@@ -246,7 +246,7 @@ def test_a_peer_that_was_restarted_is_connected_again_under_its_name(bench: Benc
         far = bench.open_far()
         bench.transfer.connect("phoenix", far.description)
         spans = random_spans(seed, 20, 10_000)
-        assert bench.send(spans, "phoenix", far) is State.DONE
+        assert bench.send(spans, "phoenix", far) is WriteState.DONE
         assert np.array_equal(far.read(), bench.expected(spans))
         far.kill()
     bench.transfer.forget("phoenix")
@@ -258,10 +258,10 @@ def test_a_peer_that_was_not_restarted_is_connected_again(bench: Bench) -> None:
         bench.transfer.connect(name, bench.far.description)
         time.sleep(0.05)
         spans = random_spans(3, 20, 10_000)
-        assert bench.send(spans, name) is State.DONE
+        assert bench.send(spans, name) is WriteState.DONE
     bench.transfer.forget("twin")
     time.sleep(0.05)
-    assert bench.send(spans) is State.DONE
+    assert bench.send(spans) is WriteState.DONE
     assert np.array_equal(bench.far.read(), bench.expected(spans))
 
 
@@ -274,16 +274,16 @@ def test_a_peer_that_dies_under_writes_ends_them_and_no_others(bench: Bench) -> 
     time.sleep(0.02)
     victim.kill()
     doomed.append(bench.transfer.submit("victim", bench.writes(spans, victim)))
-    assert bench.send(spans) is State.DONE
+    assert bench.send(spans) is WriteState.DONE
     assert np.array_equal(bench.far.read(), bench.expected(spans))
     states = [bench.ended(ticket) for ticket in doomed]
-    assert State.PENDING not in states
+    assert WriteState.PENDING not in states
     assert states[-1] in FAILED
     assert time.monotonic() - begun < 2 * DEADLINE_S
     assert bench.send(spans[:1], "victim", victim) in FAILED
-    assert bench.send(spans) is State.DONE
+    assert bench.send(spans) is WriteState.DONE
     bench.transfer.forget("victim")
-    assert bench.send(spans) is State.DONE
+    assert bench.send(spans) is WriteState.DONE
 
 
 def test_a_peer_that_is_gone_cannot_be_connected_or_fails_by_the_deadline(bench: Bench) -> None:
@@ -295,14 +295,14 @@ def test_a_peer_that_is_gone_cannot_be_connected_or_fails_by_the_deadline(bench:
         pass
     else:
         assert bench.send(np.array([[0, 0, 100]]), "gone", far) in FAILED
-    assert bench.send(np.array([[0, 0, 100]])) is State.DONE
+    assert bench.send(np.array([[0, 0, 100]])) is WriteState.DONE
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{}", b"[]", b"\xff\x00", b'{"version": 1, "engine": "pigeons"}', b"null"])
 def test_a_description_that_makes_no_sense_is_refused(bench: Bench, garbage: bytes) -> None:
     with pytest.raises(TransferError):
         bench.transfer.connect("garbage", garbage)
-    assert bench.send(np.array([[0, 0, 1]]), "garbage") is State.FAILED_QUIESCED
+    assert bench.send(np.array([[0, 0, 1]]), "garbage") is WriteState.FAILED_QUIESCED
 
 
 def test_a_description_with_garbage_for_the_engine_is_refused(bench: Bench) -> None:
@@ -315,13 +315,13 @@ def test_a_description_with_garbage_for_the_engine_is_refused(bench: Bench) -> N
 
 def test_forgetting_an_unknown_peer_does_nothing(bench: Bench) -> None:
     bench.transfer.forget("nobody")
-    assert bench.send(np.array([[0, 0, 1]]), "nobody") is State.FAILED_QUIESCED
+    assert bench.send(np.array([[0, 0, 1]]), "nobody") is WriteState.FAILED_QUIESCED
 
 
 def test_bytes_and_seconds_are_measured(bench: Bench) -> None:
-    before = bench.transfer.measured()
-    assert bench.send(np.array([[0, 0, 1 << 20]])) is State.DONE
-    after = bench.transfer.measured()
+    before = bench.transfer.throughput()
+    assert bench.send(np.array([[0, 0, 1 << 20]])) is WriteState.DONE
+    after = bench.transfer.throughput()
     assert after.nbytes - before.nbytes == 1 << 20
     assert after.seconds >= before.seconds
     assert bench.transfer.transport()
@@ -342,8 +342,8 @@ def test_closing_twice_with_writes_under_way_ends_them(engine: str) -> None:
     tickets.append(bench.transfer.submit("far", bench.writes(spans), after=Flag()))
     bench.transfer.close()
     bench.transfer.close()
-    assert State.PENDING not in [bench.transfer.poll(ticket) for ticket in tickets]
-    assert bench.transfer.poll(tickets[-1]) is State.FAILED_QUIESCED
-    assert bench.send(spans) is State.FAILED_QUIESCED
+    assert WriteState.PENDING not in [bench.transfer.poll(ticket) for ticket in tickets]
+    assert bench.transfer.poll(tickets[-1]) is WriteState.FAILED_QUIESCED
+    assert bench.send(spans) is WriteState.FAILED_QUIESCED
     bench.far.close()
     bench.hub.close()

@@ -17,16 +17,16 @@ import pytest
 from far_end import NBYTES, POISON, FarProcess
 
 from hotset.base.errors import ConfigError, MissingDependency, StartupError
-from hotset.transfer.api import Memory, Region, State, Transfer, WriteTicket
+from hotset.transfer.api import MemoryKind, Region, Transfer, WriteState, WriteTicket
 from hotset.transfer.engines import open_transfer
 from hotset.transfer.regions import decode
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def ended(transfer: Transfer, ticket: WriteTicket, seconds: float = 10.0) -> State:
+def ended(transfer: Transfer, ticket: WriteTicket, seconds: float = 10.0) -> WriteState:
     until = time.monotonic() + seconds
-    while (state := transfer.poll(ticket)) is State.PENDING and time.monotonic() < until:
+    while (state := transfer.poll(ticket)) is WriteState.PENDING and time.monotonic() < until:
         time.sleep(0.001)
     return state
 
@@ -113,20 +113,20 @@ def test_nixl_tells_the_transports_that_it_uses() -> None:
 
 def test_mooncake_without_cuda_refuses_gpu_memory(mooncake: Transfer) -> None:
     with pytest.raises(StartupError, match="mooncake-transfer-engine"):
-        mooncake.register(Region(1 << 30, 4096, Memory.DEVICE))
+        mooncake.register(Region(1 << 30, 4096, MemoryKind.DEVICE))
 
 
 def test_closing_mooncake_gives_its_ports_back(mooncake: Transfer, far: FarProcess, memory: np.ndarray) -> None:
     """Also while somebody still has a ticket of it."""
     mooncake.connect("far", far.description)
     ticket = mooncake.submit("far", np.array([[memory.ctypes.data, far.address, 8]]))
-    assert ended(mooncake, ticket) is State.DONE
+    assert ended(mooncake, ticket) is WriteState.DONE
     port = int(json.loads(decode(mooncake.describe(), "mooncake").native)["address"].rpartition(":")[2])
     socket.create_connection(("127.0.0.1", port)).close()
     mooncake.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
-    assert mooncake.poll(ticket) is State.DONE
+    assert mooncake.poll(ticket) is WriteState.DONE
 
 
 def test_mooncake_refuses_a_protocol_without_acknowledgements(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,14 +145,14 @@ def test_defect_13_a_write_that_failed_by_deadline_still_lands(
     far.pause()
     slow = mooncake.submit("slow", np.array([[memory.ctypes.data, far.address, NBYTES]]))
     quick = mooncake.submit("other", np.array([[memory.ctypes.data, other.address, NBYTES]]))
-    assert ended(mooncake, quick) is State.DONE
-    assert ended(mooncake, slow) is State.FAILED_UNKNOWN
+    assert ended(mooncake, quick) is WriteState.DONE
+    assert ended(mooncake, slow) is WriteState.FAILED_UNKNOWN
     far.resume()
     until = time.monotonic() + 10
     while not np.array_equal(far.read(), memory) and time.monotonic() < until:
         time.sleep(0.01)
     assert np.array_equal(far.read(), memory)
-    assert mooncake.poll(slow) is State.FAILED_UNKNOWN
+    assert mooncake.poll(slow) is WriteState.FAILED_UNKNOWN
     other.close()
 
 
@@ -161,12 +161,12 @@ def test_mooncake_meets_a_new_process_at_an_address_that_it_knows(
 ) -> None:
     """The description is changed as if the process were another: what the engine remembers is not used."""
     mooncake.connect("far", far.description)
-    assert ended(mooncake, mooncake.submit("far", np.array([[memory.ctypes.data, far.address, 8]]))) is State.DONE
+    assert ended(mooncake, mooncake.submit("far", np.array([[memory.ctypes.data, far.address, 8]]))) is WriteState.DONE
     found = decode(far.description, "mooncake")
     native = json.dumps(json.loads(found.native) | {"instance": "another"}).encode()
     mooncake.connect("far", replace(found, native=native).encode())
     writes = np.array([[memory.ctypes.data, far.address, NBYTES]])
-    assert ended(mooncake, mooncake.submit("far", writes)) is State.DONE
+    assert ended(mooncake, mooncake.submit("far", writes)) is WriteState.DONE
     assert np.array_equal(far.read(), memory)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hotset.base.errors import StartupError, TransferError
 from hotset.transfer import lanes as lanes_module
-from hotset.transfer.api import Region, State, Writes, WriteTicket
+from hotset.transfer.api import Region, Writes, WriteState, WriteTicket
 from hotset.transfer.lanes import Lanes, Limits
 from hotset.transfer.regions import Description, Regions, decode
 
@@ -25,7 +25,7 @@ class Remote:
 
     hang: threading.Event = field(default_factory=threading.Event)
     throws: Exception | None = None
-    state: State = State.DONE  # of all its handles
+    state: WriteState = WriteState.DONE  # of all its handles
     entered: int = 0  # calls of `post` that have begun
     posts: list[int] = field(default_factory=list)
     unended: int = 0
@@ -77,9 +77,9 @@ class TroubledWire:
         remote.most_unended = max(remote.most_unended, remote.unended)
         return remote, len(writes)
 
-    def check(self, handle: tuple[Remote, int]) -> State:
+    def check(self, handle: tuple[Remote, int]) -> WriteState:
         remote, count = handle
-        if remote.state is not State.PENDING:
+        if remote.state is not WriteState.PENDING:
             remote.unended -= count
         return remote.state
 
@@ -115,8 +115,8 @@ class Bench:
         for ticket in tickets:
             ticket.handle.deadline = 0.0
 
-    def ended(self, ticket: WriteTicket, seconds: float = SECONDS) -> State:
-        waited(lambda: self.transfer.poll(ticket) is not State.PENDING, seconds)
+    def ended(self, ticket: WriteTicket, seconds: float = SECONDS) -> WriteState:
+        waited(lambda: self.transfer.poll(ticket) is not WriteState.PENDING, seconds)
         return self.transfer.poll(ticket)
 
 
@@ -155,10 +155,10 @@ def test_a_peer_on_which_the_engine_hangs_delays_no_other(make: Make) -> None:
         bench.connect(name)
     stuck.hang.clear()
     held = bench.submit("stuck")
-    assert [bench.ended(bench.submit(name)) for name in others] == [State.DONE] * 3
-    assert bench.transfer.poll(held) is State.PENDING
+    assert [bench.ended(bench.submit(name)) for name in others] == [WriteState.DONE] * 3
+    assert bench.transfer.poll(held) is WriteState.PENDING
     stuck.hang.set()
-    assert bench.ended(held) is State.DONE
+    assert bench.ended(held) is WriteState.DONE
 
 
 def test_submit_and_poll_do_not_wait_for_a_lane_that_hangs(make: Make) -> None:
@@ -166,7 +166,7 @@ def test_submit_and_poll_do_not_wait_for_a_lane_that_hangs(make: Make) -> None:
     bench.connect("stuck").hang.clear()
     # A call that waited for the lane would never return: it hangs until the test has ended.
     tickets = [bench.submit("stuck", 50) for _ in range(50)]
-    assert {bench.transfer.poll(ticket) for ticket in tickets} == {State.PENDING}
+    assert {bench.transfer.poll(ticket) for ticket in tickets} == {WriteState.PENDING}
 
 
 def test_the_deadline_holds_while_the_lane_hangs_and_what_had_not_begun_never_will(make: Make) -> None:
@@ -177,32 +177,35 @@ def test_the_deadline_holds_while_the_lane_hangs_and_what_had_not_begun_never_wi
     assert waited(lambda: remote.entered == 1)
     behind = bench.submit("stuck", nbytes=20)
     bench.expire(begun, behind)
-    assert bench.transfer.poll(begun) is State.FAILED_UNKNOWN
-    assert bench.transfer.poll(behind) is State.FAILED_QUIESCED
+    assert bench.transfer.poll(begun) is WriteState.FAILED_UNKNOWN
+    assert bench.transfer.poll(behind) is WriteState.FAILED_QUIESCED
     remote.hang.set()
     assert waited(lambda: len(remote.posts) == 1)
     time.sleep(0.05)
     assert remote.posts == [1], "a list that had failed as quiesced was written"
-    assert [bench.transfer.poll(each) for each in (begun, behind)] == [State.FAILED_UNKNOWN, State.FAILED_QUIESCED]
-    assert bench.ended(bench.submit("stuck")) is State.DONE
+    assert [bench.transfer.poll(each) for each in (begun, behind)] == [
+        WriteState.FAILED_UNKNOWN,
+        WriteState.FAILED_QUIESCED,
+    ]
+    assert bench.ended(bench.submit("stuck")) is WriteState.DONE
 
 
 def test_an_engine_that_refuses_has_written_nothing(make: Make) -> None:
     bench = make(1, SECONDS)
     remote = bench.connect("peer")
     remote.throws = TransferError("no")
-    assert bench.ended(bench.submit("peer")) is State.FAILED_QUIESCED
+    assert bench.ended(bench.submit("peer")) is WriteState.FAILED_QUIESCED
     remote.throws = None
-    assert bench.ended(bench.submit("peer")) is State.DONE
+    assert bench.ended(bench.submit("peer")) is WriteState.DONE
 
 
 def test_defect_12_an_engine_that_throws_kills_no_lane_and_bars_no_peer(make: Make) -> None:
     bench = make(1, SECONDS)
     remote = bench.connect("peer")
     remote.throws = RuntimeError("whatever")
-    assert bench.ended(bench.submit("peer")) is State.FAILED_UNKNOWN
+    assert bench.ended(bench.submit("peer")) is WriteState.FAILED_UNKNOWN
     remote.throws = None
-    assert bench.ended(bench.submit("peer")) is State.DONE
+    assert bench.ended(bench.submit("peer")) is WriteState.DONE
 
 
 def test_an_event_that_throws_fails_its_list_only(make: Make) -> None:
@@ -213,15 +216,15 @@ def test_an_event_that_throws_fails_its_list_only(make: Make) -> None:
     bench = make(1, SECONDS)
     bench.connect("peer")
     writes = np.array([[bench.source.ctypes.data, bench.target.ctypes.data, 8]])
-    assert bench.ended(bench.transfer.submit("peer", writes, after=Broken())) is State.FAILED_QUIESCED
-    assert bench.ended(bench.submit("peer")) is State.DONE
+    assert bench.ended(bench.transfer.submit("peer", writes, after=Broken())) is WriteState.FAILED_QUIESCED
+    assert bench.ended(bench.submit("peer")) is WriteState.DONE
 
 
-@pytest.mark.parametrize("failure", [State.FAILED_UNKNOWN, State.FAILED_QUIESCED])
-def test_a_failed_part_fails_its_list_and_nothing_more_of_it_is_posted(make: Make, failure: State) -> None:
+@pytest.mark.parametrize("failure", [WriteState.FAILED_UNKNOWN, WriteState.FAILED_QUIESCED])
+def test_a_failed_part_fails_its_list_and_nothing_more_of_it_is_posted(make: Make, failure: WriteState) -> None:
     bench = make(1, SECONDS)
     remote = bench.connect("peer")
-    remote.state = State.PENDING
+    remote.state = WriteState.PENDING
     ticket = bench.submit("peer", 30)
     assert waited(lambda: sum(remote.posts) == 8)
     remote.state = failure
@@ -233,16 +236,16 @@ def test_a_failed_part_fails_its_list_and_nothing_more_of_it_is_posted(make: Mak
 def test_never_more_in_flight_than_the_engine_takes_even_of_lists_given_up(make: Make) -> None:
     bench = make(1, SECONDS)
     remote = bench.connect("peer")
-    remote.state = State.PENDING
+    remote.state = WriteState.PENDING
     first = bench.submit("peer", 30)
     assert waited(lambda: sum(remote.posts) == 8)
     bench.expire(first)
-    assert bench.ended(first) is State.FAILED_UNKNOWN
+    assert bench.ended(first) is WriteState.FAILED_UNKNOWN
     second = bench.submit("peer", 30)
     time.sleep(0.05)
     assert sum(remote.posts) == 8, "the engine still holds those of the list that was given up"
-    remote.state = State.DONE
-    assert bench.ended(second) is State.DONE
+    remote.state = WriteState.DONE
+    assert bench.ended(second) is WriteState.DONE
     assert remote.most_unended == 8
     assert sum(remote.posts) == 38
 
@@ -250,7 +253,7 @@ def test_never_more_in_flight_than_the_engine_takes_even_of_lists_given_up(make:
 def test_long_lists_and_long_writes_are_posted_in_pieces(make: Make) -> None:
     bench = make(1, SECONDS)
     bench.connect("peer")
-    assert bench.ended(bench.submit("peer", 3, 650)) is State.DONE
+    assert bench.ended(bench.submit("peer", 3, 650)) is WriteState.DONE
     expected = np.full(NBYTES, POISON, np.uint8)
     for start in (0, 1300, 2600):
         expected[start : start + 650] = bench.source[start : start + 650]
@@ -260,14 +263,14 @@ def test_long_lists_and_long_writes_are_posted_in_pieces(make: Make) -> None:
 def test_a_forgotten_peer_is_disconnected_when_its_writes_have_ended(make: Make) -> None:
     bench = make(1, SECONDS)
     remote = bench.connect("peer")
-    remote.state = State.PENDING
+    remote.state = WriteState.PENDING
     ticket = bench.submit("peer", 30)
     assert waited(lambda: sum(remote.posts) == 8)
     bench.transfer.forget("peer")
     time.sleep(0.02)
     assert not remote.disconnected
-    remote.state = State.DONE
-    assert bench.ended(ticket) is State.FAILED_QUIESCED
+    remote.state = WriteState.DONE
+    assert bench.ended(ticket) is WriteState.FAILED_QUIESCED
     assert sum(remote.posts) == 8
     assert waited(lambda: remote.disconnected)
 
@@ -277,7 +280,7 @@ def test_a_peer_is_let_go_before_it_is_connected_again(make: Make) -> None:
     bench = make(2, SECONDS)
     for _ in range(5):
         before = bench.connect("peer")
-        assert bench.ended(bench.submit("peer")) is State.DONE
+        assert bench.ended(bench.submit("peer")) is WriteState.DONE
         after = bench.connect("peer")
         assert before.disconnected and not after.disconnected
 
@@ -285,14 +288,14 @@ def test_a_peer_is_let_go_before_it_is_connected_again(make: Make) -> None:
 def test_one_whose_writes_do_not_end_is_connected_again_all_the_same(make: Make) -> None:
     bench = make(2, SECONDS)
     before = bench.connect("peer")
-    before.state = State.PENDING
+    before.state = WriteState.PENDING
     held = bench.submit("peer")
     assert waited(lambda: bool(before.posts))
     bench.connect("peer")
     assert not before.disconnected
-    assert bench.ended(bench.submit("peer")) is State.DONE
-    before.state = State.DONE
-    assert bench.ended(held) is State.DONE
+    assert bench.ended(bench.submit("peer")) is WriteState.DONE
+    before.state = WriteState.DONE
+    assert bench.ended(held) is WriteState.DONE
     assert waited(lambda: before.disconnected)
 
 
@@ -300,7 +303,7 @@ def test_never_more_in_flight_than_the_engine_takes_even_of_a_peer_connected_aga
     bench = make(4, SECONDS)
     bench.wire.one_queue = True
     remote = bench.connect("peer")
-    remote.state = State.PENDING
+    remote.state = WriteState.PENDING
     held = [bench.submit("peer", 30)]
     assert waited(lambda: sum(remote.posts) == 8)
     for _ in range(2):
@@ -308,8 +311,12 @@ def test_never_more_in_flight_than_the_engine_takes_even_of_a_peer_connected_aga
         held.append(bench.submit("peer", 30))
     time.sleep(0.05)
     assert sum(remote.posts) == 8, "what the connection before still holds is not counted"
-    remote.state = State.DONE
-    assert [bench.ended(each) for each in held] == [State.FAILED_QUIESCED, State.FAILED_QUIESCED, State.DONE]
+    remote.state = WriteState.DONE
+    assert [bench.ended(each) for each in held] == [
+        WriteState.FAILED_QUIESCED,
+        WriteState.FAILED_QUIESCED,
+        WriteState.DONE,
+    ]
     assert remote.most_unended == 8
 
 
@@ -332,7 +339,7 @@ def test_a_connection_that_was_overtaken_is_not_the_peers(make: Make, by: str) -
         bench.transfer.forget("peer")
         bench.wire.slow.set()
         first.join(SECONDS)
-        assert bench.ended(bench.submit("peer")) is State.FAILED_QUIESCED
+        assert bench.ended(bench.submit("peer")) is WriteState.FAILED_QUIESCED
     else:
         second = threading.Thread(target=connect)
         second.start()
@@ -340,7 +347,7 @@ def test_a_connection_that_was_overtaken_is_not_the_peers(make: Make, by: str) -
         bench.wire.slow.set()
         first.join(SECONDS)
         second.join(SECONDS)
-        assert bench.ended(bench.submit("peer")) is State.DONE
+        assert bench.ended(bench.submit("peer")) is WriteState.DONE
     assert len(failures) == 1 and "before it could be reached" in str(failures[0])
     assert not bench.transfer._connecting
 
@@ -354,7 +361,7 @@ def test_defect_12_a_registration_that_fails_is_told_and_describes_nothing(make:
         bench.transfer.register(Region(more.ctypes.data, NBYTES))
     assert len(decode(bench.transfer.describe(), "troubled").regions) == 1
     writes = np.array([[more.ctypes.data, bench.target.ctypes.data, 8]])
-    assert bench.ended(bench.transfer.submit("peer", writes)) is State.FAILED_QUIESCED
+    assert bench.ended(bench.transfer.submit("peer", writes)) is WriteState.FAILED_QUIESCED
 
 
 class Later:
@@ -370,9 +377,9 @@ def test_defect_16_nothing_is_given_to_the_engine_before_its_event(make: Make) -
     writes = np.array([[bench.source.ctypes.data, bench.target.ctypes.data, 8]])
     ticket = bench.transfer.submit("peer", writes, after=event)
     time.sleep(0.05)
-    assert not remote.posts and bench.transfer.poll(ticket) is State.PENDING
+    assert not remote.posts and bench.transfer.poll(ticket) is WriteState.PENDING
     event.happened = True
-    assert bench.ended(ticket) is State.DONE
+    assert bench.ended(ticket) is WriteState.DONE
 
 
 def test_an_idle_lane_disconnects_a_forgotten_peer(make: Make) -> None:
@@ -390,7 +397,7 @@ def test_closing_does_not_wait_for_a_lane_that_hangs(make: Make, monkeypatch: py
     ticket = bench.submit("stuck")
     assert waited(lambda: remote.entered == 1)
     bench.transfer.close()
-    assert bench.transfer.poll(ticket) is State.FAILED_UNKNOWN
+    assert bench.transfer.poll(ticket) is WriteState.FAILED_UNKNOWN
     assert not bench.wire.closed, "the engine was closed under a thread that is in it"
 
 
@@ -408,6 +415,6 @@ def test_peers_are_spread_over_lanes(make: Make) -> None:
     for name, remote in remotes.items():
         remote.hang.clear()
         held = bench.submit(name)
-        assert {bench.ended(bench.submit(other)) for other in remotes if other != name} == {State.DONE}
+        assert {bench.ended(bench.submit(other)) for other in remotes if other != name} == {WriteState.DONE}
         remote.hang.set()
-        assert bench.ended(held) is State.DONE
+        assert bench.ended(held) is WriteState.DONE

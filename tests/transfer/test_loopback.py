@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hotset.base.errors import StartupError, TransferError
-from hotset.transfer.api import Memory, Region, State, WriteTicket
+from hotset.transfer.api import MemoryKind, Region, WriteState, WriteTicket
 from hotset.transfer.loopback import Fate, Faults, Hub, Loopback
 
 NBYTES, POISON = 4096, 0xAB
@@ -52,12 +52,12 @@ def test_nothing_moves_until_the_clock_does() -> None:
     pair = Pair(Faults(delay_s=(2.0, 2.0)))
     ticket = pair.submit()
     pair.hub.advance(1.9)
-    assert (pair.near.poll(ticket), pair.landed) == (State.PENDING, 0)
+    assert (pair.near.poll(ticket), pair.landed) == (WriteState.PENDING, 0)
     assert pair.hub.next_due() == 2.0
     pair.hub.advance(2.0)
-    assert (pair.near.poll(ticket), pair.landed) == (State.DONE, NBYTES)
-    assert pair.near.measured().nbytes == NBYTES
-    assert pair.near.measured().seconds == 2.0
+    assert (pair.near.poll(ticket), pair.landed) == (WriteState.DONE, NBYTES)
+    assert pair.near.throughput().nbytes == NBYTES
+    assert pair.near.throughput().seconds == 2.0
 
 
 def test_a_cut_list_lands_in_part_and_nothing_of_it_comes_later() -> None:
@@ -66,7 +66,7 @@ def test_a_cut_list_lands_in_part_and_nothing_of_it_comes_later() -> None:
         pair = Pair(Faults(cut=1.0, delay_s=(0.0, 1.0)), seed)
         ticket = pair.submit()
         pair.hub.advance(1.0)
-        assert pair.near.poll(ticket) is State.FAILED_QUIESCED
+        assert pair.near.poll(ticket) is WriteState.FAILED_QUIESCED
         parts.add(pair.landed)
         pair.target[:] = POISON
         pair.hub.advance(1000.0)
@@ -79,7 +79,7 @@ def test_a_lost_list_is_told_as_unknown() -> None:
     pair = Pair(Faults(lost=1.0))
     ticket = pair.submit()
     pair.hub.pump()
-    assert pair.near.poll(ticket) is State.FAILED_UNKNOWN
+    assert pair.near.poll(ticket) is WriteState.FAILED_UNKNOWN
     assert pair.landed < NBYTES
 
 
@@ -87,30 +87,30 @@ def test_a_silent_list_is_pending_until_its_deadline() -> None:
     pair = Pair(Faults(silent=1.0))
     ticket = pair.submit()
     pair.hub.advance(9.9)
-    assert pair.near.poll(ticket) is State.PENDING
+    assert pair.near.poll(ticket) is WriteState.PENDING
     pair.hub.advance(10.0)
-    assert pair.near.poll(ticket) is State.FAILED_UNKNOWN
+    assert pair.near.poll(ticket) is WriteState.FAILED_UNKNOWN
 
 
 def test_defect_13_a_late_list_fails_first_and_lands_afterwards() -> None:
     pair = Pair(Faults(late=1.0, late_s=(3.0, 3.0)))
     ticket = pair.submit()
     pair.hub.pump()
-    assert pair.near.poll(ticket) is State.FAILED_UNKNOWN
+    assert pair.near.poll(ticket) is WriteState.FAILED_UNKNOWN
     assert pair.landed < NBYTES
     pair.hub.advance(2.9)
     assert pair.landed < NBYTES
     pair.hub.advance(3.0)
-    assert (pair.near.poll(ticket), pair.landed) == (State.FAILED_UNKNOWN, NBYTES)
+    assert (pair.near.poll(ticket), pair.landed) == (WriteState.FAILED_UNKNOWN, NBYTES)
 
 
 def test_what_comes_after_the_deadline_is_late() -> None:
     pair = Pair(Faults(delay_s=(20.0, 20.0)))
     ticket = pair.submit()
     pair.hub.advance(15.0)
-    assert (pair.near.poll(ticket), pair.landed) == (State.FAILED_UNKNOWN, 0)
+    assert (pair.near.poll(ticket), pair.landed) == (WriteState.FAILED_UNKNOWN, 0)
     pair.hub.advance(20.0)
-    assert (pair.near.poll(ticket), pair.landed) == (State.FAILED_UNKNOWN, NBYTES)
+    assert (pair.near.poll(ticket), pair.landed) == (WriteState.FAILED_UNKNOWN, NBYTES)
 
 
 def test_reordering_and_duplication_lose_nothing_and_end_before_done() -> None:
@@ -118,12 +118,12 @@ def test_reordering_and_duplication_lose_nothing_and_end_before_done() -> None:
     for seed in range(30):
         pair = Pair(Faults(reorder=1.0, duplicate=1.0, delay_s=(0.0, 1.0)), seed)
         ticket = pair.submit()
-        while pair.near.poll(ticket) is State.PENDING:
+        while pair.near.poll(ticket) is WriteState.PENDING:
             halves += 0 < pair.landed < NBYTES
             due = pair.hub.next_due()
             assert due is not None
             pair.hub.advance(due)
-        assert (pair.near.poll(ticket), pair.landed) == (State.DONE, NBYTES)
+        assert (pair.near.poll(ticket), pair.landed) == (WriteState.DONE, NBYTES)
         pair.target[:] = POISON
         pair.hub.advance(1000.0)
         assert pair.landed == 0, "a duplicate came after the end"
@@ -135,9 +135,9 @@ def test_lists_overtake_each_other() -> None:
     for seed in range(10):
         pair = Pair(Faults(delay_s=(0.0, 1.0)), seed)
         first, second = pair.submit(0, 2048), pair.submit(2048, 4096)
-        while pair.near.poll(second) is State.PENDING:
+        while pair.near.poll(second) is WriteState.PENDING:
             pair.hub.advance(pair.hub.next_due() or 0.0)
-        overtaken |= pair.near.poll(first) is State.PENDING
+        overtaken |= pair.near.poll(first) is WriteState.PENDING
     assert overtaken
 
 
@@ -151,7 +151,7 @@ def history(seed: int) -> list[object]:
         seen += [pair.target.tobytes(), [pair.near.poll(ticket) for ticket in tickets], pair.hub.next_due()]
     pair.hub.advance(100.0)
     states = [pair.near.poll(ticket) for ticket in tickets]
-    assert set(states) == {State.DONE, State.FAILED_QUIESCED, State.FAILED_UNKNOWN}
+    assert set(states) == {WriteState.DONE, WriteState.FAILED_QUIESCED, WriteState.FAILED_UNKNOWN}
     return [*seen, states]
 
 
@@ -166,10 +166,10 @@ def test_fates_can_be_dictated() -> None:
     tickets = [pair.submit() for _ in range(4)]
     pair.hub.pump()
     assert [pair.near.poll(ticket) for ticket in tickets] == [
-        State.FAILED_QUIESCED,
-        State.DONE,
-        State.FAILED_UNKNOWN,
-        State.DONE,
+        WriteState.FAILED_QUIESCED,
+        WriteState.DONE,
+        WriteState.FAILED_UNKNOWN,
+        WriteState.DONE,
     ]
 
 
@@ -182,7 +182,7 @@ def test_faults_of_one_end_leave_others_alone() -> None:
     to_bad = pair.near.submit("bad", np.array([[pair.source.ctypes.data, memory.ctypes.data, 100]]))
     to_good = pair.submit()
     pair.hub.pump()
-    assert (pair.near.poll(to_bad), pair.near.poll(to_good)) == (State.FAILED_UNKNOWN, State.DONE)
+    assert (pair.near.poll(to_bad), pair.near.poll(to_good)) == (WriteState.FAILED_UNKNOWN, WriteState.DONE)
 
 
 @pytest.mark.parametrize("who", ["near", "far"])
@@ -193,13 +193,13 @@ def test_no_byte_moves_once_an_end_is_closed(who: str) -> None:
     pair.hub.advance(0.5)
     (pair.near if who == "near" else pair.far).close()
     pair.hub.advance(100.0)
-    assert {pair.near.poll(ticket) for ticket in tickets} == {State.FAILED_UNKNOWN}
+    assert {pair.near.poll(ticket) for ticket in tickets} == {WriteState.FAILED_UNKNOWN}
     assert pair.landed == 0
 
 
 def test_memory_of_a_gpu_is_refused() -> None:
     with pytest.raises(StartupError, match="host memory only"):
-        Loopback(Hub()).register(Region(1 << 40, 4096, Memory.DEVICE))
+        Loopback(Hub()).register(Region(1 << 40, 4096, MemoryKind.DEVICE))
 
 
 def test_an_end_that_left_or_is_on_another_hub_cannot_be_connected() -> None:

@@ -9,7 +9,7 @@ from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import KvMemory, Traffic
-from hotset.transfer.api import Event
+from hotset.transfer.api import DeviceEvent
 
 Step = Sequence[Plan | None]  # a plan for each replica; None: it has nothing to do in this step
 
@@ -49,7 +49,7 @@ class Executor(Protocol):
     def submit(self, step: Step) -> StepFuture:
         """Begins a step. Waits for none, unless this one reads what others may still be writing."""
 
-    def stored(self) -> Event | None:
+    def stored(self) -> DeviceEvent | None:
         """Happens when all that steps submitted so far were to copy to the host is there; None: it is."""
 
     def hosts(self) -> Sequence[HostShard]:
@@ -98,7 +98,7 @@ class InProcessExecutor:
         assert plan is not None, "a step without a plan"
         return _Done(self.runner.submit(plan))
 
-    def stored(self) -> Event | None:
+    def stored(self) -> DeviceEvent | None:
         return self.memory.mirrored_event()
 
     def hosts(self) -> Sequence[HostShard]:

@@ -47,7 +47,7 @@ from hotset.memory.host_store import HostStore, host_bytes
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import Traffic
-from hotset.transfer.api import Event
+from hotset.transfer.api import DeviceEvent
 
 T = TypeVar("T", bound=WorkerReport)
 START_SECONDS = 1800.0  # for a worker that loads and has nothing to tell
@@ -203,7 +203,7 @@ class MultiprocessExecutor:
         while begun.missing:
             self._take_in(STEP_SECONDS)
 
-    def stored(self) -> Event | None:
+    def stored(self) -> DeviceEvent | None:
         return None if self.finished == self._steps else _Reported(self, self._steps)
 
     def hosts(self) -> Sequence[HostShard]:
