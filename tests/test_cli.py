@@ -18,9 +18,9 @@ from hotset import LLM, SamplingParams, __version__
 from hotset.base.config import EngineConfig, ServeConfig, flag_name, settings
 from hotset.base.errors import ContextLengthExceeded
 from hotset.cli import app
-from hotset.cli.conversation import Conversation
-from hotset.cli.flags import OF_SERVERS, given
-from hotset.cli.machine import Machine, PackageReport, examine, print_machine
+from hotset.cli.flags import SERVER_ONLY_SETTINGS, config_values
+from hotset.cli.machine import MachineReport, PackageReport, inspect_machine, print_machine
+from hotset.cli.terminal import Conversation
 from hotset.engine import sizing
 from hotset.serve.router.config import RouterConfig
 
@@ -62,7 +62,7 @@ def test_help_of_each_command_shows_all_its_flags(command: str) -> None:
 
 def test_every_setting_is_a_flag_and_no_flag_is_without_a_setting() -> None:
     sampling = {"--max-tokens", "--temperature", "--top-p"}
-    of_servers = {f"--{flag_name(name)}" for name in OF_SERVERS}
+    of_servers = {f"--{flag_name(name)}" for name in SERVER_ONLY_SETTINGS}
     assert flags_of("serve") == fields_as_flags(EngineConfig, ServeConfig) - {"--model"} | {"--disaggregate"}
     assert flags_of("router") == fields_as_flags(RouterConfig)
     assert flags_of("generate") == fields_as_flags(EngineConfig) - of_servers | sampling | {"--json"}
@@ -71,9 +71,9 @@ def test_every_setting_is_a_flag_and_no_flag_is_without_a_setting() -> None:
 
 def test_api_key_of_the_environment_is_used_but_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSET_API_KEY", "from-environment")
-    assert given(ServeConfig, {"api_key": None}) == {"api_key": "from-environment"}
-    assert given(ServeConfig, {"api_key": "from-flag"}) == {"api_key": "from-flag"}
-    assert given(EngineConfig, {}) == {}
+    assert config_values(ServeConfig, {"api_key": None}) == {"api_key": "from-environment"}
+    assert config_values(ServeConfig, {"api_key": "from-flag"}) == {"api_key": "from-flag"}
+    assert config_values(EngineConfig, {}) == {}
     assert "from-environment" not in CliRunner().invoke(app, ["serve", "--help"]).stdout
 
 
@@ -114,17 +114,17 @@ def test_info_reports_the_machine_and_every_part() -> None:
     assert report["hotset"] == __version__
     assert report["torch"].startswith("2.")
     assert report["ram_bytes"] > report["free_ram_bytes"] > 0
-    assert {"serve", "gguf", "embedded model", "nixl"} <= {part["name"] for part in report["parts"]}
+    assert {"serve", "gguf", "embedded model", "nixl"} <= {part["name"] for part in report["packages"]}
 
 
 def test_info_and_the_engine_agree_on_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "free_bytes", lambda device: 12345 if device.type == "cpu" else 0)
-    assert examine().free_ram_bytes == 12345
+    assert inspect_machine().free_ram_bytes == 12345
 
 
 def test_info_shows_the_brackets_of_a_command_that_adds_a_part(capsys: pytest.CaptureFixture[str]) -> None:
     missing = PackageReport("serve", "HTTP server", None, 'pip install "hotset[serve]"')
-    print_machine(Machine("0", "3", "Linux", None, 2, 1 << 30, 1 << 20, (), (missing,)))
+    print_machine(MachineReport("0", "3", "Linux", None, 2, 1 << 30, 1 << 20, (), (missing,)))
     assert 'missing: pip install "hotset[serve]"' in capsys.readouterr().out
 
 
@@ -157,7 +157,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
         finally:
             process.kill()
     assert process.returncode == 0
-    assert remarks.decode().splitlines() == ["(stopped)", "(forgotten)"]
+    assert remarks.decode().splitlines() == ["(stopped)", "(conversation cleared)"]
     assert output.decode().splitlines()[-1].startswith("The capital of France is Paris")
 
 
@@ -190,7 +190,7 @@ def test_chat_gives_up_oldest_turns_when_the_context_is_full(
 ) -> None:
     long_questions = ["word " * 30 + str(number) for number in range(3)]
     conversation.run(long_questions)
-    assert "the oldest questions and their answers are forgotten" in capsys.readouterr().err
+    assert "the oldest questions and answers were dropped" in capsys.readouterr().err
     assert [turn["content"] for turn in conversation.turns[::2]] == [long_questions[-1]]
 
 

@@ -36,68 +36,95 @@ def _setting(default: Any, help: str) -> Any:
 class EngineConfig:
     """What the engine is told. What it measures at start-up makes another object (`KvBudget`)."""
 
-    model: str = _setting(
-        EMBEDDED, "Model directory, .gguf file, or 'embedded' for the small chat model that ships along."
+    model: str = _setting(EMBEDDED, "Model directory, .gguf file, or 'embedded' for the small built-in chat model.")
+    tokenizer: str | None = _setting(None, "Directory with a tokenizer.json. Default: the model's directory.")
+    device: str | None = _setting(
+        None, "Device to compute on: 'cpu', 'cuda' or 'cuda:N'. Default: the GPU if there is one, else the CPU."
     )
-    tokenizer: str | None = _setting(None, "Directory with tokenizer.json, where the model's own has none.")
-    device: str | None = _setting(None, "'cpu', 'cuda' or 'cuda:N'. Default: the GPU if there is one.")
     dtype: str | None = _setting(
-        None, "bfloat16, float32 or float64. Default: the checkpoint's on a GPU, float32 on a CPU."
+        None,
+        "Computes in bfloat16, float32 or float64. Default: the checkpoint's type on a GPU, float32 on a CPU.",
     )
-    load_format: Literal["auto", "dummy"] = _setting("auto", "'dummy': random weights from config.json alone.")
+    load_format: Literal["auto", "dummy"] = _setting(
+        "auto", "'auto': read the checkpoint's weights; 'dummy': random weights, for which config.json is enough."
+    )
     max_model_len: int | None = _setting(
-        None, "Longest context in tokens. Default: what the model was made for, if memory holds it."
+        None, "Maximum context length, in tokens. Default: the model's own limit, or less if memory is short."
     )
-    max_num_seqs: int = _setting(256, "Most requests that run at once.")
+    max_num_seqs: int = _setting(256, "Maximum number of requests that run at the same time.")
     max_num_batched_tokens: int = _setting(
-        1024, "Most tokens computed in one step; longer prompts are prefilled in chunks."
+        1024, "Maximum number of tokens computed in one step; longer prompts are prefilled in chunks."
     )
-    page_rows: int = _setting(64, "Rows (tokens) in one page of KV.")
-    device_kv_gib: float | None = _setting(None, "KV memory on the device, in GiB. Default: measured.")
-    device_kv_tokens: int | None = _setting(None, "KV memory on the device, in tokens; overrides --device-kv-gib.")
-    host_kv_gib: float | None = _setting(None, "KV memory of the host store, in GiB. Default: measured.")
-    host_kv_tokens: int | None = _setting(None, "KV memory of the host store, in tokens; overrides --host-kv-gib.")
+    page_rows: int = _setting(64, "Tokens in one page of the KV cache.")
+    device_kv_gib: float | None = _setting(
+        None, "Size of the KV cache on the device, in GiB. Default: measured at start-up."
+    )
+    device_kv_tokens: int | None = _setting(
+        None, "Size of the KV cache on the device, in tokens; overrides --device-kv-gib."
+    )
+    host_kv_gib: float | None = _setting(
+        None, "Size of the KV cache in host memory, in GiB. Default: measured at start-up."
+    )
+    host_kv_tokens: int | None = _setting(
+        None, "Size of the KV cache in host memory, in tokens; overrides --host-kv-gib."
+    )
     tiers: Literal["auto", "off", "always"] = _setting(
         "auto",
-        "'auto': on the device while there is room, then hot rows only; 'always': hot rows only; 'off': no host store.",
+        "Where KV is stored. 'auto': all of it on the device while there is room, then only hot rows; "
+        "'always': only hot rows on the device, the rest in host memory; 'off': no KV in host memory.",
     )
-    hot_slots: int | None = _setting(None, "Rows that a tiered request keeps on the device. Default: twice its top-k.")
-    kv_dtype: Literal["auto", "fp8"] = _setting("auto", "How rows are stored: as the model computes, or in fp8.")
-    index_dtype: Literal["auto", "fp8"] = _setting("auto", "How index keys are stored: likewise.")
+    hot_slots: int | None = _setting(
+        None, "Hot rows that a tiered request keeps on the device, per layer. Default: twice the model's top-k."
+    )
+    kv_dtype: Literal["auto", "fp8"] = _setting(
+        "auto", "Data type of KV rows. 'auto': as the model computes them; 'fp8': 8 bits a value, for less memory."
+    )
+    index_dtype: Literal["auto", "fp8"] = _setting(
+        "auto", "Data type of index keys. 'auto': as the model computes them; 'fp8': 8 bits a value, for less memory."
+    )
     plans_in_flight: int | None = _setting(
-        None, "Steps submitted ahead of their results. Default: 1 on a CPU, 2 on a GPU."
+        None, "Steps submitted before the first of them has finished. Default: 1 on a CPU, 2 on a GPU."
     )
     cuda_graphs: Literal["auto", "off"] = _setting(
-        "auto", "'auto': on a GPU, in bfloat16, steps that only decode are captured once and replayed; 'off': never."
+        "auto", "'auto': decode steps on a GPU in bfloat16 are captured as CUDA graphs; 'off': no CUDA graphs."
     )
     tensor_parallel_size: int = _setting(
-        1, "Workers among which the heads, experts and vocabulary of every layer are divided."
+        1, "Tensor parallelism: number of workers that share the heads, experts and vocabulary of every layer."
     )
-    pipeline_parallel_size: int = _setting(1, "Stages, one after another, among which the layers are divided.")
-    pipeline_layers: str | None = _setting(None, "Layers of each stage, like 16,15. Default: of about equal weight.")
+    pipeline_parallel_size: int = _setting(
+        1, "Pipeline parallelism: number of stages that the layers are divided into."
+    )
+    pipeline_layers: str | None = _setting(
+        None, "Number of layers in each pipeline stage, like 16,15. Default: stages of about equal size."
+    )
     data_parallel_size: int = _setting(
-        1, "Workers that each hold some requests whole; the experts are divided among them."
+        1, "Data parallelism: number of workers that each serve their own requests and share the experts."
     )
     role: Literal["both", "prefill", "decode"] = _setting(
-        "both", "'prefill': computes prompts for decode workers; 'decode': takes over from prefill workers."
+        "both",
+        "'both': compute prompts and answers here; 'prefill': compute prompts for decode workers; "
+        "'decode': continue from prompts that prefill workers computed.",
     )
     control: str = _setting(
-        "127.0.0.1:0", "Where a prefill or decode worker talks to its peers; port 0 picks a free one."
+        "127.0.0.1:0", "Address on which a prefill or decode worker listens for its peers; port 0 picks a free port."
     )
     advertise: str | None = _setting(
-        None, "Where peers reach --control, if that is another address, like 10.0.0.1:0; port 0 is that of --control."
+        None,
+        "Address at which peers reach --control, if it differs, like 10.0.0.1:0; port 0 means the port of --control.",
     )
     handoff_secret: str | None = _setting(
-        None, "Shared by all workers; needed where --control is not on this machine (or set HOTSET_HANDOFF_SECRET)."
+        None,
+        "Secret shared by all workers; required unless --control is a loopback address. "
+        "Default: the environment variable HOTSET_HANDOFF_SECRET.",
     )
-    transfer: Literal["nixl", "mooncake"] = _setting("nixl", "What moves KV between workers.")
+    transfer: Literal["nixl", "mooncake"] = _setting("nixl", "Library that transfers KV between workers.")
     transfer_protocol: Literal["tcp", "rdma"] | None = _setting(
-        None, "What Mooncake moves it by. Default: tcp. NIXL chooses by itself."
+        None, "Protocol of --transfer mooncake. Default: tcp. NIXL chooses its own."
     )
     staging_mib: int = _setting(
-        64, "Memory through which KV travels packed where peers divide its heads otherwise, in MiB; 0: never packed."
+        64, "Staging memory for handoffs between workers that split KV heads differently, in MiB; 0 disables staging."
     )
-    seed: int | None = _setting(None, "Makes the seeds of requests that bring none repeatable.")
+    seed: int | None = _setting(None, "Seed for requests that have none, for repeatable output. Default: random.")
 
     def __post_init__(self) -> None:
         for name in (
@@ -189,15 +216,23 @@ class EngineConfig:
 class ServeConfig:
     """What the HTTP server is told."""
 
-    host: str = _setting("127.0.0.1", "Address to listen on.")
+    host: str = _setting("127.0.0.1", "Address to listen on; 0.0.0.0 accepts connections from other machines.")
     port: int = _setting(8000, "Port to listen on; 0 picks a free one.")
-    api_key: str | None = _setting(None, "Bearer token for /v1, /tokenize and /detokenize (or set HOTSET_API_KEY).")
-    served_model_name: str | None = _setting(None, "Name clients use for the model. Default: the directory's name.")
-    cors_origin: str | None = _setting(None, "Origin that browsers may call from, or '*'. Default: none.")
-    max_body_mib: float = _setting(8.0, "Largest request body.")
-    max_queue: int = _setting(1024, "Most choices without a first token yet; further requests get 429.")
-    max_concurrency: int = _setting(4096, "Most generating requests handled at once; further ones get 429.")
-    drain_seconds: float = _setting(30.0, "How long SIGTERM lets running requests finish.")
+    api_key: str | None = _setting(
+        None, "Bearer token for /v1, /tokenize and /detokenize. Default: the variable HOTSET_API_KEY, else no key."
+    )
+    served_model_name: str | None = _setting(
+        None, "Model name that clients send. Default: the name of the model's directory."
+    )
+    cors_origin: str | None = _setting(None, "Origin that browsers may call from, or '*' for any. Default: none.")
+    max_body_mib: float = _setting(8.0, "Largest request body, in MiB; a larger one is answered with 413.")
+    max_queue: int = _setting(
+        1024, "Maximum number of choices that wait for their first token; further requests are answered with 429."
+    )
+    max_concurrency: int = _setting(
+        4096, "Maximum number of completion requests in progress; further ones are answered with 429."
+    )
+    drain_seconds: float = _setting(30.0, "Time that running requests get to finish after SIGTERM.")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

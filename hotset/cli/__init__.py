@@ -1,4 +1,4 @@
-"""The `hotset` command. Nothing heavy is imported before a command needs it: `--help` does not wait for torch."""
+"""The `hotset` command. Heavy packages are imported only by the commands that need them, so `--help` is quick."""
 
 import json
 import secrets
@@ -15,23 +15,31 @@ from hotset.base.config import EMBEDDED, EngineConfig, ServeConfig
 from hotset.base.errors import ConfigError, HotsetError, MissingDependency
 from hotset.base.sampling import SamplingParams
 from hotset.cli import evaluation
-from hotset.cli.conversation import COMMANDS, KEYS, Conversation
-from hotset.cli.flags import OF_SERVERS, Command, CommandGroup, RouterCommand, given, with_flags
-from hotset.cli.machine import examine, print_machine
-from hotset.cli.terminal import print_stream, read_stdin, remark, typed_lines
+from hotset.cli.flags import SERVER_ONLY_SETTINGS, Command, CommandGroup, RouterCommand, config_values, with_flags
+from hotset.cli.machine import inspect_machine, print_machine
+from hotset.cli.terminal import (
+    CHAT_COMMANDS,
+    CHAT_KEYS,
+    Conversation,
+    print_note,
+    print_stream,
+    read_stdin,
+    typed_lines,
+)
 from hotset.serve.router.config import RouterConfig
 
 if TYPE_CHECKING:
     from hotset.engine.llm import LLM
 
 SERVE_PACKAGES = {"aiohttp", "fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn", "yarl"}
-INTERRUPTED = 130  # what a shell expects of a command that Ctrl-C ended
+EXIT_INTERRUPTED = 130  # the exit code that shells expect from a command that Ctrl-C ended
 
 app = typer.Typer(
     name="hotset",
     cls=CommandGroup,
-    epilog="Start here: [bold]hotset serve[/bold] (an OpenAI-compatible server with a small model that ships along), "
-    "[bold]hotset chat[/bold] (talk to that model in this terminal), [bold]hotset info[/bold] (what this machine has).",
+    epilog="To start: [bold]hotset serve[/bold] runs an OpenAI-compatible server with a small built-in model, "
+    "[bold]hotset chat[/bold] talks to that model in this terminal, and [bold]hotset info[/bold] shows this machine. "
+    "[bold]hotset COMMAND --help[/bold] explains the flags of a command.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -40,13 +48,20 @@ app = typer.Typer(
 )
 app.add_typer(evaluation.app, name="eval")
 
-Temperature = Annotated[float | None, typer.Option(help="0 picks the likeliest token. Default: the model's own.")]
-TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this total probability.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature; 0 always takes the most likely token. Default: the model's.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Sample from the most likely tokens with this total probability. Default: the model's."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 
 def main() -> None:
-    """Runs the command line and exits: 0 done, 1 refused or failed (one line on stderr), 2 wrong usage, 130 Ctrl-C."""
+    """Runs the command line and exits with 0 on success, 1 on an error (one line on stderr), 2 on wrong usage, or 130
+    after Ctrl-C.
+    """
     try:
         app()
     except HotsetError as error:
@@ -54,8 +69,8 @@ def main() -> None:
         sys.exit(1)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         print(f"hotset {__version__}")
         raise typer.Exit
 
@@ -66,33 +81,39 @@ def hotset(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Hotset serves sparse-attention language models."""
+    """Serve sparse-attention language models, with most of the KV cache in host memory."""
 
 
 @app.command(
     cls=Command,
-    epilog="[bold]hotset serve[/bold]  the embedded model, on http://127.0.0.1:8000\n\n"
-    "[bold]hotset serve /models/GLM-5.1 --host 0.0.0.0 --api-key KEY[/bold]  a checkpoint, for other machines too\n\n"
-    "[bold]hotset serve /models/GLM-5.1 --load-format dummy[/bold]  random weights, to try a set-up\n\n"
-    "[bold]hotset serve /models/GLM-5.1 --disaggregate 1P1D[/bold]  prefill and decode in processes of their own",
+    epilog="Examples:\n\n"
+    "[bold]hotset serve[/bold]  serves the built-in model at http://127.0.0.1:8000\n\n"
+    "[bold]hotset serve /models/GLM-5.1 --host 0.0.0.0 --api-key KEY[/bold]  serves a checkpoint to other machines\n\n"
+    "[bold]hotset serve /models/GLM-5.1 --load-format dummy[/bold]  uses random weights, to test a configuration\n\n"
+    "[bold]hotset serve /models/GLM-5.1 --disaggregate 1P1D[/bold]  runs prefill and decode in separate processes",
 )
 @with_flags(EngineConfig, ServeConfig, without=("model",))
 def serve(
-    model: Annotated[str, typer.Argument(help="Model directory, .gguf file, or 'embedded'.")] = EMBEDDED,
+    model: Annotated[
+        str, typer.Argument(help="Model directory, .gguf file, or 'embedded' for the small built-in model.")
+    ] = EMBEDDED,
     disaggregate: Annotated[
         str | None,
-        typer.Option(help="Like '1P1D': so many prefill and decode workers, and a router, all on this machine."),
+        typer.Option(
+            help="Start separate prefill and decode workers and a router on this machine. '2P1D' starts two prefill "
+            "workers and one decode worker. Default: one process does both.",
+        ),
     ] = None,
     **values: Any,
 ) -> None:
-    """Serve a model over the OpenAI API."""
-    serve_config = ServeConfig(**given(ServeConfig, values))
+    """Serve a model over the OpenAI API (chat completions, completions, models)."""
+    serve_config = ServeConfig(**config_values(ServeConfig, values))
     if disaggregate is not None:
-        raise typer.Exit(_serve_apart({**values, "model": model}, serve_config, disaggregate))
-    engine_config = EngineConfig(**given(EngineConfig, {**values, "model": model}))
+        raise typer.Exit(_serve_disaggregated({**values, "model": model}, serve_config, disaggregate))
+    engine_config = EngineConfig(**config_values(EngineConfig, {**values, "model": model}))
     from hotset.engine.process import EngineProcess
 
-    process = EngineProcess(engine_config)  # loads the model while this process imports its own half
+    process = EngineProcess(engine_config)  # loads the model while this process imports the server
     try:
         with _serve_packages("server"):
             from hotset.serve.server import run
@@ -102,118 +123,126 @@ def serve(
     raise typer.Exit(run(engine_config, serve_config, process))
 
 
-def _serve_apart(values: dict[str, Any], serve_config: ServeConfig, layout: str) -> int:
+def _serve_disaggregated(values: dict[str, Any], serve_config: ServeConfig, counts: str) -> int:
     if values["role"] != "both":
         raise ConfigError("--disaggregate starts workers of both roles; leave --role out")
-    of_all = {"handoff_secret": secrets.token_hex(16)} | given(EngineConfig, {**values, "role": "prefill"})
+    shared = {"handoff_secret": secrets.token_hex(16)} | config_values(EngineConfig, {**values, "role": "prefill"})
     with _serve_packages("server"):
-        from hotset.cli.disaggregate import Layout, run
-    return run(EngineConfig(**of_all), serve_config, Layout.parse(layout))
+        from hotset.cli.disaggregate import WorkerCounts, run
+    return run(EngineConfig(**shared), serve_config, WorkerCounts.parse(counts))
 
 
 @app.command(
     cls=RouterCommand,
-    epilog="[bold]hotset router --prefill http://a:8001 --decode http://b:8001 http://c:8001 --api-key KEY[/bold]\n\n"
-    "Workers are started with [bold]hotset serve MODEL --role prefill[/bold] or [bold]decode[/bold]; later ones join "
-    "by [bold]POST /workers[/bold] and leave by [bold]DELETE /workers[/bold], with the API key and "
-    '{"url": "http://host:port"}.',
+    epilog="Example:\n\n"
+    "[bold]hotset router --prefill http://a:8001 --decode http://b:8001 http://c:8001 --api-key KEY[/bold]\n\n"
+    "Start workers with [bold]hotset serve MODEL --role prefill[/bold] and [bold]--role decode[/bold]. To add a worker "
+    "later, send [bold]POST /workers[/bold] with the API key and "
+    '{"url": "http://host:port"}; [bold]DELETE /workers[/bold] removes one.',
 )
 @with_flags(RouterConfig, without=("prefill", "decode"))
 def router(
     prefill: Annotated[
-        list[str] | None, typer.Option(metavar="URL...", help="Prefill workers.", show_default=False)
+        list[str] | None, typer.Option(metavar="URL...", help="URLs of prefill workers.", show_default=False)
     ] = None,
     decode: Annotated[
-        list[str] | None, typer.Option(metavar="URL...", help="Decode workers.", show_default=False)
+        list[str] | None, typer.Option(metavar="URL...", help="URLs of decode workers.", show_default=False)
     ] = None,
     **values: Any,
 ) -> None:
-    """Answer the OpenAI API with prefill and decode workers."""
+    """Serve the OpenAI API with separate prefill and decode workers."""
     urls = {"prefill": tuple(prefill or ()), "decode": tuple(decode or ())}
-    config = RouterConfig(**given(RouterConfig, {**values, **urls}))
+    config = RouterConfig(**config_values(RouterConfig, {**values, **urls}))
     with _serve_packages("router"):
         from hotset.serve.router.server import run
     raise typer.Exit(run(config))
 
 
 @contextmanager
-def _serve_packages(who: str) -> Iterator[None]:
-    """Around imports: a package of the `serve` extra that is missing is named with the command that adds it."""
+def _serve_packages(program: str) -> Iterator[None]:
+    """Turns a failed import of a package of the `serve` extra into an error that names the command to install it."""
     try:
         yield
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing.partition(".")[0] not in SERVE_PACKAGES:
             raise
-        raise MissingDependency(f'the {who} needs {missing}; run: pip install "hotset[serve]"') from error
+        raise MissingDependency(f'the {program} needs {missing}; run: pip install "hotset[serve]"') from error
 
 
 @app.command(
     cls=Command,
-    epilog='[bold]hotset generate "The capital of France is" --temperature 0[/bold]\n\n'
+    epilog='Examples:\n\n[bold]hotset generate "The capital of France is" --temperature 0[/bold]\n\n'
     "[bold]cat notes.txt | hotset generate - --max-tokens 64 --json[/bold]",
 )
-@with_flags(EngineConfig, without=("seed", *OF_SERVERS))  # with a single request, --seed is that request's own
+@with_flags(EngineConfig, without=("seed", *SERVER_ONLY_SETTINGS))  # --seed is the request's seed here
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue; '-' reads it from standard input.")],
-    max_tokens: Annotated[int, typer.Option(help="Longest continuation, in tokens.")] = 256,
+    prompt: Annotated[str, typer.Argument(help="Text to continue, or '-' to read it from standard input.")],
+    max_tokens: Annotated[int, typer.Option(help="Maximum length of the continuation, in tokens.")] = 256,
     temperature: Temperature = None,
     top_p: TopP = None,
-    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the sampling, for repeatable output. Default: random.")
+    ] = None,
     as_json: AsJson = False,
     **values: Any,
 ) -> None:
     """Continue a text and stream the continuation to standard output."""
-    wanted = _wanted(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    options = _sampling_options(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     text = read_stdin() if prompt == "-" else prompt
     with _open_llm(values) as llm:
-        params = SamplingParams(**{**llm.defaults, **wanted})
+        params = SamplingParams(**{**llm.defaults, **options})
         if as_json:
             _print_json(_generated(llm, text, params))
         elif print_stream(llm.stream(text, params)).finish_reason == "abort":
-            raise typer.Exit(INTERRUPTED)
+            raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _generated(llm: "LLM", text: str, params: SamplingParams) -> dict[str, object]:
     request = llm.generate([text], params)[0]
-    answer = request.outputs[0]
-    usage = {"prompt_tokens": len(request.prompt_token_ids), "completion_tokens": len(answer.token_ids)}
-    return {"prompt": text, "text": answer.text, "finish_reason": answer.finish_reason, "usage": usage}
+    output = request.outputs[0]
+    usage = {"prompt_tokens": len(request.prompt_token_ids), "completion_tokens": len(output.token_ids)}
+    return {"prompt": text, "text": output.text, "finish_reason": output.finish_reason, "usage": usage}
 
 
 @app.command(
     cls=Command,
-    epilog=f'Inside: {COMMANDS}; {KEYS}.\n\n[bold]hotset chat --system "Answer in French." --temperature 0[/bold]',
+    epilog=f"In the chat, {CHAT_COMMANDS}; {CHAT_KEYS}.\n\n"
+    'Example:\n\n[bold]hotset chat --system "Answer in French." --temperature 0[/bold]',
 )
-@with_flags(EngineConfig, without=OF_SERVERS)
+@with_flags(EngineConfig, without=SERVER_ONLY_SETTINGS)
 def chat(
-    system: Annotated[str | None, typer.Option(help="System message at the start.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens. Default: what fits.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="System message, which sets the model's behaviour. Default: none.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum length of an answer, in tokens. Default: what fits into the context.")
+    ] = None,
     temperature: Temperature = None,
     top_p: TopP = None,
     **values: Any,
 ) -> None:
     """Talk to a model in this terminal."""
-    wanted = _wanted(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    options = _sampling_options(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     with _open_llm(values) as llm:
-        params = SamplingParams(**{**llm.defaults, "max_tokens": None, **wanted})
+        params = SamplingParams(**{**llm.defaults, "max_tokens": None, **options})
         if sys.stdin.isatty():
-            remark(f"{COMMANDS}; {KEYS}")
+            print_note(f"{CHAT_COMMANDS}; {CHAT_KEYS}")
         Conversation(llm, params, system).run(typed_lines())
 
 
 @app.command(cls=Command)
 def info(as_json: AsJson = False) -> None:
-    """Show versions, devices, memory, and what is missing with the command that adds it."""
-    machine = examine()
+    """Show versions, devices, memory, and how to install optional packages that are missing."""
+    machine = inspect_machine()
     if as_json:
         _print_json(asdict(machine))
     else:
         print_machine(machine)
 
 
-def _wanted(**values: Any) -> dict[str, Any]:
-    """Sampling options that were given. RequestError for a wrong one now, not after the model has loaded."""
+def _sampling_options(**values: Any) -> dict[str, Any]:
+    """Returns the sampling options that were given. Raises RequestError for an invalid one before the model loads."""
     options = {name: value for name, value in values.items() if value is not None}
     SamplingParams(**options)
     return options
@@ -221,7 +250,7 @@ def _wanted(**values: Any) -> dict[str, Any]:
 
 @contextmanager
 def _open_llm(values: dict[str, Any]) -> Iterator["LLM"]:
-    config = EngineConfig(**given(EngineConfig, values))
+    config = EngineConfig(**config_values(EngineConfig, values))
     from hotset.engine.llm import LLM
 
     with closing(LLM(**asdict(config), progress=sys.stderr.isatty())) as llm:

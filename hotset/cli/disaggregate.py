@@ -1,4 +1,4 @@
-"""`hotset serve MODEL --disaggregate 1P1D`: prefill workers, decode workers and a router, by one command."""
+"""`hotset serve MODEL --disaggregate 1P1D`: starts prefill workers, decode workers and a router on this machine."""
 
 import asyncio
 import json
@@ -15,176 +15,175 @@ from typing import Any, TypeVar
 from hotset.base.config import EngineConfig, ServeConfig, flag_name
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.units import GIB
-from hotset.cli.children import Child
+from hotset.cli.child_process import ChildProcess
 from hotset.cli.shares import Free, Share, divide, measure, sized, weight_bytes
-from hotset.cli.terminal import remark
+from hotset.cli.terminal import print_note
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
-from hotset.serve.listening import INTERRUPTED, STOP_SIGNALS, bound_socket, url_of
+from hotset.serve.http_server import EXIT_INTERRUPTED, STOP_SIGNALS, bound_socket, url_of
 
-MOST_WORKERS = 64
-HEALTH_SECONDS = 30.0  # for a router to find workers that are ready
-END_SECONDS = 5.0  # for a worker, or the router, to end after what it waits for
-LOOK_SECONDS = 0.1  # between looks at whether a child has ended
-SECRET = ("api_key", "handoff_secret")
-OF_ROUTER = ("cors_origin", "max_body_mib", "max_concurrency", "drain_seconds")
-OF_WORKER = ("served_model_name", "max_body_mib", "max_queue", "max_concurrency", "drain_seconds")
+MAX_WORKERS = 64
+ROUTER_HEALTH_TIMEOUT_SECONDS = 30.0  # for the router to find all workers, which are ready
+EXIT_SECONDS = 5.0  # for a process to exit after its drain and its engine's end
+POLL_SECONDS = 0.1  # between checks whether a child has ended
+SECRET_SETTINGS = ("api_key", "handoff_secret")
+ROUTER_SETTINGS = ("cors_origin", "max_body_mib", "max_concurrency", "drain_seconds")
+WORKER_SETTINGS = ("served_model_name", "max_body_mib", "max_queue", "max_concurrency", "drain_seconds")
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How many workers of each role."""
+class WorkerCounts:
+    """The number of workers of each role."""
 
     prefill: int
     decode: int
 
     @classmethod
-    def parse(cls, text: str) -> "Layout":
-        """`"2P1D"`. ConfigError for anything else."""
-        found = re.fullmatch(r"([0-9]{1,3})P([0-9]{1,3})D", text, re.IGNORECASE)
-        layout = None if found is None else cls(int(found[1]), int(found[2]))
-        if layout is None or not (layout.prefill and layout.decode and layout.workers <= MOST_WORKERS):
+    def parse(cls, text: str) -> "WorkerCounts":
+        """Parses a text like "2P1D". Raises ConfigError for anything else, and for more than MAX_WORKERS workers."""
+        match = re.fullmatch(r"([0-9]{1,3})P([0-9]{1,3})D", text, re.IGNORECASE)
+        counts = None if match is None else cls(int(match[1]), int(match[2]))
+        if counts is None or not (counts.prefill and counts.decode and counts.total <= MAX_WORKERS):
             raise ConfigError(
-                f"--disaggregate takes numbers of prefill and decode workers like 1P1D or 2P1D, not {text!r}; "
-                f"{MOST_WORKERS} in all are the limit"
+                f"--disaggregate takes the numbers of prefill and decode workers, like 1P1D or 2P1D, got {text!r}; "
+                f"the limit is {MAX_WORKERS} workers in total"
             )
-        return layout
+        return counts
 
     @property
-    def workers(self) -> int:
+    def total(self) -> int:
         return self.prefill + self.decode
 
     @property
     def names(self) -> list[tuple[str, str]]:
-        """Role and name of each worker."""
+        """The role and name of each worker."""
         numbered = [("prefill", n) for n in range(self.prefill)] + [("decode", n) for n in range(self.decode)]
         return [(role, f"{role} {number + 1}") for role, number in numbered]
 
 
-def run(engine: EngineConfig, serve: ServeConfig, layout: Layout) -> int:
-    """Serves until told to stop. Returns the exit code: 0 after a drain, 1 where a part did not start or died.
+def run(engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts) -> int:
+    """Serves until SIGTERM or SIGINT. Returns the exit code: 0 after a drain, 1 if a process did not start or died.
 
-    `engine`: what all workers have in common, a secret among it; its own role does not matter."""
+    `engine` has the settings that all workers share, including the handoff secret; its role is ignored.
+    """
     try:
         _check(engine)
-        # The port is held first, for the router: one that is taken should not cost the time that models take to load.
+        # Reserve the router's port first, so that a port in use is reported before the models load.
         with bound_socket(serve.host, serve.port) as holder:
-            here = replace(serve, port=holder.getsockname()[1])
+            bound = replace(serve, port=holder.getsockname()[1])
             free = Free(0) if engine.device == "cpu" and sized(engine) else measure(engine)
-            shares = divide(engine, free, layout.workers, weight_bytes(engine.model))
-            return asyncio.run(_Together(engine, here, layout, shares).run(url_of(holder)))
+            shares = divide(engine, free, counts.total, weight_bytes(engine.model))
+            return asyncio.run(_Deployment(engine, bound, counts, shares).run(url_of(holder)))
     except StartupError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
 
 
 def _check(engine: EngineConfig) -> None:
-    """Refuses what would be ignored or could not work, before anything is started."""
+    """Rejects settings that would be ignored or could not work, before any process starts."""
     for flag, address in (("--control", engine.control), ("--advertise", engine.advertise)):
         if address is not None and not address.endswith(":0"):
-            raise ConfigError(f"--disaggregate gives each worker a control port of its own; use port 0 in {flag}")
+            raise ConfigError(f"--disaggregate gives each worker its own control port; use port 0 in {flag}")
 
 
-class _Together:
-    """The workers and their router as children of this process. One that ends on its own takes all the others along."""
+class _Deployment:
+    """The workers and their router, as child processes. If one of them ends unexpectedly, all others are stopped."""
 
-    def __init__(self, engine: EngineConfig, serve: ServeConfig, layout: Layout, shares: Sequence[Share]) -> None:
+    def __init__(self, engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts, shares: Sequence[Share]) -> None:
         self._engine = engine
         self._serve = serve
-        self._layout = layout
+        self._counts = counts
         self._shares = shares
-        self._children: dict[str, list[Child]] = {"router": [], "decode": [], "prefill": []}  # in the order of stopping
+        self._children: dict[str, list[ChildProcess]] = {"router": [], "decode": [], "prefill": []}  # in stopping order
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        given = {
-            "HOTSET_API_KEY": serve.api_key,
-            "HOTSET_HANDOFF_SECRET": engine.handoff_secret,
-        }
-        self._secrets = {name: value for name, value in given.items() if value is not None}
+        secrets = {"HOTSET_API_KEY": serve.api_key, "HOTSET_HANDOFF_SECRET": engine.handoff_secret}
+        self._secrets = {name: value for name, value in secrets.items() if value is not None}
 
     async def run(self, url: str) -> int:
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         try:
-            name = await self._unless_over(self._start(url))
+            name = await self._unless_stopped(self._start(url))
             if name is None:
-                return INTERRUPTED
-            workers = f"{self._layout.prefill} prefill and {self._layout.decode} decode workers"
+                return EXIT_INTERRUPTED
+            workers = f"{self._counts.prefill} prefill and {self._counts.decode} decode workers"
             print(f"Hotset serves {name} at {url} ({workers})", flush=True)
-            await self._unless_over(asyncio.Event().wait())
+            await self._unless_stopped(asyncio.Event().wait())
             return 0
         finally:
             await self._end()
 
     def _on_signal(self) -> None:
-        """The first signal drains; a second one, from someone who will not wait, stops at once."""
+        """Starts a drain at the first signal, and stops at once at the second."""
         (self._hurry if self._stop.is_set() else self._stop).set()
 
     async def _start(self, url: str) -> str:
-        """Starts everything and waits until the router finds every worker. Returns the model's name."""
+        """Starts all processes and waits until the router has found every worker. Returns the model's name."""
         began = time.monotonic()
-        for (role, name), share in zip(self._layout.names, self._shares, strict=True):
+        for (role, name), share in zip(self._counts.names, self._shares, strict=True):
             arguments = worker_arguments(self._engine, self._serve, role, share)
-            self._children[role].append(await Child.start(name, arguments, self._secrets))
+            self._children[role].append(await ChildProcess.start(name, arguments, self._secrets))
         workers = [*self._children["prefill"], *self._children["decode"]]
         with _waiting_for(", ".join(child.name for child in workers)):
             lines = await asyncio.gather(*(self._ready(child, began) for child in workers))
         urls = [line.rpartition(" at ")[2].partition(" ")[0] for line in lines]
-        arguments = router_arguments(self._serve, urls[: self._layout.prefill], urls[self._layout.prefill :])
-        router = await Child.start("router", arguments, self._secrets)
+        arguments = router_arguments(self._serve, urls[: self._counts.prefill], urls[self._counts.prefill :])
+        router = await ChildProcess.start("router", arguments, self._secrets)
         self._children["router"].append(router)
         with _waiting_for("router"):
             await self._ready(router, began)
-            await self._healthy(url)
+            await self._wait_until_healthy(url)
         return lines[0].removeprefix("Hotset serves ").partition(" at ")[0]
 
-    async def _ready(self, child: Child, began: float) -> str:
+    async def _ready(self, child: ChildProcess, began: float) -> str:
         line = await child.ready()
-        remark(f"{child.name} is ready after {time.monotonic() - began:.1f} s (process {child.pid})")
+        print_note(f"{child.name} is ready after {time.monotonic() - began:.1f} s (process {child.pid})")
         return line
 
-    async def _healthy(self, url: str) -> None:
-        wanted = {"prefill": self._layout.prefill, "decode": self._layout.decode}
-        deadline = time.monotonic() + HEALTH_SECONDS
+    async def _wait_until_healthy(self, url: str) -> None:
+        expected = {"prefill": self._counts.prefill, "decode": self._counts.decode}
+        deadline = time.monotonic() + ROUTER_HEALTH_TIMEOUT_SECONDS
         while True:
-            found = await asyncio.to_thread(_health, url)
-            if {role: found.get(role) for role in wanted} == wanted:
+            health = await asyncio.to_thread(_health, url)
+            if {role: health.get(role) for role in expected} == expected:
                 return
             if time.monotonic() > deadline:
-                raise StartupError(f"the router does not find all workers: {json.dumps(found)}")
+                seconds = ROUTER_HEALTH_TIMEOUT_SECONDS
+                raise StartupError(f"the router did not find all workers within {seconds:g} s: {json.dumps(health)}")
             await asyncio.sleep(0.1)
 
-    async def _unless_over(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """`work`'s result; None where a signal came first. StartupError where a child ended first."""
-        working, told = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
-        over = asyncio.create_task(self._first_end())
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Returns the result of `work`, or None if a signal came first. Raises StartupError if a child ended first."""
+        working, stopped = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
+        child_ended = asyncio.create_task(self._first_end())
         try:
-            await asyncio.wait((working, told, over), return_when=asyncio.FIRST_COMPLETED)
-            if told.done():
+            await asyncio.wait((working, stopped, child_ended), return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
                 return None
-            if over.done():
-                raise StartupError(f"{over.result()}; the others are stopped")
+            if child_ended.done():
+                raise StartupError(f"{child_ended.result()}; the other processes are stopped")
             return working.result()
         finally:
-            for task in (working, told, over):
+            for task in (working, stopped, child_ended):
                 task.cancel()
-            await asyncio.gather(working, told, over, return_exceptions=True)
+            await asyncio.gather(working, stopped, child_ended, return_exceptions=True)
 
     async def _first_end(self) -> str:
-        """Waits until a child has ended, also one that is started meanwhile; returns what there is to say about it."""
+        """Waits until a child has ended, including children started meanwhile, and returns its description."""
         while True:
             for child in (child for group in self._children.values() for child in group):
                 if not child.running:
                     return await child.ended()
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _end(self) -> None:
-        """Router first, so that what it passes on may finish; then decode workers, which prefill workers feed."""
+        """Stops the router first, then the decode workers, then the prefill workers, so that requests can finish."""
         if self._stop.is_set():
-            remark(f"stopping in order: {', '.join(self._children)}; once more to stop at once")
+            print_note(f"stopping in order: {', '.join(self._children)}; press Ctrl-C again to stop at once")
         else:
             self._hurry.set()
         seconds = self._serve.drain_seconds + stop_seconds(self._engine, self._shares)
@@ -193,53 +192,55 @@ class _Together:
 
 
 def stop_seconds(engine: EngineConfig, shares: Sequence[Share]) -> float:
-    """What a worker may take to stop by itself, beyond its drain. It is not killed before: its memory goes in order."""
-    given = [share.host_kv_gib or engine.host_kv_gib for share in shares]
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # no store is larger
-    host = max(machine if gib is None else int(gib * GIB) for gib in given)
-    return closing_seconds(host, with_port=True) + STOP_SECONDS + END_SECONDS
+    """Returns how long a worker may take to exit after its drain. It is not killed earlier: it must free its memory."""
+    sizes_gib = [share.host_kv_gib or engine.host_kv_gib for share in shares]
+    ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the bound for a store that is measured
+    host_bytes = max(ram_bytes if gib is None else int(gib * GIB) for gib in sizes_gib)
+    return closing_seconds(host_bytes, with_port=True) + STOP_SECONDS + EXIT_SECONDS
 
 
 def worker_arguments(engine: EngineConfig, serve: ServeConfig, role: str, share: Share) -> list[str]:
-    """The command line of one worker, on a free port of this machine."""
+    """Returns the command line of one worker, which listens on a free loopback port."""
     sized_engine = replace(
         engine,
         device=share.device or engine.device,
         device_kv_gib=share.device_kv_gib or engine.device_kv_gib,
         host_kv_gib=share.host_kv_gib or engine.host_kv_gib,
     )
-    apart = [setting.name for setting in fields(EngineConfig) if setting.name not in ("model", "role", *SECRET)]
+    shared = [
+        setting.name for setting in fields(EngineConfig) if setting.name not in ("model", "role", *SECRET_SETTINGS)
+    ]
     own = ["serve", engine.model, "--role", role, "--host", "127.0.0.1", "--port", "0"]
-    return [*own, *_flags(sized_engine, apart), *_flags(serve, OF_WORKER)]
+    return [*own, *_flags(sized_engine, shared), *_flags(serve, WORKER_SETTINGS)]
 
 
 def router_arguments(serve: ServeConfig, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
-    """The command line of the router, where the clients will look for it."""
+    """Returns the command line of the router, which listens on the address that the user chose."""
     own = ["router", "--prefill", *prefill, "--decode", *decode, "--host", serve.host, "--port", str(serve.port)]
-    return [*own, *_flags(serve, OF_ROUTER)]
+    return [*own, *_flags(serve, ROUTER_SETTINGS)]
 
 
 def _flags(config: EngineConfig | ServeConfig, names: Collection[str]) -> list[str]:
-    """Flags for those of the fields that differ from their defaults."""
+    """Returns flags for the named fields whose values differ from their defaults."""
     changed = [s for s in fields(config) if s.name in names and getattr(config, s.name) != s.default]
     return [word for s in changed for word in (f"--{flag_name(s.name)}", str(getattr(config, s.name)))]
 
 
 def _health(url: str) -> dict[str, Any]:
-    """What the router says of its health; empty where it says nothing."""
+    """Returns the router's /health, or an empty dict if it does not answer."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
-            found = json.load(answer)
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
+            health = json.load(response)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return health if isinstance(health, dict) else {}
 
 
 @contextmanager
 def _waiting_for(what: str) -> Iterator[None]:
-    """A sign of life on a terminal; a single line elsewhere."""
+    """Shows a spinner on a terminal, or prints a single line elsewhere."""
     if not sys.stderr.isatty():
-        remark(f"waiting for {what}")
+        print_note(f"waiting for {what}")
         yield
         return
     from rich.console import Console

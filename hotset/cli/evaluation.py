@@ -1,4 +1,4 @@
-"""`hotset eval`: how well a model answers, as a table on standard output and, on request, as JSON in a file."""
+"""`hotset eval`: measures how well a model answers. Prints a table and optionally writes JSON to a file."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ import typer
 
 from hotset.base.config import EngineConfig, ServeConfig, flag_name, settings
 from hotset.base.errors import ConfigError
-from hotset.cli.flags import OF_SERVERS, Command, CommandGroup, given, with_flags
+from hotset.cli.flags import SERVER_ONLY_SETTINGS, Command, CommandGroup, config_values, with_flags
 from hotset.evaluate.tasks import SHORTEST, TASKS
 
 if TYPE_CHECKING:
@@ -31,33 +31,46 @@ def evaluation() -> None:
     epilog="[bold]hotset eval retrieval --model models/demo-dsa --lengths 1024,4096[/bold]\n\n"
     "[bold]hotset eval retrieval --url http://127.0.0.1:8000 --json accuracy.json[/bold]",
 )
-@with_flags(EngineConfig, without=("seed", *OF_SERVERS))
+@with_flags(EngineConfig, without=("seed", *SERVER_ONLY_SETTINGS))
 def retrieval(
-    url: Annotated[str | None, typer.Option(help="Ask this server instead of a model of your own.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's bearer token (or set HOTSET_API_KEY).")] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of prompt and answer, separated by commas.")] = "1024,2048",
-    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = ",".join(TASKS),
-    questions: Annotated[int, typer.Option(help="Questions per length, dealt evenly to the tasks.")] = 100,
-    seed: Annotated[int, typer.Option(help="Another seed asks other questions.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file as well.")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Base URL of a running server to evaluate, like http://127.0.0.1:8000. Default: load --model here."
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Bearer token for --url. Default: the environment variable HOTSET_API_KEY.")
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(help="Context lengths to test, in tokens of prompt and answer, separated by commas.")
+    ] = "1024,2048",
+    tasks: Annotated[str, typer.Option(help="Tasks to test, separated by commas.")] = ",".join(TASKS),
+    questions: Annotated[
+        int, typer.Option(help="Number of questions per length, divided evenly among the tasks.")
+    ] = 100,
+    seed: Annotated[int, typer.Option(help="Seed of the questions: the same seed asks the same ones.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the result to this file, as JSON.")
+    ] = None,
     **values: Any,
 ) -> None:
-    """Ask for what stands in a long text, and count the answers that are right word for word."""
+    """Ask for facts hidden in long texts, and count the answers that match exactly."""
     from hotset.evaluate.retrieval import Plan
 
-    plan = Plan(_names(tasks), _numbers(lengths), questions, seed)
+    plan = Plan(_task_names(tasks), _token_counts(lengths), questions, seed)
     if questions < 1:
         raise ConfigError(f"--questions must be at least 1, got {questions}")
     if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ConfigError(f"--json {json_file}: there is no such directory")
-    with _open_backend(values, url, given(ServeConfig, {"api_key": api_key}).get("api_key")) as backend:
-        report = _run(backend, plan)
+        raise ConfigError(f"--json {json_file}: the directory {json_file.absolute().parent} does not exist")
+    with _open_backend(values, url, config_values(ServeConfig, {"api_key": api_key}).get("api_key")) as backend:
+        report = _evaluate(backend, plan)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     _print_table(report)
 
 
-def _names(text: str) -> list[str]:
+def _task_names(text: str) -> list[str]:
     names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     unknown = [name for name in names if name not in TASKS]
     if unknown or not names:
@@ -65,13 +78,13 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _numbers(text: str) -> list[int]:
+def _token_counts(text: str) -> list[int]:
     try:
         numbers = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError as error:
-        raise ConfigError(f"--lengths {text!r}: give whole numbers separated by commas") from error
+        raise ConfigError(f"--lengths {text!r}: expected whole numbers separated by commas, like 1024,2048") from error
     if min(numbers) < SHORTEST:
-        raise ConfigError(f"--lengths {text!r}: the shortest length is {SHORTEST} tokens")
+        raise ConfigError(f"--lengths {text!r}: the minimum is {SHORTEST} tokens")
     return numbers
 
 
@@ -81,21 +94,25 @@ def _open_backend(values: dict[str, Any], url: str | None, api_key: str | None) 
 
     if url is not None:
         ignored = [
-            f"--{flag_name(it.name)}" for it in settings(EngineConfig) if values.get(it.name, it.default) != it.default
+            f"--{flag_name(setting.name)}"
+            for setting in settings(EngineConfig)
+            if values.get(setting.name, setting.default) != setting.default
         ]
         if ignored:
-            raise ConfigError(f"--url asks a server, where {', '.join(ignored)} would have no effect; leave it out")
+            raise ConfigError(
+                f"--url evaluates a running server, where {', '.join(ignored)} has no effect; leave it out"
+            )
         with closing(ServerBackend(url, api_key)) as server:
             yield server
         return
-    config = EngineConfig(**given(EngineConfig, values))
+    config = EngineConfig(**config_values(EngineConfig, values))
     from hotset.engine.llm import LLM
 
     with closing(LLM(**asdict(config), progress=sys.stderr.isatty())) as llm:
         yield LocalBackend(llm)
 
 
-def _run(backend: "Backend", plan: "Plan") -> "Report":
+def _evaluate(backend: "Backend", plan: "Plan") -> "Report":
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -119,13 +136,13 @@ def _print_table(report: "Report") -> None:
         table.add_column(heading, justify="right")
     for task, length in report.cells():
         score = report.score(task, length)
-        by_depth = [_shown(report.score(task, length, n).accuracy) for n in range(len(bucket_names()))]
-        table.add_row(task, str(length), str(score.asked), _shown(score.accuracy), *by_depth)
+        by_depth = [_format_accuracy(report.score(task, length, n).accuracy) for n in range(len(bucket_names()))]
+        table.add_row(task, str(length), str(score.asked), _format_accuracy(score.accuracy), *by_depth)
     total = report.score()
     table.add_section()
-    table.add_row("all", "", str(total.asked), _shown(total.accuracy))
+    table.add_row("all", "", str(total.asked), _format_accuracy(total.accuracy))
     Console().print(table)
 
 
-def _shown(accuracy: float | None) -> str:
+def _format_accuracy(accuracy: float | None) -> str:
     return "-" if accuracy is None else f"{accuracy:.3f}"

@@ -1,4 +1,4 @@
-"""Command-line flags made from the fields of the configuration: they bear the names of `LLM`'s keywords."""
+"""Command-line flags, generated from the fields of the configuration and named like the keywords of `LLM`."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,15 +15,15 @@ from hotset.serve.router.config import RouterConfig
 ConfigType = type[EngineConfig] | type[ServeConfig] | type[RouterConfig]
 CommandFunction = TypeVar("CommandFunction", bound=Callable[..., None])
 
-# Settings that mean something to servers only.
-OF_SERVERS = ("role", *OF_WORKERS)
+# Settings that have no effect outside a server.
+SERVER_ONLY_SETTINGS = ("role", *OF_WORKERS)
 PANELS: dict[ConfigType, str] = {EngineConfig: "Engine", ServeConfig: "Server", RouterConfig: "Router"}
 
 
 def with_flags(
     *config_types: ConfigType, without: Collection[str] = ()
 ) -> Callable[[CommandFunction], CommandFunction]:
-    """Gives a command that takes `**values` one flag for each field of the configurations, except those `without`."""
+    """Adds one flag for each field of the configurations, except those in `without`, to a command with `**values`."""
 
     def add(command: CommandFunction) -> CommandFunction:
         signature = inspect.signature(command)
@@ -44,17 +44,17 @@ def _flags_of(config_type: ConfigType) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=hint)
 
 
-def given(config_type: ConfigType, values: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a configuration: the flags that were given, else what the environment says.
+def config_values(config_type: ConfigType, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keywords of a configuration: the flags that were given, else the environment's values.
 
-    The environment's values are no defaults of the flags, because `--help` prints defaults and one of them is a secret.
+    The environment's values are not defaults of the flags, because `--help` prints defaults and some are secrets.
     """
     names = {setting.name for setting in fields(config_type)}
     flags = {name: value for name, value in values.items() if value is not None}
-    around = environment_defaults()
+    environment = environment_defaults()
     if flags.get("role", "both") == "both":
-        around.pop("handoff_secret", None)  # meant for the workers that share this environment
-    return {name: value for name, value in (around | flags).items() if name in names}
+        environment.pop("handoff_secret", None)  # the secret is for prefill and decode workers only
+    return {name: value for name, value in (environment | flags).items() if name in names}
 
 
 class Command(TyperCommand):

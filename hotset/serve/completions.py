@@ -12,7 +12,7 @@ from hotset.base.errors import RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.tokenizer import Tokenizer
-from hotset.serve.generation import Job, ending, respond
+from hotset.serve.generation import GenerationJob, api_finish_reason, respond
 from hotset.serve.logprobs import CompletionLogprobWriter
 from hotset.serve.protocol import (
     MAX_PROMPTS,
@@ -30,7 +30,7 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True)
 class CompletionFormatter:
-    """Answers as text completions; the choices of one prompt follow those of the prompt before it."""
+    """Formats output as text completions. Choices are numbered prompt by prompt: all of the first, then the second."""
 
     id: str
     model: str
@@ -40,21 +40,21 @@ class CompletionFormatter:
     show_token_ids: bool
     created: int = field(default_factory=lambda: int(time.time()))
     _writers: dict[int, CompletionLogprobWriter] = field(default_factory=dict)
-    _introduced: set[int] = field(default_factory=set)
+    _prompts_shown: set[int] = field(default_factory=set)
 
-    def opening(self, index: int) -> CompletionChunk | None:
+    def first_chunk(self, index: int) -> CompletionChunk | None:
         return None
 
     def chunk(self, delta: Delta) -> CompletionChunk | None:
-        wants_tokens = self.params.logprobs is not None or self.show_token_ids
-        if not delta.text and delta.finish_reason is None and not wants_tokens:
+        shows_tokens = self.params.logprobs is not None or self.show_token_ids
+        if not delta.text and delta.finish_reason is None and not shows_tokens:
             return None
         return self._chunk([self._choice(delta)])
 
-    def closing(self, usage: Usage) -> CompletionChunk:
+    def usage_chunk(self, usage: Usage) -> CompletionChunk:
         return self._chunk([], usage)
 
-    def whole(self, outputs: Sequence[CompletionOutput], usage: Usage) -> Completion:
+    def full_response(self, outputs: Sequence[CompletionOutput], usage: Usage) -> Completion:
         choices = [self._choice(output) for output in outputs]
         return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
@@ -63,14 +63,14 @@ class CompletionFormatter:
 
     def _choice(self, piece: Delta | CompletionOutput) -> CompletionChoice:
         prompt_ids = None
-        if self.show_token_ids and piece.index not in self._introduced:
-            self._introduced.add(piece.index)
+        if self.show_token_ids and piece.index not in self._prompts_shown:
+            self._prompts_shown.add(piece.index)
             prompt_ids = self.prompts[piece.index // self.params.n]
         return CompletionChoice(
             index=piece.index,
             text=piece.text,
             logprobs=self._logprobs(piece),
-            finish_reason=ending(piece),
+            finish_reason=api_finish_reason(piece),
             stop_reason=piece.stop_reason,
             prompt_token_ids=prompt_ids,
             token_ids=list(piece.token_ids) if self.show_token_ids else None,
@@ -87,11 +87,11 @@ class CompletionFormatter:
 
 
 async def completion(request: Request, service: Service, body: CompletionRequest) -> Response:
-    """Continues prompts. RequestError where the request cannot be met, EngineStopped where nothing can."""
+    """Continues prompts. Raises RequestError for an invalid request, EngineStopped if the engine has ended."""
     service.check_model(body.model)
     service.check_open()
     prompts = await _prompts(service, body)
-    # A client that names no limit gets what still fits; where that is too little, the engine's intake says so.
+    # Without a limit from the client, the default is cut to what still fits. The engine refuses what does not fit.
     room = service.client.model.max_model_len - max(map(len, prompts))
     default = max(1, body.min_tokens or 0, min(DEFAULT_MAX_TOKENS, room))
     max_tokens = default if body.max_tokens is None else body.max_tokens
@@ -99,7 +99,7 @@ async def completion(request: Request, service: Service, body: CompletionRequest
     if len(prompts) * params.n > MAX_PROMPTS:
         message = f"{len(prompts)} prompts with n = {params.n} make more than {MAX_PROMPTS} choices"
         raise RequestError(message, param="n", code="invalid_value")
-    wording = CompletionFormatter(
+    formatter = CompletionFormatter(
         id=f"cmpl-{uuid.uuid4().hex}",
         model=service.model_name,
         tokenizer=service.client.tokenizer,
@@ -107,9 +107,14 @@ async def completion(request: Request, service: Service, body: CompletionRequest
         params=params,
         show_token_ids=bool(body.return_token_ids),
     )
-    usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
-    job = Job(
-        *(wording.id, prompts, params, wording, bool(body.stream), usage_wanted),
+    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    job = GenerationJob(
+        request_id=formatter.id,
+        prompts=prompts,
+        params=params,
+        formatter=formatter,
+        stream=bool(body.stream),
+        include_usage=include_usage,
         tiers=body.tiers or "auto",
         landing=body.landing or "auto",
         prefill_at=service.prefill_at(request.headers),
@@ -118,15 +123,14 @@ async def completion(request: Request, service: Service, body: CompletionRequest
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
-    """The prompts as token ids, whichever of the four forms they came in."""
-    given = body.prompt
-    if isinstance(given, str):
-        return [await service.encode(given)]
+    """Returns the prompts as token ids. The API accepts a text, texts, token ids, or lists of token ids."""
+    if isinstance(body.prompt, str):
+        return [await service.encode(body.prompt)]
     prompts: list[list[int]] = []
-    alone: list[int] = []
-    for item in given:
+    single_prompt: list[int] = []
+    for item in body.prompt:
         if isinstance(item, int):
-            alone.append(item)
+            single_prompt.append(item)
         else:
             prompts.append(await service.encode(item) if isinstance(item, str) else item)
-    return prompts or [alone]
+    return prompts or [single_prompt]

@@ -1,4 +1,4 @@
-"""The road from a checked request to its answer, streamed or whole: the same for both generating endpoints."""
+"""Generates the response to a validated request, streamed or not, for both completion endpoints."""
 
 import asyncio
 import time
@@ -17,46 +17,46 @@ from hotset.base.errors import EngineStopped
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.outputs import CompletionOutput, Delta
-from hotset.serve.disconnect import unless_disconnected
 from hotset.serve.errors import error_body
+from hotset.serve.http_server import unless_disconnected
 from hotset.serve.metrics import Metrics
 from hotset.serve.protocol import Usage
 from hotset.serve.service import Load, Service
 
 DONE = b"data: [DONE]\n\n"
-# JSON may hold these as they are, and an event's line does not end there; but many a client's lines do.
+# JSON may contain these characters, and they do not end an event's line, but many clients split lines at them.
 LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 
 class ResponseFormatter(Protocol):
-    """How an endpoint words its answer; one object per request. Choices are numbered over the whole response."""
+    """Formats the output of one request for one endpoint. Choices are numbered over the whole response."""
 
-    def opening(self, index: int) -> BaseModel | None:
-        """The chunk that introduces a choice, where there is one."""
+    def first_chunk(self, index: int) -> BaseModel | None:
+        """Returns the chunk that opens a choice, or None if the endpoint has no such chunk."""
 
     def chunk(self, delta: Delta) -> BaseModel | None:
-        """The chunk for one delta; None where it holds nothing to show."""
+        """Returns the chunk for one delta, or None if the delta has nothing to show."""
 
-    def closing(self, usage: Usage) -> BaseModel:
-        """The chunk that carries the usage."""
+    def usage_chunk(self, usage: Usage) -> BaseModel:
+        """Returns the last chunk, which carries the usage."""
 
-    def whole(self, outputs: Sequence[CompletionOutput], usage: Usage) -> BaseModel:
-        """The answer in one piece."""
+    def full_response(self, outputs: Sequence[CompletionOutput], usage: Usage) -> BaseModel:
+        """Returns the response that is not streamed."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """One request, checked and tokenised."""
+class GenerationJob:
+    """One validated and tokenized request."""
 
     request_id: str
     prompts: Sequence[list[int]]
     params: SamplingParams
-    wording: ResponseFormatter
+    formatter: ResponseFormatter
     stream: bool
     include_usage: bool
     tiers: TiersChoice
     landing: LandingChoice = "auto"
-    prefill_at: str | None = None  # control address of the worker that computes the prompts; None: this one does
+    prefill_at: str | None = None  # control address of the prefill worker; None: this worker computes the prompts
 
     @property
     def choices(self) -> int:
@@ -75,25 +75,27 @@ class Job:
         )
 
 
-async def respond(request: Request, service: Service, job: Job) -> Response:
-    """Generates the answer. Errors before the first token are raised; later ones end the stream as its last event.
+async def respond(request: Request, service: Service, job: GenerationJob) -> Response:
+    """Generates the response. Raises errors that occur before the first token; later ones become the last event.
 
-    A client that leaves, before or while it is answered, closes the engine's iterator at once: nothing it held stays.
+    If the client disconnects at any time, the engine's iterator is closed at once, which aborts the request.
     """
     service.check_open(job.choices)
-    deltas = _timed(_counted(_all_deltas(service.client, job), job.prompt_tokens, service.load), service.metrics)
+    deltas = _timed(
+        _counted_as_waiting(_all_deltas(service.client, job), job.prompt_tokens, service.load), service.metrics
+    )
     if not job.stream:
-        return json_response(await unless_disconnected(request.receive, _whole(job, deltas)))
-    # The status line is held back until the engine has taken the request on, so that a refusal has its own status.
+        return json_response(await unless_disconnected(request.receive, _full_response(job, deltas)))
+    # The status line is sent only after the first delta, so that a request the engine rejects gets its own status.
     first = await unless_disconnected(request.receive, _first(deltas))
     return EventStream(_events(job, first, deltas), deltas)
 
 
-def ending(piece: Delta | CompletionOutput) -> Literal["stop", "length"] | None:
-    """Why a choice ended, as the API words it."""
-    assert piece.finish_reason != "abort", "_pump raises EngineStopped before an abort gets here"
-    assert piece.finish_reason != "lost", "the client raises HandoffLost before such an end gets here"
-    assert piece.finish_reason != "no_room", "the client raises NoRoomLeft before such an end gets here"
+def api_finish_reason(piece: Delta | CompletionOutput) -> Literal["stop", "length"] | None:
+    """Returns the finish reason in the words of the OpenAI API."""
+    assert piece.finish_reason != "abort", "_pump raises EngineStopped for this reason"
+    assert piece.finish_reason != "lost", "the engine client raises HandoffLost for this reason"
+    assert piece.finish_reason != "no_room", "the engine client raises NoRoomLeft for this reason"
     return piece.finish_reason
 
 
@@ -102,7 +104,7 @@ def json_response(body: BaseModel) -> Response:
 
 
 class EventStream(Response):
-    """Server-sent events. Owns `deltas`, from which they are made, and closes it in the end, however the end comes."""
+    """A stream of server-sent events. Owns `deltas`, their source, and closes it on every exit path."""
 
     media_type = "text/event-stream"
 
@@ -114,7 +116,7 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Closed here and not only inside: sending may be cancelled before it has made its first step.
+        # Closed here as well: the task that sends may be cancelled before it has started to run.
         async with aclosing(self._deltas), aclosing(self._events):
             await unless_disconnected(receive, self._send_all(send))
 
@@ -129,29 +131,29 @@ async def _first(deltas: AsyncGenerator[Delta, None]) -> Delta:
     return await anext(deltas)
 
 
-async def _whole(job: Job, deltas: AsyncGenerator[Delta, None]) -> BaseModel:
+async def _full_response(job: GenerationJob, deltas: AsyncGenerator[Delta, None]) -> BaseModel:
     outputs = [CompletionOutput(index) for index in range(job.choices)]
     async with aclosing(deltas):
         async for delta in deltas:
             outputs[delta.index].extend(delta)
-    return job.wording.whole(outputs, job.usage(sum(len(output.token_ids) for output in outputs)))
+    return job.formatter.full_response(outputs, job.usage(sum(len(output.token_ids) for output in outputs)))
 
 
-async def _events(job: Job, first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
+async def _events(job: GenerationJob, first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
     completion_tokens = 0
     try:
         for index in range(job.choices):
-            if (opening := job.wording.opening(index)) is not None:
-                yield event_of(opening)
+            if (chunk := job.formatter.first_chunk(index)) is not None:
+                yield event_of(chunk)
         async for delta in _chained(first, deltas):
             completion_tokens += len(delta.token_ids)
-            if (chunk := job.wording.chunk(delta)) is not None:
+            if (chunk := job.formatter.chunk(delta)) is not None:
                 yield event_of(chunk)
     except Exception as error:
         yield event_of(error_body(error))
         return
     if job.include_usage:
-        yield event_of(job.wording.closing(job.usage(completion_tokens)))
+        yield event_of(job.formatter.usage_chunk(job.usage(completion_tokens)))
     yield DONE
 
 
@@ -166,7 +168,7 @@ async def _chained(first: Delta, rest: AsyncGenerator[Delta, None]) -> AsyncGene
 
 
 async def _timed(deltas: AsyncGenerator[Delta, None], metrics: Metrics) -> AsyncGenerator[Delta, None]:
-    """Passes deltas on and notes how long they took."""
+    """Yields the deltas unchanged and records their timing."""
     began = time.monotonic()
     last: dict[int, float] = {}
     async with aclosing(deltas):
@@ -181,8 +183,10 @@ async def _timed(deltas: AsyncGenerator[Delta, None], metrics: Metrics) -> Async
             yield delta
 
 
-async def _counted(deltas: AsyncGenerator[Delta, None], tokens: int, load: Load) -> AsyncGenerator[Delta, None]:
-    """Passes deltas on; the prompts' tokens count as waiting until the first one comes."""
+async def _counted_as_waiting(
+    deltas: AsyncGenerator[Delta, None], tokens: int, load: Load
+) -> AsyncGenerator[Delta, None]:
+    """Yields the deltas unchanged. The prompt tokens count as waiting until the first delta."""
     with load.waiting(tokens) as started:
         async with aclosing(deltas):
             async for delta in deltas:
@@ -190,21 +194,24 @@ async def _counted(deltas: AsyncGenerator[Delta, None], tokens: int, load: Load)
                 yield delta
 
 
-async def _all_deltas(client: EngineClient, job: Job) -> AsyncGenerator[Delta, None]:
-    """Deltas of all prompts as they come, `index` counted over the whole response. Closing it aborts every prompt."""
-    arrived: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
+async def _all_deltas(client: EngineClient, job: GenerationJob) -> AsyncGenerator[Delta, None]:
+    """Yields the deltas of all prompts as they arrive. Closing it aborts every prompt.
+
+    `index` of a delta counts the choices of the whole response.
+    """
+    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
     pumps = [
-        asyncio.create_task(_pump(client, f"{job.request_id}-{place}", prompt, job, place, arrived))
-        for place, prompt in enumerate(job.prompts)
+        asyncio.create_task(_pump(client, f"{job.request_id}-{prompt_index}", prompt, job, prompt_index, queue))
+        for prompt_index, prompt in enumerate(job.prompts)
     ]
-    left = len(pumps)
+    unfinished = len(pumps)
     try:
-        while left:
-            item = await arrived.get()
+        while unfinished:
+            item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
-                left -= 1
+                unfinished -= 1
             else:
                 yield item
     finally:
@@ -217,19 +224,20 @@ async def _pump(
     client: EngineClient,
     request_id: str,
     prompt: list[int],
-    job: Job,
-    place: int,
-    arrived: asyncio.Queue[Delta | Exception | None],
+    job: GenerationJob,
+    prompt_index: int,
+    queue: asyncio.Queue[Delta | Exception | None],
 ) -> None:
-    """Moves one prompt's deltas into `arrived`, and after them its end: None, or the error."""
+    """Moves the deltas of one prompt into `queue`, followed by None at the end or by the error."""
     try:
-        where = (job.tiers, job.prefill_at, job.landing)
-        generated = client.generate(request_id, prompt, job.params, *where)
+        generated = client.generate(
+            request_id, prompt, job.params, tiers=job.tiers, prefill_at=job.prefill_at, landing=job.landing
+        )
         async with aclosing(generated) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "abort":
-                    raise EngineStopped("the engine stopped before the answer was complete")
-                arrived.put_nowait(replace(delta, index=place * job.params.n + delta.index))
-        arrived.put_nowait(None)
+                    raise EngineStopped("the engine stopped before the response was complete")
+                queue.put_nowait(replace(delta, index=prompt_index * job.params.n + delta.index))
+        queue.put_nowait(None)
     except Exception as error:
-        arrived.put_nowait(error)
+        queue.put_nowait(error)

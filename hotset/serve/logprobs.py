@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes that the OpenAI API knows."""
+"""Log-probabilities in the two formats of the OpenAI API, that of chat and that of completions."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,42 +7,42 @@ from hotset.engine.outputs import Logprob, TokenLogprobs
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.protocol import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TokenLogprob
 
-LEAST_LOGPROB = -9999.0  # JSON has no infinity; the OpenAI API writes this number instead
+MIN_LOGPROB = -9999.0  # JSON has no infinity; the OpenAI API writes this number instead
 
 
 def chat_logprobs(
     tokenizer: Tokenizer | None, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], alternatives: int
 ) -> ChatLogprobs:
-    """One entry per token, each with its `alternatives` likeliest rivals (itself included where it is one of them)."""
+    """Returns one entry per token, with the `alternatives` most likely tokens at its position."""
     content = []
     for token, ranked in zip(token_ids, logprobs, strict=True):
         chosen = _entry(tokenizer, token, ranked[token])
-        likeliest = [(other, found) for other, found in _by_rank(ranked) if found.rank <= alternatives][:alternatives]
-        top = [_entry(tokenizer, other, found) for other, found in likeliest]
+        likeliest = [(rival, logprob) for rival, logprob in _by_rank(ranked) if logprob.rank <= alternatives]
+        top = [_entry(tokenizer, rival, logprob) for rival, logprob in likeliest[:alternatives]]
         content.append(ChatTokenLogprob(**chosen.model_dump(), top_logprobs=top))
     return ChatLogprobs(content=content)
 
 
 class CompletionLogprobWriter:
-    """Log-probabilities of one choice in the older shape, which also wants each token's offset in the text."""
+    """Writes the log-probabilities of one choice in the completions format, which includes text offsets."""
 
     def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
-        # Tokens that the text does not show take up no room in it.
+        # Tokens that are not part of the text do not advance the offset.
         self._hidden = tokenizer.special_ids if tokenizer is not None and skip_special_tokens else frozenset()
         self._offset = 0
-        # A character may be spread over tokens: it counts for the token that completes it.
+        # A character may span several tokens; it advances the offset at the token that completes it.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        """The entries of tokens that follow those of the last call."""
+        """Returns the entries of tokens that follow those of the previous call."""
         written = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token, ranked in zip(token_ids, logprobs, strict=True):
             written.tokens.append(self._name(token))
             written.token_logprobs.append(_finite(ranked[token]))
             top: dict[str, float] = {}
-            for other, found in _by_rank(ranked):
-                top.setdefault(self._name(other), _finite(found))
+            for rival, logprob in _by_rank(ranked):
+                top.setdefault(self._name(rival), _finite(logprob))
             written.top_logprobs.append(top)
             written.text_offset.append(self._offset)
             if self._tokenizer is not None and token not in self._hidden:
@@ -50,7 +50,7 @@ class CompletionLogprobWriter:
         return written
 
     def _name(self, token: int) -> str:
-        """The token's text; bytes that are no text by themselves are spelt out, so that names stay distinct."""
+        """Returns the token's text. Bytes that are not valid UTF-8 become escapes, so that names stay distinct."""
         if self._tokenizer is None:
             return f"token_id:{token}"
         spelling = self._tokenizer.token_bytes(token)
@@ -64,12 +64,12 @@ def _by_rank(ranked: TokenLogprobs) -> list[tuple[int, Logprob]]:
     return sorted(ranked.items(), key=lambda item: (item[1].rank, item[0]))
 
 
-def _finite(found: Logprob) -> float:
-    return max(found.logprob, LEAST_LOGPROB)
+def _finite(logprob: Logprob) -> float:
+    return max(logprob.logprob, MIN_LOGPROB)
 
 
-def _entry(tokenizer: Tokenizer | None, token: int, found: Logprob) -> TokenLogprob:
+def _entry(tokenizer: Tokenizer | None, token: int, logprob: Logprob) -> TokenLogprob:
     if tokenizer is None:
-        return TokenLogprob(token=f"token_id:{token}", logprob=_finite(found), bytes=None)
+        return TokenLogprob(token=f"token_id:{token}", logprob=_finite(logprob), bytes=None)
     spelling = tokenizer.token_bytes(token)
-    return TokenLogprob(token=spelling.decode("utf-8", "replace"), logprob=_finite(found), bytes=list(spelling))
+    return TokenLogprob(token=spelling.decode("utf-8", "replace"), logprob=_finite(logprob), bytes=list(spelling))

@@ -1,4 +1,4 @@
-"""Prometheus metrics: what the HTTP side measures itself, and what the engine reports at the moment of a scrape."""
+"""Prometheus metrics: measurements of the HTTP server, and the engine's statistics at the time of a scrape."""
 
 from collections.abc import Iterator
 
@@ -9,59 +9,68 @@ from prometheus_client.registry import Collector
 
 from hotset.engine.outputs import EngineStats
 from hotset.handoff.agent import HandoffStats
+from hotset.serve.middleware import SECONDS_BUCKETS
 
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 GAUGES = {
-    "running": ("hotset_requests_running", "Requests that take part in steps now."),
-    "waiting": ("hotset_requests_waiting", "Requests that wait for a place."),
-    "resident": ("hotset_requests_resident", "Running requests all of whose rows are on the device."),
-    "tiered": ("hotset_requests_tiered", "Running requests whose rows are on the host, hot ones on the device."),
-    "parked": ("hotset_requests_parked", "Requests that wait with their rows on the host."),
-    "device_pages_held": ("hotset_device_pages_held", "Pages of the device pool that requests hold."),
-    "device_pages_total": ("hotset_device_pages_total", "Pages of the device pool in all."),
-    "host_pages_held": ("hotset_host_pages_held", "Pages of the host store that requests hold."),
-    "host_pages_total": ("hotset_host_pages_total", "Pages of the host store in all."),
-    "quarantined_pages": ("hotset_pages_quarantined", "Pages that a lost prefill worker might still write to."),
+    "running": ("hotset_requests_running", "Requests that are being prefilled or decoded."),
+    "waiting": ("hotset_requests_waiting", "Requests in the queue."),
+    "resident": ("hotset_requests_resident", "Running requests with all KV rows on the device."),
+    "tiered": ("hotset_requests_tiered", "Running requests with KV rows on the host and the hot ones on the device."),
+    "parked": ("hotset_requests_parked", "Preempted requests with all KV rows on the host."),
+    "device_pages_held": ("hotset_device_pages_held", "Pages of the device pool in use."),
+    "device_pages_total": ("hotset_device_pages_total", "Total pages of the device pool."),
+    "host_pages_held": ("hotset_host_pages_held", "Pages of the host store in use."),
+    "host_pages_total": ("hotset_host_pages_total", "Total pages of the host store."),
+    "quarantined_pages": ("hotset_pages_quarantined", "Pages that a lost prefill worker may still write to."),
 }
 COUNTERS = {
     "tokens_generated": ("hotset_tokens_generated", "Tokens sampled."),
-    "tokens_prefilled": ("hotset_tokens_prefilled", "Prompt tokens computed, recomputed ones included."),
+    "tokens_prefilled": ("hotset_tokens_prefilled", "Prompt tokens computed, including recomputed ones."),
     "demotions": ("hotset_demotions", "Resident requests that became tiered."),
     "promotions": ("hotset_promotions", "Tiered requests that became resident."),
-    "parks": ("hotset_parks", "Requests that gave up their device pages and kept their rows on the host."),
-    "resumes": ("hotset_resumes", "Parked requests that came back."),
-    "recomputes": ("hotset_recomputes", "Requests that gave up all their rows and were computed again."),
-    "rows_flushed": ("hotset_rows_flushed", "Rows copied to the host, each counted once for all layers."),
-    "bytes_swapped": ("hotset_bytes_swapped", "Bytes copied from the host into slots."),
+    "parks": ("hotset_parks", "Preemptions that kept the KV rows on the host."),
+    "resumes": ("hotset_resumes", "Parked requests that were resumed."),
+    "recomputes": ("hotset_recomputes", "Preemptions that dropped the KV rows, to be recomputed."),
+    "rows_flushed": ("hotset_rows_flushed", "KV rows copied to the host; a row counts once for all layers."),
+    "bytes_swapped": ("hotset_bytes_swapped", "Bytes copied from the host into hot buffers."),
     "steps": ("hotset_steps", "Steps computed."),
-    "asked_again": ("hotset_handoff_retries", "Prompts asked of a prefill worker again, after they were lost."),
-    "handed_over": ("hotset_prompts_handed_over", "Prompts computed for decode workers."),
+    "asked_again": ("hotset_handoff_retries", "Handoffs that were lost and retried."),
+    "handed_over": ("hotset_prompts_handed_off", "Prompts computed for decode workers and handed off."),
 }
 HANDOFF_GAUGES = {
-    "open": ("hotset_handoffs_open", "Handoffs whose end is not known to both sides."),
-    "peers": ("hotset_handoff_peers", "Workers on which a handoff depends now."),
-    "ring_quarantined": ("hotset_staging_bytes_quarantined", "Bytes of the ring that a lost writer may still write."),
+    "open": ("hotset_handoffs_open", "Handoffs that at least one side has not finished."),
+    "peers": ("hotset_handoff_peers", "Workers with which a handoff is in progress."),
+    "ring_quarantined": (
+        "hotset_staging_bytes_quarantined",
+        "Bytes of the staging ring that a lost peer may still write.",
+    ),
 }
 HANDOFF_COUNTERS = {
-    "nbytes": ("hotset_handoff_bytes", "Bytes of KV that landed here, or were written to decode workers."),
-    "resent": ("hotset_handoff_messages_resent", "Control messages that had to be said again."),
-    "pieces": ("hotset_staging_pieces", "Pieces of contexts that were packed or unpacked here."),
+    "nbytes": ("hotset_handoff_bytes", "Bytes of KV received from prefill workers or sent to decode workers."),
+    "resent": ("hotset_handoff_messages_retransmitted", "Control messages that were retransmitted."),
+    "pieces": ("hotset_staging_pieces", "Pieces of KV packed into or unpacked from the staging ring."),
 }
 HANDOFF_LABELLED = {
-    "outcomes": ("hotset_handoffs", "Handoffs ended, by outcome.", "outcome"),
-    "seconds": ("hotset_handoff_phase_seconds", "Time that handoffs have spent in each phase.", "phase"),
-    "dropped": ("hotset_handoff_messages_dropped", "Control messages dropped, by cause.", "cause"),
+    "outcomes": ("hotset_handoffs", "Finished handoffs by outcome.", "outcome"),
+    "seconds": ("hotset_handoff_phase_seconds", "Total time that handoffs have spent in each phase.", "phase"),
+    "dropped": ("hotset_handoff_messages_dropped", "Dropped control messages by cause.", "cause"),
 }
 LAYER_COUNTERS = {
-    "slot_lookups": ("hotset_slot_lookups", "Positions looked up in hot slots, by the layer whose indexer chose them."),
-    "slot_misses": ("hotset_slot_misses", "Those that were not there and came from the host."),
+    "slot_lookups": (
+        "hotset_slot_lookups",
+        "Positions looked up in hot buffers, by the layer whose indexer selected them.",
+    ),
+    "slot_misses": (
+        "hotset_slot_misses",
+        "Positions looked up that were missing and were copied from the host, by layer.",
+    ),
 }
 
 
 class Metrics:
-    """The server's own measurements, in a registry of their own: two servers in one process do not mix."""
+    """The metrics of one server, in its own registry, so that two servers in one process do not mix."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -70,26 +79,26 @@ class Metrics:
         )
         self.request_seconds = Histogram(
             "hotset_http_request_seconds",
-            "From a request's arrival to the last byte of its answer.",
+            "Time from a request's arrival to the last byte of its response.",
             ("endpoint",),
-            buckets=REQUEST_SECONDS,
+            buckets=SECONDS_BUCKETS,
             registry=self._registry,
         )
         self.first_token_seconds = Histogram(
             "hotset_time_to_first_token_seconds",
-            "From a request's admission to its first token.",
-            buckets=REQUEST_SECONDS,
+            "Time from a request's submission to its first token.",
+            buckets=SECONDS_BUCKETS,
             registry=self._registry,
         )
         self.inter_token_seconds = Histogram(
             "hotset_inter_token_seconds",
-            "Between consecutive tokens of one choice.",
-            buckets=TOKEN_SECONDS,
+            "Time between consecutive tokens of one choice.",
+            buckets=TOKEN_SECONDS_BUCKETS,
             registry=self._registry,
         )
 
     def render(self, stats: EngineStats | None) -> bytes:
-        """The text of one scrape. `stats` is None when the engine is gone: its part is absent and `up` is 0."""
+        """Returns the text of one scrape. `stats` is None if the engine has ended; then only `up` is reported, as 0."""
         scrape = CollectorRegistry()
         scrape.register(_EngineCollector(stats))
         return generate_latest(self._registry) + generate_latest(scrape)
@@ -100,19 +109,23 @@ class _EngineCollector(Collector):
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("hotset_engine_up", "1 while the engine answers.", value=int(self._stats is not None))
+        yield GaugeMetricFamily(
+            "hotset_engine_up", "1 while the engine is alive, else 0.", value=int(self._stats is not None)
+        )
         if self._stats is None:
             return
-        for field, (name, meaning) in GAUGES.items():
-            yield GaugeMetricFamily(name, meaning, value=getattr(self._stats, field))
-        for field, (name, meaning) in COUNTERS.items():
-            yield CounterMetricFamily(name, meaning, value=getattr(self._stats, field))
-        for field, (name, meaning) in LAYER_COUNTERS.items():
-            by_layer = CounterMetricFamily(name, meaning, labels=("layer",))
+        for field, (name, help) in GAUGES.items():
+            yield GaugeMetricFamily(name, help, value=getattr(self._stats, field))
+        for field, (name, help) in COUNTERS.items():
+            yield CounterMetricFamily(name, help, value=getattr(self._stats, field))
+        for field, (name, help) in LAYER_COUNTERS.items():
+            by_layer = CounterMetricFamily(name, help, labels=("layer",))
             for layer, count in getattr(self._stats, field).items():
                 by_layer.add_metric((str(layer),), count)
             yield by_layer
-        finished = CounterMetricFamily("hotset_requests_finished", "Requests ended, by reason.", labels=("reason",))
+        finished = CounterMetricFamily(
+            "hotset_requests_finished", "Finished requests by finish reason.", labels=("reason",)
+        )
         for reason, count in self._stats.requests_finished.items():
             finished.add_metric((reason,), count)
         yield finished
@@ -121,17 +134,17 @@ class _EngineCollector(Collector):
 
 
 def _handoff_metrics(stats: HandoffStats) -> Iterator[Metric]:
-    """Of prefill and decode workers alone."""
-    for field, (name, meaning) in HANDOFF_GAUGES.items():
-        yield GaugeMetricFamily(name, meaning, value=getattr(stats, field))
-    for field, (name, meaning) in HANDOFF_COUNTERS.items():
-        yield CounterMetricFamily(name, meaning, value=getattr(stats, field))
-    for field, (name, meaning, label) in HANDOFF_LABELLED.items():
-        family = CounterMetricFamily(name, meaning, labels=(label,))
+    """Yields the metrics that only prefill and decode workers have."""
+    for field, (name, help) in HANDOFF_GAUGES.items():
+        yield GaugeMetricFamily(name, help, value=getattr(stats, field))
+    for field, (name, help) in HANDOFF_COUNTERS.items():
+        yield CounterMetricFamily(name, help, value=getattr(stats, field))
+    for field, (name, help, label) in HANDOFF_LABELLED.items():
+        family = CounterMetricFamily(name, help, labels=(label,))
         for key, value in getattr(stats, field).items():
             family.add_metric((key,), value)
         yield family
     if stats.throughput is not None:
         speed = stats.throughput.gb_per_s
-        meaning = "GB/s written to decode workers since the start, over the time in which any write was under way."
-        yield GaugeMetricFamily("hotset_transfer_gb_per_second", meaning, value=speed)
+        help = "Mean speed of writes to decode workers since start-up, over the time in which a write was in flight."
+        yield GaugeMetricFamily("hotset_transfer_gb_per_second", help, value=speed)

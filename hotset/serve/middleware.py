@@ -1,4 +1,4 @@
-"""What stands between the socket and the routes: the access log, the API key, the limits on requests and bodies."""
+"""Middleware of the server and the router: access log, API key, and limits on requests and bodies."""
 
 import hmac
 import logging
@@ -18,21 +18,22 @@ from hotset.serve.protocol import REQUEST_ID_HEADER
 
 logger = logging.getLogger("hotset.serve")
 
-CLIENT_LEFT = 499
-REQUEST_ID = re.compile(r"[!-~]{1,128}")  # nothing that could forge a line of the log
-QUIET_PATHS = frozenset({"/handoff"})  # a router asks twice a second
-OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/handoff", "/docs", "/openapi.json"})
+CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs for a client that disconnected
+REQUEST_ID = re.compile(r"[!-~]{1,128}")  # no characters that could forge a log line
+QUIET_PATHS = frozenset({"/handoff"})  # a router fetches it twice a second
+SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+PUBLIC_PATHS = frozenset({"/", "/health", "/metrics", "/handoff", "/docs", "/openapi.json"})
 
 
 class HttpMetrics(Protocol):
-    """What is measured of every request, whoever answers it."""
+    """The metrics that the access log updates for every request."""
 
     http_requests: Counter  # by endpoint and status
     request_seconds: Histogram  # by endpoint
 
 
 class AccessLog:
-    """Outermost: one log line and one count per request, and the last resort for errors that nobody caught."""
+    """Writes one log line and updates the metrics for each request. Outermost: it handles all uncaught errors."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self._app = app
@@ -54,37 +55,37 @@ class AccessLog:
         try:
             await self._app(scope, receive, watched_send)
         except ClientDisconnect:
-            status = CLIENT_LEFT
+            status = CLIENT_CLOSED_REQUEST
         except Exception as error:
             response = error_response(error)
-            if status is None:  # else the status line is out, and cutting the body short is all that is left
+            if status is None:  # else the status line is already sent, and the body can only be cut short
                 await response(scope, receive, watched_send)
         finally:
             self._record(scope, status, time.monotonic() - began)
 
     def _record(self, scope: Scope, status: int | None, seconds: float) -> None:
-        # The raw path is percent-encoded: it cannot forge a line of the log.
+        # The raw path is percent-encoded, so it cannot forge a log line.
         path = scope.get("raw_path", b"").decode("latin-1")
         endpoint = getattr(scope.get("route"), "path_format", "other")
         self._metrics.http_requests.labels(endpoint, str(status)).inc()
         self._metrics.request_seconds.labels(endpoint).observe(seconds)
         request_id = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        named = f" {request_id}" if REQUEST_ID.fullmatch(request_id) else ""
+        suffix = f" {request_id}" if REQUEST_ID.fullmatch(request_id) else ""
         level = logging.DEBUG if path in QUIET_PATHS and status == 200 else logging.INFO
-        logger.log(level, "%s %s %s %.0f ms%s", scope["method"], path, status, seconds * 1e3, named)
+        logger.log(level, "%s %s %s %.0f ms%s", scope["method"], path, status, seconds * 1e3, suffix)
 
 
 class ApiKey:
-    """Asks every path but the open ones for the bearer token."""
+    """Requires the bearer token on every path that is not public."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
         self._api_key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._api_key):
+        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
+            scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._api_key):
                 message = "missing or wrong API key; send it as 'Authorization: Bearer KEY'"
                 await error_response(WrongApiKey(message))(scope, receive, send)
                 return
@@ -92,9 +93,9 @@ class ApiKey:
 
 
 class ConcurrencyLimit:
-    """Refuses a generating request where as many as the limit are in progress, before its body takes up memory.
+    """Rejects completion requests above the limit on requests in progress, before their bodies take up memory.
 
-    A request is in progress until its answer has been sent, or its client has left.
+    A request is in progress until its response has been sent or its client has disconnected.
     """
 
     def __init__(self, app: ASGIApp, max_concurrency: int) -> None:
@@ -107,7 +108,7 @@ class ConcurrencyLimit:
             await self._app(scope, receive, send)
             return
         if self._in_progress >= self._limit:
-            message = f"{self._in_progress} requests are in progress, which is the limit; come back later"
+            message = f"{self._in_progress} requests are in progress, which is the limit; retry later"
             await error_response(QueueFull(message))(scope, receive, send)
             return
         self._in_progress += 1
@@ -118,10 +119,10 @@ class ConcurrencyLimit:
 
 
 class BodyLimit:
-    """Reads the body before anyone parses it, and refuses one that is larger than the limit.
+    """Reads the whole body before it is parsed, and rejects one that is larger than the limit.
 
-    The declared length is checked first; a body sent in chunks is counted as it arrives. What lies inside keeps
-    `receive` for one purpose: to learn that the client has left.
+    The declared length is checked first; a body sent in chunks is counted as it arrives. The inner application receives
+    the body as one message, after which its `receive` reports only that the client has disconnected.
     """
 
     def __init__(self, app: ASGIApp, max_body_mib: float) -> None:
@@ -157,14 +158,14 @@ class BodyLimit:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the whole body once, then what follows it on the wire."""
-    given = False
+    """Returns a `receive` that yields the whole body once and then the messages that follow it."""
+    delivered = False
 
     async def replay() -> Message:
-        nonlocal given
-        if given:
+        nonlocal delivered
+        if delivered:
             return await receive()
-        given = True
+        delivered = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay

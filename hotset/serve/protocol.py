@@ -1,6 +1,6 @@
-"""What clients send and get: the OpenAI API's fields that Hotset implements, and a few of its own.
+"""Request and response bodies: the fields of the OpenAI API that Hotset implements, and a few of its own.
 
-A field that is not listed is refused, never ignored. Ranges of sampling fields live in `SamplingParams` alone.
+An unknown field is rejected, never ignored. `SamplingParams` checks the ranges of sampling fields.
 """
 
 from typing import Annotated, Any, Literal
@@ -11,10 +11,10 @@ from pydantic_core import PydanticCustomError
 from hotset.base.config import LandingChoice, TiersChoice
 from hotset.base.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS
 
-# Names the prefill worker that computes a request's prompt, by its control address. A router sends it.
+# The control address of the prefill worker that computes the prompt. The router sets this header.
 PREFILL_HEADER = "x-hotset-prefill"
 REQUEST_ID_HEADER = "x-request-id"
-# Union tags appear in the location of a validation error; this sign tells them from field names.
+# Union tags appear in the location of a validation error; this prefix distinguishes them from field names.
 UNION_TAG = "|"
 MAX_PROMPTS = 1024
 
@@ -26,7 +26,7 @@ def _text_or_list(value: Any) -> str | None:
 
 
 def _prompt_form(value: Any) -> str | None:
-    """Chosen by the first element, so that a long list of ids is not tried as a list of strings first."""
+    """Selects the form by the first element, so that a long list of ids is not first tried as a list of strings."""
     if not isinstance(value, list):
         return "|text" if isinstance(value, str) else None
     first = value[0] if value else 0
@@ -40,11 +40,11 @@ def _one_of(choose: Any, forms: str) -> Discriminator:
 
 
 def _well_formed(text: str) -> str:
-    """JSON can spell half of a surrogate pair; that is no character, and no tokenizer takes it."""
+    """Rejects lone surrogates: JSON can express them, but they are not characters and no tokenizer accepts them."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise PydanticCustomError("unicode", "must not hold lone surrogates") from error
+        raise PydanticCustomError("unicode", "must not contain lone surrogates") from error
     return text
 
 
@@ -66,13 +66,13 @@ TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 LogitBias = Annotated[dict[TokenIdText, float], Field(json_schema_extra={"additionalProperties": False})]
 
 
-class Sent(BaseModel):
-    """Anything a client sends: exact types, finite numbers, no unknown fields."""
+class StrictModel(BaseModel):
+    """The base of request bodies: exact types, finite numbers, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class TextPart(Sent):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: Text
 
@@ -83,7 +83,7 @@ Content = Annotated[
 ]
 
 
-class ChatMessage(Sent):
+class ChatMessage(StrictModel):
     role: Literal["system", "user", "assistant"]
     content: Content
 
@@ -95,22 +95,22 @@ class ChatMessage(Sent):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
-class StreamOptions(Sent):
-    include_usage: bool | None = Field(None, description="Send a last chunk that holds the usage of the whole request.")
+class StreamOptions(StrictModel):
+    include_usage: bool | None = Field(None, description="Send a last chunk with the usage of the whole request.")
 
 
-class SamplingFields(Sent):
-    """The fields that both generating endpoints share."""
+class SamplingFields(StrictModel):
+    """The fields that both completion endpoints share."""
 
     model: str
-    temperature: float | None = Field(None, description="0 takes the likeliest token.")
+    temperature: float | None = Field(None, description="0 selects the most likely token.")
     top_p: float | None = None
     top_k: int | None = Field(None, description="0 considers all tokens.")
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: LogitBias | None = Field(None, description="Token id to what its logit gains.")
+    logit_bias: LogitBias | None = Field(None, description="Maps token ids to the value added to their logits.")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     seed: int | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -122,10 +122,10 @@ class SamplingFields(Sent):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = Field(None, description="Add prompt_token_ids and token_ids to the choices.")
     tiers: TiersChoice | None = Field(
-        None, description="Where this request's KV may live; 'auto' on the device while there is room."
+        None, description="Where this request's KV is stored. 'auto': on the device while there is room."
     )
     landing: LandingChoice | None = Field(
-        None, description="Where KV that a prefill worker computes arrives; 'auto' on the host where that is its home."
+        None, description="Where KV from a prefill worker arrives. 'auto': on the device if all of it fits there."
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -139,14 +139,16 @@ class SamplingFields(Sent):
 
 class ChatRequest(SamplingFields):
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1, description="The newer name of max_tokens.")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="Same as max_tokens, which it replaces in the OpenAI API."
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatRequest":
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens and max_completion_tokens are the same thing; give one of them")
+            raise ValueError("max_tokens and max_completion_tokens mean the same; send only one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs may be given only with logprobs: true")
         return self
@@ -157,7 +159,7 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
 
-class TokenizeRequest(Sent):
+class TokenizeRequest(StrictModel):
     model: str | None = None
     prompt: Text | None = None
     messages: Messages | None = None
@@ -165,11 +167,11 @@ class TokenizeRequest(Sent):
     @model_validator(mode="after")
     def _one_source(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("send either prompt or messages")
         return self
 
 
-class DetokenizeRequest(Sent):
+class DetokenizeRequest(StrictModel):
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]
 
@@ -212,19 +214,19 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-def _only_if_set() -> Any:
-    """A field that is left out of the JSON while it is None."""
+def _omitted_if_none() -> Any:
+    """Declares a field that is omitted from the JSON if it is None."""
     return Field(None, exclude_if=lambda value: value is None)
 
 
 class Choice(BaseModel):
-    """What the choices of both endpoints have, streamed or not."""
+    """The fields of a choice in both endpoints, streamed or not."""
 
     index: int
     finish_reason: Literal["stop", "length"] | None
-    stop_reason: str | int | None = _only_if_set()
-    prompt_token_ids: list[int] | None = _only_if_set()
-    token_ids: list[int] | None = _only_if_set()
+    stop_reason: str | int | None = _omitted_if_none()
+    prompt_token_ids: list[int] | None = _omitted_if_none()
+    token_ids: list[int] | None = _omitted_if_none()
 
 
 class AssistantMessage(BaseModel):
@@ -238,8 +240,8 @@ class ChatChoice(Choice):
 
 
 class DeltaMessage(BaseModel):
-    role: Literal["assistant"] | None = _only_if_set()
-    content: str | None = _only_if_set()
+    role: Literal["assistant"] | None = _omitted_if_none()
+    content: str | None = _omitted_if_none()
 
 
 class ChatChunkChoice(Choice):
@@ -252,37 +254,41 @@ class CompletionChoice(Choice):
     logprobs: CompletionLogprobs | None
 
 
-class Answer(BaseModel):
+class CompletionBase(BaseModel):
+    """The fields of a response or chunk in both endpoints."""
+
     id: str
     created: int
     model: str
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(CompletionBase):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(CompletionBase):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
-    usage: Usage | None = _only_if_set()
+    usage: Usage | None = _omitted_if_none()
 
 
-class Completion(Answer):
+class Completion(CompletionBase):
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
     usage: Usage
 
 
-class CompletionChunk(Answer):
+class CompletionChunk(CompletionBase):
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
-    usage: Usage | None = _only_if_set()
+    usage: Usage | None = _omitted_if_none()
 
 
-class Model(BaseModel):
+class ModelObject(BaseModel):
+    """One entry of /v1/models, OpenAI's `model` object."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -292,7 +298,7 @@ class Model(BaseModel):
 
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelObject]
 
 
 class TokenizeResponse(BaseModel):
@@ -310,11 +316,11 @@ class Health(BaseModel):
 
 
 class WorkerState(BaseModel):
-    """What a worker tells a router about itself, at /handoff."""
+    """The role, address and load that a worker reports at /handoff, for routers."""
 
     role: str = Field(max_length=32)  # both, prefill or decode
-    control: str | None = Field(max_length=256)  # where its peers reach it; None where it has no peers
+    control: str | None = Field(max_length=256)  # the address for its peers; None for role both
     model: str = Field(max_length=1024)
-    waiting_tokens: int = Field(ge=0)  # of prompts without a first token
-    waiting: int = Field(ge=0)  # requests
-    running: int = Field(ge=0)
+    waiting_tokens: int = Field(ge=0)  # prompt tokens of requests without a first token
+    waiting: int = Field(ge=0)  # requests in the queue
+    running: int = Field(ge=0)  # requests

@@ -1,4 +1,4 @@
-"""What every endpoint needs: the engine, the settings, the metrics, and the checks that come before generating."""
+"""The state that all endpoints share: engine client, configuration, metrics, load, and checks of requests."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from hotset.models.tokenizer import Tokenizer
 from hotset.serve.metrics import Metrics
 from hotset.serve.protocol import PREFILL_HEADER, ChatMessage, SamplingFields, WorkerState
 
-# Fields that mean the same, under the same name, in a request's body and in SamplingParams.
+# Fields that have the same name and meaning in a request body and in SamplingParams.
 SHARED_FIELDS = (
     "n",
     "temperature",
@@ -37,23 +37,23 @@ SHARED_FIELDS = (
 
 
 class Load:
-    """How much work is here, for routers to compare. Never waits for the engine, which may be in a long step."""
+    """The load that routers compare. Reading it never waits for the engine, which may be in a long step."""
 
     def __init__(self) -> None:
         self.waiting_tokens = 0
         self._stats = EngineStats()
-        self._asking: asyncio.Task[None] | None = None
+        self._refresh: asyncio.Task[None] | None = None
 
     @contextmanager
     def waiting(self, tokens: int) -> Iterator[Callable[[], None]]:
-        """Counts so many prompt tokens as waiting until the yielded function is called, or the block is left."""
-        left = tokens
+        """Counts prompt tokens as waiting until the yielded function is called or the block ends."""
+        counted = tokens
         self.waiting_tokens += tokens
 
         def started() -> None:
-            nonlocal left
-            self.waiting_tokens -= left
-            left = 0
+            nonlocal counted
+            self.waiting_tokens -= counted
+            counted = 0
 
         try:
             yield started
@@ -61,12 +61,12 @@ class Load:
             started()
 
     def stats(self, client: EngineClient) -> EngineStats:
-        """What the engine last said of itself, and asks it again."""
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask(client))
+        """Returns the statistics that arrived last, and requests new ones in the background."""
+        if self._refresh is None or self._refresh.done():
+            self._refresh = asyncio.create_task(self._fetch(client))
         return self._stats
 
-    async def _ask(self, client: EngineClient) -> None:
+    async def _fetch(self, client: EngineClient) -> None:
         try:
             self._stats = await client.stats()
         except EngineStopped:
@@ -75,7 +75,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Service:
-    """One served model. Borrows the engine's client; whoever started that closes it."""
+    """One served model. Borrows the engine client; its creator closes it."""
 
     client: EngineClient
     config: ServeConfig
@@ -90,47 +90,49 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; RequestError where it has none."""
+        """The model's tokenizer. Raises RequestError if the model has none."""
         if self.client.tokenizer is None:
             raise RequestError("this model has no tokenizer; send token ids to /v1/completions", code="no_tokenizer")
         return self.client.tokenizer
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name and name not in self.aliases:
-            raise UnknownModel(f"there is no model {name!r} here; this server has {self.model_name!r}", param="model")
+            raise UnknownModel(f"model {name!r} does not exist; this server has {self.model_name!r}", param="model")
 
     def check_open(self, choices: int = 1) -> None:
-        """Refuses a request for `choices` choices that the engine cannot take on now.
+        """Raises QueueFull if the queue has no room for `choices` more, and EngineStopped if the engine has ended.
 
-        Where nothing waits, a request is let in however many choices it has: it would be no more welcome later.
+        If the queue is empty, a request is accepted however many choices it has: waiting would not help it.
         """
         if not self.client.alive:
             raise EngineStopped("the engine has stopped")
         waiting = self.client.waiting
         limit = self.config.max_queue
         if waiting and waiting + choices > limit:
-            raise QueueFull(f"{waiting} choices wait already, and the queue of {limit} lacks room; come back later")
+            raise QueueFull(f"{waiting} choices are waiting, and the queue holds {limit} (--max-queue); retry later")
 
     def check_role(self) -> None:
-        """Refuses completions at a prefill worker: its answers go to decode workers."""
+        """Raises WrongRole at a prefill worker, which does not answer completion requests."""
         if self.client.role == "prefill":
             raise WrongRole(
-                "this is a prefill worker, which answers no completions; send them to a router (hotset router) or to a "
-                "decode worker"
+                "this is a prefill worker, which does not answer completion requests; send them to a router "
+                "(hotset router) or to a decode worker"
             )
 
     def prefill_at(self, headers: Mapping[str, str]) -> str | None:
-        """The worker that is to compute a request's prompt, where a router has named one. The engine's intake checks
-        the address."""
-        named = headers.get(PREFILL_HEADER)
-        if named is None:
+        """Returns the control address of the prefill worker that the router chose, or None without a router.
+
+        The engine's intake checks the address.
+        """
+        address = headers.get(PREFILL_HEADER)
+        if address is None:
             return None
         if self.client.role != "decode":
-            raise WrongRole(f"{PREFILL_HEADER} is for decode workers, and this server is none; leave it out")
-        return named
+            raise WrongRole(f"{PREFILL_HEADER} is only for decode workers, and this server is not one; leave it out")
+        return address
 
     def state(self) -> WorkerState:
-        """What a router is told. EngineStopped where no request would be answered."""
+        """Returns this worker's role, address and load for a router. Raises EngineStopped if the engine has ended."""
         if not self.client.alive:
             raise EngineStopped("the engine has stopped")
         stats = self.load.stats(self.client)
@@ -144,29 +146,29 @@ class Service:
         )
 
     async def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt. In a thread, without the GIL: megabytes of text must not stall the other requests."""
+        """Returns the token ids of a prompt. Runs in a thread, so that a long text does not delay other requests."""
         return await asyncio.to_thread(self.tokenizer.encode, text)
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of a conversation up to the point where the model is to speak."""
+        """Returns the token ids of a conversation, up to the start of the model's next message."""
         turns = [{"role": message.role, "content": message.text} for message in messages]
         text = await asyncio.to_thread(self.tokenizer.render_chat, turns)
         return await asyncio.to_thread(lambda: self.tokenizer.encode(text, add_special=False))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Returns the text of token ids, including special tokens."""
         return await asyncio.to_thread(lambda: self.tokenizer.decode(token_ids, skip_special=False))
 
     def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
-        """Refuses ids outside the vocabulary. Prompts need no such check here: the engine's intake makes it."""
+        """Raises RequestError for an id outside the vocabulary. The engine's intake checks those of prompts."""
         vocab = self.client.model.vocab
-        wrong = next((token for token in token_ids if not 0 <= token < vocab), None)
-        if wrong is not None:
-            message = f"{param} holds token id {wrong}, but the vocabulary ends at {vocab - 1}"
+        invalid = next((token for token in token_ids if not 0 <= token < vocab), None)
+        if invalid is not None:
+            message = f"{param} contains token id {invalid}, but the vocabulary ends at {vocab - 1}"
             raise RequestError(message, param=param, code="invalid_token_id")
 
     def sampling_params(self, body: SamplingFields, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """`body` as the engine wants it: the client's values, else the model's own defaults, else OpenAI's."""
+        """Returns sampling parameters: the client's values, else the model's defaults, else those of the OpenAI API."""
         values: dict[str, Any] = dict(self.client.defaults)
         values.update({name: getattr(body, name) for name in SHARED_FIELDS if getattr(body, name) is not None})
         bias = {int(token): value for token, value in (body.logit_bias or {}).items()}

@@ -11,8 +11,8 @@ from hotset.base.config import EngineConfig, ServeConfig
 from hotset.base.errors import ConfigError
 from hotset.base.units import GIB
 from hotset.cli import app
-from hotset.cli.disaggregate import Layout, router_arguments, stop_seconds, worker_arguments
-from hotset.cli.flags import given
+from hotset.cli.disaggregate import WorkerCounts, router_arguments, stop_seconds, worker_arguments
+from hotset.cli.flags import config_values
 from hotset.cli.shares import Share
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.serve.router.config import RouterConfig
@@ -29,15 +29,15 @@ def parsed(arguments: list[str]) -> dict[str, object]:
 
 
 def test_layouts_are_read() -> None:
-    assert Layout.parse("2p1D") == Layout(2, 1)
-    names = [name for _, name in Layout(2, 1).names]
+    assert WorkerCounts.parse("2p1D") == WorkerCounts(2, 1)
+    names = [name for _, name in WorkerCounts(2, 1).names]
     assert names == ["prefill 1", "prefill 2", "decode 1"]
 
 
 @pytest.mark.parametrize("text", ["", "1P", "0P1D", "1P0D", "1D1P", "-1P1D", "1P1D1", "99P99D", "٣P1D"])
 def test_what_is_no_layout_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="like 1P1D"):
-        Layout.parse(text)
+        WorkerCounts.parse(text)
 
 
 def test_a_worker_is_told_what_was_asked_for_and_its_share() -> None:
@@ -80,7 +80,7 @@ def test_addresses_may_follow_one_flag_or_several() -> None:
 
 @pytest.mark.parametrize("url", ["", "x", "http://", "ftp://h:1", "http://h:0", "http://h:99999", "http://h:1/path"])
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="address is like"):
+    with pytest.raises(ConfigError, match="address must look like"):
         RouterConfig(decode=(url,))
 
 
@@ -92,20 +92,20 @@ def test_a_worker_named_twice_is_refused() -> None:
 def test_a_secret_in_the_environment_is_for_workers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSET_HANDOFF_SECRET", SECRET)
     for role, secret in (("both", None), ("decode", SECRET)):
-        assert EngineConfig(**given(EngineConfig, {"role": role})).handoff_secret == secret
+        assert EngineConfig(**config_values(EngineConfig, {"role": role})).handoff_secret == secret
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["serve", "--disaggregate", "1X1D"], "--disaggregate takes numbers"),
+        (["serve", "--disaggregate", "1X1D"], "--disaggregate takes the numbers"),
         (["serve", "--disaggregate", "1P1D", "--role", "decode"], "leave --role out"),
         (["serve", "--disaggregate", "1P1D", "--control", "127.0.0.1:7000"], "use port 0 in --control"),
         (["serve", "--transfer", "mooncake"], "leave it out"),
         (["serve", "--disaggregate", "1P1D", "--tiers", "off"], "--tiers off"),
         # Its workers get a secret, so that this address is none too open.
         (["serve", "--disaggregate", "1P1D", "--control", "10.0.0.1:0", "--host", "a" * 64], "choose another --host"),
-        (["router", "--decode", "nowhere"], "address is like"),
+        (["router", "--decode", "nowhere"], "address must look like"),
         (["router", "--poll-seconds", "0"], "--poll-seconds must be a finite number"),
     ],
 )

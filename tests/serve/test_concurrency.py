@@ -70,10 +70,10 @@ def test_choices_that_overfill_the_queue_get_429_unless_nothing_waits(
         running = busy(http, streams, n=SEATS)
         waiter.start()
         assert server.gauge_becomes("hotset_requests_waiting", lambda count: count == 1) == 1
-        assert refused(http.post(TEXT, json={**SHORT, "n": QUEUE}), "wait already")
-        assert refused(http.post(TEXT, json={**SHORT, "prompt": ["a"] * QUEUE}), "wait already")
+        assert refused(http.post(TEXT, json={**SHORT, "n": QUEUE}), "choices are waiting")
+        assert refused(http.post(TEXT, json={**SHORT, "prompt": ["a"] * QUEUE}), "choices are waiting")
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "n": QUEUE}
-        assert refused(http.post(CHAT, json=chat), "wait already")
+        assert refused(http.post(CHAT, json=chat), "choices are waiting")
         del running
     waiter.join(30)
     assert [answer.status_code for answer in answered] == [200]

@@ -183,7 +183,7 @@ def test_sigint_drains_in_order_and_leaves_nothing(tiny_apart: RunningServer) ->
     assert last == "data: [DONE]"
     assert tiny_apart.process.wait(40) == 0
     assert all_end(pids)
-    stopped = re.findall(r"\[(\w+)[^]]*\].*stopping: running requests", tiny_apart.log())
+    stopped = re.findall(r"\[(\w+)[^]]*\].*shutting down: requests in flight", tiny_apart.log())
     assert stopped == ["router", "decode", "prefill"]
     assert "Traceback" not in tiny_apart.log()
 

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotset.base import errors
-from hotset.serve.errors import VERDICTS, error_body, verdict_of
+from hotset.serve.errors import ERROR_KINDS, error_body, error_kind
 from hotset.serve.metrics import Metrics
 from hotset.serve.middleware import AccessLog
 
@@ -78,8 +78,8 @@ def test_every_error_of_the_tree_has_its_status() -> None:
         errors.DeadlineExceeded("m"): 504,
         errors.IllegalTransition("a", "b"): 500,
     }
-    assert {error: verdict_of(error).status for error in statuses} == statuses
-    assert {verdict.status for verdict in VERDICTS.values()} == set(statuses.values())
+    assert {error: error_kind(error).status for error in statuses} == statuses
+    assert {verdict.status for verdict in ERROR_KINDS.values()} == set(statuses.values())
 
 
 def test_text_from_outside_cannot_break_or_flood_the_answer() -> None:

@@ -14,7 +14,7 @@ NAMES = {
     "hotset_tokens_prefilled_total",
     "hotset_recomputes_total",
     "hotset_handoff_retries_total",
-    "hotset_prompts_handed_over_total",
+    "hotset_prompts_handed_off_total",
     "hotset_steps_total",
     "hotset_time_to_first_token_seconds_count",
     "hotset_inter_token_seconds_count",

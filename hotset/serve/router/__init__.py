@@ -1,1 +1,1 @@
-"""The router: one address in front of prefill and decode workers. It moves bytes and knows no tensors."""
+"""The router: one HTTP address in front of prefill and decode workers. It relays bytes and needs no torch."""

@@ -1,4 +1,4 @@
-"""The router's HTTP side: what it answers itself, and what it passes on."""
+"""The router's HTTP application: routes that it relays to workers, and routes that it answers itself."""
 
 from typing import Any
 
@@ -15,20 +15,22 @@ from starlette.routing import Route
 from hotset.base.errors import HotsetError, NoWorkers, RequestError, WrongApiKey
 from hotset.serve.errors import error_response, http_error_response
 from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit, ConcurrencyLimit
-from hotset.serve.protocol import Sent
+from hotset.serve.protocol import StrictModel
 from hotset.serve.router.config import RouterConfig
-from hotset.serve.router.fleet import ROLES, Fleet, Worker
+from hotset.serve.router.fleet import ROLES, Fleet, RoutedWorker
 from hotset.serve.router.metrics import RouterMetrics
 from hotset.serve.router.relay import Relay
 
 
-class WorkerAddress(Sent):
+class WorkerAddress(StrictModel):
+    """The body of POST and DELETE /workers."""
+
     url: str
 
 
 def create_app(fleet: Fleet, relay: Relay, config: RouterConfig, metrics: RouterMetrics) -> Starlette:
-    """The application over a fleet and a relay, which stay the caller's."""
-    own = _Own(fleet, metrics, has_key=config.api_key is not None)
+    """Builds the application. The caller keeps ownership of fleet and relay."""
+    local = _LocalRoutes(fleet, metrics, has_key=config.api_key is not None)
     routes = [
         Route("/v1/chat/completions", relay.generate, methods=["POST"]),
         Route("/v1/completions", relay.generate, methods=["POST"]),
@@ -36,20 +38,20 @@ def create_app(fleet: Fleet, relay: Relay, config: RouterConfig, metrics: Router
         Route("/v1/models/{model_id:path}", relay.forward, methods=["GET"]),
         Route("/tokenize", relay.forward, methods=["POST"]),
         Route("/detokenize", relay.forward, methods=["POST"]),
-        Route("/health", own.health, methods=["GET"]),
-        Route("/metrics", own.metrics, methods=["GET"]),
-        Route("/workers", own.list_workers, methods=["GET"]),
-        Route("/workers", own.join, methods=["POST"]),
-        Route("/workers", own.leave, methods=["DELETE"]),
+        Route("/health", local.health, methods=["GET"]),
+        Route("/metrics", local.metrics, methods=["GET"]),
+        Route("/workers", local.list_workers, methods=["GET"]),
+        Route("/workers", local.add_worker, methods=["POST"]),
+        Route("/workers", local.remove_worker, methods=["DELETE"]),
     ]
     handlers: Any = {HotsetError: _on_hotset_error, HTTPException: _on_http_error}
-    app = Starlette(routes=routes, middleware=_layers(config, metrics), exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=_middleware(config, metrics), exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
 
 
-class _Own:
-    """What the router answers by itself."""
+class _LocalRoutes:
+    """The routes that the router answers without a worker."""
 
     def __init__(self, fleet: Fleet, metrics: RouterMetrics, *, has_key: bool) -> None:
         self._fleet = fleet
@@ -57,35 +59,35 @@ class _Own:
         self._has_key = has_key
 
     async def health(self, request: Request) -> Response:
-        """Whether a request would find workers, and how many of each role."""
+        """Reports how many workers of each role are alive. Raises NoWorkers if a role has none."""
         counts = {role: len(self._fleet.up(role)) for role in ROLES}
         if not all(counts.values()):
             alive = " and ".join(f"{count} {role}" for role, count in counts.items())
-            raise NoWorkers(f"{alive} workers are alive; at least one of each is needed")
+            raise NoWorkers(f"{alive} workers are alive; at least one of each role is needed")
         return JSONResponse({"status": "ok", **counts})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def list_workers(self, request: Request) -> Response:
-        return JSONResponse({"workers": [_described(worker) for worker in self._fleet.workers]})
+        return JSONResponse({"workers": [_worker_json(worker) for worker in self._fleet.workers]})
 
-    async def join(self, request: Request) -> Response:
-        """Takes a worker in, if it answers."""
+    async def add_worker(self, request: Request) -> Response:
+        """Adds a worker that passes a health check."""
         url = await self._url_of(request)
-        return JSONResponse(_described(await self._fleet.join(url)), 201)
+        return JSONResponse(_worker_json(await self._fleet.join(url)), 201)
 
-    async def leave(self, request: Request) -> Response:
-        """Lets a worker go. Requests that it answers already go on."""
+    async def remove_worker(self, request: Request) -> Response:
+        """Removes a worker. Its requests in flight continue."""
         url = (await self._url_of(request)).rstrip("/")
         if not self._fleet.remove(url):
             raise RequestError(f"there is no worker {url}; GET /workers lists them", param="url", code="no_worker")
         return Response(status_code=204)
 
     async def _url_of(self, request: Request) -> str:
-        # A stranger who could add a worker would read everybody's prompts.
+        # A worker receives the prompts of all clients, so only holders of the key may add one.
         if not self._has_key:
-            raise WrongApiKey("a router without an API key keeps the workers it began with; start it with --api-key")
+            raise WrongApiKey("a router without an API key cannot change its workers; start it with --api-key")
         try:
             return WorkerAddress.model_validate_json(await request.body()).url
         except ValidationError:
@@ -93,20 +95,20 @@ class _Own:
             raise RequestError(message, param="url", code="invalid_json") from None
 
 
-def _described(worker: Worker) -> dict[str, Any]:
+def _worker_json(worker: RoutedWorker) -> dict[str, Any]:
     return {
         "url": worker.url,
         "role": worker.role,
         "up": worker.up,
-        "trouble": worker.trouble or None,
-        "requests": worker.requests,
-        "tokens": worker.tokens,
+        "last_error": worker.last_error or None,
+        "requests_in_flight": worker.requests,
+        "tokens_in_flight": worker.tokens,
         "state": None if worker.state is None else worker.state.model_dump(),
     }
 
 
-def _layers(config: RouterConfig, metrics: RouterMetrics) -> list[Middleware]:
-    """Outermost first. CORS stands before the key: browsers ask their preflight question without one."""
+def _middleware(config: RouterConfig, metrics: RouterMetrics) -> list[Middleware]:
+    """Returns the middleware, outermost first. CORS precedes the key because preflight requests carry no key."""
     layers = [Middleware(AccessLog, metrics=metrics)]
     if config.cors_origin is not None:
         origins = [config.cors_origin]
@@ -123,5 +125,5 @@ async def _on_hotset_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "the handler table sends nothing else here"
+    assert isinstance(error, HTTPException), "registered for this exception type only"
     return http_error_response(error, request.method, request.url.path)

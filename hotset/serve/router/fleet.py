@@ -1,4 +1,4 @@
-"""The workers that a router knows: who is alive, how much each has to do, and who gets the next request."""
+"""The workers behind a router: their health, their load, and the choice of a worker for the next request."""
 
 import asyncio
 import itertools
@@ -19,43 +19,43 @@ logger = logging.getLogger("hotset.router")
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-OUT_AFTER = 2  # failures in a row
-LOOK_SECONDS = 2.0
-MOST_STATE_BYTES = 1 << 16
-MOST_WORKERS = 256
+FAILURES_UNTIL_DOWN = 2  # consecutive failures
+HEALTH_CHECK_TIMEOUT_SECONDS = 2.0
+MAX_STATE_BYTES = 1 << 16
+MAX_WORKERS = 256
 
 
 @dataclass(slots=True)
-class Worker:
-    """One worker as this router sees it. It is out until it has answered once."""
+class RoutedWorker:
+    """The router's view of one worker. A worker counts as down until it has answered its first health check."""
 
     url: str
     role: Role
     state: WorkerState | None = None
-    failures: int = OUT_AFTER
-    trouble: str = "has not answered yet"
-    requests: int = 0  # of ours, under way
-    tokens: int = 0  # of those; at a prefill worker only until their first byte
-    foreign_tokens: int = 0  # that wait there and are not ours, as of the last look
+    failures: int = FAILURES_UNTIL_DOWN  # consecutive
+    last_error: str = "has not answered yet"
+    requests: int = 0  # sent by this router and still in flight
+    tokens: int = 0  # of those requests; at a prefill worker only until the first byte of the response
+    external_tokens: int = 0  # waiting there for requests of other routers, as of the last health check
     last_chosen: int = 0
-    looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    health_check_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def up(self) -> bool:
-        return self.state is not None and self.failures < OUT_AFTER
+        return self.state is not None and self.failures < FAILURES_UNTIL_DOWN
 
     @property
     def control(self) -> str:
-        assert self.state is not None and self.state.control is not None, "a worker without one is never up"
+        assert self.state is not None and self.state.control is not None, "a worker without a control address is down"
         return self.state.control
 
     @property
     def load(self) -> int:
-        return self.tokens + self.foreign_tokens
+        return self.tokens + self.external_tokens
 
     @contextmanager
-    def holding(self, tokens: int) -> Iterator[None]:
-        """Counts a request here until the block is left."""
+    def in_flight(self, tokens: int) -> Iterator[None]:
+        """Counts a request of `tokens` tokens as in flight here until the block ends."""
         self.requests += 1
         self.tokens += tokens
         try:
@@ -66,136 +66,138 @@ class Worker:
 
 
 class Fleet:
-    """Looks at every worker again and again, from its own tasks. `session` is borrowed."""
+    """All workers of a router. One task per worker checks its health periodically. `session` is borrowed."""
 
     def __init__(self, session: aiohttp.ClientSession, poll_seconds: float) -> None:
         self._session = session
         self._poll_seconds = poll_seconds
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, RoutedWorker] = {}
         self._numbers = itertools.count(1)
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[RoutedWorker]:
         return list(self._workers.values())
 
-    def up(self, role: Role) -> list[Worker]:
+    def up(self, role: Role) -> list[RoutedWorker]:
         return [worker for worker in self._workers.values() if worker.role == role and worker.up]
 
-    def add(self, url: str, role: Role) -> Worker:
-        """Takes a worker in; it gets requests once it has answered."""
-        worker = Worker(url, role)
+    def add(self, url: str, role: Role) -> RoutedWorker:
+        """Adds a worker. It receives requests after its first successful health check."""
+        worker = RoutedWorker(url, role)
         self._workers[url] = worker
-        self._tasks[url] = asyncio.create_task(self._watch(worker))
+        self._tasks[url] = asyncio.create_task(self._poll(worker))
         return worker
 
-    async def join(self, given: str) -> Worker:
-        """Takes in a worker that answers now, in the role that it states. RequestError where it does not."""
+    async def join(self, address: str) -> RoutedWorker:
+        """Adds a worker in the role that it reports. Raises RequestError unless it passes a health check now."""
         try:
-            url = worker_url(given)
+            url = worker_url(address)
         except ConfigError as error:
             raise RequestError(str(error), param="url", code="invalid_value") from error
         if url in self._workers:
-            raise RequestError(f"worker {url} is here already", param="url", code="known_worker")
-        if len(self._workers) >= MOST_WORKERS:
-            raise RequestError(f"{MOST_WORKERS} workers are here, which is the limit", param="url", code="too_many")
-        found = await self._asked(url)
-        role = next((role for role in ROLES if not isinstance(found, str) and role == found.role), None)
-        refused = found if isinstance(found, str) else None if role else f"its role is {found.role!r}"
-        if refused is None and role is not None and url not in self._workers:
+            raise RequestError(f"worker {url} has already joined", param="url", code="known_worker")
+        if len(self._workers) >= MAX_WORKERS:
+            message = f"the router has {MAX_WORKERS} workers, which is the limit; remove one first"
+            raise RequestError(message, param="url", code="too_many")
+        state = await self._fetch_state(url)
+        role = next((role for role in ROLES if not isinstance(state, str) and role == state.role), None)
+        reason = state if isinstance(state, str) else None if role else f"its role is {state.role!r}"
+        if reason is None and role is not None and url not in self._workers:
             worker = self.add(url, role)
-            await self.look(worker)
+            await self.check_health(worker)
             if worker.up:
                 return worker
             self.remove(url)
-            refused = worker.trouble
-        raise RequestError(f"worker {url} cannot join: {refused or 'it does already'}", param="url", code="no_worker")
+            reason = worker.last_error
+        message = f"worker {url} cannot join: {reason or 'it has already joined'}"
+        raise RequestError(message, param="url", code="no_worker")
 
     def remove(self, url: str) -> bool:
-        """Sends no further request there; those under way go on. False where there is no such worker."""
+        """Sends no further requests to a worker; requests in flight continue. Returns False for an unknown URL."""
         task = self._tasks.pop(url, None)
         if task is None:
             return False
         task.cancel()
         del self._workers[url]
-        logger.info("%s has left", url)
+        logger.info("%s was removed", url)
         return True
 
-    def choose(self, role: Role, avoid: Collection[str]) -> Worker:
-        """The live worker with the fewest tokens, one outside `avoid` if there is any; of equals, the longest unused.
+    def choose(self, role: Role, avoid: Collection[str]) -> RoutedWorker:
+        """Returns the live worker with the fewest tokens. A tie goes to the least recently chosen one.
 
-        NoWorkers where none is alive.
+        Workers in `avoid` are chosen only if no other is alive. Raises NoWorkers if none is alive at all.
         """
         alive = self.up(role)
         if not alive:
             known = sum(worker.role == role for worker in self._workers.values())
-            raise NoWorkers(f"none of {known} {role} workers is alive; come back later")
-        fresh = [worker for worker in alive if worker.url not in avoid]
-        chosen = min(fresh or alive, key=lambda worker: (worker.load, worker.last_chosen))
+            raise NoWorkers(f"none of {known} {role} workers is alive; retry later")
+        preferred = [worker for worker in alive if worker.url not in avoid]
+        chosen = min(preferred or alive, key=lambda worker: (worker.load, worker.last_chosen))
         chosen.last_chosen = next(self._numbers)
         return chosen
 
-    async def doubt(self, worker: Worker) -> None:
-        """A request failed there: that counts as a failure, and a look at once says whether it is out."""
+    async def report_failure(self, worker: RoutedWorker) -> None:
+        """Counts a failed request as a failure and checks the worker's health at once."""
         worker.failures += 1
-        await self.look(worker)
+        await self.check_health(worker)
 
-    async def look(self, worker: Worker) -> None:
-        """Asks a worker for its state, and notes the answer or its absence. One look at a time."""
-        async with worker.looking:
-            was_up, said = worker.up, worker.trouble
-            found = await self._asked(worker.url)
-            trouble = found if isinstance(found, str) else self._objection(worker, found)
-            if isinstance(found, str) or trouble is not None:
-                # A live worker that does not fit is out at once; one that said nothing may be heard the next time.
-                worker.failures = worker.failures + 1 if isinstance(found, str) else OUT_AFTER
-                worker.trouble = trouble or ""
+    async def check_health(self, worker: RoutedWorker) -> None:
+        """Fetches a worker's state and records the result. Checks of one worker do not overlap."""
+        async with worker.health_check_lock:
+            was_up, previous_error = worker.up, worker.last_error
+            state = await self._fetch_state(worker.url)
+            error = state if isinstance(state, str) else self._mismatch(worker, state)
+            if isinstance(state, str) or error is not None:
+                # A worker that answers but does not match is down at once; a missing answer may be temporary.
+                worker.failures = worker.failures + 1 if isinstance(state, str) else FAILURES_UNTIL_DOWN
+                worker.last_error = error or ""
             else:
-                worker.state, worker.failures, worker.trouble = found, 0, ""
-                worker.foreign_tokens = max(0, found.waiting_tokens - worker.tokens)
+                worker.state, worker.failures, worker.last_error = state, 0, ""
+                worker.external_tokens = max(0, state.waiting_tokens - worker.tokens)
             if worker.up and not was_up:
                 logger.info("%s worker %s is up", worker.role, worker.url)
-            elif not worker.up and (was_up or worker.trouble != said):
-                logger.warning("%s worker %s is out: %s", worker.role, worker.url, worker.trouble)
+            elif not worker.up and (was_up or worker.last_error != previous_error):
+                logger.warning("%s worker %s is down: %s", worker.role, worker.url, worker.last_error)
 
     async def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _watch(self, worker: Worker) -> None:
+    async def _poll(self, worker: RoutedWorker) -> None:
         while True:
-            await self.look(worker)
+            await self.check_health(worker)
             await asyncio.sleep(self._poll_seconds)
 
-    async def _asked(self, url: str) -> WorkerState | str:
-        """A worker's state, or in a few words why there is none."""
+    async def _fetch_state(self, url: str) -> WorkerState | str:
+        """Returns a worker's state, or a short text that explains why it could not be fetched."""
         try:
             async with (
-                asyncio.timeout(LOOK_SECONDS),
-                self._session.get(f"{url}/handoff", allow_redirects=False) as answer,
+                asyncio.timeout(HEALTH_CHECK_TIMEOUT_SECONDS),
+                self._session.get(f"{url}/handoff", allow_redirects=False) as response,
             ):
-                if answer.status != 200:
-                    return f"answered {answer.status} at /handoff"
-                body = await answer.content.read(MOST_STATE_BYTES)
-                while len(body) < MOST_STATE_BYTES and (more := await answer.content.read(MOST_STATE_BYTES)):
+                if response.status != 200:
+                    return f"answered {response.status} at /handoff"
+                body = await response.content.read(MAX_STATE_BYTES)
+                while len(body) < MAX_STATE_BYTES and (more := await response.content.read(MAX_STATE_BYTES)):
                     body += more
                 return WorkerState.model_validate_json(body)
         except TimeoutError:
-            return f"gave no answer for {LOOK_SECONDS:g} s"
+            return f"gave no answer for {HEALTH_CHECK_TIMEOUT_SECONDS:g} s"
         except (aiohttp.ClientError, OSError) as error:
             return f"cannot be reached ({type(error).__name__})"
         except (ValidationError, ValueError):
-            return "answered nonsense at /handoff"
+            return "answered something other than a worker's state at /handoff"
 
-    def _objection(self, worker: Worker, state: WorkerState) -> str | None:
-        """Why a worker that answers gets no requests all the same."""
+    def _mismatch(self, worker: RoutedWorker, state: WorkerState) -> str | None:
+        """Returns the reason why a worker that answers must not receive requests, or None if it may."""
         if state.role != worker.role:
             return f"its role is {state.role!r}, not {worker.role!r}; start it with --role {worker.role}"
         if state.control is None:
             return "it has no control address"
-        others = (other for other in self._workers.values() if other is not worker and other.up)
-        other = next((other for other in others if other.state and other.state.model != state.model), None)
-        if other is not None and other.state is not None:
-            return f"it serves {state.model!r}, while {other.url} serves {other.state.model!r}"
+        peers = (peer for peer in self._workers.values() if peer is not worker and peer.up)
+        peer = next((peer for peer in peers if peer.state and peer.state.model != state.model), None)
+        if peer is not None and peer.state is not None:
+            return f"it serves {state.model!r}, while {peer.url} serves {peer.state.model!r}"
         return None

@@ -1,4 +1,4 @@
-"""Runs the router: until a signal, after which what is under way may finish."""
+"""Runs the router until a signal, then lets requests in flight finish."""
 
 import asyncio
 import logging
@@ -9,13 +9,13 @@ import aiohttp
 
 from hotset.base.errors import StartupError
 from hotset.base.logs import log_to_stderr
-from hotset.serve.listening import (
-    INTERRUPTED,
+from hotset.serve.http_server import (
+    EXIT_INTERRUPTED,
     STOP_SIGNALS,
     HttpServer,
     bound_socket,
-    http_settings,
     url_of,
+    uvicorn_config,
 )
 from hotset.serve.router.app import create_app
 from hotset.serve.router.config import RouterConfig, worker_url
@@ -26,13 +26,13 @@ from hotset.serve.router.relay import Relay
 logger = logging.getLogger("hotset.router")
 
 CONNECT_SECONDS = 3.0
-KEEP_ALIVE_SECONDS = 30.0  # less than workers keep a connection: they must not close it while a request is on its way
-SPARE_CONNECTIONS = 64  # beside those of generating requests
-HEADER_BYTES = 1 << 16
+KEEP_ALIVE_SECONDS = 30.0  # shorter than the workers': they must not close a connection about to be used
+SPARE_CONNECTIONS = 64  # for requests other than completions
+MAX_HEADER_BYTES = 1 << 16
 
 
 def run(config: RouterConfig) -> int:
-    """Routes until told to stop. Returns the exit code: 0 after a drain, 1 where start-up failed."""
+    """Runs the router until SIGTERM or SIGINT. Returns the exit code: 0 after a drain, 1 if start-up failed."""
     log_to_stderr()
     try:
         with bound_socket(config.host, config.port) as listener:
@@ -41,13 +41,13 @@ def run(config: RouterConfig) -> int:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
 
 
 async def _serve(config: RouterConfig, listener: socket.socket) -> int:
-    # Two sessions: looks at workers must not wait for a connection that a request holds.
-    async with _session(config.max_concurrency + SPARE_CONNECTIONS) as session, _session(0) as looks:
-        fleet = Fleet(looks, config.poll_seconds)
+    # Two sessions: health checks must not wait for a connection that a request holds.
+    async with _session(config.max_concurrency + SPARE_CONNECTIONS) as session, _session(0) as health_check_session:
+        fleet = Fleet(health_check_session, config.poll_seconds)
         for url in config.prefill:
             fleet.add(worker_url(url), "prefill")
         for url in config.decode:
@@ -55,32 +55,32 @@ async def _serve(config: RouterConfig, listener: socket.socket) -> int:
         metrics = RouterMetrics(fleet)
         relay = Relay(fleet, session, config, metrics)
         app = create_app(fleet, relay, config, metrics)
-        server = HttpServer(http_settings(app, config.drain_seconds), lambda: _announce(config, listener))
-        stopping = _Stopping(server, relay, config.drain_seconds)
+        server = HttpServer(uvicorn_config(app, config.drain_seconds), lambda: _announce(config, listener))
+        shutdown = _Shutdown(server, relay, config.drain_seconds)
         for number in STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, stopping.on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, shutdown.on_signal)
         try:
             await server.serve(sockets=[listener])
         finally:
-            stopping.close()
+            shutdown.close()
             await fleet.close()
     return 0
 
 
 def _session(limit: int) -> aiohttp.ClientSession:
-    """Passes bytes on as they are, keeps no cookies, and sets no time limit of its own but for connecting."""
+    """Creates a session that relays bytes unchanged, keeps no cookies, and limits only the time to connect."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEP_ALIVE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
-        max_line_size=HEADER_BYTES,
-        max_field_size=HEADER_BYTES,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
     )
 
 
-class _Stopping:
-    """The first signal drains; a second one, or the end of the drain, cuts what is still under way."""
+class _Shutdown:
+    """The first signal starts a drain. A second one, or the end of the drain, aborts the requests still in flight."""
 
     def __init__(self, server: HttpServer, relay: Relay, drain_seconds: float) -> None:
         self._server = server
@@ -91,10 +91,10 @@ class _Stopping:
     def on_signal(self) -> None:
         self._server.should_exit = True
         if self._drain is None:
-            logger.info("stopping: running requests have %g s to finish", self._drain_seconds)
-            self._drain = asyncio.get_running_loop().call_later(self._drain_seconds, self._relay.cut)
+            logger.info("shutting down: requests in flight have %g s to finish", self._drain_seconds)
+            self._drain = asyncio.get_running_loop().call_later(self._drain_seconds, self._relay.abort_all)
         else:
-            self._relay.cut()
+            self._relay.abort_all()
 
     def close(self) -> None:
         if self._drain is not None:

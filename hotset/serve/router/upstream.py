@@ -1,4 +1,4 @@
-"""One request to one decode worker: what is sent, and what comes back before anything goes out to the client."""
+"""One attempt to have a decode worker answer a request, up to the point where the client receives something."""
 
 import json
 import uuid
@@ -14,31 +14,38 @@ from hotset.base.errors import EngineStopped, HandoffLost, NoRoomLeft
 from hotset.base.units import show_bytes
 from hotset.serve.middleware import REQUEST_ID
 from hotset.serve.protocol import PREFILL_HEADER, REQUEST_ID_HEADER
-from hotset.serve.router.fleet import Worker
+from hotset.serve.router.fleet import RoutedWorker
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
-BYTES_PER_TOKEN = 4  # of a request's body, roughly; the router has no tokenizer
-MOST_ANSWER_BYTES = 256 << 20  # of an answer in one piece
-# These are between two neighbours on the road, not between client and worker (RFC 9110, 7.6.1).
+BYTES_PER_TOKEN = 4  # a rough estimate from the size of a body; the router has no tokenizer
+MAX_RESPONSE_BYTES = 256 << 20  # of a response that is not streamed
+# Hop-by-hop headers belong to one connection and are not forwarded (RFC 9110, 7.6.1).
 HOP_BY_HOP = {
-    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"),
-    *("transfer-encoding", "upgrade"),
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
 }
-# What a client may not say in the router's name, or what the router's own HTTP library says.
-NOT_SENT_ON = HOP_BY_HOP | {"host", "content-length", "expect", PREFILL_HEADER, REQUEST_ID_HEADER}
-NOT_PASSED_BACK = HOP_BY_HOP | {"content-length", "date", "server", REQUEST_ID_HEADER}
-# Headers that aiohttp would add by itself.
-NOT_ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+# The router, or its HTTP library, sets these headers itself.
+DROPPED_REQUEST_HEADERS = HOP_BY_HOP | {"host", "content-length", "expect", PREFILL_HEADER, REQUEST_ID_HEADER}
+DROPPED_RESPONSE_HEADERS = HOP_BY_HOP | {"content-length", "date", "server", REQUEST_ID_HEADER}
+# aiohttp would add these headers if the client did not send them.
+SKIPPED_AUTO_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A client's request, as it will be sent to whichever worker."""
+class UpstreamRequest:
+    """A client's request in the form in which it is sent to a worker."""
 
     request_id: str
     method: str
-    target: str  # path and query, still encoded
+    target: str  # path and query, still percent-encoded
     headers: tuple[tuple[str, str], ...]
     body: bytes
 
@@ -48,8 +55,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """An answer in one piece."""
+class FullResponse:
+    """A worker's response that is not streamed."""
 
     status: int
     headers: RawHeaders
@@ -57,8 +64,8 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Streaming:
-    """An answer that has begun. Its owner closes `response`, which also aborts what the worker still computes."""
+class StreamedResponse:
+    """A worker's event stream after its first bytes. The owner must close `response`, which aborts the request."""
 
     response: aiohttp.ClientResponse
     headers: RawHeaders
@@ -66,97 +73,98 @@ class Streaming:
 
 
 @dataclass(frozen=True)
-class Lost:
-    """An attempt of which the client has seen nothing. `answer`: what the worker said, where it said something."""
+class FailedAttempt:
+    """An attempt that failed before the client received anything. `response` is the worker's own error, if any."""
 
     reason: Literal["prefill_lost", "decode_lost"]
-    trouble: str
-    answer: Whole | None = None
+    error: str
+    response: FullResponse | None = None
 
 
-async def asked_of(request: Request) -> Asked:
-    """What a client sent, body and all."""
+async def read_request(request: Request) -> UpstreamRequest:
+    """Reads a client's request, including its body."""
     query = request.scope["query_string"].decode("latin-1")
     path = request.scope["raw_path"].decode("latin-1")
-    given = request.headers.get(REQUEST_ID_HEADER, "")
-    return Asked(
-        request_id=given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
+    client_id = request.headers.get(REQUEST_ID_HEADER, "")
+    kept_headers = ((name, value) for name, value in request.headers.items() if name not in DROPPED_REQUEST_HEADERS)
+    return UpstreamRequest(
+        request_id=client_id if REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex,
         method=request.method,
         target=f"{path}?{query}" if query else path,
-        headers=tuple((name, value) for name, value in request.headers.items() if name not in NOT_SENT_ON),
+        headers=tuple(kept_headers),
         body=await request.body(),
     )
 
 
 async def attempt(
     session: aiohttp.ClientSession,
-    asked: Asked,
-    decode: Worker,
-    prefill: Worker | None,
+    request: UpstreamRequest,
+    decode: RoutedWorker,
+    prefill: RoutedWorker | None,
     track: Callable[[aiohttp.ClientResponse], None],
-) -> Whole | Streaming | Lost:
-    """Sends `asked` and returns when there is something for the client, or when it is clear that there will not be.
+) -> FullResponse | StreamedResponse | FailedAttempt:
+    """Sends `request` and returns the full response, the beginning of a stream, or the reason for the failure.
 
-    `track` sees the response while it is open, so that somebody else may close it.
+    `track` receives the response while it is open, so that a shutdown can close it.
     """
-    headers = [*asked.headers, (REQUEST_ID_HEADER, asked.request_id)]
+    headers = [*request.headers, (REQUEST_ID_HEADER, request.request_id)]
     if prefill is not None:
         headers.append((PREFILL_HEADER, prefill.control))
     response: aiohttp.ClientResponse | None = None
-    kept = False
+    keep_open = False
     try:
         response = await session.request(
-            asked.method,
-            URL(decode.url + asked.target, encoded=True),
-            data=asked.body or None,
+            request.method,
+            URL(decode.url + request.target, encoded=True),
+            data=request.body or None,
             headers=headers,
-            skip_auto_headers=NOT_ADDED,
+            skip_auto_headers=SKIPPED_AUTO_HEADERS,
             allow_redirects=False,
         )
         track(response)
-        passed = tuple(
-            pair for pair in response.raw_headers if pair[0].decode("latin-1").lower() not in NOT_PASSED_BACK
+        kept_headers = tuple(
+            pair for pair in response.raw_headers if pair[0].decode("latin-1").lower() not in DROPPED_RESPONSE_HEADERS
         )
         if response.status == 200 and response.content_type == "text/event-stream":
             first = await response.content.readany()
             if not first:
-                return Lost("decode_lost", "the stream ended before it began")
-            kept = True
-            return Streaming(response, passed, first)
-        body = await _read(response)
+                return FailedAttempt("decode_lost", "the stream ended before its first byte")
+            keep_open = True
+            return StreamedResponse(response, kept_headers, first)
+        body = await _read_body(response)
         if body is None:
-            return Lost("decode_lost", f"the answer is longer than {show_bytes(MOST_ANSWER_BYTES)}")
-        return _judged(Whole(response.status, passed, body))
+            return FailedAttempt("decode_lost", f"the response is longer than {show_bytes(MAX_RESPONSE_BYTES)}")
+        return _checked_for_failure(FullResponse(response.status, kept_headers, body))
     except (aiohttp.ClientError, OSError) as error:
-        return Lost("decode_lost", f"{type(error).__name__}: {error}"[:200])
+        return FailedAttempt("decode_lost", f"{type(error).__name__}: {error}"[:200])
     finally:
-        if response is not None and not kept:
+        if response is not None and not keep_open:
             response.close()
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes | None:
-    """The body; None where it is too long to be held."""
+async def _read_body(response: aiohttp.ClientResponse) -> bytes | None:
+    """Returns the body, or None if it is longer than MAX_RESPONSE_BYTES."""
     body = bytearray()
     while piece := await response.content.readany():
         body += piece
-        if len(body) > MOST_ANSWER_BYTES:
+        if len(body) > MAX_RESPONSE_BYTES:
             return None
     return bytes(body)
 
 
-def _judged(whole: Whole) -> Whole | Lost:
-    """An answer, unless it says that somebody else could give a better one."""
-    if whole.status != 503:
-        return whole
+def _checked_for_failure(response: FullResponse) -> FullResponse | FailedAttempt:
+    """Turns a response into a failed attempt if another worker could succeed; returns any other unchanged."""
+    if response.status != 503:
+        return response
     try:
-        error = json.loads(whole.body)["error"]
-        code, said = error["code"], str(error["message"])
+        error = json.loads(response.body)["error"]
+        code, message = error["code"], str(error["message"])
     except (ValueError, KeyError, TypeError):
-        return whole
+        return response
     if code == HandoffLost.code:
-        return Lost("prefill_lost", said, whole)
+        return FailedAttempt("prefill_lost", message, response)
     if code == EngineStopped.code:
-        return Lost("decode_lost", "its engine has stopped", whole)
+        return FailedAttempt("decode_lost", "its engine has stopped", response)
     if code == NoRoomLeft.code:
-        return Lost("decode_lost", said, whole)
-    return whole
+        return FailedAttempt("decode_lost", message, response)
+    return response

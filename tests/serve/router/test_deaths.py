@@ -31,7 +31,7 @@ def test_death_before_the_first_byte_is_mended_by_another_worker(
     assert doomed.process.wait(5) == -signal.SIGKILL
     assert router.up(prefill, calm[2]), "out at once: the failed request and the look that followed it"
     assert router.metric("hotset_router_retries_total", reason="decode_lost") == 1
-    assert router.metric("hotset_router_workers", role="decode", state="out") == 1
+    assert router.metric("hotset_router_workers", role="decode", state="down") == 1
     assert "Traceback" not in router.log()
 
 
@@ -45,7 +45,7 @@ def test_death_in_a_stream_ends_it_with_an_error_event(
         *told, last = events_of(stream)
     assert told == [json.loads(event("doomed", number)[6:]) for number in range(3)]
     assert (last["error"]["code"], last["error"]["type"]) == ("worker_lost", "service_unavailable_error")
-    assert router.metric("hotset_router_requests_total", outcome="cut") == 1
+    assert router.metric("hotset_router_requests_total", outcome="interrupted") == 1
     assert router.metric("hotset_router_retries_total") == 0, "what the client has seen is not said twice"
     assert router.metric("hotset_router_requests_in_flight") == 0
 
@@ -69,7 +69,7 @@ def test_a_worker_that_hangs_is_out_until_it_answers(cluster: Cluster, prefill: 
     calm[2].process.send_signal(signal.SIGSTOP)
     try:
         assert eventually(lambda: router.up(prefill, calm[3]))
-        assert router.workers()[calm[2].url]["trouble"] == "gave no answer for 2 s"
+        assert router.workers()[calm[2].url]["last_error"] == "gave no answer for 2 s"
     finally:
         calm[2].process.send_signal(signal.SIGCONT)
     assert eventually(lambda: router.up(prefill, *calm[2:]))

@@ -66,10 +66,10 @@ def test_what_is_no_worker_cannot_join(locked: Router, shared: Cluster) -> None:
     for url, why in (
         ("http://127.0.0.1:9", "cannot be reached"),
         (both.url, "its role is 'both'"),
-        (odd.url, "nonsense"),
-        ("ftp://x", "address is like"),
-        ("http://user:secret@x:1", "address is like"),
-        ("http://x:1/path", "address is like"),
+        (odd.url, "something other than a worker's state"),
+        ("ftp://x", "address must look like"),
+        ("http://user:secret@x:1", "address must look like"),
+        ("http://x:1/path", "address must look like"),
     ):
         answer = change(locked, "POST", url, **KEY)
         assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text

@@ -62,7 +62,7 @@ def test_a_client_that_leaves_takes_the_request_from_the_worker(
 ) -> None:
     for stub in calm[2:]:
         stub.behave(behaviour=behaviour)
-    left = router.metric("hotset_router_requests_total", outcome="left")
+    left = router.metric("hotset_router_requests_total", outcome="disconnected")
     if behaviour == "drip":
         with router.stream() as stream:
             next(stream.iter_raw())
@@ -72,7 +72,7 @@ def test_a_client_that_leaves_takes_the_request_from_the_worker(
     assert eventually(lambda: sum(stub.seen()["left"] for stub in calm) == 1, seconds=5)
     assert eventually(lambda: router.metric("hotset_router_requests_in_flight") == 0, seconds=5)
     assert router.metric("hotset_router_tokens_in_flight") == 0
-    assert router.metric("hotset_router_requests_total", outcome="left") == left + 1
+    assert router.metric("hotset_router_requests_total", outcome="disconnected") == left + 1
 
 
 def test_a_lost_prefill_is_asked_of_another_worker(router: Router, calm: list[Stub]) -> None:
@@ -129,11 +129,11 @@ def test_a_decode_worker_that_cannot_answer_is_replaced(router: Router, calm: li
 def test_a_refusal_is_passed_on_and_not_retried(router: Router, calm: list[Stub]) -> None:
     for stub in calm[2:]:
         stub.behave(behaviour="busy")
-    refused = router.metric("hotset_router_requests_total", outcome="refused")
+    refused = router.metric("hotset_router_requests_total", outcome="rejected")
     answer = router.post()
     assert (answer.status_code, answer.headers["retry-after"], error_of(answer.text)) == (429, "7", "queue_full")
     assert len(requests_of(calm)) == 1
-    assert router.metric("hotset_router_requests_total", outcome="refused") == refused + 1
+    assert router.metric("hotset_router_requests_total", outcome="rejected") == refused + 1
 
 
 def test_decode_worker_with_fewer_tokens_gets_the_next_request(router: Router, calm: list[Stub]) -> None:
@@ -171,7 +171,7 @@ def test_equal_workers_take_turns(router: Router, calm: list[Stub]) -> None:
 
 
 def test_deadlines_end_what_does_not_begin_or_falls_silent(shared: Cluster, calm: list[Stub]) -> None:
-    router = shared.router(calm[:2], calm[2:], "--answer-seconds", "0.8", "--silence-seconds", "0.3")
+    router = shared.router(calm[:2], calm[2:], "--response-timeout-seconds", "0.8", "--idle-timeout-seconds", "0.3")
     for stub in calm[2:]:
         stub.behave(behaviour="slow")
     answer = router.post()
@@ -182,7 +182,7 @@ def test_deadlines_end_what_does_not_begin_or_falls_silent(shared: Cluster, calm
     with router.stream() as stream:
         *_, last = [line for line in stream.iter_lines() if line]
     assert error_of(last.removeprefix("data: ")) == "worker_lost"
-    assert router.metric("hotset_router_requests_total", outcome="cut") == 1
+    assert router.metric("hotset_router_requests_total", outcome="interrupted") == 1
     assert router.metric("hotset_router_requests_total", outcome="failed") == 1
 
 

@@ -1,4 +1,4 @@
-"""Processes of ours that belong together: each a `hotset` command of its own, none of which outlives this one."""
+"""Child processes that each run one `hotset` command and end with this process."""
 
 import asyncio
 import ctypes
@@ -8,13 +8,13 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-KILL_SECONDS = 5.0  # for a child that was told twice
-LONGEST_LINE = 1 << 16
-PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a child gets when its parent dies
+KILL_SECONDS = 5.0  # between the second SIGTERM and SIGKILL
+MAX_LINE_BYTES = 1 << 16
+PR_SET_PDEATHSIG = 1  # Linux's prctl option that sets the signal a child receives when its parent dies
 
 
-class Child:
-    """A running `hotset` command. Its log lines come out on our stderr under its name."""
+class ChildProcess:
+    """A running `hotset` command. Its log lines are printed to stderr with its name as a prefix."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
@@ -24,23 +24,26 @@ class Child:
         self._readers = asyncio.gather(self._read_stdout(), self._read_stderr())
 
     @classmethod
-    async def start(cls, name: str, arguments: Sequence[str], secrets: Mapping[str, str]) -> "Child":
-        """`secrets` go into the environment: arguments can be read by everybody on the machine."""
+    async def start(cls, name: str, arguments: Sequence[str], secrets: Mapping[str, str]) -> "ChildProcess":
+        """Starts the command. `secrets` go into its environment, because any user can read a process's arguments."""
         libc = ctypes.CDLL(None)
         parent = os.getpid()
 
         def die_with_parent() -> None:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # it died in between
+            if os.getppid() != parent:  # the parent died before the call
                 os._exit(1)
 
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "hotset", *arguments),
+            sys.executable,
+            "-m",
+            "hotset",
+            *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, **secrets},
-            start_new_session=True,  # Ctrl-C is ours to pass on, in order
+            start_new_session=True,  # Ctrl-C reaches only the parent, which stops its children in order
             preexec_fn=die_with_parent,
         )
         return cls(name, process)
@@ -54,19 +57,25 @@ class Child:
         return self._process.returncode is None
 
     async def ready(self) -> str:
-        """The line that says where it serves, once it does. Waits for ever where it never will: watch `ended` too."""
+        """Waits for the line that announces its address and returns it.
+
+        Never returns if the process ends first, so wait for `ended` as well.
+        """
         return await asyncio.shield(self._ready)
 
     async def ended(self) -> str:
-        """Waits for its end; returns what there is to say about it."""
+        """Waits for the end of the process and returns a description with its exit code and last error."""
         code = await self._process.wait()
         await asyncio.shield(self._readers)
-        said = next((line for line in reversed(self._last_lines) if line.startswith("error: ")), None)
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return f"{self.name} ended ({how})" + (f": {said.removeprefix('error: ')}" if said else "")
+        error = next((line for line in reversed(self._last_lines) if line.startswith("error: ")), None)
+        cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return f"{self.name} ended ({cause})" + (f": {error.removeprefix('error: ')}" if error else "")
 
     async def stop(self, seconds: float, hurry: asyncio.Event) -> None:
-        """Tells it to drain and waits so long, or until `hurry` is set; then tells it again, and at last kills it."""
+        """Sends SIGTERM, which drains, and waits for the end.
+
+        Sends a second SIGTERM after `seconds` or as soon as `hurry` is set, and SIGKILL after KILL_SECONDS more.
+        """
         self._signal(signal.SIGTERM)
         waiting = asyncio.create_task(self._process.wait())
         hurried = asyncio.create_task(hurry.wait())
@@ -100,12 +109,12 @@ class Child:
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines of whatever length; of one that does not end, the last part."""
+    """Yields the lines of a stream. A line longer than MAX_LINE_BYTES loses its beginning."""
     rest = b""
-    while piece := await stream.read(LONGEST_LINE):
-        *whole, rest = (rest + piece).split(b"\n")
-        for line in whole:
+    while piece := await stream.read(MAX_LINE_BYTES):
+        *complete, rest = (rest + piece).split(b"\n")
+        for line in complete:
             yield line.decode(errors="replace")
-        rest = rest[-LONGEST_LINE:]
+        rest = rest[-MAX_LINE_BYTES:]
     if rest:
         yield rest.decode(errors="replace")

@@ -1,21 +1,26 @@
-"""What every HTTP server of ours needs of the machine: a port, signals, and uvicorn set up as we want it."""
+"""What the server and the router share: a bound socket, uvicorn's settings, and work that ends with its client."""
 
+import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive
 
 from hotset.base.errors import ConfigError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-INTERRUPTED = 130  # what a shell expects of a command that Ctrl-C ended
-# Answers that have ended still have to reach their clients.
+EXIT_INTERRUPTED = 130  # the exit code that shells expect from a command that Ctrl-C ended
+# After the drain, responses that are complete still have to reach their clients.
 FLUSH_SECONDS = 5.0
-# Longer than clients usually pool a connection: one that closes while a request is on its way fails that request.
+# Longer than clients usually pool a connection: one that closes just as a request is sent fails that request.
 KEEP_ALIVE_SECONDS = 75
+
+T = TypeVar("T")
 
 
 class HttpServer(uvicorn.Server):
@@ -34,7 +39,7 @@ class HttpServer(uvicorn.Server):
         self._on_ready()
 
 
-def http_settings(app: ASGIApp, drain_seconds: float) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, drain_seconds: float) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         lifespan="off",
@@ -48,9 +53,9 @@ def http_settings(app: ASGIApp, drain_seconds: float) -> uvicorn.Config:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that holds the port without listening yet: nobody can connect before there is somebody to answer.
+    """Returns a socket that reserves the port but does not listen: clients cannot connect before the server is ready.
 
-    ConfigError where the port is taken or the host is none of this machine's.
+    Raises ConfigError if the port is in use or the host is not an address of this machine.
     """
     with ExitStack() as undo:
         try:
@@ -59,7 +64,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
             listener = undo.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-        except (OSError, UnicodeError) as error:  # the latter for what cannot be a host name
+        except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a host name
             reason = getattr(error, "strerror", None) or str(error)
             message = f"cannot listen on {host} port {port}: {reason}; choose another --host or --port"
             raise ConfigError(message) from error
@@ -70,3 +75,26 @@ def bound_socket(host: str, port: int) -> socket.socket:
 def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`. If the client disconnects first, cancels `work` and raises ClientDisconnect.
+
+    `work` has ended, with its cleanup, when this function returns or raises.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnection(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
