@@ -45,7 +45,7 @@ from hotset.transfer.engines import DEADLINE_S, LANES
 from hotset.transfer.lanes import Backend, Lanes
 from hotset.transfer.mooncake_engine import MooncakeBackend
 from hotset.transfer.nixl_engine import NixlBackend
-from hotset.transfer.regions import Regions, cut, decode
+from hotset.transfer.regions import Regions, decode_description, split_writes
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
@@ -187,9 +187,11 @@ class PrefillWorker(Worker):
     def raw(self, hello: Hello, address: int, nbytes: int) -> float:
         """Seconds in which `nbytes` reach the peer's memory from `address` on, in the largest writes."""
         if self._remote is None:
-            found = decode(hello.description, self.case.engine)
+            found = decode_description(hello.description, self.case.engine)
             self._remote = self.backend.connect(found.native, found.regions)
-        return self._push(cut(np.array([[self.rows.data_ptr(), address, nbytes]]), self.backend.limits.write_nbytes))
+        return self._push(
+            split_writes(np.array([[self.rows.data_ptr(), address, nbytes]]), self.backend.limits.write_nbytes)
+        )
 
     def again(self) -> tuple[int, float]:
         """The writes of the last landing once more, from memory to memory and nothing else: how many, and seconds."""

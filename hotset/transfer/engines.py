@@ -1,4 +1,4 @@
-"""Opens a transfer engine by name."""
+"""Opens a transfer engine by its name."""
 
 import logging
 from typing import Literal
@@ -26,15 +26,17 @@ def open_transfer(
     deadline_s: float = DEADLINE_S,
     hub: Hub | None = None,
 ) -> Transfer:
-    """One process's end of engine `name`. The caller closes it.
+    """Opens this process's endpoint of engine `name`. The caller closes it.
 
-    `host` is this machine's address as peers reach it; given a loopback address, NIXL listens nowhere else (Mooncake
-    listens everywhere). `protocol` is Mooncake's, while NIXL chooses by itself. `hub` is where ends of loopback meet. A
-    list of writes that has not ended `deadline_s` after its submission has failed. StartupError if the engine cannot be
-    used here, MissingDependency among them.
+    `host` is the address at which peers reach this machine. If it is a loopback address, NIXL listens on loopback only;
+    Mooncake always listens on all addresses. `protocol` applies to Mooncake; NIXL chooses its own. `hub` connects the
+    endpoints of loopback. A list of writes fails if it has not ended `deadline_s` after its submission. Raises
+    StartupError if the engine cannot be used here (MissingDependency if a package is not installed).
     """
     if lanes < 1 or deadline_s <= 0:
-        raise ConfigError(f"a transfer needs at least one lane and some time, not {lanes} and {deadline_s} s")
+        raise ConfigError(
+            f"a transfer needs at least one lane and a positive deadline, not {lanes} lanes and {deadline_s} s"
+        )
     transfer: Transfer
     if name == "nixl":
         transfer = Lanes(NixlBackend(host, lanes), lanes, deadline_s)
@@ -43,14 +45,16 @@ def open_transfer(
     elif name == "loopback" and hub is not None:
         transfer = Loopback(hub, deadline_s=deadline_s)
     elif name == "loopback":
-        raise ConfigError("transfer engine loopback works within one process only; between processes take nixl")
+        raise ConfigError("transfer engine loopback works within one process only; between processes use nixl")
     else:
-        raise ConfigError(f"there is no transfer engine {name!r}; there are {', '.join(NAMES)}")
+        raise ConfigError(f"there is no transfer engine {name!r}; choose one of {', '.join(NAMES)}")
     log.info("transfer engine %s on %s, %s", name, host, transfer.transport())
     return transfer
 
 
 def prefer_few_writes(name: str, protocol: str | None) -> bool:
-    """One write costs as much as some hundred kilobytes: whoever can should ask for few, if for a copy more of a part.
-    Mooncake takes 0.1 ms for one over TCP (benchmarks/landing.py)."""
+    """Returns whether a single write is so expensive that an extra copy is worth it if it saves writes.
+
+    Mooncake over TCP takes 0.1 ms for a write, the time of some hundred kilobytes (benchmarks/landing.py).
+    """
     return name == "mooncake" and protocol in (None, "tcp")

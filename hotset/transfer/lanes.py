@@ -1,7 +1,7 @@
-"""Lanes: threads between `submit`, which never waits, and an engine, which may.
+"""Lanes: threads between `submit`, which never blocks, and a backend, which may.
 
-Every peer belongs to one lane, so that a peer on which the engine hangs delays only those that share its lane; and a
-lane does not wait for one list before it begins another. Deadlines hold even while a lane hangs: `poll` keeps them.
+Every peer belongs to one lane. A peer on which the backend hangs delays only the peers of the same lane. A lane does
+not wait for one list to end before it begins the next. Deadlines hold even while a lane hangs: `poll` enforces them.
 """
 
 import itertools
@@ -15,79 +15,82 @@ import numpy as np
 
 from hotset.base.errors import TransferError
 from hotset.transfer.api import DeviceEvent, Meter, Region, Throughput, Writes, WriteState, WriteTicket
-from hotset.transfer.regions import Description, Regions, cut, decode, runs_between
+from hotset.transfer.regions import Description, Regions, decode_description, merge_registered, split_writes
 
 log = logging.getLogger(__name__)
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.001
 CLOSE_S = 5.0
-LET_GO_S = 0.5
+DISCONNECT_WAIT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine takes well."""
+    """The sizes that a backend handles well."""
 
-    writes: int  # in one post
-    nbytes: int  # in one post
-    write_nbytes: int  # in one write; longer ones are cut
+    writes: int  # per post
+    nbytes: int  # per post
+    write_nbytes: int  # per write; longer writes are split
     in_flight: int  # writes to one peer that have not ended
 
 
 class Backend(Protocol):
-    """Calls for one peer come from one thread; calls for several peers, from several."""
+    """An engine that writes between processes. Lanes add deadlines, order, merging and states.
+
+    Calls for one peer come from one thread; calls for different peers may come from different threads.
+    """
 
     name: str
     limits: Limits
 
     def register(self, region: Region) -> None:
-        """StartupError if it cannot be."""
+        """Raises StartupError if the memory cannot be registered."""
 
     def describe(self) -> bytes:
-        """For `connect` on the other side."""
+        """Returns the bytes for `connect` on the other side."""
 
     def connect(self, native: bytes, regions: Regions) -> Any:
-        """The peer, as the engine knows it; equal to another where the limits hold for both together. TransferError if
-        it cannot be reached; that may take seconds to see."""
+        """Returns the backend's own handle of the peer. Two handles are equal if the limits apply to both together.
+        Raises TransferError if the peer cannot be reached, which may take seconds to find out."""
 
     def disconnect(self, remote: Any) -> None:
-        """Nothing is in flight to it, and nothing will be."""
+        """Releases a peer to which nothing is in flight and nothing will be posted."""
 
     def post(self, remote: Any, writes: Writes) -> Any:
-        """Begins to write, and gives a handle for `check`. TransferError: not a byte has been or will be written."""
+        """Begins to write, and returns a handle for `check`. After a TransferError no byte was or will be written."""
 
     def check(self, handle: Any) -> WriteState:
-        """How it stands. A handle that is not pending any more is not shown again."""
+        """Returns the state of a post. It is not called again for a handle that is no longer pending."""
 
     def transport(self) -> str:
-        """What bytes travel over, as far as it is known by now."""
+        """Returns the transports in use, as far as they are known."""
 
     def close(self) -> None:
-        """Nobody calls any more. Idempotent."""
+        """Releases everything. It is the last call. Idempotent."""
 
 
 @dataclass(slots=True)
-class _Flight:
-    """What one connection of the engine's holds, whichever peers write over it."""
+class _Connection:
+    """The load of one connection of the backend, which several peers may share."""
 
-    writes: int = 0  # that have not ended; the lane's thread counts
+    writes: int = 0  # that have not ended; only the lane's thread changes it
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
     name: str
     regions: Regions
-    remote: Any  # the engine's own
+    remote: Any  # private to the backend
     lane: "_Lane"
-    flight: _Flight
+    connection: _Connection
     forgotten: bool = False
     reached: bool = False
-    gone: threading.Event = field(default_factory=threading.Event)  # the engine has been told to let go of it
+    disconnected: threading.Event = field(default_factory=threading.Event)  # set when the backend has released it
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A submitted list. `state` and `posting` change under the lane's lock; the rest is the lane's thread's."""
+    """A submitted list. `state` and `posting` change under the lane's lock; the other fields belong to its thread."""
 
     peer: _Peer
     writes: Writes
@@ -95,15 +98,15 @@ class _Job:
     after: DeviceEvent | None
     deadline: float
     state: WriteState = WriteState.PENDING
-    posting: bool = False  # some of it has been given to the engine, or is about to be
+    posting: bool = False  # some of it was posted, or is about to be
     runs: Writes | None = None  # merged, once `after` has happened
-    posted: int = 0  # runs given to the engine
+    posted: int = 0  # runs posted so far
     parts: list[tuple[Any, int]] = field(default_factory=list)  # in flight: handle and number of writes
-    failure: WriteState | None = None  # the worst among the parts that have ended
+    failure: WriteState | None = None  # the worst state of the parts that have ended
 
 
 class _Lane:
-    """One thread and the lists that it drives."""
+    """One thread and the lists that it advances."""
 
     def __init__(self, backend: Backend, regions: Regions, meter: Meter, name: str) -> None:
         self.peers: list[_Peer] = []
@@ -120,14 +123,14 @@ class _Lane:
     def load(self) -> tuple[int, int]:
         return sum(not peer.forgotten for peer in self.peers), len(self._jobs)
 
-    def adopt(self, peer: _Peer) -> None:
+    def add_peer(self, peer: _Peer) -> None:
         with self._changed:
             self.peers.append(peer)
 
-    def flight(self, remote: Any) -> _Flight | None:
-        """What is under way to this very remote, if a peer here has it, or had it and writes are left."""
+    def connection(self, remote: Any) -> _Connection | None:
+        """Returns the connection to this remote if a peer of this lane uses it, or used it and has writes left."""
         with self._changed:
-            return next((peer.flight for peer in self.peers if peer.remote == remote), None)
+            return next((peer.connection for peer in self.peers if peer.remote == remote), None)
 
     def add(self, job: _Job) -> None:
         with self._changed:
@@ -144,7 +147,7 @@ class _Lane:
             return job.state
 
     def forget(self, peer: _Peer) -> None:
-        """What the engine has of it goes on; what it has not is ended."""
+        """Fails lists that were not posted. Posted lists continue."""
         with self._changed:
             peer.forgotten = True
             for job in self._jobs:
@@ -159,8 +162,8 @@ class _Lane:
                 self._end(job, WriteState.FAILED_UNKNOWN if job.posting else WriteState.FAILED_QUIESCED)
             self._changed.notify()
 
-    def joined(self, seconds: float) -> bool:
-        """The thread is no more. It may be held by the engine for longer than `seconds`."""
+    def join(self, seconds: float) -> bool:
+        """Waits for the thread to end, and returns whether it did: the backend may block it for longer."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -174,51 +177,51 @@ class _Lane:
                 if not jobs and not any(peer.forgotten for peer in self.peers):
                     self._changed.wait()
                     continue
-            moved = [self._drive(job) for job in jobs]
-            self._let_go()
-            pause = SHORTEST_PAUSE_S if any(moved) else min(2 * pause, LONGEST_PAUSE_S)
-            if not any(moved):
+            progressed = [self._advance(job) for job in jobs]
+            self._release_ended()
+            pause = SHORTEST_PAUSE_S if any(progressed) else min(2 * pause, LONGEST_PAUSE_S)
+            if not any(progressed):
                 with self._changed:
                     self._changed.wait(pause)
 
-    def _let_go(self) -> None:
-        """Drops lists of which nothing is in flight and nothing will be, then forgotten peers with no list left."""
+    def _release_ended(self) -> None:
+        """Drops lists that ended and have nothing in flight, then forgotten peers that have no list left."""
         with self._changed:
             self._jobs = [job for job in self._jobs if job.state is WriteState.PENDING or job.parts]
             busy = {id(job.peer) for job in self._jobs}
-            leaving = [peer for peer in self.peers if peer.forgotten and id(peer) not in busy]
-            self.peers = [peer for peer in self.peers if peer not in leaving]
-        for peer in leaving:
+            released = [peer for peer in self.peers if peer.forgotten and id(peer) not in busy]
+            self.peers = [peer for peer in self.peers if peer not in released]
+        for peer in released:
             try:
                 self._backend.disconnect(peer.remote)
             except Exception as error:
                 log.warning("could not disconnect from %s: %s", peer.name, error)
-            peer.gone.set()
+            peer.disconnected.set()
 
-    def _drive(self, job: _Job) -> bool:
-        """Does for a list what can be done now. True if anything was."""
-        self.state(job)  # ends it if it is too late
+    def _advance(self, job: _Job) -> bool:
+        """Does what can be done for a list now. Returns whether anything was done."""
+        self.state(job)  # fails it if its deadline has passed
         try:
-            moved = self._begin(job) if job.runs is None else self._check(job)
+            progressed = self._begin(job) if job.runs is None else self._check(job)
             if job.runs is not None and job.failure is None:
-                moved |= self._post(job)
+                progressed |= self._post(job)
         except Exception:
-            # Whatever an engine or an event throws, the lane lives, and the pages stay under a possible writer.
+            # The lane survives any exception, and the pages stay reserved while they may still be written to.
             log.exception("a list of writes to %s failed", job.peer.name)
             job.failure = WriteState.FAILED_UNKNOWN if job.posting else WriteState.FAILED_QUIESCED
-            moved = True
+            progressed = True
         self._conclude(job)
-        return moved
+        return progressed
 
     def _begin(self, job: _Job) -> bool:
         if job.state is not WriteState.PENDING or (job.after is not None and not job.after.query()):
             return False
-        runs = runs_between(job.writes, self._regions, job.peer.regions)
+        runs = merge_registered(job.writes, self._regions, job.peer.regions)
         if runs is None:
             log.error("a list of writes to %s was refused: a part lies outside registered memory", job.peer.name)
             job.failure = WriteState.FAILED_QUIESCED
             return True
-        job.runs = cut(runs, self._backend.limits.write_nbytes)
+        job.runs = split_writes(runs, self._backend.limits.write_nbytes)
         return True
 
     def _check(self, job: _Job) -> bool:
@@ -228,12 +231,12 @@ class _Lane:
             if state is WriteState.PENDING:
                 pending.append((handle, count))
                 continue
-            job.peer.flight.writes -= count
+            job.peer.connection.writes -= count
             if state is not WriteState.DONE and job.failure is not WriteState.FAILED_UNKNOWN:
                 job.failure = state
-        moved = len(pending) < len(job.parts)
+        progressed = len(pending) < len(job.parts)
         job.parts = pending
-        return moved
+        return progressed
 
     def _state_of(self, handle: Any) -> WriteState:
         try:
@@ -243,12 +246,12 @@ class _Lane:
             return WriteState.FAILED_UNKNOWN
 
     def _post(self, job: _Job) -> bool:
-        """Gives the engine the next of its runs, if it has room for them."""
+        """Posts the next runs of a list if the backend has room for them."""
         assert job.runs is not None
         rest, limits = job.runs[job.posted :], self._backend.limits
         fitting = int(np.searchsorted(np.cumsum(rest[: limits.writes, 2]), limits.nbytes, side="right"))
         count = min(max(fitting, 1), len(rest))
-        in_flight = job.peer.flight.writes
+        in_flight = job.peer.connection.writes
         if not count or (in_flight and in_flight + count > limits.in_flight):
             return False
         with self._changed:
@@ -266,7 +269,7 @@ class _Lane:
             log.warning("writes to %s could not begin: %s", job.peer.name, error)
             job.failure = WriteState.FAILED_QUIESCED
             return True
-        job.peer.flight.writes += count
+        job.peer.connection.writes += count
         job.posted += count
         return True
 
@@ -298,7 +301,7 @@ class _Lane:
 
 
 class Lanes:
-    """A `Transfer` over an engine. `deadline_s` counts from `submit`."""
+    """A `Transfer` over a backend. `deadline_s` counts from `submit`."""
 
     def __init__(self, backend: Backend, lanes: int = 4, deadline_s: float = 30.0) -> None:
         self.name = backend.name
@@ -307,9 +310,9 @@ class Lanes:
         self._regions = Regions()
         self._meter = Meter()
         self._lanes = [_Lane(backend, self._regions, self._meter, f"{backend.name} lane {n}") for n in range(lanes)]
-        self._lock = threading.Lock()  # over the peers
+        self._lock = threading.Lock()  # guards the peers
         self._peers: dict[str, _Peer] = {}
-        self._connecting: dict[str, object] = {}  # by name, a mark of the call that may still become this peer
+        self._connecting: dict[str, object] = {}  # by name: identifies the connect call that may still become this peer
         self._tickets = itertools.count()
         self._closed = False
 
@@ -322,41 +325,42 @@ class Lanes:
         return Description(self.name, self._regions, self._backend.describe()).encode()
 
     def connect(self, name: str, description: bytes) -> None:
-        before, mine = self._forget(name), object()
-        found = decode(description, self.name)
+        before, attempt = self._forget(name), object()
+        found = decode_description(description, self.name)
         with self._lock:
-            self._connecting[name] = mine
+            self._connecting[name] = attempt
         if before is not None:
-            before.gone.wait(LET_GO_S)  # an engine may keep a broken connection for as long as anybody has it
+            # A backend may keep a broken connection for as long as it is referenced.
+            before.disconnected.wait(DISCONNECT_WAIT_S)
         try:
             remote = self._backend.connect(found.native, found.regions)
             with self._lock:
-                overtaken = self._connecting.get(name) is not mine
-                if not overtaken:
-                    self._adopt(name, found.regions, remote)
+                superseded = self._connecting.get(name) is not attempt
+                if not superseded:
+                    self._add_peer(name, found.regions, remote)
         finally:
             with self._lock:
-                if self._connecting.get(name) is mine:
+                if self._connecting.get(name) is attempt:
                     del self._connecting[name]
-        if overtaken:
+        if superseded:
             self._backend.disconnect(remote)
-            raise TransferError(f"{name} was forgotten, or connected anew, before it could be reached")
+            raise TransferError(f"{name} was forgotten, or connected again, before it could be reached")
 
     def forget(self, name: str) -> None:
         self._forget(name)
 
     def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
         nbytes = int(writes[:, 2].sum())
-        found = self._peers.get(peer)
-        if found is None:
+        target = self._peers.get(peer)
+        if target is None:
             return WriteTicket(next(self._tickets), nbytes, WriteState.FAILED_QUIESCED)
-        job = _Job(found, writes.copy(), nbytes, after, time.monotonic() + self._deadline_s)
-        found.lane.add(job)
+        job = _Job(target, writes.copy(), nbytes, after, time.monotonic() + self._deadline_s)
+        target.lane.add(job)
         return WriteTicket(next(self._tickets), nbytes, job)
 
     def poll(self, ticket: WriteTicket) -> WriteState:
-        found: _Job | WriteState = ticket.handle
-        return found.peer.lane.state(found) if isinstance(found, _Job) else found
+        job: _Job | WriteState = ticket.handle
+        return job.peer.lane.state(job) if isinstance(job, _Job) else job
 
     def transport(self) -> str:
         return self._backend.transport()
@@ -374,23 +378,23 @@ class Lanes:
         for lane in self._lanes:
             lane.stop()
         until = time.monotonic() + CLOSE_S
-        joined = [lane.joined(max(0.0, until - time.monotonic())) for lane in self._lanes]
-        if not all(joined):
+        join = [lane.join(max(0.0, until - time.monotonic())) for lane in self._lanes]
+        if not all(join):
             log.warning("%s is not closed: it still holds a lane", self.name)
             return
         self._backend.close()
         throughput = self.throughput()
         log.info("%s wrote %d bytes, %.2f GB/s", self.name, throughput.nbytes, throughput.gb_per_s)
 
-    def _adopt(self, name: str, regions: Regions, remote: Any) -> None:
-        """What the engine knows as one and the same stays on its lane, and is counted together."""
-        lane = min(self._lanes, key=lambda each: each.load)
-        flight = _Flight()
-        for each in self._lanes:
-            if (under_way := each.flight(remote)) is not None:
-                lane, flight = each, under_way
-        peer = _Peer(name, regions, remote, lane, flight)
-        lane.adopt(peer)
+    def _add_peer(self, name: str, regions: Regions, remote: Any) -> None:
+        """Adds a peer. Peers with the same remote share one lane and one connection."""
+        lane = min(self._lanes, key=lambda candidate: candidate.load)
+        connection = _Connection()
+        for candidate in self._lanes:
+            if (known := candidate.connection(remote)) is not None:
+                lane, connection = candidate, known
+        peer = _Peer(name, regions, remote, lane, connection)
+        lane.add_peer(peer)
         self._peers[name] = peer
 
     def _forget(self, name: str) -> _Peer | None:

@@ -1,7 +1,8 @@
-"""Transfers within one process, with faults on demand: for tests, and as the plainest statement of what an engine does.
+"""Transfers within one process, with optional faults: for tests, and as the simplest specification of an engine.
 
-Ends find each other through a `Hub`. Either a thread of the hub moves the bytes (`Hub(threaded=True)`), or whoever owns
-the clock calls `hub.advance(now)`: then nothing happens at any other time, and the same seed gives the same run.
+Endpoints find each other through a `Hub`. Either a thread of the hub moves the bytes (`Hub(threaded=True)`), or the
+owner of the clock calls `hub.advance(now)`. In the second case nothing happens between calls, and the same seed gives
+the same run.
 """
 
 import ctypes
@@ -18,37 +19,37 @@ from enum import Enum
 
 from hotset.base.errors import StartupError, TransferError
 from hotset.transfer.api import DeviceEvent, MemoryKind, Meter, Region, Throughput, Writes, WriteState, WriteTicket
-from hotset.transfer.regions import Description, Regions, decode, runs_between
+from hotset.transfer.regions import Description, Regions, decode_description, merge_registered
 
 log = logging.getLogger(__name__)
 
 EVENT_POLL_S = 0.0005
 
-_Write = tuple[int, int, int]  # one row of `Writes`
+_Piece = tuple[int, int, int]  # one row of `Writes`
 
 
 class Fate(Enum):
-    """What becomes of a submitted list."""
+    """The outcome of a submitted list."""
 
-    WRITTEN = "all of it lands: DONE"
-    CUT = "a part lands: FAILED_QUIESCED"
-    LOST = "a part lands: FAILED_UNKNOWN"
-    SILENT = "a part lands, and nothing is heard until the deadline: FAILED_UNKNOWN"
-    LATE = "a part lands: FAILED_UNKNOWN; the rest lands later"
+    WRITTEN = "all of it arrives: DONE"
+    CUT = "a part arrives: FAILED_QUIESCED"
+    LOST = "a part arrives: FAILED_UNKNOWN"
+    SILENT = "a part arrives, and the list stays pending until the deadline: FAILED_UNKNOWN"
+    LATE = "a part arrives: FAILED_UNKNOWN; the rest arrives later"
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """How often what goes wrong, as probabilities, and how long things take, as ranges of seconds."""
+    """Probabilities of each fault, and ranges of delays in seconds."""
 
     cut: float = 0.0
     lost: float = 0.0
     silent: float = 0.0
     late: float = 0.0
-    reorder: float = 0.0  # the writes of a list land in any order, some of them after those of later lists
-    duplicate: float = 0.0  # some writes land twice, never after the list has ended
+    reorder: float = 0.0  # the writes of a list arrive in any order, some of them after those of later lists
+    duplicate: float = 0.0  # some writes arrive twice, never after the list has ended
     delay_s: tuple[float, float] = (0.0, 0.0)
-    late_s: tuple[float, float] = (0.1, 1.0)  # from the failure to the landing of what is late
+    late_s: tuple[float, float] = (0.1, 1.0)  # from the failure to the arrival of the late bytes
 
     def fate(self, source: random.Random) -> Fate:
         odds = {Fate.CUT: self.cut, Fate.LOST: self.lost, Fate.SILENT: self.silent, Fate.LATE: self.late}
@@ -70,31 +71,31 @@ class _Job:
     nbytes: int
     after: DeviceEvent | None
     begun: bool = False
-    throughput: bool = False
+    metered: bool = False  # the meter has counted its begin
     state: WriteState = WriteState.PENDING
 
 
 @dataclass(order=True, slots=True)
 class _Due:
     at: float
-    number: int  # what is due at the same time is done in the order in which it was arranged
-    act: Callable[[], object] = field(compare=False)
-    job: _Job | None = field(compare=False)  # whose end makes this pointless
+    number: int  # breaks ties: actions due at the same time run in the order in which they were scheduled
+    action: Callable[[], object] = field(compare=False)
+    job: _Job | None = field(compare=False)  # the action is skipped once this list has ended
 
 
 class Hub:
-    """Where ends meet. Owns the clock, the faults and every write under way. Calls may come from any thread."""
+    """Connects endpoints. It owns the clock, the faults and every write in flight. It may be called from any thread."""
 
     def __init__(self, faults: Faults | None = None, seed: int = 0, *, threaded: bool = False) -> None:
-        self.faults = faults or Faults()  # may be replaced at any time: holds for the lists that begin afterwards
-        self.fates: deque[Fate] = deque()  # decide about the next lists to begin, before chance does
-        self.lock = threading.Condition(threading.RLock())  # over all that the hub and its ends hold
+        self.faults = faults or Faults()  # may be replaced at any time; applies to lists that begin afterwards
+        self.fates: deque[Fate] = deque()  # the fates of the next lists to begin; then chance decides
+        self.lock = threading.Condition(threading.RLock())  # guards everything that the hub and its endpoints hold
         self._random = random.Random(seed)
         self._now = 0.0
         self._numbers = itertools.count()
         self._ends: dict[int, Loopback] = {}
         self._due: list[_Due] = []
-        self._waiting: list[_Job] = []  # to begin, most of them for their events
+        self._waiting: list[_Job] = []  # that have not begun, most of them because of their events
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="loopback", daemon=True) if threaded else None
         if self._thread:
@@ -105,23 +106,23 @@ class Hub:
         return time.monotonic() if self._thread else self._now
 
     def advance(self, now: float) -> None:
-        """Moves the clock to `now` and does everything that is due until then, in the order in which it is due."""
+        """Moves the clock to `now` and runs every action that is due by then, in order."""
         with self.lock:
-            self._begin_what_may()
+            self._begin_ready()
             while self._due and self._due[0].at <= now:
                 due = heapq.heappop(self._due)
                 self._now = max(self._now, due.at)
                 if due.job is None or due.job.state is WriteState.PENDING:
-                    due.act()
-                self._begin_what_may()
+                    due.action()
+                self._begin_ready()
             self._now = max(self._now, now)
 
     def pump(self) -> None:
-        """Does what is due, and leaves the clock where it is."""
+        """Runs the actions that are due, without moving the clock."""
         self.advance(self.now)
 
     def next_due(self) -> float | None:
-        """When something happens next by the clock alone. None: only an event or a new list can bring anything."""
+        """Returns when the next action is due, or None if only an event or a new list can cause one."""
         with self.lock:
             if self._ready():
                 return self.now
@@ -130,7 +131,7 @@ class Hub:
             return self._due[0].at if self._due else None
 
     def close(self) -> None:
-        """Closes all ends and stops the thread. Idempotent."""
+        """Closes all endpoints and stops the thread. Idempotent."""
         with self.lock:
             self._stopped = True
             for end in list(self._ends.values()):
@@ -140,7 +141,7 @@ class Hub:
             self._thread.join()
 
     def join(self, end: "Loopback") -> int:
-        """The number under which `end` is found from now on."""
+        """Adds an endpoint and returns its number for `find`."""
         with self.lock:
             number = next(self._numbers)
             self._ends[number] = end
@@ -155,17 +156,17 @@ class Hub:
     def start(self, job: _Job, deadline_s: float) -> None:
         with self.lock:
             self._waiting.append(job)
-            self._at(self.now + deadline_s, lambda: self.end_early([job]), job)
+            self._at(self.now + deadline_s, lambda: self.abandon([job]), job)
             self.lock.notify_all()
 
     def end(self, job: _Job, state: WriteState) -> None:
-        """A list has ended. What had ended already stays as it is."""
+        """Ends a list, unless it has already ended."""
         if job.state is WriteState.PENDING:
             job.state = state
             job.source.ended(job)
 
-    def end_early(self, jobs: Iterable[_Job]) -> None:
-        """Nobody waits for these any longer. What has not begun never will."""
+    def abandon(self, jobs: Iterable[_Job]) -> None:
+        """Ends these lists before their time. A list that has not begun never will."""
         for job in list(jobs):
             if not job.begun:
                 self._waiting.remove(job)
@@ -179,26 +180,26 @@ class Hub:
                 until_due = None if due is None else max(0.0, due - time.monotonic())
                 self.lock.wait(EVENT_POLL_S if self._waiting else until_due)
 
-    def _at(self, at: float, act: Callable[[], object], job: _Job | None = None) -> None:
-        heapq.heappush(self._due, _Due(at, next(self._numbers), act, job))
+    def _at(self, at: float, action: Callable[[], object], job: _Job | None = None) -> None:
+        heapq.heappush(self._due, _Due(at, next(self._numbers), action, job))
 
     def _ready(self) -> list[_Job]:
         return [job for job in self._waiting if job.after is None or job.after.query()]
 
-    def _begin_what_may(self) -> None:
+    def _begin_ready(self) -> None:
         for job in self._ready():
             self._waiting.remove(job)
             self._begin(job)
 
     def _begin(self, job: _Job) -> None:
         job.begun = True
-        runs = runs_between(job.writes, job.source.regions, job.target.regions)
+        runs = merge_registered(job.writes, job.source.regions, job.target.regions)
         if runs is None:
             log.error("a list of writes was refused: a part of it lies outside registered memory")
             self.end(job, WriteState.FAILED_QUIESCED)
             return
         job.source.meter.begin()
-        job.throughput = True
+        job.metered = True
         faults = job.target.faults or self.faults
         fate = self.fates.popleft() if self.fates else faults.fate(self._random)
         pieces = self._pieces(runs, whole=fate is Fate.WRITTEN)
@@ -210,16 +211,17 @@ class Hub:
         else:
             self._fail(job, fate, pieces, at, faults)
 
-    def _pieces(self, runs: Writes, *, whole: bool) -> list[_Write]:
-        """What lands at once. The runs of a list that fails are cut anywhere: an engine may stop within a write."""
-        pieces: list[_Write] = []
-        for here, there, nbytes in runs.tolist():
+    def _pieces(self, runs: Writes, *, whole: bool) -> list[_Piece]:
+        """Splits runs into pieces, each of which arrives at once. The runs of a failing list are split at random,
+        because an engine may stop in the middle of a write."""
+        pieces: list[_Piece] = []
+        for local, remote, nbytes in runs.tolist():
             cut = 0 if whole else self._random.randrange(nbytes)
-            pieces += [(here, there, cut)] if cut else []
-            pieces.append((here + cut, there + cut, nbytes - cut))
+            pieces += [(local, remote, cut)] if cut else []
+            pieces.append((local + cut, remote + cut, nbytes - cut))
         return pieces
 
-    def _write(self, job: _Job, pieces: list[_Write], at: float, faults: Faults) -> None:
+    def _write(self, job: _Job, pieces: list[_Piece], at: float, faults: Faults) -> None:
         if pieces and self._random.random() < faults.duplicate:
             pieces = pieces + self._random.choices(pieces, k=1 + len(pieces) // 4)
         if pieces and self._random.random() < faults.reorder:
@@ -228,12 +230,12 @@ class Hub:
             self._at(at, lambda: self._land(job, early))
             at += self._random.uniform(*faults.delay_s)
 
-        def finish() -> None:  # also if the deadline was first: then these bytes are late
+        def finish() -> None:  # also runs after the deadline: then these bytes arrive late
             self.end(job, WriteState.DONE if self._land(job, pieces) else WriteState.FAILED_UNKNOWN)
 
         self._at(at, finish)
 
-    def _fail(self, job: _Job, fate: Fate, pieces: list[_Write], at: float, faults: Faults) -> None:
+    def _fail(self, job: _Job, fate: Fate, pieces: list[_Piece], at: float, faults: Faults) -> None:
         some = self._random.randrange(len(pieces)) if pieces else 0
         self._at(at, lambda: self._land(job, pieces[:some]))
         if fate is not Fate.SILENT:
@@ -243,19 +245,19 @@ class Hub:
             late = at + self._random.uniform(*faults.late_s)
             self._at(late, lambda: self._land(job, pieces[some:]))
 
-    def _land(self, job: _Job, pieces: Iterable[_Write]) -> bool:
-        """Copies, unless either end is closed: its memory may be gone."""
+    def _land(self, job: _Job, pieces: Iterable[_Piece]) -> bool:
+        """Copies the bytes, unless either endpoint is closed and its memory may be gone. Returns whether it copied."""
         if job.source.closed or job.target.closed:
             return False
-        for here, there, nbytes in pieces:
-            ctypes.memmove(there, here, nbytes)
+        for local, remote, nbytes in pieces:
+            ctypes.memmove(remote, local, nbytes)
         return True
 
 
 class Loopback:
-    """One end: a `Transfer`. `faults`, where given, stand in place of the hub's for what is written to this end.
+    """One endpoint: a `Transfer`. `faults`, if given, replace the hub's faults for writes to this endpoint.
 
-    Once `close` has returned, no byte moves from or to this end's memory.
+    After `close` has returned, no byte moves from or to this endpoint's memory.
     """
 
     name = "loopback"
@@ -274,7 +276,7 @@ class Loopback:
 
     def register(self, region: Region) -> None:
         if region.memory is MemoryKind.DEVICE:
-            raise StartupError("transfer engine loopback moves host memory only; for memory of a GPU take nixl")
+            raise StartupError("transfer engine loopback moves host memory only; for GPU memory use nixl")
         self.regions.add(region)
 
     def describe(self) -> bytes:
@@ -282,18 +284,18 @@ class Loopback:
 
     def connect(self, name: str, description: bytes) -> None:
         self.forget(name)
-        hub, _, number = decode(description, self.name).native.partition(b":")
+        hub, _, number = decode_description(description, self.name).native.partition(b":")
         with self._hub.lock:
             peer = self._hub.find(int(number)) if hub == b"%d" % id(self._hub) and number.isdigit() else None
             if peer is None:
-                raise TransferError(f"peer {name!r} is not on this hub, or not any more")
+                raise TransferError(f"peer {name!r} is not on this hub, or has left it")
             self._peers[name] = peer
 
     def forget(self, name: str) -> None:
         with self._hub.lock:
             peer = self._peers.pop(name, None)
             if peer is not None and peer not in self._peers.values():
-                self._hub.end_early(job for job in self._jobs if job.target is peer and not job.begun)
+                self._hub.abandon(job for job in self._jobs if job.target is peer and not job.begun)
 
     def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
         with self._hub.lock:
@@ -319,12 +321,12 @@ class Loopback:
     def close(self) -> None:
         with self._hub.lock:
             self.closed = True
-            self._hub.end_early(self._jobs)
+            self._hub.abandon(self._jobs)
             self._hub.leave(self._number)
             self._peers.clear()
 
     def ended(self, job: _Job) -> None:
-        """The hub says so, once for each list."""
+        """Records the end of a list. The hub calls it once for each list."""
         self._jobs.remove(job)
-        if job.throughput:
+        if job.metered:
             self.meter.end(job.nbytes if job.state is WriteState.DONE else 0)

@@ -1,4 +1,4 @@
-"""Mooncake: TCP, or RDMA where it is asked for. Peers are found by address alone, without a metadata service."""
+"""The Mooncake backend: TCP, or RDMA if configured. Peers are found by address, without a metadata service."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ ENDED_WELL, UNDER_WAY = 1, 0
 
 
 def load_module() -> Any:
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it tells standard error about every connection otherwise
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # otherwise it logs every connection to standard error
     try:
         from mooncake import engine
     except ModuleNotFoundError as error:
@@ -31,22 +31,22 @@ def load_module() -> Any:
         ) from error
     except ImportError as error:
         raise MissingDependency(
-            f"transfer engine mooncake: {error}; it needs libraries of the system: apt-get install {SYSTEM_LIBRARIES}"
+            f"transfer engine mooncake: {error}; it needs system libraries: apt-get install {SYSTEM_LIBRARIES}"
         ) from error
     return engine
 
 
 @dataclass(slots=True, eq=False)
 class _Engine:
-    """An engine of Mooncake's, and which process it has met at which address."""
+    """A Mooncake engine, and the process that it has connected to at each address."""
 
     native: Any
-    met: dict[str, str] = field(default_factory=dict)
+    peers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _Remote:
-    """Equal where an engine has one queue: it holds the writes of all who are connected there, or were."""
+    """Two remotes are equal if they share one queue of an engine, which holds the writes of all connections to it."""
 
     engine: _Engine
     address: str
@@ -55,19 +55,19 @@ class _Remote:
 @dataclass(slots=True)
 class _Post:
     engine: _Engine
-    batches: deque[int] = field(default_factory=deque)  # one to a write
+    batches: deque[int] = field(default_factory=deque)  # one per write
     failed: bool = False
 
 
 class MooncakeBackend:
-    """Each write is submitted by itself: of Mooncake's calls these alone can be asked how they stand without waiting.
+    """Submits each write separately, because only such a submission can be polled without blocking.
 
-    An engine remembers for good what it learnt about an address. So one that has met another process at an address is
-    not asked to connect there again: a second engine is.
+    A Mooncake engine caches what it learns about an address for its lifetime. So an engine that has connected to
+    another process at an address is not used for that address again: a second engine is opened.
     """
 
     name = "mooncake"
-    # More than 2048 queued writes would make it refuse those to this peer, and go on refusing.
+    # With more than 2048 queued writes Mooncake refuses further writes to this peer for good.
     limits = Limits(writes=512, nbytes=64 << 20, write_nbytes=16 << 20, in_flight=1024)
 
     def __init__(self, host: str, protocol: str) -> None:
@@ -96,21 +96,21 @@ class MooncakeBackend:
 
     def connect(self, native: bytes, regions: Regions) -> _Remote:
         try:
-            found = json.loads(native)
-            address, instance = str(found["address"]), str(found["instance"])
+            fields = json.loads(native)
+            address, instance = str(fields["address"]), str(fields["instance"])
         except (ValueError, TypeError, KeyError) as error:
-            raise TransferError("this is no description of a peer of mooncake's") from error
+            raise TransferError("this is not a description of a mooncake peer") from error
         engine = self._engine_for(address, instance)
         if engine.native.send_probe(address) != 0:
             raise TransferError(f"mooncake cannot reach {address}")
-        # Learns about the peer here, since `post` would do so under a lock that writes to all peers need.
+        # Fetches the peer's metadata now: `post` would do so under a lock that writes to all peers need.
         if len(regions) and not engine.native.get_first_buffer_address(address):
-            raise TransferError(f"mooncake cannot learn about the memory of {address}")
-        engine.met[address] = instance
+            raise TransferError(f"mooncake cannot fetch the memory metadata of {address}")
+        engine.peers[address] = instance
         return _Remote(engine, address)
 
     def disconnect(self, remote: _Remote) -> None:
-        pass  # there is nothing to give back
+        pass  # Mooncake has nothing to release
 
     def post(self, remote: _Remote, writes: Writes) -> _Post:
         post = _Post(remote.engine)
@@ -118,7 +118,7 @@ class MooncakeBackend:
             batch = remote.engine.native.transfer_submit_write(remote.address, here, there, nbytes)
             if batch in NO_BATCH:
                 if not post.batches:
-                    raise TransferError("mooncake refused them")
+                    raise TransferError("mooncake refused the writes")
                 post.failed = True
                 break
             post.batches.append(batch)
@@ -131,7 +131,7 @@ class MooncakeBackend:
                 return WriteState.PENDING
             handle.batches.popleft()  # Mooncake has freed it
             handle.failed |= status != ENDED_WELL
-        # The peer may not have taken all that was sent from its socket yet.
+        # The peer may not have read everything that was sent from its socket yet.
         return WriteState.FAILED_UNKNOWN if handle.failed else WriteState.DONE
 
     def transport(self) -> str:
@@ -141,20 +141,20 @@ class MooncakeBackend:
         for engine in self._engines:
             for region in self._regions:
                 engine.native.unregister_memory(region.address)
-            engine.native = None  # the last reference: its threads and ports end here
+            engine.native = None  # drops the last reference, which ends its threads and ports
         self._regions.clear()
         self._engines.clear()
 
     def _engine_for(self, address: str, instance: str) -> _Engine:
         for engine in self._engines:
-            if engine.met.get(address, instance) == instance:
+            if engine.peers.get(address, instance) == instance:
                 return engine
         try:
             engine = self._open()
             for region in self._regions:
                 self._register(engine, region)
         except StartupError as error:
-            raise TransferError(f"it takes a second engine to connect to {address}: {error}") from error
+            raise TransferError(f"a second engine, needed to connect to {address}, does not start: {error}") from error
         self._engines.append(engine)
         return engine
 

@@ -1,4 +1,4 @@
-"""NIXL, over UCX: shared memory, TCP or RDMA, whichever of them reaches the peer fastest."""
+"""The NIXL backend, over UCX: shared memory, TCP or RDMA, whichever reaches the peer fastest."""
 
 import ctypes
 import logging
@@ -23,7 +23,7 @@ from hotset.transfer.regions import Regions
 
 log = logging.getLogger(__name__)
 
-# The progress thread sleeps until UCX has something for it. With 0, which the package's own agent sets, it spins.
+# The progress thread sleeps until UCX has work for it. With 0, the default of the package's own agent, it spins.
 PROGRESS_DELAY_US = 20_000
 
 CHOSEN = re.compile(r" UCX +INFO +\S+ (?:intra|inter)-node cfg#\d+ (.*)")
@@ -40,8 +40,11 @@ def load_bindings() -> Any:
 
 
 class UcxLog:
-    """UCX's log, in a file of ours. To be made before UCX is loaded: it reads its settings from the environment, once.
-    Where they say already what to log, they are left alone, and nothing is known here."""
+    """Reads which transports UCX chose, which it reports only in its log, from a log file of our own.
+
+    Create it before UCX is loaded, because UCX reads its settings from the environment once. If the environment already
+    configures UCX's log, the settings are left alone and no transports are known here.
+    """
 
     def __init__(self) -> None:
         self.transports: tuple[str, ...] = ()  # of the connections so far
@@ -54,17 +57,17 @@ class UcxLog:
             os.environ["UCX_LOG_FILE"], os.environ["UCX_LOG_LEVEL"] = path, "info"
 
     def loaded(self) -> None:
-        """UCX has opened the file. Neither its name nor the settings are needed any longer."""
+        """Removes the file's name and the settings, once UCX has opened the file."""
         if self._file:
             os.unlink(self._path)
             del os.environ["UCX_LOG_FILE"], os.environ["UCX_LOG_LEVEL"]
 
     def read(self) -> None:
-        """Takes note of what has been written since; complaints go to our log."""
+        """Reads the new lines. UCX's warnings and errors go to our log."""
         with self._lock:
             if self._file is None:
                 return
-            ctypes.CDLL(None).fflush(None)  # UCX writes through a buffer of the C library, and never flushes it
+            ctypes.CDLL(None).fflush(None)  # UCX writes through a buffer of the C library and never flushes it
             lines = self._file.readlines()
             for found in filter(None, map(CHOSEN.search, lines)):
                 self.transports = tuple(dict.fromkeys([*self.transports, *TRANSPORT.findall(found[1])]))
@@ -92,7 +95,7 @@ class _Post:
 
 
 class NixlBackend:
-    """One NIXL agent. Its name is new for each process, so that a peer that comes back is another one."""
+    """One NIXL agent. Its name is new for each process, so a restarted peer is a different agent."""
 
     name = "nixl"
     limits = Limits(writes=4096, nbytes=32 << 20, write_nbytes=32 << 20, in_flight=1 << 16)
@@ -104,7 +107,8 @@ class NixlBackend:
         self._regions = Regions()
         self._registered: list[Any] = []
         self._lock = threading.Lock()
-        self._connections: Counter[str] = Counter()  # by agent: a peer may be connected again before it is let go
+        # By agent: a peer may be connected again before its old connection is released.
+        self._connections: Counter[str] = Counter()
         config = self._nixl.nixlAgentConfig()
         config.useProgThread, config.useListenThread, config.pthrDelay = True, False, PROGRESS_DELAY_US
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
@@ -143,7 +147,7 @@ class NixlBackend:
         except Exception as error:
             raise TransferError(f"nixl cannot connect: {error}") from error
         try:
-            # May wait for the network: others are connected and let go of meanwhile.
+            # This may wait for the network. Other peers are connected and released in the meantime.
             self._agent.makeConnection(remote.agent, [self._ucx])
         except Exception as error:
             self.disconnect(remote)
@@ -167,7 +171,7 @@ class NixlBackend:
                 )
         except Exception as error:
             self._release(requests)
-            raise TransferError(f"nixl refused them: {error}") from error
+            raise TransferError(f"nixl refused the writes: {error}") from error
         post = _Post()
         for request in requests:
             if post.failed:
@@ -182,7 +186,7 @@ class NixlBackend:
             self._advance(handle, request, begin=False)
         if handle.requests:
             return WriteState.PENDING
-        # An error says that the connection is lost, not that the peer's side has written all that it had received.
+        # An error means that the connection is lost, not that the peer has written everything that it had received.
         return WriteState.FAILED_UNKNOWN if handle.failed else WriteState.DONE
 
     def transport(self) -> str:
@@ -195,7 +199,7 @@ class NixlBackend:
         for entries in self._registered:
             self._agent.deregisterMem(entries, [self._ucx])
         self._registered.clear()
-        self._agent = None  # the last reference: the agent and its threads end here
+        self._agent = None  # drops the last reference, which ends the agent and its threads
         self._log.close()
 
     def _advance(self, post: _Post, request: int, *, begin: bool) -> None:
@@ -215,13 +219,13 @@ class NixlBackend:
             try:
                 self._agent.releaseXferReq(request)
             except Exception as error:
-                log.debug("nixl keeps a request: %s", error)
+                log.debug("nixl did not release a request: %s", error)
 
     def _kind(self, memory: MemoryKind) -> Any:
         return self._nixl.DRAM_SEG if memory is MemoryKind.HOST else self._nixl.VRAM_SEG
 
     def _lists(self, remote: _Remote, writes: Writes) -> Iterator[tuple[Any, Any]]:
-        """Lists that NIXL takes: each is of one kind of memory here, and of one there."""
+        """Yields pairs of NIXL lists, each with one kind of memory on either side."""
         here = _Side(self._regions, writes[:, 0], writes[:, 2])
         there = _Side(remote.regions, writes[:, 1], writes[:, 2])
         for memory in MemoryKind:
@@ -235,7 +239,7 @@ class NixlBackend:
 
 
 class _Side:
-    """One end of each write: address, bytes and device as NIXL wants them, and the kind of memory."""
+    """One side of each write: address, bytes and device in NIXL's format, and the kind of memory."""
 
     def __init__(self, regions: Regions, addresses: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
         at = regions.locate(addresses, nbytes)

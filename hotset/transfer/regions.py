@@ -1,4 +1,4 @@
-"""Registered memory: which region an address lies in."""
+"""Registered memory regions: lookup by address, checking of writes, and their description to peers."""
 
 import base64
 import json
@@ -12,11 +12,13 @@ from hotset.base.errors import StartupError, TransferError
 from hotset.transfer.api import MemoryKind, Region, Writes
 
 OUTSIDE = -1
+NO_EDGES: NDArray[np.int64] = np.empty(0, np.int64)
+VERSION = 1
 
 
 class Regions:
-    """Regions in the order of their addresses; none overlaps another. Grows only, by replacing its arrays as a whole,
-    so that other threads may read while one adds."""
+    """Regions sorted by address, without overlaps. Regions are only added, never removed. `add` replaces the arrays as
+    a whole, so other threads may read at the same time."""
 
     def __init__(self, regions: Iterable[Region] = ()) -> None:
         self._regions: tuple[Region, ...] = ()
@@ -30,110 +32,106 @@ class Regions:
     def __len__(self) -> int:
         return len(self._regions)
 
-    def __getitem__(self, at: int) -> Region:
-        return self._regions[at]
+    def __getitem__(self, index: int) -> Region:
+        return self._regions[index]
 
     def add(self, region: Region) -> None:
-        """StartupError if it is empty or overlaps another."""
+        """Adds a region. Raises StartupError if it is empty or overlaps another."""
         if region.address <= 0 or region.nbytes <= 0:
             raise StartupError(f"a region of {region.nbytes} bytes at address {region.address} cannot be registered")
-        for other in self._regions:
-            if region.address < other.address + other.nbytes and other.address < region.address + region.nbytes:
+        for known in self._regions:
+            if region.address < known.address + known.nbytes and known.address < region.address + region.nbytes:
                 raise StartupError(
                     f"a region of {region.nbytes} bytes at {region.address:#x} overlaps the registered one of "
-                    f"{other.nbytes} bytes at {other.address:#x}"
+                    f"{known.nbytes} bytes at {known.address:#x}"
                 )
-        regions = tuple(sorted((*self._regions, region), key=lambda each: each.address))
-        starts = np.array([each.address for each in regions], np.int64)
+        regions = tuple(sorted((*self._regions, region), key=lambda entry: entry.address))
+        starts = np.array([entry.address for entry in regions], np.int64)
         self._regions, self.starts = regions, starts
 
     def locate(self, addresses: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each span the number of the region that holds all of it, or OUTSIDE."""
+        """Returns, for each span, the index of the region that contains all of it, or OUTSIDE."""
         if not len(self):
             return np.full(len(addresses), OUTSIDE, np.int64)
-        ends = np.array([each.address + each.nbytes for each in self._regions], np.int64)
-        at = np.searchsorted(self.starts, addresses, side="right").astype(np.int64) - 1
-        # Compared as lengths: address + bytes of a senseless write could overflow.
-        held = (at >= 0) & (nbytes >= 0) & (addresses <= ends[at]) & (nbytes <= ends[at] - addresses)
-        return np.where(held, at, OUTSIDE)
+        ends = np.array([region.address + region.nbytes for region in self._regions], np.int64)
+        index = np.searchsorted(self.starts, addresses, side="right").astype(np.int64) - 1
+        # Compared as lengths: address + nbytes of an invalid write could overflow.
+        inside = (index >= 0) & (nbytes >= 0) & (addresses <= ends[index]) & (nbytes <= ends[index] - addresses)
+        return np.where(inside, index, OUTSIDE)
 
 
-NO_EDGES: NDArray[np.int64] = np.empty(0, np.int64)
-
-
-def merged(
-    writes: Writes, edges_here: NDArray[np.int64] = NO_EDGES, edges_there: NDArray[np.int64] = NO_EDGES
+def merge_writes(
+    writes: Writes, local_edges: NDArray[np.int64] = NO_EDGES, remote_edges: NDArray[np.int64] = NO_EDGES
 ) -> Writes:
-    """The same bytes to the same places, in as few writes as there are runs; in the order of the targets.
+    """Returns the same bytes to the same addresses in as few writes as possible, sorted by target address.
 
-    Two writes are joined where one goes on where the other ends, here and there. None is joined across an edge, the
-    address at which a region begins: neighbours in memory may be registered apart, and no engine writes across that.
-    Targets must not overlap, since no engine promises an order among the writes of a list.
+    The cost of a transfer engine is per write. Two writes are merged where one continues the other on both sides, but
+    never across an edge, the address at which a region begins: adjacent regions may be registered separately, and no
+    engine writes across that. Targets must not overlap, because no engine guarantees an order within a list.
     """
     writes = writes[writes[:, 2] > 0]
     if len(writes) < 2:
         return writes
     writes = writes[np.argsort(writes[:, 1], kind="stable")]
-    here, there, nbytes = writes.T
-    goes_on = (here[1:] == here[:-1] + nbytes[:-1]) & (there[1:] == there[:-1] + nbytes[:-1])
-    if len(edges_here) > 1:
-        goes_on &= ~np.isin(here[1:], edges_here)
-    if len(edges_there) > 1:
-        goes_on &= ~np.isin(there[1:], edges_there)
-    first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
-    return np.stack([here[first], there[first], np.add.reduceat(nbytes, first)], axis=1)
+    local, remote, nbytes = writes.T
+    continues = (local[1:] == local[:-1] + nbytes[:-1]) & (remote[1:] == remote[:-1] + nbytes[:-1])
+    if len(local_edges) > 1:
+        continues &= ~np.isin(local[1:], local_edges)
+    if len(remote_edges) > 1:
+        continues &= ~np.isin(remote[1:], remote_edges)
+    first = np.flatnonzero(np.concatenate(([True], ~continues)))
+    return np.stack([local[first], remote[first], np.add.reduceat(nbytes, first)], axis=1)
 
 
-def runs_between(writes: Writes, here: Regions, there: Regions) -> Writes | None:
-    """`writes`, merged, or None if any of them reads outside `here` or would write outside `there`."""
-    for regions, addresses in ((here, writes[:, 0]), (there, writes[:, 1])):
+def merge_registered(writes: Writes, local: Regions, remote: Regions) -> Writes | None:
+    """Returns `writes`, merged, or None if one of them reads outside `local` or would write outside `remote`."""
+    for regions, addresses in ((local, writes[:, 0]), (remote, writes[:, 1])):
         if (regions.locate(addresses, writes[:, 2]) == OUTSIDE).any():
             return None
-    return merged(writes, here.starts, there.starts)
+    return merge_writes(writes, local.starts, remote.starts)
 
 
-def cut(writes: Writes, longest: int) -> Writes:
-    """The same bytes in writes of at most `longest` bytes, in order."""
+def split_writes(writes: Writes, max_nbytes: int) -> Writes:
+    """Returns the same bytes in writes of at most `max_nbytes` bytes, in order."""
     nbytes = writes[:, 2]
-    counts = -(-nbytes // longest)
+    counts = -(-nbytes // max_nbytes)
     if not len(writes) or counts.max() <= 1:
         return writes
-    pieces = np.repeat(writes, counts, axis=0)
-    offsets = (np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
-    pieces[:, :2] += offsets[:, None]
-    pieces[:, 2] = np.minimum(longest, pieces[:, 2] - offsets)
-    return pieces
-
-
-VERSION = 1
+    parts = np.repeat(writes, counts, axis=0)
+    offsets = (np.arange(len(parts)) - np.repeat(np.cumsum(counts) - counts, counts)) * max_nbytes
+    parts[:, :2] += offsets[:, None]
+    parts[:, 2] = np.minimum(max_nbytes, parts[:, 2] - offsets)
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
+    """What one endpoint sends to another before it connects: its regions, and bytes that only the engine interprets."""
+
     engine: str
     regions: Regions
-    native: bytes  # for the engine alone
+    native: bytes
 
     def encode(self) -> bytes:
-        regions = [[each.address, each.nbytes, each.memory.value, each.device] for each in self.regions]
+        regions = [[region.address, region.nbytes, region.memory.value, region.device] for region in self.regions]
         native = base64.b64encode(self.native).decode()
         return json.dumps({"version": VERSION, "engine": self.engine, "regions": regions, "native": native}).encode()
 
 
-def decode(description: bytes, engine: str) -> Description:
-    """TransferError for anything that another version, another engine or nobody at all has written."""
+def decode_description(description: bytes, engine: str) -> Description:
+    """Parses a description. Raises TransferError if it is malformed, or from another version or another engine."""
     try:
-        found = json.loads(description)
-        version, other = found["version"], found["engine"]
+        fields = json.loads(description)
+        version, peer_engine = fields["version"], fields["engine"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise TransferError("this is no description of a peer's memory") from error
-    if (version, other) != (VERSION, engine):
-        raise TransferError(f"the peer uses {other} (version {version}), this side {engine} (version {VERSION})")
+        raise TransferError("this is not a description of a peer's memory") from error
+    if (version, peer_engine) != (VERSION, engine):
+        raise TransferError(f"the peer uses {peer_engine} (version {version}), this side {engine} (version {VERSION})")
     try:
         regions = [
             Region(int(address), int(nbytes), MemoryKind(memory), int(device))
-            for address, nbytes, memory, device in found["regions"]
+            for address, nbytes, memory, device in fields["regions"]
         ]
-        return Description(engine, Regions(regions), base64.b64decode(found["native"], validate=True))
+        return Description(engine, Regions(regions), base64.b64decode(fields["native"], validate=True))
     except (ValueError, TypeError, KeyError, OverflowError, StartupError) as error:
-        raise TransferError(f"the peer's description of its memory makes no sense: {error}") from error
+        raise TransferError(f"the peer's description of its memory is invalid: {error}") from error

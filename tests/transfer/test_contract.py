@@ -306,9 +306,9 @@ def test_a_description_that_makes_no_sense_is_refused(bench: Bench, garbage: byt
 
 
 def test_a_description_with_garbage_for_the_engine_is_refused(bench: Bench) -> None:
-    from hotset.transfer.regions import Description, decode
+    from hotset.transfer.regions import Description, decode_description
 
-    found = decode(bench.far.description, bench.engine)
+    found = decode_description(bench.far.description, bench.engine)
     with pytest.raises(TransferError):
         bench.transfer.connect("garbage", Description(bench.engine, found.regions, b"\x00garbage").encode())
 

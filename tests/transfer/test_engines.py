@@ -19,7 +19,7 @@ from far_end import NBYTES, POISON, FarProcess
 from hotset.base.errors import ConfigError, MissingDependency, StartupError
 from hotset.transfer.api import MemoryKind, Region, Transfer, WriteState, WriteTicket
 from hotset.transfer.engines import open_transfer
-from hotset.transfer.regions import decode
+from hotset.transfer.regions import decode_description
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,7 +85,7 @@ def test_a_missing_package_or_library_is_named_with_the_command_that_adds_it(
 TELL_TRANSPORTS = f"""
 import logging, time
 import numpy as np
-from hotset.transfer.api import Region, State
+from hotset.transfer.api import Region, WriteState
 from hotset.transfer.engines import open_transfer
 logging.basicConfig(level=logging.INFO)
 near, far, memory = open_transfer("nixl"), open_transfer("nixl"), np.zeros({NBYTES}, np.uint8)
@@ -93,7 +93,7 @@ near.register(Region(memory.ctypes.data, 100))
 far.register(Region(memory.ctypes.data + 100, 100))
 near.connect("far", far.describe())
 ticket = near.submit("far", np.array([[memory.ctypes.data, memory.ctypes.data + 100, 100]]))
-while near.poll(ticket) is State.PENDING:
+while near.poll(ticket) is WriteState.PENDING:
     time.sleep(0.001)
 print(near.transport())
 near.close()
@@ -121,7 +121,7 @@ def test_closing_mooncake_gives_its_ports_back(mooncake: Transfer, far: FarProce
     mooncake.connect("far", far.description)
     ticket = mooncake.submit("far", np.array([[memory.ctypes.data, far.address, 8]]))
     assert ended(mooncake, ticket) is WriteState.DONE
-    port = int(json.loads(decode(mooncake.describe(), "mooncake").native)["address"].rpartition(":")[2])
+    port = int(json.loads(decode_description(mooncake.describe(), "mooncake").native)["address"].rpartition(":")[2])
     socket.create_connection(("127.0.0.1", port)).close()
     mooncake.close()
     with pytest.raises(ConnectionRefusedError):
@@ -162,7 +162,7 @@ def test_mooncake_meets_a_new_process_at_an_address_that_it_knows(
     """The description is changed as if the process were another: what the engine remembers is not used."""
     mooncake.connect("far", far.description)
     assert ended(mooncake, mooncake.submit("far", np.array([[memory.ctypes.data, far.address, 8]]))) is WriteState.DONE
-    found = decode(far.description, "mooncake")
+    found = decode_description(far.description, "mooncake")
     native = json.dumps(json.loads(found.native) | {"instance": "another"}).encode()
     mooncake.connect("far", replace(found, native=native).encode())
     writes = np.array([[memory.ctypes.data, far.address, NBYTES]])

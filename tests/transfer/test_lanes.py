@@ -13,7 +13,7 @@ from hotset.base.errors import StartupError, TransferError
 from hotset.transfer import lanes as lanes_module
 from hotset.transfer.api import Region, Writes, WriteState, WriteTicket
 from hotset.transfer.lanes import Lanes, Limits
-from hotset.transfer.regions import Description, Regions, decode
+from hotset.transfer.regions import Description, Regions, decode_description
 
 NBYTES, POISON = 4096, 0xAB
 SECONDS = 60.0  # a deadline for what happens much sooner on a machine that is not overloaded
@@ -141,7 +141,7 @@ def make() -> Iterator[Callable[[int, float], Bench]]:
             remote.hang.set()
         bench.transfer.close()
         # One that hung goes on to write: the memory must last as long as its lane.
-        assert all(lane.joined(SECONDS) for lane in bench.transfer._lanes)
+        assert all(lane.join(SECONDS) for lane in bench.transfer._lanes)
 
 
 Make = Callable[[int, float], Bench]
@@ -359,7 +359,7 @@ def test_defect_12_a_registration_that_fails_is_told_and_describes_nothing(make:
     more = np.zeros(NBYTES, np.uint8)
     with pytest.raises(StartupError, match="no locked memory"):
         bench.transfer.register(Region(more.ctypes.data, NBYTES))
-    assert len(decode(bench.transfer.describe(), "troubled").regions) == 1
+    assert len(decode_description(bench.transfer.describe(), "troubled").regions) == 1
     writes = np.array([[more.ctypes.data, bench.target.ctypes.data, 8]])
     assert bench.ended(bench.transfer.submit("peer", writes)) is WriteState.FAILED_QUIESCED
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hotset.base.errors import StartupError
 from hotset.transfer.api import Region
-from hotset.transfer.regions import OUTSIDE, Regions, cut, merged, runs_between
+from hotset.transfer.regions import OUTSIDE, Regions, merge_registered, merge_writes, split_writes
 
 Spans = list[tuple[int, int, int]]
 
@@ -50,7 +50,7 @@ def test_merging_moves_the_same_bytes_and_crosses_no_edge(spans: Spans, here: se
     """Edges are where regions begin; a write as it is submitted crosses none, so the spans are cut at them first."""
     edges_here, edges_there = np.array(sorted(here | {-1}), np.int64), np.array(sorted(there | {-1}), np.int64)
     whole = [(a, b, 1) for b, a in bytes_of(as_writes(spans)).items()]
-    found = merged(as_writes(whole), edges_here, edges_there)
+    found = merge_writes(as_writes(whole), edges_here, edges_there)
     assert bytes_of(found) == bytes_of(as_writes(spans))
     assert len(found) == fewest(whole, here, there)
 
@@ -59,7 +59,7 @@ def test_merging_moves_the_same_bytes_and_crosses_no_edge(spans: Spans, here: se
 @example([])
 @example([(0, 0, 0)])
 def test_merging_leaves_as_few_writes_as_there_are_runs(spans: Spans) -> None:
-    found = merged(as_writes(spans))
+    found = merge_writes(as_writes(spans))
     assert bytes_of(found) == bytes_of(as_writes(spans))
     assert len(found) == fewest(spans, set(), set())
     assert found[:, 1].tolist() == sorted(found[:, 1].tolist())
@@ -67,8 +67,8 @@ def test_merging_leaves_as_few_writes_as_there_are_runs(spans: Spans) -> None:
 
 @given(span_lists(), st.integers(1, 7))
 def test_cutting_moves_the_same_bytes_in_short_pieces(spans: Spans, longest: int) -> None:
-    writes = merged(as_writes(spans))
-    found = cut(writes, longest)
+    writes = merge_writes(as_writes(spans))
+    found = split_writes(writes, longest)
     assert bytes_of(found) == bytes_of(writes)
     assert len(found) == sum(-(-nbytes // longest) for _, _, nbytes in writes.tolist())
     assert (found[:, 2] <= longest).all() and (found[:, 2] > 0).all()
@@ -77,18 +77,18 @@ def test_cutting_moves_the_same_bytes_in_short_pieces(spans: Spans, longest: int
 def test_offsets_beyond_32_bits_survive() -> None:
     base = 7 << 40
     spans = np.array([[base + (i << 33), base + (i << 34), 1 << 33] for i in range(5)], np.int64)
-    assert merged(spans).tolist() == spans.tolist()
+    assert merge_writes(spans).tolist() == spans.tolist()
     joined = np.array([[base + (i << 33), base + (i << 33), 1 << 33] for i in range(5)], np.int64)
-    assert merged(joined).tolist() == [[base, base, 5 << 33]]
-    assert cut(merged(joined), 1 << 33).tolist() == joined.tolist()
+    assert merge_writes(joined).tolist() == [[base, base, 5 << 33]]
+    assert split_writes(merge_writes(joined), 1 << 33).tolist() == joined.tolist()
 
 
 def test_neighbouring_regions_are_not_written_across() -> None:
     here, there = Regions([Region(100, 100)]), Regions([Region(1000, 50), Region(1050, 50)])
     writes = np.array([[100, 1000, 50], [150, 1050, 50]], np.int64)
-    found = runs_between(writes, here, there)
+    found = merge_registered(writes, here, there)
     assert found is not None and found.tolist() == writes.tolist()
-    across = runs_between(np.array([[100, 1000, 100]], np.int64), here, there)
+    across = merge_registered(np.array([[100, 1000, 100]], np.int64), here, there)
     assert across is None
 
 
