@@ -16,7 +16,7 @@ from far_process import answer, far_process
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
 from hotset.engine.stores import host_stores, landing_stores, regions
-from hotset.engine.workers.executor import whole
+from hotset.engine.workers.executor import whole_host_store
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.layout import writes
 from hotset.handoff.messages import (
@@ -149,15 +149,17 @@ class Worker:
         self.memory = KvMemory(pool, host, 1, case.tokens)
         self.backend = Noted(NixlBackend(HOST, LANES) if case.engine == "nixl" else MooncakeBackend(HOST, "tcp"))
         self.transfer = Lanes(self.backend, LANES, DEADLINE_S)
-        for region in regions(whole(self.memory), None if prefill else self.memory.pool):
+        for region in regions(whole_host_store(self.memory), None if prefill else self.memory.pool):
             self.transfer.register(region)
         channel = open_channel(f"{HOST}:0")
-        source = host_stores(whole(self.memory))["host"]
+        source = host_stores(whole_host_store(self.memory))["host"]
         assert shape.key is not None
         model = ModelIdentity("stand-in", case.layers, shape.row.described, shape.key.described, shape.groups, "")
         in_host = prefill or case.keys == "host"
         stores: Mapping[Landing, Store] = (
-            {"host": source} if in_host else landing_stores(whole(self.memory), self.memory.pool, LAND_ANYWHERE)
+            {"host": source}
+            if in_host
+            else landing_stores(whole_host_store(self.memory), self.memory.pool, LAND_ANYWHERE)
         )
         self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe())
         self.news = threading.Event()
@@ -293,7 +295,7 @@ class DecodeWorker(Worker):
 
     def unmerged(self) -> int:
         """Writes of a context if no page followed another."""
-        case, source, target = self.case, host_stores(whole(self.memory))["host"], self.hello.stores["host"]
+        case, source, target = self.case, host_stores(whole_host_store(self.memory))["host"], self.hello.stores["host"]
         apart = tuple(reversed(range(case.pages)))
         assert source.keys is not None and target.keys is not None
         keys = writes(source.keys, apart, target.keys, apart, 0, case.tokens)

@@ -109,7 +109,7 @@ class DecodeEndpoint:
         for replica, scheduler in enumerate(self._schedulers):
             for outgoing in scheduler.take_outgoing():
                 if isinstance(outgoing, Reservation):
-                    self._held.append(_Held(replica, outgoing, self._executor.stored()))
+                    self._held.append(_Held(replica, outgoing, self._executor.mirrored_event()))
                 else:
                     self._withdraw(replica, outgoing)
         ready = [held for held in self._held if held.after is None or held.after.query()]
@@ -183,7 +183,7 @@ class PrefillEndpoint:
     def submitted(self, step: Step) -> None:
         (plan,) = step
         assert plan is not None, "a step without a plan"
-        after = self._executor.stored() if plan.sent else None
+        after = self._executor.mirrored_event() if plan.sent else None
         for sent in plan.sent:
             asked = self._asked[sent.request_id]
             match sent:
@@ -229,8 +229,8 @@ class PrefillEndpoint:
 def landing_policy(config: EngineConfig) -> LandingPolicy:
     """Peers can write to device memory only if it belongs to the engine's own process, that is, with one worker."""
     on_device = config.workers == 1
-    max_direct_writes = prefer_few_writes(config.transfer, config.transfer_protocol)
-    return LandingPolicy(on_device, keys_on_host=max_direct_writes or not on_device)
+    few_writes = prefer_few_writes(config.transfer, config.transfer_protocol)
+    return LandingPolicy(on_device, keys_on_host=few_writes or not on_device)
 
 
 def open_endpoint(

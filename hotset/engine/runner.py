@@ -1,7 +1,7 @@
 """The runner carries out plans: it owns the model, its memory and every seat's tensors, and decides nothing."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,17 +14,13 @@ from hotset.tiers.commands import Flush, Load
 from hotset.tiers.kv_memory import KvMemory
 
 
-class SampledToken(Protocol):
-    """A token sampled elsewhere, and its place."""
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token that another stage sampled, and its place."""
 
-    @property
-    def seat(self) -> int: ...
-
-    @property
-    def position(self) -> int: ...
-
-    @property
-    def token_id(self) -> int: ...
+    seat: int
+    position: int
+    token_id: int
 
 
 class SubmittedStep:

@@ -57,7 +57,7 @@ class WorkerMemory:
 
     shape: KvShape
     free: int
-    own_store: bool = True  # False: its rows lie in the host store of another one
+    owns_store: bool = True  # False: its rows lie in the host store of another one
 
 
 def kv_budget(config: EngineConfig, shape: KvShape, model_context: int, device: torch.device) -> KvBudget:
@@ -83,7 +83,7 @@ def shared_budget(
             _longest(geometry.tiered_pages, device_pages, wanted),
         )
         holds = tiered if config.tiers == "always" else max(holds, tiered)
-    token_bytes = sum(part.shape.token_bytes for part in parts if part.own_store)
+    token_bytes = sum(part.shape.token_bytes for part in parts if part.owns_store)
     _check_length(config, token_bytes, holds, wanted, "device", flag)
     if host_pages:
         on_host = min(wanted, host_pages * config.page_rows)
@@ -149,7 +149,7 @@ def _host_pages(
     contexts on the device could fill, or it would lower what the device holds."""
     if config.tiers == "off":
         return 0, "--tiers"
-    page_bytes = sum(part.shape.token_bytes for part in parts if part.own_store) * config.page_rows
+    page_bytes = sum(part.shape.token_bytes for part in parts if part.owns_store) * config.page_rows
     on_devices = sum(part.shape.layers for part in parts) * geometry.part_bytes * device_pages
     free = free_bytes(CPU) - (on_devices if device.type == "cpu" else 0)  # comes out of the same memory
     on_device = _most_row_pages(geometry, device_pages)

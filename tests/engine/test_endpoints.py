@@ -143,7 +143,7 @@ def test_pages_are_offered_to_a_peer_after_the_copies_that_may_still_write_them(
 ) -> None:
     with monkeypatch.context() as patch:
         agent, copies = dictated(decode, patch), Later()
-        patch.setattr(decode.executor, "stored", lambda: copies)
+        patch.setattr(decode.executor, "mirrored_event", lambda: copies)
         for name in ("given up", "kept"):
             (choice,) = InputProcessor(decode.card, seed=0).accept(name, [1, 2, 3], SamplingParams(), prefill_at=PEER)
             decode.add(choice)

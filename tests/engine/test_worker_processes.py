@@ -204,5 +204,5 @@ def test_a_worker_that_cannot_start_is_told_of_in_one_line(tmp_path: Path) -> No
         LLM(model, **SETTINGS, pipeline_parallel_size=2, pipeline_layers="2,2")
     with pytest.raises(ConfigError, match="cannot be joined"):
         LLM(model, **SETTINGS, data_parallel_size=2, tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="2 workers want a GPU each, and there are 0; lower --tensor-parallel-size"):
+    with pytest.raises(ConfigError, match="2 workers need one GPU each, but this machine has 0; lower --tensor"):
         worker_splits(EngineConfig(model, tensor_parallel_size=2), find_model(model).spec, torch.device("cuda"))

@@ -107,7 +107,7 @@ def test_a_shared_store_is_read_after_every_writer_has_said_that_its_pages_are_t
         workers = engine.executor
         writes, resident, reads = (Plan(n, (), (), (), (), (), reads_host=n == 2) for n in range(3))
         tickets = [workers.submit([writes]), workers.submit([resident])]
-        on_host = workers.stored()
+        on_host = workers.mirrored_event()
         later = threading.Thread(target=lambda: tickets.append(workers.submit([reads])), daemon=True)
         later.start()
         later.join(0.3)

@@ -83,17 +83,17 @@ class ThreadWorkers(MultiprocessExecutor):
         self._lines: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
         super().__init__(config, parts, stages, kv_heads, CPU)
 
-    def _start(self, place: WorkerRank) -> tuple[Connection, Any]:
+    def _start(self, rank: WorkerRank) -> tuple[Connection, Any]:
         pipe, far_end = Pipe()
 
-        def joined(place: WorkerRank, _device: torch.device) -> ThreadWorld:
+        def join_world(rank: WorkerRank, _device: torch.device) -> ThreadWorld:
             collectives: Collectives = SINGLE_RANK
-            if place.split.size > 1:
-                collectives = ThreadCollectives(place.split.rank, self._groups[place.stage])
-            return ThreadWorld(collectives, place.number, self._lines)
+            if rank.split.size > 1:
+                collectives = ThreadCollectives(rank.split.rank, self._groups[rank.stage])
+            return ThreadWorld(collectives, rank.number, self._lines)
 
         def serve() -> None:
-            worker_module.serve(far_end, joined, lambda: None)
+            worker_module.serve(far_end, join_world, lambda: None)
             far_end.close()
 
         return pipe, ThreadProcess(serve, self._break)

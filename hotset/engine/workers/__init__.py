@@ -1,1 +1,1 @@
-"""One controller, many workers: the controller decides, workers carry out its plans and report."""
+"""The processes that compute steps: the controller's executors, the worker process, and the messages between them."""

@@ -1,4 +1,4 @@
-"""What the step loop needs of whoever computes: few verbs, so that processes on a cluster can stand beside ours."""
+"""The executor interface: how the step loop runs steps, whatever processes or machines compute them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,78 +11,81 @@ from hotset.schedule.plan import Plan, StepResult
 from hotset.tiers.kv_memory import KvMemory, Traffic
 from hotset.transfer.api import DeviceEvent
 
-Step = Sequence[Plan | None]  # a plan for each replica; None: it has nothing to do in this step
+Step = Sequence[Plan | None]  # one plan per replica; None for a replica that computes nothing in this step
 
 
 class StepFuture(Protocol):
-    """A step that was submitted."""
+    """The future results of a submitted step."""
 
     def results(self) -> Sequence[StepResult | None]:
-        """Waits for this step, by all that take part in it. EngineStopped if a worker died."""
+        """Waits until every worker has executed this step. Raises EngineStopped if a worker died."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostShard:
-    """The home of some layers' rows, of some heads, in memory that the controller can reach."""
+    """A host store, or one worker's part of it, in memory that the controller can address."""
 
     replica: int
-    first_layer: int  # of the whole model
-    shape: KvShape  # of what is here
-    kv_heads: int  # of the whole model, where ranks divide rows by them
+    first_layer: int  # the first layer it holds, numbered in the whole model
+    shape: KvShape  # of the part that it holds
+    kv_heads: int  # of the whole model, if ranks divide rows by heads; else 1
     store: HostStore
 
 
-def whole(memory: KvMemory) -> list[HostShard]:
-    """The one home of a worker that holds everything; none without tiers."""
+def whole_host_store(memory: KvMemory) -> list[HostShard]:
+    """Returns the host store of a worker that holds the whole model; empty without tiers."""
     return [] if memory.host is None else [HostShard(0, 0, memory.pool.shape, 1, memory.host)]
 
 
 class Executor(Protocol):
-    """Carries out steps in the order they come. Not thread-safe, but for `stored` and what it returned."""
+    """Executes steps in the order of submission. Not thread-safe, except for `mirrored_event` and its result."""
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Compiles and captures ahead what steps will need. `progress(done, total)`."""
+        """Compiles kernels and captures graphs before the first request. `progress(done, total)` counts graphs."""
 
     def check(self) -> None:
-        """EngineStopped if a worker died, though nothing was asked of it."""
+        """Raises EngineStopped if a worker has died."""
 
     def submit(self, step: Step) -> StepFuture:
-        """Begins a step. Waits for none, unless this one reads what others may still be writing."""
+        """Starts a step without waiting for earlier ones, unless it reads host pages that they may still be writing."""
 
-    def stored(self) -> DeviceEvent | None:
-        """Happens when all that steps submitted so far were to copy to the host is there; None: it is."""
+    def mirrored_event(self) -> DeviceEvent | None:
+        """Returns an event that occurs when all copies to the host of the steps submitted so far have finished.
+
+        Returns None if they already have.
+        """
 
     def hosts(self) -> Sequence[HostShard]:
-        """The host stores of all workers; none without tiers."""
+        """Returns the host stores of all workers; empty without tiers."""
 
     @property
     def pool(self) -> DevicePool | None:
-        """Device memory that is this process's own."""
+        """The device pool, if it belongs to this process."""
 
     def traffic(self) -> Traffic:
-        """What moved between host and device since start, in all workers."""
+        """Returns the traffic between host and device since start, summed over all workers."""
 
     def audit(self, tiered: Sequence[Mapping[int, int]]) -> None:
-        """Proves of the tiered seats of each replica, whose contexts have so many rows, that their maps agree."""
+        """Checks the residency maps. `tiered` maps, for each replica, a tiered seat to the rows of its context."""
 
     @property
     def pinned_bytes(self) -> int:
-        """Of host memory that `close` gives back."""
+        """Bytes of pinned host memory, which `close` takes time to release."""
 
     def close(self) -> None:
-        """Ends workers, and gives their memory back. Idempotent."""
+        """Stops the workers and releases their memory. Idempotent."""
 
 
-class _Done:
-    def __init__(self, ticket: SubmittedStep) -> None:
-        self._ticket = ticket
+class _SubmittedInProcess:
+    def __init__(self, submitted: SubmittedStep) -> None:
+        self._submitted = submitted
 
     def results(self) -> Sequence[StepResult]:
-        return (self._ticket.result(),)
+        return (self._submitted.result(),)
 
 
 class InProcessExecutor:
-    """One worker, in this process."""
+    """Implements `Executor` with one worker, in this process."""
 
     def __init__(self, runner: Runner, memory: KvMemory) -> None:
         self.runner, self.memory = runner, memory
@@ -95,14 +98,14 @@ class InProcessExecutor:
 
     def submit(self, step: Step) -> StepFuture:
         (plan,) = step
-        assert plan is not None, "a step without a plan"
-        return _Done(self.runner.submit(plan))
+        assert plan is not None, "a step of one replica has a plan"
+        return _SubmittedInProcess(self.runner.submit(plan))
 
-    def stored(self) -> DeviceEvent | None:
+    def mirrored_event(self) -> DeviceEvent | None:
         return self.memory.mirrored_event()
 
     def hosts(self) -> Sequence[HostShard]:
-        return whole(self.memory)
+        return whole_host_store(self.memory)
 
     @property
     def pool(self) -> DevicePool:

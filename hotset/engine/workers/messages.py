@@ -1,10 +1,11 @@
-"""What the controller and its workers say to each other, over a pipe to each."""
+"""Messages between the controller and its worker processes. Each worker has one pipe to the controller."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
+from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget
 from hotset.memory.device_pool import KvShape
 from hotset.models.split import Split
@@ -14,19 +15,19 @@ from hotset.tiers.kv_memory import Traffic
 
 @dataclass(frozen=True, slots=True)
 class WorkerRank:
-    """Where one worker stands among all."""
+    """The position of one worker among all workers of the engine."""
 
-    number: int  # of `workers`
+    number: int  # in [0, workers)
     workers: int
-    stage: int
+    stage: int  # in [0, stages)
     stages: int
     split: Split
-    rendezvous: str  # host:port where all workers meet
+    rendezvous: str  # host:port at which torch.distributed connects the workers
     device: str
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Names the worker in error messages."""
         if self.split.dp_size > 1:
             return f"worker {self.number} (data parallel rank {self.split.rank} of {self.split.size})"
         rank = f"rank {self.split.rank} of {self.split.size}"
@@ -39,13 +40,15 @@ class WorkerRank:
 
 @dataclass(frozen=True, slots=True)
 class InitWorker:
+    """Tells a worker to load its part of the model. This is always the first command."""
+
     config: EngineConfig
-    place: WorkerRank
+    rank: WorkerRank
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Bytes of weights."""
+    """Reports how many bytes of weights have been loaded."""
 
     done: int
     total: int
@@ -53,7 +56,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Weights are there; what is left on the worker's device is free for KV."""
+    """Reports that the weights are loaded, and how many bytes of the worker's device are free for KV."""
 
     shape: KvShape
     free: int
@@ -61,56 +64,47 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class InitCache:
-    """What the engine runs with. If there are host pages, the memory for them follows."""
+    """Tells a worker to allocate its KV memory. If the budget has host pages, a `SharedMemory` for them follows."""
 
     budget: KvBudget
-    writer: int  # the host store is shared with others if there are several
+    writer: int  # this worker's number among the workers that write to the same host store
     writers: int
 
 
 @dataclass(frozen=True, slots=True)
 class CacheReady:
-    pass
+    """Reports that the KV memory is allocated."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """The worker does not start, or cannot go on. `trace` is set where it is a bug of ours."""
+    """Reports that the worker cannot start or cannot continue. `trace` is set if the cause is a bug in Hotset."""
 
     error: StartupError
     trace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class SampledToken:
-    """What was sampled at another stage."""
-
-    seat: int
-    position: int
-    token_id: int
-
-
-@dataclass(frozen=True, slots=True)
 class ExecuteStep:
-    """A step to be carried out, after all before it."""
+    """Tells a worker to execute a step after all earlier ones."""
 
     number: int
-    plan: Plan | None
-    tokens: Sequence[SampledToken]
-    rows: Sequence[int]  # that each replica computes in it
+    plan: Plan | None  # None if the worker's replica computes nothing in this step
+    sampled: Sequence[SampledToken]  # tokens that the last stage sampled in earlier steps, for the first stage
+    tokens_per_rank: Sequence[int]  # that each data parallel rank computes in this step
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """The step has been carried out, and what it was to copy to the host is there."""
+    """Reports that the step has been executed and that all its copies to the host have finished."""
 
     number: int
-    result: StepResult | None  # of whoever sampled; None of all others
+    result: StepResult | None  # from the one worker of each replica that reports samples; None from all others
 
 
 @dataclass(frozen=True, slots=True)
 class GetTraffic:
-    pass
+    """Asks for a `TrafficReport`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +114,19 @@ class TrafficReport:
 
 @dataclass(frozen=True, slots=True)
 class RunAudit:
-    tiered: Mapping[int, int]
+    """Asks for an `AuditReport`."""
+
+    tiered: Mapping[int, int]  # tiered seat -> rows of its context
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    flaw: str | None
+    flaw: str | None  # None if the audit found nothing
 
 
 @dataclass(frozen=True, slots=True)
 class StopWorker:
-    pass
+    """Tells a worker to release its memory and exit."""
 
 
 WorkerCommand = InitWorker | InitCache | ExecuteStep | GetTraffic | RunAudit | StopWorker

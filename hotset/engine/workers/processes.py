@@ -1,4 +1,4 @@
-"""The controller's side of workers in processes of this machine: starts them, tells them steps, hears their reports."""
+"""The controller's side of worker processes on this machine: starts them, sends them steps, receives their reports."""
 
 import contextlib
 import multiprocessing
@@ -18,6 +18,7 @@ import torch
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, StartupError
+from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory
 from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_PER_SECOND
 from hotset.engine.workers.executor import HostShard, Step, StepFuture
@@ -31,7 +32,6 @@ from hotset.engine.workers.messages import (
     Loaded,
     LoadProgress,
     RunAudit,
-    SampledToken,
     StepDone,
     StopWorker,
     TrafficReport,
@@ -50,53 +50,56 @@ from hotset.tiers.kv_memory import Traffic
 from hotset.transfer.api import DeviceEvent
 
 T = TypeVar("T", bound=WorkerReport)
-START_SECONDS = 1800.0  # for a worker that loads and has nothing to tell
-STEP_SECONDS = 600.0  # for the slowest step
-BLAME_SECONDS = 1.0  # for a worker whose end made another one fail
-HURRIED_SECONDS = 2.0  # for the same, while a step is under way
+START_SECONDS = 1800.0  # the longest silence of a worker that is starting
+STEP_SECONDS = 600.0  # the longest step
+CAUSE_SECONDS = 1.0  # how long to look for another dead worker as the cause of a failure
+STOP_IN_STEP_SECONDS = 2.0  # the time to stop for workers that are in a step, where they may never return
 
 
 @dataclass(slots=True)
 class _Worker:
-    place: WorkerRank
+    rank: WorkerRank
     process: SpawnProcess
     pipe: Connection
-    shape: KvShape | None = None
-    free: int = 0
-    loaded: tuple[int, int] = (0, 0)  # bytes of weights: done, in all
+    shape: KvShape | None = None  # None until it has loaded
+    free: int = 0  # bytes of its device
+    bytes_loaded: int = 0
+    bytes_to_load: int = 0
 
 
 @dataclass(slots=True)
-class _Begun:
-    """A step, and what came of it so far."""
+class _StepState:
+    """A submitted step and the reports received for it so far."""
 
     number: int
     step: Step
     results: list[StepResult | None]
-    missing: set[int] = field(default_factory=set)  # workers that have not reported
+    missing: set[int] = field(default_factory=set)  # numbers of the workers that have not reported
 
 
-class _InFlight:
-    def __init__(self, workers: "MultiprocessExecutor", begun: _Begun) -> None:
-        self._workers, self._begun = workers, begun
+class _SubmittedToWorkers:
+    """Implements `StepFuture`."""
+
+    def __init__(self, executor: "MultiprocessExecutor", state: _StepState) -> None:
+        self._executor, self._state = executor, state
 
     def results(self) -> Sequence[StepResult | None]:
-        self._workers.finish(self._begun)
-        return self._begun.results
+        self._executor.finish(self._state)
+        return self._state.results
 
 
-class _Reported:
-    """Happens when every worker has reported a step."""
+class _StepsFinished:
+    """Implements `DeviceEvent`. It occurs when every worker has reported step `number`."""
 
-    def __init__(self, workers: "MultiprocessExecutor", number: int) -> None:
-        self._workers, self._number = workers, number
+    def __init__(self, executor: "MultiprocessExecutor", number: int) -> None:
+        self._executor, self._number = executor, number
 
     def query(self) -> bool:
-        return self._workers.finished >= self._number
+        return self._executor.steps_finished >= self._number
 
 
 class MultiprocessExecutor:
-    """Implements `Executor`. Every wait ends when a worker dies, with its name."""
+    """Implements `Executor` with worker processes. If a worker dies, every wait ends with an error that names it."""
 
     def __init__(
         self,
@@ -107,79 +110,95 @@ class MultiprocessExecutor:
         device: torch.device,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """Starts all of them; `load` waits until they have their weights. `kv_heads`: of the whole model, where rows
-        are made of heads; else 1. `wake` is called, from another thread, when `check` has something to tell."""
+        """Starts all workers; `load` then waits for their weights.
+
+        `kv_heads` is that of the whole model if rows consist of heads, else 1. `wake` is called from another thread
+        when a worker has died, so `check` would raise.
+        """
         self._config, self._kv_heads, self._on_gpu = config, kv_heads, device.type == "cuda"
         self._workers: list[_Worker] = []
         self._stores: list[HostShard] = []
         self._shared: list[SharedMemory] = []
-        self._begun: deque[_Begun] = deque()
-        self._steps = 0
-        self.finished = 0  # steps that every worker has reported
-        self._told: list[SampledToken] = []  # sampled, and not yet told to the first stage
+        self._in_flight: deque[_StepState] = deque()
+        self._steps_submitted = 0
+        self.steps_finished = 0  # steps that every worker has reported
+        self._sampled: list[SampledToken] = []  # tokens that the first stage has not received yet
         self._dead: list[_Worker] = []
         self._wake = wake
-        # A program that forgets to close would wait for its children at its end, and they for it.
+        # Without this, a program that does not call `close` hangs at exit: it joins workers that wait for commands.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
         rendezvous = f"127.0.0.1:{_free_port()}"
         try:
             for number, split in enumerate(splits):
-                where = f"cuda:{number}" if device.type == "cuda" else "cpu"
-                place = WorkerRank(number, len(splits), number // split.size, stages, split, rendezvous, where)
-                pipe, process = self._start(place)
-                self._workers.append(_Worker(place, process, pipe))
-                pipe.send(InitWorker(config, place))
+                rank = WorkerRank(
+                    number=number,
+                    workers=len(splits),
+                    stage=number // split.size,
+                    stages=stages,
+                    split=split,
+                    rendezvous=rendezvous,
+                    device=f"cuda:{number}" if device.type == "cuda" else "cpu",
+                )
+                pipe, process = self._start(rank)
+                self._workers.append(_Worker(rank, process, pipe))
+                pipe.send(InitWorker(config, rank))
         except BaseException:
             self.close()
             raise
         threading.Thread(target=self._watch, args=(list(self._workers),), daemon=True).start()
 
     def _watch(self, workers: Sequence[_Worker]) -> None:
-        """Until the first of them ends."""
-        ends = {worker.process.sentinel: worker for worker in workers}
-        ended = wait(list(ends))
-        self._dead += [ends[each] for each in ended if isinstance(each, int)]
+        """Waits until the first worker process ends."""
+        by_sentinel = {worker.process.sentinel: worker for worker in workers}
+        ended = wait(list(by_sentinel))
+        self._dead += [by_sentinel[sentinel] for sentinel in ended if isinstance(sentinel, int)]
         self._wake()
 
-    def _start(self, place: WorkerRank) -> tuple[Connection, SpawnProcess]:
+    def _start(self, rank: WorkerRank) -> tuple[Connection, SpawnProcess]:
         context = multiprocessing.get_context("spawn")
         pipe, far_end = context.Pipe()
-        process = context.Process(target=main, args=(far_end,), name=f"hotset-worker-{place.number}")
+        process = context.Process(target=main, args=(far_end,), name=f"hotset-worker-{rank.number}")
         process.start()
         far_end.close()
         return pipe, process
 
     def load(self, progress: Callable[[int, int], None]) -> list[WorkerMemory]:
-        """Waits until every worker has its weights. What each keeps."""
-        waiting = set(range(len(self._workers)))
-        while waiting:
-            number, report = self._hear(waiting, START_SECONDS)
+        """Waits until every worker has loaded its weights, and returns the memory that each has for KV."""
+        loading = set(range(len(self._workers)))
+        while loading:
+            number, report = self._receive(loading, START_SECONDS)
             worker = self._workers[number]
             match report:
                 case LoadProgress(done, total):
-                    worker.loaded = (done, total)
-                    progress(*(sum(each.loaded[at] for each in self._workers) for at in (0, 1)))
+                    worker.bytes_loaded, worker.bytes_to_load = done, total
+                    progress(
+                        sum(worker.bytes_loaded for worker in self._workers),
+                        sum(worker.bytes_to_load for worker in self._workers),
+                    )
                 case Loaded(shape, free):
                     worker.shape, worker.free = shape, free
-                    waiting.discard(number)
+                    loading.discard(number)
                 case _:
-                    raise self._misplaced(worker, report)
-        return [WorkerMemory(self._shape(each), each.free, self._writer(each)[0] == 0) for each in self._workers]
+                    raise self._unexpected(worker, report)
+        return [
+            WorkerMemory(self._shape(worker), worker.free, owns_store=self._writer(worker)[0] == 0)
+            for worker in self._workers
+        ]
 
     def init_cache(self, budget: KvBudget, progress: Callable[[int, int], None]) -> None:
-        """Gives every worker its memory. `progress(done, total)`: workers that have it."""
+        """Has every worker allocate its KV memory. `progress(done, total)` counts workers."""
         for worker in self._workers:
-            self._init_cache_of(worker, budget)
+            self._init_worker_cache(worker, budget)
         for done in range(len(self._workers)):
-            number, report = self._hear(set(range(len(self._workers))), START_SECONDS)
+            number, report = self._receive(set(range(len(self._workers))), START_SECONDS)
             if not isinstance(report, CacheReady):
-                raise self._misplaced(self._workers[number], report)
+                raise self._unexpected(self._workers[number], report)
             progress(done + 1, len(self._workers))
         for shared in self._shared:
             shared.close()
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Workers compile as they go."""
+        """Does nothing: workers compile kernels when they first need them."""
 
     def check(self) -> None:
         if self._dead:
@@ -187,52 +206,62 @@ class MultiprocessExecutor:
 
     def submit(self, step: Step) -> StepFuture:
         if any(plan is not None and plan.reads_host for plan in step) and self._shares_stores:
-            self._drain()  # what it reads may have been written by another rank: that one has said so by then
-        self._steps += 1
-        begun = _Begun(self._steps, step, [None] * len(step), set(range(len(self._workers))))
-        rows = [0 if plan is None else plan.rows for plan in step]
-        tokens, self._told = self._told, []
+            self._drain()  # another rank may have written the pages, and has reported so by then
+        self._steps_submitted += 1
+        state = _StepState(self._steps_submitted, step, [None] * len(step), set(range(len(self._workers))))
+        tokens_per_rank = [0 if plan is None else plan.rows for plan in step]
+        sampled, self._sampled = self._sampled, []
         for worker in self._workers:
-            at_first = worker.place.stage == 0 and worker.place.stages > 1
-            self._send(worker, ExecuteStep(self._steps, step[worker.place.replica], tokens if at_first else (), rows))
-        self._begun.append(begun)
-        return _InFlight(self, begun)
+            rank = worker.rank
+            is_first_stage = rank.stage == 0 and rank.stages > 1
+            command = ExecuteStep(
+                number=state.number,
+                plan=step[rank.replica],
+                sampled=sampled if is_first_stage else (),
+                tokens_per_rank=tokens_per_rank,
+            )
+            self._send(worker, command)
+        self._in_flight.append(state)
+        return _SubmittedToWorkers(self, state)
 
-    def finish(self, begun: _Begun) -> None:
-        """Waits until everybody has reported a step."""
-        while begun.missing:
-            self._take_in(STEP_SECONDS)
+    def finish(self, state: _StepState) -> None:
+        """Waits until every worker has reported the step."""
+        while state.missing:
+            self._receive_step_report()
 
-    def stored(self) -> DeviceEvent | None:
-        return None if self.finished == self._steps else _Reported(self, self._steps)
+    def mirrored_event(self) -> DeviceEvent | None:
+        submitted = self._steps_submitted
+        return None if self.steps_finished == submitted else _StepsFinished(self, submitted)
 
     def hosts(self) -> Sequence[HostShard]:
         return self._stores
 
     @property
     def pool(self) -> None:
-        """Each worker has its own."""
+        """None: every worker has a device pool of its own."""
 
     def traffic(self) -> Traffic:
-        """Rows are counted once for all workers that hold parts of them, bytes in all."""
+        """Sums the traffic of all workers. Rows that several workers hold parts of count once; bytes are added up."""
         self._drain()
-        counted = [(worker.place, self._asked(worker, GetTraffic(), TrafficReport).traffic) for worker in self._workers]
+        reports = [
+            (worker.rank, self._request(worker, GetTraffic(), TrafficReport).traffic) for worker in self._workers
+        ]
         lookups: dict[int, int] = {}
         misses: dict[int, int] = {}
-        for place, traffic in counted:
-            if place.split.tp_rank == 0:
-                first = place.split.first_layer
-                for total, part in ((lookups, traffic.lookups), (misses, traffic.misses)):
-                    for layer, count in part.items():
+        rows_flushed = 0
+        for rank, traffic in reports:
+            if rank.split.tp_rank == 0:
+                first = rank.split.first_layer
+                for total, counts in ((lookups, traffic.lookups), (misses, traffic.misses)):
+                    for layer, count in counts.items():
                         total[first + layer] = total.get(first + layer, 0) + count
-        whole = [place.split.tp_rank == 0 and place.stage == 0 for place, _ in counted]
-        flushed = sum(traffic.rows_flushed for once, (_, traffic) in zip(whole, counted, strict=True) if once)
-        return Traffic(flushed, lookups, misses, sum(traffic.bytes_swapped for _, traffic in counted))
+                rows_flushed += traffic.rows_flushed if rank.stage == 0 else 0
+        return Traffic(rows_flushed, lookups, misses, sum(traffic.bytes_swapped for _, traffic in reports))
 
     def audit(self, tiered: Sequence[Mapping[int, int]]) -> None:
         self._drain()
         for worker in self._workers:
-            flaw = self._asked(worker, RunAudit(tiered[worker.place.replica]), AuditReport).flaw
+            flaw = self._request(worker, RunAudit(tiered[worker.rank.replica]), AuditReport).flaw
             assert flaw is None, flaw
 
     @property
@@ -244,9 +273,9 @@ class MultiprocessExecutor:
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 worker.pipe.send(StopWorker())
-        # One that waits for a worker that died does not hear: it is not waited for as long.
-        patience = HURRIED_SECONDS if self._begun else STOP_SECONDS
-        deadline = time.monotonic() + patience + self.pinned_bytes / UNPINNED_PER_SECOND
+        # A worker in a step may be blocked in a collective with a dead worker, and so never read `StopWorker`.
+        stop_seconds = STOP_IN_STEP_SECONDS if self._in_flight else STOP_SECONDS
+        deadline = time.monotonic() + stop_seconds + self.pinned_bytes / UNPINNED_PER_SECOND
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
             if worker.process.is_alive():
@@ -261,8 +290,8 @@ class MultiprocessExecutor:
     def _shares_stores(self) -> bool:
         return len(self._stores) < len(self._workers)
 
-    def _init_cache_of(self, worker: _Worker, budget: KvBudget) -> None:
-        place, shape, page_rows = worker.place, self._shape(worker), self._config.page_rows
+    def _init_worker_cache(self, worker: _Worker, budget: KvBudget) -> None:
+        rank, shape, page_rows = worker.rank, self._shape(worker), self._config.page_rows
         writer, writers = self._writer(worker)
         self._send(worker, InitCache(budget, writer, writers))
         if not budget.host_pages:
@@ -270,48 +299,52 @@ class MultiprocessExecutor:
         if writer == 0:
             shared = SharedMemory(host_bytes(shape, budget.host_pages, page_rows))
             store = HostStore(shape, budget.host_pages, page_rows, torch.device("cpu"), memory=shared.bytes)
-            first = place.split.first_layer
             self._shared.append(shared)
-            self._stores.append(HostShard(place.replica, first, shape, self._kv_heads, store))
+            self._stores.append(HostShard(rank.replica, rank.split.first_layer, shape, self._kv_heads, store))
         assert worker.process.pid is not None
         self._shared[-1].send(worker.pipe, worker.process.pid)
 
     def _writer(self, worker: _Worker) -> tuple[int, int]:
-        """Number and count of those who write to its host store: ranks with the same rows share one."""
-        split = worker.place.split
-        same_rows = self._shape(worker).key is not None
-        return (split.tp_rank, split.tp_size) if same_rows else (0, 1)
+        """Returns the worker's number among the writers of its host store, and their count.
+
+        Tensor parallel ranks of a DSA model have the same rows and share one host store. Ranks of a GQA model have
+        the rows of their own heads.
+        """
+        split = worker.rank.split
+        has_same_rows = self._shape(worker).key is not None
+        return (split.tp_rank, split.tp_size) if has_same_rows else (0, 1)
 
     def _drain(self) -> None:
-        while self._begun:
-            self._take_in(STEP_SECONDS)
+        while self._in_flight:
+            self._receive_step_report()
 
-    def _take_in(self, seconds: float) -> None:
-        """One report of one worker on a step."""
-        number, report = self._hear({number for begun in self._begun for number in begun.missing}, seconds)
+    def _receive_step_report(self) -> None:
+        """Receives one worker's report on one step."""
+        missing = {number for state in self._in_flight for number in state.missing}
+        number, report = self._receive(missing, STEP_SECONDS)
         if not isinstance(report, StepDone):
-            raise self._misplaced(self._workers[number], report)
-        begun = next(each for each in self._begun if each.number == report.number)
-        begun.missing.discard(number)
+            raise self._unexpected(self._workers[number], report)
+        state = next(state for state in self._in_flight if state.number == report.number)
+        state.missing.discard(number)
         if report.result is not None:
-            begun.results[self._workers[number].place.replica] = report.result
-        while self._begun and not self._begun[0].missing:
-            self._collect_sampled(self._begun.popleft())
+            state.results[self._workers[number].rank.replica] = report.result
+        while self._in_flight and not self._in_flight[0].missing:
+            self._complete(self._in_flight.popleft())
 
-    def _collect_sampled(self, begun: _Begun) -> None:
-        """Of a step that everybody has reported."""
-        self.finished = begun.number
-        if self._workers[0].place.stages == 1:
+    def _complete(self, state: _StepState) -> None:
+        """Collects the tokens of a step that every worker has reported, for the first stage of a pipeline."""
+        self.steps_finished = state.number
+        if self._workers[0].rank.stages == 1:
             return
-        for plan, result in zip(begun.step, begun.results, strict=True):
+        for plan, result in zip(state.step, state.results, strict=True):
             if plan is not None and result is not None:
-                self._told += _sampled(plan, result)
+                self._sampled += _sampled_tokens(plan, result)
 
-    def _asked(self, worker: _Worker, question: WorkerCommand, answer: type[T]) -> T:
-        self._send(worker, question)
-        _, report = self._hear({worker.place.number}, STEP_SECONDS)
-        if not isinstance(report, answer):
-            raise self._misplaced(worker, report)
+    def _request(self, worker: _Worker, command: WorkerCommand, report_type: type[T]) -> T:
+        self._send(worker, command)
+        _, report = self._receive({worker.rank.number}, STEP_SECONDS)
+        if not isinstance(report, report_type):
+            raise self._unexpected(worker, report)
         return report
 
     def _send(self, worker: _Worker, command: WorkerCommand) -> None:
@@ -320,53 +353,56 @@ class MultiprocessExecutor:
         except OSError:
             raise self._died(worker) from None
 
-    def _hear(self, numbers: set[int], seconds: float) -> tuple[int, WorkerReport]:
-        """The next report of one of these workers. Of all others only the end is noticed."""
-        pipes = {worker.pipe: worker for worker in self._workers if worker.place.number in numbers}
-        ends = {worker.process.sentinel: worker for worker in self._workers}
-        ready = wait([*pipes, *ends], seconds)
+    def _receive(self, numbers: set[int], timeout: float) -> tuple[int, WorkerReport]:
+        """Waits for the next report of one of these workers. Raises EngineStopped if any worker dies meanwhile."""
+        by_pipe = {worker.pipe: worker for worker in self._workers if worker.rank.number in numbers}
+        by_sentinel = {worker.process.sentinel: worker for worker in self._workers}
+        ready = wait([*by_pipe, *by_sentinel], timeout)
         if not ready:
-            named = ", ".join(self._workers[number].place.name for number in sorted(numbers))
-            raise EngineStopped(f"nothing was heard of {named} for {seconds:g} s")
-        for each in ready:
-            if isinstance(each, Connection) and (worker := pipes.get(each)) is not None:
+            names = ", ".join(self._workers[number].rank.name for number in sorted(numbers))
+            raise EngineStopped(f"received nothing from {names} for {timeout:g} s")
+        for source in ready:
+            if isinstance(source, Connection) and (worker := by_pipe.get(source)) is not None:
                 try:
-                    report: WorkerReport = each.recv()
+                    report: WorkerReport = source.recv()
                 except (EOFError, OSError):
                     raise self._died(worker) from None
                 if isinstance(report, WorkerFailed):
                     raise self._failure(worker, report)
-                return worker.place.number, report
-        raise self._died(next(ends[each] for each in ready if isinstance(each, int)))
+                return worker.rank.number, report
+        raise self._died(next(by_sentinel[source] for source in ready if isinstance(source, int)))
 
     def _died(self, worker: _Worker) -> EngineStopped:
-        worker.process.join(BLAME_SECONDS)
-        return EngineStopped(f"{worker.place.name} died (exit code {worker.process.exitcode})")
+        worker.process.join(CAUSE_SECONDS)
+        return EngineStopped(f"{worker.rank.name} died (exit code {worker.process.exitcode})")
 
     def _failure(self, worker: _Worker, failed: WorkerFailed) -> StartupError | EngineStopped:
-        """A worker fails where another one that it needs has died: then that is the one to name."""
-        others = {each.process.sentinel: each for each in self._workers if each is not worker}
-        for sentinel in wait(list(others), BLAME_SECONDS):
+        """Returns the error to raise. If another worker died, this one failed because of it, so the error names that
+        one."""
+        others = {other.process.sentinel: other for other in self._workers if other is not worker}
+        for sentinel in wait(list(others), CAUSE_SECONDS):
             if isinstance(sentinel, int) and others[sentinel].process.exitcode != 0:
                 return self._died(others[sentinel])
         if failed.trace is not None:
             print(failed.trace, file=sys.stderr)
         if worker.shape is None:
             return failed.error
-        return EngineStopped(f"{worker.place.name} failed: {failed.error}")
+        return EngineStopped(f"{worker.rank.name} failed: {failed.error}")
 
-    def _misplaced(self, worker: _Worker, report: WorkerReport) -> EngineStopped:
-        return EngineStopped(f"{worker.place.name} said {report!r}, which nobody asked for")
+    def _unexpected(self, worker: _Worker, report: WorkerReport) -> EngineStopped:
+        return EngineStopped(f"{worker.rank.name} sent an unexpected report: {report!r}")
 
     def _shape(self, worker: _Worker) -> KvShape:
-        assert worker.shape is not None, f"{worker.place.name} has not loaded"
+        assert worker.shape is not None, f"{worker.rank.name} has not loaded"
         return worker.shape
 
 
-def _sampled(plan: Plan, result: StepResult) -> list[SampledToken]:
-    """What the first stage has to know before it computes the next row of these seats."""
-    at = [(plan.seats[each], plan.starts[each] + plan.counts[each]) for each in plan.sampled]
-    return [SampledToken(seat, position, token) for (seat, position), token in zip(at, result.token_ids, strict=True)]
+def _sampled_tokens(plan: Plan, result: StepResult) -> list[SampledToken]:
+    """Returns the tokens with their positions, which the first stage needs for the next step of these seats."""
+    positions = [(plan.seats[at], plan.starts[at] + plan.counts[at]) for at in plan.sampled]
+    return [
+        SampledToken(seat, position, token) for (seat, position), token in zip(positions, result.token_ids, strict=True)
+    ]
 
 
 def _free_port() -> int:

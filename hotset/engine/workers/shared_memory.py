@@ -1,4 +1,4 @@
-"""Memory that several processes of one machine map. It has no name, so whoever dies leaves nothing behind."""
+"""Memory that several processes of one machine map. It has no name, so it disappears with its last process."""
 
 import mmap
 import os
@@ -13,10 +13,10 @@ from hotset.base.units import show_bytes
 
 
 class SharedMemory:
-    """`nbytes` of memory, at some address of each process that has it. Fresh memory is zero."""
+    """`nbytes` of memory, mapped at a different address in each process. Fresh memory is zero."""
 
     def __init__(self, nbytes: int, descriptor: int | None = None) -> None:
-        """`descriptor`: of memory that another process made; owned from now on."""
+        """Creates new memory, or maps that of another process, whose `descriptor` it owns from then on."""
         self.nbytes = nbytes
         self._descriptor = os.memfd_create("hotset-kv") if descriptor is None else descriptor
         try:
@@ -26,22 +26,23 @@ class SharedMemory:
         except OSError as error:
             os.close(self._descriptor)
             raise StartupError(
-                f"{show_bytes(nbytes)} of shared host memory cannot be had ({error.strerror}); lower --host-kv-gib"
+                f"{show_bytes(nbytes)} of shared host memory cannot be allocated ({error.strerror}); "
+                "lower --host-kv-gib"
             ) from error
-        self.bytes: Tensor = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping alive
+        self.bytes: Tensor = torch.frombuffer(mapped, dtype=torch.uint8)  # it keeps the mapping alive
 
     def send(self, pipe: Connection, pid: int) -> None:
-        """To the process `pid` at the other end, which receives it by `received`."""
+        """Sends the memory to the process `pid` at the other end of the pipe, which calls `receive`."""
         pipe.send(self.nbytes)
         send_handle(pipe, self._descriptor, pid)
 
     @classmethod
-    def received(cls, pipe: Connection) -> "SharedMemory":
+    def receive(cls, pipe: Connection) -> "SharedMemory":
         nbytes: int = pipe.recv()
         return cls(nbytes, recv_handle(pipe))
 
     def close(self) -> None:
-        """No further process can be given it; what is mapped stays as long as it is used. Idempotent."""
+        """Closes the descriptor, so the memory cannot be sent any more. Mappings stay valid. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

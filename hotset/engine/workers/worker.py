@@ -1,6 +1,6 @@
-"""A worker process: holds its part of the model and of memory, carries out steps in order, and reports.
+"""A worker process: holds its part of the model and of the KV memory, executes steps in order, and reports.
 
-It decides nothing. When the pipe to its controller ends it ends too, whatever it is doing.
+It takes no decisions. It exits as soon as the pipe to its controller is closed, whatever it is doing.
 """
 
 import logging
@@ -42,7 +42,6 @@ from hotset.engine.workers.shared_memory import SharedMemory
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.models.collectives import SINGLE_RANK, Collectives
-from hotset.schedule.plan import StepResult
 from hotset.tiers.kv_memory import KvMemory
 
 LOGGER = logging.getLogger("hotset.engine")
@@ -50,26 +49,30 @@ Inbox = queue.SimpleQueue[tuple[WorkerCommand, SharedMemory | None]]
 
 
 def main(pipe: Connection) -> None:
-    """Of the process: until told to stop."""
-    # Signals are the controller's to handle: it tells its workers to stop, or dies and closes the pipe.
+    """Runs the worker process until it receives `StopWorker`."""
+    # The controller handles signals: it stops its workers, or it dies and so closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log_to_stderr()
     serve(pipe, DistributedWorld, lambda: os._exit(1))
 
 
-def serve(pipe: Connection, join: Callable[[WorkerRank, torch.device], World], at_end: Callable[[], None]) -> None:
-    """Until told to stop. `join` meets the other workers. `at_end`: the controller is gone."""
+def serve(
+    pipe: Connection,
+    join_world: Callable[[WorkerRank, torch.device], World],
+    on_controller_lost: Callable[[], None],
+) -> None:
+    """Executes commands until `StopWorker`. `join_world` connects this worker to the others."""
     inbox: Inbox = queue.SimpleQueue()
-    turn = threading.Lock()
+    send_lock = threading.Lock()
 
     def send(report: WorkerReport) -> None:
-        with turn:
+        with send_lock:
             pipe.send(report)
 
-    threading.Thread(target=_read, args=(pipe, inbox, at_end), daemon=True).start()
+    threading.Thread(target=_read_commands, args=(pipe, inbox, on_controller_lost), daemon=True).start()
     try:
-        _serve(inbox, send, join)
+        _serve(inbox, send, join_world)
     except BrokenPipeError:
         return
     except StartupError as error:
@@ -78,16 +81,16 @@ def serve(pipe: Connection, join: Callable[[WorkerRank, torch.device], World], a
         send(WorkerFailed(StartupError(repr(error)), traceback.format_exc()))
 
 
-def _read(pipe: Connection, inbox: Inbox, at_end: Callable[[], None]) -> None:
-    """Hears the controller at any time, so that its end is noticed even while another worker is waited for in vain."""
+def _read_commands(pipe: Connection, inbox: Inbox, on_controller_lost: Callable[[], None]) -> None:
+    """Reads the pipe in a thread of its own. It notices a dead controller even while a collective blocks the worker."""
     while True:
         try:
             command: WorkerCommand = pipe.recv()
-            memory = (
-                SharedMemory.received(pipe) if isinstance(command, InitCache) and command.budget.host_pages else None
-            )
+            memory = None
+            if isinstance(command, InitCache) and command.budget.host_pages:
+                memory = SharedMemory.receive(pipe)
         except (EOFError, OSError):
-            at_end()
+            on_controller_lost()
             return
         inbox.put((command, memory))
         if isinstance(command, StopWorker):
@@ -95,20 +98,20 @@ def _read(pipe: Connection, inbox: Inbox, at_end: Callable[[], None]) -> None:
 
 
 def _serve(
-    inbox: Inbox, send: Callable[[WorkerReport], None], join: Callable[[WorkerRank, torch.device], World]
+    inbox: Inbox, send: Callable[[WorkerReport], None], join_world: Callable[[WorkerRank, torch.device], World]
 ) -> None:
-    begin, _ = inbox.get()
-    assert isinstance(begin, InitWorker), f"a worker begins with {begin}"
-    place, device = begin.place, torch.device(begin.place.device)
+    init, _ = inbox.get()
+    assert isinstance(init, InitWorker), f"the first command of a worker was {init}"
+    rank, device = init.rank, torch.device(init.rank.device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.workers))
-    world = join(place, device)
-    stage = _load(begin, device, world, send)
-    settle, memory = inbox.get()
-    if isinstance(settle, StopWorker):
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank.workers))
+    world = join_world(rank, device)
+    stage = _load(init, device, world, send)
+    cache, memory = inbox.get()
+    if isinstance(cache, StopWorker):
         return
-    assert isinstance(settle, InitCache), f"a worker that has loaded is told {settle}"
-    worker = Worker(begin, world.collectives, stage, settle, memory, send)
+    assert isinstance(cache, InitCache), f"a worker that has loaded received {cache}"
+    worker = Worker(init, world.collectives, stage, cache, memory, send)
     try:
         send(CacheReady())
         while worker.handle(inbox.get()[0]):
@@ -117,98 +120,105 @@ def _serve(
         worker.close()
 
 
-def _load(begin: InitWorker, device: torch.device, world: World, send: Callable[[WorkerReport], None]) -> Stage:
-    place, split = begin.place, begin.place.split
+def _load(init: InitWorker, device: torch.device, world: World, send: Callable[[WorkerReport], None]) -> Stage:
+    rank, split = init.rank, init.rank.split
     decoder = load_decoder(
-        begin.config, device, lambda done, total: send(LoadProgress(done, total)), split, world.collectives
+        init.config, device, lambda done, total: send(LoadProgress(done, total)), split, world.collectives
     )
-    before = None if place.stage == 0 else place.number - split.size
-    after = None if place.stage == place.stages - 1 else place.number + split.size
+    before = None if rank.stage == 0 else rank.number - split.size
+    after = None if rank.stage == rank.stages - 1 else rank.number + split.size
     send(Loaded(decoder.kv_shape, free_bytes(device)))
     return Stage(decoder, world, before, after)
 
 
 class Worker:
-    """A worker whose memory is settled."""
+    """A worker that has its weights and its KV memory."""
 
     def __init__(
         self,
-        begin: InitWorker,
+        init: InitWorker,
         collectives: Collectives,
         stage: Stage,
-        settle: InitCache,
+        cache: InitCache,
         memory: SharedMemory | None,
         send: Callable[[WorkerReport], None],
     ) -> None:
-        config, budget, shape = begin.config, settle.budget, stage.kv_shape
-        self._place: WorkerRank = begin.place
+        config, budget, shape = init.config, cache.budget, stage.kv_shape
+        self._rank: WorkerRank = init.rank
         self._collectives, self._stage, self._send = collectives, stage, send
         pool = DevicePool(shape, budget.geometry, budget.device_pages, stage.device)
         host = None
         if memory is not None:
-            sizes = (budget.host_pages, config.page_rows, stage.device)
-            host = HostStore(shape, *sizes, memory=memory.bytes, writer=settle.writer, writers=settle.writers)
+            host = HostStore(
+                shape,
+                budget.host_pages,
+                config.page_rows,
+                stage.device,
+                memory=memory.bytes,
+                writer=cache.writer,
+                writers=cache.writers,
+            )
             memory.close()
         self._memory = KvMemory(pool, host, config.max_num_seqs, budget.max_model_len)
-        barrier = collectives.barrier if settle.writers > 1 else SINGLE_RANK.barrier
+        barrier = collectives.barrier if cache.writers > 1 else SINGLE_RANK.barrier
         self._runner = Runner(
             stage, self._memory, config.max_num_seqs, budget.max_model_len, stage.vocab, barrier=barrier
         )
-        self._tickets: queue.SimpleQueue[tuple[int, SubmittedStep | None] | None] = queue.SimpleQueue()
-        self._reporter = threading.Thread(target=self._report, name="hotset-reports", daemon=True)
+        self._submitted: queue.SimpleQueue[tuple[int, SubmittedStep | None] | None] = queue.SimpleQueue()
+        self._reporter = threading.Thread(target=self._report_steps, name="hotset-reports", daemon=True)
         self._reporter.start()
 
     def handle(self, command: WorkerCommand) -> bool:
-        """False: it was told to stop."""
+        """Executes one command. Returns False for `StopWorker`."""
         match command:
             case ExecuteStep():
-                self._carry(command)
+                self._execute(command)
             case GetTraffic():
                 self._send(TrafficReport(self._memory.traffic()))
             case RunAudit(tiered):
-                self._send(AuditReport(self._flaw(tiered)))
+                self._send(AuditReport(self._find_flaw(tiered)))
             case StopWorker():
                 return False
             case _:
-                raise AssertionError(f"a worker at work is told {command}")
+                raise AssertionError(f"a running worker received {command}")
         return True
 
     def close(self) -> None:
-        self._tickets.put(None)
+        self._submitted.put(None)
         self._reporter.join()
         self._memory.close()
 
-    def _carry(self, carry: ExecuteStep) -> None:
-        self._runner.write_sampled(carry.tokens)
-        if self._place.split.dp_size > 1:
-            self._collectives.tokens_per_rank = carry.rows
-        ticket = None if carry.plan is None else self._runner.submit(carry.plan)
-        if sum(carry.rows) and not carry.rows[self._place.replica]:
+    def _execute(self, step: ExecuteStep) -> None:
+        self._runner.write_sampled(step.sampled)
+        if self._rank.split.dp_size > 1:
+            self._collectives.tokens_per_rank = step.tokens_per_rank
+        submitted = None if step.plan is None else self._runner.submit(step.plan)
+        if sum(step.tokens_per_rank) and not step.tokens_per_rank[self._rank.replica]:
             self._stage.idle_moe_step()
-        self._tickets.put((carry.number, ticket))
+        self._submitted.put((step.number, submitted))
 
-    def _report(self) -> None:
-        """Beside the steps: on a GPU the next is submitted before this one has ended."""
+    def _report_steps(self) -> None:
+        """Reports finished steps from a thread of its own: on a GPU the next step is submitted before one has ended."""
         try:
-            while (waiting := self._tickets.get()) is not None:
-                number, ticket = waiting
-                result = None if ticket is None else ticket.result()
-                if (stored := self._memory.mirrored_event()) is not None:
-                    stored.synchronize()
-                self._send(StepDone(number, self._told(result)))
+            while (entry := self._submitted.get()) is not None:
+                number, submitted = entry
+                result = None if submitted is None else submitted.result()
+                if (mirrored := self._memory.mirrored_event()) is not None:
+                    mirrored.synchronize()
+                self._send(StepDone(number, result if self._reports_samples else None))
         except BrokenPipeError:
             return
         except Exception as error:
             self._send(WorkerFailed(StartupError(repr(error)), traceback.format_exc()))
 
-    def _told(self, result: StepResult | None) -> StepResult | None:
-        """Every rank of the last stage samples the same: the first of them tells."""
-        last = self._place.stage == self._place.stages - 1
-        return result if last and self._place.split.tp_rank == 0 else None
+    @property
+    def _reports_samples(self) -> bool:
+        """True on the first rank of the last stage. Every rank of that stage samples the same tokens."""
+        return self._rank.stage == self._rank.stages - 1 and self._rank.split.tp_rank == 0
 
-    def _flaw(self, tiered: Mapping[int, int]) -> str | None:
+    def _find_flaw(self, tiered: Mapping[int, int]) -> str | None:
         try:
             self._memory.audit(tiered)
         except AssertionError as error:
-            return f"{self._place.name}: {error}"
+            return f"{self._rank.name}: {error}"
         return None
