@@ -43,7 +43,7 @@ class EngineConfig:
     )
     dtype: str | None = _setting(
         None,
-        "Computes in bfloat16, float32 or float64. Default: the checkpoint's type on a GPU, float32 on a CPU.",
+        "Data type: bfloat16, float32 or float64. Default: the checkpoint's on a GPU, float32 on a CPU.",
     )
     load_format: Literal["auto", "dummy"] = _setting(
         "auto", "'auto': read the checkpoint's weights; 'dummy': random weights, for which config.json is enough."
@@ -83,7 +83,7 @@ class EngineConfig:
         "auto", "Data type of index keys. 'auto': as the model computes them; 'fp8': 8 bits a value, for less memory."
     )
     plans_in_flight: int | None = _setting(
-        None, "Steps submitted before the first of them has finished. Default: 1 on a CPU, 2 on a GPU."
+        None, "Maximum number of steps submitted at the same time. Default: 1 on a CPU, 2 on a GPU."
     )
     cuda_graphs: Literal["auto", "off"] = _setting(
         "auto", "'auto': decode steps on a GPU in bfloat16 are captured as CUDA graphs; 'off': no CUDA graphs."
@@ -219,7 +219,8 @@ class ServeConfig:
     host: str = _setting("127.0.0.1", "Address to listen on; 0.0.0.0 accepts connections from other machines.")
     port: int = _setting(8000, "Port to listen on; 0 picks a free one.")
     api_key: str | None = _setting(
-        None, "Bearer token for /v1, /tokenize and /detokenize. Default: the variable HOTSET_API_KEY, else no key."
+        None,
+        "Bearer token for /v1, /tokenize and /detokenize. Default: environment variable HOTSET_API_KEY, else no key.",
     )
     served_model_name: str | None = _setting(
         None, "Model name that clients send. Default: the name of the model's directory."

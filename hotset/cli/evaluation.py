@@ -28,7 +28,7 @@ def evaluation() -> None:
 
 @app.command(
     cls=Command,
-    epilog="[bold]hotset eval retrieval --model models/demo-dsa --lengths 1024,4096[/bold]\n\n"
+    epilog="Examples:\n\n[bold]hotset eval retrieval --model models/demo-dsa --lengths 1024,4096[/bold]\n\n"
     "[bold]hotset eval retrieval --url http://127.0.0.1:8000 --json accuracy.json[/bold]",
 )
 @with_flags(EngineConfig, without=("seed", *SERVER_ONLY_SETTINGS))
