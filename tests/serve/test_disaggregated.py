@@ -104,7 +104,7 @@ def test_metrics_tell_who_computed_and_what_travelled(apart: RunningServer) -> N
     assert gained[decode]["hotset_handoff_bytes_total"] == gained[prefill]["hotset_handoff_bytes_total"] > 500
     assert metrics_of(prefill)["hotset_transfer_gb_per_second"] > 0
     assert metrics_of(decode)["hotset_pages_quarantined"] == 0
-    assert metrics_of(apart.url)["hotset_router_requests_total/answered"] >= 1
+    assert metrics_of(apart.url)["hotset_router_requests_total/completed"] >= 1
     for role in ("prefill", "decode"):
         assert re.search(rf"\[{role} 1\] .* INFO transfer engine nixl on 127\.0\.0\.1, UCX", apart.log())
     reached = re.search(r"\[prefill 1\] .* INFO nixl reaches 127\.0\.0\.1:\d+ over UCX \(.+\), \S+ GB/s", apart.log())
@@ -193,7 +193,7 @@ def test_death_of_one_child_ends_all_with_its_name(tiny_apart: RunningServer) ->
     (prefill,) = [pid for pid in pids if b"\0prefill\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(prefill, signal.SIGKILL)
     assert tiny_apart.process.wait(40) == 1
-    assert "error: prefill 1 ended (SIGKILL); the others are stopped" in tiny_apart.log()
+    assert "error: prefill 1 ended (SIGKILL); the other processes are stopped" in tiny_apart.log()
     assert all_end(pids)
 
 
