@@ -1,4 +1,4 @@
-"""Configuration: frozen values whose fields are at once the keywords of `LLM` and the flags of the CLI."""
+"""Configuration: frozen values whose fields are both the keywords of `LLM` and the flags of the command line."""
 
 import difflib
 import os
@@ -9,156 +9,211 @@ from typing import Any, Literal
 from hotset.base.address import control_port
 from hotset.base.errors import ConfigError
 
-DTYPES = ("bfloat16", "float32", "float64")
 TiersMode = Literal["auto", "off", "always"]
 TiersChoice = Literal["auto", "resident", "tiered"]  # of one request
-LandingChoice = Literal["auto", "host", "device"]  # of one request: where what a prefill worker computed arrives
+LandingChoice = Literal["auto", "host", "device"]  # of one request: where its KV arrives from a prefill worker
 EMBEDDED = "embedded"
-# Of prefill and decode workers alone.
-OF_WORKERS = ("control", "advertise", "handoff_secret", "transfer", "transfer_protocol", "staging_mib")
-CHOICES = {
-    "load_format": ("auto", "dummy"),
-    "tiers": ("auto", "off", "always"),
-    "kv_dtype": ("auto", "fp8"),
-    "index_dtype": ("auto", "fp8"),
-    "cuda_graphs": ("auto", "off"),
-    "role": ("both", "prefill", "decode"),
-    "transfer": ("nixl", "mooncake"),
-    "transfer_protocol": (None, "tcp", "rdma"),
-}
 
 
-def _setting(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    minimum: int | None = None,
+    maximum: int | None = None,
+    positive: bool = False,
+    handoff_only: bool = False,
+) -> Any:
+    """Declares a field with the help text of its flag and the values that `check_settings` accepts.
+
+    `positive` means a finite number above 0. `handoff_only` marks a setting of prefill and decode workers.
+    """
+    rules = {"choices": choices, "minimum": minimum, "maximum": maximum, "positive": positive}
+    return field(default=default, metadata={"help": help, "handoff_only": handoff_only, **rules})
+
+
+def check_settings(config: Any) -> None:
+    """Raises ConfigError for the first field whose value breaks the rules of its declaration."""
+    for declared in fields(config):
+        value, rules, flag = getattr(config, declared.name), declared.metadata, flag_name(declared.name)
+        if value is None and declared.default is None:
+            continue
+        if rules["choices"] and value not in rules["choices"]:
+            listed = ", ".join(repr(choice) for choice in rules["choices"])
+            raise ConfigError(f"--{flag} must be one of {listed}, got {value!r}")
+        if rules["maximum"] is not None and not rules["minimum"] <= value <= rules["maximum"]:
+            raise ConfigError(f"--{flag} must lie in [{rules['minimum']}, {rules['maximum']}], got {value}")
+        if rules["minimum"] is not None and not value >= rules["minimum"]:
+            raise ConfigError(f"--{flag} must be at least {rules['minimum']}, got {value}")
+        if rules["positive"] and not 0 < value < float("inf"):
+            raise ConfigError(f"--{flag} must be a finite number above 0, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the engine is told. What it measures at start-up makes another object (`KvBudget`)."""
+    """The settings of an engine. Sizes that are measured at start-up are in `KvBudget`."""
 
-    model: str = _setting(EMBEDDED, "Model directory, .gguf file, or 'embedded' for the small built-in chat model.")
-    tokenizer: str | None = _setting(None, "Directory with a tokenizer.json. Default: the model's directory.")
-    device: str | None = _setting(
+    model: str = setting(EMBEDDED, "Model directory, .gguf file, or 'embedded' for the small built-in chat model.")
+    tokenizer: str | None = setting(
+        None, "Directory with a tokenizer.json, if the model has none. Default: the model's directory."
+    )
+    device: str | None = setting(
         None, "Device to compute on: 'cpu', 'cuda' or 'cuda:N'. Default: the GPU if there is one, else the CPU."
     )
-    dtype: str | None = _setting(
+    dtype: str | None = setting(
         None,
-        "Data type: bfloat16, float32 or float64. Default: the checkpoint's on a GPU, float32 on a CPU.",
+        "Data type: bfloat16, float32 or float64. Default: the checkpoint's on a GPU, float32 on a CPU. "
+        "Choose float64 to compare implementations.",
+        choices=("bfloat16", "float32", "float64"),
     )
-    load_format: Literal["auto", "dummy"] = _setting(
-        "auto", "'auto': read the checkpoint's weights; 'dummy': random weights, for which config.json is enough."
+    load_format: Literal["auto", "dummy"] = setting(
+        "auto",
+        "'auto': read the checkpoint's weights; 'dummy': random weights, to measure speed with config.json alone.",
+        choices=("auto", "dummy"),
     )
-    max_model_len: int | None = _setting(
-        None, "Maximum context length, in tokens. Default: the model's own limit, or less if memory is short."
+    max_model_len: int | None = setting(
+        None,
+        "Maximum context length, in tokens. Default: the model's own limit, or less if memory is short. "
+        "Set it to fail at start-up if memory cannot hold such a context.",
+        minimum=1,
     )
-    max_num_seqs: int = _setting(256, "Maximum number of requests that run at the same time.")
-    max_num_batched_tokens: int = _setting(
-        1024, "Maximum number of tokens computed in one step; longer prompts are prefilled in chunks."
+    max_num_seqs: int = setting(
+        256,
+        "Maximum number of requests that run at the same time. Raise it for throughput with short contexts.",
+        minimum=1,
     )
-    page_rows: int = _setting(64, "Tokens in one page of the KV cache.")
-    device_kv_gib: float | None = _setting(
-        None, "Size of the KV cache on the device, in GiB. Default: measured at start-up."
+    max_num_batched_tokens: int = setting(
+        1024,
+        "Maximum number of tokens computed in one step; longer prompts are prefilled in chunks. "
+        "Raise it for faster prompts, lower it for smoother streams.",
+        minimum=1,
     )
-    device_kv_tokens: int | None = _setting(
-        None, "Size of the KV cache on the device, in tokens; overrides --device-kv-gib."
+    page_rows: int = setting(
+        64, "Tokens in one page of the KV cache. Smaller pages waste less memory on short contexts.", minimum=1
     )
-    host_kv_gib: float | None = _setting(
-        None, "Size of the KV cache in host memory, in GiB. Default: measured at start-up."
+    device_kv_gib: float | None = setting(
+        None,
+        "Size of the KV cache on the device, in GiB. Default: measured at start-up. "
+        "Set it if other programs use the device.",
+        positive=True,
     )
-    host_kv_tokens: int | None = _setting(
-        None, "Size of the KV cache in host memory, in tokens; overrides --host-kv-gib."
+    device_kv_tokens: int | None = setting(
+        None, "Size of the KV cache on the device, in tokens; overrides --device-kv-gib.", minimum=1
     )
-    tiers: Literal["auto", "off", "always"] = _setting(
+    host_kv_gib: float | None = setting(
+        None,
+        "Size of the KV cache in host memory, in GiB. Default: measured at start-up. "
+        "Raise it for more or longer contexts.",
+        positive=True,
+    )
+    host_kv_tokens: int | None = setting(
+        None, "Size of the KV cache in host memory, in tokens; overrides --host-kv-gib.", minimum=1
+    )
+    tiers: Literal["auto", "off", "always"] = setting(
         "auto",
         "Where KV is stored. 'auto': all of it on the device while there is room, then only hot rows; "
         "'always': only hot rows on the device, the rest in host memory; 'off': no KV in host memory.",
+        choices=("auto", "off", "always"),
     )
-    hot_slots: int | None = _setting(
-        None, "Hot rows that a tiered request keeps on the device, per layer. Default: twice the model's top-k."
+    hot_slots: int | None = setting(
+        None,
+        "Hot rows that a tiered request keeps on the device, per layer. Default: twice the model's top-k. "
+        "More slots mean fewer copies from the host, and fewer requests on the device.",
+        minimum=1,
     )
-    kv_dtype: Literal["auto", "fp8"] = _setting(
-        "auto", "Data type of KV rows. 'auto': as the model computes them; 'fp8': 8 bits a value, for less memory."
+    kv_dtype: Literal["auto", "fp8"] = setting(
+        "auto",
+        "Data type of KV rows. 'auto': as the model computes them; 'fp8': 8 bits a value, for less memory.",
+        choices=("auto", "fp8"),
     )
-    index_dtype: Literal["auto", "fp8"] = _setting(
-        "auto", "Data type of index keys. 'auto': as the model computes them; 'fp8': 8 bits a value, for less memory."
+    index_dtype: Literal["auto", "fp8"] = setting(
+        "auto",
+        "Data type of index keys. 'auto': as the model computes them; 'fp8': 8 bits a value, for less memory.",
+        choices=("auto", "fp8"),
     )
-    plans_in_flight: int | None = _setting(
-        None, "Maximum number of steps submitted at the same time. Default: 1 on a CPU, 2 on a GPU."
+    plans_in_flight: int | None = setting(
+        None,
+        "Maximum number of steps submitted at the same time. Default: 1 on a CPU, 2 on a GPU, at least one per "
+        "pipeline stage.",
+        minimum=1,
     )
-    cuda_graphs: Literal["auto", "off"] = _setting(
-        "auto", "'auto': decode steps on a GPU in bfloat16 are captured as CUDA graphs; 'off': no CUDA graphs."
+    cuda_graphs: Literal["auto", "off"] = setting(
+        "auto",
+        "'auto': decode steps on a GPU in bfloat16 are captured as CUDA graphs; 'off': no CUDA graphs, for a faster "
+        "start or for profiling.",
+        choices=("auto", "off"),
     )
-    tensor_parallel_size: int = _setting(
-        1, "Tensor parallelism: number of workers that share the heads, experts and vocabulary of every layer."
+    tensor_parallel_size: int = setting(
+        1,
+        "Tensor parallelism: number of workers that share the heads, experts and vocabulary of every layer. "
+        "Raise it if the model does not fit on one GPU, or for lower latency.",
+        minimum=1,
     )
-    pipeline_parallel_size: int = _setting(
-        1, "Pipeline parallelism: number of stages that the layers are divided into."
+    pipeline_parallel_size: int = setting(
+        1,
+        "Pipeline parallelism: number of stages that the layers are divided into. Raise it if the model does not fit "
+        "on one GPU and the links between GPUs are slow.",
+        minimum=1,
     )
-    pipeline_layers: str | None = _setting(
+    pipeline_layers: str | None = setting(
         None, "Number of layers in each pipeline stage, like 16,15. Default: stages of about equal size."
     )
-    data_parallel_size: int = _setting(
-        1, "Data parallelism: number of workers that each serve their own requests and share the experts."
+    data_parallel_size: int = setting(
+        1,
+        "Data parallelism: number of workers that each serve their own requests and share the experts. "
+        "Raise it for the throughput of a model with experts.",
+        minimum=1,
     )
-    role: Literal["both", "prefill", "decode"] = _setting(
+    role: Literal["both", "prefill", "decode"] = setting(
         "both",
         "'both': compute prompts and answers here; 'prefill': compute prompts for decode workers; "
         "'decode': continue from prompts that prefill workers computed.",
+        choices=("both", "prefill", "decode"),
     )
-    control: str = _setting(
-        "127.0.0.1:0", "Address on which a prefill or decode worker listens for its peers; port 0 picks a free port."
+    control: str = setting(
+        "127.0.0.1:0",
+        "Address on which a prefill or decode worker listens for its peers; port 0 picks a free port. "
+        "Set it if peers are on other machines.",
+        handoff_only=True,
     )
-    advertise: str | None = _setting(
+    advertise: str | None = setting(
         None,
         "Address at which peers reach --control, if it differs, like 10.0.0.1:0; port 0 means the port of --control.",
+        handoff_only=True,
     )
-    handoff_secret: str | None = _setting(
+    handoff_secret: str | None = setting(
         None,
         "Secret shared by all workers; required unless --control is a loopback address. "
         "Default: the environment variable HOTSET_HANDOFF_SECRET.",
+        handoff_only=True,
     )
-    transfer: Literal["nixl", "mooncake"] = _setting("nixl", "Library that transfers KV between workers.")
-    transfer_protocol: Literal["tcp", "rdma"] | None = _setting(
-        None, "Protocol of --transfer mooncake. Default: tcp. NIXL chooses its own."
+    transfer: Literal["nixl", "mooncake"] = setting(
+        "nixl",
+        "Library that transfers KV between workers. All workers must use the same one.",
+        choices=("nixl", "mooncake"),
+        handoff_only=True,
     )
-    staging_mib: int = _setting(
-        64, "Staging memory for handoffs between workers that split KV heads differently, in MiB; 0 disables staging."
+    transfer_protocol: Literal["tcp", "rdma"] | None = setting(
+        None,
+        "Protocol of --transfer mooncake. Default: tcp. Choose rdma if the machines have it. NIXL chooses its own.",
+        choices=("tcp", "rdma"),
+        handoff_only=True,
     )
-    seed: int | None = _setting(None, "Seed for requests that have none, for repeatable output. Default: random.")
+    staging_mib: int = setting(
+        64,
+        "Staging memory for handoffs between workers that split KV heads differently, in MiB; 0 disables staging.",
+        minimum=0,
+        handoff_only=True,
+    )
+    seed: int | None = setting(None, "Seed for requests that have none, for repeatable output. Default: random.")
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "page_rows",
-            "device_kv_tokens",
-            "host_kv_tokens",
-            "hot_slots",
-            "plans_in_flight",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "data_parallel_size",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{flag_name(name)} must be at least 1, got {value}")
-        if self.staging_mib < 0:
-            raise ConfigError(f"--staging-mib must be at least 0, got {self.staging_mib}")
-        for name in ("device_kv_gib", "host_kv_gib"):
-            gib = getattr(self, name)
-            if gib is not None and not 0 < gib < float("inf"):
-                raise ConfigError(f"--{flag_name(name)} must be above 0, got {gib}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                listed = ", ".join(repr(choice) for choice in choices if choice is not None)
-                raise ConfigError(f"--{flag_name(name)} must be one of {listed}, got {getattr(self, name)!r}")
+        check_settings(self)
         self._check_role()
         self._check_workers()
         if self.role == "prefill" and self.tiers == "off":
-            raise ConfigError("--role prefill sends from the host store, and --tiers off makes none; leave that out")
+            raise ConfigError("--role prefill sends KV from the host store, which --tiers off disables; leave that out")
         if self.tiers == "off":
             for name in ("host_kv_gib", "host_kv_tokens", "hot_slots"):
                 if getattr(self, name) is not None:
@@ -168,85 +223,103 @@ class EngineConfig:
 
     @property
     def workers(self) -> int:
-        """Processes that compute."""
+        """The number of processes that compute."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     @property
     def stage_layers(self) -> tuple[int, ...] | None:
-        """`pipeline_layers`, as numbers."""
+        """`pipeline_layers` as numbers."""
         if self.pipeline_layers is None:
             return None
         try:
             return tuple(int(count) for count in self.pipeline_layers.split(","))
         except ValueError:
-            wanted = "the layers of each stage, like 16,15"
-            raise ConfigError(f"--pipeline-layers must be {wanted}, got {self.pipeline_layers!r}") from None
+            raise ConfigError(
+                f"--pipeline-layers must be the number of layers in each stage, like 16,15, got "
+                f"{self.pipeline_layers!r}"
+            ) from None
 
     def _check_workers(self) -> None:
         stages = self.pipeline_parallel_size
         if self.data_parallel_size > 1 and self.workers > self.data_parallel_size:
             raise ConfigError(
-                f"--data-parallel-size {self.data_parallel_size} cannot be joined with tensor or pipeline parallelism "
-                f"({self.tensor_parallel_size} and {stages}): every worker holds its requests whole; set those to 1"
+                f"--data-parallel-size {self.data_parallel_size} cannot be combined with tensor or pipeline "
+                f"parallelism ({self.tensor_parallel_size} and {stages}), because every worker computes its requests "
+                "alone; set those to 1"
             )
         if self.data_parallel_size > 1 and self.role == "prefill":
-            raise ConfigError("--role prefill has no use for --data-parallel-size: start as many prefill workers")
+            raise ConfigError(
+                "--role prefill does not support --data-parallel-size; start several prefill workers instead"
+            )
         if (counts := self.stage_layers) is not None and len(counts) != stages:
-            raise ConfigError(f"--pipeline-layers names {len(counts)} stages, --pipeline-parallel-size {stages}")
+            raise ConfigError(
+                f"--pipeline-layers has {len(counts)} stages, but --pipeline-parallel-size is {stages}; make them equal"
+            )
         if self.workers > 1 and self.role != "both" and self.tiers == "off":
             raise ConfigError(
-                "several workers hand over by way of the host store, and --tiers off makes none; leave that out"
+                "an engine with several workers hands KV over through the host store, which --tiers off disables; "
+                "leave that out"
             )
         if self.workers > 1 and self.device is not None and ":" in self.device:
-            raise ConfigError(f"--device {self.device} is one device, for {self.workers} workers; say 'cuda' or 'cpu'")
+            raise ConfigError(
+                f"--device {self.device} is a single device, but there are {self.workers} workers; use 'cuda' or 'cpu'"
+            )
 
     def _check_role(self) -> None:
         if self.role == "both":
-            for setting in fields(self):
-                if setting.name in OF_WORKERS and getattr(self, setting.name) != setting.default:
-                    flag = flag_name(setting.name)
+            for declared in fields(self):
+                if declared.metadata["handoff_only"] and getattr(self, declared.name) != declared.default:
+                    flag = flag_name(declared.name)
                     raise ConfigError(f"--{flag} is for --role prefill and decode and has no effect here; leave it out")
             return
         control_port(self.control, self.advertise, self.handoff_secret)
         if self.transfer_protocol is not None and self.transfer != "mooncake":
-            raise ConfigError("--transfer-protocol is for --transfer mooncake: NIXL chooses by itself; leave it out")
+            raise ConfigError("--transfer-protocol is for --transfer mooncake; NIXL chooses its own; leave it out")
+
+
+# Settings of prefill and decode workers alone.
+HANDOFF_SETTINGS = tuple(declared.name for declared in fields(EngineConfig) if declared.metadata["handoff_only"])
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """What the HTTP server is told."""
+    """The settings of the HTTP server."""
 
-    host: str = _setting("127.0.0.1", "Address to listen on; 0.0.0.0 accepts connections from other machines.")
-    port: int = _setting(8000, "Port to listen on; 0 picks a free one.")
-    api_key: str | None = _setting(
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 accepts connections from other machines.")
+    port: int = setting(8000, "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
+    api_key: str | None = setting(
         None,
         "Bearer token for /v1, /tokenize and /detokenize. Default: environment variable HOTSET_API_KEY, else no key.",
     )
-    served_model_name: str | None = _setting(
+    served_model_name: str | None = setting(
         None, "Model name that clients send. Default: the name of the model's directory."
     )
-    cors_origin: str | None = _setting(None, "Origin that browsers may call from, or '*' for any. Default: none.")
-    max_body_mib: float = _setting(8.0, "Largest request body, in MiB; a larger one is answered with 413.")
-    max_queue: int = _setting(
-        1024, "Maximum number of choices that wait for their first token; further requests are answered with 429."
+    cors_origin: str | None = setting(None, "Origin that browsers may call from, or '*' for any. Default: none.")
+    max_body_mib: float = setting(
+        8.0, "Largest request body, in MiB; a larger one is answered with 413.", positive=True
     )
-    max_concurrency: int = _setting(
-        4096, "Maximum number of completion requests in progress; further ones are answered with 429."
+    max_queue: int = setting(
+        1024,
+        "Maximum number of choices that wait for their first token; further requests are answered with 429.",
+        positive=True,
     )
-    drain_seconds: float = _setting(30.0, "Time that running requests get to finish after SIGTERM.")
+    max_concurrency: int = setting(
+        4096,
+        "Maximum number of completion requests in progress; further ones are answered with 429.",
+        positive=True,
+    )
+    drain_seconds: float = setting(
+        30.0, "Time that running requests get to finish after SIGTERM, in seconds.", positive=True
+    )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must lie in [0, 65535], got {self.port}")
-        for name in ("max_body_mib", "max_queue", "max_concurrency", "drain_seconds"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"--{flag_name(name)} must be a finite number above 0, got {getattr(self, name)}")
+        check_settings(self)
         if self.api_key == "":
             raise ConfigError("--api-key must not be empty; leave it out to serve without a key")
 
 
 def flag_name(field_name: str) -> str:
-    """`device_kv_gib -> device-kv-gib`: the one rule that joins config fields and CLI flags."""
+    """Returns the flag of a field, without its dashes: `device_kv_gib -> device-kv-gib`."""
     return field_name.replace("_", "-")
 
 
@@ -268,12 +341,12 @@ def check_setting_names(owner: str, names: Iterable[str], known: Collection[str]
 
 
 def settings(config_type: type[EngineConfig] | type[ServeConfig]) -> tuple["Field[Any]", ...]:
-    """The fields from which flags are made, each with its help under `metadata['help']`."""
+    """Returns the fields that become flags. The help text of each is in `metadata['help']`."""
     return fields(config_type)
 
 
 def environment_defaults(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Settings that the environment supplies; the one place where Hotset reads it."""
+    """Returns the settings that the environment supplies. Only this function reads the environment."""
     values = os.environ if environ is None else environ
     names = {"api_key": "HOTSET_API_KEY", "handoff_secret": "HOTSET_HANDOFF_SECRET"}
     return {setting: values[name] for setting, name in names.items() if values.get(name)}

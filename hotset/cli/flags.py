@@ -9,14 +9,14 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hotset.base.config import OF_WORKERS, EngineConfig, ServeConfig, environment_defaults, flag_name, nearest
+from hotset.base.config import HANDOFF_SETTINGS, EngineConfig, ServeConfig, environment_defaults, flag_name, nearest
 from hotset.serve.router.config import RouterConfig
 
 ConfigType = type[EngineConfig] | type[ServeConfig] | type[RouterConfig]
 CommandFunction = TypeVar("CommandFunction", bound=Callable[..., None])
 
 # Settings that have no effect outside a server.
-SERVER_ONLY_SETTINGS = ("role", *OF_WORKERS)
+SERVER_ONLY_SETTINGS = ("role", *HANDOFF_SETTINGS)
 PANELS: dict[ConfigType, str] = {EngineConfig: "Engine", ServeConfig: "Server", RouterConfig: "Router"}
 
 

@@ -9,16 +9,13 @@ import torch
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
+from hotset.base.memory_shares import cpu_pool_bytes, gpu_pool_bytes, host_store_bytes
 from hotset.base.units import GIB, ceil_div, show_bytes
 from hotset.kernels.swap_in import MOST_SLOTS
 from hotset.memory.device_pool import KvShape
 from hotset.memory.geometry import Geometry
 
-CPU_SHARE = 0.25  # of the memory that is free, where nobody said how much
-CPU_MOST_BYTES = 4 * GIB
-CUDA_SHARE = 0.9  # of what the weights left free; the rest is for activations
-HOST_SHARE = 0.5  # of free host memory, beside a GPU
-SLOTS_PER_TOPK = 2
+SLOTS_PER_TOPK = 2  # the default number of hot slots
 CPU = torch.device("cpu")
 
 
@@ -159,7 +156,7 @@ def _host_pages(
         pages, flag = int(config.host_kv_gib * GIB) // page_bytes, "--host-kv-gib"
     else:
         flag = "--host-kv-gib"
-        share = min(CPU_MOST_BYTES, int(free * CPU_SHARE)) if device.type == "cpu" else int(free * HOST_SHARE)
+        share = cpu_pool_bytes(free) if device.type == "cpu" else host_store_bytes(free)
         pages = max(on_device, min(share // page_bytes, config.max_num_seqs * geometry.row_pages(wanted)))
     if pages < on_device:
         raise ConfigError(
@@ -201,7 +198,7 @@ def _longest(pages_of: Callable[[int], int], pages: int, most: int) -> int:
 
 def _share(free: int, device: torch.device, workers: int) -> int:
     """Of the device's free memory, where nobody said how much; workers on a CPU share it."""
-    return int(free * CUDA_SHARE) if device.type == "cuda" else min(int(free * CPU_SHARE), CPU_MOST_BYTES) // workers
+    return gpu_pool_bytes(free) if device.type == "cuda" else cpu_pool_bytes(free) // workers
 
 
 def free_bytes(device: torch.device) -> int:

@@ -33,7 +33,7 @@ SECRET = "sixteen or more letters"
         ({"handoff_secret": SECRET}, "--handoff-secret is for"),
         ({"transfer": "mooncake"}, "--transfer is for"),
         ({"transfer_protocol": "rdma"}, "--transfer-protocol is for --role"),
-        ({"role": "decode", "transfer_protocol": "rdma"}, "NIXL chooses by itself"),
+        ({"role": "decode", "transfer_protocol": "rdma"}, "NIXL chooses its own"),
         ({"role": "decode", "transfer": "mooncake", "transfer_protocol": "udp"}, "must be one of 'tcp', 'rdma', got"),
         ({"role": "decode", "control": "tcp://127.0.0.1:1"}, "takes the form host:port"),
         ({"role": "decode", "control": "0.0.0.0:1", "handoff_secret": SECRET}, "as in --advertise 10"),

@@ -202,7 +202,7 @@ def test_a_worker_that_cannot_start_is_told_of_in_one_line(tmp_path: Path) -> No
         LLM(model, **SETTINGS, pipeline_parallel_size=4)
     with pytest.raises(ConfigError, match="has 4 layers, the model 3"):
         LLM(model, **SETTINGS, pipeline_parallel_size=2, pipeline_layers="2,2")
-    with pytest.raises(ConfigError, match="cannot be joined"):
+    with pytest.raises(ConfigError, match="cannot be combined"):
         LLM(model, **SETTINGS, data_parallel_size=2, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="2 workers need one GPU each, but this machine has 0; lower --tensor"):
         worker_splits(EngineConfig(model, tensor_parallel_size=2), find_model(model).spec, torch.device("cuda"))
