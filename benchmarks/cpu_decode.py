@@ -53,7 +53,7 @@ def oracle() -> LlamaForCausalLM:
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         shapes = LlamaForCausalLM(config).state_dict()
-        tensors = {name: weights.take(name, tuple(t.shape)) for name, t in shapes.items() if name != "lm_head.weight"}
+        tensors = {name: weights.load(name, tuple(t.shape)) for name, t in shapes.items() if name != "lm_head.weight"}
         save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
         return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 

@@ -53,7 +53,7 @@ from hotset.models.checkpoint import TensorSlice
 from hotset.models.checkpoint.source import DummySource
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
-from hotset.models.spec import IndexSpec, MlaSpec, ModelSpec, Storage
+from hotset.models.spec import IndexSpec, KvStorage, MlaSpec, ModelSpec
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
@@ -102,10 +102,10 @@ class Weights(DummySource):
 
     bytes = 0
 
-    def take(
-        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: TensorSlice | None = None
+    def load(
+        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, tensor_slice: TensorSlice | None = None
     ) -> Tensor:
-        weight = super().take(name, shape, out=out, part=part)
+        weight = super().load(name, shape, out=out, tensor_slice=tensor_slice)
         if "embed_tokens" not in name:
             self.bytes += weight.nbytes
         return weight
@@ -311,7 +311,7 @@ def most_requests(setting: Setting, context: int) -> int:
 def serve_model(name: str, options: argparse.Namespace, memory: Memory | None) -> tuple[Rows, Rows, Memory]:
     """All rows of one model, those of steps without misses, and the memory, which the next one may use."""
     weights = Weights(torch.bfloat16, CUDA)
-    decoder = Decoder(load_spec(name, options.share), weights, Storage(fp8_rows=True, fp8_keys=True))
+    decoder = Decoder(load_spec(name, options.share), weights, KvStorage(fp8_rows=True, fp8_keys=True))
     print(f"{name}: {weights.bytes * 1e-9:.1f} GB of weights", flush=True)
     memory = memory or Memory.make(decoder, options)
     rows: Rows = []

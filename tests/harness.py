@@ -34,8 +34,8 @@ class RandomWeights:
         self._dtype = dtype
         self._seed = seed
 
-    def take(
-        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: TensorSlice | None = None
+    def load(
+        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, tensor_slice: TensorSlice | None = None
     ) -> Tensor:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
@@ -46,10 +46,10 @@ class RandomWeights:
             values *= 1.5 * shape[1] ** -0.5
         else:
             values *= 0.1
-        values = values if part is None else part.of(values).clone()
+        values = values if tensor_slice is None else tensor_slice.of(values).clone()
         return values.to(self._dtype) if out is None else out.copy_(values)
 
-    def leave(self, name: str) -> None:
+    def skip(self, name: str) -> None:
         pass
 
     def finish(self) -> None:

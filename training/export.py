@@ -17,8 +17,8 @@ SHARD_BYTES = 14_000_000
 
 
 def checkpoint_tensors(state: dict[str, Tensor], config: DemoConfig) -> dict[str, Tensor]:
-    """Training's parameters under the names and in the shapes of the checkpoint format."""
-    scale = config.hidden_size**0.5  # a power of two: folding it from the input into the weights loses nothing
+    """Converts the parameters of training to the names and shapes of the checkpoint format."""
+    scale = config.hidden_size**0.5  # a power of two, so folding it into the weights is exact
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         target = f"model.{name}"
@@ -38,38 +38,38 @@ def checkpoint_tensors(state: dict[str, Tensor], config: DemoConfig) -> dict[str
 
 
 def _experts(prefix: str, part: str, value: Tensor, config: DemoConfig) -> dict[str, Tensor]:
-    width, found = config.moe_intermediate_size, {}
+    width, tensors = config.moe_intermediate_size, {}
     for expert in range(config.n_routed_experts):
         name = f"{prefix}.experts.{expert}"
         if part == "down":
-            found[f"{name}.down_proj.weight"] = value[expert * width : (expert + 1) * width].T
+            tensors[f"{name}.down_proj.weight"] = value[expert * width : (expert + 1) * width].T
         else:
             gate, up = value[2 * expert * width : 2 * (expert + 1) * width].split(width)
-            found[f"{name}.gate_proj.weight"], found[f"{name}.up_proj.weight"] = gate, up
-    return found
+            tensors[f"{name}.gate_proj.weight"], tensors[f"{name}.up_proj.weight"] = gate, up
+    return tensors
 
 
 def write(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Shards with their index. Everything is bf16 but what the architecture keeps in fp32."""
-    kept = ("e_score_correction_bias", "indexer.weights_proj.weight")
+    """Writes shards and their index. Everything is bf16 except the tensors that the architecture keeps in fp32."""
+    in_fp32 = ("e_score_correction_bias", "indexer.weights_proj.weight")
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name in sorted(tensors):
-        tensor = tensors[name].contiguous().to(torch.float32 if name.endswith(kept) else torch.bfloat16)
+        tensor = tensors[name].contiguous().to(torch.float32 if name.endswith(in_fp32) else torch.bfloat16)
         if size + tensor.nbytes > SHARD_BYTES:
             shards.append({})
             size = 0
         shards[-1][name] = tensor
         size += tensor.nbytes
-    where, total = {}, 0
+    file_of, total = {}, 0
     for old in folder.glob("model-*.safetensors"):
         old.unlink()
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(shard, file)
+        file_of |= dict.fromkeys(shard, file)
         total += sum(tensor.nbytes for tensor in shard.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 

@@ -2,7 +2,8 @@
 
     apt-get download python3.11-doc && dpkg -x python3.11-doc_*.deb FOLDER && python training/make_filler.py FOLDER
 
-The paragraphs of the Python documentation (PSF License Version 2, kept beside the result) without markup, one a line.
+The text is the paragraphs of the Python documentation without markup, one per line. Its licence (PSF License Version 2)
+is stored next to it.
 """
 
 import gzip
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 
 TEXT_BYTES = 1_500_000  # about 480 KB when compressed
-LONGEST_WORD = 20  # a longer one is many tokens, and lengths could not be met to the token
+MAX_WORD_LENGTH = 20  # a longer word is many tokens, so prompts could miss the requested length by many
 PARTS = ("tutorial", "howto", "faq", "reference", "using", "library")
 NOTICE = (
     "Paragraphs of the Python 3.11 documentation, shortened and without markup. Copyright 2001-2023 Python Software "
@@ -21,19 +22,19 @@ NOTICE = (
 
 
 def paragraphs(page: str) -> list[str]:
-    """The running text of one page: ASCII, one line per paragraph, whole sentences only."""
+    """Returns the running text of one page: ASCII, one line per paragraph, whole sentences only."""
     page = re.sub(r"(?s)<(script|style|head|pre)\b.*?</\1>", " ", page)
     found = []
     for raw in re.findall(r"(?s)<p>(.*?)</p>", page):
         text = html.unescape(re.sub(r"<[^>]+>", "", raw)).replace("’", "'").replace("“", '"').replace("”", '"')
         text = " ".join(re.sub(r"[^\x20-\x7e]", " ", text).split())
-        if len(text) > 80 and text.endswith((".", "?", "!")) and max(map(len, text.split())) <= LONGEST_WORD:
+        if len(text) > 80 and text.endswith((".", "?", "!")) and max(map(len, text.split())) <= MAX_WORD_LENGTH:
             found.append(text)
     return found
 
 
 def licence(folder: Path) -> str:
-    """The PSF licence as the package states it."""
+    """Returns the PSF licence from the package's copyright file."""
     text = next(folder.rglob("python3.11-doc/copyright")).read_text()
     begin = text.index("PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2")
     return text[begin : text.index("BEOPEN.COM LICENSE AGREEMENT", begin)].strip() + "\n"
@@ -43,7 +44,7 @@ def main() -> None:
     folder, target = Path(sys.argv[1]), Path(__file__).parents[1] / "hotset" / "evaluate"
     root = next(folder.rglob("html/tutorial")).parent
     pages = [page for part in PARTS for page in sorted((root / part).glob("*.html"))]
-    lines: dict[str, None] = {}  # in order, each once
+    lines: dict[str, None] = {}  # an ordered set
     for page in pages:
         lines.update(dict.fromkeys(paragraphs(page.read_text(encoding="utf-8"))))
     text = "\n".join(lines)[:TEXT_BYTES].rpartition("\n")[0]

@@ -1,6 +1,6 @@
-"""The demo model while it trains: deepseek_v32 in plain torch, dense or sparse, with the indexer's own loss.
+"""The demo model for training: deepseek_v32 in plain torch, dense or sparse, with a loss for the indexer.
 
-The engine's decoder (`hotset/models/dsa.py`) serves what this makes; parameters bear the checkpoint's names, so that
+The engine's decoder (`hotset/models/dsa.py`) serves the trained model. Parameters have the checkpoint's names, so that
 saving is one call. Attention is not absorbed here, because training computes every position at once.
 """
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Fields of config.json. The row geometry (512 + 64, index keys of 128) is the production one."""
+    """Fields of config.json. The sizes of rows (512 + 64) and of index keys (128) are those of production models."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -58,11 +58,14 @@ class DemoConfig:
 
 
 def linear(inputs: int, outputs: int, gain: float = 1.0) -> nn.Linear:
-    """A weight of unit gain: the usual 0.02 leaves the product of MLA's four matrices near zero, and look-up heads
-    then take thousands of steps to appear."""
-    made = nn.Linear(inputs, outputs, bias=False)
-    nn.init.normal_(made.weight, std=gain * inputs**-0.5)
-    return made
+    """Returns a linear layer of unit gain.
+
+    With the usual standard deviation of 0.02, the product of MLA's four matrices is near zero, and look-up heads take
+    thousands of steps to form.
+    """
+    layer = nn.Linear(inputs, outputs, bias=False)
+    nn.init.normal_(layer.weight, std=gain * inputs**-0.5)
+    return layer
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def rotation(length: int, dim: int, theta: float, device: torch.device) -> Rotat
 
 
 def rotate(first: Tensor, second: Tensor, by: Rotation) -> Tensor:
-    """[batch, length, heads, dim / 2] twice -> [batch, length, heads, dim]."""
+    """Rotates two halves [batch, length, heads, dim / 2] and returns [batch, length, heads, dim]."""
     cos, sin = by.cos[:, None].to(first.dtype), by.sin[:, None].to(first.dtype)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -101,7 +104,7 @@ class Indexer(nn.Module):
         self.weights_proj = linear(config.hidden_size, config.index_n_heads)
 
     def parts(self, x: Tensor, q_latent: Tensor, by: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [b, n, heads, d], keys [b, n, d] and head weights [b, n, heads]; nothing flows back."""
+        """Returns queries [b, n, heads, d], keys [b, n, d] and head weights [b, n, heads], detached from x."""
         c = self.config
         x, q_latent = x.detach(), q_latent.detach()
         q = self.wq_b(q_latent).unflatten(-1, (c.index_n_heads, c.index_head_dim))
@@ -112,9 +115,9 @@ class Indexer(nn.Module):
         return q, k, self.weights_proj(x) * c.index_n_heads**-0.5
 
     def scores(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-        """[b, queries, keys] of queries [b, queries, heads, d] over keys [b, keys, d], float32."""
-        each = F.relu(torch.einsum("bqhd,bkd->bqhk", q, k).float() * self.config.index_head_dim**-0.5)
-        return torch.einsum("bqh,bqhk->bqk", weights.float(), each)
+        """Returns float32 scores [b, queries, keys] of queries [b, queries, heads, d] and keys [b, keys, d]."""
+        by_head = F.relu(torch.einsum("bqhd,bkd->bqhk", q, k).float() * self.config.index_head_dim**-0.5)
+        return torch.einsum("bqh,bqhk->bqk", weights.float(), by_head)
 
 
 class Attention(nn.Module):
@@ -132,7 +135,7 @@ class Attention(nn.Module):
         self.indexer = Indexer(config)
 
     def qkv(self, x: Tensor, by: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Q, K [b, heads, n, nope + rope], V [b, heads, n, v], and the query latent."""
+        """Returns Q and K [b, heads, n, nope + rope], V [b, heads, n, v], and the query latent."""
         c = self.config
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         q = self.q_b_proj(q_latent).unflatten(-1, (c.num_attention_heads, -1))
@@ -148,17 +151,17 @@ class Attention(nn.Module):
         q, k, v, _ = self.qkv(x, by)
         return self._out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
-    def warm_up(self, x: Tensor, by: Rotation, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Dense attention, and the indexer's loss at some query rows."""
+    def warm_up(self, x: Tensor, by: Rotation, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns dense attention and the indexer's loss at the positions `queries`."""
         q, k, v, q_latent = self.qkv(x, by)
         out = self._out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return out, self._index_loss(q, k, self.indexer.parts(x, q_latent, by), rows)
+        return out, self._index_loss(q, k, self.indexer.parts(x, q_latent, by), queries)
 
-    def sparse(self, x: Tensor, by: Rotation, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Attention over each row's own top-k, and the indexer's loss at some query rows (None: none).
+    def sparse(self, x: Tensor, by: Rotation, queries: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns attention over each query's top-k, and the indexer's loss at the positions `queries` (None: no loss).
 
-        The indexer goes on learning what attention would give to all positions, not only to those that it chose: what
-        it misses now it could never learn from its own choice.
+        The indexer's target is dense attention over all positions, not only over those that it selected: it could never
+        learn from its own selection what it misses.
         """
         q, k, v, q_latent = self.qkv(x, by)
         parts = self.indexer.parts(x, q_latent, by)
@@ -168,32 +171,32 @@ class Attention(nn.Module):
             kept = self._kept(parts, first, last)
             block = q[:, :, first:last], k[:, :, :last], v[:, :, :last]
             out.append(F.scaled_dot_product_attention(*block, attn_mask=kept[:, None]))
-        loss = x.new_zeros((), dtype=torch.float32) if rows is None else self._index_loss(q, k, parts, rows)
+        loss = x.new_zeros((), dtype=torch.float32) if queries is None else self._index_loss(q, k, parts, queries)
         return self._out(torch.cat(out, dim=2)), loss
 
     @torch.no_grad()
     def _kept(self, parts: tuple[Tensor, Tensor, Tensor], first: int, last: int) -> Tensor:
-        """[b, last - first, last] bool: what query rows [first, last) may attend to."""
+        """Returns [b, last - first, last] bool: the positions that the queries [first, last) attend to."""
         q, k, weights = parts
         positions = torch.arange(last, device=q.device)
-        unseen = positions > positions[first:, None]
+        future = positions > positions[first:, None]
         scores = self.indexer.scores(q[:, first:last], k[:, :last], weights[:, first:last])
-        scores = scores.masked_fill(unseen, float("-inf"))
+        scores = scores.masked_fill(future, float("-inf"))
         topk = self.config.index_topk
         if last <= topk:
-            return ~unseen.expand_as(scores)
+            return ~future.expand_as(scores)
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(topk, dim=-1).indices, True)
-        return chosen & ~unseen  # by index: many scores are exactly 0, and a threshold would let all of those in
+        return chosen & ~future  # by index: many scores are exactly 0, and a threshold would keep all of them
 
-    def _index_loss(self, q: Tensor, k: Tensor, parts: tuple[Tensor, Tensor, Tensor], rows: Tensor) -> Tensor:
-        """The divergence of the indexer's distribution from dense attention's, at query rows `rows`."""
+    def _index_loss(self, q: Tensor, k: Tensor, parts: tuple[Tensor, Tensor, Tensor], queries: Tensor) -> Tensor:
+        """Returns the KL divergence of the indexer's distribution from dense attention's at the positions `queries`."""
         index_q, index_k, weights = parts
-        unseen = torch.arange(k.shape[2], device=k.device) > rows[:, None]
+        future = torch.arange(k.shape[2], device=k.device) > queries[:, None]
         with torch.no_grad():
-            scores = (q[:, :, rows] @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
-            target = scores.masked_fill(unseen, float("-inf")).softmax(-1).mean(1)  # [b, rows, n]
-        index_scores = self.indexer.scores(index_q[:, rows], index_k, weights[:, rows])
-        return divergence(target, index_scores.masked_fill(unseen, float("-inf")))
+            scores = (q[:, :, queries] @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+            target = scores.masked_fill(future, float("-inf")).softmax(-1).mean(1)  # [b, queries, n]
+        index_scores = self.indexer.scores(index_q[:, queries], index_k, weights[:, queries])
+        return divergence(target, index_scores.masked_fill(future, float("-inf")))
 
     def _out(self, attended: Tensor) -> Tensor:
         return self.o_proj(attended.transpose(1, 2).flatten(2))
@@ -203,7 +206,7 @@ SPARSE_BLOCK = 512
 
 
 def divergence(target: Tensor, scores: Tensor) -> Tensor:
-    """Mean over rows of KL(target || softmax(scores)); -inf scores are positions that the target gives nothing."""
+    """Returns the mean over queries of KL(target || softmax(scores)). The target is 0 where the score is -inf."""
     log_q = scores.log_softmax(-1).masked_fill(scores == float("-inf"), 0.0)
     return -(target * log_q).sum(-1).mean() + (target * target.clamp_min(1e-9).log()).sum(-1).mean()
 
@@ -220,7 +223,7 @@ class Mlp(nn.Module):
 
 
 class Moe(nn.Module):
-    """Every expert is computed and weighed, most of them by zero: at this size that is quicker than routing."""
+    """Computes every expert and weights most of them by zero, which is faster than routing at this size."""
 
     def __init__(self, config: DemoConfig) -> None:
         super().__init__()
@@ -238,10 +241,10 @@ class Moe(nn.Module):
         c = self.config
         scores = torch.sigmoid(F.linear(x.float(), self.gate.weight.float()))
         chosen = (scores + self.correction).topk(c.num_experts_per_tok, dim=-1).indices
-        picked = torch.zeros_like(scores).scatter_(-1, chosen, 1.0)
+        selected = torch.zeros_like(scores).scatter_(-1, chosen, 1.0)
         if self.training:
-            self.load += picked.detach().sum((0, 1))
-        weights = scores * picked
+            self.load += selected.detach().sum((0, 1))
+        weights = scores * selected
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor
         gate, up = F.linear(x, self.gate_up).unflatten(-1, (c.n_routed_experts, 2, -1)).unbind(-2)
         hidden = F.silu(gate) * up * weights[..., None].to(x.dtype)
@@ -249,7 +252,7 @@ class Moe(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate: float) -> None:
-        """Overloaded experts become a little harder to choose, idle ones easier; no loss term is needed."""
+        """Lowers the corrections of overloaded experts and raises those of idle ones, instead of a loss term."""
         self.correction += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
 
@@ -263,16 +266,16 @@ class Layer(nn.Module):
         dense = layer < config.first_k_dense_replace
         self.mlp: nn.Module = Mlp(config, config.intermediate_size) if dense else Moe(config)
 
-    def forward(self, x: Tensor, by: Rotation, mode: str, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, by: Rotation, mode: str, queries: Tensor | None) -> tuple[Tensor, Tensor]:
         normed = self.input_layernorm(x)
         loss = x.new_zeros((), dtype=torch.float32)
         if mode == "dense":
             attended = self.self_attn.dense(normed, by)
         elif mode == "warm_up":
-            assert rows is not None
-            attended, loss = self.self_attn.warm_up(normed, by, rows)
+            assert queries is not None
+            attended, loss = self.self_attn.warm_up(normed, by, queries)
         else:
-            attended, loss = self.self_attn.sparse(normed, by, rows)
+            attended, loss = self.self_attn.sparse(normed, by, queries)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), loss
 
@@ -286,14 +289,14 @@ class DemoModel(nn.Module):
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, tokens: Tensor, mode: str, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Hidden states [b, n, hidden] after the last norm, and the indexers' loss summed over layers."""
+    def forward(self, tokens: Tensor, mode: str, queries: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns hidden states [b, n, hidden] after the last norm, and the indexers' loss summed over layers."""
         c = self.config
         by = rotation(tokens.shape[1], c.qk_rope_head_dim, c.rope_theta, tokens.device)
         x = self.embed_tokens(tokens) * c.hidden_size**0.5
         total = torch.zeros((), device=tokens.device)
         for layer in self.layers:
-            x, loss = layer(x, by, mode, rows)
+            x, loss = layer(x, by, mode, queries)
             total = total + loss
         return self.norm(x), total
 

@@ -1,10 +1,11 @@
-"""Makes what training needs out of Debian's text packages: tokenizer, word list, filler tokens.
+"""Makes the tokenizer, the word list and the filler tokens for training from Debian's text packages.
 
     apt-get download python3.11-doc anarchism dict-gcide perl-doc bible-kjv-text fortunes
     python training/prepare.py FOLDER_WITH_THE_DEBS
 
-Nothing is installed. Writes to training/build: tokenizer.json (a byte-level BPE of 4096 entries) and filler.npy (uint16
-tokens of running text); and the word list that training and evaluation share (words that are one token).
+The packages are not installed. The script writes tokenizer.json (a byte-level BPE of 4096 entries) and filler.npy
+(uint16 tokens of running text) to training/build, and the word list that training and evaluation share (words that are
+one token).
 """
 
 import argparse
@@ -23,14 +24,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCABULARY = 4096
 SPECIAL = ["<|bos|>", "<|end|>", "<|pad|>"]
-MOST_CHARACTERS = 12_000_000  # of one package, so that none drowns the others
+MAX_CHARACTERS = 12_000_000  # of one package, so that no package dominates
 FILLER_TOKENS = 5_000_000
-COMMON_WORDS = 100  # the commonest words are left to the running text
+COMMON_WORDS = 100  # the 100 most common words are used in running text only
 NOT_TEXT = (".png", ".dat", ".js", ".css", ".index", ".inv", ".ico", ".svg", ".gif", ".jpg", ".pdf", ".u8", ".gz")
 
 
 def texts(folder: Path) -> Iterator[str]:
-    """Every file that holds enough text, as plain ASCII without markup."""
+    """Yields every file with enough text, as plain ASCII without markup."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
         raw, name = path.read_bytes(), path.name
         if name.endswith((".gz", ".dz")):
@@ -55,13 +56,13 @@ def collect(debs: Path) -> list[str]:
     for deb in sorted(debs.glob("*.deb")):
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run(["dpkg", "-x", str(deb), folder], check=True)
-            taken = 0
+            characters = 0
             for text in texts(Path(folder)):
-                if taken > MOST_CHARACTERS:
+                if characters > MAX_CHARACTERS:
                     break
                 documents.append(text)
-                taken += len(text)
-        print(f"{deb.name}: {taken:,} characters", flush=True)
+                characters += len(text)
+        print(f"{deb.name}: {characters:,} characters", flush=True)
     return documents
 
 
@@ -82,7 +83,7 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
 
 
 def single_token_words(documents: list[str], tokenizer: Tokenizer) -> list[str]:
-    """Words of 3 to 9 letters that are one token with their leading space, commonest first."""
+    """Returns words of 3 to 9 letters that are one token with their leading space, most common first."""
     counts: Counter[str] = Counter()
     for text in documents:
         counts.update(re.findall(r"(?<= )[a-z]{3,9}(?= )", text))

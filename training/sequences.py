@@ -1,8 +1,8 @@
 """Training sequences: records hidden in running text, and questions about them.
 
 A question's answer follows the key exactly as in the record (` note k1 k2 v1 v2.` ... ` recall k1 k2` -> ` v1 v2`),
-with no mark between: look-up heads form far sooner that way. Answers weigh 1 in the loss, running text a little, and
-records nothing, since nobody could guess them.
+without a mark between them: look-up heads form far sooner that way. In the loss, answers have weight 1, running text a
+small weight, and records weight 0, because they are random and cannot be predicted.
 """
 
 from collections import Counter
@@ -15,72 +15,75 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 MARKS = ("note", "recall", "list", "and", "chain", "text", "copy", "count", "sum")
-WORDS = Path(__file__).parents[1] / "hotset" / "evaluate" / "words.txt"  # one list for training and evaluation
+WORDS = Path(__file__).parents[1] / "hotset" / "evaluate" / "words.txt"  # shared by training and evaluation
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-LARGEST_COUNT = 5  # of a record
-HELD_OUT_EVERY = 13  # one key in so many is for evaluation alone
+MAX_COUNT = 5  # of a record
+HELD_OUT_EVERY = 13  # one key in 13 is used in evaluation only
 
 TEXT_WEIGHT = 0.1
-NEAR_MISSES = 0.3  # of new keys share a word with a key that exists
-CHAINED = 0.2  # of values are themselves keys
-UPDATES = (0.0, 0.3, 0.6)  # of records give a new value to a key that exists; one of these for each sequence
-ASK_UPDATED = 0.5  # of recalls are about a key with several values, where there is one: the last value must win
-# Where updates come in chains, so that keys come to three values and four:
-CHAIN_UPDATES = 0.6  # of records are updates
-CHAIN_GOES_ON = 0.7  # of updates are of a key that was updated before
-CHAIN_LENGTH = 3  # updates of one key
-CHAIN_ASKED = 0.8  # of recalls are about an updated key
+NEAR_MISSES = 0.3  # the share of new keys that have a word in common with an existing key
+CHAINED = 0.2  # the share of values that are themselves keys
+UPDATES = (0.0, 0.3, 0.6)  # the share of records that update an existing key; each sequence has one of these
+ASK_UPDATED = 0.5  # the share of recalls about a key with several values, if there is one: the last value must win
+# In sequences with chains of updates, some keys have three or four values:
+CHAIN_UPDATES = 0.6  # the share of records that are updates
+CHAIN_CONTINUES = 0.7  # the share of updates of a key that was updated before
+CHAIN_LENGTH = 3  # the maximum number of updates of one key
+CHAIN_ASKED = 0.8  # the share of recalls about an updated key
 QUESTIONS = {"recall": 0.55, "list": 0.17, "chain": 0.10, "copy": 0.06, "sum": 0.12}
 
 Key = tuple[int, int]
 
 
 class Lexicon:
-    """Token ids of marks, words and signs."""
+    """The token ids of marks, words and signs.
+
+    Each word is one token with its leading space, so that sequences are composed of tokens as text is of words.
+    """
 
     def __init__(self, tokenizer: Tokenizer, words: list[str]) -> None:
         def ids(text: str) -> list[int]:
-            found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-            return found
+            encoded: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+            return encoded
 
-        spoken = [ids(f" {word}") for word in words]
-        assert all(len(each) == 1 for each in spoken), "every word must be one token"
-        self.words: NDArray[np.int64] = np.array([each[0] for each in spoken])
+        spaced = [ids(f" {word}") for word in words]
+        assert all(len(tokens) == 1 for tokens in spaced), "every word must be one token"
+        self.words: NDArray[np.int64] = np.array([tokens[0] for tokens in spaced])
         self.marks = {mark: ids(f" {mark}") for mark in MARKS}
         self.full_stop, self.semicolon = ids("."), ids(";")
         self.plus, self.equals = ids(" +"), ids(" =")
         self._numbers = [ids(f" {number}") for number in NUMBERS]
-        assert all(len(each) == 1 for each in self._numbers[: LARGEST_COUNT + 1]), "counts must be one token each"
+        assert all(len(tokens) == 1 for tokens in self._numbers[: MAX_COUNT + 1]), "counts must be one token each"
         self.bos: int = tokenizer.token_to_id("<|bos|>")
         self.end: int = tokenizer.token_to_id("<|end|>")
         self._number_of = {int(token): number for number, token in enumerate(self.words)}
 
     @classmethod
     def load(cls, folder: Path) -> "Lexicon":
-        """From the folder that `prepare.py` wrote."""
+        """Reads the folder that `prepare.py` wrote."""
         words = WORDS.read_text().split()
         return cls(Tokenizer.from_file(str(folder / "tokenizer.json")), words)
 
     def held_out(self, key: Key) -> bool:
-        """Keys that only evaluation uses. `hotset/evaluate/tasks.py` knows the same rule."""
+        """Returns whether only evaluation uses the key. `hotset/evaluate/tasks.py` has the same rule."""
         return (self._number_of[key[0]] * 7919 + self._number_of[key[1]]) % HELD_OUT_EVERY == 0
 
-    def say(self, number: int) -> list[int]:
+    def number(self, number: int) -> list[int]:
         return self._numbers[number]
 
 
 @dataclass
 class Sequence:
-    """Tokens so far with their weights as targets, and what the records say."""
+    """The tokens so far with their weights in the loss, and the contents of the records."""
 
     tokens: list[int]
     weights: list[float]
-    chains: bool  # updates go on with keys that were updated before
-    updates: float  # share of records that give a new value to a key that exists
-    updates_end: int  # after so many tokens none does, so that old values close to each other are asked for as well
+    chains: bool  # updates continue with keys that were updated before
+    updates: float  # the share of records that give an existing key a new value
+    updates_end: int  # no update after this many tokens, so that some questions ask for old values close together
     keys: list[Key] = field(default_factory=list)
-    updated: list[Key] = field(default_factory=list)  # keys whose new value was not asked for yet
-    changed: Counter[Key] = field(default_factory=Counter)  # how often each key was given another value
+    updated: list[Key] = field(default_factory=list)  # keys whose new value no question has asked for yet
+    changed: Counter[Key] = field(default_factory=Counter)  # how often the value of each key changed
     values: dict[Key, Key] = field(default_factory=dict)
     passages: dict[Key, list[int]] = field(default_factory=dict)
     numbers: dict[Key, int] = field(default_factory=dict)
@@ -91,10 +94,11 @@ class Sequence:
 
 
 class Writer:
-    """Writes sequences of exactly the length asked for.
+    """Writes sequences of exactly the requested length.
 
-    `chains`: of sequences have chains of updates. None at first: else the heads settle for a part of the key and the
-    latest record that has it, which is right often enough. `evaluating`: with the keys that training never sees.
+    `chains` is the share of sequences with chains of updates. It is 0 at first; otherwise the heads learn to match one
+    word of the key in the latest record that has it, which is right often enough. `evaluating` selects the keys that
+    training never uses.
     """
 
     def __init__(
@@ -116,12 +120,12 @@ class Writer:
         late = rng.random() < 0.4  # questions only near the end, as in evaluation
         while len(sequence.tokens) < length:
             may_ask = bool(sequence.keys) and (not late or len(sequence.tokens) > 0.75 * length)
-            drawn = rng.random()
-            if may_ask and drawn < (0.85 if late else 0.55):
+            chance = rng.random()
+            if may_ask and chance < (0.85 if late else 0.55):
                 self._ask(sequence)
-            elif drawn < 0.88 or not sequence.keys:
+            elif chance < 0.88 or not sequence.keys:
                 self._record(sequence)
-            elif drawn < 0.92:
+            elif chance < 0.92:
                 self._passage(sequence)
             else:
                 self._number(sequence)
@@ -133,8 +137,8 @@ class Writer:
 
     def _words(self, count: int) -> list[int]:
         words = self._lexicon.words
-        found: list[int] = words[self._rng.integers(len(words), size=count)].tolist()
-        return found
+        chosen: list[int] = words[self._rng.integers(len(words), size=count)].tolist()
+        return chosen
 
     def _pick(self, keys: list[Key]) -> Key:
         return keys[self._rng.integers(len(keys))]
@@ -149,9 +153,9 @@ class Writer:
                 return first, second
 
     def _changing_key(self, sequence: Sequence) -> Key:
-        """The key of an update."""
-        going_on = [key for key, count in sequence.changed.items() if count < CHAIN_LENGTH] if sequence.chains else []
-        return self._pick(going_on if going_on and self._rng.random() < CHAIN_GOES_ON else sequence.keys)
+        """Picks the key of an update."""
+        continuing = [key for key, count in sequence.changed.items() if count < CHAIN_LENGTH] if sequence.chains else []
+        return self._pick(continuing if continuing and self._rng.random() < CHAIN_CONTINUES else sequence.keys)
 
     def _record(self, sequence: Sequence) -> None:
         changing = bool(sequence.keys) and len(sequence.tokens) < sequence.updates_end
@@ -180,27 +184,27 @@ class Writer:
     def _number(self, sequence: Sequence) -> None:
         key = self._new_key(sequence)
         if key not in sequence.values and key not in sequence.numbers:
-            number = sequence.numbers[key] = int(self._rng.integers(LARGEST_COUNT + 1))
-            said = self._lexicon.say(number)
-            sequence.put([*self._lexicon.marks["count"], *key, *said, *self._lexicon.full_stop], 0.0)
+            number = sequence.numbers[key] = int(self._rng.integers(MAX_COUNT + 1))
+            spoken = self._lexicon.number(number)
+            sequence.put([*self._lexicon.marks["count"], *key, *spoken, *self._lexicon.full_stop], 0.0)
 
     def _ask(self, sequence: Sequence) -> None:
         kinds = list(QUESTIONS)
         kind = kinds[self._rng.choice(len(kinds), p=list(QUESTIONS.values()))]
         lexicon, marks = self._lexicon, self._lexicon.marks
         if kind == "recall" or len(sequence.keys) < 3:
-            again = sequence.updated and self._rng.random() < (CHAIN_ASKED if sequence.chains else ASK_UPDATED)
-            key = self._pick(sequence.updated if again else sequence.keys)
-            if key in sequence.updated:  # asked again, the earlier answer alone would tell
+            ask_updated = sequence.updated and self._rng.random() < (CHAIN_ASKED if sequence.chains else ASK_UPDATED)
+            key = self._pick(sequence.updated if ask_updated else sequence.keys)
+            if key in sequence.updated:  # a second question could be answered from the first answer
                 sequence.updated.remove(key)
             self._question(sequence, [*marks["recall"], *key], [*sequence.values[key]])
         elif kind == "list":
             keys = [self._pick(sequence.keys) for _ in range(int(self._rng.integers(2, 4)))]
-            asked = [token for key in keys for token in (*marks["and"], *key)][len(marks["and"]) :]
-            said = [token for key in keys for token in (*marks["and"], *key, *sequence.values[key])][
+            listed = [token for key in keys for token in (*marks["and"], *key)][len(marks["and"]) :]
+            answer = [token for key in keys for token in (*marks["and"], *key, *sequence.values[key])][
                 len(marks["and"]) :
             ]
-            self._question(sequence, [*marks["list"], *asked, *lexicon.semicolon], said)
+            self._question(sequence, [*marks["list"], *listed, *lexicon.semicolon], answer)
         elif kind == "chain":
             linked = [key for key in sequence.keys[-60:] if sequence.values[key] in sequence.values]
             if linked:
@@ -214,18 +218,18 @@ class Writer:
             keys = list(sequence.numbers)
             one, other = self._pick(keys), self._pick(keys)
             x, y = sequence.numbers[one], sequence.numbers[other]
-            summands = [*one, *lexicon.say(x), *lexicon.plus, *other, *lexicon.say(y)]
-            said = [*summands, *lexicon.equals, *lexicon.say(x + y)]
-            self._question(sequence, [*marks["sum"], *one, *marks["and"], *other, *lexicon.semicolon], said)
+            summands = [*one, *lexicon.number(x), *lexicon.plus, *other, *lexicon.number(y)]
+            answer = [*summands, *lexicon.equals, *lexicon.number(x + y)]
+            self._question(sequence, [*marks["sum"], *one, *marks["and"], *other, *lexicon.semicolon], answer)
 
-    def _question(self, sequence: Sequence, asked: list[int], answer: list[int]) -> None:
-        sequence.put(asked, 0.0)
+    def _question(self, sequence: Sequence, question: list[int], answer: list[int]) -> None:
+        sequence.put(question, 0.0)
         sequence.put([*answer, self._lexicon.end], 1.0)
 
 
-def batches(writer: Writer, rows: int, length: int) -> Iterator[tuple[NDArray[np.int16], NDArray[np.float16]]]:
-    """Endless (tokens, weights), each [rows, length]."""
+def batches(writer: Writer, sequences: int, length: int) -> Iterator[tuple[NDArray[np.int16], NDArray[np.float16]]]:
+    """Yields (tokens, weights) without end, each [sequences, length]."""
     while True:
-        written = [writer.write(length) for _ in range(rows)]
+        written = [writer.write(length) for _ in range(sequences)]
         tokens = np.array([tokens for tokens, _ in written], dtype=np.int16)
         yield tokens, np.array([weights for _, weights in written], dtype=np.float16)

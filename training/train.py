@@ -1,15 +1,16 @@
 """Trains the demo model on one GPU, in legs of at most 9 minutes that resume from a local checkpoint.
 
     python training/prepare.py FOLDER_WITH_DEBS        once, on any machine: tokenizer, words, filler
-    python training/train.py --leg all                 21 minutes; or one after the other:
+    python training/train.py --leg all                 21 minutes; or leg by leg:
     python training/train.py --leg 1                   look-up heads form, the indexer learns, selection up to 4k
     python training/train.py --leg 2                   selection up to 16k
-    python training/train.py --leg 3                   keys with three values and four, at all lengths
+    python training/train.py --leg 3                   keys with three or four values, at all lengths
     python training/export.py training/build/checkpoint
 
-Leg 1: dense attention at 256 and 1024 tokens; the indexer learns attention's distribution by KL while attention stays
-dense; then every layer attends to the indexer's top-k. Leg 2 lengthens the contexts. Both stages of DSA, in small. Leg
-3 goes through both once more, with data in which many keys change their value several times.
+Leg 1 trains dense attention at 256 and 1024 tokens; then the indexer learns attention's distribution by KL while
+attention stays dense; then every layer attends to the indexer's top-k. Leg 2 lengthens the contexts. These are the two
+stages of DSA training at a small scale. Leg 3 repeats both with data in which many keys change their value several
+times.
 """
 
 import argparse
@@ -39,52 +40,54 @@ PART_BYTES = 11_000_000
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     mode: str  # 'dense', 'warm_up', 'sparse'
     length: int
-    rows: int
+    sequences: int  # per batch
     seconds: float
-    rate: float  # of Muon, at the start; AdamW runs at a tenth of it
+    rate: float  # of Muon, at the start; AdamW's is a tenth of it
     last_rate: float
     compiled: bool = False
-    chains: float = 0.0  # of sequences have chains of updates
+    chains: float = 0.0  # the share of sequences with chains of updates
 
 
 LEGS = {
     "1": (
-        Stage("dense", 256, 256, 50, 0.02, 0.02, compiled=True),
-        Stage("dense", 1024, 64, 40, 0.02, 0.01, compiled=True),
-        Stage("warm_up", 1024, 64, 40, 0.01, 0.01),
-        Stage("sparse", 1024, 64, 50, 0.01, 0.01),
-        Stage("sparse", 2048, 32, 90, 0.01, 0.007),
-        Stage("sparse", 4096, 16, 90, 0.007, 0.005),
+        TrainingStage("dense", 256, 256, 50, 0.02, 0.02, compiled=True),
+        TrainingStage("dense", 1024, 64, 40, 0.02, 0.01, compiled=True),
+        TrainingStage("warm_up", 1024, 64, 40, 0.01, 0.01),
+        TrainingStage("sparse", 1024, 64, 50, 0.01, 0.01),
+        TrainingStage("sparse", 2048, 32, 90, 0.01, 0.007),
+        TrainingStage("sparse", 4096, 16, 90, 0.007, 0.005),
     ),
     "2": (
-        Stage("sparse", 4096, 16, 60, 0.005, 0.004),
-        Stage("sparse", 8192, 8, 110, 0.004, 0.003),
-        Stage("sparse", 16384, 4, 150, 0.003, 0.002),
-        Stage("sparse", 4096, 16, 60, 0.002, 0.0002),
+        TrainingStage("sparse", 4096, 16, 60, 0.005, 0.004),
+        TrainingStage("sparse", 8192, 8, 110, 0.004, 0.003),
+        TrainingStage("sparse", 16384, 4, 150, 0.003, 0.002),
+        TrainingStage("sparse", 4096, 16, 60, 0.002, 0.0002),
     ),
     "3": (
-        Stage("warm_up", 1024, 64, 40, 0.006, 0.005, chains=0.5),
-        Stage("warm_up", 4096, 16, 40, 0.005, 0.004, chains=0.5),
-        Stage("warm_up", 16384, 4, 40, 0.004, 0.004, chains=0.5),
-        Stage("sparse", 16384, 4, 60, 0.004, 0.003, chains=0.5),
-        Stage("sparse", 8192, 8, 40, 0.003, 0.002, chains=0.5),
-        Stage("sparse", 1024, 64, 25, 0.002, 0.002, chains=0.5),
-        Stage("sparse", 2048, 32, 30, 0.002, 0.001, chains=0.5),
-        Stage("sparse", 4096, 16, 50, 0.001, 0.0002, chains=0.5),
+        TrainingStage("warm_up", 1024, 64, 40, 0.006, 0.005, chains=0.5),
+        TrainingStage("warm_up", 4096, 16, 40, 0.005, 0.004, chains=0.5),
+        TrainingStage("warm_up", 16384, 4, 40, 0.004, 0.004, chains=0.5),
+        TrainingStage("sparse", 16384, 4, 60, 0.004, 0.003, chains=0.5),
+        TrainingStage("sparse", 8192, 8, 40, 0.003, 0.002, chains=0.5),
+        TrainingStage("sparse", 1024, 64, 25, 0.002, 0.002, chains=0.5),
+        TrainingStage("sparse", 2048, 32, 30, 0.002, 0.001, chains=0.5),
+        TrainingStage("sparse", 4096, 16, 50, 0.001, 0.0002, chains=0.5),
     ),
     "smoke": (
-        Stage("dense", 256, 64, 3, 0.02, 0.02),
-        Stage("warm_up", 512, 32, 3, 0.01, 0.01),
-        Stage("sparse", 1024, 16, 3, 0.01, 0.01),
-        Stage("sparse", 16384, 4, 3, 0.01, 0.01),  # the longest, so that memory is tried
+        TrainingStage("dense", 256, 64, 3, 0.02, 0.02),
+        TrainingStage("warm_up", 512, 32, 3, 0.01, 0.01),
+        TrainingStage("sparse", 1024, 16, 3, 0.01, 0.01),
+        TrainingStage("sparse", 16384, 4, 3, 0.01, 0.01),  # the longest, to check that memory suffices
     ),
 }
 
 
-def feed(queue: "multiprocessing.Queue[tuple[np.ndarray, np.ndarray]]", folder: Path, seed: int, stage: Stage) -> None:
+def feed(
+    queue: "multiprocessing.Queue[tuple[np.ndarray, np.ndarray]]", folder: Path, seed: int, stage: TrainingStage
+) -> None:
     filler = np.load(folder / "filler.npy")
     writer = Writer(Lexicon.load(folder), filler[: int(len(filler) * (1 - HELD_OUT_FILLER))], seed, stage.chains)
     for batch in batches(writer, max(1, TOKENS_PER_PUT // stage.length), stage.length):
@@ -92,13 +95,15 @@ def feed(queue: "multiprocessing.Queue[tuple[np.ndarray, np.ndarray]]", folder: 
 
 
 class Feeder:
-    """Batches from other processes, on the GPU."""
+    """Provides batches on the GPU that other processes write."""
 
-    def __init__(self, folder: Path, stage: Stage, seed: int) -> None:
+    def __init__(self, folder: Path, stage: TrainingStage, seed: int) -> None:
         self._queue: multiprocessing.Queue[tuple[np.ndarray, np.ndarray]] = multiprocessing.Queue(48)
-        self._parts = max(1, stage.rows * stage.length // max(TOKENS_PER_PUT, stage.length))
+        self._parts = max(1, stage.sequences * stage.length // max(TOKENS_PER_PUT, stage.length))
         arguments = [(self._queue, folder, seed * 100 + number, stage) for number in range(FEEDERS)]
-        self._workers = [multiprocessing.Process(target=feed, args=each, daemon=True) for each in arguments]
+        self._workers = [
+            multiprocessing.Process(target=feed, args=feed_arguments, daemon=True) for feed_arguments in arguments
+        ]
         for worker in self._workers:
             worker.start()
 
@@ -138,8 +143,8 @@ class Trainer:
     def elapsed_s(self) -> float:
         return time.time() - self._started
 
-    def run(self, number: int, stage: Stage) -> None:
-        """Trains one stage for its seconds, not counting its first three steps, which may compile."""
+    def run(self, number: int, stage: TrainingStage) -> None:
+        """Trains one stage for `stage.seconds`, not counting its first three steps, which may compile."""
         feeder = Feeder(self._folder, stage, seed=number + {"2": 1000, "3": 2000}.get(self._leg, 0))
         losses = torch.compile(self._losses, dynamic=False) if stage.compiled else self._losses
         self.model.train()
@@ -150,8 +155,8 @@ class Trainer:
             if number == 0:
                 rate *= min(1.0, (count + 1) / 50)
             tokens, weights = feeder.next()
-            rows = torch.randint(stage.length // 8, stage.length, (64,), device="cuda")
-            loss, index_loss, answer_loss, right = losses(tokens, weights, stage.mode, rows)
+            queries = torch.randint(stage.length // 8, stage.length, (64,), device="cuda")
+            loss, index_loss, answer_loss, right = losses(tokens, weights, stage.mode, queries)
             self._step(loss + index_loss, rate)
             if count % 20 == 0:
                 for layer in self.model.layers:
@@ -167,18 +172,18 @@ class Trainer:
         print(f"== {stage.mode} {stage.length}: {count} steps, {self.elapsed_s:.0f} s in all", flush=True)
 
     def _losses(
-        self, tokens: Tensor, weights: Tensor, mode: str, rows: Tensor
+        self, tokens: Tensor, weights: Tensor, mode: str, queries: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Weighted loss, the indexers' loss, the loss of answers alone, and the share of answer tokens got right."""
+        """Returns the weighted loss, the indexers' loss, the answers' loss, and the share of correct answer tokens."""
         with torch.autocast("cuda", torch.bfloat16):
-            hidden, index_loss = self.model(tokens, mode, rows)
+            hidden, index_loss = self.model(tokens, mode, queries)
             logits = self.model.logits(hidden[:, :-1])
-        each = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-        each, weights = each.view(tokens.shape[0], -1), weights[:, 1:]
+        losses = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        losses, weights = losses.view(tokens.shape[0], -1), weights[:, 1:]
         answer = (weights == 1).float()
         right = (logits.argmax(-1) == tokens[:, 1:]).float() * answer
-        answer_loss = (each * answer).sum() / answer.sum()
-        return (each * weights).sum() / weights.sum(), index_loss, answer_loss, right.sum() / answer.sum()
+        answer_loss = (losses * answer).sum() / answer.sum()
+        return (losses * weights).sum() / weights.sum(), index_loss, answer_loss, right.sum() / answer.sum()
 
     def _step(self, loss: Tensor, rate: float) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -191,7 +196,7 @@ class Trainer:
         self._muon.step(rate)
         self._steps += 1
 
-    def _log(self, stage: Stage, loss: float, index_loss: float, right: float) -> None:
+    def _log(self, stage: TrainingStage, loss: float, index_loss: float, right: float) -> None:
         entry = {"step": self._steps, "elapsed_s": self.elapsed_s, **asdict(stage), "loss": loss, "right": right}
         self.history.append(entry | {"index_loss": index_loss})
         print(
@@ -202,9 +207,10 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, length: int, sequences: int) -> dict[str, tuple[int, int]]:
-        """Whole answers right and asked, by kind of question, with sparse selection, held-out keys and filler.
+        """Returns the numbers of correct answers and of questions, by kind of question.
 
-        Teacher-forced, which for exact match is the same as greedy decoding.
+        Attention is sparse; keys and filler are held out. Answers are teacher-forced, which is the same as greedy
+        decoding if they have to match exactly.
         """
         filler = np.load(self._folder / "filler.npy")
         lexicon = Lexicon.load(self._folder)
@@ -228,12 +234,12 @@ class Trainer:
                         right = True
                 elif weights[at] == 0.0 and tokens[at] in kinds:
                     kind, right = kinds[tokens[at]], True
-        shown = {kind: f"{right / asked:.3f} of {asked}" for kind, (right, asked) in sorted(counts.items())}
-        print(f"eval {length:6}: {shown}", flush=True)
+        summary = {kind: f"{right / asked:.3f} of {asked}" for kind, (right, asked) in sorted(counts.items())}
+        print(f"eval {length:6}: {summary}", flush=True)
         return counts
 
     def save(self) -> None:
-        """Parameters in several files, none large, so that they can be carried between machines."""
+        """Writes the parameters to several small files, which are easy to copy between machines."""
         self._checkpoint.mkdir(parents=True, exist_ok=True)
         part: dict[str, Tensor] = {}
         number = 0
@@ -255,7 +261,7 @@ class Trainer:
 
 
 def plot(history: list[dict[str, float | str]], path: Path) -> None:
-    """Answer loss and accuracy over time, each stage in its own colour."""
+    """Plots answer loss and accuracy over time, each stage in its own colour."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
     for stage in dict.fromkeys((entry["mode"], entry["length"]) for entry in history):
         points = [entry for entry in history if (entry["mode"], entry["length"]) == stage]

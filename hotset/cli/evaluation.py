@@ -13,10 +13,10 @@ import typer
 from hotset.base.config import EngineConfig, ServeConfig, flag_name, settings
 from hotset.base.errors import ConfigError
 from hotset.cli.flags import SERVER_ONLY_SETTINGS, Command, CommandGroup, config_values, with_flags
-from hotset.evaluate.tasks import SHORTEST, TASKS
+from hotset.evaluate.tasks import MIN_LENGTH, TASKS
 
 if TYPE_CHECKING:
-    from hotset.evaluate.retrieval import Backend, Plan, Report
+    from hotset.evaluate.retrieval import Backend, EvaluationPlan, EvaluationReport
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Measure how well a model answers.")
 
@@ -56,9 +56,9 @@ def retrieval(
     **values: Any,
 ) -> None:
     """Ask for facts hidden in long texts, and count the answers that match exactly."""
-    from hotset.evaluate.retrieval import Plan
+    from hotset.evaluate.retrieval import EvaluationPlan
 
-    plan = Plan(_task_names(tasks), _token_counts(lengths), questions, seed)
+    plan = EvaluationPlan(_task_names(tasks), _token_counts(lengths), questions, seed)
     if questions < 1:
         raise ConfigError(f"--questions must be at least 1, got {questions}")
     if json_file is not None and not json_file.absolute().parent.is_dir():
@@ -83,8 +83,8 @@ def _token_counts(text: str) -> list[int]:
         numbers = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError as error:
         raise ConfigError(f"--lengths {text!r}: expected whole numbers separated by commas, like 1024,2048") from error
-    if min(numbers) < SHORTEST:
-        raise ConfigError(f"--lengths {text!r}: the minimum is {SHORTEST} tokens")
+    if min(numbers) < MIN_LENGTH:
+        raise ConfigError(f"--lengths {text!r}: the minimum is {MIN_LENGTH} tokens")
     return numbers
 
 
@@ -112,7 +112,7 @@ def _open_backend(values: dict[str, Any], url: str | None, api_key: str | None) 
         yield LocalBackend(llm)
 
 
-def _evaluate(backend: "Backend", plan: "Plan") -> "Report":
+def _evaluate(backend: "Backend", plan: "EvaluationPlan") -> "EvaluationReport":
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -124,7 +124,7 @@ def _evaluate(backend: "Backend", plan: "Plan") -> "Report":
         return evaluate(backend, plan, lambda count: bar.advance(row, count))
 
 
-def _print_table(report: "Report") -> None:
+def _print_table(report: "EvaluationReport") -> None:
     from rich.console import Console
     from rich.table import Table
 

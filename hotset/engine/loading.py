@@ -25,7 +25,7 @@ from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
 from hotset.models.dsa import dsa_kv_shape
 from hotset.models.gqa import gqa_kv_shape
-from hotset.models.spec import GqaSpec, ModelSpec, Storage
+from hotset.models.spec import GqaSpec, KvStorage, ModelSpec
 from hotset.models.split import WHOLE_MODEL, Split
 
 LOGGER = logging.getLogger("hotset.engine")
@@ -86,16 +86,16 @@ def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> tor
     return dtype
 
 
-def storage(config: EngineConfig, spec: ModelSpec) -> Storage:
+def storage(config: EngineConfig, spec: ModelSpec) -> KvStorage:
     """How KV is stored. ConfigError where fp8 was asked for and the model's rows have no such layout."""
     if isinstance(spec.attention, GqaSpec):
         for flag, value in (("--kv-dtype", config.kv_dtype), ("--index-dtype", config.index_dtype)):
             if value != "auto":
                 raise ConfigError(f"{flag} {value} is for models with a latent KV (MLA); leave it out for this one")
-    return Storage(fp8_rows=config.kv_dtype == "fp8", fp8_keys=config.index_dtype == "fp8")
+    return KvStorage(fp8_rows=config.kv_dtype == "fp8", fp8_keys=config.index_dtype == "fp8")
 
 
-def whole_kv_shape(spec: ModelSpec, dtype: torch.dtype, stored: Storage) -> KvShape:
+def whole_kv_shape(spec: ModelSpec, dtype: torch.dtype, stored: KvStorage) -> KvShape:
     """What a token costs in all workers together."""
     if isinstance(spec.attention, GqaSpec):
         return gqa_kv_shape(spec.layers, spec.attention, WHOLE_MODEL, dtype)

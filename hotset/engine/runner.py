@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledRows
 from hotset.kernels.device_copies import list_to_device, to_host_async
-from hotset.models.sampler import Sampled, Sampler
+from hotset.models.sampler import Sampler, SamplerOutput
 from hotset.schedule.plan import Admission, Alternatives, Plan, StepResult
 from hotset.tiers.commands import Flush, Load
 from hotset.tiers.kv_memory import KvMemory
@@ -26,7 +26,7 @@ class SampledToken:
 class SubmittedStep:
     """A plan that was submitted. On a GPU its work may still be under way, and its tokens on their way to the host."""
 
-    def __init__(self, number: int, sampled: Sampled | None) -> None:
+    def __init__(self, number: int, sampled: SamplerOutput | None) -> None:
         self.number = number
         self._sampled = sampled
         if sampled is not None:
@@ -41,7 +41,7 @@ class SubmittedStep:
         alternatives: dict[int, Alternatives] = {}
         if self._sampled.logprobs is not None:
             on_host = self._sampled.logprobs.to_host()
-            found = ((at, on_host.row(at)) for at in range(len(token_ids)))
+            found = ((at, on_host.of(at)) for at in range(len(token_ids)))
             alternatives = {at: row for at, row in found if row is not None}
         return StepResult(self.number, token_ids, alternatives)
 

@@ -1,1 +1,1 @@
-"""Evaluation: questions whose answers depend on the right rows being read, put to a local engine or to a server."""
+"""Evaluation by questions that are answered correctly only if attention reads the right rows."""

@@ -1,4 +1,7 @@
-"""Puts retrieval questions to a model and counts the answers that are right, word for word."""
+"""Asks a model retrieval questions and counts the answers that are correct word for word.
+
+The model runs in this process (`LocalBackend`) or behind an OpenAI-compatible server (`ServerBackend`).
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +16,10 @@ from hotset.evaluate.tasks import Question, make_questions
 if TYPE_CHECKING:
     from hotset.engine.llm import LLM
 
-BATCH = 32  # questions handed over at once: enough to fill a batch, few enough for progress to be seen
-BUCKETS = 4  # of depth
-BOS = "<|bos|>"  # of the demo model, whose tokenizer does not put it there by itself
-IN_FLIGHT = 8
+BATCH = 32  # questions sent at once: enough to fill a batch, few enough to show progress
+DEPTH_BUCKETS = 4
+BOS = "<|bos|>"  # of the demo model, whose tokenizer does not add it
+MAX_CONCURRENT_REQUESTS = 8
 ANSWER_SECONDS = 600.0
 
 
@@ -24,13 +27,13 @@ class Backend(Protocol):
     """A model that answers greedily, up to its end token."""
 
     name: str
-    context: int  # longest prompt and answer, in tokens
+    context: int  # the maximum length of prompt and answer together, in tokens
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of `text` as a prompt, the model's own special tokens included."""
+        """Returns the number of tokens of `text` as a prompt, including the model's own special tokens."""
 
     def answer(self, prompts: Sequence[str], max_tokens: int) -> list[str]:
-        """One answer per prompt, in order. HotsetError if the model cannot be asked."""
+        """Returns one answer per prompt, in order. Raises HotsetError if the model cannot answer."""
 
 
 class LocalBackend:
@@ -56,9 +59,9 @@ class LocalBackend:
 
 
 class ServerBackend:
-    """A server that has `/v1/models` with `max_model_len`, `/v1/completions` and `/tokenize`.
+    """A server with `/v1/models` (including `max_model_len`), `/v1/completions` and `/tokenize`.
 
-    StartupError if it cannot be reached or answers otherwise. The caller closes it.
+    Raises StartupError if the server cannot be reached or its replies have another format. The caller closes it.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -70,19 +73,19 @@ class ServerBackend:
         self._url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(ANSWER_SECONDS, connect=10.0))
-        model = self._ask("GET", "/v1/models", None, lambda reply: reply["data"][0])
+        model = self._request("GET", "/v1/models", None, lambda reply: reply["data"][0])
         self.name = str(model["id"])
         self.context = int(model.get("max_model_len") or 0)
         if self.context < 1:
-            raise StartupError(f"{self._url} does not say how long a context {self.name} has (max_model_len)")
+            raise StartupError(f"{self._url} does not report the context length of {self.name} (max_model_len)")
         self._prefix = ""
         self._prefix = BOS if self.count_tokens(BOS) == 1 else ""
 
     def count_tokens(self, text: str) -> int:
-        return int(self._ask("POST", "/tokenize", {"prompt": self._prefix + text}, lambda reply: reply["count"]))
+        return int(self._request("POST", "/tokenize", {"prompt": self._prefix + text}, lambda reply: reply["count"]))
 
     def answer(self, prompts: Sequence[str], max_tokens: int) -> list[str]:
-        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
             return list(pool.map(lambda prompt: self._complete(prompt, max_tokens), prompts))
 
     def close(self) -> None:
@@ -90,9 +93,9 @@ class ServerBackend:
 
     def _complete(self, prompt: str, max_tokens: int) -> str:
         body = {"model": self.name, "prompt": self._prefix + prompt, "max_tokens": max_tokens, "temperature": 0}
-        return str(self._ask("POST", "/v1/completions", body, lambda reply: reply["choices"][0]["text"]))
+        return str(self._request("POST", "/v1/completions", body, lambda reply: reply["choices"][0]["text"]))
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None, wanted: Any) -> Any:
+    def _request(self, method: str, path: str, body: dict[str, Any] | None, extract: Callable[[Any], Any]) -> Any:
         try:
             reply = self._client.request(method, self._url + path, json=body)
         except self._failures as error:
@@ -100,76 +103,78 @@ class ServerBackend:
         if reply.status_code != 200:
             raise RequestError(f"{self._url}{path} answered {reply.status_code}: {reply.text[:200]}")
         try:
-            return wanted(reply.json())
+            return extract(reply.json())
         except (ValueError, LookupError, TypeError) as error:
             raise StartupError(f"{self._url}{path} did not answer as an OpenAI-compatible server does") from error
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is to be asked."""
+class EvaluationPlan:
+    """Which questions an evaluation asks."""
 
     tasks: Sequence[str]
     lengths: Sequence[int]
-    questions: int  # per length, dealt evenly to the tasks
+    questions: int  # per length, divided evenly among the tasks
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How many of the questions asked were answered right."""
+    """How many of the questions asked were answered correctly."""
 
-    right: int
+    correct: int
     asked: int
 
     @property
     def accuracy(self) -> float | None:
-        return self.right / self.asked if self.asked else None
+        return self.correct / self.asked if self.asked else None
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class Answer:
+    """A model's answer to one question."""
+
     question: Question
     text: str
 
     @property
-    def right(self) -> bool:
+    def correct(self) -> bool:
         return self.text.strip() == self.question.answer.strip()
 
     @property
-    def bucket(self) -> int:
-        return min(int(self.question.depth * BUCKETS), BUCKETS - 1)
+    def depth_bucket(self) -> int:
+        return min(int(self.question.depth * DEPTH_BUCKETS), DEPTH_BUCKETS - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class EvaluationReport:
     """Every answer of one evaluation."""
 
     model: str
-    plan: Plan
+    plan: EvaluationPlan
     seconds: float
-    answers: Sequence[Answered]
+    answers: Sequence[Answer]
 
-    def score(self, task: str | None = None, length: int | None = None, bucket: int | None = None) -> Score:
-        """Of the questions of this task, length and depth; None: of all."""
-        chosen = [
-            found.right
-            for found in self.answers
-            if task in (None, found.question.task)
-            and length in (None, found.question.length)
-            and bucket in (None, found.bucket)
+    def score(self, task: str | None = None, length: int | None = None, depth_bucket: int | None = None) -> Score:
+        """Returns the score of the questions of this task, length and depth; None selects all."""
+        selected = [
+            answer.correct
+            for answer in self.answers
+            if task in (None, answer.question.task)
+            and length in (None, answer.question.length)
+            and depth_bucket in (None, answer.depth_bucket)
         ]
-        return Score(sum(chosen), len(chosen))
+        return Score(sum(selected), len(selected))
 
     def cells(self) -> Iterator[tuple[str, int]]:
-        """Each task at each length that was asked."""
+        """Yields each task with each length at which it was asked."""
         for task in self.plan.tasks:
             for length in self.plan.lengths:
                 if self.score(task, length).asked:
                     yield task, length
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values. Depth 0 is the oldest quarter of the context, each bucket named by its bounds."""
+        """Returns plain values. Depth 0 is the oldest quarter of the context; each bucket is named by its bounds."""
         return {
             "model": self.model,
             "seed": self.plan.seed,
@@ -190,29 +195,31 @@ class Report:
 
 
 def bucket_names() -> list[str]:
-    return [f"{n / BUCKETS:g}-{(n + 1) / BUCKETS:g}" for n in range(BUCKETS)]
+    return [f"{n / DEPTH_BUCKETS:g}-{(n + 1) / DEPTH_BUCKETS:g}" for n in range(DEPTH_BUCKETS)]
 
 
-def evaluate(backend: Backend, plan: Plan, answered: Callable[[int], None] = lambda count: None) -> Report:
-    """Asks everything in `plan`; calls `answered` with the number of answers that just came.
+def evaluate(
+    backend: Backend, plan: EvaluationPlan, on_answers: Callable[[int], None] = lambda count: None
+) -> EvaluationReport:
+    """Asks every question of `plan`; calls `on_answers` with the number of answers of each batch.
 
-    ConfigError, before anything is asked, if a length exceeds the model's context.
+    Raises ConfigError, before asking any question, if a length exceeds the model's context.
     """
     for length in plan.lengths:
         if length > backend.context:
             raise ConfigError(f"--lengths: {length} tokens exceed the context of {backend.name}, {backend.context}")
-    begun = time.monotonic()
-    answers: list[Answered] = []
+    started = time.monotonic()
+    answers: list[Answer] = []
     for length in plan.lengths:
         questions = make_questions(plan.tasks, length, plan.questions, plan.seed, backend.count_tokens)
         max_tokens = max((backend.count_tokens(question.answer) + 1 for question in questions), default=1)
         for first in range(0, len(questions), BATCH):
             batch = questions[first : first + BATCH]
             texts = backend.answer([question.prompt for question in batch], max_tokens)
-            answers += [Answered(question, text) for question, text in zip(batch, texts, strict=True)]
-            answered(len(batch))
-    return Report(backend.name, plan, time.monotonic() - begun, answers)
+            answers += [Answer(question, text) for question, text in zip(batch, texts, strict=True)]
+            on_answers(len(batch))
+    return EvaluationReport(backend.name, plan, time.monotonic() - started, answers)
 
 
 def _plain(score: Score) -> dict[str, Any]:
-    return {"accuracy": score.accuracy, "right": score.right, "asked": score.asked}
+    return {"accuracy": score.accuracy, "right": score.correct, "asked": score.asked}

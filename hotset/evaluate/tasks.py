@@ -1,13 +1,14 @@
-"""Retrieval questions: records hidden in running text among many like them, and one question at the very end.
+"""Retrieval questions: records hidden in running text among many similar ones, and one question at the very end.
 
-    lookup   ` recall k k` -> ` v v`: what the note on a key says
+    lookup   ` recall k k` -> ` v v`: the value of the note on a key
     several  ` list k k and k k;` -> ` k k v v and k k v v`
-    last     ` recall k k` after further notes on the same key: the last one counts
+    last     ` recall k k` after several notes on the same key: the last one counts
     chain    ` chain k k` -> ` m m v v`: the value is itself a key, whose value follows
     copy     ` copy k k` -> the passage under that key
     sum      ` sum k k and k k;` -> ` k k three + k k five = eight`: arithmetic over two numbers
 
-Nothing here knows a model: text in and out, and a function that counts tokens.
+This module does not depend on a model: it works on text and a function that counts tokens. Every word of a record or a
+question is one token of the demo model, which was trained on them.
 """
 
 import gzip
@@ -21,23 +22,23 @@ from importlib.resources.abc import Traversable
 
 from hotset.base.errors import ConfigError
 
-HELD_OUT_IN = 13  # one key in so many is never shown in training; evaluation uses no others
+HELD_OUT_EVERY = 13  # one key in 13 is never shown in training; evaluation uses only these
 STRIDE = 7919
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-LARGEST_COUNT = 5  # of a record: up to here each number is one token, as words are, so it is looked up as they are
+MAX_COUNT = 5  # of a record: up to 5, each number is one token, as words are, so it is looked up the same way
 TOKENS_PER_RECORD = 40
-SHORTEST = 256  # below this, records alone would fill the context
-NEAR_MISSES = 0.3  # of the distractors: they share a word with another key
-NEAR_THE_ASKED = 24  # the first so many distractors are the near misses of a key that is asked about
-VALUES_THAT_ARE_KEYS = 0.2  # of the distractors: decoys for chains
-CLOSE_ENOUGH = 3  # tokens below the wanted length at which the fitting stops
+MIN_LENGTH = 256  # in fewer tokens, records alone would fill the context
+NEAR_MISSES = 0.3  # the share of distractors whose key has a word in common with another key
+NEAR_QUESTION_KEYS = 24  # near misses among the first 24 distractors resemble a key of the question
+VALUES_THAT_ARE_KEYS = 0.2  # the share of distractors whose value is a key: decoys for chains
+CLOSE_ENOUGH = 3  # a prompt may be this many tokens shorter than the limit
 
 Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A sentence that answers a question, and the share of the filler that stands before it."""
+    """A sentence that answers a question, and the share of the filler that precedes it."""
 
     text: str
     depth: float
@@ -50,15 +51,15 @@ def words() -> tuple[str, ...]:
 
 @cache
 def filler() -> tuple[str, ...]:
-    """Running text, word by word, each with the space or line end before it; the first line is the licence notice."""
+    """Returns running text as words, each with the space or line end before it, without the licence notice."""
     text = gzip.decompress(_resource("filler.txt.gz").read_bytes()).decode("ascii")
     return tuple(re.findall(r"\s\S+", text[text.index("\n") :]))
 
 
 def held_out(key: Key) -> bool:
-    """Evaluation alone uses this key."""
+    """Returns whether training never uses this key."""
     numbers = _numbers()
-    return (numbers[key[0]] * STRIDE + numbers[key[1]]) % HELD_OUT_IN == 0
+    return (numbers[key[0]] * STRIDE + numbers[key[1]]) % HELD_OUT_EVERY == 0
 
 
 @cache
@@ -70,73 +71,73 @@ def _resource(name: str) -> Traversable:
     return resources.files("hotset.evaluate") / name
 
 
-class Keys:
-    """Draws held-out keys, none twice."""
+class KeySampler:
+    """Draws held-out keys, each at most once."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._taken: set[Key] = set()
+        self._drawn: set[Key] = set()
 
     def draw(self) -> Key:
-        return self._first_free(lambda: (self._word(), self._word()))
+        return self._first_unused(lambda: (self._word(), self._word()))
 
     def near(self, key: Key) -> Key:
-        """A key that shares one word, in its place, with `key`."""
+        """Draws a key that shares one word with `key`, in the same place."""
         if self._rng.random() < 0.5:
-            return self._first_free(lambda: (key[0], self._word()))
-        return self._first_free(lambda: (self._word(), key[1]))
+            return self._first_unused(lambda: (key[0], self._word()))
+        return self._first_unused(lambda: (self._word(), key[1]))
 
-    def _first_free(self, propose: Callable[[], Key]) -> Key:
+    def _first_unused(self, propose: Callable[[], Key]) -> Key:
         while True:
             key = propose()
-            if held_out(key) and key not in self._taken:
-                self._taken.add(key)
+            if held_out(key) and key not in self._drawn:
+                self._drawn.add(key)
                 return key
 
     def _word(self) -> str:
         return self._rng.choice(words())
 
 
-def spoken(parts: Sequence[str]) -> str:
+def spaced(parts: Sequence[str]) -> str:
     return "".join(f" {part}" for part in parts)
 
 
 def note(key: Key, value: Sequence[str]) -> str:
-    return spoken(["note", *key, *value]) + "."
+    return spaced(["note", *key, *value]) + "."
 
 
 def passage(key: Key, text: Sequence[str]) -> str:
-    return spoken(["text", *key, *text]) + "."
+    return spaced(["text", *key, *text]) + "."
 
 
 def number(key: Key, value: int) -> str:
-    return spoken(["count", *key, NUMBERS[value]]) + "."
+    return spaced(["count", *key, NUMBERS[value]]) + "."
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt without the model's own special tokens, and the whole of its right answer."""
+    """A prompt without the model's own special tokens, and its complete correct answer."""
 
     task: str
-    length: int  # tokens of prompt and answer together, rounded up to what was wanted
-    depth: float  # share of the context before the first record that the answer needs: 0 oldest, 1 newest
+    length: int  # the requested length: an upper bound of the tokens of prompt and answer
+    depth: float  # the share of the context before the first record that the answer needs: 0 oldest, 1 newest
     prompt: str
     answer: str
 
 
 @dataclass(frozen=True, slots=True)
 class Needles:
-    """What a task hides, and what it asks; the first record is the one whose depth counts."""
+    """The records that a task hides, and its question; the depth of the first record is the question's."""
 
     records: Sequence[Record]
-    keys: Sequence[Key]  # that distractors may resemble
+    keys: Sequence[Key]  # distractors may resemble these
     question: str
     answer: str
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One question before its filler is measured out."""
+    """One question without its filler."""
 
     task: str
     needles: Needles
@@ -144,7 +145,7 @@ class Layout:
     filler_start: int
 
     def prompt(self, filler_words: int) -> str:
-        """The prompt with so much filler: each record stands where its depth says."""
+        """Returns the prompt with `filler_words` words of filler; each record stands at its depth."""
         text = filler()
         parts, done = [], 0
         for record in self.records:
@@ -159,41 +160,41 @@ class Layout:
 def make_questions(
     tasks: Sequence[str], length_tokens: int, count: int, seed: int, count_tokens: Callable[[str], int]
 ) -> list[Question]:
-    """`count` questions, dealt evenly to `tasks`; the same for the same arguments.
+    """Makes `count` questions, divided evenly among `tasks`. The same arguments make the same questions.
 
-    Prompt, answer and end token together take at most `length_tokens`, and hardly less. `count_tokens` counts what the
-    model will see of a prompt. ConfigError for a task that does not exist or a length too short to hide anything in.
+    Prompt, answer and end token together have at most `length_tokens` tokens, and few less. `count_tokens` counts the
+    tokens of a prompt as the model sees it. Raises ConfigError for an unknown task and for a length that is too short.
     """
     for task in tasks:
         if task not in TASKS:
             raise ConfigError(f"there is no task {task!r}; choose from {', '.join(TASKS)}")
-    if length_tokens < SHORTEST:
-        raise ConfigError(f"a length of {length_tokens} tokens is too short; the shortest is {SHORTEST}")
+    if length_tokens < MIN_LENGTH:
+        raise ConfigError(f"a length of {length_tokens} tokens is too short; the shortest is {MIN_LENGTH}")
     rng = random.Random(f"{seed}/{length_tokens}")
-    layouts = [_lay_out(tasks[n % len(tasks)], length_tokens, rng) for n in range(count)]
+    layouts = [_make_layout(tasks[n % len(tasks)], length_tokens, rng) for n in range(count)]
     longest_answer = max((count_tokens(layout.needles.answer) + 1 for layout in layouts), default=0)
-    return [_measured(layout, length_tokens, length_tokens - longest_answer, count_tokens) for layout in layouts]
+    return [_fit_filler(layout, length_tokens, length_tokens - longest_answer, count_tokens) for layout in layouts]
 
 
-def _lay_out(task: str, length_tokens: int, rng: random.Random) -> Layout:
-    keys = Keys(rng)
+def _make_layout(task: str, length_tokens: int, rng: random.Random) -> Layout:
+    keys = KeySampler(rng)
     needles = TASKS[task](keys, rng)
-    missing = length_tokens // TOKENS_PER_RECORD - len(needles.records)
-    records = [*needles.records, *_distractors(missing, needles.keys, keys, rng)]
+    distractors = length_tokens // TOKENS_PER_RECORD - len(needles.records)
+    records = [*needles.records, *_distractors(distractors, needles.keys, keys, rng)]
     return Layout(task, needles, sorted(records, key=lambda record: record.depth), rng.randrange(len(filler())))
 
 
-def _distractors(count: int, asked: Sequence[Key], keys: Keys, rng: random.Random) -> list[Record]:
+def _distractors(count: int, question_keys: Sequence[Key], keys: KeySampler, rng: random.Random) -> list[Record]:
     known: list[Key] = []
     records = []
     for nth in range(count):
-        models = asked if nth < NEAR_THE_ASKED or not known else known
-        key = keys.near(rng.choice(models)) if rng.random() < NEAR_MISSES else keys.draw()
+        similar_to = question_keys if nth < NEAR_QUESTION_KEYS or not known else known
+        key = keys.near(rng.choice(similar_to)) if rng.random() < NEAR_MISSES else keys.draw()
         kind = rng.random()
         if kind < 0.06:
             text = passage(key, _some_words(rng, 4, 12))
         elif kind < 0.14:
-            text = number(key, rng.randint(0, LARGEST_COUNT))
+            text = number(key, rng.randint(0, MAX_COUNT))
         else:
             decoy = known and rng.random() < VALUES_THAT_ARE_KEYS
             text = note(key, rng.choice(known) if decoy else _some_words(rng, 2, 2))
@@ -202,11 +203,11 @@ def _distractors(count: int, asked: Sequence[Key], keys: Keys, rng: random.Rando
     return records
 
 
-def _measured(layout: Layout, length: int, limit: int, count_tokens: Callable[[str], int]) -> Question:
-    """The question with as much filler as fits: bisection, guided by how many tokens a word took so far."""
+def _fit_filler(layout: Layout, length: int, limit: int, count_tokens: Callable[[str], int]) -> Question:
+    """Adds as much filler as fits, by bisection that is guided by the tokens per word so far."""
     fits, fit_tokens = 0, count_tokens(layout.prompt(0))
     if fit_tokens > limit:
-        raise ConfigError(f"a length of {length} tokens is too short for this tokenizer; ask for a longer one")
+        raise ConfigError(f"a length of {length} tokens is too short for this tokenizer; choose a longer one")
     too_many, excess_tokens = limit, max(limit + 1, 2 * limit)
     while too_many - fits > 1 and limit - fit_tokens > CLOSE_ENOUGH:
         per_word = (excess_tokens - fit_tokens) / (too_many - fits)
@@ -221,51 +222,51 @@ def _measured(layout: Layout, length: int, limit: int, count_tokens: Callable[[s
     return Question(layout.task, length, depth, layout.prompt(fits), layout.needles.answer)
 
 
-def _lookup(keys: Keys, rng: random.Random) -> Needles:
+def _lookup(keys: KeySampler, rng: random.Random) -> Needles:
     key, value = keys.draw(), _some_words(rng, 2, 2)
-    return Needles([Record(note(key, value), rng.random())], [key], spoken(["recall", *key]), spoken(value))
+    return Needles([Record(note(key, value), rng.random())], [key], spaced(["recall", *key]), spaced(value))
 
 
-def _several(keys: Keys, rng: random.Random) -> Needles:
-    asked = [keys.draw() for _ in range(rng.randint(2, 3))]
-    values = [_some_words(rng, 2, 2) for _ in asked]
-    records = [Record(note(key, value), rng.random()) for key, value in zip(asked, values, strict=True)]
-    question = " list" + " and".join(spoken(key) for key in asked) + ";"
-    answer = " and".join(spoken([*key, *value]) for key, value in zip(asked, values, strict=True))
-    return Needles(records, asked, question, answer)
+def _several(keys: KeySampler, rng: random.Random) -> Needles:
+    chosen = [keys.draw() for _ in range(rng.randint(2, 3))]
+    values = [_some_words(rng, 2, 2) for _ in chosen]
+    records = [Record(note(key, value), rng.random()) for key, value in zip(chosen, values, strict=True)]
+    question = " list" + " and".join(spaced(key) for key in chosen) + ";"
+    answer = " and".join(spaced([*key, *value]) for key, value in zip(chosen, values, strict=True))
+    return Needles(records, chosen, question, answer)
 
 
-def _last(keys: Keys, rng: random.Random) -> Needles:
+def _last(keys: KeySampler, rng: random.Random) -> Needles:
     key, value, depth = keys.draw(), _some_words(rng, 2, 2), rng.random()
     stale = [Record(note(key, _some_words(rng, 2, 2)), depth * rng.random()) for _ in range(rng.randint(1, 3))]
-    return Needles([Record(note(key, value), depth), *stale], [key], spoken(["recall", *key]), spoken(value))
+    return Needles([Record(note(key, value), depth), *stale], [key], spaced(["recall", *key]), spaced(value))
 
 
-def _chain(keys: Keys, rng: random.Random) -> Needles:
+def _chain(keys: KeySampler, rng: random.Random) -> Needles:
     key, middle, value = keys.draw(), keys.draw(), _some_words(rng, 2, 2)
     links = [Record(note(key, middle), rng.random()), Record(note(middle, value), rng.random())]
-    return Needles(links, [key, middle], spoken(["chain", *key]), spoken([*middle, *value]))
+    return Needles(links, [key, middle], spaced(["chain", *key]), spaced([*middle, *value]))
 
 
-def _copy(keys: Keys, rng: random.Random) -> Needles:
+def _copy(keys: KeySampler, rng: random.Random) -> Needles:
     key, text = keys.draw(), _some_words(rng, 4, 12)
-    return Needles([Record(passage(key, text), rng.random())], [key], spoken(["copy", *key]), spoken(text))
+    return Needles([Record(passage(key, text), rng.random())], [key], spaced(["copy", *key]), spaced(text))
 
 
-def _sum(keys: Keys, rng: random.Random) -> Needles:
-    one, other = keys.draw(), keys.draw()
-    x, y = rng.randint(0, LARGEST_COUNT), rng.randint(0, LARGEST_COUNT)
-    records = [Record(number(one, x), rng.random()), Record(number(other, y), rng.random())]
-    question = spoken(["sum", *one, "and", *other]) + ";"
-    answer = spoken([*one, NUMBERS[x], "+", *other, NUMBERS[y], "=", NUMBERS[x + y]])
-    return Needles(records, [one, other], question, answer)
+def _sum(keys: KeySampler, rng: random.Random) -> Needles:
+    first, second = keys.draw(), keys.draw()
+    x, y = rng.randint(0, MAX_COUNT), rng.randint(0, MAX_COUNT)
+    records = [Record(number(first, x), rng.random()), Record(number(second, y), rng.random())]
+    question = spaced(["sum", *first, "and", *second]) + ";"
+    answer = spaced([*first, NUMBERS[x], "+", *second, NUMBERS[y], "=", NUMBERS[x + y]])
+    return Needles(records, [first, second], question, answer)
 
 
-def _some_words(rng: random.Random, least: int, most: int) -> list[str]:
-    return [rng.choice(words()) for _ in range(rng.randint(least, most))]
+def _some_words(rng: random.Random, low: int, high: int) -> list[str]:
+    return [rng.choice(words()) for _ in range(rng.randint(low, high))]
 
 
-TASKS: dict[str, Callable[[Keys, random.Random], Needles]] = {
+TASKS: dict[str, Callable[[KeySampler, random.Random], Needles]] = {
     "lookup": _lookup,
     "several": _several,
     "last": _last,

@@ -1,7 +1,7 @@
 """Chat templates: Jinja programs that come with a model and turn messages into its prompt format.
 
-They are run as the `transformers` library runs them (block trimming, loop controls, `raise_exception`, `strftime_now`,
-a plain `tojson`, the `generation` tag), in a sandbox, since they come from outside.
+They run as in the `transformers` library (block trimming, loop controls, `raise_exception`, `strftime_now`, a plain
+`tojson`, the `generation` tag), and in a sandbox, because they are untrusted.
 """
 
 import json
@@ -18,7 +18,7 @@ from hotset.base.errors import CheckpointError, RequestError
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens that it may name. `CheckpointError` if it does not compile."""
+    """A compiled template with the special tokens that it may use. Raises `CheckpointError` if it does not compile."""
 
     def __init__(self, template: str, special_tokens: Mapping[str, str], source: str) -> None:
         extensions: list[str | type[Extension]] = ["jinja2.ext.loopcontrols", _GenerationTag]
@@ -33,7 +33,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """The prompt. `RequestError` if the template refuses the messages or stumbles over them."""
+        """Renders the prompt. Raises `RequestError` if the template refuses the messages or fails on them."""
         try:
             return self._template.render(
                 messages=messages,
@@ -43,13 +43,13 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except Exception as error:
-            # A template is a foreign program over a user's values: whatever it raises is the answer to this request.
+            # The template is untrusted and runs on a user's values, so all its errors are errors of the request.
             reason = error.message if isinstance(error, TemplateError) and error.message else str(error)
             raise RequestError(f"the chat template refuses these messages: {reason}", param="messages") from error
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only lets its body through."""
+    """`{% generation %}` marks the assistant's words for training; here it renders its body unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
 
@@ -73,5 +73,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter this leaves <, > and & alone: prompts are not HTML."""
+    """Unlike Jinja's own filter, this does not escape <, > and &: prompts are not HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

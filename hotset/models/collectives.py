@@ -1,4 +1,4 @@
-"""What the workers that share a model say to each other during a step."""
+"""The collective operations between the workers that share a model."""
 
 from collections.abc import Sequence
 from typing import Final, Protocol
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class Collectives(Protocol):
-    """The ranks among which one model, or one stage of it, is split. Every rank makes the same calls in the same order.
+    """Collective operations among the ranks that share one model, or one pipeline stage of it.
 
-    Every rank gets the same bits. `all_reduce` and `reduce_scatter` may overwrite their argument; the result belongs to
-    the caller.
+    Every rank must make the same calls in the same order, and every rank receives the same bits. `all_reduce` and
+    `reduce_scatter` may overwrite their argument; the result belongs to the caller.
     """
 
     rank: int
@@ -18,28 +18,28 @@ class Collectives(Protocol):
     tokens_per_rank: Sequence[int]  # data parallel: how many tokens each rank computes in this step; set by the runner
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Of every rank's x."""
+        """Returns the sum of `x` over all ranks."""
         ...
 
     def all_gather_columns(self, x: Tensor) -> Tensor:
-        """[rows, w] of every rank side by side: [rows, size * w]."""
+        """Concatenates [tokens, w] of all ranks along the columns: [tokens, size * w]."""
         ...
 
     def all_gather_tokens(self, x: Tensor) -> Tensor:
-        """Data parallel: every rank's rows, one above the other, `rows[r]` of rank r."""
+        """Data parallel: concatenates all ranks' tokens, `tokens_per_rank[r]` of rank r."""
         ...
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Data parallel: the sum over ranks of [sum(rows), w], of which this rank's own rows are returned."""
+        """Data parallel: sums [sum(tokens_per_rank), w] over all ranks and returns this rank's own tokens."""
         ...
 
     def barrier(self) -> None:
-        """Returns when every rank has done all that it was told before."""
+        """Returns when every rank has finished all work that it queued before this call."""
         ...
 
 
 class _SingleRank:
-    """A worker that has nobody to talk to."""
+    """Implements `Collectives` for a worker without peers."""
 
     def __init__(self) -> None:
         self.rank = 0

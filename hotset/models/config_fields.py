@@ -1,4 +1,4 @@
-"""Typed access to one JSON object of a checkpoint, with an error that names file, field and value."""
+"""Reads the JSON files of a checkpoint, with errors that name file, field and value."""
 
 import json
 import math
@@ -10,9 +10,9 @@ from hotset.base.errors import CheckpointError
 
 
 class ConfigFields:
-    """A JSON object and where it came from. A null counts as absent, as it does where these files are written.
+    """Typed access to the fields of one JSON object. A null counts as absent, as in the `transformers` library.
 
-    Every reader raises `CheckpointError` in one line when the value is of the wrong kind, or absent without a default.
+    Every reader raises `CheckpointError`, in one line, if the value has the wrong type or is absent without a default.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
@@ -23,15 +23,15 @@ class ConfigFields:
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
-    def says_null(self, name: str) -> bool:
-        """Whether the field is written down, as null."""
+    def is_null(self, name: str) -> bool:
+        """Returns whether the field exists and is null."""
         return name in self._values and self._values[name] is None
 
     def get(self, name: str) -> Any:
         return self._values.get(name)
 
-    def part(self, name: str) -> "ConfigFields":
-        """The object under `name`; an empty one where there is none."""
+    def section(self, name: str) -> "ConfigFields":
+        """Returns the object under `name`, or an empty one if there is none."""
         value = self.get(name) or {}
         if not isinstance(value, Mapping):
             self.refuse(name, "an object")
@@ -78,25 +78,25 @@ class ConfigFields:
             self.refuse(name, "true or false")
         return value
 
-    def word(self, name: str, default: str, supported: tuple[str, ...]) -> str:
+    def choice(self, name: str, default: str, supported: tuple[str, ...]) -> str:
         value = default if self.get(name) is None else self.get(name)
         if value not in supported:
             self.refuse(name, ", ".join(supported))
         return str(value)
 
-    def words(self, name: str, length: int, supported: tuple[str, ...]) -> list[str] | None:
-        """A list with one word for each layer (further entries, of layers that are not run, are dropped)."""
+    def layer_choices(self, name: str, length: int, supported: tuple[str, ...]) -> list[str] | None:
+        """Returns a list with one choice for each layer. Entries for further layers, which are not run, are dropped."""
         value = self.get(name)
         if value is None:
             return None
-        if not isinstance(value, list | tuple) or any(word not in supported for word in value[:length]):
+        if not isinstance(value, list | tuple) or any(entry not in supported for entry in value[:length]):
             self.refuse(name, f"a list of {' or '.join(supported)}")
         if len(value) < length:
             raise CheckpointError(f"{self._source}: {self._prefix}{name} has {len(value)} entries for {length} layers")
         return list(value[:length])
 
     def ids(self, name: str) -> tuple[int, ...] | None:
-        """One token id or a list of them; None where the field is absent."""
+        """Returns one token id or a list of them as a tuple, or None if the field is absent."""
         value = self.get(name)
         if value is None:
             return None
@@ -107,7 +107,7 @@ class ConfigFields:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`. `CheckpointError`, naming it, if it is unreadable, broken, or not an object."""
+    """Reads the object in `path`. Raises `CheckpointError` if it is unreadable, damaged or not an object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -117,6 +117,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_json_if_there(path: Path) -> dict[str, Any]:
-    """As `read_json`; an empty object where there is no such file."""
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """Reads the object in `path`, or returns an empty one if there is no such file."""
     return read_json(path) if path.is_file() else {}

@@ -1,7 +1,7 @@
-"""From `config.json` and `generation_config.json` of a Hugging Face directory to a `ModelSpec`.
+"""Reads `config.json` and `generation_config.json` of a Hugging Face directory into a `ModelSpec`.
 
-Absent fields take the defaults that the `transformers` library gives them. What the decoders do not implement is
-refused here, by name, before any weight is read.
+Absent fields take the defaults of the `transformers` library. Features that the decoders do not implement are refused
+here, by name, before any weight is read.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,9 +24,9 @@ class _GqaDefaults:
     context: int
     eos_ids: tuple[int, ...]
     head_dim: int | None  # None: hidden_size / num_attention_heads
-    kv_heads: int | None  # None: as many as heads
+    kv_heads: int | None  # None: the number of attention heads
     qk_norm: bool
-    mlp_bias: bool  # whether the architecture knows the field mlp_bias
+    mlp_bias: bool  # whether the architecture has the field mlp_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +77,17 @@ ARCHITECTURES = (*GQA_DEFAULTS, *DSA_DEFAULTS)
 
 
 def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> ModelSpec:
-    """The model that `config` describes; stop tokens come from `generation` first.
+    """Returns the model that `config` describes; stop tokens of `generation` take precedence.
 
-    `source` is the file to name in errors. Raises `CheckpointError`, in one line, for fields that are missing, of the
-    wrong kind, or ask for what Hotset does not implement.
+    `source` is the file that errors name. Raises `CheckpointError`, in one line, for fields that are missing, have the
+    wrong type, or request a feature that Hotset does not implement.
     """
     fields = ConfigFields(config, source)
     architecture = fields.get("model_type")
     if architecture is None:
         fields.missing("model_type")
-    fields.word("model_type", "", ARCHITECTURES)
-    fields.word("hidden_act", "silu", ("silu",))
+    fields.choice("model_type", "", ARCHITECTURES)
+    fields.choice("hidden_act", "silu", ("silu",))
     read: Callable[[ConfigFields, ConfigFields, str], ModelSpec]
     read = _read_gqa if architecture in GQA_DEFAULTS else _read_dsa
     return read(fields, ConfigFields(generation, "generation_config.json"), architecture)
@@ -97,7 +97,7 @@ def _read_gqa(fields: ConfigFields, generation: ConfigFields, architecture: str)
     defaults = GQA_DEFAULTS[architecture]
     heads = fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", defaults.kv_heads or heads)
-    if fields.says_null("num_key_value_heads"):
+    if fields.is_null("num_key_value_heads"):
         kv_heads = heads
     if heads % kv_heads:
         fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
@@ -129,9 +129,9 @@ def _read_gqa(fields: ConfigFields, generation: ConfigFields, architecture: str)
 
 
 def _refuse_windows(fields: ConfigFields, layers: int) -> None:
-    """Sliding windows are not implemented; a window that no layer uses is no window."""
+    """Raises `CheckpointError` if any layer uses a sliding window, which is not implemented."""
     if "layer_types" in fields:
-        fields.words("layer_types", layers, FULL_ATTENTION)
+        fields.layer_choices("layer_types", layers, FULL_ATTENTION)
         return
     used = fields.flag("use_sliding_window", fields.get("model_type") == "llama")
     first_windowed = fields.count("max_window_layers", 28, low=0) if "use_sliding_window" in fields else 0
@@ -145,11 +145,11 @@ def _read_dsa(fields: ConfigFields, generation: ConfigFields, architecture: str)
     context = fields.count("max_position_embeddings", defaults.context)
     if fields.flag("mlp_bias", False):
         fields.refuse("mlp_bias", "false")
-    if fields.says_null("q_lora_rank"):
+    if fields.is_null("q_lora_rank"):
         fields.refuse("q_lora_rank", "a whole number (a low-rank query projection)")
     if not fields.flag("rope_interleave", True):
         fields.refuse("rope_interleave", "true")
-    fields.words("layer_types", layers, INDEXED_ATTENTION)
+    fields.layer_choices("layer_types", layers, INDEXED_ATTENTION)
     attention = MlaSpec(
         heads=fields.count("num_attention_heads"),
         q_lora_rank=fields.count("q_lora_rank", defaults.q_lora_rank),
@@ -194,11 +194,11 @@ def _read_index(fields: ConfigFields, defaults: _DsaDefaults, layers: int) -> In
 
 
 def _full_layers(fields: ConfigFields, layers: int) -> tuple[int, ...]:
-    """Which layers run their own indexer: by list, else by pattern, else by frequency and offset."""
+    """Returns the layers that run their own indexer: from a list, a pattern, or a frequency and an offset."""
     pattern = fields.get("index_topk_pattern")
     if "indexer_types" in fields:
         name = "indexer_types"
-        types = fields.words(name, layers, ("full", "shared")) or []
+        types = fields.layer_choices(name, layers, ("full", "shared")) or []
     elif isinstance(pattern, str):
         name = "index_topk_pattern"
         if len(pattern) < layers or not set(pattern) <= {"F", "S"}:
@@ -206,7 +206,7 @@ def _full_layers(fields: ConfigFields, layers: int) -> tuple[int, ...]:
         types = ["full" if letter == "F" else "shared" for letter in pattern[:layers]]
     elif pattern is not None:
         name = "index_topk_pattern"
-        types = fields.words(name, layers, ("full", "shared")) or []
+        types = fields.layer_choices(name, layers, ("full", "shared")) or []
     else:
         name = "index_skip_topk_offset"
         every = max(fields.count("index_topk_freq", 1, low=0), 1)
@@ -221,8 +221,8 @@ def _read_moe(fields: ConfigFields, defaults: _DsaDefaults, layers: int) -> MoeS
     sparse = _moe_layers(fields, layers)
     if not sparse:
         return None
-    fields.word("scoring_func", "sigmoid", ("sigmoid",))
-    fields.word("topk_method", "noaux_tc", ("noaux_tc",))
+    fields.choice("scoring_func", "sigmoid", ("sigmoid",))
+    fields.choice("topk_method", "noaux_tc", ("noaux_tc",))
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     name = next((candidate for candidate in names if candidate in fields), "n_routed_experts")
     experts = fields.count(name, 256)
@@ -251,7 +251,7 @@ def _read_moe(fields: ConfigFields, defaults: _DsaDefaults, layers: int) -> MoeS
 
 
 def _moe_layers(fields: ConfigFields, layers: int) -> tuple[int, ...]:
-    types = fields.words("mlp_layer_types", layers, ("dense", "sparse"))
+    types = fields.layer_choices("mlp_layer_types", layers, ("dense", "sparse"))
     if types is not None:
         return tuple(layer for layer, kind in enumerate(types) if kind == "sparse")
     dense = fields.count("first_k_dense_replace", 3, low=0)
@@ -260,8 +260,8 @@ def _moe_layers(fields: ConfigFields, layers: int) -> tuple[int, ...]:
 
 
 def _read_rope(fields: ConfigFields, dim: int, dim_field: str, context: int) -> RopeSpec:
-    """`rope_scaling` (older files) or `rope_parameters`; theta inside either, or at the top level."""
-    rope = fields.part("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+    """Reads `rope_scaling` (older files) or `rope_parameters`; theta is inside either, or at the top level."""
+    rope = fields.section("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
     for where in (fields, rope):
         if where.number("partial_rotary_factor", 1.0) != 1.0:
             where.refuse("partial_rotary_factor", "1.0")
@@ -270,13 +270,13 @@ def _read_rope(fields: ConfigFields, dim: int, dim_field: str, context: int) -> 
     for layer_type in (*FULL_ATTENTION, *INDEXED_ATTENTION, "sliding_attention"):
         if layer_type in rope:
             rope.refuse(layer_type, "one rope for all layers")
-    kind = rope.word("rope_type" if "rope_type" in rope else "type", "default", ROPE_KINDS)
+    kind = rope.choice("rope_type" if "rope_type" in rope else "type", "default", ROPE_KINDS)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0, above=1.0), above=1.0)
     if kind == "default":
         return RopeSpec(dim, theta)
     where = fields if "original_max_position_embeddings" in fields else rope
     original = where.count("original_max_position_embeddings", context)
-    stated_null = kind == "yarn" and rope.says_null("factor")
+    factor_is_null = kind == "yarn" and rope.is_null("factor")
     low_freq = rope.number("low_freq_factor", None if kind == "llama3" else 1.0)
     high_freq = rope.number("high_freq_factor", None if kind == "llama3" else 4.0)
     if kind == "llama3" and low_freq >= high_freq:
@@ -285,7 +285,7 @@ def _read_rope(fields: ConfigFields, dim: int, dim_field: str, context: int) -> 
         dim,
         theta,
         kind=cast(RopeKind, kind),
-        factor=rope.number("factor", context / original if stated_null else None),
+        factor=rope.number("factor", context / original if factor_is_null else None),
         original_context=original if kind in ("llama3", "yarn") else 0,
         low_freq_factor=low_freq,
         high_freq_factor=high_freq,
@@ -311,7 +311,7 @@ def _read_eos(fields: ConfigFields, generation: ConfigFields, default: tuple[int
     stated = generation if "eos_token_id" in generation else fields
     ids = stated.ids("eos_token_id")
     if ids is None:
-        ids = () if fields.says_null("eos_token_id") else default
+        ids = () if fields.is_null("eos_token_id") else default
     vocab = fields.count("vocab_size")
     if any(token >= vocab for token in ids):
         stated.refuse("eos_token_id", f"token ids below vocab_size ({vocab})")

@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file carries in its metadata, rebuilt for the `tokenizers` library."""
+"""Rebuilds the tokenizer in the metadata of a GGUF file for the `tokenizers` library."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from hotset.models.checkpoint.gguf_file import GgufFile
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
-# How text is cut into words before merging. The two below differ in how many digits make a word.
+# How text is split into words before merging. The two patterns differ in the maximum number of digits of a word.
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,45 +35,45 @@ PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "llama-bpe": lambda: _split_by(_LLAMA3_WORDS),
     "qwen2": lambda: _split_by(_QWEN2_WORDS),
 }
-ADDS_BOS_UNLESS_TOLD = ("llama-bpe",)
-WHOLE_WORDS_FIRST = ("llama-bpe",)  # a word that is a token is taken whole, whatever the merges would make of it
-COMPOSES_CHARACTERS = ("qwen2",)  # Unicode normal form C before anything else
+ADDS_BOS_BY_DEFAULT = ("llama-bpe",)
+IGNORES_MERGES = ("llama-bpe",)  # a word that is itself a token becomes that token; its merges are ignored
+NORMALISES_TO_NFC = ("qwen2",)  # Unicode normal form C, before the split into words
 
 
 def build_gguf_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
-    """Byte-level BPE over the file's vocabulary. `CheckpointError`, with the way out, for other kinds."""
+    """Builds a byte-level BPE from the vocabulary. Raises `CheckpointError`, with the remedy, for other kinds."""
     pre = str(file.metadata.get("tokenizer.ggml.pre", "default"))
     _check_kind(file, pre)
-    tokens: list[str] = _listed(file, "tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in _listed(file, "merges")]
+    tokens: list[str] = _metadata_list(file, "tokens")
+    merges = [tuple(merge.split(" ", 1)) for merge in _metadata_list(file, "merges")]
     try:
         model = models.BPE(
-            {token: index for index, token in enumerate(tokens)}, merges, ignore_merges=pre in WHOLE_WORDS_FIRST
+            {token: index for index, token in enumerate(tokens)}, merges, ignore_merges=pre in IGNORES_MERGES
         )
     except Exception as error:  # the library raises nothing more specific
         raise CheckpointError(f"{file.path}: the vocabulary and its merges do not fit: {error}") from error
     tokenizer = tokenizers.Tokenizer(model)
-    if pre in COMPOSES_CHARACTERS:
+    if pre in NORMALISES_TO_NFC:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
-    kinds: list[int] = _listed(file, "token_type") if "tokenizer.ggml.token_type" in file.metadata else []
-    whole = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if kind in (CONTROL, USER_DEFINED)]
-    special = [tokenizers.AddedToken(token, special=True, normalized=False) for token, kind in whole if kind == CONTROL]
+    kinds: list[int] = _metadata_list(file, "token_type") if "tokenizer.ggml.token_type" in file.metadata else []
+    added = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if kind in (CONTROL, USER_DEFINED)]
+    special = [tokenizers.AddedToken(token, special=True, normalized=False) for token, kind in added if kind == CONTROL]
     tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False) for token, kind in whole if kind != CONTROL])
+    tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False) for token, kind in added if kind != CONTROL])
     return tokenizer
 
 
 def gguf_adds_bos(file: GgufFile) -> bool:
-    """Whether a prompt starts with the token for the beginning of a text."""
-    default = file.metadata.get("tokenizer.ggml.pre") in ADDS_BOS_UNLESS_TOLD
+    """Returns whether a prompt starts with the beginning-of-text token."""
+    default = file.metadata.get("tokenizer.ggml.pre") in ADDS_BOS_BY_DEFAULT
     return bool(file.metadata.get("tokenizer.ggml.add_bos_token", default))
 
 
 def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
-    """`bos_token`, `eos_token` and their kin, as chat templates name them."""
-    tokens: list[str] = _listed(file, "tokens")
+    """Returns `bos_token`, `eos_token` and the like, by the names that chat templates use."""
+    tokens: list[str] = _metadata_list(file, "tokens")
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
     return {name: tokens[token] for name, token in ids.items() if token is not None and token < len(tokens)}
@@ -92,7 +92,7 @@ def _check_kind(file: GgufFile, pre: str) -> None:
         )
 
 
-def _listed(file: GgufFile, name: str) -> list[Any]:
+def _metadata_list(file: GgufFile, name: str) -> list[Any]:
     value = file.metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(value, list):
         raise CheckpointError(f"{file.path}: tokenizer.ggml.{name} is missing")

@@ -1,4 +1,4 @@
-"""The parts that both decoders are made of: embedding, norms, feed-forward layers, the head."""
+"""The building blocks of both decoders: embedding, norms, feed-forward layers, the head."""
 
 from dataclasses import dataclass, replace
 
@@ -13,28 +13,28 @@ from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.route import RoutingRule, route
 from hotset.kernels.rows import accumulation_dtype
 from hotset.kernels.swiglu import swiglu
-from hotset.models.checkpoint.source import Elsewhere, TensorSlice, WeightSource
+from hotset.models.checkpoint.source import SkippedWeights, TensorSlice, WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.spec import ModelSpec, MoeSpec
 from hotset.models.split import Split
 
 
 @dataclass(frozen=True, slots=True)
-class Loader:
-    """What a part of the model is made from: a source of weights, which of them this worker holds, and its peers."""
+class ShardLoader:
+    """What every layer is built from: a source of weights, this worker's split of them, and its peers."""
 
     weights: WeightSource
     split: Split
     collectives: Collectives
 
     @property
-    def dividing_heads(self) -> Collectives:
-        """Those that share heads, widths and vocabulary: nobody, where ranks divide requests."""
+    def tp_collectives(self) -> Collectives:
+        """The ranks that share heads, widths and vocabulary. Data parallel ranks share none of these."""
         return self.collectives if self.split.tp_size > 1 else SINGLE_RANK
 
 
 class RmsNorm:
-    """x / rms(x) * weight; the mean square is taken in the accumulation dtype."""
+    """Computes x / rms(x) * weight; the mean square is taken in the accumulation dtype."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
@@ -43,144 +43,146 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:  # [..., width]
         return rms_norm(x, self.weight, self.eps)
 
-    def after_adding(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta, and the norm of that."""
+    def add_then_norm(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns x + delta and the norm of that sum."""
         return add_rms_norm(x, delta, self.weight, self.eps)
 
 
-def part(dim: int, run: range, width: int = 1) -> TensorSlice:
-    """Of a tensor that has `width` entries along `dim` for each head or column: those of a run of them."""
-    return TensorSlice(dim, run.start * width, run.stop * width)
+def shard_slice(dim: int, shard: range, width: int = 1) -> TensorSlice:
+    """Returns the slice for `shard` of a tensor that has `width` entries along `dim` for each head or column."""
+    return TensorSlice(dim, shard.start * width, shard.stop * width)
 
 
 @dataclass(frozen=True, slots=True)
-class FusedSlice:
-    """Rows of one weight, which a fused one takes in."""
+class WeightShard:
+    """This rank's outputs of one weight [outputs, inputs], to be merged with others."""
 
     name: str  # without .weight or .bias
-    rows: int  # of the whole weight
-    part: TensorSlice
-
-    @property
-    def taken(self) -> int:
-        return self.part.last - self.part.first
+    outputs: int  # of the whole weight
+    tensor_slice: TensorSlice
 
 
-def fused(weights: WeightSource, stretches: list[FusedSlice], columns: int, bias: bool, like: Tensor) -> Linear:
-    """Rows of several weights [rows, columns], one above the other: one product instead of several."""
-    counts = [stretch.taken for stretch in stretches]
-    weight = torch.empty(sum(counts), columns, dtype=like.dtype, device=like.device)
-    for stretch, out in zip(stretches, weight.split(counts), strict=True):
-        weights.take(f"{stretch.name}.weight", (stretch.rows, columns), out=out, part=stretch.part)
+def column_parallel_linear(
+    weights: WeightSource, shards: list[WeightShard], inputs: int, bias: bool, like: Tensor
+) -> Linear:
+    """Merges the shards of several weights along their outputs: one matrix product instead of several."""
+    sizes = [shard.tensor_slice.size for shard in shards]
+    weight = torch.empty(sum(sizes), inputs, dtype=like.dtype, device=like.device)
+    for shard, out in zip(shards, weight.split(sizes), strict=True):
+        weights.load(f"{shard.name}.weight", (shard.outputs, inputs), out=out, tensor_slice=shard.tensor_slice)
     if not bias:
         return Linear(weight)
-    return Linear(weight, torch.cat([weights.take(f"{s.name}.bias", (s.rows,), part=s.part) for s in stretches]))
+    biases = [weights.load(f"{s.name}.bias", (s.outputs,), tensor_slice=s.tensor_slice) for s in shards]
+    return Linear(weight, torch.cat(biases))
 
 
-class SummedLinear:
-    """A product whose inputs are divided among ranks: each has their columns of the weight. The shares are summed.
+class RowParallelLinear:
+    """A product whose inputs are divided among ranks: each rank multiplies its inputs, and all_reduce adds the results.
 
-    The bias comes after the sum: every rank adds it to the same result, once.
+    Every rank adds the bias once, after the sum.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, collectives: Collectives) -> None:
         alone = collectives.size == 1
-        self._share = Linear(weight, bias if alone else None)
+        self._product = Linear(weight, bias if alone else None)
         self._bias = None if alone else bias
         self._collectives = collectives
 
-    def __call__(self, x: Tensor) -> Tensor:  # [rows, in: this rank's] -> [rows, out]
-        out = self._collectives.all_reduce(self._share(x))
+    def __call__(self, x: Tensor) -> Tensor:  # [tokens, this rank's inputs] -> [tokens, outputs]
+        out = self._collectives.all_reduce(self._product(x))
         return out if self._bias is None else out + self._bias
 
 
-def take_wide(weights: WeightSource, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """A weight that is kept in the accumulation dtype, never rounded to the model's."""
-    return weights.take(name, shape, out=torch.empty(shape, dtype=accumulation_dtype(like.dtype), device=like.device))
+def load_fp32(weights: WeightSource, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Loads a weight that is kept in the accumulation dtype (fp32, or fp64 in a float64 model), never rounded."""
+    return weights.load(name, shape, out=torch.empty(shape, dtype=accumulation_dtype(like.dtype), device=like.device))
 
 
 class Mlp:
-    """down(silu(gate(x)) * up(x)); of its width this rank has its share."""
+    """Computes down(silu(gate(x)) * up(x)). Tensor parallel ranks divide its width."""
 
-    def __init__(self, loader: Loader, prefix: str, hidden: int, width: int, bias: bool, like: Tensor) -> None:
-        weights, here = loader.weights, loader.split.tp_shard(width)
-        gate_up = [FusedSlice(f"{prefix}.{name}", width, part(0, here)) for name in ("gate_proj", "up_proj")]
-        self._gate_up = fused(weights, gate_up, hidden, bias, like)
-        down = weights.take(f"{prefix}.down_proj.weight", (hidden, width), part=part(1, here))
-        down_bias = weights.take(f"{prefix}.down_proj.bias", (hidden,)) if bias else None
-        self._down = SummedLinear(down, down_bias, loader.dividing_heads)
+    def __init__(self, loader: ShardLoader, prefix: str, hidden: int, width: int, bias: bool, like: Tensor) -> None:
+        weights, shard = loader.weights, loader.split.tp_shard(width)
+        gate_up = [WeightShard(f"{prefix}.{name}", width, shard_slice(0, shard)) for name in ("gate_proj", "up_proj")]
+        self._gate_up = column_parallel_linear(weights, gate_up, hidden, bias, like)
+        down = weights.load(f"{prefix}.down_proj.weight", (hidden, width), tensor_slice=shard_slice(1, shard))
+        down_bias = weights.load(f"{prefix}.down_proj.bias", (hidden,)) if bias else None
+        self._down = RowParallelLinear(down, down_bias, loader.tp_collectives)
 
-    def __call__(self, x: Tensor, seats: Tensor | None = None) -> Tensor:  # [rows, hidden]
-        """Padded rows cost nothing more here: the weights are read once for all."""
+    def __call__(self, x: Tensor, seats: Tensor | None = None) -> Tensor:  # [tokens, hidden]
+        """Ignores `seats`: padding costs nothing here, because the weights are read once for all tokens."""
         return self._down(swiglu(self._gate_up(x)))
 
 
 class Moe:
-    """Routed experts plus shared ones. Each row chooses `chosen` experts within its best `chosen_groups` groups.
+    """Routed experts and shared ones. Each token chooses `chosen` experts within its best `chosen_groups` groups.
 
-    This rank has a run of the experts and the whole router, so every rank knows where each row goes; what a row gets
-    from its experts is the sum over ranks. `seats` [rows of all ranks that divide requests, else rows]: rows whose
-    seat is EMPTY go to no expert, or experts would be read for nobody.
+    This rank holds a run of the experts and the whole router, so every rank computes the same routes. A token's output
+    is the sum over ranks. `seats` has an entry for each token that this rank's experts see: those of all data parallel
+    ranks. Tokens whose seat is EMPTY are padding; they go to no expert, so that no expert's weights are read for them.
     """
 
-    def __init__(self, loader: Loader, prefix: str, hidden: int, spec: MoeSpec, like: Tensor) -> None:
+    def __init__(self, loader: ShardLoader, prefix: str, hidden: int, spec: MoeSpec, like: Tensor) -> None:
         weights, split = loader.weights, loader.split
         self._rule = RoutingRule(spec.experts, spec.chosen, spec.groups, spec.chosen_groups, spec.normalise, spec.scale)
-        self._router = take_wide(weights, f"{prefix}.gate.weight", (spec.experts, hidden), like)
-        self._correction = take_wide(weights, f"{prefix}.gate.e_score_correction_bias", (spec.experts,), like)
+        self._router = load_fp32(weights, f"{prefix}.gate.weight", (spec.experts, hidden), like)
+        self._correction = load_fp32(weights, f"{prefix}.gate.e_score_correction_bias", (spec.experts,), like)
         self._data_parallel, self._collectives = split.dp_size > 1, loader.collectives
-        here = split.experts(spec.experts)
-        self._gate_up = torch.empty(len(here), 2 * spec.width, hidden, dtype=like.dtype, device=like.device)
-        self._down = torch.empty(len(here), hidden, spec.width, dtype=like.dtype, device=like.device)
-        elsewhere = Elsewhere(weights)
+        local = split.experts(spec.experts)
+        self._gate_up = torch.empty(len(local), 2 * spec.width, hidden, dtype=like.dtype, device=like.device)
+        self._down = torch.empty(len(local), hidden, spec.width, dtype=like.dtype, device=like.device)
+        skipped = SkippedWeights(weights)
         for expert in range(spec.experts):
-            source, at = (weights, expert - here.start) if expert in here else (elsewhere, 0)
-            _take_expert(source, f"{prefix}.experts.{expert}", self._gate_up[at], self._down[at])
-        self._number_here = None if len(here) == spec.experts else _numbers_here(here, spec.experts, like.device)
+            source, index = (weights, expert - local.start) if expert in local else (skipped, 0)
+            _load_expert(source, f"{prefix}.experts.{expert}", self._gate_up[index], self._down[index])
+        self._local_ids = None if len(local) == spec.experts else _local_expert_ids(local, spec.experts, like.device)
         self._shared: Mlp | None = None
         if spec.shared:
             # Its partial sum is added to that of the routed experts before the all_reduce.
-            unsummed = replace(loader, collectives=SINGLE_RANK)
+            without_reduce = replace(loader, collectives=SINGLE_RANK)
             width = spec.width * spec.shared
-            self._shared = Mlp(unsummed, f"{prefix}.shared_experts", hidden, width, False, like)
+            self._shared = Mlp(without_reduce, f"{prefix}.shared_experts", hidden, width, False, like)
 
-    def __call__(self, x: Tensor, seats: Tensor | None = None) -> Tensor:  # [rows, hidden]
+    def __call__(self, x: Tensor, seats: Tensor | None = None) -> Tensor:  # [tokens, hidden]
         if self._data_parallel:
             out = self.routed(x, seats)
             return out if self._shared is None else out + self._shared(x)
-        out = self._own_experts(x, seats)
+        out = self._local_experts(x, seats)
         return self._collectives.all_reduce(out if self._shared is None else out + self._shared(x))
 
-    def routed(self, x: Tensor, seats: Tensor | None) -> Tensor:  # [own rows, hidden], perhaps of no row
-        """Data parallel: what own rows get from all ranks' experts. Every rank serves every rank's rows."""
-        return self._collectives.reduce_scatter(self._own_experts(self._collectives.all_gather_tokens(x), seats))
+    def routed(self, x: Tensor, seats: Tensor | None) -> Tensor:  # [own tokens, hidden]; there may be none
+        """Data parallel: returns what all ranks' experts compute for this rank's tokens.
 
-    def _own_experts(self, x: Tensor, seats: Tensor | None) -> Tensor:
+        Every rank must call this in every step, because its experts serve all ranks' tokens.
+        """
+        return self._collectives.reduce_scatter(self._local_experts(self._collectives.all_gather_tokens(x), seats))
+
+    def _local_experts(self, x: Tensor, seats: Tensor | None) -> Tensor:
         routes = route(x, self._router, self._correction, self._rule, seats)
-        chosen = routes.chosen if self._number_here is None else self._number_here[routes.chosen]
+        chosen = routes.chosen if self._local_ids is None else self._local_ids[routes.chosen]
         return experts(x, chosen, routes.weights, self._gate_up, self._down)
 
 
-def _take_expert(weights: WeightSource, name: str, gate_up: Tensor, down: Tensor) -> None:
+def _load_expert(weights: WeightSource, name: str, gate_up: Tensor, down: Tensor) -> None:
     hidden, width = down.shape
     gate, up = gate_up.split(width)
-    weights.take(f"{name}.gate_proj.weight", (width, hidden), out=gate)
-    weights.take(f"{name}.up_proj.weight", (width, hidden), out=up)
-    weights.take(f"{name}.down_proj.weight", (hidden, width), out=down)
+    weights.load(f"{name}.gate_proj.weight", (width, hidden), out=gate)
+    weights.load(f"{name}.up_proj.weight", (width, hidden), out=up)
+    weights.load(f"{name}.down_proj.weight", (hidden, width), out=down)
 
 
-def _numbers_here(here: range, experts: int, device: torch.device) -> Tensor:
-    """[experts + 1] int64: the number of each expert among those `here`, EMPTY for others.
+def _local_expert_ids(local: range, experts: int, device: torch.device) -> Tensor:
+    """Returns [experts + 1] int64: the index of each expert among the local ones, EMPTY for the others.
 
-    So also for the choice EMPTY, which indexes the last entry.
+    The choice EMPTY (-1) indexes the last entry, which is EMPTY as well.
     """
-    numbers = torch.full((experts + 1,), EMPTY, dtype=torch.int64, device=device)
-    numbers[here.start : here.stop] = torch.arange(len(here), device=device)
-    return numbers
+    ids = torch.full((experts + 1,), EMPTY, dtype=torch.int64, device=device)
+    ids[local.start : local.stop] = torch.arange(len(local), device=device)
+    return ids
 
 
-def feed_forward(loader: Loader, layer: int, spec: ModelSpec, like: Tensor) -> Mlp | Moe:
-    """The layer's feed-forward part, as the spec says: dense or routed."""
+def feed_forward(loader: ShardLoader, layer: int, spec: ModelSpec, like: Tensor) -> Mlp | Moe:
+    """Builds the layer's feed-forward part: dense or routed, according to the spec."""
     prefix = f"model.layers.{layer}.mlp"
     if spec.moe is not None and layer in spec.moe.layers:
         return Moe(loader, prefix, spec.hidden, spec.moe, like)
@@ -188,41 +190,41 @@ def feed_forward(loader: Loader, layer: int, spec: ModelSpec, like: Tensor) -> M
 
 
 class Embedding:
-    """Token embedding; of its rows this rank has its share."""
+    """The token embedding. Tensor parallel ranks divide the vocabulary."""
 
-    def __init__(self, loader: Loader, spec: ModelSpec) -> None:
-        self.weight = _vocabulary_rows(loader, "model.embed_tokens.weight", spec)
-        self._collectives = loader.dividing_heads
+    def __init__(self, loader: ShardLoader, spec: ModelSpec) -> None:
+        self.weight = _vocabulary_shard(loader, "model.embed_tokens.weight", spec)
+        self._collectives = loader.tp_collectives
         self._first = loader.split.vocabulary(spec.vocab).start
 
-    def __call__(self, token_ids: Tensor) -> Tensor:  # [rows] int64 -> [rows, hidden]
+    def __call__(self, token_ids: Tensor) -> Tensor:  # [tokens] int64 -> [tokens, hidden]
         if self._collectives.size == 1:
             return F.embedding(token_ids, self.weight)
-        here = token_ids - self._first
-        others = (here < 0) | (here >= self.weight.shape[0])
-        found = F.embedding(here.masked_fill(others, 0), self.weight)
-        return self._collectives.all_reduce(found.masked_fill(others[:, None], 0.0))
+        local_ids = token_ids - self._first
+        not_local = (local_ids < 0) | (local_ids >= self.weight.shape[0])
+        embedded = F.embedding(local_ids.masked_fill(not_local, 0), self.weight)
+        return self._collectives.all_reduce(embedded.masked_fill(not_local[:, None], 0.0))
 
 
 class Head:
-    """Final norm and logits; of the vocabulary this rank scores its share."""
+    """The final norm and the logits. Tensor parallel ranks divide the vocabulary and gather all logits."""
 
-    def __init__(self, loader: Loader, spec: ModelSpec, tied: Tensor | None) -> None:
-        """`tied`: the rows of the embedding, where they are here already and serve as the head too."""
-        self._norm = RmsNorm(loader.weights.take("model.norm.weight", (spec.hidden,)), spec.norm_eps)
+    def __init__(self, loader: ShardLoader, spec: ModelSpec, tied: Tensor | None) -> None:
+        """`tied` is the embedding's weight, if this worker already holds it and the head shares it."""
+        self._norm = RmsNorm(loader.weights.load("model.norm.weight", (spec.hidden,)), spec.norm_eps)
         name = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
-        self._product = Linear(_vocabulary_rows(loader, name, spec) if tied is None else tied)
-        self._collectives = loader.dividing_heads
+        self._product = Linear(_vocabulary_shard(loader, name, spec) if tied is None else tied)
+        self._collectives = loader.tp_collectives
         self._vocab = spec.vocab
 
-    def __call__(self, x: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab], accumulation dtype
+    def __call__(self, x: Tensor) -> Tensor:  # [tokens, hidden] -> [tokens, vocab], accumulation dtype
         logits = self._collectives.all_gather_columns(self._product(self._norm(x)))
         return logits[:, : self._vocab].to(accumulation_dtype(x.dtype))
 
 
-def _vocabulary_rows(loader: Loader, name: str, spec: ModelSpec) -> Tensor:
-    """[rows, hidden], as many on every rank: zeros follow the last token."""
-    here = loader.split.vocabulary(spec.vocab)
-    rows = loader.weights.take(name, (spec.vocab, spec.hidden), part=part(0, here))
-    padding = loader.split.vocabulary_shard_size(spec.vocab) - len(here)
-    return F.pad(rows, (0, 0, 0, padding)) if padding else rows
+def _vocabulary_shard(loader: ShardLoader, name: str, spec: ModelSpec) -> Tensor:
+    """Loads [shard size, hidden], the same size on every rank: zeros follow the last token."""
+    shard = loader.split.vocabulary(spec.vocab)
+    weight = loader.weights.load(name, (spec.vocab, spec.hidden), tensor_slice=shard_slice(0, shard))
+    padding = loader.split.vocabulary_shard_size(spec.vocab) - len(shard)
+    return F.pad(weight, (0, 0, 0, padding)) if padding else weight

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies of each kind of scaling, and the angles of a step."""
+"""Rotary position embedding: the frequencies of each kind of scaling, and the angles of one step."""
 
 import math
 
@@ -10,7 +10,7 @@ from hotset.models.spec import RopeSpec
 
 
 class Rope:
-    """Angles from positions, in float32 (float64 where the model is), rounded to the model's dtype last."""
+    """Computes angles in float32 (float64 for a float64 model) and rounds cosines and sines to the model's dtype."""
 
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:
         precision = torch.float64 if dtype == torch.float64 else torch.float32
@@ -18,7 +18,7 @@ class Rope:
         self._frequencies = inverse_frequencies(spec, precision).to(device)
         self._amplitude = amplitude(spec)
 
-    def at(self, positions: Tensor) -> Rotation:  # [rows] int64
+    def at(self, positions: Tensor) -> Rotation:  # [tokens] int64
         angles = positions[:, None, None].to(self._frequencies.dtype) * self._frequencies
         return Rotation(
             (angles.cos() * self._amplitude).to(self._dtype), (angles.sin() * self._amplitude).to(self._dtype)
@@ -38,14 +38,14 @@ def inverse_frequencies(spec: RopeSpec, precision: torch.dtype) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Stretches long waves by `factor`, keeps short ones, and blends those between."""
     turns = spec.original_context * plain / (2 * math.pi)  # how often each wave fits the original context
     keep = ((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
     return keep * plain + (1 - keep) * plain / spec.factor
 
 
 def _yarn(spec: RopeSpec, plain: Tensor) -> Tensor:
-    """As `llama3`, but the blend is linear in the dimension, between those where `beta` turns fit the context."""
+    """Blends as `llama3` does, but linearly in the dimension: from `beta_fast` to `beta_slow` turns per context."""
 
     def dimension_of(turns: float) -> float:
         return spec.dim * math.log(spec.original_context / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
@@ -64,7 +64,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def amplitude(spec: RopeSpec) -> float:
-    """YaRN multiplies cosines and sines by this; every other kind leaves them alone."""
+    """Returns the factor by which YaRN multiplies cosines and sines; it is 1 for every other kind."""
     if spec.kind != "yarn":
         return 1.0
     if spec.attention_factor is not None:
@@ -75,7 +75,7 @@ def amplitude(spec: RopeSpec) -> float:
 
 
 def softmax_gain(spec: RopeSpec) -> float:
-    """MLA models scale attention scores by this beside 1/sqrt(head dim)."""
+    """Returns the factor by which MLA models scale attention scores, in addition to 1/sqrt(head dim)."""
     if spec.kind == "default" or not spec.mscale_all_dim:
         return 1.0
     return _mscale(spec.factor, spec.mscale_all_dim) ** 2

@@ -1,4 +1,4 @@
-"""The sampler: one token per row of logits, by each running request's own parameters."""
+"""The sampler: it samples one token for each request of a batch, by that request's own parameters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,28 +9,28 @@ from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
 from hotset.kernels.device_copies import list_to_device
-from hotset.models.draw import LISTED, WEIGHT_ONE, DrawRules, draw, draw_key, leading, uniforms
+from hotset.models.draw import SHORTLIST_TOKENS, WEIGHT_ONE, DrawRules, draw, draw_key, leading, uniforms
 
-_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # in float32, less would be a division by 0
+_MIN_TEMPERATURE = torch.finfo(torch.float32).tiny  # in float32, less would be a division by 0
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobRows:
-    """Log-probabilities of the `m` batch rows that asked for them.
+class Logprobs:
+    """The model's own log-probabilities for the `m` requests of a batch that asked for them.
 
     Ranks start at 1 and are unique: ties are ranked by ascending id. A token that the model rules out has -inf.
     """
 
-    wanted: Mapping[int, tuple[int, int]]  # batch row -> its row in the tensors, how many alternatives it asked for
+    wanted: Mapping[int, tuple[int, int]]  # index in the batch -> index in the tensors, number of alternatives
     chosen_ids: Tensor  # [m] int64
     chosen_logprobs: Tensor  # [m]
     chosen_ranks: Tensor  # [m] int64
     top_ids: Tensor  # [m, most] int64, likeliest first
     top_logprobs: Tensor  # [m, most]
 
-    def to_host(self) -> "LogprobRows":
-        """The same rows in host memory. Waits for the device once, where `row` would wait at every call."""
-        return LogprobRows(
+    def to_host(self) -> "Logprobs":
+        """Copies everything to host memory. This waits for the device once; `of` would wait at every call."""
+        return Logprobs(
             self.wanted,
             self.chosen_ids.cpu(),
             self.chosen_logprobs.cpu(),
@@ -39,80 +39,82 @@ class LogprobRows:
             self.top_logprobs.cpu(),
         )
 
-    def row(self, batch_row: int) -> dict[int, tuple[float, int]] | None:
-        """Token id -> (log-probability, rank): the chosen token first, then the likeliest ones; None: not asked."""
-        if batch_row not in self.wanted:
+    def of(self, index: int) -> dict[int, tuple[float, int]] | None:
+        """Returns {token id: (log-probability, rank)} of one request of the batch, or None if it did not ask.
+
+        The chosen token comes first, then the likeliest ones.
+        """
+        if index not in self.wanted:
             return None
-        at, count = self.wanted[batch_row]
-        found = {int(self.chosen_ids[at]): (float(self.chosen_logprobs[at]), int(self.chosen_ranks[at]))}
-        ids, logprobs = self.top_ids[at, :count].tolist(), self.top_logprobs[at, :count].tolist()
-        for rank, (token, logprob) in enumerate(zip(ids, logprobs, strict=True), start=1):
-            found.setdefault(token, (logprob, rank))
-        return found
+        entry, count = self.wanted[index]
+        logprobs = {int(self.chosen_ids[entry]): (float(self.chosen_logprobs[entry]), int(self.chosen_ranks[entry]))}
+        top = zip(self.top_ids[entry, :count].tolist(), self.top_logprobs[entry, :count].tolist(), strict=True)
+        for rank, (token, logprob) in enumerate(top, start=1):
+            logprobs.setdefault(token, (logprob, rank))
+        return logprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """The tokens of one step. Tensors lie on the logits' device and may still be under computation there."""
+class SamplerOutput:
+    """The sampled tokens of one step. The tensors are on the logits' device, which may still be computing them."""
 
     token_ids: Tensor  # [n] int64
-    logprobs: LogprobRows | None  # None: no row asked
+    logprobs: Logprobs | None  # None: no request asked for them
 
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """What the host knows of a running request; numbers that the device needs lie in the sampler's tables."""
+    """The host's part of a running request's sampling state; the device's part is in the sampler's tables."""
 
     params: SamplingParams
     top_k: int
-    barred_ids: tuple[int, ...]  # not to be sampled before min_tokens answer tokens exist
-    count_row: int | None  # None: not penalised
+    banned_ids: tuple[int, ...]  # may not be sampled before the answer has min_tokens tokens
+    count_row: int | None  # None: the request has no penalties
 
 
 @dataclass(frozen=True, slots=True)
-class _Cells:
-    """Cells of [n, vocab] logits."""
+class _LogitIndices:
+    """Indices of single entries of [n, vocab] logits."""
 
-    rows: Tensor  # [cells] int64
-    ids: Tensor  # [cells] int64
+    requests: Tensor  # [entries] int64: indices in the batch
+    token_ids: Tensor  # [entries] int64
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What a step needs to know of its seats; stays valid until a seat is admitted or released."""
+    """The sampling state of one step's seats. It stays valid until a seat is admitted or released."""
 
     seats: tuple[int, ...]
     index: Tensor  # [n] int64: the seats
-    greedy: bool  # all rows
-    narrow: bool  # all rows: at most LISTED tokens survive top_k
-    biased: _Cells | None
-    biases: Tensor  # [cells] float64
-    barred: _Cells | None
-    penalised: Tensor | None  # [m] int64: batch rows
+    greedy: bool  # all requests are greedy
+    in_shortlist: bool  # every top_k is at most SHORTLIST_TOKENS
+    biased: _LogitIndices | None
+    biases: Tensor  # [entries] float64
+    banned: _LogitIndices | None
+    penalised: Tensor | None  # [m] int64: indices in the batch
     count_rows: Tensor  # [m] int64
-    logprobs: Mapping[int, tuple[int, int]]  # batch row -> place among those that asked, alternatives asked for
-    logprob_index: Tensor  # [asked] int64: batch rows
+    logprobs: Mapping[int, tuple[int, int]]  # index in the batch -> index in logprob_index, number of alternatives
+    logprob_index: Tensor  # [requests with logprobs] int64: indices in the batch
 
     @property
-    def adjusts(self) -> bool:
-        return self.biased is not None or self.barred is not None or self.penalised is not None
+    def adjusts_logits(self) -> bool:
+        return self.biased is not None or self.banned is not None or self.penalised is not None
 
 
 class Sampler:
-    """Sampling state of up to `seats` running requests. A seat is a running request's fixed place in the worker's
-    tensors.
+    """The sampling state of up to `seats` running requests.
 
-    All work is queued on the current stream, and nothing waits for a CUDA device. One thread uses a sampler.
+    All work is queued on the current stream, and no call waits for a CUDA device. One thread uses a sampler.
     """
 
     def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
         self._vocab = vocab
         self._device = device
         self._seats: list[_Seat | None] = [None] * seats
-        # [seat] draw key, top_k, least weight, first position where the barred ids are free
-        self._whole = torch.zeros(seats, 4, dtype=torch.int64, device=device)
+        # [seat] draw key, top_k, minimum weight, first position at which the banned ids are allowed
+        self._integers = torch.zeros(seats, 4, dtype=torch.int64, device=device)
         # [seat] temperature, top_p, repetition, presence and frequency penalty
-        self._real = torch.ones(seats, 5, dtype=torch.float64, device=device)
+        self._floats = torch.ones(seats, 5, dtype=torch.float64, device=device)
         self._counts = TokenCounts(vocab, device)
         self._batch: _Batch | None = None
 
@@ -124,120 +126,131 @@ class Sampler:
         prompt_length: int,
         stop_ids: frozenset[int],
     ) -> None:
-        """Seats a request, replacing whoever sat there. `token_ids` are its prompt and the answer so far: a
-        request that comes back goes on as if it had never left. `params.seed` is drawn by now, one per choice; ids in
-        `logit_bias` lie within the vocabulary, since the engine refuses others.
+        """Assigns a request to the seat and releases the one that held it.
+
+        `token_ids` are the prompt and the answer so far, so a request that resumes continues as if it had never been
+        parked. `params.seed` must be set, with one seed per choice. The ids in `logit_bias` must lie within the
+        vocabulary; the engine refuses others.
         """
         assert params.seed is not None, "a request reached the sampler without a seed"
         biased = params.logit_bias or {}
         assert all(token < self._vocab for token in biased), "a logit_bias id outside the vocabulary"
         self.release(seat)
-        # Greedy is a draw among one token, so that rows of both kinds take the same path.
+        # Greedy sampling is a draw from one token, so that both kinds of request take the same path.
         top_k = 1 if params.greedy else min(params.top_k or self._vocab, self._vocab)
-        temperature = 1.0 if params.greedy else max(params.temperature, _LEAST_TEMPERATURE)
-        least_weight = math.ceil(params.min_p * WEIGHT_ONE)
-        whole = [draw_key(params.seed), top_k, least_weight, prompt_length + params.min_tokens]
+        temperature = 1.0 if params.greedy else max(params.temperature, _MIN_TEMPERATURE)
+        min_weight = math.ceil(params.min_p * WEIGHT_ONE)
+        integers = [draw_key(params.seed), top_k, min_weight, prompt_length + params.min_tokens]
         penalties = [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
-        self._whole[seat] = list_to_device(whole, torch.int64, self._device)
-        self._real[seat] = list_to_device([temperature, params.top_p, *penalties], torch.float64, self._device)
-        answered = len(token_ids) - prompt_length
-        barred = sorted(token for token in stop_ids if token < self._vocab) if answered < params.min_tokens else ()
+        self._integers[seat] = list_to_device(integers, torch.int64, self._device)
+        self._floats[seat] = list_to_device([temperature, params.top_p, *penalties], torch.float64, self._device)
+        answer_length = len(token_ids) - prompt_length
+        banned = sorted(token for token in stop_ids if token < self._vocab) if answer_length < params.min_tokens else ()
         count_row = None
         if params.penalised:
-            count_row = self._counts.take(token_ids[:prompt_length], token_ids[prompt_length:])
-        self._seats[seat] = _Seat(params, top_k, tuple(barred), count_row)
+            count_row = self._counts.allocate(token_ids[:prompt_length], token_ids[prompt_length:])
+        self._seats[seat] = _Seat(params, top_k, tuple(banned), count_row)
 
     def release(self, seat: int) -> None:
-        """Frees the seat and what it holds. Idempotent."""
-        leaving = self._seats[seat]
-        if leaving is not None and leaving.count_row is not None:
-            self._counts.give_back(leaving.count_row)
+        """Frees the seat and its row of token counts. Releasing a free seat does nothing."""
+        occupant = self._seats[seat]
+        if occupant is not None and occupant.count_row is not None:
+            self._counts.free(occupant.count_row)
         self._seats[seat] = None
         self._batch = None
 
-    def sample(self, logits: Tensor, seats: Sequence[int], positions: Tensor) -> Sampled:
-        """Samples row i of `logits` [n, vocab] for the request on `seats[i]`; the logits are left as they are.
+    def sample(self, logits: Tensor, seats: Sequence[int], positions: Tensor) -> SamplerOutput:
+        """Samples from `logits[i]` ([n, vocab], not modified) for the request on `seats[i]`.
 
-        `positions` [n] int64: where each new token will stand in its context (prompt length: the first of the answer).
-        The token is counted where its request is penalised. NaN counts as -inf; a row of nothing else gives token 0.
+        `positions` [n] int64: the position of each new token in its context (the prompt length for the first token of
+        an answer). The token is counted if its request has penalties. NaN logits count as -inf; if all logits of a
+        request are -inf, its token is 0.
         """
-        batch = self._described(seats)
+        batch = self._batch_of(seats)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         raw = logits.to(dtype).nan_to_num(nan=-torch.inf, posinf=torch.finfo(dtype).max, neginf=-torch.inf)
-        x = self._adjusted(raw, batch, positions) if batch.adjusts else raw
+        x = self._adjusted(raw, batch, positions) if batch.adjusts_logits else raw
         token_ids = x.argmax(dim=-1) if batch.greedy else self._drawn(x, batch, positions)
         if batch.penalised is not None:
             self._counts.add(batch.count_rows, token_ids[batch.penalised])
         if not batch.logprobs:
-            return Sampled(token_ids, None)
-        asked = batch.logprob_index
-        return Sampled(token_ids, logprob_rows(raw[asked], token_ids[asked], batch.logprobs))
+            return SamplerOutput(token_ids, None)
+        index = batch.logprob_index
+        return SamplerOutput(token_ids, token_logprobs(raw[index], token_ids[index], batch.logprobs))
 
     def _adjusted(self, raw: Tensor, batch: _Batch, positions: Tensor) -> Tensor:
-        """A copy of `raw` after bias, penalties and barred ids, in this order."""
+        """Returns a copy of `raw` after bias, penalties and banned ids, in this order."""
         x = raw.clone()
         if batch.biased is not None:
-            cells = (batch.biased.rows, batch.biased.ids)
-            x[cells] = x[cells] + batch.biases.to(x.dtype)
+            entries = (batch.biased.requests, batch.biased.token_ids)
+            x[entries] = x[entries] + batch.biases.to(x.dtype)
         if batch.penalised is not None:
-            penalties = Penalties(*self._real[batch.index[batch.penalised], 2:].unbind(-1))
+            penalties = Penalties(*self._floats[batch.index[batch.penalised], 2:].unbind(-1))
             x[batch.penalised] = self._counts.penalised(x[batch.penalised], batch.count_rows, penalties)
-        if batch.barred is not None:
-            cells = (batch.barred.rows, batch.barred.ids)
-            free = (positions >= self._whole[batch.index, 3])[batch.barred.rows]
-            x[cells] = torch.where(free, x[cells], -torch.inf)
+        if batch.banned is not None:
+            entries = (batch.banned.requests, batch.banned.token_ids)
+            allowed = (positions >= self._integers[batch.index, 3])[batch.banned.requests]
+            x[entries] = torch.where(allowed, x[entries], -torch.inf)
         return x
 
     def _drawn(self, x: Tensor, batch: _Batch, positions: Tensor) -> Tensor:
-        keys, top_k, least_weight, _ = self._whole[batch.index].unbind(-1)
-        temperature, top_p = self._real[batch.index, :2].unbind(-1)
-        rules = DrawRules(temperature, top_k, top_p, least_weight)
-        return draw(x, rules, uniforms(keys, positions), narrow=batch.narrow)
+        keys, top_k, min_weight, _ = self._integers[batch.index].unbind(-1)
+        temperature, top_p = self._floats[batch.index, :2].unbind(-1)
+        rules = DrawRules(temperature, top_k, top_p, min_weight)
+        return draw(x, rules, uniforms(keys, positions), in_shortlist=batch.in_shortlist)
 
-    def _described(self, seats: Sequence[int]) -> _Batch:
+    def _batch_of(self, seats: Sequence[int]) -> _Batch:
         seats = tuple(seats)
         if self._batch is None or self._batch.seats != seats:
-            self._batch = self._describe(seats)
+            self._batch = self._build_batch(seats)
         return self._batch
 
-    def _describe(self, seats: tuple[int, ...]) -> _Batch:
-        taken: list[_Seat] = []
+    def _build_batch(self, seats: tuple[int, ...]) -> _Batch:
+        requests: list[_Seat] = []
         for seat in seats:
-            sitting = self._seats[seat]
-            assert sitting is not None, f"seat {seat} is sampled, but nobody sits there"
-            taken.append(sitting)
+            request = self._seats[seat]
+            assert request is not None, f"seat {seat} is sampled, but it is free"
+            requests.append(request)
         biases = [
-            (row, *pair) for row, seat in enumerate(taken) for pair in sorted((seat.params.logit_bias or {}).items())
+            (index, *pair)
+            for index, request in enumerate(requests)
+            for pair in sorted((request.params.logit_bias or {}).items())
         ]
-        barred = [(row, token) for row, seat in enumerate(taken) for token in seat.barred_ids]
-        counted = [(row, seat.count_row) for row, seat in enumerate(taken) if seat.count_row is not None]
-        asked = [(row, seat.params.logprobs) for row, seat in enumerate(taken) if seat.params.logprobs is not None]
+        banned = [(index, token) for index, request in enumerate(requests) for token in request.banned_ids]
+        count_rows = [(index, request.count_row) for index, request in enumerate(requests)]
+        counted = [(index, row) for index, row in count_rows if row is not None]
+        with_logprobs = [
+            (index, request.params.logprobs)
+            for index, request in enumerate(requests)
+            if request.params.logprobs is not None
+        ]
         return _Batch(
             seats=seats,
-            index=self._indices(seats),
-            greedy=all(seat.params.greedy for seat in taken),
-            narrow=all(seat.top_k <= LISTED for seat in taken),
-            biased=self._cells([(row, token) for row, token, _ in biases]),
+            index=self._to_device(seats),
+            greedy=all(request.params.greedy for request in requests),
+            in_shortlist=all(request.top_k <= SHORTLIST_TOKENS for request in requests),
+            biased=self._logit_indices([(index, token) for index, token, _ in biases]),
             biases=list_to_device([bias for _, _, bias in biases], torch.float64, self._device),
-            barred=self._cells(barred),
-            penalised=self._indices([row for row, _ in counted]) if counted else None,
-            count_rows=self._indices([count_row for _, count_row in counted]),
-            logprobs={row: (place, count) for place, (row, count) in enumerate(asked)},
-            logprob_index=self._indices([row for row, _ in asked]),
+            banned=self._logit_indices(banned),
+            penalised=self._to_device([index for index, _ in counted]) if counted else None,
+            count_rows=self._to_device([row for _, row in counted]),
+            logprobs={index: (entry, count) for entry, (index, count) in enumerate(with_logprobs)},
+            logprob_index=self._to_device([index for index, _ in with_logprobs]),
         )
 
-    def _cells(self, cells: Sequence[tuple[int, int]]) -> _Cells | None:
-        if not cells:
+    def _logit_indices(self, entries: Sequence[tuple[int, int]]) -> _LogitIndices | None:
+        if not entries:
             return None
-        return _Cells(self._indices([row for row, _ in cells]), self._indices([token for _, token in cells]))
+        requests, token_ids = zip(*entries, strict=True)
+        return _LogitIndices(self._to_device(requests), self._to_device(token_ids))
 
-    def _indices(self, numbers: Sequence[int]) -> Tensor:
+    def _to_device(self, numbers: Sequence[int]) -> Tensor:
         return list_to_device(numbers, torch.int64, self._device)
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of the penalised rows of a batch, each [m] float64."""
+    """The penalties of the `m` penalised requests of a batch, each [m] float64."""
 
     repetition: Tensor
     presence: Tensor
@@ -245,74 +258,80 @@ class Penalties:
 
 
 class TokenCounts:
-    """Rows of counts, [row][token], handed out one per penalised request. Grows as needed, never shrinks."""
+    """How often each penalised request has seen each token: [count row][token], on the device.
+
+    Each penalised request owns one count row. The tensors grow as needed and never shrink.
+    """
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self._in_prompt = torch.zeros(0, vocab, dtype=torch.bool, device=device)
-        self._answers = torch.zeros(0, vocab, dtype=torch.int32, device=device)
+        self._in_answer = torch.zeros(0, vocab, dtype=torch.int32, device=device)
         self._free: list[int] = []
 
     @property
     def held(self) -> int:
-        return self._answers.shape[0] - len(self._free)
+        return self._in_answer.shape[0] - len(self._free)
 
-    def take(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> int:
-        """A row that counts these tokens; the caller owns it until `give_back`."""
+    def allocate(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> int:
+        """Returns a count row that counts these tokens; the caller owns it until `free`."""
         if not self._free:
             self._grow()
         row = self._free.pop()
         self._in_prompt[row].zero_()
-        self._in_prompt[row].index_fill_(0, self._sent(prompt_ids), True)
-        self._answers[row].zero_()
-        answers = self._sent(answer_ids)
-        self.add(torch.full_like(answers, row), answers)
+        self._in_prompt[row].index_fill_(0, self._to_device(prompt_ids), True)
+        self._in_answer[row].zero_()
+        answer = self._to_device(answer_ids)
+        self.add(torch.full_like(answer, row), answer)
         return row
 
-    def give_back(self, row: int) -> None:
-        assert row not in self._free, f"count row {row} was given back twice"
+    def free(self, row: int) -> None:
+        assert row not in self._free, f"count row {row} was freed twice"
         self._free.append(row)
 
     def add(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Counts `token_ids` [m] as answer tokens, each in its own of `rows` [m]; a row may occur more than once."""
-        cells = rows * self._answers.shape[1] + token_ids
-        one = torch.ones_like(cells, dtype=torch.int32)
-        self._answers.view(-1).scatter_add_(0, cells, one)
+        """Counts `token_ids[i]` as an answer token in count row `rows[i]`; a count row may occur more than once."""
+        entries = rows * self._in_answer.shape[1] + token_ids
+        one = torch.ones_like(entries, dtype=torch.int32)
+        self._in_answer.view(-1).scatter_add_(0, entries, one)
 
     def penalised(self, x: Tensor, rows: Tensor, penalties: Penalties) -> Tensor:
-        """`x` [m, vocab] after the repetition, then the presence and frequency penalties; `x` itself is kept."""
+        """Returns `x` [m, vocab] after the repetition, then the presence and frequency penalties, as a new tensor."""
         repetition, presence, frequency = (
             penalty.unsqueeze(-1).to(x.dtype)
             for penalty in (penalties.repetition, penalties.presence, penalties.frequency)
         )
-        answers = self._answers[rows]
-        seen = self._in_prompt[rows] | (answers > 0)
+        in_answer = self._in_answer[rows]
+        seen = self._in_prompt[rows] | (in_answer > 0)
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
-        x = x - presence * (answers > 0) - frequency * answers
+        x = x - presence * (in_answer > 0) - frequency * in_answer
         return x.clamp_(max=torch.finfo(x.dtype).max)  # a repetition penalty below 1 may overflow to inf
 
-    def _sent(self, token_ids: Sequence[int]) -> Tensor:
-        vocab = self._answers.shape[1]
+    def _to_device(self, token_ids: Sequence[int]) -> Tensor:
+        vocab = self._in_answer.shape[1]
         assert all(0 <= token < vocab for token in token_ids), f"a token id outside [0, {vocab})"
-        return list_to_device(token_ids, torch.int64, self._answers.device)
+        return list_to_device(token_ids, torch.int64, self._in_answer.device)
 
     def _grow(self) -> None:
-        before, more = self._answers.shape[0], max(1, self._answers.shape[0])
+        before, more = self._in_answer.shape[0], max(1, self._in_answer.shape[0])
         self._in_prompt = torch.cat([self._in_prompt, self._in_prompt.new_zeros(more, self._in_prompt.shape[1])])
-        self._answers = torch.cat([self._answers, self._answers.new_zeros(more, self._answers.shape[1])])
+        self._in_answer = torch.cat([self._in_answer, self._in_answer.new_zeros(more, self._in_answer.shape[1])])
         self._free.extend(range(before, before + more))
 
 
-def logprob_rows(logits: Tensor, chosen_ids: Tensor, wanted: Mapping[int, tuple[int, int]]) -> LogprobRows:
-    """`logits` [m, vocab] and `chosen_ids` [m] are those of the rows that asked, in the order of `wanted`. No NaN."""
+def token_logprobs(logits: Tensor, chosen_ids: Tensor, wanted: Mapping[int, tuple[int, int]]) -> Logprobs:
+    """Computes `Logprobs` from the `logits` [m, vocab] and `chosen_ids` [m] of the requests in `wanted`, in its order.
+
+    The logits contain no NaN.
+    """
     m, vocab = logits.shape
     most = min(vocab, max(count for _, count in wanted.values()))
     logprobs = torch.log_softmax(logits, dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
     chosen = chosen_ids.unsqueeze(-1)
-    # Ranks follow the logits: log_softmax may round two of them to one value.
+    # Ranks follow the logits, because log_softmax may round two different logits to one value.
     value = logits.gather(-1, chosen)
     earlier = torch.arange(vocab, device=logits.device) < chosen
     ranks = 1 + ((logits > value) | ((logits == value) & earlier)).sum(dim=-1)
     top_ids = leading(logits, most).ids if most else chosen.new_empty(m, 0)
-    return LogprobRows(
+    return Logprobs(
         wanted, chosen_ids, logprobs.gather(-1, chosen).squeeze(-1), ranks, top_ids, logprobs.gather(-1, top_ids)
     )

@@ -1,4 +1,4 @@
-"""What a decoder is made of, as values. Readers (config.json, GGUF) produce a `ModelSpec`; decoders consume it."""
+"""The values that describe a model. Readers (config.json, GGUF) produce a `ModelSpec`; decoders consume it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding over `dim` values. Scaled kinds name their own numbers; the others stay at their defaults."""
+    """Rotary embedding over `dim` values. Fields that a kind of scaling does not use stay at their defaults."""
 
     dim: int
     theta: float = 10000.0
@@ -37,15 +37,13 @@ class GqaSpec:
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """The indexer of DSA."""
+    """The indexer of DSA, which selects the positions that attention reads."""
 
     heads: int
     head_dim: int
     topk: int
     interleaved_rope: bool  # GLM: pairs (0,1),(2,3)...; DeepSeek-V3.2: halves
-    full_layers: tuple[
-        int, ...
-    ]  # layers that run their own indexer; each other layer reuses the last full one before it
+    full_layers: tuple[int, ...]  # run their own indexer; every other layer reuses the last full one before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class MoeSpec:
     chosen_groups: int
     scale: float
     normalise: bool
-    layers: tuple[int, ...]  # which layers are MoE; the others have a dense MLP
+    layers: tuple[int, ...]  # the MoE layers; the others have a dense MLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +91,16 @@ class ModelSpec:
     rope: RopeSpec
     attention: GqaSpec | MlaSpec
     moe: MoeSpec | None
-    dtype: (
-        str  # of the checkpoint: 'bfloat16', 'float32', 'float64' ('float16' is read as such and widened by the loader)
-    )
+    dtype: str  # of the checkpoint: 'bfloat16', 'float16', 'float32' or 'float64'
     eos_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
-    """How KV is stored: in the model's dtype, or in fp8."""
+class KvStorage:
+    """Whether rows and index keys are stored in fp8 instead of the model's dtype."""
 
     fp8_rows: bool = False
     fp8_keys: bool = False
 
 
-AS_COMPUTED = Storage()
+AS_COMPUTED = KvStorage()

@@ -8,6 +8,8 @@ from hotset.base.errors import ConfigError
 from hotset.base.units import ceil_div
 from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
 
+Cost = tuple[int, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -123,9 +125,9 @@ def _not_divided_by_heads(spec: ModelSpec, size: int) -> list[str]:
 
 
 def stage_layers(spec: ModelSpec, stages: int, wanted: Sequence[int] | None = None) -> list[range]:
-    """The layers of each pipeline stage: of about equal weight, or `wanted` many of them.
+    """Returns the layers of each pipeline stage: balanced by weights, or as many as `wanted` lists for each stage.
 
-    Layers that share one indexer stay in one stage. Raises `ConfigError` with the numbers if that cannot be.
+    Layers that share one indexer stay in one stage. Raises `ConfigError`, with the numbers, if that is impossible.
     """
     starts = _group_starts(spec)
     if not 1 <= stages <= len(starts):
@@ -136,11 +138,11 @@ def stage_layers(spec: ModelSpec, stages: int, wanted: Sequence[int] | None = No
         )
     if wanted is None:
         return _ranges(_balanced(spec, starts, stages))
-    return _ranges(_as_wanted(spec, starts, stages, wanted))
+    return _ranges(_explicit(spec, starts, stages, wanted))
 
 
 def _group_starts(spec: ModelSpec) -> tuple[int, ...]:
-    """Layers at which a stage may begin."""
+    """Returns the layers at which a stage may begin."""
     return spec.attention.index.full_layers if isinstance(spec.attention, MlaSpec) else tuple(range(spec.layers))
 
 
@@ -149,11 +151,11 @@ def _ranges(bounds: Sequence[int]) -> list[range]:
 
 
 def _balanced(spec: ModelSpec, starts: Sequence[int], stages: int) -> list[int]:
-    """Bounds of stages whose heaviest is as light as can be; of such, the most even."""
+    """Returns the bounds that minimise the weights of the heaviest stage, then the sum of squares over stages."""
     before = [0, *accumulate(layer_weights(spec))]
     vocabulary = spec.vocab * spec.hidden
 
-    def cost(stage: int, first: int, last: int) -> tuple[int, int]:
+    def cost(stage: int, first: int, last: int) -> Cost:
         ends = (stage == 0) + (stage == stages - 1)
         weights = before[last] - before[first] + ends * vocabulary
         return weights, weights**2
@@ -161,49 +163,46 @@ def _balanced(spec: ModelSpec, starts: Sequence[int], stages: int) -> list[int]:
     return _cheapest((*starts, spec.layers), stages, cost, lambda a, b: (max(a[0], b[0]), a[1] + b[1]))
 
 
-def _as_wanted(spec: ModelSpec, starts: Sequence[int], stages: int, wanted: Sequence[int]) -> list[int]:
-    asked = f"--pipeline-layers {','.join(str(count) for count in wanted)}"
+def _explicit(spec: ModelSpec, starts: Sequence[int], stages: int, wanted: Sequence[int]) -> list[int]:
+    flag = f"--pipeline-layers {','.join(str(count) for count in wanted)}"
     if len(wanted) != stages:
-        raise ConfigError(f"{asked} names {len(wanted)} stages, --pipeline-parallel-size {stages}")
+        raise ConfigError(f"{flag} names {len(wanted)} stages, --pipeline-parallel-size {stages}")
     if min(wanted) < 1 or sum(wanted) != spec.layers:
-        raise ConfigError(f"{asked} has {sum(wanted)} layers, the model {spec.layers}; each stage needs at least one")
+        raise ConfigError(f"{flag} has {sum(wanted)} layers, the model {spec.layers}; each stage needs at least one")
     bounds = [0, *accumulate(wanted)]
 
-    def cost(stage: int, first: int, last: int) -> tuple[int, int]:
+    def cost(stage: int, first: int, last: int) -> Cost:
         return abs(last - bounds[stage + 1]), 0
 
     nearest = _cheapest((*starts, spec.layers), stages, cost, lambda a, b: (a[0] + b[0], 0))
     if nearest != bounds:
         counts = ",".join(str(last - first) for first, last in pairwise(nearest))
-        raise ConfigError(f"{asked} would part layers that share an indexer; nearest that works: {counts}")
+        raise ConfigError(f"{flag} would part layers that share an indexer; nearest that works: {counts}")
     return bounds
-
-
-Cost = tuple[int, int]
 
 
 def _cheapest(
     bounds: Sequence[int],  # layers at which a stage may begin, and the end
     stages: int,
     cost: Callable[[int, int, int], Cost],  # of layers [first, last) as stage number `stage`
-    together: Callable[[Cost, Cost], Cost],
+    combine: Callable[[Cost, Cost], Cost],
 ) -> list[int]:
-    """The bounds of the cheapest cut into so many stages, by the cheapest cuts of what comes before a stage."""
+    """Returns the bounds of the cheapest division into `stages` stages, by dynamic programming over their ends."""
     best: dict[int, tuple[Cost, list[int]]] = {0: ((0, 0), [0])}  # by the layer at which the stages so far end
     for stage in range(stages):
-        longer: dict[int, tuple[Cost, list[int]]] = {}
-        for first, (so_far, cut) in best.items():
+        extended: dict[int, tuple[Cost, list[int]]] = {}
+        for first, (cost_so_far, cut) in best.items():
             for last in bounds:
                 if last > first:
-                    found = together(so_far, cost(stage, first, last))
-                    if last not in longer or found < longer[last][0]:
-                        longer[last] = (found, [*cut, last])
-        best = longer
+                    total = combine(cost_so_far, cost(stage, first, last))
+                    if last not in extended or total < extended[last][0]:
+                        extended[last] = (total, [*cut, last])
+        best = extended
     return best[bounds[-1]][1]
 
 
 def layer_weights(spec: ModelSpec) -> list[int]:
-    """How many weights each layer has in its products: what makes its bytes."""
+    """Returns how many weights the matrices of each layer have; its bytes are proportional to that."""
     return [_attention_weights(spec, layer) + _mlp_weights(spec, layer) for layer in range(spec.layers)]
 
 

@@ -1,4 +1,4 @@
-"""Text out of tokens, one at a time. The pieces add up to what decoding all tokens at once gives."""
+"""Incremental detokenisation: the pieces of text add up to the text of all tokens decoded at once."""
 
 import codecs
 import re
@@ -9,19 +9,19 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStream(Protocol):
-    """Turns the tokens of one answer into text as they come. Any token id is taken; unknown ones give nothing."""
+    """Turns the tokens of one answer into text, one at a time. Unknown token ids are accepted and give no text."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes: "" while a character is still missing bytes."""
+        """Returns the text that this token completes: "" while bytes of a character are still missing."""
         ...
 
     def flush(self) -> str:
-        """Ends the stream. What was held back, with U+FFFD for bytes that never became a character."""
+        """Ends the stream and returns the text held back, with U+FFFD for bytes that do not form a character."""
         ...
 
 
 class ByteStream:
-    """For byte-level vocabularies, where every token is a string of bytes of the UTF-8 text."""
+    """A stream for byte-level vocabularies, where every token is a string of bytes of the UTF-8 text."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
@@ -35,18 +35,18 @@ class ByteStream:
 
 
 class WindowStream:
-    """For every other vocabulary: decodes a short window of tokens again and gives what is new in it.
+    """A stream for all other vocabularies: it decodes a short window of tokens again and returns the new text.
 
-    The window opens with a token whose text was given already, so that a decoder's treatment of the first token (such
-    as dropping its space) cannot touch new text. A run of byte tokens (`<0xE2>`) is held until it ends: whether its
-    bytes are characters is decided over the whole run.
+    The window starts with a token whose text was already returned, so that a decoder's treatment of the first token
+    (such as dropping its space) cannot change new text. A run of byte tokens (`<0xE2>`) is held back until it ends,
+    because only the whole run determines whether its bytes are characters.
     """
 
     def __init__(self, piece_of: Callable[[int], str | None], decode: Callable[[Sequence[int]], str]) -> None:
-        self._piece_of = piece_of  # None: a token that leaves no trace in the text
+        self._piece_of = piece_of  # returns None for a token without text
         self._decode = decode
         self._window: list[int] = []
-        self._given = ""  # the part of the window's text that went out
+        self._emitted = ""  # the part of the window's text that was returned
 
     def push(self, token_id: int) -> str:
         piece = self._piece_of(token_id)
@@ -55,16 +55,16 @@ class WindowStream:
         self._window.append(token_id)
         if BYTE_TOKEN.fullmatch(piece):
             return ""
-        text = self._give()
-        alone = self._decode([token_id])
-        if alone:
-            self._window, self._given = [token_id], alone
+        text = self._emit()
+        single = self._decode([token_id])
+        if single:
+            self._window, self._emitted = [token_id], single
         return text
 
     def flush(self) -> str:
-        return self._give()
+        return self._emit()
 
-    def _give(self) -> str:
+    def _emit(self) -> str:
         text = self._decode(self._window)
-        new, self._given = text[len(self._given) :], text
+        new, self._emitted = text[len(self._emitted) :], text
         return new

@@ -1,4 +1,4 @@
-"""Text to tokens and back, and chat messages to a prompt, for one model."""
+"""The tokenizer of one model: text to tokens and back, and chat messages to a prompt."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ import tokenizers
 from hotset.base.errors import CheckpointError, MissingDependency, RequestError
 from hotset.models.checkpoint import ModelFiles
 from hotset.models.checkpoint.gguf_file import GgufFile
-from hotset.models.checkpoint.gguf_source import gguf_end_ids
-from hotset.models.config_fields import read_json_if_there
+from hotset.models.checkpoint.gguf_source import gguf_eos_ids
+from hotset.models.config_fields import read_optional_json
 from hotset.models.gguf_tokenizer import build_gguf_tokenizer, gguf_adds_bos, gguf_special_tokens
 from hotset.models.text_stream import BYTE_TOKEN, ByteStream, TextStream, WindowStream
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from hotset.models.chat_template import ChatTemplate
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MAX_TOKEN_ID = (1 << 32) - 1  # what the library's integers hold
+MAX_TOKEN_ID = (1 << 32) - 1  # the library uses 32-bit unsigned integers
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """What a tokenizer is made of, whichever file it came from."""
+    """The components of a tokenizer, from a directory or from a GGUF file."""
 
     backend: tokenizers.Tokenizer
     special_tokens: Mapping[str, str]  # 'bos_token' -> '<s>'
-    adds_bos: bool  # even where the backend itself does not
+    adds_bos: bool  # prompts start with BOS even if the backend does not add it
     chat_stop_ids: tuple[int, ...]
     chat_template: str | None
-    source: str  # the file to name in errors
+    source: str  # the file that errors name
 
 
 class Tokenizer:
-    """One model's tokenizer. Immutable; safe to share between threads."""
+    """One model's tokenizer. It is immutable and safe to share between threads."""
 
     def __init__(self, parts: TokenizerParts) -> None:
         backend = parts.backend
@@ -52,9 +52,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, files: ModelFiles, override: str | None) -> "Tokenizer | None":
-        """The tokenizer of `files`, or of the directory `override`; None for a directory without tokenizer.json.
+        """Loads the tokenizer of `files`, or of the directory `override`.
 
-        Raises `CheckpointError` for files that are broken or of a kind that is not supported.
+        Returns None for a model directory without tokenizer.json. Raises `CheckpointError` for damaged files and for
+        kinds of tokenizer that are not supported.
         """
         if override is not None:
             directory = Path(override).expanduser()
@@ -66,24 +67,24 @@ class Tokenizer:
         return cls(_directory_parts(files.path)) if (files.path / "tokenizer.json").is_file() else None
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """The tokens of `text`; `add_special` puts what the model expects around it (such as BOS).
+        """Encodes `text`; `add_special` adds the tokens that the model expects around it (such as BOS).
 
-        Raises `RequestError` for text that UTF-8 cannot write.
+        Raises `RequestError` for text that UTF-8 cannot represent.
         """
         try:
             # The library holds the GIL while it encodes one text, but not while it encodes a batch.
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
-        except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair: JSON can say it, UTF-8 cannot
+        except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair: valid in JSON, not in UTF-8
             raise RequestError("the text cannot be written in UTF-8: it holds half of a surrogate pair") from error
         return [*self._prefix, *encoding.ids] if add_special else encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of `token_ids`; ids outside the vocabulary give nothing."""
-        sound = [token_id for token_id in token_ids if 0 <= token_id <= MAX_TOKEN_ID]
-        return self._backend.decode(sound, skip_special_tokens=skip_special)
+        """Decodes `token_ids`; ids outside the vocabulary give no text."""
+        valid = [token_id for token_id in token_ids if 0 <= token_id <= MAX_TOKEN_ID]
+        return self._backend.decode(valid, skip_special_tokens=skip_special)
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
-        """Decodes one answer token by token."""
+        """Returns a stream that decodes one answer token by token."""
 
         def piece_of(token_id: int) -> str | None:
             return None if skip_special and token_id in self.special_ids else self._piece(token_id)
@@ -96,21 +97,21 @@ class Tokenizer:
         return WindowStream(piece_of, lambda ids: self.decode(ids, skip_special=False))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, perhaps a part of a character; empty outside the vocabulary."""
+        """Returns the bytes of one token, which may be a part of a character; empty outside the vocabulary."""
         piece = self._piece(token_id)
         if piece is None:
             return b""
         if self._byte_level:
-            # As the library does: a token with a character outside the alphabet (an added one) stands for itself.
+            # As in the library, a token with a character outside the alphabet (an added token) stands for itself.
             in_alphabet = all(character in BYTE_OF for character in piece)
             return bytes(BYTE_OF[character] for character in piece) if in_alphabet else piece.encode()
         byte = BYTE_TOKEN.fullmatch(piece)
         return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt that asks for an answer, to be encoded with `add_special=False`: templates write their own BOS.
+        """Renders the prompt for the next answer. Encode it with `add_special=False`: templates write their own BOS.
 
-        Raises `RequestError` if the model has no chat template, or if the template refuses the messages.
+        Raises `RequestError` if the model has no chat template or the template refuses the messages.
         """
         if self._chat_template is None:
             raise RequestError("this model has no chat template; send a prompt instead of messages", param="messages")
@@ -121,13 +122,13 @@ class Tokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level vocabularies.
+    """Returns the byte of each printable character of byte-level vocabularies.
 
-    Bytes that are visible Latin-1 characters stand for themselves; the others, in order, are the characters from 256.
+    Visible Latin-1 characters stand for their own byte; the characters from 256 stand for the other bytes, in order.
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in visible} | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 BYTE_OF = _byte_alphabet()
@@ -142,7 +143,7 @@ def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _missing_bos(parts: TokenizerParts) -> tuple[int, ...]:
-    """BOS, where the configuration asks for it and the backend does not put it there itself."""
+    """Returns BOS if the configuration requires it and the backend does not add it."""
     bos = parts.backend.token_to_id(parts.special_tokens.get("bos_token", ""))
     if not parts.adds_bos or bos is None or bos in parts.backend.encode("", add_special_tokens=True).ids:
         return ()
@@ -165,8 +166,8 @@ def _directory_parts(directory: Path) -> TokenizerParts:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
         raise CheckpointError(f"{path} is not readable as a tokenizer: {error}") from error
-    config = read_json_if_there(directory / "special_tokens_map.json")
-    config |= read_json_if_there(directory / "tokenizer_config.json")
+    config = read_optional_json(directory / "special_tokens_map.json")
+    config |= read_optional_json(directory / "tokenizer_config.json")
     special = {name: _content(config.get(name)) for name in SPECIAL_TOKEN_NAMES}
     named = {name: token for name, token in special.items() if token is not None}
     end_id = backend.token_to_id(named.get("eos_token", ""))
@@ -181,13 +182,13 @@ def _directory_parts(directory: Path) -> TokenizerParts:
 
 
 def _content(token: object) -> str | None:
-    """A special token is written as a string, or as an object that holds it."""
+    """Returns the text of a special token, which is stored as a string or as an object with `content`."""
     content = token.get("content") if isinstance(token, Mapping) else token
     return content if isinstance(content, str) else None
 
 
 def _find_template(directory: Path, configured: object) -> str | None:
-    """`chat_template.jinja`, else the configured string, else the one named 'default' in a configured list."""
+    """Returns `chat_template.jinja`, or the configured string, or the template named 'default' of a configured list."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:
@@ -206,7 +207,7 @@ def _gguf_parts(file: GgufFile) -> TokenizerParts:
         backend=build_gguf_tokenizer(file),
         special_tokens=gguf_special_tokens(file),
         adds_bos=gguf_adds_bos(file),
-        chat_stop_ids=gguf_end_ids(file),
+        chat_stop_ids=gguf_eos_ids(file),
         chat_template=template if isinstance(template, str) else None,
         source=str(file.path),
     )

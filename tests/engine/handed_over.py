@@ -38,7 +38,7 @@ from hotset.handoff.messages import (
 from hotset.models.checkpoint import find_model, open_weights
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
-from hotset.models.spec import AS_COMPUTED, Storage
+from hotset.models.spec import AS_COMPUTED, KvStorage
 from hotset.transfer.loopback import Hub, Loopback
 
 DEADLINE_S = 60.0
@@ -84,7 +84,7 @@ def decoder_of(model: str) -> Decoder:
         return Decoder(spec, RandomWeights(torch.float64, seed=7))
     files = find_model(EMBEDDED if model == EMBEDDED else str(DEMO))
     weights = open_weights(files, torch.float64, CPU)
-    decoder = Decoder(files.spec, weights, Storage(fp8_rows=True, fp8_keys=True) if model == "fp8" else AS_COMPUTED)
+    decoder = Decoder(files.spec, weights, KvStorage(fp8_rows=True, fp8_keys=True) if model == "fp8" else AS_COMPUTED)
     weights.finish()
     return decoder
 

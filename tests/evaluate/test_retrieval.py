@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hotset import LLM
 from hotset.base.errors import ConfigError
-from hotset.evaluate.retrieval import LocalBackend, Plan, ServerBackend, evaluate
+from hotset.evaluate.retrieval import EvaluationPlan, LocalBackend, ServerBackend, evaluate
 from hotset.evaluate.tasks import make_questions
 from hotset.memory.view import View
 
@@ -71,7 +71,7 @@ class Fixed:
     name = "fixed"
     context = 1024
 
-    def __init__(self, plan: Plan, known: Sequence[str]) -> None:
+    def __init__(self, plan: EvaluationPlan, known: Sequence[str]) -> None:
         self._answers = {
             question.prompt: question.answer if question.task in known else "no idea"
             for length in plan.lengths
@@ -86,7 +86,7 @@ class Fixed:
 
 
 def test_report_counts_by_task_length_and_depth() -> None:
-    plan = Plan(["lookup", "copy"], [512, 1024], 70, 1)
+    plan = EvaluationPlan(["lookup", "copy"], [512, 1024], 70, 1)
     came: list[int] = []
     report = evaluate(Fixed(plan, ["lookup"]), plan, came.append)
     assert sum(came) == 140 and len(came) > 2
@@ -100,7 +100,7 @@ def test_report_counts_by_task_length_and_depth() -> None:
 
 
 def test_length_beyond_the_context_is_refused_before_anything_is_asked() -> None:
-    plan = Plan(["lookup"], [512, 2048], 1, 0)
+    plan = EvaluationPlan(["lookup"], [512, 2048], 1, 0)
     came: list[int] = []
     with pytest.raises(ConfigError, match="2048 tokens exceed the context of fixed, 1024"):
         evaluate(Fixed(plan, []), plan, came.append)
@@ -109,7 +109,7 @@ def test_length_beyond_the_context_is_refused_before_anything_is_asked() -> None
 
 @pytest.mark.slow
 def test_engine_and_server_answer_the_same_questions_alike(tmp_path: Path) -> None:
-    plan = Plan(LOOKUPS, [256], 6, 0)
+    plan = EvaluationPlan(LOOKUPS, [256], 6, 0)
     with LLM(str(DEMO), progress=False, device="cpu", max_model_len=1024) as llm:
         local = evaluate(LocalBackend(llm), plan)
     with serving(tmp_path, str(DEMO), "--device", "cpu", "--max-model-len", "1024") as server:

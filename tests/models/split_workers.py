@@ -227,7 +227,7 @@ def answers(stages: list[Decoder], steps: Sequence[Step | None], rows: Sequence[
         batch = make_batch(range(len(step.counts)), step.starts, step.counts, CPU)
         x = stages[0].embed(step.token_ids)
         for stage, memory in zip(stages, memories, strict=True):
-            x = stage.through(x, RecordingView(memory, batch, step.padded))
+            x = stage.run_layers(x, RecordingView(memory, batch, step.padded))
             selected += memory.selected
             memory.selected.clear()
         logits.append(stages[-1].logits(x, step.wanted))

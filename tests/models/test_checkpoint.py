@@ -98,16 +98,16 @@ def refusal_of(action: Callable[[], object]) -> str:
 
 def take_everything(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     source = open_weights(find_model(str(directory)), dtype, "cpu")
-    taken = {name: source.take(name, tuple(t.shape)) for name, t in stored_tensors(directory).items()}
+    loaded = {name: source.load(name, tuple(t.shape)) for name, t in stored_tensors(directory).items()}
     source.finish()
-    return taken
+    return loaded
 
 
-def expect_equal(taken: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    assert taken.keys() == wanted.keys()
+def expect_equal(loaded: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    assert loaded.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert taken[name].dtype == dtype
-        assert torch.equal(taken[name], tensor.to(dtype)), name
+        assert loaded[name].dtype == dtype
+        assert torch.equal(loaded[name], tensor.to(dtype)), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -124,26 +124,26 @@ def test_shards_load_whole_in_the_dtype_asked_for(sharded_dir: Path, dtype: torc
 )
 def test_experts_are_found_one_by_one_in_dsa_checkpoints(model: Callable[[], Any], tmp_path: Path) -> None:
     model().save_pretrained(tmp_path)
-    taken = take_everything(tmp_path)
-    assert taken["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (16, 8)
-    expect_equal(taken, stored_tensors(tmp_path), torch.float32)
+    loaded = take_everything(tmp_path)
+    assert loaded["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (16, 8)
+    expect_equal(loaded, stored_tensors(tmp_path), torch.float32)
 
 
 def test_out_is_filled_in_place_in_its_own_dtype(llama_dir: Path) -> None:
     source = open_weights(find_model(str(llama_dir)), torch.bfloat16, "cpu")
     fused = torch.full((40, 32), torch.nan, dtype=torch.float64)
-    source.take(Q_PROJ, (32, 32), out=fused[4:36])
+    source.load(Q_PROJ, (32, 32), out=fused[4:36])
     assert torch.equal(fused[4:36], stored_tensors(llama_dir)[Q_PROJ].double())
     assert fused[:4].isnan().all() and fused[36:].isnan().all()
 
 
 def test_loaded_weights_outlive_the_file(llama_dir: Path) -> None:
     wanted = {name: tensor.clone() for name, tensor in stored_tensors(llama_dir).items()}
-    taken = take_everything(llama_dir)
+    loaded = take_everything(llama_dir)
     path = llama_dir / "model.safetensors"
     with path.open("r+b") as file:
         file.write(b"\xab" * path.stat().st_size)
-    expect_equal(taken, wanted, torch.float32)
+    expect_equal(loaded, wanted, torch.float32)
 
 
 def test_progress_never_goes_back_and_ends_complete(sharded_dir: Path) -> None:
@@ -152,7 +152,7 @@ def test_progress_never_goes_back_and_ends_complete(sharded_dir: Path) -> None:
         find_model(str(sharded_dir)), torch.float32, "cpu", progress=lambda done, total: reports.append((done, total))
     )
     for name, tensor in stored_tensors(sharded_dir).items():
-        source.take(name, tuple(tensor.shape))
+        source.load(name, tuple(tensor.shape))
     source.finish()
     assert reports == sorted(reports) and reports[-1][0] == reports[-1][1]
     assert all(done <= total for done, total in reports)
@@ -184,20 +184,20 @@ def test_a_shard_without_a_tensor_that_the_index_promises_is_named(sharded_dir: 
 def test_a_missing_tensor_is_named(llama_dir: Path) -> None:
     rewrite(llama_dir, lambda tensors: tensors.pop(Q_PROJ))
     source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
-    message = refusal_of(lambda: source.take(Q_PROJ, (32, 32)))
+    message = refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
     assert Q_PROJ in message and str(llama_dir) in message and "missing" in message
 
 
 def test_a_wrong_shape_is_told_with_both_shapes(llama_dir: Path) -> None:
     source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
-    message = refusal_of(lambda: source.take(Q_PROJ, (32, 64)))
+    message = refusal_of(lambda: source.load(Q_PROJ, (32, 64)))
     assert Q_PROJ in message and "[32, 32]" in message and "[32, 64]" in message and "model.safetensors" in message
 
 
 def test_integer_weights_are_refused(llama_dir: Path) -> None:
     rewrite(llama_dir, lambda tensors: tensors.update({Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)}))
     source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
-    message = refusal_of(lambda: source.take(Q_PROJ, (32, 32)))
+    message = refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
     assert Q_PROJ in message and "int8" in message
 
 
@@ -207,7 +207,7 @@ def finish_with(directory: Path, extra: dict[str, torch.Tensor]) -> None:
     rewrite(directory, lambda tensors: tensors.update(extra))
     source = open_weights(find_model(str(directory)), torch.float32, "cpu")
     for name, tensor in names.items():
-        source.take(name, tuple(tensor.shape))
+        source.load(name, tuple(tensor.shape))
     source.finish()
 
 
@@ -289,24 +289,24 @@ def test_fp8_checkpoints_load_dequantised(
     method = {"quant_method": "fp8", "fmt": "e4m3"}
     set_config(llama_dir, quantization_config=method | ({"weight_block_size": configured} if configured else {}))
     source = open_weights(find_model(str(llama_dir)), torch.bfloat16, "cpu")
-    assert torch.equal(source.take(Q_PROJ, (32, 32)), wanted.bfloat16())
+    assert torch.equal(source.load(Q_PROJ, (32, 32)), wanted.bfloat16())
     exact = torch.empty(32, 32)
-    source.take(Q_PROJ, (32, 32), out=exact)
+    source.load(Q_PROJ, (32, 32), out=exact)
     assert torch.equal(exact, wanted)
     for name, tensor in load_file(llama_dir / "model.safetensors").items():
         if not name.startswith(Q_PROJ):
-            source.take(name, tuple(tensor.shape))
+            source.load(name, tuple(tensor.shape))
     source.finish()  # the factors count as taken
 
 
 def test_fp8_factors_that_are_missing_or_misshapen_are_named(llama_dir: Path) -> None:
     store_as_fp8(llama_dir, (128, 128), (2, 2))
     source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
-    message = refusal_of(lambda: source.take(Q_PROJ, (32, 32)))
+    message = refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
     assert Q_PROJ + "_scale_inv" in message and "[2, 2]" in message and "[1, 1]" in message
     rewrite(llama_dir, lambda tensors: tensors.pop(Q_PROJ + "_scale_inv"))
     source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
-    assert "_scale_inv is missing" in refusal_of(lambda: source.take(Q_PROJ, (32, 32)))
+    assert "_scale_inv is missing" in refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_dummy_weights_depend_on_name_and_seed_only(llama_dir: Path) -> None:
 
     def draw(names: list[str], seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         source = open_weights(found, dtype, "cpu", load_format="dummy", seed=seed)
-        drawn = {name: source.take(name, (16, 64)) for name in names}
+        drawn = {name: source.load(name, (16, 64)) for name in names}
         source.finish()
         return drawn
 
@@ -338,9 +338,9 @@ def test_dummy_weights_depend_on_name_and_seed_only(llama_dir: Path) -> None:
 def test_dummy_norms_are_ones(llama_dir: Path) -> None:
     source = open_weights(find_model(str(llama_dir)), torch.float64, "cpu", load_format="dummy")
     out = torch.full((4, 6), torch.nan)
-    source.take("model.layers.0.input_layernorm.weight", (6,), out=out[1])
+    source.load("model.layers.0.input_layernorm.weight", (6,), out=out[1])
     assert out[1].eq(1).all() and out[0].isnan().all()
-    assert source.take("model.norm.weight", (6,)).eq(1).all()
+    assert source.load("model.norm.weight", (6,)).eq(1).all()
 
 
 def test_paths_that_hold_no_model_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hotset.base.errors import CheckpointError
 from hotset.models.checkpoint import ModelFiles, find_model, open_weights
 from hotset.models.checkpoint.gguf_file import open_gguf
-from hotset.models.checkpoint.gguf_source import gguf_name, gguf_spec, rows_in_halves
+from hotset.models.checkpoint.gguf_source import gguf_name, gguf_spec, unpermute
 from hotset.models.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -66,11 +66,11 @@ def test_unpermuted_rows_score_the_same_under_rope() -> None:
         turned = (v[: d // 2] + 1j * v[d // 2 :]) * numpy.exp(1j * angle)
         return numpy.concatenate([turned.real, turned.imag])
 
-    ours_q, ours_k = rows_in_halves(stored_q, heads), rows_in_halves(stored_k, heads)
+    ours_q, ours_k = unpermute(stored_q, heads), unpermute(stored_k, heads)
     for head in range(heads):
-        part = slice(head * d, (head + 1) * d)
-        theirs = neighbours(stored_q[part] @ x, angles[0]) @ neighbours(stored_k[part] @ y, angles[1])
-        assert halves(ours_q[part] @ x, angles[0]) @ halves(ours_k[part] @ y, angles[1]) == pytest.approx(theirs)
+        of_head = slice(head * d, (head + 1) * d)
+        theirs = neighbours(stored_q[of_head] @ x, angles[0]) @ neighbours(stored_k[of_head] @ y, angles[1])
+        assert halves(ours_q[of_head] @ x, angles[0]) @ halves(ours_k[of_head] @ y, angles[1]) == pytest.approx(theirs)
 
 
 def write_gguf(path: Path, state: dict[str, torch.Tensor], changes: dict[str, Any] | None = None) -> None:
@@ -121,14 +121,14 @@ def test_gguf_tensors_come_back_under_their_names_in_their_order(tmp_path: Path,
     assert (found.spec.rope.theta, found.spec.dtype) == (500000.0, "bfloat16")
     source = open_weights(found, torch.float32, "cpu")
     for name, tensor in state.items():
-        taken = source.take(name, tuple(tensor.shape))
+        loaded = source.load(name, tuple(tensor.shape))
         if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
             step = tensor.abs().amax() / 127
-            assert (taken - tensor).abs().max() <= step * 0.6, (
+            assert (loaded - tensor).abs().max() <= step * 0.6, (
                 name
             )  # half a step of Q8_0, and its factor rounded to fp16
         else:
-            assert torch.equal(taken, tensor), name
+            assert torch.equal(loaded, tensor), name
     source.finish()
 
 
@@ -137,10 +137,10 @@ def test_gguf_tensors_missing_misshapen_or_unwanted_are_named(tmp_path: Path) ->
     state.pop(Q_PROJ)
     write_gguf(path, state | {"blk.0.odd.weight": torch.ones(4)})
     source = open_weights(find_model(str(path)), torch.float32, "cpu")
-    assert "blk.1.attn_q.weight is missing" in refusal_of(lambda: source.take(Q_PROJ, (32, 32)))
-    assert "[32]" in refusal_of(lambda: source.take("model.norm.weight", (31,)))
+    assert "blk.1.attn_q.weight is missing" in refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
+    assert "[32]" in refusal_of(lambda: source.load("model.norm.weight", (31,)))
     for name, tensor in state.items():
-        source.take(name, tuple(tensor.shape))
+        source.load(name, tuple(tensor.shape))
     assert "blk.0.odd.weight" in refusal_of(source.finish)
 
 
@@ -153,7 +153,7 @@ def test_a_gguf_file_cut_short_is_named(tmp_path: Path, keep: int) -> None:
     def load() -> None:
         source = open_weights(find_model(str(path)), torch.float32, "cpu")
         for name, tensor in state.items():
-            source.take(name, tuple(tensor.shape))
+            source.load(name, tuple(tensor.shape))
 
     assert str(path) in refusal_of(load)
 
@@ -252,7 +252,7 @@ def test_the_embedded_model_knows_the_capital_of_france(embedded: ModelFiles) ->
         model = LlamaForCausalLM(config)
     source = open_weights(embedded, torch.float32, "cpu")
     names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    state = {name: source.take(name, shape) for name, shape in names.items()}
+    state = {name: source.load(name, shape) for name, shape in names.items()}
     source.finish()
     model.to_empty(device="cpu")
     model.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})

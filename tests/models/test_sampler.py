@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotset.base.sampling import SamplingParams
-from hotset.models.draw import LISTED, WEIGHT_ONE, DrawRules, _choose, draw, draw_key, leading, uniforms
-from hotset.models.sampler import Sampled, Sampler
+from hotset.models.draw import SHORTLIST_TOKENS, WEIGHT_ONE, DrawRules, _choose, draw, draw_key, leading, uniforms
+from hotset.models.sampler import Sampler, SamplerOutput
 from tests.models import sampling_oracle as oracle
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def positions_of(requests: list[Request]) -> Tensor:
     return torch.tensor([len(request.token_ids) for request in requests])
 
 
-def sample_all(requests: list[Request], logits: Tensor) -> Sampled:
+def sample_all(requests: list[Request], logits: Tensor) -> SamplerOutput:
     sampler = seated(requests, logits.shape[1], logits.device)
     return sampler.sample(logits, range(len(requests)), positions_of(requests).to(logits.device))
 
@@ -92,7 +92,7 @@ def any_logits(rng: random.Random, vocab: int) -> list[float]:
 
 
 rngs = st.integers(0, 1 << 40).map(random.Random)
-vocabs = st.sampled_from([1, 2, 3, 7, 40, LISTED + 90])
+vocabs = st.sampled_from([1, 2, 3, 7, 40, SHORTLIST_TOKENS + 90])
 
 
 @settings(max_examples=300, deadline=None)
@@ -128,7 +128,7 @@ def test_a_row_does_not_depend_on_its_batch(vocab: int, rng: random.Random, n: i
     for i in range(n):
         alone = sample_all([requests[i]], logits[i : i + 1])
         assert int(alone.token_ids) == int(together.token_ids[i])
-        rows = [found.logprobs.row(at) if found.logprobs else None for found, at in ((alone, 0), (together, i))]
+        rows = [found.logprobs.of(at) if found.logprobs else None for found, at in ((alone, 0), (together, i))]
         assert (rows[0] is None) == (rows[1] is None) == (requests[i].params.logprobs is None)
         if rows[0] is not None and rows[1] is not None:
             assert list(rows[0]) == list(rows[1])
@@ -137,7 +137,7 @@ def test_a_row_does_not_depend_on_its_batch(vocab: int, rng: random.Random, n: i
 
 
 @settings(max_examples=60, deadline=None)
-@given(vocab=st.sampled_from([3, 40, LISTED + 90]), rng=rngs, leaves=st.integers(0, 6))
+@given(vocab=st.sampled_from([3, 40, SHORTLIST_TOKENS + 90]), rng=rngs, leaves=st.integers(0, 6))
 def test_a_preempted_request_goes_on_as_if_it_had_never_left(vocab: int, rng: random.Random, leaves: int) -> None:
     request = any_request(rng, vocab)
     steps = [torch.tensor([any_logits(rng, vocab)]) for _ in range(8)]
@@ -202,7 +202,7 @@ def rules_for(n: int, **columns: Tensor) -> DrawRules:
     columns = {
         "temperature": torch.ones(n, dtype=torch.float64),
         "top_p": torch.ones(n, dtype=torch.float64),
-        "least_weight": torch.zeros(n, dtype=torch.int64),
+        "min_weight": torch.zeros(n, dtype=torch.int64),
         **columns,
     }
     return DrawRules(**columns)
@@ -211,24 +211,24 @@ def rules_for(n: int, **columns: Tensor) -> DrawRules:
 def test_each_token_owns_a_half_open_interval_of_the_uniform_number() -> None:
     uniform = torch.tensor([0.0, 0.25 - 2.0**-53, 0.25, 0.5, 0.75, 1.0 - 2.0**-53], dtype=torch.float64)
     rules = rules_for(6, top_k=torch.full((6,), 4))
-    assert draw(torch.zeros(6, 4), rules, uniform, narrow=True).tolist() == [0, 0, 1, 2, 3, 3]
+    assert draw(torch.zeros(6, 4), rules, uniform, in_shortlist=True).tolist() == [0, 0, 1, 2, 3, 3]
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0])
 def test_a_draw_among_leading_tokens_equals_the_draw_from_the_whole_sort(spread: float) -> None:
-    n, vocab, rng = 400, LISTED + 200, torch.Generator().manual_seed(9)
+    n, vocab, rng = 400, SHORTLIST_TOKENS + 200, torch.Generator().manual_seed(9)
     x = (torch.randn(n, vocab, generator=rng) * spread * 8).round() / 8
     uniform = torch.rand(n, generator=rng, dtype=torch.float64)
     kind = torch.arange(n) % 4
     top_k = torch.where(kind == 1, torch.randint(1, vocab + 1, (n,), generator=rng), vocab)
     top_p = torch.where(kind >= 2, torch.rand(n, generator=rng, dtype=torch.float64), 1.0)
-    least_weight = torch.where(kind == 3, torch.randint(0, WEIGHT_ONE, (n,), generator=rng), 0)
-    rules = rules_for(n, top_k=top_k, top_p=top_p, least_weight=least_weight)
-    wide = draw(x, rules, uniform, narrow=False)
+    min_weight = torch.where(kind == 3, torch.randint(0, WEIGHT_ONE, (n,), generator=rng), 0)
+    rules = rules_for(n, top_k=top_k, top_p=top_p, min_weight=min_weight)
+    wide = draw(x, rules, uniform, in_shortlist=False)
     whole = _choose(leading(x, vocab), rules, uniform, vocab, None)[0]
     assert torch.equal(wide, whole)
-    few = (top_k <= LISTED).nonzero().squeeze(-1)
-    assert torch.equal(draw(x[few], rules.rows(few), uniform[few], narrow=True), whole[few])
+    few = (top_k <= SHORTLIST_TOKENS).nonzero().squeeze(-1)
+    assert torch.equal(draw(x[few], rules.of(few), uniform[few], in_shortlist=True), whole[few])
 
 
 def test_top_k_keeps_exactly_k_and_lower_ids_win_ties() -> None:
@@ -272,7 +272,7 @@ def test_min_tokens_bars_the_stop_ids_until_enough_answer_tokens_exist() -> None
 @pytest.mark.parametrize(
     "params", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}, {"repetition_penalty": 0.01}]
 )
-@pytest.mark.parametrize("vocab", [8, LISTED + 8])
+@pytest.mark.parametrize("vocab", [8, SHORTLIST_TOKENS + 8])
 def test_poisoned_rows_are_sampled_without_harm_to_their_neighbours(params: dict[str, float], vocab: int) -> None:
     healthy = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3))
     poison = torch.full((5, vocab), math.nan)
@@ -286,7 +286,7 @@ def test_poisoned_rows_are_sampled_without_harm_to_their_neighbours(params: dict
     assert int(found.token_ids[5]) == int(sample_all([request], healthy).token_ids)
     assert found.logprobs is not None
     for i in range(6):
-        row = found.logprobs.row(i)
+        row = found.logprobs.of(i)
         assert row is not None and not any(math.isnan(logprob) for logprob, _ in row.values())
 
 
@@ -354,10 +354,10 @@ def test_logprobs_are_those_of_the_raw_logits_with_ranks_by_logit_then_id() -> N
     expected = {
         token: (pytest.approx(float(logits[0, token]) - lse), rank) for rank, token in enumerate([1, 2, 4, 0, 3], 1)
     }
-    assert host.row(0) == {token: expected[token] for token in (3, 1, 2)}
-    assert host.row(1) is None
-    assert host.row(2) == {3: expected[3]}
-    assert host.row(3) == expected
+    assert host.of(0) == {token: expected[token] for token in (3, 1, 2)}
+    assert host.of(1) is None
+    assert host.of(2) == {3: expected[3]}
+    assert host.of(3) == expected
 
 
 @pytest.mark.gpu

@@ -30,12 +30,12 @@ class Recording(RandomWeights):
         self.tensors: dict[str, Tensor] = {}
         self.times: Counter[str] = Counter()
 
-    def take(
-        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: TensorSlice | None = None
+    def load(
+        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, tensor_slice: TensorSlice | None = None
     ) -> Tensor:
-        self.tensors[name] = super().take(name, shape)
+        self.tensors[name] = super().load(name, shape)
         self.times[name] += 1
-        return super().take(name, shape, out=out, part=part)
+        return super().load(name, shape, out=out, tensor_slice=tensor_slice)
 
 
 def saved(folder: Path, spec: ModelSpec) -> ModelFiles:
@@ -46,13 +46,13 @@ def saved(folder: Path, spec: ModelSpec) -> ModelFiles:
 
 
 def expect_parts(source: WeightSource, whole: Tensor) -> None:
-    for part in PARTS:
-        expected = whole if part is None else part.of(whole)
-        taken = source.take(NAME, SHAPE, part=part)
-        assert torch.equal(taken, expected) and taken.is_contiguous()
-        assert taken.untyped_storage().nbytes() == expected.numel() * taken.element_size()
+    for tensor_slice in PARTS:
+        expected = whole if tensor_slice is None else tensor_slice.of(whole)
+        loaded = source.load(NAME, SHAPE, tensor_slice=tensor_slice)
+        assert torch.equal(loaded, expected) and loaded.is_contiguous()
+        assert loaded.untyped_storage().nbytes() == expected.numel() * loaded.element_size()
         out = torch.full(expected.shape, torch.nan, dtype=torch.float64)
-        assert source.take(NAME, SHAPE, out=out, part=part) is out
+        assert source.load(NAME, SHAPE, out=out, tensor_slice=tensor_slice) is out
         torch.testing.assert_close(out, expected.double(), rtol=0, atol=0)
 
 
@@ -71,10 +71,10 @@ def test_parts_of_fp8_tensors_are_slices_of_the_whole(tmp_path: Path) -> None:
 
 def test_parts_of_dummy_weights_are_slices_of_the_whole(tmp_path: Path) -> None:
     files = ModelFiles(tmp_path, SPECS["llama"])
-    whole = open_weights(files, torch.float32, "cpu", load_format="dummy", seed=5).take(NAME, SHAPE)
+    whole = open_weights(files, torch.float32, "cpu", load_format="dummy", seed=5).load(NAME, SHAPE)
     expect_parts(open_weights(files, torch.float32, "cpu", load_format="dummy", seed=5), whole)
-    ones = open_weights(files, torch.float32, "cpu", load_format="dummy").take(
-        "norm.weight", (6,), part=TensorSlice(0, 1, 3)
+    ones = open_weights(files, torch.float32, "cpu", load_format="dummy").load(
+        "norm.weight", (6,), tensor_slice=TensorSlice(0, 1, 3)
     )
     assert ones.tolist() == [1.0, 1.0]
 
@@ -108,7 +108,7 @@ def gguf_file(path: Path, extra: str | None = None) -> ModelFiles:
 
 def test_parts_of_gguf_tensors_are_slices_of_the_whole_in_the_order_of_hugging_face(tmp_path: Path) -> None:
     files = gguf_file(tmp_path / "m.gguf")
-    whole = open_weights(files, torch.float32, "cpu").take(NAME, SHAPE)
+    whole = open_weights(files, torch.float32, "cpu").load(NAME, SHAPE)
     expect_parts(open_weights(files, torch.float32, "cpu"), whole)
 
 

@@ -89,13 +89,13 @@ class Counting(RandomWeights):
         super().__init__(torch.float64, 1)
         self.counts: Counter[int] = Counter()
 
-    def take(
-        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, part: TensorSlice | None = None
+    def load(
+        self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, tensor_slice: TensorSlice | None = None
     ) -> Tensor:
-        taken = super().take(name, shape, out=out, part=part)
+        loaded = super().load(name, shape, out=out, tensor_slice=tensor_slice)
         if len(shape) == 2 and name.startswith("model.layers."):
-            self.counts[int(name.split(".")[2])] += taken.numel()
-        return taken
+            self.counts[int(name.split(".")[2])] += loaded.numel()
+        return loaded
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -78,9 +78,9 @@ def test_every_rank_has_the_rows_of_its_own_kv_heads(ranks: int) -> None:
 class Tied(RandomWeights):
     """The indexer weighs no head, so that all positions have the score 0."""
 
-    def take(self, name: str, *args: Any, part: TensorSlice | None = None, out: Tensor | None = None) -> Tensor:
-        taken = super().take(name, *args, part=part, out=out)
-        return taken.zero_() if "indexer.weights_proj" in name else taken
+    def load(self, name: str, *args: Any, tensor_slice: TensorSlice | None = None, out: Tensor | None = None) -> Tensor:
+        loaded = super().load(name, *args, tensor_slice=tensor_slice, out=out)
+        return loaded.zero_() if "indexer.weights_proj" in name else loaded
 
 
 @pytest.mark.parametrize("name", DSA)

@@ -6,7 +6,7 @@ import pytest
 
 from hotset import LLM
 from hotset.base.config import TiersMode
-from hotset.evaluate.retrieval import LocalBackend, Plan, evaluate
+from hotset.evaluate.retrieval import EvaluationPlan, LocalBackend, evaluate
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
 
@@ -15,7 +15,7 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("length", "questions"), [(4096, 6), (8192, 3)])
 def test_accuracy_with_tiers_forced_equals_that_with_tiers_off(length: int, questions: int) -> None:
-    plan = Plan(("lookup", "several", "last"), [length], questions, 5)
+    plan = EvaluationPlan(("lookup", "several", "last"), [length], questions, 5)
     answers = []
     modes: tuple[TiersMode, ...] = ("off", "always")
     for tiers in modes:
@@ -23,5 +23,5 @@ def test_accuracy_with_tiers_forced_equals_that_with_tiers_off(length: int, ques
             report = evaluate(LocalBackend(llm), plan)
             misses = sum(llm.stats().slot_misses.values())
         assert (misses > 0) == (tiers == "always"), "with tiers forced, some rows must have come from the host"
-        answers.append([(found.question.prompt, found.text, found.right) for found in report.answers])
+        answers.append([(found.question.prompt, found.text, found.correct) for found in report.answers])
     assert answers[0] == answers[1]

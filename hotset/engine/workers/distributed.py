@@ -51,7 +51,7 @@ class Stage:
         else:
             x = torch.empty(len(token_ids), self._decoder.hidden, dtype=self.dtype, device=self.device)
             self._world.receive(x, self._before)
-        x = self._decoder.through(x, view)
+        x = self._decoder.run_layers(x, view)
         if self._after is None:
             return self._decoder.logits(x, wanted)
         self._world.send(x, self._after)

@@ -1,4 +1,4 @@
-"""Finding and reading checkpoints: `find_model`, then `open_weights`."""
+"""Finds and reads checkpoints: call `find_model`, then `open_weights`."""
 
 from hotset.models.checkpoint.files import ModelFiles, find_model, open_weights
 from hotset.models.checkpoint.source import Progress, TensorSlice, WeightSource

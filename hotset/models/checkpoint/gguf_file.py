@@ -1,7 +1,7 @@
 """The container format GGUF: metadata and a table of tensors over one memory-mapped file.
 
-Read here rather than by the `gguf` package, whose reader takes seconds over the strings of a vocabulary; the package
-is asked for what is intricate, the quantised number formats (`gguf_source.py`). Layout, little-endian:
+The reader of the `gguf` package takes seconds for the strings of a vocabulary, so this module reads the container
+itself; `gguf_source.py` uses the package for the quantised number formats. Layout, little-endian:
 
     magic "GGUF" | version u32 | tensor count u64 | metadata count u64
     metadata: key string | type u32 | value          (string: length u64, bytes; array: type u32, count u64, values)
@@ -31,17 +31,17 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies. `shape` is in the usual order: rows first."""
+    """The location of one tensor in the file. `shape` is in the usual order, slowest dimension first."""
 
     name: str
     shape: tuple[int, ...]
-    type_id: int  # of ggml's number formats
+    type_id: int  # ggml's number of the format
     offset: int  # in the file
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """An open file. The mapping closes when the last array over it is gone."""
+    """An open file. The mapping closes when the last array that views it is deleted."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -50,7 +50,7 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Maps the file and reads all but its tensor data. Raises `CheckpointError` in one line if it is no sound GGUF."""
+    """Maps the file and reads all but its tensor data. Raises `CheckpointError`, in one line, for a damaged file."""
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -80,12 +80,12 @@ def _parse(path: Path, mapped: mmap.mmap) -> GgufFile:
     if not isinstance(alignment, int) or alignment < 1:
         raise CheckpointError(f"{path}: general.alignment is {alignment!r}; supported: a whole number from 1")
     start = ceil_div(cursor.position, alignment) * alignment
-    placed = (GgufTensor(t.name, t.shape, t.type_id, start + t.offset) for t in table)
-    return GgufFile(path, metadata, {tensor.name: tensor for tensor in placed}, mapped)
+    tensors = (GgufTensor(t.name, t.shape, t.type_id, start + t.offset) for t in table)
+    return GgufFile(path, metadata, {tensor.name: tensor for tensor in tensors}, mapped)
 
 
 class _Cursor:
-    """Reads forward; `struct.error` or `IndexError` past the end."""
+    """Reads values one after another. Raises `struct.error` or `IndexError` past the end of the file."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._mapped = mapped

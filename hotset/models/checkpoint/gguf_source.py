@@ -1,8 +1,9 @@
 """Llama-family GGUF files: their metadata as a `ModelSpec`, their tensors under Hugging Face names.
 
-The rows of Q and K are stored in another order than in Hugging Face checkpoints. There, rope turns value `i` of a head
-together with value `i + d/2`; llama.cpp turns neighbours, so its converter moves row `half * d/2 + i` of each head to
-row `2 * i + half`. Taking a tensor undoes this, on the quantised rows, each of which is packed by itself.
+GGUF files store the rows of the Q and K matrices in another order than Hugging Face checkpoints. In the latter, rope
+rotates value `i` of a head together with value `i + d/2`; llama.cpp rotates neighbours, so its converter moves row
+`half * d/2 + i` of each head to row `2 * i + half`. `load` undoes this permutation on the quantised rows, each of which
+is packed on its own.
 """
 
 import re
@@ -14,7 +15,7 @@ import torch
 
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint.gguf_file import GgufFile, GgufTensor
-from hotset.models.checkpoint.source import Progress, TensorSlice, account_for_rest, check_shape, part_of, place
+from hotset.models.checkpoint.source import Progress, TensorSlice, check_shape, check_unused_tensors, copy_to, sliced
 from hotset.models.config_reader import read_spec
 from hotset.models.spec import GqaSpec, ModelSpec
 
@@ -45,16 +46,16 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def gguf_name(name: str) -> str | None:
-    """`model.layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight`; None where GGUF knows no such tensor."""
+    """`model.layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight`. Returns None if GGUF has no such tensor."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return TOP_NAMES.get(name)
-    part = LAYER_NAMES.get(layer[2])
-    return None if part is None else f"blk.{layer[1]}.{part}.{layer[3]}"
+    stored = LAYER_NAMES.get(layer[2])
+    return None if stored is None else f"blk.{layer[1]}.{stored}.{layer[3]}"
 
 
 def gguf_spec(file: GgufFile) -> ModelSpec:
-    """The model in the file. `CheckpointError` for other architectures and for what the decoder lacks."""
+    """Returns the spec of the model in the file. Raises `CheckpointError` for what the decoder does not support."""
     metadata = file.metadata
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
@@ -79,18 +80,18 @@ def gguf_spec(file: GgufFile) -> ModelSpec:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "dtype": {F32: "float32", F16: "float16"}.get(embedding.type_id if embedding else F32, "bfloat16"),
-        "eos_token_id": list(gguf_end_ids(file)) or None,
+        "eos_token_id": list(gguf_eos_ids(file)) or None,
         "rope_parameters": _rope(file),
     }
     spec = read_spec(config, {}, str(file.path))
-    turned = metadata.get("llama.rope.dimension_count", spec.rope.dim)
-    if turned != spec.rope.dim:
-        raise CheckpointError(f"{file.path}: llama.rope.dimension_count is {turned}; supported: {spec.rope.dim}")
+    rotated_dims = metadata.get("llama.rope.dimension_count", spec.rope.dim)
+    if rotated_dims != spec.rope.dim:
+        raise CheckpointError(f"{file.path}: llama.rope.dimension_count is {rotated_dims}; supported: {spec.rope.dim}")
     return spec
 
 
-def gguf_end_ids(file: GgufFile) -> tuple[int, ...]:
-    """The tokens that end a text or a turn."""
+def gguf_eos_ids(file: GgufFile) -> tuple[int, ...]:
+    """Returns the tokens that end a text or a turn of a chat."""
     named = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     return tuple(dict.fromkeys(token for token in named if token is not None))
 
@@ -112,10 +113,10 @@ def _rope(file: GgufFile) -> dict[str, Any]:
 
 
 def _llama3_rope(file: GgufFile, theta: float) -> dict[str, Any]:
-    """Converters write Llama 3's scaled rope as the divisor of each frequency; this finds the numbers that made it.
+    """Recovers the parameters of Llama 3's scaled rope from the divisor of each frequency, which converters store.
 
-    The largest divisor is the factor itself. The other numbers are the same in every Llama 3; a file made with others
-    is refused rather than run slightly wrong.
+    The largest divisor is the factor itself. The other parameters are the same in every Llama 3 model. A file with
+    other ones is refused, because running it with these would give slightly wrong results.
     """
     tensor = file.tensors[ROPE_FACTORS]
     count = tensor.shape[0] if len(tensor.shape) == 1 and tensor.type_id == F32 else 0
@@ -133,7 +134,7 @@ def _llama3_rope(file: GgufFile, theta: float) -> dict[str, Any]:
 
 
 class GgufSource:
-    """Dequantises each tensor when it is taken."""
+    """Dequantises each tensor when it is loaded."""
 
     def __init__(
         self,
@@ -151,13 +152,18 @@ class GgufSource:
         self._progress = progress
         self._file = file
         self._gguf = _import_gguf()
-        self._taken: set[str] = set()
-        self._left: set[str] = set()  # to other workers
-        self._bytes_done = 0
+        self._loaded: set[str] = set()
+        self._skipped: set[str] = set()  # loaded by other workers
+        self._bytes_loaded = 0
         self._bytes_total = file.path.stat().st_size
 
-    def take(
-        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: TensorSlice | None = None
+    def load(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        out: torch.Tensor | None = None,
+        tensor_slice: TensorSlice | None = None,
     ) -> torch.Tensor:
         stored_name = gguf_name(name)
         tensor = None if stored_name is None else self._file.tensors.get(stored_name)
@@ -167,25 +173,25 @@ class GgufSource:
         packed, kind = self._packed(tensor)
         heads = {"q_proj": self._attention.heads, "k_proj": self._attention.kv_heads}.get(name.split(".")[-2])
         if heads is not None:
-            packed = rows_in_halves(packed, heads)
+            packed = unpermute(packed, heads)
         values = self._dequantise(tensor, packed, kind)
         self._count(tensor.name, packed.nbytes)
-        wanted = part_of(values.view(shape), part)
-        return place(wanted, out, self._dtype, self._device if out is None else out.device)
+        device = self._device if out is None else out.device
+        return copy_to(out, sliced(values.view(shape), tensor_slice), self._dtype, device)
 
-    def leave(self, name: str) -> None:
+    def skip(self, name: str) -> None:
         stored_name = gguf_name(name)
         if stored_name is not None:
-            self._left.add(stored_name)
+            self._skipped.add(stored_name)
 
     def finish(self) -> None:
-        rest = self._file.tensors.keys() - self._taken - self._left - {ROPE_FACTORS}
-        account_for_rest(str(self._file.path), rest, self._spec)
+        unused = self._file.tensors.keys() - self._loaded - self._skipped - {ROPE_FACTORS}
+        check_unused_tensors(str(self._file.path), unused, self._spec)
         if self._progress is not None:
             self._progress(self._bytes_total, self._bytes_total)
 
     def _packed(self, tensor: GgufTensor) -> tuple["NDArray[Any]", Any]:
-        """The stored bytes, [rows, row bytes] (or [row bytes]), still in the mapped file; and their number format."""
+        """Returns a view of the stored bytes, [rows, bytes of a row] or [bytes], and their number format."""
         where = f"{self._file.path}: tensor {tensor.name}"
         try:
             kind = self._gguf.GGMLQuantizationType(tensor.type_id)
@@ -205,19 +211,19 @@ class GgufSource:
             values = self._gguf.quants.dequantize(packed, kind)
         except NotImplementedError as error:
             raise CheckpointError(f"{self._file.path}: tensor {tensor.name} is of type {kind.name}: {error}") from error
-        # F32 comes back as a view of the file, which is not writable; torch wants arrays that are.
+        # F32 values are a read-only view of the file, and torch requires writable arrays.
         return torch.from_numpy(numpy.require(values, requirements="W"))
 
     def _count(self, stored_name: str, packed_bytes: int) -> None:
-        if stored_name not in self._taken:
-            self._taken.add(stored_name)
-            self._bytes_done += packed_bytes
+        if stored_name not in self._loaded:
+            self._loaded.add(stored_name)
+            self._bytes_loaded += packed_bytes
         if self._progress is not None:
-            self._progress(self._bytes_done, self._bytes_total)
+            self._progress(self._bytes_loaded, self._bytes_total)
 
 
-def rows_in_halves(rows: "NDArray[Any]", heads: int) -> "NDArray[Any]":
-    """Undoes the converter's order of the rows of Q or K: row `2 * i + half` of each head -> row `half * d/2 + i`."""
+def unpermute(rows: "NDArray[Any]", heads: int) -> "NDArray[Any]":
+    """Undoes the converter's permutation of Q or K: moves row `2 * i + half` of each head to `half * d/2 + i`."""
     by_pair = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return numpy.ascontiguousarray(by_pair.swapaxes(1, 2)).reshape(rows.shape)
 

@@ -1,4 +1,9 @@
-"""Hugging Face checkpoints: one `model.safetensors`, or shards with an index; plain or block-fp8."""
+"""Hugging Face checkpoints: one `model.safetensors` file, or shards with an index.
+
+Tensors are plain, or fp8 with one fp32 factor for each block of a matrix (`weight_scale_inv`):
+`value[i, j] = weight[i, j] * scale[i // block_rows, j // block_columns]`. Blocks at the lower and right edge may be
+partial.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from hotset.base.errors import CheckpointError
 from hotset.base.units import ceil_div
-from hotset.models.checkpoint.source import Progress, TensorSlice, account_for_rest, check_shape, part_of, place
+from hotset.models.checkpoint.source import Progress, TensorSlice, check_shape, check_unused_tensors, copy_to, sliced
 from hotset.models.config_fields import ConfigFields, read_json
 from hotset.models.spec import ModelSpec
 
@@ -20,9 +25,9 @@ DEFAULT_BLOCK = (128, 128)
 
 
 class SafetensorsSource:
-    """Reads tensors out of memory-mapped files: only what is being converted takes memory of its own.
+    """Reads tensors from memory-mapped files, so that only the tensor being converted needs memory of its own.
 
-    Opening checks that every shard is there and whole, so a damaged checkpoint is named before minutes of loading.
+    The constructor checks that every shard exists and is complete, so a damaged checkpoint fails before the loading.
     """
 
     def __init__(
@@ -41,9 +46,9 @@ class SafetensorsSource:
         self._block = _fp8_block(directory / "config.json")
         self._file_of: dict[str, Path] = {}
         self._handles: dict[Path, Any] = {}
-        self._taken: set[str] = set()
-        self._left: set[str] = set()  # to other workers
-        self._bytes_done = 0
+        self._loaded: set[str] = set()
+        self._skipped: set[str] = set()  # loaded by other workers
+        self._bytes_loaded = 0
         index = _read_index(directory)
         files = [directory / SINGLE] if index is None else sorted({directory / shard for shard in index.values()})
         for path in files:
@@ -62,35 +67,41 @@ class SafetensorsSource:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is damaged or cut short: {error}") from error
 
-    def take(
-        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: TensorSlice | None = None
+    def load(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        out: torch.Tensor | None = None,
+        tensor_slice: TensorSlice | None = None,
     ) -> torch.Tensor:
-        """Of a plain tensor only the pages with the part are read. An fp8 one is made whole for a moment."""
+        """Implements `WeightSource`. Of a plain tensor only the pages that hold the slice are read; an fp8 tensor is
+        dequantised whole for a moment."""
         stored = self._view(name)
         check_shape(str(self._file_of[name]), name, tuple(stored.shape), shape)
         device = self._device if out is None else out.device
         if stored.dtype == torch.float8_e4m3fn:
-            values = self._dequantised(name, stored, out, part)
+            values = self._dequantised(name, stored, out, tensor_slice)
         elif stored.dtype.is_floating_point:
-            values = place(part_of(stored, part), out, self._dtype, device)
+            values = copy_to(out, sliced(stored, tensor_slice), self._dtype, device)
         else:
             kind = str(stored.dtype).removeprefix("torch.")
             raise CheckpointError(f"{self._file_of[name]}: tensor {name} is of type {kind}; supported: floating point")
         self._report()
         return values
 
-    def leave(self, name: str) -> None:
-        self._left |= {name, name + SCALE_SUFFIX}
+    def skip(self, name: str) -> None:
+        self._skipped |= {name, name + SCALE_SUFFIX}
 
     def finish(self) -> None:
-        rest = self._file_of.keys() - self._taken - self._left
+        unused = self._file_of.keys() - self._loaded - self._skipped
         self._handles.clear()
-        account_for_rest(str(self._directory), rest, self._spec)
+        check_unused_tensors(str(self._directory), unused, self._spec)
         if self._progress is not None:
             self._progress(self._bytes_total, self._bytes_total)
 
     def _view(self, name: str) -> torch.Tensor:
-        """The stored tensor, still in the mapped file."""
+        """Returns the stored tensor as a view of the mapped file."""
         path = self._file_of.get(name)
         if path is None:
             raise CheckpointError(f"{self._directory}: tensor {name} is missing")
@@ -98,21 +109,21 @@ class SafetensorsSource:
             stored: torch.Tensor = self._handles[path].get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: tensor {name} cannot be read: {error}") from error
-        if name not in self._taken:
-            self._taken.add(name)
-            self._bytes_done += stored.nbytes
+        if name not in self._loaded:
+            self._loaded.add(name)
+            self._bytes_loaded += stored.nbytes
         return stored
 
     def _dequantised(
-        self, name: str, stored: torch.Tensor, out: torch.Tensor | None, part: TensorSlice | None
+        self, name: str, stored: torch.Tensor, out: torch.Tensor | None, tensor_slice: TensorSlice | None
     ) -> torch.Tensor:
         shape = tuple(stored.shape)
         scale = self._scale(name, shape)
         device, dtype = (self._device, self._dtype) if out is None else (out.device, out.dtype)
-        whole = part is None or part.shape(shape) == shape
+        whole = tensor_slice is None or tensor_slice.shape(shape) == shape
         target = out if whole and out is not None else torch.empty(shape, dtype=dtype, device=device)
         dequantise_blocks(stored.to(device), scale.to(device), self._block, target)
-        return target if whole else place(part_of(target, part), out, dtype, device)
+        return target if whole else copy_to(out, sliced(target, tensor_slice), dtype, device)
 
     def _scale(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         scale_name = name + SCALE_SUFFIX
@@ -123,21 +134,21 @@ class SafetensorsSource:
                 f"{self._file_of[name]}: tensor {name} is fp8 of shape {list(shape)}; supported: matrices"
             )
         scale = self._view(scale_name)
-        wanted = scale_shape(shape, self._block)
-        if tuple(scale.shape) != wanted:
+        expected = scale_shape(shape, self._block)
+        if tuple(scale.shape) != expected:
             raise CheckpointError(
                 f"{self._file_of[scale_name]}: tensor {scale_name} has shape {list(scale.shape)}, "
-                f"blocks of {self._block[0]} x {self._block[1]} ask for {list(wanted)}"
+                f"blocks of {self._block[0]} x {self._block[1]} ask for {list(expected)}"
             )
         return scale
 
     def _report(self) -> None:
         if self._progress is not None:
-            self._progress(self._bytes_done, self._bytes_total)
+            self._progress(self._bytes_loaded, self._bytes_total)
 
 
 def _read_index(directory: Path) -> Mapping[str, str] | None:
-    """Tensor name -> shard; None where one file holds all."""
+    """Returns the file of each tensor by name, or None if one file holds all of them."""
     path = directory / INDEX
     if not path.is_file():
         if not (directory / SINGLE).is_file():
@@ -150,11 +161,11 @@ def _read_index(directory: Path) -> Mapping[str, str] | None:
 
 
 def _fp8_block(config_path: Path) -> tuple[int, int]:
-    """The size of fp8 blocks. Refuses every other kind of quantisation by name."""
+    """Returns the size of fp8 blocks. Raises `CheckpointError` for every other kind of quantisation."""
     if not config_path.is_file():
         return DEFAULT_BLOCK
-    quantisation = ConfigFields(read_json(config_path), str(config_path)).part("quantization_config")
-    quantisation.word("quant_method", "fp8", ("fp8",))
+    quantisation = ConfigFields(read_json(config_path), str(config_path)).section("quantization_config")
+    quantisation.choice("quant_method", "fp8", ("fp8",))
     block = quantisation.get("weight_block_size")
     if block is None:
         return DEFAULT_BLOCK
@@ -164,7 +175,7 @@ def _fp8_block(config_path: Path) -> tuple[int, int]:
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """The shape of the factors of a weight of `shape`; matrices only."""
+    """Returns the shape of the factors of a matrix of `shape`."""
     rows, columns = shape
     return ceil_div(rows, block[0]), ceil_div(columns, block[1])
 
@@ -175,8 +186,10 @@ def dequantise_blocks(
     block: tuple[int, int],
     out: torch.Tensor,  # [rows, columns], any float dtype
 ) -> torch.Tensor:
-    """Writes the values into `out`, one row of blocks at a time: the fp32 products never exist all at once."""
-    assert tuple(scale.shape) == scale_shape(tuple(weight.shape), block), "scale and weight do not fit: caller's bug"
+    """Writes the values to `out`, one row of blocks at a time, so that the fp32 products never exist all at once."""
+    assert tuple(scale.shape) == scale_shape(tuple(weight.shape), block), (
+        "the caller passed a scale that does not fit the weight"
+    )
     per_column = scale.float().repeat_interleave(block[1], dim=1)[:, : weight.shape[1]]
     for index in range(scale.shape[0]):
         rows = slice(index * block[0], (index + 1) * block[0])

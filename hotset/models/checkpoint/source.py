@@ -1,4 +1,4 @@
-"""The protocol between decoders, which know names and shapes, and checkpoints, which know files and bytes."""
+"""The protocol between decoders, which name tensors, and checkpoints, which store them; and sources without files."""
 
 import hashlib
 import logging
@@ -14,138 +14,163 @@ from hotset.models.spec import MlaSpec, ModelSpec
 
 LOGGER = logging.getLogger("hotset.models")
 
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+Progress = Callable[[int, int], None]  # (bytes loaded, bytes in total)
 
-WEIGHT_STD = 0.02  # of random weights
+DUMMY_STD = 0.02
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Entries [first, last) along dimension `dim`: what one of several workers holds of a tensor."""
+    """The entries [first, last) along dimension `dim`: what one of several workers holds of a tensor."""
 
     dim: int
     first: int
     last: int
 
+    @property
+    def size(self) -> int:
+        return self.last - self.first
+
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the part, where the tensor is of shape `whole`."""
-        return (*whole[: self.dim], self.last - self.first, *whole[self.dim + 1 :])
+        """Returns the shape of the slice of a tensor of shape `whole`."""
+        return (*whole[: self.dim], self.size, *whole[self.dim + 1 :])
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """A view."""
-        return values.narrow(self.dim, self.first, self.last - self.first)
+        """Returns a view of the slice of `values`."""
+        return values.narrow(self.dim, self.first, self.size)
 
 
 class WeightSource(Protocol):
-    """Weights by the names of Hugging Face checkpoints."""
+    """Provides weights by the names of Hugging Face checkpoints."""
 
-    def take(
-        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: TensorSlice | None = None
+    def load(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        out: torch.Tensor | None = None,
+        tensor_slice: TensorSlice | None = None,
     ) -> torch.Tensor:
-        """The tensor `name`, in the source's dtype, on its device, owned by the caller.
+        """Returns the tensor `name` in the source's dtype and on its device; the caller owns it.
 
-        `out`: written there instead, converted straight to the dtype of `out` (perhaps a slice of a fused weight), and
-        returned. `part`: only that much of it, and no more is kept; `shape` is the whole tensor's all the same.
-        Raises `CheckpointError`, naming file and tensor, if it is missing, damaged or not of `shape`.
+        With `out` (which may be a view of a merged weight), the values are converted straight to its dtype, written
+        there, and `out` is returned. With `tensor_slice`, only that slice is returned and kept; `shape` is still the
+        shape of the whole tensor. Raises `CheckpointError`, naming file and tensor, if the tensor is missing, damaged
+        or not of `shape`.
         """
         ...
 
-    def leave(self, name: str) -> None:
-        """Notes that the tensor belongs to the model and another worker takes it."""
+    def skip(self, name: str) -> None:
+        """Records that the tensor belongs to the model and that another worker loads it."""
         ...
 
     def finish(self) -> None:
-        """Closes the files. Raises `CheckpointError` if they hold tensors that are no part of the model."""
+        """Closes the files. Raises `CheckpointError` if they hold tensors that do not belong to the model."""
         ...
 
 
-class Elsewhere:
-    """A source for the parts of a model that other workers hold: whatever is built from it has shapes but no memory.
+class SkippedWeights:
+    """A source for the parts of a model that other workers hold: what is built from it has shapes but no memory.
 
-    It leaves every tensor that it is asked for. So the code that takes weights is also what knows their names.
+    It marks every requested tensor as skipped. So the code that loads weights is the only place that lists their names.
     """
 
     def __init__(self, weights: WeightSource) -> None:
         self._weights = weights
 
-    def take(
-        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: TensorSlice | None = None
+    def load(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        out: torch.Tensor | None = None,
+        tensor_slice: TensorSlice | None = None,
     ) -> torch.Tensor:
-        self._weights.leave(name)
-        return torch.empty(shape if part is None else part.shape(shape), device="meta") if out is None else out
+        self._weights.skip(name)
+        if out is not None:
+            return out
+        return torch.empty(shape if tensor_slice is None else tensor_slice.shape(shape), device="meta")
 
-    def leave(self, name: str) -> None:
-        self._weights.leave(name)
+    def skip(self, name: str) -> None:
+        self._weights.skip(name)
 
     def finish(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
 class DummySource:
-    """Draws each tensor from its name and one seed, so that the order of taking and the dtype do not matter."""
+    """Random weights for a configuration without a checkpoint.
+
+    Each tensor is drawn from its name and one seed, so the order of loading and the dtype do not change it.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> None:
         self._dtype = dtype
         self._device = torch.device(device)
         self._seed = seed
 
-    def take(
-        self, name: str, shape: tuple[int, ...], *, out: torch.Tensor | None = None, part: TensorSlice | None = None
+    def load(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        out: torch.Tensor | None = None,
+        tensor_slice: TensorSlice | None = None,
     ) -> torch.Tensor:
-        """A part is drawn with its whole, so that all workers have parts of the same tensor."""
+        """Draws the whole tensor even if only a slice is returned, so that all workers hold slices of the same one."""
         device = self._device if out is None else out.device
         if name.endswith("norm.weight"):
-            return place(part_of(torch.ones(shape, device=device), part), out, self._dtype, device)
+            return copy_to(out, sliced(torch.ones(shape, device=device), tensor_slice), self._dtype, device)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         values = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
-        return place(part_of(values.mul_(WEIGHT_STD), part), out, self._dtype, device)
+        return copy_to(out, sliced(values.mul_(DUMMY_STD), tensor_slice), self._dtype, device)
 
-    def leave(self, name: str) -> None:
-        """Nothing is counted."""
+    def skip(self, name: str) -> None:
+        """Does nothing: there is no file whose tensors must all be used."""
 
     def finish(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
-def part_of(values: torch.Tensor, part: TensorSlice | None) -> torch.Tensor:
-    """A view; None: the whole."""
-    return values if part is None else part.of(values)
+def sliced(values: torch.Tensor, tensor_slice: TensorSlice | None) -> torch.Tensor:
+    """Returns a view of the slice; None stands for the whole tensor."""
+    return values if tensor_slice is None else tensor_slice.of(values)
 
 
-def place(values: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copies `values` into `out`, or into a fresh tensor, so that nothing keeps a mapped file alive."""
+def copy_to(out: torch.Tensor | None, values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Copies `values` to `out`, or to a new tensor of `dtype` on `device`, so that no view keeps a mapped file open."""
     target = torch.empty(values.shape, dtype=dtype, device=device) if out is None else out
     return target.copy_(values)
 
 
-def check_shape(file: str, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    if found != wanted:
+def check_shape(file: str, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
         raise CheckpointError(
-            f"{file}: tensor {name} has shape {list(found)}, the configuration asks for {list(wanted)}"
+            f"{file}: tensor {name} has shape {list(found)}, the configuration asks for {list(expected)}"
         )
 
 
-def account_for_rest(file: str, left: Iterable[str], spec: ModelSpec) -> None:
-    """Judges what no worker takes: one log line for whole extra layers, `CheckpointError` for unexplained tensors.
+def check_unused_tensors(file: str, unused: Iterable[str], spec: ModelSpec) -> None:
+    """Raises `CheckpointError` if the checkpoint holds tensors that no worker loads and that nothing explains.
 
-    Fine without a word: rotary frequencies (computed anew), the head of tied embeddings, and the indexers of layers
-    that reuse another's.
+    Whole layers beyond the last one are reported in one log line. Rotary frequencies (they are computed), the head of
+    tied embeddings and the indexers of layers that reuse another layer's indexer are ignored.
     """
     extra_layers: set[int] = set()
     unexplained: list[str] = []
-    for name in left:
+    for name in unused:
         layer = _LAYER.match(name)
         if layer is not None and int(layer[1]) >= spec.layers:
             extra_layers.add(int(layer[1]))
         elif not (name.endswith("rotary_emb.inv_freq") or _is_tied_head(name, spec) or _is_shared_indexer(name, spec)):
             unexplained.append(name)
     if unexplained:
-        few = ", ".join(sorted(unexplained)[:3])
+        examples = ", ".join(sorted(unexplained)[:3])
         raise CheckpointError(
-            f"{file}: {len(unexplained)} tensors belong to no part of a {spec.architecture} model: {few}"
+            f"{file}: {len(unexplained)} tensors belong to no part of a {spec.architecture} model: {examples}"
         )
     if extra_layers:
         listed = ", ".join(str(layer) for layer in sorted(extra_layers))
