@@ -39,7 +39,7 @@ from hotset.base.units import GIB, show_bytes
 from hotset.engine.build import assemble, in_process_executor, model_card
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor
-from hotset.engine.loading import choose_device, choose_dtype, storage
+from hotset.engine.loading import choose_device, choose_dtype, kv_storage
 from hotset.engine.outputs import EngineStats
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.evaluate.tasks import TASKS, make_questions
@@ -95,7 +95,7 @@ class Demo:
         self.spec, self._tokenizer = files.spec, tokenizer
         self.dtype = choose_dtype(None, files.spec, self.device)
         weights = open_weights(files, self.dtype, self.device)
-        self.decoder = Decoder(files.spec, weights, storage(EngineConfig(model=model), files.spec))
+        self.decoder = Decoder(files.spec, weights, kv_storage(EngineConfig(model=model), files.spec))
         weights.finish()
 
     def prompts(self, length: int, count: int) -> Tokens:

@@ -14,7 +14,7 @@ _HOME = {"LLM": "hotset.engine.llm", "SamplingParams": "hotset.base.sampling"}
 
 
 def __getattr__(name: str) -> object:
-    """Imports a public name when it is first asked for, so that `import hotset` does not wait for torch."""
+    """Imports a public name on first use, so that `import hotset` does not import torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'hotset' has no attribute {name!r}")
     value: object = getattr(import_module(_HOME[name]), name)

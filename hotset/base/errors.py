@@ -1,31 +1,31 @@
 """One exception tree. `serve/errors.py` holds the one table that maps it to HTTP statuses.
 
 HotsetError
-├── StartupError             the engine does not start; the CLI prints one line and exits 1
-│   ├── ConfigError          a setting is wrong or cannot be met
+├── StartupError             the engine cannot start; the CLI prints one line and exits with 1
+│   ├── ConfigError          a setting is invalid or cannot be met
 │   ├── CheckpointError      a model file is missing, damaged, mismatched or not supported
-│   └── MissingDependency    an optional package is needed; the message names the command that adds it
-├── RequestError             one request is refused; every other request goes on
+│   └── MissingDependency    an optional package is required; the message names the command that installs it
+├── RequestError             one request is refused; all others continue
 │   ├── ContextLengthExceeded
 │   ├── UnsupportedField
 │   ├── UnknownModel
 │   ├── WrongApiKey
 │   ├── BodyTooLarge
-│   ├── WrongRole            a prefill worker answers no completions
+│   ├── WrongRole            the request belongs to a worker of another role
 │   └── QueueFull
-├── TransferError            a peer's memory cannot be reached; other peers can
-├── BadMessage               bytes from the control port that no peer of ours has sent; they are dropped
-├── HandoffLost              the prompt was to be computed elsewhere and did not arrive; asking again may help
-├── NoWorkers                a router has nobody alive to send a request to
-├── WorkerLost               a router's worker failed a request that nobody else could take over
-├── DeadlineExceeded         no answer had begun when a request's time was up
-├── EngineStopped            the engine is draining, stopped or dead; nothing further will be answered
-└── IllegalTransition        our own bug: a request moved between phases that no table joins
+├── TransferError            a peer's memory cannot be reached; other peers are unaffected
+├── BadMessage               bytes on the control port are not a valid message; they are dropped
+├── HandoffLost              KV from a prefill worker did not arrive; a retry may help
+├── NoWorkers                a router has no live worker for a request
+├── WorkerLost               a worker failed a request, and the router cannot retry it
+├── DeadlineExceeded         the time limit for the first byte of a response has passed
+├── EngineStopped            the engine is draining, stopped or dead; no further output will come
+└── IllegalTransition        a bug in Hotset: a change of phase that the transition table does not allow
 """
 
 
 class HotsetError(Exception):
-    """Root of everything that Hotset raises on purpose."""
+    """The base class of all exceptions that Hotset raises on purpose."""
 
 
 class StartupError(HotsetError):
@@ -33,19 +33,19 @@ class StartupError(HotsetError):
 
 
 class ConfigError(StartupError):
-    """A setting is out of range, contradicts another, or asks for what this machine lacks."""
+    """A setting is out of range, contradicts another one, or exceeds this machine."""
 
 
 class CheckpointError(StartupError):
-    """A model directory or file cannot be used. The message names the file and, where there is one, the tensor."""
+    """A model directory or file cannot be used. The message names the file and, if one is at fault, the tensor."""
 
 
 class MissingDependency(StartupError):
-    """An optional package is needed. The message names the command that installs it."""
+    """An optional package is required. The message names the command that installs it."""
 
 
 class RequestError(HotsetError):
-    """A request is refused. `param` names the field at fault; `code` is a stable word for programs."""
+    """A request is refused. `param` names the field at fault; `code` is a stable identifier for programs."""
 
     code = "invalid_request"
 
@@ -57,13 +57,13 @@ class RequestError(HotsetError):
 
 
 class ContextLengthExceeded(RequestError):
-    """Prompt and answer together cannot fit the model's context."""
+    """Prompt and answer together exceed the model's context."""
 
     code = "context_length_exceeded"
 
 
 class UnsupportedField(RequestError):
-    """The field exists in the API that we follow, but is not implemented here."""
+    """The field exists in the OpenAI API, but Hotset does not implement it."""
 
     code = "unsupported_field"
 
@@ -75,7 +75,7 @@ class UnknownModel(RequestError):
 
 
 class WrongApiKey(RequestError):
-    """The server asks for an API key and this one is missing or wrong."""
+    """The server requires an API key, and the request has none or a wrong one."""
 
     code = "invalid_api_key"
 
@@ -87,13 +87,13 @@ class BodyTooLarge(RequestError):
 
 
 class WrongRole(RequestError):
-    """The request belongs to a worker of another role. The message says which."""
+    """The request belongs to a worker of another role, which the message names."""
 
     code = "wrong_role"
 
 
 class QueueFull(RequestError):
-    """Too many requests wait already. `retry_after_s` says when to come back."""
+    """Too many requests are waiting. A client may retry after `retry_after_s` seconds."""
 
     code = "queue_full"
 
@@ -103,51 +103,52 @@ class QueueFull(RequestError):
 
 
 class BadMessage(HotsetError):
-    """What came over the control port is no message: damaged, forged, or not meant for us. Dropped and counted."""
+    """Bytes on the control port are not a valid message. They are damaged, forged or misdirected; the receiver drops
+    and counts them."""
 
 
 class TransferError(HotsetError):
-    """A peer cannot be connected, or described itself in a way that makes no sense here. Other peers are unaffected."""
+    """A peer cannot be connected, or its description is invalid. Other peers are unaffected."""
 
 
 class HandoffLost(HotsetError):
-    """A prefill worker was to compute the prompt, and what it computed did not arrive. Nothing was answered yet."""
+    """The KV of a prompt did not arrive from its prefill worker. No token of the answer has been sent yet."""
 
     code = "prefill_lost"
 
 
 class NoRoomLeft(HotsetError):
-    """Pages of lost handoffs are in quarantine, and too few others are left for the request ever to come in."""
+    """The request can never be admitted, because too many pages are in quarantine after lost handoffs."""
 
     code = "no_room_left"
 
 
 class NoWorkers(HotsetError):
-    """A router knows no live worker of a kind that the request needs."""
+    """The router has no live worker of a role that the request needs."""
 
     code = "no_workers"
 
 
 class WorkerLost(HotsetError):
-    """A worker died or went silent over a request, and the router has given up on another attempt."""
+    """A worker died or stopped responding during a request, and the router does not retry it."""
 
     code = "worker_lost"
 
 
 class DeadlineExceeded(HotsetError):
-    """The time in which an answer has to begin has passed, retries included."""
+    """The response did not begin within its time limit, retries included."""
 
     code = "deadline_exceeded"
 
 
 class EngineStopped(HotsetError):
-    """The engine no longer takes or answers requests."""
+    """The engine no longer accepts or answers requests."""
 
     code = "engine_stopped"
 
 
 class IllegalTransition(HotsetError):
-    """A phase change that the transition table does not hold: a bug of ours, never of a user."""
+    """A change of phase is not in the transition table. This is a bug in Hotset, never an error of a user."""
 
     def __init__(self, before: object, after: object) -> None:
         super().__init__(f"no transition from {before} to {after}")

@@ -1,9 +1,10 @@
-"""Where log lines of our own processes go."""
+"""Logging of the processes that Hotset starts."""
 
 import logging
 
 
 def log_to_stderr() -> None:
-    """Our own lines from INFO on, everybody else's from WARNING on. For processes that are ours from their start."""
+    """Logs to standard error: Hotset from INFO, other packages from WARNING. Only processes that Hotset starts call
+    this, because it changes the root logger."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     logging.getLogger("hotset").setLevel(logging.INFO)

@@ -41,29 +41,29 @@ def _as_tuple(param: str, values: object) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling and stopping of one request.
+    """How the continuation of a prompt is sampled and when it ends. Invalid values raise RequestError.
 
-    Order of effect on the logits: `logit_bias`, repetition, presence and frequency penalties, `min_tokens` (stop ids
-    are barred), temperature, `top_k`, `top_p`, `min_p`, draw. A draw depends only on the seed and the token's
-    position, so it survives parking and moving between machines. Log-probabilities are those of the model itself,
-    before any of the above.
+    The order of effects on the logits is: `logit_bias`, repetition, presence and frequency penalties, `min_tokens`
+    (stop ids are excluded), temperature, `top_k`, `top_p`, `min_p`, draw. A draw depends only on the seed and the
+    token's position, so it does not change if the request is parked or handed over. Log-probabilities are those of
+    the model itself, before all of these.
     """
 
     n: int = 1
     temperature: float = 1.0
-    top_k: int = 0  # 0: all tokens
+    top_k: int = 0  # 0 means all tokens
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int | None = None  # None: drawn when the request arrives
-    max_tokens: int | None = 16  # None: as far as the context allows
+    seed: int | None = None  # None means a random seed for each request
+    max_tokens: int | None = 16  # None means up to the end of the context
     min_tokens: int = 0
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # how many alternatives to report beside the chosen token
+    logprobs: int | None = None  # number of alternatives to report in addition to the sampled token
     logit_bias: Mapping[int, float] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -83,7 +83,7 @@ class SamplingParams:
         _check_count("top_k", self.top_k, 0)
         _check_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
-            _refuse("top_p", "must be above 0; for the likeliest token use temperature 0")
+            _refuse("top_p", "must be above 0; use temperature 0 for the most likely token")
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -98,7 +98,7 @@ class SamplingParams:
         if len(stop) > MAX_STOP_STRINGS:
             _refuse("stop", f"takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
         if any(not isinstance(text, str) or not text for text in stop):
-            _refuse("stop", "takes strings that are not empty")
+            _refuse("stop", "takes non-empty strings")
         if any(len(text) > MAX_STOP_CHARACTERS for text in stop):
             _refuse("stop", f"takes strings of at most {MAX_STOP_CHARACTERS} characters")
         for token in self.stop_token_ids:
@@ -115,17 +115,17 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether the tokens so far bear on the next draw."""
+        """True if the tokens so far change the next logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """A prompt and how to continue it. Front end, scheduler, runner and peers all pass this one value on."""
+    """A prompt and how to continue it. The front end, the scheduler, the runner and peers all use this one value."""
 
     token_ids: tuple[int, ...]
     params: SamplingParams
-    stop_ids: frozenset[int] = frozenset()  # end the request when sampled; barred before `params.min_tokens`
+    stop_ids: frozenset[int] = frozenset()  # end the request when sampled; excluded before `params.min_tokens`
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -1,4 +1,4 @@
-"""Bytes and counts, for people and for arithmetic."""
+"""Units of memory, and how to print them."""
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -6,12 +6,12 @@ GIB = 1 << 30
 
 
 def ceil_div(a: int, b: int) -> int:
-    """The least q with q * b >= a."""
+    """Returns the least integer q with q * b >= a."""
     return -(-a // b)
 
 
 def show_bytes(count: float) -> str:
-    """`1536 -> '1.5 KiB'`: for messages, never for parsing."""
+    """Formats bytes for messages: `1536 -> '1.5 KiB'`."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"

@@ -196,7 +196,7 @@ def stop_seconds(engine: EngineConfig, shares: Sequence[Share]) -> float:
     sizes_gib = [share.host_kv_gib or engine.host_kv_gib for share in shares]
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the bound for a store that is measured
     host_bytes = max(ram_bytes if gib is None else int(gib * GIB) for gib in sizes_gib)
-    return closing_seconds(host_bytes, with_port=True) + STOP_SECONDS + EXIT_SECONDS
+    return closing_seconds(host_bytes, with_endpoint=True) + STOP_SECONDS + EXIT_SECONDS
 
 
 def worker_arguments(engine: EngineConfig, serve: ServeConfig, role: str, share: Share) -> list[str]:

@@ -17,7 +17,7 @@ from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import RunnerModel
 from hotset.engine.handoffs import landing_policy, open_endpoint
 from hotset.engine.input_processor import ModelCard
-from hotset.engine.loading import LoadingBar, choose_device, choose_dtype, load_decoder, storage, whole_kv_shape
+from hotset.engine.loading import LoadingBar, choose_device, choose_dtype, load_decoder, kv_storage, whole_kv_shape
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, kv_budget, shared_budget
 from hotset.engine.workers.executor import Executor, InProcessExecutor
@@ -46,7 +46,7 @@ def build_engine(
     device = choose_device(config.device)
     files = find_model(config.model)
     dtype = choose_dtype(config.dtype, files.spec, device)
-    kv_shape = whole_kv_shape(files.spec, dtype, storage(config, files.spec))
+    kv_shape = whole_kv_shape(files.spec, dtype, kv_storage(config, files.spec))
     if config.workers == 1:
         budget, executor = _load_in_process(config, files.spec, device, show_progress)
     else:

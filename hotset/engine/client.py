@@ -1,4 +1,4 @@
-"""An asyncio front end to an engine in its own process."""
+"""An asyncio client of an engine that runs in a process of its own."""
 
 import asyncio
 import contextlib
@@ -27,17 +27,17 @@ from hotset.engine.process import (
     StopEngine,
 )
 
-STATS_SECONDS = 30.0  # one long prefill step may stand between the question and its answer
+STATS_SECONDS = 30.0  # the engine answers between steps, and a prefill step may be long
 
 T = TypeVar("T")
 Inbox = asyncio.Queue[Delta | EngineStopped]
 
 
 class EngineClient:
-    """Sends requests to the engine process and hands out what comes back. All coroutines run on one event loop."""
+    """Sends requests to the engine process and returns its output. All coroutines run on one event loop."""
 
     def __init__(self, config: EngineConfig, front: Frontend, process: EngineProcess, card: ModelCard) -> None:
-        """Use `start`."""
+        """Wraps a process that is ready. Call `start` instead."""
         self.model = front.card(card)
         self.tokenizer = front.tokenizer
         self.defaults = front.defaults
@@ -57,8 +57,10 @@ class EngineClient:
 
     @classmethod
     def start(cls, config: EngineConfig, process: EngineProcess | None = None) -> "EngineClient":
-        """Waits until the engine process, `process` or a fresh one, is ready. StartupError, and no child is left, if it
-        cannot start."""
+        """Waits until the engine process (`process`, or a new one) is ready.
+
+        Raises StartupError if the engine cannot start; then no child process is left.
+        """
         process = process or EngineProcess(config)
         try:
             return cls(config, load_frontend(config), process, process.wait_ready())
@@ -72,7 +74,7 @@ class EngineClient:
 
     @property
     def waiting(self) -> int:
-        """Choices accepted that have no token yet: in the queue, or being prefilled."""
+        """The number of accepted choices that have no token yet."""
         return len(self._unstarted)
 
     @property
@@ -81,7 +83,7 @@ class EngineClient:
 
     @property
     def control(self) -> str | None:
-        """Where its handoff agent listens."""
+        """The address at which peers reach the engine's handoff agent."""
         return self.model.control
 
     async def generate(
@@ -93,13 +95,14 @@ class EngineClient:
         prefill_at: str | None = None,
         landing: LandingChoice = "auto",
     ) -> AsyncGenerator[Delta, None]:
-        """Deltas of all `n` choices as they come; each choice ends with a finish_reason.
+        """Yields the deltas of all `n` choices as they arrive; each choice ends with a finish_reason.
 
-        `prefill_at`: the control address of the prefill worker that computes the prompt, which lands as `landing` says.
+        `prefill_at` is the control address of the prefill worker that computes the prompt. Its KV arrives where
+        `landing` says.
 
-        Raises RequestError before the first delta if the request is refused, HandoffLost, with the
-        reason, if what was computed elsewhere does not arrive, NoRoomLeft if lost prompts have left none, EngineStopped
-        if the engine is draining or dies. Closing the iterator aborts the request and frees its pages.
+        Raises RequestError before the first delta if the request is invalid, HandoffLost if the KV of the prompt does
+        not arrive, NoRoomLeft if pages in quarantine leave no room for it, and EngineStopped if the engine is draining
+        or dies. Closing the iterator aborts the request and frees its pages.
         """
         self._listen()
         if self._stopping or not self.alive:
@@ -120,7 +123,7 @@ class EngineClient:
                 if isinstance(delta, EngineStopped):
                     raise delta
                 if delta.finish_reason == "lost":
-                    where = "" if prefill_at is None else f"{prefill_at} was to compute the prompt: "
+                    where = "" if prefill_at is None else f"the prefill worker at {prefill_at} failed: "
                     raise HandoffLost(f"{where}{delta.why_lost}")
                 if delta.finish_reason == "no_room":
                     raise NoRoomLeft(delta.why_lost)
@@ -130,7 +133,7 @@ class EngineClient:
             self._abandon(ids)
 
     async def stats(self) -> EngineStats:
-        """Totals and state of the engine, as of its next step boundary."""
+        """Returns the totals and the state of the engine after its current step."""
         self._listen()
         if not self.alive:
             raise EngineStopped("the engine process has died")
@@ -141,13 +144,13 @@ class EngineClient:
         try:
             return await asyncio.wait_for(answer, STATS_SECONDS)
         except TimeoutError:
-            raise EngineStopped(f"the engine gave no answer for {STATS_SECONDS:.0f} s") from None
+            raise EngineStopped(f"the engine did not answer for {STATS_SECONDS:.0f} s") from None
         finally:
             self._stats.pop(number, None)
 
     async def close(self, drain_seconds: float) -> None:
-        """Takes no more requests, lets those that run, and what peers wait for, finish for so long, then stops the
-        process. Called again, it hurries."""
+        """Accepts no more requests, lets running requests and handoffs finish for up to `drain_seconds`, then stops
+        the process. A second call makes it stop sooner."""
         self._stopping = True
         deadline = asyncio.get_running_loop().time() + drain_seconds
         while self._inboxes and self.alive and asyncio.get_running_loop().time() < deadline:
@@ -156,10 +159,10 @@ class EngineClient:
         left = max(0.0, deadline - asyncio.get_running_loop().time())
         self._outbox.put(StopEngine(left))
         await asyncio.to_thread(self._process.end, left + self._process.stop_seconds)
-        self._outbox.put(StopEngine())  # to nobody: it ends the thread that writes
+        self._outbox.put(StopEngine())  # the process is gone: this ends the thread `_write`
 
     def _abandon(self, request_ids: Sequence[str]) -> None:
-        """Forgets choices; those whose end was not seen are aborted."""
+        """Forgets choices, and aborts those that have not ended."""
         for request_id in request_ids:
             self._inboxes.pop(request_id, None)
         self._unstarted.difference_update(request_ids)
@@ -168,13 +171,13 @@ class EngineClient:
             self._outbox.put(AbortRequests(still_open, "abort"))
 
     def _listen(self) -> None:
-        """Reports are read by a thread and handed to the loop of whoever asks first."""
+        """Starts the thread that reads reports and passes them to the running event loop."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             threading.Thread(target=self._read, args=(self._loop,), name="hotset-reports", daemon=True).start()
 
     def _write(self) -> None:
-        """Sends commands from a thread of its own: a long prompt fills the pipe, and the event loop must not wait."""
+        """Sends commands from a thread of its own, because a long prompt can fill the pipe and would block the loop."""
         while True:
             command = self._outbox.get()
             try:
@@ -188,17 +191,17 @@ class EngineClient:
                 report: EngineReport = self._pipe.recv()
             except (EOFError, OSError):
                 self._dead.set()
-                self._tell(loop, self._fail, EngineStopped("the engine process has died"))
+                self._call(loop, self._fail, EngineStopped("the engine process has died"))
                 return
-            self._tell(loop, self._take, report)
+            self._call(loop, self._handle, report)
 
     @staticmethod
-    def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[T], None], argument: T) -> None:
-        """Has the loop call `what`, unless the loop is closed: then nobody waits for it any more."""
+    def _call(loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], argument: T) -> None:
+        """Calls back on the loop. A closed loop is ignored, because nothing waits on it any more."""
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(what, argument)
+            loop.call_soon_threadsafe(callback, argument)
 
-    def _take(self, report: EngineReport) -> None:
+    def _handle(self, report: EngineReport) -> None:
         match report:
             case CommittedReport(committed):
                 deltas, stopped = self._open.take(committed)
@@ -213,7 +216,7 @@ class EngineClient:
                     answer.set_result(stats)
 
     def _fail(self, error: EngineStopped) -> None:
-        """Tells everyone who waits that nothing more will come."""
+        """Ends every open request and every pending call of `stats` with `error`."""
         for inbox in set(self._inboxes.values()):
             inbox.put_nowait(error)
         for answer in self._stats.values():

@@ -150,7 +150,7 @@ class Engine:
     @property
     def closing_seconds(self) -> float:
         """What `close` may take beyond the drain that it is given, on a slow machine."""
-        return closing_seconds(self.executor.pinned_bytes, with_port=self._port is not None)
+        return closing_seconds(self.executor.pinned_bytes, with_endpoint=self._port is not None)
 
     def close(self, drain_seconds: float = 0.0, hurried: Callable[[], bool] = lambda: False) -> None:
         """Gives the host store back in order, and before it what peers wait for: that may be finished for so long, or

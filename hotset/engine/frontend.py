@@ -1,4 +1,4 @@
-"""What a front end needs of a model, read without loading weights: tokenizer, recommended sampling, prompts."""
+"""The front end's view of a model, without its weights: tokenizer, recommended sampling parameters, prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,18 +13,18 @@ from hotset.models.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # as SmolLM2's authors recommend
+EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # recommended by the authors of SmolLM2
 
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """What a front end needs of a model, read without loading weights."""
+    """The parts of a model that a front end needs."""
 
     tokenizer: Tokenizer | None
-    defaults: dict[str, Any]  # sampling parameters that the model's authors recommend
+    defaults: dict[str, Any]  # sampling parameters recommended by the model's authors
 
     def card(self, engine_card: ModelCard) -> ModelCard:
-        """The engine's card, with the ends of turn that only the tokenizer knows."""
+        """Returns the engine's card plus the end-of-turn tokens of the chat template."""
         chat_stops = () if self.tokenizer is None else self.tokenizer.chat_stop_ids
         return replace(engine_card, eos_ids=tuple(dict.fromkeys((*engine_card.eos_ids, *chat_stops))))
 
@@ -43,15 +43,15 @@ def load_frontend(config: EngineConfig) -> Frontend:
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """The prompt's token ids. RequestError if it is neither text nor ids, or text without a tokenizer."""
+    """Returns the token ids of a prompt. Raises RequestError if it is malformed, or if text meets no tokenizer."""
     if isinstance(prompt, Mapping):
         if list(prompt) == ["prompt_token_ids"]:
             return _checked_ids(prompt["prompt_token_ids"])
         prompt = prompt["prompt"] if list(prompt) == ["prompt"] else prompt
     if not isinstance(prompt, str):
-        raise RequestError('a prompt is text, {"prompt": ...} or {"prompt_token_ids": [...]}', param="prompt")
+        raise RequestError('a prompt must be text, {"prompt": ...} or {"prompt_token_ids": [...]}', param="prompt")
     if tokenizer is None:
-        raise RequestError('this model came without a tokenizer; give {"prompt_token_ids": [...]}', param="prompt")
+        raise RequestError('this model has no tokenizer; give {"prompt_token_ids": [...]}', param="prompt")
     return tokenizer.encode(prompt)
 
 

@@ -1,4 +1,4 @@
-"""The front door: a prompt and its parameters become requests, or a clear refusal."""
+"""Checks what users ask for: a prompt and its parameters become choices, or a RequestError that says why not."""
 
 import random
 from collections.abc import Sequence
@@ -15,26 +15,27 @@ from hotset.tiers.ledger import LAND_ANYWHERE, LandingPolicy
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What a front end must know of the model behind it."""
+    """Describes a running model to front ends."""
 
     name: str
     architecture: str
     max_model_len: int
     vocab: int
     eos_ids: tuple[int, ...]
-    tiers: bool  # requests can be tiered
-    resident_len: int  # longest context that can be resident
+    tiers: bool  # whether requests can be tiered
+    resident_len: int  # the longest context that can be resident
     device: str
     dtype: str
     role: str = "both"
-    control: str | None = None  # where its handoff agent listens
+    control: str | None = None  # the address at which peers reach its handoff agent
     host_store: bool = False
     landing: LandingPolicy = LAND_ANYWHERE  # where KV from prefill workers may arrive
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of the `n` answers to a prompt, not yet a request: plain values that travel between processes."""
+    """One of the `n` answers to a prompt, before it becomes a request. Plain values that can be sent to another
+    process."""
 
     request_id: str
     index: int
@@ -56,7 +57,7 @@ class Choice:
 
 
 class InputProcessor:
-    """Checks requests against the model and gives each choice its seed."""
+    """Checks requests against the model and assigns a seed to each choice."""
 
     def __init__(self, card: ModelCard, seed: int | None) -> None:
         self._card = card
@@ -71,17 +72,17 @@ class InputProcessor:
         prefill_at: str | None = None,
         landing: LandingChoice = "auto",
     ) -> list[Choice]:
-        """The `n` choices of a request, or RequestError; nothing is held yet."""
+        """Returns the `n` choices of a request. Raises RequestError if it is invalid. Allocates nothing."""
         card = self._card
         self._check_ids("prompt", prompt)
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("stop_token_ids", params.stop_token_ids)
         if not prompt:
-            raise RequestError("the prompt is empty: at least one token is needed", param="prompt", code="empty_prompt")
+            raise RequestError("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
         answer = params.max_tokens if params.max_tokens is not None else max(1, params.min_tokens)
         if len(prompt) + answer > card.max_model_len:
             raise ContextLengthExceeded(
-                f"this model's context holds {card.max_model_len} tokens, but {len(prompt) + answer} were asked for "
+                f"this model's context holds {card.max_model_len} tokens, but {len(prompt) + answer} were requested "
                 f"({len(prompt)} in the prompt, {answer} for the answer); shorten the prompt or lower max_tokens",
                 param="prompt",
             )
@@ -94,7 +95,7 @@ class InputProcessor:
             longest = min(longest, card.resident_len)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(card.eos_ids))
         first_seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
-        # Choice 0 keeps the seed as given, so that n = 1 and the first of n agree.
+        # Choice 0 has the seed of the request, so it is the same as with n = 1.
         return [
             Choice(
                 request_id=f"{request_id}/{index}",
@@ -114,24 +115,24 @@ class InputProcessor:
             raise RequestError(f"tiers must be one of {', '.join(get_args(TiersChoice))}, not {tiers!r}", param="tiers")
         if tiers == "tiered" and not card.tiers:
             raise RequestError(
-                "tiers 'tiered' needs a model that selects its rows and an engine with tiers; leave it out",
+                "tiers 'tiered' needs a model with sparse attention and an engine with tiers; leave it out",
                 param="tiers",
             )
         if tiers == "resident" and tokens > card.resident_len:
             raise ContextLengthExceeded(
-                f"the device holds at most {card.resident_len} tokens of one resident request, but {tokens} were asked "
-                "for; leave tiers out or shorten the request",
+                f"the device holds at most {card.resident_len} tokens of one resident request, but {tokens} were "
+                "requested; leave tiers out or shorten the request",
                 param="tiers",
             )
 
     def _checked_peer(self, prefill_at: str) -> str:
-        """Its address in the spelling by which it will be known."""
+        """Returns the normalized address of a prefill worker."""
         if self._card.role != "decode":
-            raise RequestError("this worker takes over from no prefill worker; start it with --role decode")
+            raise RequestError("this worker does not accept prompts from prefill workers; start it with --role decode")
         peer = Address.parse(prefill_at)
         if peer is None or not peer.reachable:
             raise RequestError(
-                f"a prefill worker is named by its control address (host:port), not {prefill_at!r}",
+                f"a prefill worker must be given by its control address (host:port), got {prefill_at!r}",
                 code="invalid_value",
             )
         return str(peer)
@@ -143,21 +144,20 @@ class InputProcessor:
             raise RequestError(f"landing must be one of {named}, not {landing!r}", param="landing")
         if landing != "auto" and prefill_at is None:
             raise RequestError(
-                f"landing {landing!r} says where what a prefill worker computes arrives, and this prompt is computed "
-                "here; leave it out",
+                f"landing {landing!r} is for prompts that a prefill worker computes, and this prompt is computed here; "
+                "leave it out",
                 param="landing",
             )
         if landing == "host" and not card.host_store:
-            raise RequestError("landing 'host' needs a host store, which --tiers off leaves out", param="landing")
+            raise RequestError("landing 'host' needs a host store, which --tiers off disables", param="landing")
         if landing == "device" and not card.landing.on_device:
             raise RequestError(
-                "landing 'device' needs an engine of one worker: several land by way of the host store; leave it out",
+                "landing 'device' needs an engine with one worker; several workers use the host store; leave it out",
                 param="landing",
             )
         if landing == "device" and (tiers == "tiered" or tokens > card.resident_len):
             raise RequestError(
-                f"landing 'device' is for requests that are resident, of at most {card.resident_len} tokens; leave it "
-                "out",
+                f"landing 'device' is for resident requests of at most {card.resident_len} tokens; leave it out",
                 param="landing",
             )
 
@@ -172,5 +172,5 @@ class InputProcessor:
 
 
 def _signed(seed: int) -> int:
-    """Wraps into 64 signed bits."""
+    """Wraps a seed into 64 signed bits."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,4 +1,4 @@
-"""The offline API: `LLM(...).generate(prompts, SamplingParams(...))`, in this process."""
+"""The offline API: `LLM(...).generate(prompts, SamplingParams(...))` runs the engine in this process."""
 
 import itertools
 from collections.abc import Generator, Mapping, Sequence
@@ -20,14 +20,14 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model and its engine. Keywords are the fields of `EngineConfig`, the same as the CLI's flags.
+    """A model and its engine. The keywords are the fields of `EngineConfig`, like the flags of the command line.
 
     >>> llm = LLM("embedded")
     >>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
     """
 
     def __init__(self, model: str = EMBEDDED, *, progress: bool = True, **settings: Any) -> None:
-        """Loads the model. Raises `StartupError` with one line on what to change."""
+        """Loads the model. Raises `StartupError` with one line that says what to change."""
         known = [*(setting.name for setting in fields(EngineConfig)), "progress"]
         check_setting_names("LLM", settings, known)
         config = EngineConfig(model=model, **settings)
@@ -41,7 +41,7 @@ class LLM:
         self.defaults: dict[str, Any] = front.defaults
         self._intake = InputProcessor(self.card, config.seed)
         self._open = OutputProcessor(front.tokenizer)
-        self._inbox: dict[str, list[Delta]] = {}  # choice id -> deltas that a stream has not taken yet
+        self._inbox: dict[str, list[Delta]] = {}  # choice id -> deltas that were not yielded yet
         self._numbers = itertools.count()
 
     def generate(
@@ -50,9 +50,9 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         tiers: TiersChoice = "auto",
     ) -> list[RequestOutput]:
-        """Answers every prompt, in order. All are checked before any is computed.
+        """Answers every prompt, in order. All prompts are checked before the first is computed.
 
-        `tiers` says where their KV may live: 'resident' (all of it on the device), 'tiered' (hot rows only), 'auto'.
+        `tiers` says where KV is stored: 'resident' (all on the device), 'tiered' (only hot rows on the device), 'auto'.
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         each = self._params_for(batch, params)
@@ -88,25 +88,25 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, tiers: TiersChoice = "auto"
     ) -> Generator[Delta, None, None]:
-        """Deltas of one prompt's choices as they come. Closing the iterator aborts the request."""
+        """Yields the deltas of one prompt's choices as they arrive. Closing the iterator aborts the request."""
         choices = self._accept(token_ids_of(prompt, self.tokenizer), params or SamplingParams(), tiers)
         return self._deltas(choices)
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, tiers: TiersChoice = "auto"
     ) -> Generator[Delta, None, None]:
-        """Deltas of the answer to one conversation."""
+        """Yields the deltas of the answer to one conversation."""
         return self.stream({"prompt_token_ids": self._chat_ids(messages)}, params, tiers)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
     def audit(self) -> None:
-        """Proves that no page is lost or has two owners."""
+        """Checks that every page is free or has exactly one owner."""
         self._engine.audit()
 
     def close(self) -> None:
-        """Ends every request. Idempotent; further calls raise `EngineStopped`."""
+        """Aborts every request and releases the memory. Idempotent; other calls then raise `EngineStopped`."""
         if not self._closed:
             self._closed = True
             self._abandon(self._open.ids)
@@ -126,12 +126,12 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * len(batch)
         if len(params) != len(batch):
-            raise RequestError(f"{len(batch)} prompts came with {len(params)} sampling parameters", param="params")
+            raise RequestError(f"there are {len(batch)} prompts but {len(params)} sampling parameters", param="params")
         return params
 
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
         if self.tokenizer is None:
-            raise RequestError("this model came without a tokenizer; give token ids", param="messages")
+            raise RequestError("this model has no tokenizer; give token ids", param="messages")
         return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special=False)
 
     def _accept(self, token_ids: Sequence[int], params: SamplingParams, tiers: TiersChoice) -> list[Choice]:
@@ -173,7 +173,7 @@ class LLM:
             raise EngineStopped("this LLM was closed")
 
     def _abandon(self, request_ids: Sequence[str] | set[str]) -> None:
-        """Aborts choices whose end nobody waits for, and lets the plans in flight that use their pages drain."""
+        """Aborts these choices. If no other is open, also finishes the plans in flight, which frees their pages."""
         for request_id in self._open.forget(request_ids):
             self._engine.abort(request_id)
         for request_id in request_ids:

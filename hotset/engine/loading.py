@@ -33,15 +33,15 @@ MIN_CAPABILITY = (8, 0)  # the oldest compute capability with bfloat16 matrix un
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device asked for, or the GPU if there is one that serves, or the CPU: with one line of warning, unless torch
-    was installed for the CPU alone.
+    """Returns the device called `name`. Without a name, returns the GPU if there is a usable one, else the CPU.
 
-    ConfigError if a device was asked for by name and does not serve.
+    Falling back to the CPU logs one warning, unless torch was built without CUDA. Raises ConfigError if the named
+    device cannot be used.
     """
     if name is None:
         reason = why_no_gpu(0)
         if reason is not None and torch.version.cuda is not None:
-            LOGGER.warning("%s: computing on the CPU, by the reference kernels", reason)
+            LOGGER.warning("%s: computing on the CPU with the reference kernels", reason)
         return torch.device("cuda" if reason is None else "cpu")
     try:
         device = torch.device(name)
@@ -57,13 +57,13 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def why_no_gpu(index: int) -> str | None:
-    """In a few words, why GPU `index` cannot be computed on; None: it can."""
-    with warnings.catch_warnings(record=True) as said:
+    """Returns why GPU `index` cannot be used, or None if it can."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if not available and torch.version.cuda is None:
         return "this torch was built without CUDA"
-    if not available and any("driver" in str(warning.message) for warning in said):
+    if not available and any("driver" in str(warning.message) for warning in caught):
         return f"the GPU's driver is too old for CUDA {torch.version.cuda}"
     if not available or torch.cuda.device_count() == 0:
         return "no GPU was found"
@@ -77,7 +77,7 @@ def why_no_gpu(index: int) -> str | None:
 
 
 def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """The dtype asked for; else the checkpoint's on a GPU (float16 is read as bfloat16), float32 on a CPU."""
+    """Returns the named dtype. The default is the checkpoint's on a GPU (bfloat16 for float16), float32 on a CPU."""
     if name is None:
         of_checkpoint = "bfloat16" if spec.dtype == "float16" else spec.dtype
         name = "float32" if device.type == "cpu" else of_checkpoint
@@ -86,17 +86,17 @@ def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> tor
     return dtype
 
 
-def storage(config: EngineConfig, spec: ModelSpec) -> KvStorage:
-    """How KV is stored. ConfigError where fp8 was asked for and the model's rows have no such layout."""
+def kv_storage(config: EngineConfig, spec: ModelSpec) -> KvStorage:
+    """Returns how KV is stored. Raises ConfigError if fp8 is configured for a model without such a layout."""
     if isinstance(spec.attention, GqaSpec):
         for flag, value in (("--kv-dtype", config.kv_dtype), ("--index-dtype", config.index_dtype)):
             if value != "auto":
-                raise ConfigError(f"{flag} {value} is for models with a latent KV (MLA); leave it out for this one")
+                raise ConfigError(f"{flag} {value} needs a model with a latent KV (MLA); leave it out for this one")
     return KvStorage(fp8_rows=config.kv_dtype == "fp8", fp8_keys=config.index_dtype == "fp8")
 
 
 def whole_kv_shape(spec: ModelSpec, dtype: torch.dtype, stored: KvStorage) -> KvShape:
-    """What a token costs in all workers together."""
+    """Returns the KV shape of the whole model, over all workers."""
     if isinstance(spec.attention, GqaSpec):
         return gqa_kv_shape(spec.layers, spec.attention, WHOLE_MODEL, dtype)
     return dsa_kv_shape(range(spec.layers), spec.attention, dtype, stored)
@@ -109,25 +109,25 @@ def load_decoder(
     split: Split = WHOLE_MODEL,
     collectives: Collectives = SINGLE_RANK,
 ) -> Decoder:
-    """Reads the weights of one worker's part. `progress(done, total)`: bytes."""
+    """Loads one worker's part of the model. `progress(done, total)` counts bytes."""
     files = find_model(config.model)
     dtype = choose_dtype(config.dtype, files.spec, device)
     weights = open_weights(files, dtype, device, load_format=config.load_format, progress=progress)
-    decoder = Decoder(files.spec, weights, storage(config, files.spec), split, collectives)
+    decoder = Decoder(files.spec, weights, kv_storage(config, files.spec), split, collectives)
     weights.finish()
     return decoder
 
 
 class LoadingBar:
-    """A context manager; `update(done, total)` in bytes, or in things where `counting`.
+    """A progress bar on standard error, used as a context manager.
 
-    Silent if not shown, or where nobody watches the terminal.
+    It counts bytes, or plain numbers if `counting`. It prints nothing if not `shown`, or without a terminal.
     """
 
     def __init__(self, title: str, shown: bool, *, counting: bool = False) -> None:
         console = Console(stderr=True)
-        how_far = (MofNCompleteColumn(),) if counting else (DownloadColumn(binary_units=True), TransferSpeedColumn())
-        columns = (TextColumn(title), BarColumn(), *how_far, TimeRemainingColumn())
+        amounts = (MofNCompleteColumn(),) if counting else (DownloadColumn(binary_units=True), TransferSpeedColumn())
+        columns = (TextColumn(title), BarColumn(), *amounts, TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, disable=not (shown and console.is_terminal))
         self._task = self._bar.add_task(title, total=None)
 

@@ -1,4 +1,4 @@
-"""What the engine hands back: pieces of answers as they come, finished requests, and its own state."""
+"""The output of an engine: pieces of answers as they arrive, finished requests, and statistics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,25 +9,25 @@ from hotset.schedule.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The model's own log-probability of one token, and its place in the ranking (1 is the likeliest)."""
+    """The model's own log-probability of one token, and its rank (1 is the most likely token)."""
 
     logprob: float
     rank: int
 
 
-TokenLogprobs = Mapping[int, Logprob]  # token id -> Logprob; the chosen token is always among them
+TokenLogprobs = Mapping[int, Logprob]  # token id -> Logprob; includes the sampled token
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one choice of a request gained since its last delta."""
+    """New text and tokens of one choice since its previous delta."""
 
     index: int  # which of the `n` choices
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None  # the stop string or stop token that ended it, where one did
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it, if one did
     why_lost: str = ""  # for people, where finish_reason is 'lost' or 'no_room'
 
 
@@ -63,13 +63,13 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Totals since start and the state now."""
+    """Totals since start, and the current state."""
 
     running: int = 0
     waiting: int = 0
-    tokens_to_prefill: int = 0  # of prompts that wait, or are being computed here
-    resident: int = 0  # of those that run
-    tiered: int = 0  # of those that run
+    tokens_to_prefill: int = 0  # of waiting prompts and of prompts being computed here
+    resident: int = 0  # running requests that are resident
+    tiered: int = 0  # running requests that are tiered
     parked: int = 0
     device_pages_held: int = 0
     device_pages_total: int = 0
@@ -83,8 +83,8 @@ class EngineStats:
     parks: int = 0
     resumes: int = 0
     recomputes: int = 0
-    landed: int = 0  # contexts that prefill workers computed
-    lost: int = 0  # attempts at that which failed
+    landed: int = 0  # prompts whose KV arrived from a prefill worker
+    lost: int = 0  # handoffs that failed
     asked_again: int = 0  # attempts after one that failed
     handed_over: int = 0  # prompts computed for decode workers
     quarantined_pages: int = 0

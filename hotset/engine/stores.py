@@ -1,4 +1,4 @@
-"""The memory of an engine as its peers see it: where contexts are read from, and where they may land."""
+"""Describes an engine's KV memory to its peers: where contexts are read from, and where they may land."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,21 +13,24 @@ from hotset.transfer.api import MemoryKind, Region
 
 
 def host_landing(replica: int) -> Landing:
-    """The name of a replica's host store."""
+    """Returns the name of a replica's host store."""
     return f"host {replica}" if replica else "host"
 
 
 def host_stores(hosts: Sequence[HostShard]) -> dict[Landing, Store]:
-    """Rows and index keys as they lie in the host stores, by the name of each replica's."""
-    replicas = sorted({part.replica for part in hosts})
+    """Describes the host store of each replica, by name."""
+    replicas = sorted({shard.replica for shard in hosts})
     return {
-        host_landing(replica): _host_store([part for part in hosts if part.replica == replica]) for replica in replicas
+        host_landing(replica): _host_store([shard for shard in hosts if shard.replica == replica])
+        for replica in replicas
     }
 
 
 def landing_stores(hosts: Sequence[HostShard], pool: DevicePool | None, policy: LandingPolicy) -> dict[Landing, Store]:
-    """Where contexts may land: all on the host, or, with a device `pool` that can be reached, all there. Index keys of
-    rows that land on the host are written to the pool, unless the policy puts them on the host."""
+    """Describes where contexts may land: in the host stores and, if peers can write to the device `pool`, there.
+
+    Index keys of rows that land on the host go to the pool, unless the policy puts them on the host.
+    """
     stores = host_stores(hosts)
     if pool is None:
         return stores
@@ -39,39 +42,39 @@ def landing_stores(hosts: Sequence[HostShard], pool: DevicePool | None, policy: 
 
 
 def stores_of_host(stores: Mapping[Landing, Store], pool: DevicePool | None) -> dict[Landing, Store]:
-    """Those of them that this process can write to by itself: no part of them is in a GPU's memory."""
+    """Returns the stores that this process can write to directly, because no part of them is in GPU memory."""
     if pool is None or pool.device.type == "cpu":
         return dict(stores)
     return {name: store for name, store in stores.items() if name != "device" and store.keys is None}
 
 
 def regions(hosts: Sequence[HostShard], pool: DevicePool | None) -> list[Region]:
-    """What a transfer engine must know: the host stores, and the device pool if contexts may land there."""
-    tensors = [tensor for part in hosts for tensor in (part.store.rows, part.store.keys)]
-    found = [Region(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor is not None]
+    """Returns the memory to register with a transfer engine: the host stores, and `pool` if contexts may land there."""
+    tensors = [tensor for shard in hosts for tensor in (shard.store.rows, shard.store.keys)]
+    regions = [Region(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor is not None]
     if pool is not None:
         kind = MemoryKind.DEVICE if pool.device.type == "cuda" else MemoryKind.HOST
-        found.append(Region(pool.bytes.data_ptr(), pool.bytes.nbytes, kind, pool.device.index or 0))
-    return found
+        regions.append(Region(pool.bytes.data_ptr(), pool.bytes.nbytes, kind, pool.device.index or 0))
+    return regions
 
 
-def _host_store(parts: Sequence[HostShard]) -> Store:
-    """Of one replica: its stages one after another, the ranks of each side by side."""
-    stages = sorted({part.first_layer for part in parts})
-    by_stage = [[part for part in parts if part.first_layer == stage] for stage in stages]
+def _host_store(shards: Sequence[HostShard]) -> Store:
+    """Describes the host store of one replica: its stages one after another, the ranks of each stage side by side."""
+    stages = sorted({shard.first_layer for shard in shards})
+    by_stage = [[shard for shard in shards if shard.first_layer == stage] for stage in stages]
     spans = []
     for rank in zip(*by_stage, strict=True):
-        layers = [layer for part in rank for layer in part.store.rows]
+        layers = [layer for shard in rank for layer in shard.store.rows]
         spans.append(_span(layers, rank[0].shape.row.stride_bytes, rank[0].store.page_rows))
     keys = None
-    if (key := parts[0].shape.key) is not None:
+    if (key := shards[0].shape.key) is not None:
         stored = [stage[0].store.keys for stage in by_stage]
         groups = [group for keys_of_stage in stored if keys_of_stage is not None for group in keys_of_stage]
-        keys = _span(groups, key.stride_bytes, parts[0].store.page_rows)
+        keys = _span(groups, key.stride_bytes, shards[0].store.page_rows)
     if len(spans) == 1:
         return Store(whole_rows(spans[0]), keys)
-    heads = parts[0].kv_heads
-    head_bytes = parts[0].shape.row.row_bytes // 2 // max(1, heads // len(spans))
+    heads = shards[0].kv_heads
+    head_bytes = shards[0].shape.row.row_bytes // 2 // max(1, heads // len(spans))
     return Store(head_shards(spans, heads, head_bytes), keys)
 
 

@@ -56,7 +56,7 @@ def test_a_worker_is_told_what_was_asked_for_and_its_share() -> None:
 
 def test_a_worker_is_not_killed_before_it_would_have_ended_by_itself() -> None:
     def engine_seconds(gib: float) -> float:  # what the worker allows its engine
-        return STOP_SECONDS + closing_seconds(int(gib * GIB), with_port=True)
+        return STOP_SECONDS + closing_seconds(int(gib * GIB), with_endpoint=True)
 
     measured = stop_seconds(EngineConfig(), [Share(host_kv_gib=1.0), Share(host_kv_gib=64.0)])
     assert measured > engine_seconds(64.0)

@@ -12,7 +12,7 @@ from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import ConfigError, ContextLengthExceeded, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.input_processor import InputProcessor, ModelCard
-from hotset.engine.loading import storage
+from hotset.engine.loading import kv_storage
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.kernels.rows import RowLayout, gqa_row, index_key_row, mla_row
 from hotset.memory.device_pool import KvShape
@@ -146,7 +146,7 @@ def gqa_spec() -> ModelSpec:
 def test_fp8_is_refused_where_rows_have_no_latent(setting: str) -> None:
     flag = f"--{setting.replace('_', '-')} fp8"
     with pytest.raises(ConfigError, match=flag):
-        storage(EngineConfig(**{setting: "fp8"}), gqa_spec())
+        kv_storage(EngineConfig(**{setting: "fp8"}), gqa_spec())
 
 
 def card(**changes: Any) -> ModelCard:

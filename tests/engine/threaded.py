@@ -19,7 +19,7 @@ from torch import Tensor
 from hotset.base.config import EngineConfig
 from hotset.engine.build import assemble, model_card, worker_splits
 from hotset.engine.core import Engine
-from hotset.engine.loading import storage, whole_kv_shape
+from hotset.engine.loading import kv_storage, whole_kv_shape
 from hotset.engine.sizing import shared_budget
 from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.messages import WorkerRank
@@ -111,7 +111,7 @@ def split_engine(spec: ModelSpec, seed: int, transfer: Transfer | None = None, *
     def load(
         _config: EngineConfig, _device: torch.device, _progress: Any, split: Split, collectives: Collectives
     ) -> Decoder:
-        return Decoder(spec, RandomWeights(torch.float64, seed), storage(config, spec), split, collectives)
+        return Decoder(spec, RandomWeights(torch.float64, seed), kv_storage(config, spec), split, collectives)
 
     with mock.patch.object(worker_module, "load_decoder", load):
         workers = ThreadWorkers(config, worker_splits(config, spec, CPU), kv_heads)
@@ -119,7 +119,7 @@ def split_engine(spec: ModelSpec, seed: int, transfer: Transfer | None = None, *
     budget = shared_budget(config, loaded, spec.context, CPU)
     workers.init_cache(budget, lambda done, total: None)
     card = model_card(config, spec, budget, CPU, torch.float64)
-    shape = whole_kv_shape(spec, torch.float64, storage(config, spec))
+    shape = whole_kv_shape(spec, torch.float64, kv_storage(config, spec))
     return assemble(config, card, shape, budget, workers, weights=f"random {seed}", transfer=transfer)
 
 

@@ -9,7 +9,7 @@ from harness import CPU, RandomWeights, Recorder, make_engine, run_all
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
-from hotset.engine.loading import storage
+from hotset.engine.loading import kv_storage
 from hotset.evaluate.tasks import make_questions
 from hotset.models.checkpoint import find_model, open_weights
 from hotset.models.decoder import Decoder
@@ -50,7 +50,7 @@ def answers(
 @pytest.mark.parametrize("family", SPECS)
 def test_logits_are_the_same_bits_with_tiers_forced_and_off(family: str, dtype: torch.dtype, kv_dtype: Any) -> None:
     model_spec = SPECS[family]
-    store = storage(EngineConfig(kv_dtype=kv_dtype, index_dtype=kv_dtype), model_spec)
+    store = kv_storage(EngineConfig(kv_dtype=kv_dtype, index_dtype=kv_dtype), model_spec)
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (1, 60, 215)]
     recorders, tokens = [], []
