@@ -17,7 +17,7 @@ from hotset.engine.core import Engine, Replica
 from hotset.engine.decode_graphs import RunnerModel
 from hotset.engine.handoffs import landing_policy, open_endpoint
 from hotset.engine.input_processor import ModelCard
-from hotset.engine.loading import LoadingBar, choose_device, choose_dtype, load_decoder, kv_storage, whole_kv_shape
+from hotset.engine.loading import LoadingBar, choose_device, choose_dtype, kv_storage, load_decoder, whole_kv_shape
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, kv_budget, shared_budget
 from hotset.engine.workers.executor import Executor, InProcessExecutor
