@@ -178,7 +178,7 @@ def overhead(demo: Demo, sizes: Sizes) -> tuple[Rows, list[Bar]]:
         run.step(computes=True)
     times: dict[tuple[str, bool], list[float]] = {(tiers, fills): [] for tiers in runs for fills in (False, True)}
     for number in range(sizes.overhead_steps):
-        fills = any((request.planned + 1) % page_rows == 0 for request in runs[AUTO].requests)
+        fills = any((request.num_scheduled + 1) % page_rows == 0 for request in runs[AUTO].requests)
         for tiers in (OFF, AUTO) if number % 2 else (AUTO, OFF):
             times[tiers, fills].append(runs[tiers].step(computes=True))
     stats = runs[AUTO].engine.stats()

@@ -54,7 +54,7 @@ from hotset.engine.core import Engine
 from hotset.engine.handoffs import HandoffEndpoint
 from hotset.engine.workers.executor import Step
 from hotset.handoff.agent import HandoffStats
-from hotset.schedule.plan import Rows
+from hotset.schedule.plan import RowsWritten
 from hotset.transfer.engines import prefer_few_writes
 
 Table = list[dict[str, Any]]
@@ -132,8 +132,8 @@ class Watched:
 
     def submitted(self, step: Step) -> None:
         arrived = self._port.stats().nbytes
-        sent = [each for plan in step if plan is not None for each in plan.sent]
-        if any(isinstance(each, Rows) and each.last == self._prompt for each in sent):
+        sent = [each for plan in step if plan is not None for each in plan.announcements]
+        if any(isinstance(each, RowsWritten) and each.last == self._prompt for each in sent):
             self.early = arrived
         self._port.submitted(step)
 

@@ -13,9 +13,8 @@ from hotset.engine.input_processor import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
 from hotset.engine.timeouts import DRAIN_SECONDS, closing_seconds
 from hotset.engine.workers.executor import Executor, StepFuture
-from hotset.schedule.counters import Counters
-from hotset.schedule.plan import Committed
-from hotset.schedule.request import FinishReason
+from hotset.schedule.plan import TokenOutputs
+from hotset.schedule.request import Counters, FinishReason
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
@@ -71,7 +70,7 @@ class Engine:
         for scheduler in self._schedulers:
             scheduler.abort(request_id, reason)
 
-    def step(self) -> Committed:
+    def step(self) -> TokenOutputs:
         """Keeps `plans_in_flight` steps submitted and takes in the oldest; the news are empty if there was none.
 
         An exception on the way leaves plans that nobody will commit: it goes up, and the engine is done for.
@@ -89,7 +88,7 @@ class Engine:
         """There is nothing to compute until a peer has answered."""
         return not self._pending and all(scheduler.running == 0 for scheduler in self._schedulers)
 
-    def _step(self) -> Committed:
+    def _step(self) -> TokenOutputs:
         self.executor.check()
         if self._port is not None:
             self._port.exchange()
@@ -101,11 +100,11 @@ class Engine:
             if self._port is not None:
                 self._port.submitted(step)
         if not self._pending:
-            return _joined([scheduler.take_news() for scheduler in self._schedulers])
+            return _joined([scheduler.take_outputs() for scheduler in self._schedulers])
         results = self._pending.popleft().results()
         return _joined(
             [
-                scheduler.take_news() if result is None else scheduler.commit(result)
+                scheduler.take_outputs() if result is None else scheduler.commit(result)
                 for scheduler, result in zip(self._schedulers, results, strict=True)
             ]
         )
@@ -136,8 +135,8 @@ class Engine:
             recomputes=counters.recomputes,
             landed=counters.landed,
             lost=counters.lost,
-            asked_again=counters.asked_again,
-            handed_over=counters.handed_over,
+            retries=counters.retries,
+            handovers=counters.handovers,
             quarantined_pages=sum(ledger.quarantined.device + ledger.quarantined.host for ledger in ledgers),
             handoff=None if self._port is None else self._port.stats(),
             rows_flushed=traffic.rows_flushed,
@@ -191,16 +190,16 @@ def _begun(close: Callable[[float], None], seconds: float) -> threading.Thread:
     return thread
 
 
-def _joined(news: Sequence[Committed]) -> Committed:
+def _joined(news: Sequence[TokenOutputs]) -> TokenOutputs:
     """The news of all replicas as one."""
     if len(news) == 1:
         return news[0]
-    joined = Committed()
+    joined = TokenOutputs()
     for each in news:
         first = len(joined.token_ids)
         joined.request_ids += each.request_ids
         joined.token_ids += each.token_ids
         joined.alternatives.update({first + at: row for at, row in each.alternatives.items()})
         joined.finished.update(each.finished)
-        joined.why_lost.update(each.why_lost)
+        joined.errors.update(each.errors)
     return joined

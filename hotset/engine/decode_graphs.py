@@ -74,7 +74,7 @@ class DecodeGraphs:
     def serve(self, plan: Plan) -> bool:
         """Every request of the plan computes one row and yields a token, and none streams its prompt."""
         streams = self._memory.tables.work_pages
-        return plan.rows == len(plan.seats) == len(plan.sampled) and not any(streams[seat] for seat in plan.seats)
+        return plan.num_tokens == len(plan.seats) == len(plan.sampled) and not any(streams[seat] for seat in plan.seats)
 
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[int, int], None]) -> None:

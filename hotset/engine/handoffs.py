@@ -39,7 +39,7 @@ from hotset.handoff.packing import StagingMemory
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.staging import ReceiverStaging, check_staging
-from hotset.schedule.plan import FirstToken, Reservation, Rows, Withdrawal
+from hotset.schedule.plan import PromptComputed, Reservation, RowsWritten, Withdrawal
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.ledger import LandingPolicy
@@ -99,15 +99,15 @@ class DecodeEndpoint:
             scheduler, attempt = self._schedulers[int(at)], fact.key.attempt
             match fact:
                 case Landed(_, token_id, alternatives):
-                    scheduler.landed(name, attempt, token_id, alternatives)
+                    scheduler.complete_landing(name, attempt, token_id, alternatives)
                 case FetchFailed(_, quiesced, retry, reason):
-                    wanted = scheduler.lost(name, attempt, quiesced=quiesced, retry=retry, reason=reason)
+                    wanted = scheduler.fail_landing(name, attempt, quiesced=quiesced, retry=retry, reason=reason)
                     level = logging.WARNING if wanted or not quiesced else logging.DEBUG
                     LOGGER.log(level, "%s did not arrive, attempt %d: %s", name, attempt, reason)
                 case Quiesced():
                     scheduler.end_quarantine(name, attempt)
         for replica, scheduler in enumerate(self._schedulers):
-            for outgoing in scheduler.take_outgoing():
+            for outgoing in scheduler.take_landing_updates():
                 if isinstance(outgoing, Reservation):
                     self._held.append(_Held(replica, outgoing, self._executor.mirrored_event()))
                 else:
@@ -119,7 +119,9 @@ class DecodeEndpoint:
 
     def submitted(self, step: Step) -> None:
         """A decode worker computes for nobody else."""
-        assert not any(plan.sent for plan in step if plan is not None), "a prompt for a peer, at a decode worker"
+        assert not any(plan.announcements for plan in step if plan is not None), (
+            "a decode worker computed a prompt for a peer"
+        )
 
     def stats(self) -> HandoffStats:
         return self._agent.stats()
@@ -136,7 +138,7 @@ class DecodeEndpoint:
         for held in self._held:
             if (held.reservation.request_id, held.reservation.attempt) == (name, attempt):
                 self._held.remove(held)
-                self._schedulers[replica].lost(name, attempt, quiesced=True, retry=False)
+                self._schedulers[replica].fail_landing(name, attempt, quiesced=True, retry=False)
                 return
         self._agent.put(CancelFetch(self._key(replica, name, attempt)))
 
@@ -178,18 +180,18 @@ class PrefillEndpoint:
                     name = self._named.pop((peer, key), None)
                     if name is not None:
                         del self._asked[name]
-                        self._scheduler.drop(name)
+                        self._scheduler.drop_prompt(name)
 
     def submitted(self, step: Step) -> None:
         (plan,) = step
         assert plan is not None, "a step without a plan"
-        after = self._executor.mirrored_event() if plan.sent else None
-        for sent in plan.sent:
-            asked = self._asked[sent.request_id]
-            match sent:
-                case Rows(_, first, last, pages):
+        after = self._executor.mirrored_event() if plan.announcements else None
+        for announcement in plan.announcements:
+            asked = self._asked[announcement.request_id]
+            match announcement:
+                case RowsWritten(_, first, last, pages):
                     self._agent.put(RowsComputed(asked.peer, asked.key, first, last, pages, after))
-                case FirstToken(_, token_id, alternatives):
+                case PromptComputed(_, token_id, alternatives):
                     self._agent.put(FirstTokenSampled(asked.peer, asked.key, token_id, alternatives))
 
     def stats(self) -> HandoffStats:

@@ -6,7 +6,7 @@ from hotset.engine.input_processor import Choice
 from hotset.engine.outputs import Delta, Logprob, TokenLogprobs
 from hotset.engine.text import TextAssembler
 from hotset.models.tokenizer import Tokenizer
-from hotset.schedule.plan import Alternatives, Committed
+from hotset.schedule.plan import Alternatives, TokenOutputs
 from hotset.schedule.request import FinishReason
 
 
@@ -62,7 +62,7 @@ class OutputProcessor:
         """Drops choices; returns those that were still open, which the engine must be told to abort."""
         return [request_id for request_id in request_ids if self._open.pop(request_id, None) is not None]
 
-    def take(self, news: Committed) -> tuple[list[tuple[str, Delta]], list[str]]:
+    def take(self, news: TokenOutputs) -> tuple[list[tuple[str, Delta]], list[str]]:
         """Deltas in order, each with its choice's id; and the ids that a stop string ended, to be aborted."""
         deltas: list[tuple[str, Delta]] = []
         stopped: list[str] = []
@@ -81,7 +81,7 @@ class OutputProcessor:
         for request_id, reason in news.finished.items():
             choice = self._open.pop(request_id, None)
             if choice is not None:
-                deltas.append((request_id, choice.end(reason, news.why_lost.get(request_id, ""))))
+                deltas.append((request_id, choice.end(reason, news.errors.get(request_id, ""))))
         return deltas, stopped
 
 

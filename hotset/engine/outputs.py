@@ -85,8 +85,8 @@ class EngineStats:
     recomputes: int = 0
     landed: int = 0  # prompts whose KV arrived from a prefill worker
     lost: int = 0  # handoffs that failed
-    asked_again: int = 0  # attempts after one that failed
-    handed_over: int = 0  # prompts computed for decode workers
+    retries: int = 0  # attempts after one that failed
+    handovers: int = 0  # prompts computed for decode workers
     quarantined_pages: int = 0
     handoff: HandoffStats | None = None
     rows_flushed: int = 0

@@ -25,7 +25,7 @@ from hotset.base.logs import log_to_stderr
 from hotset.engine.input_processor import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
 from hotset.engine.timeouts import STOP_SECONDS
-from hotset.schedule.plan import Committed
+from hotset.schedule.plan import TokenOutputs
 from hotset.schedule.request import FinishReason
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class EngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class CommittedReport:
-    committed: Committed
+    committed: TokenOutputs
 
 
 @dataclass(frozen=True, slots=True)

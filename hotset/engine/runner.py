@@ -9,7 +9,7 @@ from torch import Tensor
 from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledRows
 from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.models.sampler import Sampler, SamplerOutput
-from hotset.schedule.plan import Admission, Alternatives, Plan, StepResult
+from hotset.schedule.plan import Alternatives, AssignSeat, Plan, StepResult
 from hotset.tiers.commands import Flush, Load
 from hotset.tiers.kv_memory import KvMemory
 
@@ -86,8 +86,8 @@ class Runner:
         """Starts the step (on a CPU: carries it out). Never waits for the device."""
         flushed = False
         for command in plan.commands:
-            if isinstance(command, Admission):
-                self._admit(command)
+            if isinstance(command, AssignSeat):
+                self._assign_seat(command)
                 continue
             if isinstance(command, Load) and flushed:
                 self._barrier()  # it may come back in the very plan in which it left
@@ -120,16 +120,16 @@ class Runner:
             positions, seat_of = positions[wanted], seat_of[wanted]
         return SampledRows(logits, positions, seat_of)
 
-    def _admit(self, admission: Admission) -> None:
-        seat, prompt = admission.seat, admission.prompt
-        tokens = (*prompt.token_ids, *admission.answer)
+    def _assign_seat(self, command: AssignSeat) -> None:
+        seat, prompt = command.seat, command.prompt
+        tokens = (*prompt.token_ids, *command.answer)
         self._memory.clear_seat(seat)
         self._tokens[seat, : len(tokens)] = list_to_device(tokens, torch.int32, self._device)
         self._sampler.admit(seat, prompt.params, tokens, len(prompt), prompt.stop_ids)
 
     def _last_rows(self, plan: Plan) -> Tensor | None:
         """The batch rows that yield tokens: the last of each sampled segment. None: every row."""
-        if len(plan.sampled) == len(plan.counts) == plan.rows:
+        if len(plan.sampled) == len(plan.counts) == plan.num_tokens:
             return None
         ends = _running_sum(plan.counts)
         return list_to_device([ends[at] - 1 for at in plan.sampled], torch.int64, self._device)

@@ -1,31 +1,33 @@
-"""Prompts that cross between workers: what a decode worker has others compute, and what a prefill worker computes for
-others. The scheduler decides; here is kept what peers must be told of it, and when they may be."""
+"""Prompts that cross between workers: reservations of a decode worker, and announcements of a prefill worker.
+
+The scheduler decides. The classes here keep what peers must be sent, and the moment from which it may be sent.
+"""
 
 from dataclasses import dataclass
 
 from hotset.memory.geometry import Geometry
-from hotset.schedule.plan import Alternatives, FirstToken, Reservation, Rows, Withdrawal
+from hotset.schedule.plan import Alternatives, Announcement, PromptComputed, Reservation, RowsWritten, Withdrawal
 from hotset.schedule.request import Phase, Request
 from hotset.tiers.residence import PageUse
 
 
 @dataclass(frozen=True, slots=True)
-class _Reserved:
-    """Plans up to number `until` may still use these pages for whoever had them before."""
+class _Unsent:
+    """A reservation whose pages plans up to number `last_plan` may still use for their last owner."""
 
     reservation: Reservation
-    until: int
+    last_plan: int
 
 
 class Landings:
-    """Reservations that prefill workers were not told of yet, and withdrawals of others."""
+    """Reservations and withdrawals that a decode worker has not yet sent to prefill workers."""
 
     def __init__(self) -> None:
-        self._reserved: dict[Request, _Reserved] = {}
+        self._unsent: dict[Request, _Unsent] = {}
         self._withdrawn: list[Withdrawal] = []
 
     def reserve(self, request: Request, on_device: bool, plan: int) -> None:
-        """A waiting request has got pages to land in, in the making of plan number `plan`."""
+        """Adds the reservation of a waiting request that got pages while plan number `plan` was made."""
         request.move(Phase.LANDING)
         assert request.prefill_at is not None
         pages = request.holding.pages
@@ -39,53 +41,53 @@ class Landings:
             # Index keys that land on the host lie in the pages of their rows.
             key_pages=tuple(pages[PageUse.KEYS] or pages[PageUse.HOST]),
         )
-        self._reserved[request] = _Reserved(reservation, until=plan)
+        self._unsent[request] = _Unsent(reservation, last_plan=plan)
 
     def withdraw(self, request: Request) -> bool:
-        """A landing is not wanted any more. True: nobody was told of it, so its pages are free at once."""
-        if self._reserved.pop(request, None) is not None:
+        """Cancels a landing. Returns True if its reservation was never sent; then its pages are free at once."""
+        if self._unsent.pop(request, None) is not None:
             return True
         self._withdrawn.append(Withdrawal(request.request_id, request.attempt))
         return False
 
-    def wait_for(self, plan: int) -> bool:
-        """Something was reserved in the making of this plan, which must so be carried out, if only for its commands."""
-        return any(each.until == plan for each in self._reserved.values())
+    def reserved_in(self, plan: int) -> bool:
+        """Whether a reservation was made in this plan. Then the plan must be executed even if it computes nothing."""
+        return any(unsent.last_plan == plan for unsent in self._unsent.values())
 
-    def take(self, drained: int) -> list[Reservation | Withdrawal]:
-        """What peers may be told, now that all plans before number `drained` are done with."""
-        ready = [(request, each.reservation) for request, each in self._reserved.items() if each.until < drained]
-        for request, _reservation in ready:
-            del self._reserved[request]
+    def take(self, first_in_flight: int) -> list[Reservation | Withdrawal]:
+        """Returns, once, what may be sent now. All plans before number `first_in_flight` have been committed."""
+        ready = [request for request, unsent in self._unsent.items() if unsent.last_plan < first_in_flight]
+        reservations = [self._unsent.pop(request).reservation for request in ready]
         withdrawn, self._withdrawn = self._withdrawn, []
-        return [*withdrawn, *(reservation for _request, reservation in ready)]
+        return [*withdrawn, *reservations]
 
 
 class Handovers:
-    """What the next plan will announce of prompts computed for decode workers."""
+    """Announcements of prompts computed for decode workers, which the next plan will carry."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
-        self._sent: list[Rows | FirstToken] = []
+        self._announcements: list[Announcement] = []
 
     def __bool__(self) -> bool:
-        return bool(self._sent)
+        return bool(self._announcements)
 
-    def rows(self, request: Request, whole: bool = False) -> None:
-        """The next plan puts its full pages on the host, or all of its rows, if `whole`."""
+    def announce_rows(self, request: Request, *, whole: bool = False) -> None:
+        """Announces the full pages that the next plan puts on the host or, if `whole`, all scheduled rows."""
         page_rows = self._geometry.page_rows
-        last = request.planned if whole else request.planned - request.planned % page_rows
-        if last > request.told:
+        last = request.num_scheduled if whole else request.num_scheduled - request.num_scheduled % page_rows
+        if last > request.num_announced:
             pages = request.holding.pages[PageUse.HOST][: self._geometry.row_pages(last)]
-            self._sent.append(Rows(request.request_id, request.told, last, tuple(pages)))
-            request.told = last
+            self._announcements.append(RowsWritten(request.request_id, request.num_announced, last, tuple(pages)))
+            request.num_announced = last
 
-    def first_token(self, request: Request, token: int, alternatives: Alternatives | None) -> None:
-        self._sent.append(FirstToken(request.request_id, token, alternatives))
+    def announce_first_token(self, request: Request, token: int, alternatives: Alternatives | None) -> None:
+        self._announcements.append(PromptComputed(request.request_id, token, alternatives))
 
-    def forget(self, request: Request) -> None:
-        self._sent = [sent for sent in self._sent if sent.request_id != request.request_id]
+    def discard(self, request: Request) -> None:
+        """Removes the announcements of a request that is not needed any more."""
+        self._announcements = [kept for kept in self._announcements if kept.request_id != request.request_id]
 
-    def take(self) -> list[Rows | FirstToken]:
-        sent, self._sent = self._sent, []
-        return sent
+    def take(self) -> list[Announcement]:
+        announcements, self._announcements = self._announcements, []
+        return announcements

@@ -1,28 +1,30 @@
-"""What passes between the scheduler, which decides, and the runner, which acts: numbered values."""
+"""Plans and results: the values that the scheduler exchanges with the runner and with the handoff endpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hotset.base.sampling import PromptSpec
-from hotset.schedule.request import FinishReason
+from hotset.schedule.request import FinishReason, Request
 from hotset.tiers.commands import Command
 
-Alternatives = Mapping[int, tuple[float, int]]  # token id -> (log-probability, rank); the chosen token is among them
+Alternatives = Mapping[int, tuple[float, int]]  # token id -> (log-probability, rank); includes the sampled token
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
-    """A request takes a seat: its fixed place in the worker's tensors. What the seat held before is forgotten."""
+class AssignSeat:
+    """Gives a request a seat, its fixed place in the worker's tensors. The seat's previous state is cleared."""
 
     seat: int
     prompt: PromptSpec
-    answer: tuple[int, ...]  # what it had generated when it last gave up its seat; empty the first time
+    answer: tuple[int, ...]  # tokens generated before the request was preempted; empty the first time
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows and index keys [first, last) of a prompt computed for a peer are in `pages` of the host store, which begin
-    with its first, once the plan that this comes with has been carried out."""
+class RowsWritten:
+    """Announces that rows and index keys [first, last) of a prompt computed for a peer are on the host.
+
+    They are there once the plan that carries this has been executed. `pages` are host pages, from the prompt's first.
+    """
 
     request_id: str
     first: int
@@ -31,17 +33,20 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
-    """The last of a prompt computed for a peer."""
+class PromptComputed:
+    """Announces the first token of a prompt computed for a peer, after all of its rows."""
 
     request_id: str
     token_id: int
     alternatives: Alternatives | None
 
 
+Announcement = RowsWritten | PromptComputed
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Pages are held for a prompt that the worker `prefill_at` is to compute and write there."""
+    """Requests that the prefill worker at `prefill_at` computes a prompt and writes it into the reserved pages."""
 
     request_id: str
     attempt: int
@@ -54,7 +59,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawal:
-    """Nobody wants that prompt any more. Its pages are held until its end is reported."""
+    """Cancels a reservation that a prefill worker has received. Its pages stay held until the landing has ended."""
 
     request_id: str
     attempt: int
@@ -62,45 +67,84 @@ class Withdrawal:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. Plans are carried out in the order of their numbers; several may be in flight.
+    """One step. Plans are executed in the order of their numbers; several may be in flight.
 
-    Columns, one entry per segment: `seats[i]` computes rows [starts[i], starts[i] + counts[i]) of its context. The last
-    row of segment `sampled[j]` yields the j-th token of the result. Token ids are not in the plan: the worker has the
-    prompt from the admission and the answer from its own sampling, so the next plan can be made while this one runs.
+    Columns have one entry per segment: `seats[i]` computes tokens [starts[i], starts[i] + counts[i]) of its context.
+    The last token of segment `sampled[j]` yields the j-th token of the result. Token ids are not in the plan. The
+    worker has the prompt from `AssignSeat` and the answer from its own sampling, so the next plan can be made while
+    this one runs.
     """
 
     number: int
-    commands: Sequence[Admission | Command]  # carried out in order, before the step
+    commands: Sequence[AssignSeat | Command]  # executed in order, before the step
     seats: Sequence[int]
     starts: Sequence[int]
     counts: Sequence[int]
     sampled: Sequence[int]
-    sent: Sequence[Rows | FirstToken] = ()  # of prompts computed for peers
-    reads_host: bool = False  # pages that earlier plans may have written: where writers differ, those come first
+    announcements: Sequence[Announcement] = ()  # for peers, of prompts computed for them
+    reads_host: bool = False  # host pages are read that other workers may have written in earlier plans
 
     @property
-    def rows(self) -> int:
+    def num_tokens(self) -> int:
         return sum(self.counts)
+
+
+class PlanBuilder:
+    """Collects the next plan. Commands may be added at any time, also between two calls of `Scheduler.plan`."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.commands: list[AssignSeat | Command] = []
+        self.requests: list[Request] = []  # of each segment
+        self.seats: list[int] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.sampled: list[int] = []
+
+    def build(self, announcements: Sequence[Announcement], *, reads_host: bool) -> Plan:
+        """Returns the plan, and begins the next one."""
+        plan = Plan(
+            number=self.number,
+            commands=self.commands,
+            seats=self.seats,
+            starts=self.starts,
+            counts=self.counts,
+            sampled=self.sampled,
+            announcements=announcements,
+            reads_host=reads_host,
+        )
+        self.number += 1
+        self._clear()
+        return plan
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What carrying out a plan gave."""
+    """The tokens that the execution of a plan has sampled."""
 
     number: int
     token_ids: Sequence[int]  # aligned with the plan's `sampled`
-    alternatives: Mapping[int, Alternatives] = field(default_factory=dict)  # by index into `token_ids`, where asked for
+    alternatives: Mapping[int, Alternatives] = field(default_factory=dict)  # by index into `token_ids`, if requested
 
 
 @dataclass(slots=True)
-class Committed:
-    """What a commit made known, as columns: token `token_ids[i]` of `request_ids[i]`."""
+class TokenOutputs:
+    """New tokens and finished requests. The columns say that `token_ids[i]` is the next token of `request_ids[i]`."""
 
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     alternatives: dict[int, Alternatives] = field(default_factory=dict)
     finished: dict[str, FinishReason] = field(default_factory=dict)
-    why_lost: dict[str, str] = field(default_factory=dict)  # for people; of 'lost' and 'no_room'
+    errors: dict[str, str] = field(default_factory=dict)  # messages for requests that ended as 'lost' or 'no_room'
 
     def __bool__(self) -> bool:
         return bool(self.request_ids or self.finished)
+
+    def add(self, request_id: str, token_id: int, alternatives: Alternatives | None) -> None:
+        if alternatives is not None:
+            self.alternatives[len(self.token_ids)] = alternatives
+        self.request_ids.append(request_id)
+        self.token_ids.append(token_id)

@@ -1,5 +1,8 @@
-"""A request as the scheduler sees it: tokens, limits, what it holds, and the phase it is in."""
+"""A request as the scheduler sees it: tokens, limits, pages and phase; and the totals over all requests."""
 
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Literal
 
@@ -12,17 +15,17 @@ FinishReason = Literal["stop", "length", "abort", "lost", "no_room"]
 
 
 class Phase(Enum):
-    WAITING = "waiting"  # holds nothing
-    PREFILL = "prefill"  # holds a seat and pages; some of its known tokens have no row yet
-    DECODE = "decode"  # every known token but the newest has its row
+    WAITING = "waiting"  # holds no seat and no pages
+    PREFILL = "prefill"  # holds a seat and pages; more than one of its tokens has no row yet
+    DECODE = "decode"  # every token but the newest has its row
     PARKED = "parked"  # its rows are on the host, or have landed; it waits for a seat and device pages
-    LANDING = "landing"  # a prefill worker computes it and writes its rows into pages that it holds
-    HANDOVER = "handover"  # its prompt was computed for a decode worker; its rows are on the host and being sent
-    ENDING = "ending"  # its end is decided; plans in flight still use its pages
-    FINISHED = "finished"  # everything was given back
+    LANDING = "landing"  # a prefill worker computes its prompt and writes the rows into its pages
+    HANDOVER = "handover"  # its prompt was computed for a decode worker; its rows are on the host and are being sent
+    ENDING = "ending"  # it has ended, but plans in flight, or a landing, still use its pages
+    FINISHED = "finished"  # its seat and pages have been released
 
 
-NEXT: dict[Phase, frozenset[Phase]] = {
+PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.WAITING: frozenset({Phase.PREFILL, Phase.LANDING, Phase.FINISHED}),
     Phase.PREFILL: frozenset({Phase.DECODE, Phase.PARKED, Phase.WAITING, Phase.HANDOVER, Phase.ENDING}),
     Phase.DECODE: frozenset({Phase.PARKED, Phase.WAITING, Phase.ENDING}),
@@ -45,17 +48,17 @@ class Request:
         "in_flight",
         "landing",
         "max_length",
+        "num_announced",
+        "num_scheduled",
+        "num_unsampled",
         "parks",
         "phase",
-        "planned",
         "prefill_at",
-        "promised",
         "prompt",
         "request_id",
         "seat",
         "tiers",
         "tokens",
-        "told",
     )
 
     def __init__(
@@ -68,9 +71,11 @@ class Request:
         landing: LandingChoice = "auto",
         for_peer: bool = False,
     ) -> None:
-        """`max_length` bounds prompt and answer together. `prefill_at` is the control address of the worker that
-        computes the prompt; its KV then lands where `landing` says. `for_peer` marks a prompt that is computed for a
-        decode worker, which needs only its KV and its first token."""
+        """`max_length` bounds prompt and answer together.
+
+        `prefill_at` is the control address of the worker that computes the prompt; its KV lands as `landing` requires.
+        `for_peer` marks a prompt that is computed for a decode worker, which needs only its KV and its first token.
+        """
         assert 0 < len(prompt) < max_length, f"a prompt of {len(prompt)} tokens with room for {max_length}"
         self.request_id = request_id
         self.prompt = prompt
@@ -78,21 +83,21 @@ class Request:
         self.tiers = tiers
         self.prefill_at = prefill_at
         self.landing = landing
-        self.attempt = 1  # of having it prefilled elsewhere
+        self.attempt = 1  # to have its prompt computed by a prefill worker
         self.for_peer = for_peer
-        self.told = 0  # rows [0, told) of a prompt computed for a peer were announced as written
-        self.tokens = list(prompt.token_ids)  # prompt and committed answer
+        self.num_announced = 0  # rows [0, num_announced) of a prompt computed for a peer were announced as written
+        self.tokens = list(prompt.token_ids)  # the prompt and the committed part of the answer
         self.phase = Phase.WAITING
-        self.arrival = 0  # the scheduler numbers requests as they come
+        self.arrival = 0  # the scheduler numbers requests in order of arrival
         self.seat: int | None = None
         self.holding = Holding()
         self.parks = 0
-        self.planned = 0  # rows [0, planned) are computed or will be by plans in flight
-        self.promised = 0  # tokens that plans in flight will sample
-        self.in_flight = 0  # plans in flight that this request is part of
+        self.num_scheduled = 0  # tokens [0, num_scheduled) are computed, or will be by plans in flight
+        self.num_unsampled = 0  # tokens that plans in flight will sample
+        self.in_flight = 0  # number of plans in flight that this request is part of
 
     def move(self, to: Phase) -> None:
-        if to not in NEXT[self.phase]:
+        if to not in PHASE_TRANSITIONS[self.phase]:
             raise IllegalTransition(self.phase, to)
         self.phase = to
 
@@ -102,5 +107,32 @@ class Request:
 
     @property
     def prefilled(self) -> bool:
-        """Every known token but the newest has its row."""
-        return self.planned >= len(self.tokens) - 1 and len(self.tokens) > len(self.prompt)
+        """Whether the first token was sampled and every token but the newest is scheduled."""
+        return self.num_scheduled >= len(self.tokens) - 1 and len(self.tokens) > len(self.prompt)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start. Each event is counted at the one place where it happens."""
+
+    steps: int = 0
+    tokens_prefilled: int = 0
+    tokens_generated: int = 0
+    demotions: int = 0
+    promotions: int = 0
+    parks: int = 0
+    resumes: int = 0
+    recomputes: int = 0
+    landed: int = 0
+    lost: int = 0  # landings that failed; the request may have been tried again
+    retries: int = 0  # attempts after a landing that failed
+    handovers: int = 0  # prompts computed for decode workers
+    finished: Counter[FinishReason] = field(default_factory=Counter)
+
+    @classmethod
+    def total(cls, counters: "Iterable[Counters]") -> "Counters":
+        total = cls()
+        for counted in counters:
+            for name in (column.name for column in fields(cls)):
+                setattr(total, name, getattr(total, name) + getattr(counted, name))
+        return total

@@ -1,7 +1,10 @@
 """The scheduler: continuous batching with chunked prefill over a fixed number of seats and two pools of pages.
 
-`plan()` decides the next step, the runner carries it out, `commit(result)` takes in what came of it. Several plans may
-be in flight; they commit in order. A request's seat, pages and residence change only while no plan in flight uses them.
+`plan()` decides the next step, the runner executes it, and `commit(result)` records its tokens. Several plans may be in
+flight; they commit in order. A request's seat, pages and residence change only while no plan in flight uses them.
+
+`queues` holds the waiting and running requests, `admission` decides which request is admitted and where, `preemption`
+which request is preempted, and `landings` keeps what prefill and decode workers must be sent.
 """
 
 from collections import deque
@@ -9,136 +12,134 @@ from dataclasses import dataclass
 
 from hotset.base.config import TiersMode
 from hotset.base.units import ceil_div
-from hotset.schedule.counters import Counters
-from hotset.schedule.landings import Handovers
-from hotset.schedule.occupancy import Occupancy
-from hotset.schedule.plan import Alternatives, Committed, Plan, Reservation, StepResult, Withdrawal
-from hotset.schedule.request import FinishReason, Phase, Request
-from hotset.schedule.room import admissible_residences
+from hotset.schedule.admission import Admission
+from hotset.schedule.landings import Handovers, Landings
+from hotset.schedule.plan import Alternatives, Plan, PlanBuilder, Reservation, StepResult, TokenOutputs, Withdrawal
+from hotset.schedule.preemption import Preemptor
+from hotset.schedule.queues import Queues
+from hotset.schedule.request import Counters, FinishReason, Phase, Request
 from hotset.tiers.commands import Demote, Load, Promote
 from hotset.tiers.ledger import NO_PAGES, Ledger
 from hotset.tiers.residence import Residence
 
 READS_HOST = (Load, Demote, Promote)
-CALM_PLANS = 8  # without pressure before anybody is promoted
-MOST_ATTEMPTS = 3  # of having one prompt prefilled elsewhere
+PROMOTE_AFTER_PLANS = 8  # plans without memory pressure before a tiered request is promoted
+MAX_ATTEMPTS = 3  # to have one prompt computed by a prefill worker
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A plan that has not been committed, with the requests of its segments."""
+    """A plan that has not been committed, and the requests of its segments."""
 
     plan: Plan
     requests: list[Request]
 
 
-class _Draft:
-    """The columns of a plan while they are being filled."""
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.seats: list[int] = []
-        self.starts: list[int] = []
-        self.counts: list[int] = []
-        self.sampled: list[int] = []
-
-
 class Scheduler:
-    """Owns every request, from `add` until it is released. First come, first served."""
+    """Owns every request, from `add` until it is released. Requests are served in order of arrival."""
 
     def __init__(
         self,
         ledger: Ledger,
         seats: int,
-        step_rows: int,
+        max_num_batched_tokens: int,
         tiers: TiersMode = "auto",
-        calm_plans: int = CALM_PLANS,
+        promote_after_plans: int = PROMOTE_AFTER_PLANS,
         stages: int = 1,
     ) -> None:
-        """At most `seats` requests run at once. A step computes one row of every decoding request, and rows of prompts
-        until there are `step_rows` in all, but always at least one, so that prompts get on however many decode.
-        Room must have lasted for `calm_plans` before a tiered request is promoted. With several `stages`, whose first
-        must know a token before it computes the next, those that decode take turns in as many plans in flight."""
+        """At most `seats` requests run at once.
+
+        A step computes one token of every decoding request, and prompt tokens until there are `max_num_batched_tokens`
+        in all. It computes at least one prompt token, so that prompts advance however many requests decode. A tiered
+        request is promoted only after `promote_after_plans` plans without memory pressure. With several pipeline
+        `stages`, the first stage needs a token before it can compute the next. Decoding requests are therefore divided
+        among as many plans in flight.
+        """
         self.counters = Counters()
         self._ledger = ledger
-        self._step_rows = step_rows
-        self._mode = tiers
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._stages = stages
-        self._in = Occupancy(ledger, seats, tiers, calm_plans, self.counters)
+        self._next_plan = PlanBuilder()
+        self._queues = Queues(seats)
+        self._landings = Landings()
+        self._handovers = Handovers(ledger.geometry)
+        self._preemptor = Preemptor(
+            ledger, self._queues, self._next_plan, self.counters, tiers, promote_after_plans=promote_after_plans
+        )
+        self._admission = Admission(
+            ledger, self._queues, self._next_plan, self.counters, tiers, self._preemptor, self._landings
+        )
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._handovers = Handovers(ledger.geometry)
-        self._ended: dict[str, FinishReason] = {}
-        self._why_lost: dict[str, str] = {}  # of those of them that are, or have no room
-        self._early = Committed()  # tokens that came with landings since the last commit
+        self._outputs = TokenOutputs()  # not yet returned: first tokens of landings, and requests that have ended
         self._arrivals = 0
 
     @property
     def waiting(self) -> int:
-        return len(self._in.waiting) - self.parked
+        return len(self._queues.waiting) - self.parked
 
     @property
     def parked(self) -> int:
-        return sum(request.phase is Phase.PARKED for request in self._in.waiting)
+        return sum(request.phase is Phase.PARKED for request in self._queues.waiting)
 
     @property
     def running(self) -> int:
-        return len(self._in.running)
+        return len(self._queues.running)
+
+    @property
+    def load(self) -> int:
+        """Tokens of all requests. A new request goes to the replica with the smallest load."""
+        return sum(len(request.tokens) for request in self._requests.values())
 
     @property
     def tokens_to_prefill(self) -> int:
-        """Of prompts that wait, or are being computed here."""
-        return sum(len(each.tokens) - each.planned for each in self._in.waiting if each.prefill_at is None) + sum(
-            len(each.tokens) - each.planned for each in self._in.running if each.phase is Phase.PREFILL
-        )
+        """Tokens of waiting and running prompts that this worker has still to compute."""
+        waiting = (request for request in self._queues.waiting if request.prefill_at is None)
+        running = (request for request in self._queues.running if request.phase is Phase.PREFILL)
+        return sum(len(request.tokens) - request.num_scheduled for request in (*waiting, *running))
 
     def in_residence(self, residence: Residence) -> int:
-        return self._in.in_residence(residence)
+        return self._queues.count(residence)
 
     def tiered_seats(self) -> dict[int, int]:
-        """Seats whose workers know them to be tiered, and how many rows each has: for audits."""
-        told_later = {command.seat for command in self._in.commands}
+        """Returns the seats that are tiered in the workers' memory, with the rows of each, for audits.
+
+        Seats whose commands are not part of a plan yet are left out.
+        """
+        not_executed = {command.seat for command in self._next_plan.commands}
         return {
-            request.seat: request.planned
-            for request in self._in.running
+            request.seat: request.num_scheduled
+            for request in self._queues.running
             if request.seat is not None
             and request.holding.residence is Residence.TIERED
-            and request.seat not in told_later
+            and request.seat not in not_executed
         }
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, runs or is in flight, and no end is still to be reported."""
-        return not (self._requests or self._in_flight or self._ended or self._early)
+        """Whether no request is left, no plan is in flight, and all outputs have been returned."""
+        return not (self._requests or self._in_flight or self._outputs)
 
     def add(self, request: Request) -> None:
-        """Queues a request. It must be able to fit empty pools: the front door checks that.
+        """Queues a request. The front end has checked that it fits empty pools.
 
-        Prompts computed for peers come alone: they hold all their pages from the start, never grow, and so never give
-        way, which what is being sent could not do.
+        A worker that computes prompts for peers has no other requests. Such prompts hold all their pages from the start
+        and never grow, so none is preempted while its rows are being sent.
         """
         assert request.request_id not in self._requests, f"request {request.request_id} is known already"
-        ledger, rows = self._ledger, request.max_length - 1
-        least = min(
-            ledger.pages_needed(request.holding, to, rows).device
-            for to in admissible_residences(ledger, request, self._mode)
-        )
-        assert least <= ledger.device.capacity, f"{least} device pages never fit {ledger.device.capacity}"
-        if ledger.host is not None:
-            on_host = ledger.geometry.row_pages(rows)
-            assert on_host <= ledger.host.capacity, f"{on_host} host pages never fit {ledger.host.capacity}"
+        self._admission.check_possible(request)
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         self._requests[request.request_id] = request
-        self._in.waiting.append(request)
+        self._queues.waiting.append(request)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
-        """Ends a request, whatever it is doing. Unknown or ended already: nothing happens."""
+        """Ends a request in any phase. Unknown and ended requests are ignored."""
         request = self._requests.get(request_id)
         if request is not None and request.phase is not Phase.ENDING:
             self._end(request, reason)
 
-    def landed(self, request_id: str, attempt: int, token_id: int, alternatives: Alternatives | None) -> None:
-        """Every row of a prompt that was computed elsewhere is in its pages. Its first token came along."""
+    def complete_landing(self, request_id: str, attempt: int, token_id: int, alternatives: Alternatives | None) -> None:
+        """Records that all rows of a prompt computed elsewhere are in its pages. `token_id` is its first token."""
         request = self._landing(request_id, attempt)
         if request is None:
             return
@@ -147,19 +148,18 @@ class Scheduler:
             return
         self.counters.landed += 1
         self.counters.tokens_generated += 1
-        if alternatives is not None:
-            self._early.alternatives[len(self._early.token_ids)] = alternatives
-        self._early.request_ids.append(request_id)
-        self._early.token_ids.append(token_id)
-        request.planned = len(request.prompt)
+        self._outputs.add(request_id, token_id, alternatives)
+        request.num_scheduled = len(request.prompt)
         request.tokens.append(token_id)
         request.move(Phase.PARKED)
-        self._in.queue(request)
+        self._queues.enqueue(request)
         self._check_end(request, token_id)
 
-    def lost(self, request_id: str, attempt: int, *, quiesced: bool, retry: bool, reason: str = "") -> bool:
-        """A landing ended halfway. Unless `quiesced` something may still be written to its pages. False: nobody wanted
-        it any more."""
+    def fail_landing(self, request_id: str, attempt: int, *, quiesced: bool, retry: bool, reason: str = "") -> bool:
+        """Records that a landing has failed. Unless `quiesced`, its writer may still write to its pages.
+
+        Returns False if the request was already cancelled.
+        """
         request = self._landing(request_id, attempt)
         if request is None:
             return False
@@ -172,243 +172,232 @@ class Scheduler:
             return False
         request.move(Phase.WAITING)
         request.attempt += 1
-        self._in.queue(request)
-        if not retry or attempt >= MOST_ATTEMPTS:
+        self._queues.enqueue(request)
+        if not retry or attempt >= MAX_ATTEMPTS:
             self._end(request, "lost", reason)
         else:
-            self.counters.asked_again += 1
+            self.counters.retries += 1
         return True
 
     def end_quarantine(self, request_id: str, attempt: int) -> None:
-        """Nothing is written any more to the pages of a landing that was lost."""
+        """Releases the quarantined pages of a failed landing, whose writer has stopped."""
         self._ledger.end_quarantine(_landing_name(request_id, attempt))
 
-    def drop(self, request_id: str) -> None:
-        """A prompt computed for a peer is not wanted, or has arrived: nobody reads its pages. Unknown: nothing."""
+    def drop_prompt(self, request_id: str) -> None:
+        """Removes a prompt computed for a peer, which has received it or cancelled it. Unknown ids are ignored."""
         request = self._requests.get(request_id)
         if request is not None and request.phase is not Phase.ENDING:
-            self._leave(request)
+            self._remove(request)
 
-    def take_outgoing(self) -> list[Reservation | Withdrawal]:
-        """What prefill workers are to be told since this was last asked.
+    def take_landing_updates(self) -> list[Reservation | Withdrawal]:
+        """Returns, once, the reservations and withdrawals that prefill workers must be sent.
 
-        They write when they please, not in the order of plans: so first all plans have drained that could know the
-        pages otherwise.
+        Peers may write at any time. A reservation is returned only after every plan in flight that could still use its
+        pages for their last owner has been committed.
         """
-        return self._in.landings.take(self._in_flight[0].plan.number if self._in_flight else self._in.plans)
+        return self._landings.take(self._in_flight[0].plan.number if self._in_flight else self._next_plan.number)
 
     def plan(self) -> Plan | None:
-        """The next step, or None if there is nothing that could be computed now."""
-        draft = _Draft()
-        prefills = []
-        self._in.settle()
-        most = self._turn()
-        for request in tuple(self._in.running):
-            if request.seat is None or (self._in.yielding and request in self._in.yielding):
-                continue  # it gave way to an older one in this very plan, or is about to
-            planned = request.planned
-            wanted = min(len(request.tokens) + request.promised, request.max_length - 1) - planned
-            if wanted > 1:
-                prefills.append(request)
-            elif self._stages > 1 and (request.promised or len(draft.seats) == most):
-                continue
-            elif (
-                wanted == 1 and (planned < request.holding.capacity or self._in.grow(request)) and self._ready(request)
-            ):
-                self._put(draft, request, 1)
-        room = max(self._step_rows - len(draft.seats), 1)
+        """Returns the next step, or None if nothing can be computed now."""
+        queues, next_plan, pending = self._queues, self._next_plan, self._preemptor.pending
+        self._preemptor.apply_pending()
+        prefills = self._schedule_decodes()
+        budget = max(self._max_num_batched_tokens - len(next_plan.seats), 1)
         for request in prefills:
-            if room > 0 and request.running and request not in self._in.yielding:
-                room -= self._put(draft, request, min(room, len(request.tokens) - request.planned))
-        while room > 0 and self._in.waiting and self._in.admit(self._in.waiting[0]):
-            request = self._in.waiting.popleft()
+            if budget > 0 and request.running and request not in pending:
+                budget -= self._schedule_chunk(request, budget)
+        while budget > 0 and queues.waiting and self._admission.admit(queues.waiting[0]):
+            request = queues.waiting.popleft()
             if request.running:
-                room -= self._put(draft, request, min(room, len(request.tokens) - request.planned))
-        self._in.promote_one()
-        if self._in.waiting and not (draft.seats or self._in.running or self._in_flight):
+                budget -= self._schedule_chunk(request, budget)
+        self._preemptor.promote_one()
+        if queues.waiting and not (next_plan.seats or queues.running or self._in_flight):
             self._make_room_for_first()
-        needed = draft.seats or self._handovers or self._in.landings.wait_for(self._in.plans)
-        return self._seal(draft) if needed else None
+        if not (next_plan.seats or self._handovers or self._landings.reserved_in(next_plan.number)):
+            return None
+        requests = next_plan.requests
+        reads_host = any(isinstance(command, READS_HOST) for command in next_plan.commands) or any(
+            request.holding.residence is Residence.STREAMED for request in requests
+        )
+        plan = next_plan.build(self._handovers.take(), reads_host=reads_host)
+        self._in_flight.append(_InFlight(plan, requests))
+        return plan
 
-    def commit(self, result: StepResult) -> Committed:
-        """Takes in the result of the oldest plan in flight. Ends that were decided since the last commit come along."""
+    def commit(self, result: StepResult) -> TokenOutputs:
+        """Records the result of the oldest plan in flight. Returns its tokens, and what `take_outputs` would return."""
         in_flight = self._in_flight.popleft()
         assert result.number == in_flight.plan.number, f"plan {result.number} committed before {in_flight.plan.number}"
-        news, requests = self._take_early(), in_flight.requests
-        early = len(news.token_ids)
+        outputs, requests = self._outputs, in_flight.requests
+        num_early = len(outputs.token_ids)
         for request in requests:
             request.in_flight -= 1
-        for at, (segment, token) in enumerate(zip(in_flight.plan.sampled, result.token_ids, strict=True)):
+        for index, (segment, token) in enumerate(zip(in_flight.plan.sampled, result.token_ids, strict=True)):
             request = requests[segment]
             if request.phase is Phase.ENDING:
-                continue  # it ended while this plan was in flight: the token is not wanted
+                continue  # it ended while this plan was in flight
+            alternatives = result.alternatives.get(index)
             if request.for_peer:
-                self._hand_over(request, token, result.alternatives.get(at))
+                self._hand_over(request, token, alternatives)
                 continue
-            if at in result.alternatives:
-                news.alternatives[len(news.token_ids)] = result.alternatives[at]
-            news.request_ids.append(request.request_id)
-            news.token_ids.append(token)
-            self._take_token(request, token)
+            outputs.add(request.request_id, token, alternatives)
+            self._append_token(request, token)
         for request in requests:
             if request.phase is Phase.ENDING and request.in_flight == 0:
                 self._release(request)
         self.counters.steps += 1
-        self.counters.tokens_generated += len(news.token_ids) - early
-        self._put_ended(news)
-        return news
+        self.counters.tokens_generated += len(outputs.token_ids) - num_early
+        return self.take_outputs()
 
-    def take_news(self) -> Committed:
-        """What came about since the last commit without a step: tokens that came with landings, and ends."""
-        news = self._take_early()
-        self._put_ended(news)
-        return news
-
-    def _take_early(self) -> Committed:
-        early, self._early = self._early, Committed()
-        return early
-
-    def _put_ended(self, news: Committed) -> None:
-        """Requests whose end was decided since this was last asked, each with its reason."""
-        news.finished, self._ended = self._ended, {}
-        news.why_lost, self._why_lost = self._why_lost, {}
+    def take_outputs(self) -> TokenOutputs:
+        """Returns, once, what is known without a step: first tokens of landings, and requests that have ended."""
+        outputs, self._outputs = self._outputs, TokenOutputs()
+        return outputs
 
     def audit(self) -> None:
-        """Proves that every page and every seat has exactly one owner or is free."""
-        requests = list(self._requests.values())
+        """Proves that every page and every seat is free or has exactly one owner."""
+        requests, queues = list(self._requests.values()), self._queues
         self._ledger.audit([request.holding for request in requests])
         seats = [request.seat for request in requests if request.seat is not None]
-        assert sorted(seats + self._in.free_seats) == list(range(len(seats) + len(self._in.free_seats))), (
+        assert sorted(seats + queues.free_seats) == list(range(len(seats) + len(queues.free_seats))), (
             "a seat is lost or shared"
         )
-        assert set(self._in.yielding) <= set(self._in.running), "a request that does not run is asked to give way"
+        assert set(self._preemptor.pending) <= set(queues.running), "a request that does not run is to be preempted"
         for request in requests:
             at_rest = request.holding.residence in (Residence.ABSENT, Residence.PARKED, Residence.LANDING)
             assert at_rest == (request.seat is None), f"{request.request_id}: {request.holding.residence} and its seat"
             if not at_rest:
-                need = self._ledger.pages_needed(request.holding, request.holding.residence, request.planned)
+                need = self._ledger.pages_needed(request.holding, request.holding.residence, request.num_scheduled)
                 assert need == NO_PAGES, f"{request.request_id} has rows without a page"
 
-    def _take_token(self, request: Request, token: int) -> None:
-        request.promised -= 1
+    def _schedule_decodes(self) -> list[Request]:
+        """Adds one token of every request that decodes. Returns the requests that have more than one to compute."""
+        prefills = []
+        running, seats, preemptor = self._queues.running, self._next_plan.seats, self._preemptor
+        pending, max_decodes = preemptor.pending, ceil_div(len(running), self._stages)
+        for request in tuple(running):
+            if request.seat is None or (pending and request in pending):
+                continue  # it was preempted for an older request in this plan, or will be
+            num_scheduled = request.num_scheduled
+            remaining = min(len(request.tokens) + request.num_unsampled, request.max_length - 1) - num_scheduled
+            if remaining > 1:
+                prefills.append(request)
+            elif self._stages > 1 and (request.num_unsampled or len(seats) == max_decodes):
+                continue
+            elif (
+                remaining == 1
+                and (num_scheduled < request.holding.capacity or preemptor.grow(request))
+                and not self._becomes_tiered(request)
+            ):
+                self._schedule(request, 1)
+        return prefills
+
+    def _becomes_tiered(self, request: Request) -> bool:
+        """Whether the request's prompt was streamed completely. It becomes tiered when its last chunk is committed."""
+        if request.phase is Phase.DECODE:
+            return False
+        return request.holding.residence is Residence.STREAMED and request.num_scheduled >= len(request.tokens)
+
+    def _schedule_chunk(self, request: Request, budget: int) -> int:
+        """Adds the next tokens of a prompt, at most `budget`. Returns their number."""
+        count = min(budget, len(request.tokens) - request.num_scheduled)
+        self._schedule(request, count)
+        return count
+
+    def _schedule(self, request: Request, count: int) -> None:
+        """Adds the next `count` tokens of a request, which has pages for them, to the plan."""
+        next_plan, seat = self._next_plan, request.seat
+        assert seat is not None
+        next_plan.seats.append(seat)
+        next_plan.starts.append(request.num_scheduled)
+        next_plan.counts.append(count)
+        if request.phase is Phase.PREFILL and request.num_unsampled == 0:
+            self.counters.tokens_prefilled += count
+        request.num_scheduled += count
+        if request.for_peer:
+            self._handovers.announce_rows(request)
+        if request.num_scheduled == len(request.tokens) + request.num_unsampled:
+            next_plan.sampled.append(len(next_plan.requests))
+            request.num_unsampled += 1
+        next_plan.requests.append(request)
+        request.in_flight += 1
+
+    def _make_room_for_first(self) -> None:
+        """Makes room if no request runs and still the first in the queue does not fit.
+
+        The youngest other request that holds pages releases them and will be recomputed. If there is none, quarantine
+        has taken so many pages that the first request can never be admitted, and it ends.
+        """
+        first, *others = self._queues.waiting
+        holders = [request for request in others if request.phase is Phase.PARKED]
+        if holders:
+            self._preemptor.recompute(holders[-1])
+        elif self._ledger.quarantined != NO_PAGES and len(self._requests) == len(self._queues.waiting):
+            pages = self._ledger.quarantined.device + self._ledger.quarantined.host
+            why = f"{pages} pages are in quarantine, since lost prefill workers might still write to them, and too few"
+            self._end(first, "no_room", f"{why} are left; restart this worker")
+
+    def _append_token(self, request: Request, token: int) -> None:
+        request.num_unsampled -= 1
         request.tokens.append(token)
         if request.phase is Phase.PREFILL:
-            self._in.on_kv_ready(request)
+            self._admission.on_kv_ready(request)
         self._check_end(request, token)
 
     def _check_end(self, request: Request, token: int) -> None:
-        """`token` was its newest."""
+        """Ends the request if `token`, its newest, is a stop token or reaches its maximal length."""
         if token in request.prompt.stop_ids:
             self._end(request, "stop")
         elif len(request.tokens) >= request.max_length:
             self._end(request, "length")
 
-    def _turn(self) -> int:
-        """The most that may decode in the next plan, so that every stage has some."""
-        return ceil_div(len(self._in.running), self._stages)
-
-    @property
-    def load(self) -> int:
-        """Tokens of all its requests: by this the least busy replica is chosen."""
-        return sum(len(request.tokens) for request in self._requests.values())
-
-    def _ready(self, request: Request) -> bool:
-        """False: its prompt has been streamed, and it becomes tiered when that is committed."""
-        if request.phase is Phase.DECODE:
-            return True
-        return request.holding.residence is not Residence.STREAMED or request.planned < len(request.tokens)
-
-    def _put(self, draft: _Draft, request: Request, count: int) -> int:
-        """Adds rows [planned, planned + count) of a request, which has pages for them, to the plan."""
-        seat = request.seat
-        assert seat is not None
-        draft.seats.append(seat)
-        draft.starts.append(request.planned)
-        draft.counts.append(count)
-        if request.phase is Phase.PREFILL and request.promised == 0:
-            self.counters.tokens_prefilled += count
-        request.planned += count
-        if request.for_peer:
-            self._handovers.rows(request)
-        if request.planned == len(request.tokens) + request.promised:
-            draft.sampled.append(len(draft.requests))
-            request.promised += 1
-        draft.requests.append(request)
-        request.in_flight += 1
-        return count
-
     def _hand_over(self, request: Request, token: int, alternatives: Alternatives | None) -> None:
-        """A prompt computed for a peer is whole. Its rows wait on the host until they have been sent."""
-        self._in.commands += self._ledger.park(request.holding, request.planned)
-        request.move(Phase.HANDOVER)
-        self._in.running.remove(request)
-        self._in.leave_seat(request)
-        self._handovers.rows(request, whole=True)
-        self._handovers.first_token(request, token, alternatives)
-        self.counters.handed_over += 1
-
-    def _make_room_for_first(self) -> None:
-        """Nobody runs, and yet the first in the queue does not fit. Of those who hold pages the youngest gives them up
-        and will be computed here. If nobody does, quarantine has taken too many for it ever to come in."""
-        holders = [each for each in self._in.waiting if each.phase is Phase.PARKED and each is not self._in.waiting[0]]
-        if holders:
-            self._in.recompute(holders[-1])
-        elif self._ledger.quarantined != NO_PAGES and len(self._requests) == len(self._in.waiting):
-            pages = self._ledger.quarantined.device + self._ledger.quarantined.host
-            why = f"{pages} pages are in quarantine, since lost prefill workers might still write to them, and too few"
-            self._end(self._in.waiting[0], "no_room", f"{why} are left; restart this worker")
+        """Announces a completed prompt to its peer. Its rows stay on the host until they have been sent."""
+        self._next_plan.commands += self._ledger.park(request.holding, request.num_scheduled)
+        self._queues.stop(request, Phase.HANDOVER)
+        self._handovers.announce_rows(request, whole=True)
+        self._handovers.announce_first_token(request, token, alternatives)
+        self.counters.handovers += 1
 
     def _landing(self, request_id: str, attempt: int) -> Request | None:
-        """The request whose landing this is; None where it is not awaited any more."""
+        """Returns the request that this landing belongs to, or None if the landing has ended or was replaced."""
         request = self._requests.get(request_id)
-        awaited = request is not None and request.holding.residence is Residence.LANDING and request.attempt == attempt
-        return request if awaited and request is not None and request.phase is not Phase.PARKED else None
+        if request is None or request.attempt != attempt or request.phase is Phase.PARKED:
+            return None
+        return request if request.holding.residence is Residence.LANDING else None
 
-    def _seal(self, draft: _Draft) -> Plan:
-        sent = self._handovers.take()
-        commands = self._in.take_commands()
-        reads_host = any(isinstance(command, READS_HOST) for command in commands) or any(
-            request.holding.residence is Residence.STREAMED for request in draft.requests
-        )
-        columns = (draft.seats, draft.starts, draft.counts, draft.sampled)
-        plan = Plan(self._in.plans, commands, *columns, sent, reads_host)
-        self._in.plans += 1
-        self._in_flight.append(_InFlight(plan, draft.requests))
-        return plan
-
-    def _end(self, request: Request, reason: FinishReason, why_lost: str | None = None) -> None:
+    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         self.counters.finished[reason] += 1
-        self._ended[request.request_id] = reason
-        if why_lost is not None:
-            self._why_lost[request.request_id] = why_lost
-        self._leave(request)
+        self._outputs.finished[request.request_id] = reason
+        if error is not None:
+            self._outputs.errors[request.request_id] = error
+        self._remove(request)
 
-    def _leave(self, request: Request) -> None:
-        """Out of whatever it is part of; it is released as soon as nothing uses what it holds."""
+    def _remove(self, request: Request) -> None:
+        """Removes a request in any phase. It is released as soon as no plan and no peer uses its pages."""
         if request.phase in (Phase.WAITING, Phase.PARKED):
-            self._in.waiting.remove(request)
+            self._queues.waiting.remove(request)
             self._release(request)
         elif request.phase is Phase.HANDOVER:
-            self._handovers.forget(request)
+            self._handovers.discard(request)
             self._release(request)
         elif request.phase is Phase.LANDING:
             request.move(Phase.ENDING)
-            if self._in.landings.withdraw(request):
+            if self._landings.withdraw(request):
                 self._release(request)
         else:
             request.move(Phase.ENDING)
-            self._in.running.remove(request)
-            self._in.yielding.pop(request, None)
+            self._queues.running.remove(request)
+            self._preemptor.pending.pop(request, None)
             if request.in_flight == 0:
                 self._release(request)
 
     def _release(self, request: Request) -> None:
-        """The one door out: seat and pages go back, the request is forgotten. No plan in flight uses them any more."""
+        """Releases the seat and pages of a request that no plan in flight uses. Every request ends here."""
         if request.phase is Phase.FINISHED:
             return
         assert request.in_flight == 0, f"{request.request_id} is part of a plan in flight"
         request.move(Phase.FINISHED)
-        self._in.leave_seat(request)
+        self._queues.release_seat(request)
         self._ledger.release(request.holding)
         del self._requests[request.request_id]
 

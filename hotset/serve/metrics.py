@@ -36,8 +36,8 @@ COUNTERS = {
     "rows_flushed": ("hotset_rows_flushed", "KV rows copied to the host; a row counts once for all layers."),
     "bytes_swapped": ("hotset_bytes_swapped", "Bytes copied from the host into hot buffers."),
     "steps": ("hotset_steps", "Steps computed."),
-    "asked_again": ("hotset_handoff_retries", "Handoffs that were lost and retried."),
-    "handed_over": ("hotset_prompts_handed_off", "Prompts computed for decode workers and handed off."),
+    "retries": ("hotset_handoff_retries", "Handoffs that were lost and retried."),
+    "handed_off": ("hotset_prompts_handed_off", "Prompts computed for decode workers and handed off."),
 }
 HANDOFF_GAUGES = {
     "open": ("hotset_handoffs_open", "Handoffs that at least one side has not finished."),

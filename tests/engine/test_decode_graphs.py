@@ -99,7 +99,7 @@ def test_no_decode_step_makes_the_host_wait(tiers: str, monkeypatch: pytest.Monk
 
     def watched(runner: Runner, plan: Plan) -> SubmittedStep:
         nonlocal decoded
-        if plan.rows != len(plan.seats) or not all(isinstance(each, Grant) for each in plan.commands):
+        if plan.num_tokens != len(plan.seats) or not all(isinstance(each, Grant) for each in plan.commands):
             return submit(runner, plan)
         decoded += 1
         torch.cuda.set_sync_debug_mode("error")

@@ -103,7 +103,7 @@ def test_a_loss_is_logged_with_its_reason_unless_the_client_has_left(
         while not asking.idle and time.monotonic() < deadline:
             news = asking.step()
             ends |= news.finished
-            why |= news.why_lost
+            why |= news.errors
         warned = [record.getMessage() for record in caplog.records if "did not arrive" in record.getMessage()]
         assert ends == {"r/0": "abort" if aborted else "lost"} and bool(warned) == bool(why) == (not aborted)
         assert aborted or (why["r/0"] in warned[0] and "is a decode worker" in why["r/0"])

@@ -4,8 +4,10 @@ A row's content is the context up to it, which stands for its KV. Memory that co
 workspace is spoiled at once, so a page with two owners does not go unnoticed.
 """
 
+from collections.abc import Iterable
+
 from hotset.memory.geometry import TAIL_PAGES, Geometry
-from hotset.schedule.plan import Admission, Plan, Reservation, StepResult
+from hotset.schedule.plan import AssignSeat, Plan, Reservation, StepResult
 from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
 from hotset.tiers.residence import PageUse, Residence
 
@@ -40,17 +42,20 @@ class ListRunner:
         for position in range(len(tokens)):
             where = reservation.row_pages[position // page_rows], position % page_rows
             (self.device if reservation.on_device else self.host)[where] = tokens[: position + 1]
-        self.landed |= {*reservation.key_pages, *(reservation.row_pages if reservation.on_device else ())}
+        self.landed |= self.device_pages(reservation)
+
+    def device_pages(self, reservation: Reservation) -> set[int]:
+        """The device pages of a reservation. Without index keys, `key_pages` are the host pages of the rows."""
+        keys = reservation.key_pages if self.geometry.keys_per_page else ()
+        return {*keys, *(reservation.row_pages if reservation.on_device else ())}
 
     def scribble(self, reservation: Reservation) -> None:
         """A peer that was given up on writes at last."""
-        if reservation.on_device:
-            self._spoil(reservation.row_pages)
-        else:
+        if not reservation.on_device:
             for page in reservation.row_pages:
                 for row in range(self.geometry.page_rows):
                     self.host[page, row] = SPOILED
-        self._spoil(reservation.key_pages)
+        self._spoil(self.device_pages(reservation))
 
     def on_host(self, pages: tuple[int, ...], position: int) -> tuple[object, ...]:
         return self.host[pages[position // self.geometry.page_rows], position % self.geometry.page_rows]
@@ -59,7 +64,7 @@ class ListRunner:
         assert plan.number == self.number + 1, "plans are numbered in order"
         self.number = plan.number
         for command in plan.commands:
-            if isinstance(command, Admission):
+            if isinstance(command, AssignSeat):
                 self.seats[command.seat] = Seat([*command.prompt.token_ids, *command.answer])
             else:
                 self.execute(command)
@@ -159,7 +164,7 @@ class ListRunner:
     def _at(self, seat: Seat, kind: PageUse, position: int) -> Row:
         return seat.pages[kind][position // self.geometry.page_rows], position % self.geometry.page_rows
 
-    def _spoil(self, pages: "list[int] | tuple[int, ...]") -> None:
+    def _spoil(self, pages: Iterable[int]) -> None:
         for page in pages:
             for row in range(self.geometry.page_rows):
                 self.device[page, row] = SPOILED

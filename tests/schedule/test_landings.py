@@ -7,7 +7,7 @@ from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
 from hotset.schedule.plan import Reservation, Withdrawal
 from hotset.schedule.request import Request
-from hotset.schedule.scheduler import MOST_ATTEMPTS, Scheduler
+from hotset.schedule.scheduler import MAX_ATTEMPTS, Scheduler
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
 
 GEOMETRY = Geometry(2, 2, 64, keys_per_page=8, slots=4, topk=2)
@@ -28,7 +28,7 @@ def reserved(scheduler: Scheduler, runner: ListRunner) -> Reservation:
     plan = scheduler.plan()
     assert plan is not None
     scheduler.commit(runner.submit(plan))
-    (outgoing,) = scheduler.take_outgoing()
+    (outgoing,) = scheduler.take_landing_updates()
     assert isinstance(outgoing, Reservation)
     return outgoing
 
@@ -39,20 +39,20 @@ def test_pages_are_announced_when_the_plan_that_gave_them_is_done_with() -> None
     scheduler.add(elsewhere("a", 9, 12))
     plan = scheduler.plan()
     assert plan is not None and not plan.seats, "a plan for its commands alone"
-    assert scheduler.take_outgoing() == []
+    assert scheduler.take_landing_updates() == []
     result = runner.submit(plan)
-    assert scheduler.take_outgoing() == []
+    assert scheduler.take_landing_updates() == []
     scheduler.commit(result)
-    (outgoing,) = scheduler.take_outgoing()
+    (outgoing,) = scheduler.take_landing_updates()
     assert isinstance(outgoing, Reservation) and outgoing.request_id == "a"
-    assert scheduler.take_outgoing() == []
+    assert scheduler.take_landing_updates() == []
 
 
 def test_pages_under_an_unknown_writer_belong_to_nobody_until_it_is_known_to_have_stopped() -> None:
     scheduler, runner, ledger = make()
     scheduler.add(elsewhere("a", 9, 12))
     first = reserved(scheduler, runner)
-    scheduler.lost("a", 1, quiesced=False, retry=True)
+    scheduler.fail_landing("a", 1, quiesced=False, retry=True)
     held = PageCounts(len(first.key_pages), len(first.row_pages))
     assert ledger.quarantined == held != NO_PAGES
     second = reserved(scheduler, runner)
@@ -62,19 +62,19 @@ def test_pages_under_an_unknown_writer_belong_to_nobody_until_it_is_known_to_hav
     scheduler.end_quarantine("a", 1)
     assert ledger.quarantined == NO_PAGES
     runner.land(second)
-    scheduler.landed("a", 2, next_token(second.prompt.token_ids), None)
-    assert scheduler.take_news().token_ids == [next_token(second.prompt.token_ids)]
+    scheduler.complete_landing("a", 2, next_token(second.prompt.token_ids), None)
+    assert scheduler.take_outputs().token_ids == [next_token(second.prompt.token_ids)]
 
 
 def test_a_prompt_is_asked_for_a_few_times_and_then_ends_as_lost() -> None:
     scheduler, runner, ledger = make()
     scheduler.add(elsewhere("a", 9, 12))
-    for attempt in range(1, MOST_ATTEMPTS + 1):
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         assert reserved(scheduler, runner).attempt == attempt
-        assert scheduler.lost("a", attempt, quiesced=True, retry=True, reason=f"reason {attempt}")
-        assert scheduler.counters.asked_again == min(attempt, MOST_ATTEMPTS - 1)
-    news = scheduler.take_news()
-    assert (news.finished, news.why_lost) == ({"a": "lost"}, {"a": f"reason {MOST_ATTEMPTS}"})
+        assert scheduler.fail_landing("a", attempt, quiesced=True, retry=True, reason=f"reason {attempt}")
+        assert scheduler.counters.retries == min(attempt, MAX_ATTEMPTS - 1)
+    news = scheduler.take_outputs()
+    assert (news.finished, news.errors) == ({"a": "lost"}, {"a": f"reason {MAX_ATTEMPTS}"})
     assert scheduler.idle and ledger.host is not None and ledger.host.held == 0
 
 
@@ -83,10 +83,10 @@ def test_an_abort_while_it_lands_holds_the_pages_until_the_writer_has_stopped() 
     scheduler.add(elsewhere("a", 9, 12))
     reserved(scheduler, runner)
     scheduler.abort("a")
-    assert scheduler.take_outgoing() == [Withdrawal("a", 1)]
-    assert scheduler.take_news().finished == {"a": "abort"}
+    assert scheduler.take_landing_updates() == [Withdrawal("a", 1)]
+    assert scheduler.take_outputs().finished == {"a": "abort"}
     assert ledger.host is not None and ledger.host.held > 0
-    assert not scheduler.lost("a", 1, quiesced=True, retry=False), "nobody is to be told of a loss"
+    assert not scheduler.fail_landing("a", 1, quiesced=True, retry=False), "nobody is to be told of a loss"
     assert scheduler.idle and ledger.host.held == 0
 
 
@@ -98,7 +98,7 @@ def test_an_abort_before_anybody_was_told_gives_the_pages_back_at_once() -> None
     scheduler.abort("a")
     assert ledger.host is not None and ledger.host.held == 0
     scheduler.commit(runner.submit(plan))
-    assert scheduler.take_outgoing() == [] and scheduler.idle
+    assert scheduler.take_landing_updates() == [] and scheduler.idle
 
 
 def test_a_request_that_quarantine_leaves_no_room_for_is_told_so() -> None:
@@ -106,11 +106,11 @@ def test_a_request_that_quarantine_leaves_no_room_for_is_told_so() -> None:
     scheduler, runner, ledger = make(host=6)
     scheduler.add(elsewhere("a", 9, 12))
     reserved(scheduler, runner)
-    scheduler.lost("a", 1, quiesced=False, retry=False)
-    scheduler.take_news()
+    scheduler.fail_landing("a", 1, quiesced=False, retry=False)
+    scheduler.take_outputs()
     held = ledger.quarantined.device + ledger.quarantined.host
     scheduler.add(Request("b", PromptSpec(tuple(range(8, 14)), SamplingParams(seed=0)), 8))
     assert scheduler.plan() is None
-    news = scheduler.take_news()
-    assert news.finished == {"b": "no_room"} and news.why_lost["b"].startswith(f"{held} pages are in quarantine")
+    news = scheduler.take_outputs()
+    assert news.finished == {"b": "no_room"} and news.errors["b"].startswith(f"{held} pages are in quarantine")
     assert scheduler.idle

@@ -18,9 +18,9 @@ from hotset.base.errors import IllegalTransition
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
-from hotset.schedule.plan import Committed, FirstToken, Plan, Reservation, Rows, StepResult, Withdrawal
+from hotset.schedule.plan import Plan, PromptComputed, Reservation, RowsWritten, StepResult, TokenOutputs, Withdrawal
 from hotset.schedule.request import Phase, Request
-from hotset.schedule.scheduler import MOST_ATTEMPTS, Scheduler
+from hotset.schedule.scheduler import MAX_ATTEMPTS, Scheduler
 from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
 
@@ -32,17 +32,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages=st.integers(3, 40),
         page_rows=st.integers(1, 4),
         seats=st.integers(1, 4),
-        step_rows=st.integers(1, 9),
+        step_tokens=st.integers(1, 9),
         depth=st.integers(1, 3),
         host_pages=st.sampled_from([None, 0, 5, 20, 60]),
         slots=st.sampled_from([0, 2, 3, 5]),
         mode=st.sampled_from(["auto", "auto", "always"]),
-        end_quarantine=st.integers(0, 3),
+        promote_after_plans=st.integers(0, 3),
         for_peers=st.sampled_from([False, False, True]),
     )
     def start(
-        self, pages: int, page_rows: int, seats: int, step_rows: int, depth: int, host_pages: int | None, slots: int,
-        mode: TiersMode, end_quarantine: int, for_peers: bool,
+        self, pages: int, page_rows: int, seats: int, step_tokens: int, depth: int, host_pages: int | None, slots: int,
+        mode: TiersMode, promote_after_plans: int, for_peers: bool,
     ) -> None:  # fmt: skip
         self.for_peers = for_peers and host_pages is not None
         keys_per_page = 5 if slots else 0
@@ -55,7 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.capacity = tiered if self.mode == "always" else max(self.resident, tiered)
         if host is not None:
             self.capacity = min(self.capacity, host.capacity * page_rows)
-        self.scheduler = Scheduler(self.ledger, seats, step_rows, self.mode, end_quarantine)
+        self.scheduler = Scheduler(self.ledger, seats, step_tokens, self.mode, promote_after_plans)
         self.runner = ListRunner(geometry)
         self.depth = depth
         self.in_flight: deque[StepResult] = deque()
@@ -113,7 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.sent)
     def drop(self, data: st.DataObject) -> None:
-        self.scheduler.drop(data.draw(st.sampled_from(sorted(self.sent))))
+        self.scheduler.drop_prompt(data.draw(st.sampled_from(sorted(self.sent))))
 
     @rule(data=st.data())
     @precondition(lambda self: self.fetched)
@@ -129,10 +129,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not quiesced:
             self.given_up.append(fetched)
             self.quarantine = True
-        if not retry or attempt == MOST_ATTEMPTS:
+        if not retry or attempt == MAX_ATTEMPTS:
             self.lost.add(name)
         for _ in range(2):
-            self.scheduler.lost(name, attempt, quiesced=quiesced, retry=retry)
+            self.scheduler.fail_landing(name, attempt, quiesced=quiesced, retry=retry)
 
     @rule(data=st.data())
     @precondition(lambda self: self.given_up)
@@ -146,9 +146,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def land(self, fetched: Reservation) -> None:
         self.runner.land(fetched)
         for _ in range(2):
-            self.scheduler.landed(fetched.request_id, fetched.attempt, next_token(fetched.prompt.token_ids), None)
+            self.scheduler.complete_landing(
+                fetched.request_id, fetched.attempt, next_token(fetched.prompt.token_ids), None
+            )
         if (fetched.request_id, fetched.attempt) in self.withdrawn:
-            self.runner.landed.difference_update(fetched.row_pages if fetched.on_device else (), fetched.key_pages)
+            self.runner.landed -= self.runner.device_pages(fetched)
 
     @rule(data=st.data())
     @precondition(lambda self: self.prompts)
@@ -162,7 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(self.in_flight) < self.depth and (plan := self.scheduler.plan()) is not None:
             self.in_flight.append(self.runner.submit(plan))
             self.check_sent(plan)
-        for outgoing in self.scheduler.take_outgoing():
+        for outgoing in self.scheduler.take_landing_updates():
             if isinstance(outgoing, Withdrawal):
                 self.withdrawn.add((outgoing.request_id, outgoing.attempt))
             else:
@@ -170,15 +172,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_sent(self, plan: Plan) -> None:
         """What is announced to a peer is on the host by now, follows what was announced before, and ends in a token."""
-        for sent in plan.sent:
+        for sent in plan.announcements:
             prompt = self.prompts[sent.request_id]
             match sent:
-                case Rows(name, first, last, pages):
+                case RowsWritten(name, first, last, pages):
                     assert first == self.sent[name], "rows are announced once, in order"
                     self.sent[name] = last
                     for position in range(first, last):
                         assert self.runner.on_host(pages, position) == tuple(prompt[: position + 1])
-                case FirstToken(name, token, _):
+                case PromptComputed(name, token, _):
                     assert self.sent[name] == len(prompt) and name not in self.handed
                     assert token == next_token(tuple(prompt))
                     self.handed[name] = token
@@ -188,7 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.in_flight:
             self.take(self.scheduler.commit(self.in_flight.popleft()))
         else:
-            self.take(self.scheduler.take_news())
+            self.take(self.scheduler.take_outputs())
 
     @rule(rounds=st.integers(2, 25))
     def run(self, rounds: int) -> None:
@@ -197,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.commit()
             self.scheduler.audit()
 
-    def take(self, news: Committed) -> None:
+    def take(self, news: TokenOutputs) -> None:
         for name, token in zip(news.request_ids, news.token_ids, strict=True):
             assert name not in self.reasons, "a token after the end"
             self.answers[name].append(token)
@@ -222,7 +224,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             while self.fetched:
                 self.land(self.fetched.pop())
             for name in self.handed:
-                self.scheduler.drop(name)
+                self.scheduler.drop_prompt(name)
         assert self.scheduler.idle, "a request never ends"
         for late in self.given_up:
             self.scheduler.end_quarantine(late.request_id, late.attempt)
@@ -230,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.ledger.device.held == 0
         assert self.ledger.host is None or self.ledger.host.held == 0
         counters = self.scheduler.counters
-        for change in ("demotions", "promotions", "parks", "resumes", "recomputes", "landed", "lost", "handed_over"):
+        for change in ("demotions", "promotions", "parks", "resumes", "recomputes", "landed", "lost", "handovers"):
             SEEN[change] += getattr(counters, change)
         for name, prompt in self.prompts.items():
             if name in self.sent:
@@ -264,7 +266,7 @@ def longest(pages_of: Callable[[int], int], pages: int) -> int:
     return tokens
 
 
-CHANGES = ("demotions", "parks", "resumes", "recomputes", "landed", "lost", "handed_over")
+CHANGES = ("demotions", "parks", "resumes", "recomputes", "landed", "lost", "handovers")
 SEEN: Counter[str] = Counter()
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, deadline=None, derandomize=True)
@@ -275,9 +277,9 @@ def test_every_change_of_residence_happened_above() -> None:
     assert not SEEN or all(SEEN[change] for change in CHANGES), SEEN
 
 
-def make(pages: int = 4, page_rows: int = 2, seats: int = 4, step_rows: int = 64) -> tuple[Scheduler, ListRunner]:
+def make(pages: int = 4, page_rows: int = 2, seats: int = 4, step_tokens: int = 64) -> tuple[Scheduler, ListRunner]:
     geometry = Geometry(page_rows, 1, 16 * page_rows)
-    return Scheduler(Ledger(geometry, PageAllocator(pages), None), seats, step_rows), ListRunner(geometry)
+    return Scheduler(Ledger(geometry, PageAllocator(pages), None), seats, step_tokens), ListRunner(geometry)
 
 
 def request(name: str, length: int, limit: int) -> Request:
@@ -334,7 +336,7 @@ def test_the_youngest_gives_way_and_the_oldest_hardly_waits(depth: int) -> None:
 
 
 def test_a_small_step_bounds_prompts_but_never_decoding() -> None:
-    scheduler, runner = make(pages=400, page_rows=2, seats=8, step_rows=3)
+    scheduler, runner = make(pages=400, page_rows=2, seats=8, step_tokens=3)
     for number in range(5):
         scheduler.add(request(f"r{number}", 4, 100))
     counts = []
@@ -348,7 +350,7 @@ def test_a_small_step_bounds_prompts_but_never_decoding() -> None:
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding() -> None:
-    scheduler, runner = make(pages=64, page_rows=2, seats=2, step_rows=5)
+    scheduler, runner = make(pages=64, page_rows=2, seats=2, step_tokens=5)
     scheduler.add(request("short", 2, 40))
     first = scheduler.plan()
     assert first is not None
@@ -410,7 +412,7 @@ def test_with_several_stages_plans_in_flight_share_no_token() -> None:
     for _ in range(30):
         while len(in_flight) < 2 and (plan := scheduler.plan()) is not None:
             in_flight.append(plan)
-        if len(in_flight) == 2 and len(scheduler._in.running) == 5:
+        if len(in_flight) == 2 and len(scheduler._queues.running) == 5:
             shared += len(set(in_flight[0].seats) & set(in_flight[1].seats))
             decoding.append(len(in_flight[1].seats))
         if in_flight:

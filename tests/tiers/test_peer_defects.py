@@ -29,9 +29,9 @@ def test_defect_01_parking_keeps_host_rows_and_resuming_sets_the_hot_buffer_up_a
     old, young = bench.add("old", 20, 50), bench.add("young", 20, 50)
     bench.run(until=lambda: young.phase is Phase.PARKED and bench.settled)
     bench.step()
-    assert len(young.holding.pages[PageUse.HOST]) == bench.geometry.row_pages(young.planned)
+    assert len(young.holding.pages[PageUse.HOST]) == bench.geometry.row_pages(young.num_scheduled)
     assert young.holding.device_pages == 0
-    assert bench.compared[Residence.PARKED] >= young.planned, "what is parked was not compared"
+    assert bench.compared[Residence.PARKED] >= young.num_scheduled, "what is parked was not compared"
     bench.run(until=lambda: young.seat is not None)
     assert old.phase is Phase.FINISHED or young.holding.residence is Residence.TIERED
     bench.run(until=lambda: bench.settled)
@@ -45,24 +45,24 @@ def test_defect_01_parking_keeps_host_rows_and_resuming_sets_the_hot_buffer_up_a
 
 
 def test_defect_01_a_prompt_parks_between_chunks_and_goes_on_where_it_was() -> None:
-    bench = Bench(40, 80, step_rows=6, tiers="always")
+    bench = Bench(40, 80, step_tokens=6, tiers="always")
     request = bench.add("streamed", 40, 8)
-    bench.run(until=lambda: request.planned == 18)
+    bench.run(until=lambda: request.num_scheduled == 18)
     assert request.holding.residence is Residence.STREAMED
-    bench.scheduler._in.preempt(request, Residence.PARKED)
+    bench.scheduler._preemptor.change_residence(request, Residence.PARKED)
     bench.finish()
     assert bench.scheduler.counters.resumes == 1 and bench.scheduler.counters.tokens_prefilled == 40
 
 
 REACHED: dict[str, Callable[[Bench, Request], bool]] = {
     "waiting": lambda bench, it: it.phase is Phase.WAITING,
-    "prefilling": lambda bench, it: it.phase is Phase.PREFILL and 0 < it.planned < len(it.prompt),
+    "prefilling": lambda bench, it: it.phase is Phase.PREFILL and 0 < it.num_scheduled < len(it.prompt),
     "resident": lambda bench, it: it.phase is Phase.DECODE and it.holding.residence is Residence.RESIDENT,
-    "streamed": lambda bench, it: it.holding.residence is Residence.STREAMED and it.planned > 0,
+    "streamed": lambda bench, it: it.holding.residence is Residence.STREAMED and it.num_scheduled > 0,
     "ready": lambda bench, it: it.holding.residence is Residence.TIERED and not bench.settled,
-    "tiered": lambda bench, it: it.holding.residence is Residence.TIERED and it.planned > 30,
+    "tiered": lambda bench, it: it.holding.residence is Residence.TIERED and it.num_scheduled > 30,
     "parked": lambda bench, it: it.phase is Phase.PARKED,
-    "yielding": lambda bench, it: it in bench.scheduler._in.yielding,
+    "pending": lambda bench, it: it in bench.scheduler._preemptor.pending,
 }
 
 
@@ -70,7 +70,7 @@ REACHED: dict[str, Callable[[Bench, Request], bool]] = {
 @pytest.mark.parametrize(("state", "depth"), [*((state, 2) for state in REACHED), ("waiting", 1), ("parked", 1)])
 def test_defect_03_an_abort_gives_every_page_back_and_disturbs_nobody(state: str, depth: int) -> None:
     resident = state in ("prefilling", "resident")
-    bench = Bench(60 if resident else 18, 80, tiers="auto" if resident else "always", depth=depth, step_rows=12)
+    bench = Bench(60 if resident else 18, 80, tiers="auto" if resident else "always", depth=depth, step_tokens=12)
     bench.add("old", 20, 50)
     victim = bench.add("victim", 20, 50)
     bench.add("next", 24, 12)
@@ -107,7 +107,7 @@ def test_defect_03_pages_under_a_plan_in_flight_are_granted_to_nobody() -> None:
         written = on_host if grant.use is PageUse.HOST else pages
         assert not written.intersection(grant.pages), "a page was taken from its writer"
     scheduler.commit(ticket.result())
-    scheduler.take_news()
+    scheduler.take_outputs()
     bench.reasons["victim"] = "abort"
     bench.finish()
 
@@ -155,7 +155,7 @@ def test_defect_04_a_parked_request_gives_its_host_pages_up_before_anything_rais
     ("device_pages", "host_pages", "tiers"), [(33, 151, "auto"), (24, 151, "always"), (70, 30, "auto")]
 )
 def test_defect_07_page_ids_of_the_two_pools_are_never_mixed_up(device_pages: int, host_pages: int, tiers: str) -> None:
-    bench = Bench(device_pages, host_pages, tiers=tiers, depth=2, seats=3, step_rows=9)
+    bench = Bench(device_pages, host_pages, tiers=tiers, depth=2, seats=3, step_tokens=9)
     for number, (prompt, answer) in enumerate([(30, 40), (7, 50), (44, 12), (21, 33), (3, 20)]):
         bench.add(f"r{number}", prompt, answer)
     differ = 0
@@ -176,10 +176,10 @@ def test_defect_07_page_ids_of_the_two_pools_are_never_mixed_up(device_pages: in
 def test_defect_08_contexts_that_end_on_a_page_boundary_park_and_resume_byte_for_byte(tiers: str, length: int) -> None:
     bench = Bench(60, 40, tiers=tiers)
     request = bench.add("r", 21, 24)
-    bench.run(until=lambda: request.planned == length and bench.settled)
+    bench.run(until=lambda: request.num_scheduled == length and bench.settled)
     flushed = bench.memory.traffic().rows_flushed
     assert flushed == length // 4 * 4, "a page is copied when it is full, and once"
-    bench.scheduler._in.preempt(request, Residence.PARKED)
+    bench.scheduler._preemptor.change_residence(request, Residence.PARKED)
     bench.step()
     assert bench.scheduler.counters.resumes == 1
     written = length + 1
@@ -194,7 +194,7 @@ def test_defect_08_contexts_that_end_on_a_page_boundary_park_and_resume_byte_for
 def test_defect_08_chunks_of_whole_pages_that_begin_within_a_page_are_mirrored_row_by_row(
     chunk: int, prompt: int, tiers: str
 ) -> None:
-    bench = Bench(60, 40, tiers=tiers, step_rows=chunk)
+    bench = Bench(60, 40, tiers=tiers, step_tokens=chunk)
     bench.add("first", 3, 9)  # decodes beside, so that chunks of the other begin anywhere
     bench.add("r", prompt, 9)
     bench.finish()
@@ -203,7 +203,7 @@ def test_defect_08_chunks_of_whole_pages_that_begin_within_a_page_are_mirrored_r
 @pytest.mark.parametrize("tiers", ["auto", "always"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_defect_15_equal_scores_choose_alike_in_every_chunk_and_tier(chunk: int, tiers: str) -> None:
-    bench = Bench(60, 40, tiers=tiers, step_rows=chunk)
+    bench = Bench(60, 40, tiers=tiers, step_tokens=chunk)
     bench.add("r", 30, 30)
     bench.finish()
     assert alone(prompt_of("r", 30), 30).ties > 50, "there are hardly any ties, so the test has lost its point"
@@ -211,7 +211,7 @@ def test_defect_15_equal_scores_choose_alike_in_every_chunk_and_tier(chunk: int,
 
 @pytest.mark.parametrize("tiers", ["auto", "always"])
 def test_defect_16_a_page_is_mirrored_after_the_pass_that_writes_it(tiers: str) -> None:
-    bench = Bench(60, 40, tiers=tiers, step_rows=10)
+    bench = Bench(60, 40, tiers=tiers, step_tokens=10)
     request = bench.add("r", 24, 12)
     order: list[str] = []
     forward, mirror = bench.model.forward, bench.memory.mirror_filled_pages
@@ -261,7 +261,7 @@ def test_defect_16_the_side_stream_waits_for_the_pass_that_writes_a_page() -> No
 def test_defect_17_rows_and_keys_on_the_host_equal_those_of_plain_lists_in_every_residence() -> None:
     compared: Counter[Residence] = Counter()
     for tiers in ("auto", "always"):
-        bench = Bench(18, 80, tiers=tiers, step_rows=6)
+        bench = Bench(18, 80, tiers=tiers, step_tokens=6)
         for name in ("old", "young"):
             bench.add(name, 20, 50)
         bench.finish()
@@ -274,7 +274,7 @@ def test_defect_17_rows_and_keys_on_the_host_equal_those_of_plain_lists_in_every
 def test_defect_17_one_wrong_bit_on_the_host_is_noticed(side: str) -> None:
     bench = Bench(60, 40)
     request = bench.add("r", 33, 8)
-    bench.run(until=lambda: request.planned == 34)
+    bench.run(until=lambda: request.num_scheduled == 34)
     bench.compare_host()
     stored = bench.host.rows if side == "rows" else bench.host.keys
     assert stored is not None

@@ -26,7 +26,7 @@ from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
 from hotset.memory.view import View
-from hotset.schedule.plan import Committed
+from hotset.schedule.plan import TokenOutputs
 from hotset.schedule.request import Request
 from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
@@ -180,7 +180,7 @@ class Bench:
         page_rows: int = 4,
         slots: int = 6,
         seats: int = 4,
-        step_rows: int = 64,
+        step_tokens: int = 64,
         tiers: TiersMode = "auto",
         depth: int = 1,
         context: int = 160,
@@ -192,7 +192,7 @@ class Bench:
         self.host = HostStore(SHAPE, host_pages, page_rows, CPU)
         self.poison = Poison(self.pool, self.host)
         self.memory = memory(self.pool, self.host, seats, context)
-        self.scheduler = Scheduler(self.ledger, seats, step_rows, tiers)
+        self.scheduler = Scheduler(self.ledger, seats, step_tokens, tiers)
         self.model = IntegerModel()
         card = ModelCard("whole", "whole", context, VOCAB, (), True, context, "cpu", "int16")
         runner = Runner(self.model, self.memory, seats, context, VOCAB)
@@ -210,7 +210,7 @@ class Bench:
         self.requests[name], self.answers[name] = request, []
         return request
 
-    def step(self) -> Committed:
+    def step(self) -> TokenOutputs:
         news = self.engine.step()
         self.engine.audit()
         for name, token in zip(news.request_ids, news.token_ids, strict=True):
@@ -228,7 +228,7 @@ class Bench:
     @property
     def settled(self) -> bool:
         """Workers know of every change: no command waits for the next plan."""
-        return not self.scheduler._in.commands
+        return not self.scheduler._next_plan.commands
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
         for _ in range(4000):
@@ -259,8 +259,8 @@ class Bench:
             residence = request.holding.residence
             if residence is Residence.ABSENT or name in self.reasons:
                 continue
-            known = min(request.planned, len(request.tokens))  # a token that is in flight still is not known here
-            full = min(known, request.planned // page_rows * page_rows)
+            known = min(request.num_scheduled, len(request.tokens))  # a token that is in flight still is not known here
+            full = min(known, request.num_scheduled // page_rows * page_rows)
             rows = known if residence in (Residence.STREAMED, Residence.PARKED) else full
             keys = known if residence is Residence.PARKED else full
             pages = request.holding.pages[PageUse.HOST]

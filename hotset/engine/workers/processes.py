@@ -209,7 +209,7 @@ class MultiprocessExecutor:
             self._drain()  # another rank may have written the pages, and has reported so by then
         self._steps_submitted += 1
         state = _StepState(self._steps_submitted, step, [None] * len(step), set(range(len(self._workers))))
-        tokens_per_rank = [0 if plan is None else plan.rows for plan in step]
+        tokens_per_rank = [0 if plan is None else plan.num_tokens for plan in step]
         sampled, self._sampled = self._sampled, []
         for worker in self._workers:
             rank = worker.rank

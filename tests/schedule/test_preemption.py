@@ -6,8 +6,8 @@ from hotset.base.config import TiersChoice
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
+from hotset.schedule.preemption import MAX_PARKS, Victim, demotions_for, pick_victim, promotable
 from hotset.schedule.request import Phase, Request
-from hotset.schedule.room import MOST_PARKS, Preemption, demotions_for, pick_victim, promotable
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
 from hotset.tiers.residence import Residence
 
@@ -27,57 +27,57 @@ class Running:
         request = Request(f"r{seat}", PromptSpec((1,) * length, SamplingParams(seed=0)), length + 40, tiers)
         assert self.ledger.admit(request.holding, seat, Residence.RESIDENT, length) is not None
         request.arrival = request.seat = seat
-        request.planned = length
+        request.num_scheduled = length
         request.move(Phase.PREFILL)
         request.move(Phase.DECODE)
         return request
 
-    def who(self, needy: int = 0, waiting: tuple[Request, ...] = ()) -> Preemption:
+    def who(self, needy: int = 0, waiting: tuple[Request, ...] = ()) -> Victim:
         return pick_victim(self.ledger, self.requests[needy], self.requests, waiting)
 
 
 def test_the_largest_gain_is_demoted_first_and_of_equals_the_older() -> None:
     running = Running([40, 64, 64, 40])
-    assert running.who() == Preemption(running.requests[1], Residence.TIERED)
+    assert running.who() == Victim(running.requests[1], Residence.TIERED)
 
 
 def test_with_nothing_to_gain_the_youngest_parks() -> None:
     running = Running([8, 8, 8])
-    assert running.who() == Preemption(running.requests[2], Residence.PARKED)
+    assert running.who() == Victim(running.requests[2], Residence.PARKED)
 
 
 def test_a_request_that_must_stay_resident_is_not_demoted() -> None:
     running = Running([64, 64], tiers="resident")
-    assert running.who() == Preemption(running.requests[1], Residence.PARKED)
+    assert running.who() == Victim(running.requests[1], Residence.PARKED)
 
 
 def test_who_was_parked_often_is_spared_until_all_were() -> None:
     running = Running([8, 8, 8])
-    running.requests[2].parks = MOST_PARKS
-    assert running.who() == Preemption(running.requests[1], Residence.PARKED)
+    running.requests[2].parks = MAX_PARKS
+    assert running.who() == Victim(running.requests[1], Residence.PARKED)
     for request in running.requests:
-        request.parks = MOST_PARKS
-    assert running.who() == Preemption(running.requests[2], Residence.PARKED)
+        request.parks = MAX_PARKS
+    assert running.who() == Victim(running.requests[2], Residence.PARKED)
 
 
 @pytest.mark.parametrize("host", [None, 0])
 def test_short_of_host_pages_the_youngest_is_computed_again(host: int | None) -> None:
     running = Running([8, 8], device=0 if host is None else 10, host=host)
-    assert running.who() == Preemption(running.requests[1], Residence.ABSENT)
+    assert running.who() == Victim(running.requests[1], Residence.ABSENT)
 
 
 def test_short_of_host_pages_a_younger_parked_request_gives_its_own_up() -> None:
     running = Running([8, 8, 8], device=10, host=0)
     parked = running.requests.pop()
-    running.ledger.park(parked.holding, parked.planned)
+    running.ledger.park(parked.holding, parked.num_scheduled)
     parked.move(Phase.PARKED)
-    assert running.who(waiting=(parked,)) == Preemption(parked, Residence.ABSENT)
+    assert running.who(waiting=(parked,)) == Victim(parked, Residence.ABSENT)
 
 
 def test_as_many_are_demoted_as_it_takes_and_nobody_if_that_would_not_do() -> None:
     running = Running([40, 64, 40])
     ledger, (old, large, young) = running.ledger, running.requests
-    gain, most = (ledger.pages_freed_by_demotion(request.holding, request.planned) for request in (old, large))
+    gain, most = (ledger.pages_freed_by_demotion(request.holding, request.num_scheduled) for request in (old, large))
     assert demotions_for(ledger, PageCounts(most, 0), NO_PAGES, running.requests) == [large]
     assert demotions_for(ledger, PageCounts(most, 0), PageCounts(1, 0), running.requests) == [large, old]
     assert demotions_for(ledger, PageCounts(most + 2 * gain, 0), NO_PAGES, running.requests) == [large, old, young]
@@ -89,7 +89,7 @@ def test_as_many_are_demoted_as_it_takes_and_nobody_if_that_would_not_do() -> No
 def test_a_promotion_leaves_everybody_a_page_to_grow_into(missing: int) -> None:
     running = Running([40, 40], device=20)
     ledger, young = running.ledger, running.requests[1]
-    ledger.demote(young.holding, young.planned)
-    wanted = ledger.pages_to_promote(young.planned).device + len(running.requests)
+    ledger.demote(young.holding, young.num_scheduled)
+    wanted = ledger.pages_to_promote(young.num_scheduled).device + len(running.requests)
     ledger.device.allocate(ledger.device.free - wanted + missing)
     assert promotable(ledger, running.requests) is (None if missing else young)

@@ -1,0 +1,120 @@
+"""Which waiting request is admitted, and in which residence; and where prompts computed elsewhere land."""
+
+from hotset.base.config import TiersMode
+from hotset.schedule.landings import Landings
+from hotset.schedule.plan import AssignSeat, PlanBuilder
+from hotset.schedule.preemption import Preemptor, headroom
+from hotset.schedule.queues import Queues
+from hotset.schedule.request import Counters, Phase, Request
+from hotset.tiers.ledger import Ledger
+from hotset.tiers.residence import PageUse, Residence
+
+
+def admissible_residences(ledger: Ledger, request: Request, mode: TiersMode) -> tuple[Residence, ...]:
+    """Returns the residences in which a waiting or parked request may be admitted, the best first."""
+    if not ledger.tiers or request.tiers == "resident" or request.holding.pages[PageUse.ROWS]:
+        return (Residence.RESIDENT,)
+    below = Residence.TIERED if request.phase is Phase.PARKED and request.prefilled else Residence.STREAMED
+    if mode == "always" or request.tiers == "tiered":
+        return (below,)
+    return (Residence.RESIDENT, below)
+
+
+def admissible_landings(ledger: Ledger, request: Request, mode: TiersMode) -> list[tuple[bool, Residence]]:
+    """Returns where a prompt computed elsewhere may land, the best first: (on the device, residence afterwards)."""
+    may_be_tiered = ledger.tiers and request.tiers != "resident"
+    must_be_resident = request.tiers == "resident" or request.landing == "device"  # even if all others are tiered
+    may_be_resident = must_be_resident or not (ledger.tiers and (mode == "always" or request.tiers == "tiered"))
+    landings = []
+    if may_be_resident and ledger.landing.on_device and request.landing != "host":
+        landings.append((True, Residence.RESIDENT))
+    if ledger.host is not None and request.landing != "device":
+        landings += [(False, Residence.RESIDENT)] * may_be_resident + [(False, Residence.TIERED)] * may_be_tiered
+    return landings
+
+
+class Admission:
+    """Gives waiting requests a seat and pages, or pages for their prompt to land in."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        queues: Queues,
+        next_plan: PlanBuilder,
+        counters: Counters,
+        mode: TiersMode,
+        preemptor: Preemptor,
+        landings: Landings,
+    ) -> None:
+        self._ledger, self._queues, self._next_plan, self._counters = ledger, queues, next_plan, counters
+        self._preemptor, self._landings, self._mode = preemptor, landings, mode
+
+    def check_possible(self, request: Request) -> None:
+        """Asserts that the request fits the pools when it is alone. The front end has refused all that do not."""
+        ledger, rows = self._ledger, request.max_length - 1
+        residences = admissible_residences(ledger, request, self._mode)
+        least = min(ledger.pages_needed(request.holding, to, rows).device for to in residences)
+        assert least <= ledger.device.capacity, f"{least} device pages never fit {ledger.device.capacity}"
+        if ledger.host is not None:
+            on_host = ledger.geometry.row_pages(rows)
+            assert on_host <= ledger.host.capacity, f"{on_host} host pages never fit {ledger.host.capacity}"
+
+    def admit(self, request: Request) -> bool:
+        """Admits a waiting or parked request with pages for all its tokens. Returns False if it does not fit yet.
+
+        A request whose prompt a prefill worker computes gets pages for the prompt to land in, but no seat.
+        """
+        if request.phase is Phase.WAITING and request.prefill_at is not None:
+            return self._reserve_landing(request)
+        queues = self._queues
+        if not queues.free_seats:
+            return False
+        spare = headroom(queues.running)
+        for residence in admissible_residences(self._ledger, request, self._mode):
+            if residence is Residence.STREAMED and queues.count(Residence.STREAMED):
+                continue  # only one request streams at a time
+            need = self._ledger.pages_needed(request.holding, residence, len(request.tokens))
+            if self._preemptor.make_room(need, spare):
+                self._start(request, residence)
+                return True
+        self._preemptor.note_pressure()
+        return False
+
+    def on_kv_ready(self, request: Request) -> None:
+        """Moves a request to decoding. This is the only way there; all its tokens but the newest have rows."""
+        request.move(Phase.DECODE)
+        if request.holding.residence is Residence.STREAMED:
+            self._next_plan.commands += self._ledger.end_streaming(request.holding, request.num_scheduled)
+
+    def _reserve_landing(self, request: Request) -> bool:
+        """Reserves pages for a prompt to land in, if the request could then also be admitted."""
+        ledger, spare, rows = self._ledger, headroom(self._queues.running), len(request.tokens)
+        for on_device, residence in admissible_landings(ledger, request, self._mode):
+            need = ledger.pages_needed(request.holding, residence, min(rows + 1, request.max_length - 1))
+            if not self._preemptor.make_room(need, spare):
+                continue
+            reserved = ledger.reserve(request.holding, on_device, rows)
+            assert reserved, "pages were free a moment ago"
+            self._landings.reserve(request, on_device, self._next_plan.number)
+            return True
+        self._preemptor.note_pressure()
+        return False
+
+    def _start(self, request: Request, residence: Residence) -> None:
+        """Gives a request a seat and its pages. The caller has checked that both are free."""
+        ledger, holding, length, rows = self._ledger, request.holding, request.num_scheduled, len(request.tokens)
+        seat = self._queues.start(request)
+        if holding.residence is Residence.PARKED:
+            commands = ledger.resume(holding, seat, residence, length, rows)
+            self._counters.resumes += 1
+        elif holding.residence is Residence.LANDING:
+            commands = ledger.land(holding, seat, residence, length, rows)
+        else:
+            commands = ledger.admit(holding, seat, residence, rows)
+        assert commands is not None, "pages were free a moment ago"
+        answer = tuple(request.tokens[len(request.prompt) :])
+        self._next_plan.commands += [AssignSeat(seat, request.prompt, answer), *commands]
+        if request.prefilled and length:
+            self.on_kv_ready(request)
+        else:
+            request.move(Phase.PREFILL)

@@ -1,0 +1,201 @@
+"""Which requests are demoted, parked or recomputed when pages are short, and which is promoted when they are not.
+
+The functions choose and change nothing. `Preemptor` carries the choices out. A request's residence changes only while
+no plan in flight uses the request; until then the change is pending, and no other victim is chosen. Pages that are
+freed can be granted in the same plan. `running` is in order of arrival.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hotset.base.config import TiersMode
+from hotset.schedule.plan import PlanBuilder
+from hotset.schedule.queues import Queues
+from hotset.schedule.request import Counters, Phase, Request
+from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
+from hotset.tiers.residence import Residence
+
+MAX_PARKS = 3  # a request that was parked this often is spared while others can be parked
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """`request` must change to residence `to`."""
+
+    request: Request
+    to: Residence
+
+
+def pick_victim(ledger: Ledger, needy: Request, running: Sequence[Request], waiting: Iterable[Request]) -> Victim:
+    """Chooses the request that frees a page for the next token of `needy`. It may be `needy` itself.
+
+    If device pages are short, the request whose demotion frees the most pages is demoted. If no demotion frees any, the
+    youngest request is parked. If host pages are short, or there is no host store, the youngest request that holds
+    pages releases all of them and is recomputed.
+    """
+    need = ledger.pages_needed(needy.holding, needy.holding.residence, needy.num_scheduled + 1)
+    short_of_device = need.device > ledger.device.free
+    if short_of_device and (freed := _pages_freed(ledger, running)):
+        return Victim(max(freed, key=freed.__getitem__), Residence.TIERED)
+    if short_of_device and ledger.host is not None:
+        seldom_parked = [request for request in running if request.parks < MAX_PARKS]
+        return Victim((seldom_parked or running)[-1], Residence.PARKED)
+    holders = [*running, *(request for request in waiting if request.phase is Phase.PARKED)]
+    return Victim(max(holders, key=lambda request: request.arrival), Residence.ABSENT)
+
+
+def demotions_for(ledger: Ledger, need: PageCounts, spare: PageCounts, running: Iterable[Request]) -> list[Request]:
+    """Chooses requests to demote, those that free the most first, until `need` fits with `spare` pages left.
+
+    Returns an empty list if all demotions together would not suffice.
+    """
+    if not ledger.tiers or not ledger.fits(PageCounts(0, need.host), PageCounts(0, spare.host)):
+        return []
+    demoted, short = [], need.device + spare.device - ledger.device.free
+    freed = _pages_freed(ledger, running)
+    for request in sorted(freed, key=freed.__getitem__, reverse=True):
+        if short <= 0:
+            break
+        demoted.append(request)
+        short -= freed[request]
+    return demoted if short <= 0 else []
+
+
+def promotable(ledger: Ledger, running: Sequence[Request]) -> Request | None:
+    """Returns the oldest tiered request that fits as a resident one, with headroom left for all running requests."""
+    tiered = [
+        request for request in running if request.holding.residence is Residence.TIERED and request.tiers != "tiered"
+    ]
+    spare = headroom(running) if tiered else NO_PAGES
+    return next((r for r in tiered if ledger.fits(ledger.pages_to_promote(r.num_scheduled), spare)), None)
+
+
+def headroom(running: Iterable[Request]) -> PageCounts:
+    """Returns one page for every running request that will need more pages. Admission leaves these free."""
+    device = host = 0
+    for request in running:
+        device += request.holding.device_capacity < request.max_length - 1
+        host += request.holding.host_capacity < request.max_length - 1
+    return PageCounts(device, host)
+
+
+def _pages_freed(ledger: Ledger, running: Iterable[Request]) -> dict[Request, int]:
+    """Returns the pages that demotion would free, for every request where it would free any."""
+    return {
+        request: freed
+        for request in running
+        if request.phase is Phase.DECODE
+        and request.tiers != "resident"
+        and (freed := ledger.pages_freed_by_demotion(request.holding, request.num_scheduled)) > 0
+    }
+
+
+class Preemptor:
+    """Makes room for requests that grow or are admitted, and uses room that has lasted for promotions."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        queues: Queues,
+        next_plan: PlanBuilder,
+        counters: Counters,
+        mode: TiersMode,
+        promote_after_plans: int,
+    ) -> None:
+        """A tiered request is promoted only after `promote_after_plans` plans without memory pressure."""
+        self.pending: dict[Request, Residence] = {}  # not scheduled until its plans have drained; then it changes
+        self._ledger, self._queues, self._next_plan, self._counters = ledger, queues, next_plan, counters
+        self._mode, self._promote_after_plans = mode, promote_after_plans
+        self._last_pressure = 0  # number of the last plan for which pages were short
+
+    def grow(self, request: Request) -> bool:
+        """Grants pages for one more token, and preempts other requests for them if it must.
+
+        Returns False if the request cannot be scheduled in this plan. It may itself have been preempted.
+        """
+        ledger, queues = self._ledger, self._queues
+        while (commands := ledger.grow(request.holding, request.num_scheduled + 1)) is None:
+            self.note_pressure()
+            if self.pending:
+                return False  # pages will be freed soon
+            victim = pick_victim(ledger, request, queues.running, queues.waiting)
+            if not self.change_residence(victim.request, victim.to) or not request.running:
+                return False
+        self._next_plan.commands += commands
+        return True
+
+    def make_room(self, need: PageCounts, spare: PageCounts) -> bool:
+        """Demotes requests, if necessary, until `need` fits with `spare` pages left. Returns whether it fits now.
+
+        No request is demoted if that would not suffice. If demotions are pending, it may fit in a later plan.
+        """
+        if self._ledger.fits(need, spare):
+            return True
+        if self.pending or not (demoted := demotions_for(self._ledger, need, spare, self._queues.running)):
+            return False
+        self.note_pressure()
+        for request in demoted:
+            self.change_residence(request, Residence.TIERED)
+        return self._ledger.fits(need, spare)
+
+    def note_pressure(self) -> None:
+        """Records that pages were short for the next plan."""
+        self._last_pressure = self._next_plan.number
+
+    def change_residence(self, request: Request, to: Residence) -> bool:
+        """Changes a request's residence, now or when no plan in flight uses it any more. Returns whether it did now."""
+        if request.in_flight > 0:
+            self.pending[request] = to
+            return False
+        self._change(request, to)
+        return True
+
+    def apply_pending(self) -> None:
+        """Carries out the pending changes of requests that no plan in flight uses any more."""
+        for request, to in tuple(self.pending.items()):
+            if request.in_flight == 0:
+                del self.pending[request]
+                self._change(request, to)
+
+    def promote_one(self) -> None:
+        """Promotes the oldest tiered request that fits, if no request waits and pages have not been short for long."""
+        if self._mode == "always" or self._queues.waiting or self.pending or not self._ledger.tiers:
+            return
+        if self._next_plan.number - self._last_pressure < self._promote_after_plans:
+            return
+        if (request := promotable(self._ledger, self._queues.running)) is not None:
+            self.change_residence(request, Residence.RESIDENT)
+
+    def recompute(self, request: Request) -> None:
+        """Releases all pages of a running or parked request, which must then be computed again from its first token."""
+        self._ledger.release(request.holding)
+        request.num_scheduled = 0
+        request.prefill_at = None  # prefill workers compute only prompts, and this one has an answer already
+        self._counters.recomputes += 1
+        if request.phase is Phase.PARKED:
+            request.move(Phase.WAITING)
+        else:
+            self._return_to_queue(request, Phase.WAITING)
+
+    def _change(self, request: Request, to: Residence) -> None:
+        ledger, holding, length = self._ledger, request.holding, request.num_scheduled
+        if to is Residence.TIERED:
+            if ledger.pages_freed_by_demotion(holding, length) > 0:
+                self._next_plan.commands += ledger.demote(holding, length)
+                self._counters.demotions += 1
+        elif to is Residence.RESIDENT:
+            commands = ledger.promote(holding, length)
+            if commands is not None:
+                self._next_plan.commands += commands
+                self._counters.promotions += 1
+        elif to is Residence.PARKED:
+            self._next_plan.commands += ledger.park(holding, length)
+            self._counters.parks += 1
+            request.parks += 1
+            self._return_to_queue(request, Phase.PARKED)
+        else:
+            self.recompute(request)
+
+    def _return_to_queue(self, request: Request, phase: Phase) -> None:
+        self._queues.stop(request, phase)
+        self._queues.enqueue(request)

@@ -1,0 +1,42 @@
+"""The waiting queue and the running batch with its seats."""
+
+from bisect import insort
+from collections import deque
+
+from hotset.schedule.request import Phase, Request
+from hotset.tiers.residence import Residence
+
+
+class Queues:
+    """Holds every request that waits for admission or runs. A request runs while it has a seat."""
+
+    def __init__(self, seats: int) -> None:
+        self.waiting: deque[Request] = deque()  # waiting and parked requests, in order of arrival
+        self.running: list[Request] = []  # oldest first
+        self.free_seats = list(range(seats - 1, -1, -1))
+
+    def enqueue(self, request: Request) -> None:
+        """Inserts a request in order of arrival, so that a preempted request is ahead of all that never ran."""
+        place = sum(waiting.arrival < request.arrival for waiting in self.waiting)
+        self.waiting.insert(place, request)
+
+    def start(self, request: Request) -> int:
+        """Adds a request to the running batch and returns the seat that it gets. A seat must be free."""
+        request.seat = self.free_seats.pop()
+        insort(self.running, request, key=lambda running: running.arrival)
+        return request.seat
+
+    def stop(self, request: Request, phase: Phase) -> None:
+        """Moves a running request to `phase`, out of the batch. Its seat is free."""
+        request.move(phase)
+        self.running.remove(request)
+        self.release_seat(request)
+
+    def release_seat(self, request: Request) -> None:
+        if request.seat is not None:
+            self.free_seats.append(request.seat)
+            request.seat = None
+
+    def count(self, residence: Residence) -> int:
+        """Returns how many running requests are in a residence."""
+        return sum(request.holding.residence is residence for request in self.running)
