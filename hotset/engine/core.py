@@ -136,7 +136,7 @@ class Engine:
             landed=counters.landed,
             lost=counters.lost,
             retries=counters.retries,
-            handovers=counters.handovers,
+            handed_off=counters.handed_off,
             quarantined_pages=sum(ledger.quarantined.device + ledger.quarantined.host for ledger in ledgers),
             handoff=None if self._port is None else self._port.stats(),
             rows_flushed=traffic.rows_flushed,

@@ -86,7 +86,7 @@ class EngineStats:
     landed: int = 0  # prompts whose KV arrived from a prefill worker
     lost: int = 0  # handoffs that failed
     retries: int = 0  # attempts after one that failed
-    handovers: int = 0  # prompts computed for decode workers
+    handed_off: int = 0  # prompts computed for decode workers
     quarantined_pages: int = 0
     handoff: HandoffStats | None = None
     rows_flushed: int = 0

@@ -62,15 +62,15 @@ class Landings:
         return [*withdrawn, *reservations]
 
 
-class Handovers:
+class Announcements:
     """Announcements of prompts computed for decode workers, which the next plan will carry."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
-        self._announcements: list[Announcement] = []
+        self._pending: list[Announcement] = []
 
     def __bool__(self) -> bool:
-        return bool(self._announcements)
+        return bool(self._pending)
 
     def announce_rows(self, request: Request, *, whole: bool = False) -> None:
         """Announces the full pages that the next plan puts on the host or, if `whole`, all scheduled rows."""
@@ -78,16 +78,16 @@ class Handovers:
         last = request.num_scheduled if whole else request.num_scheduled - request.num_scheduled % page_rows
         if last > request.num_announced:
             pages = request.holding.pages[PageUse.HOST][: self._geometry.row_pages(last)]
-            self._announcements.append(RowsWritten(request.request_id, request.num_announced, last, tuple(pages)))
+            self._pending.append(RowsWritten(request.request_id, request.num_announced, last, tuple(pages)))
             request.num_announced = last
 
     def announce_first_token(self, request: Request, token: int, alternatives: Alternatives | None) -> None:
-        self._announcements.append(PromptComputed(request.request_id, token, alternatives))
+        self._pending.append(PromptComputed(request.request_id, token, alternatives))
 
     def discard(self, request: Request) -> None:
         """Removes the announcements of a request that is not needed any more."""
-        self._announcements = [kept for kept in self._announcements if kept.request_id != request.request_id]
+        self._pending = [kept for kept in self._pending if kept.request_id != request.request_id]
 
     def take(self) -> list[Announcement]:
-        announcements, self._announcements = self._announcements, []
+        announcements, self._pending = self._pending, []
         return announcements

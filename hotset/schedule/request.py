@@ -20,18 +20,18 @@ class Phase(Enum):
     DECODE = "decode"  # every token but the newest has its row
     PARKED = "parked"  # its rows are on the host, or have landed; it waits for a seat and device pages
     LANDING = "landing"  # a prefill worker computes its prompt and writes the rows into its pages
-    HANDOVER = "handover"  # its prompt was computed for a decode worker; its rows are on the host and are being sent
+    HANDOFF = "handoff"  # its prompt was computed for a decode worker; its rows are on the host and are being sent
     ENDING = "ending"  # it has ended, but plans in flight, or a landing, still use its pages
     FINISHED = "finished"  # its seat and pages have been released
 
 
 PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.WAITING: frozenset({Phase.PREFILL, Phase.LANDING, Phase.FINISHED}),
-    Phase.PREFILL: frozenset({Phase.DECODE, Phase.PARKED, Phase.WAITING, Phase.HANDOVER, Phase.ENDING}),
+    Phase.PREFILL: frozenset({Phase.DECODE, Phase.PARKED, Phase.WAITING, Phase.HANDOFF, Phase.ENDING}),
     Phase.DECODE: frozenset({Phase.PARKED, Phase.WAITING, Phase.ENDING}),
     Phase.PARKED: frozenset({Phase.PREFILL, Phase.DECODE, Phase.WAITING, Phase.FINISHED}),
     Phase.LANDING: frozenset({Phase.PARKED, Phase.WAITING, Phase.ENDING}),
-    Phase.HANDOVER: frozenset({Phase.FINISHED}),
+    Phase.HANDOFF: frozenset({Phase.FINISHED}),
     Phase.ENDING: frozenset({Phase.FINISHED}),
     Phase.FINISHED: frozenset(),
 }
@@ -126,7 +126,7 @@ class Counters:
     landed: int = 0
     lost: int = 0  # landings that failed; the request may have been tried again
     retries: int = 0  # attempts after a landing that failed
-    handovers: int = 0  # prompts computed for decode workers
+    handed_off: int = 0  # prompts computed for decode workers
     finished: Counter[FinishReason] = field(default_factory=Counter)
 
     @classmethod

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hotset.base.config import TiersMode
 from hotset.base.units import ceil_div
 from hotset.schedule.admission import Admission
-from hotset.schedule.landings import Handovers, Landings
+from hotset.schedule.landings import Announcements, Landings
 from hotset.schedule.plan import Alternatives, Plan, PlanBuilder, Reservation, StepResult, TokenOutputs, Withdrawal
 from hotset.schedule.preemption import Preemptor
 from hotset.schedule.queues import Queues
@@ -62,7 +62,7 @@ class Scheduler:
         self._next_plan = PlanBuilder()
         self._queues = Queues(seats)
         self._landings = Landings()
-        self._handovers = Handovers(ledger.geometry)
+        self._announcements = Announcements(ledger.geometry)
         self._preemptor = Preemptor(
             ledger, self._queues, self._next_plan, self.counters, tiers, promote_after_plans=promote_after_plans
         )
@@ -213,13 +213,13 @@ class Scheduler:
         self._preemptor.promote_one()
         if queues.waiting and not (next_plan.seats or queues.running or self._in_flight):
             self._make_room_for_first()
-        if not (next_plan.seats or self._handovers or self._landings.reserved_in(next_plan.number)):
+        if not (next_plan.seats or self._announcements or self._landings.reserved_in(next_plan.number)):
             return None
         requests = next_plan.requests
         reads_host = any(isinstance(command, READS_HOST) for command in next_plan.commands) or any(
             request.holding.residence is Residence.STREAMED for request in requests
         )
-        plan = next_plan.build(self._handovers.take(), reads_host=reads_host)
+        plan = next_plan.build(self._announcements.take(), reads_host=reads_host)
         self._in_flight.append(_InFlight(plan, requests))
         return plan
 
@@ -237,7 +237,7 @@ class Scheduler:
                 continue  # it ended while this plan was in flight
             alternatives = result.alternatives.get(index)
             if request.for_peer:
-                self._hand_over(request, token, alternatives)
+                self._hand_off(request, token, alternatives)
                 continue
             outputs.add(request.request_id, token, alternatives)
             self._append_token(request, token)
@@ -314,7 +314,7 @@ class Scheduler:
             self.counters.tokens_prefilled += count
         request.num_scheduled += count
         if request.for_peer:
-            self._handovers.announce_rows(request)
+            self._announcements.announce_rows(request)
         if request.num_scheduled == len(request.tokens) + request.num_unsampled:
             next_plan.sampled.append(len(next_plan.requests))
             request.num_unsampled += 1
@@ -350,13 +350,13 @@ class Scheduler:
         elif len(request.tokens) >= request.max_length:
             self._end(request, "length")
 
-    def _hand_over(self, request: Request, token: int, alternatives: Alternatives | None) -> None:
+    def _hand_off(self, request: Request, token: int, alternatives: Alternatives | None) -> None:
         """Announces a completed prompt to its peer. Its rows stay on the host until they have been sent."""
         self._next_plan.commands += self._ledger.park(request.holding, request.num_scheduled)
-        self._queues.stop(request, Phase.HANDOVER)
-        self._handovers.announce_rows(request, whole=True)
-        self._handovers.announce_first_token(request, token, alternatives)
-        self.counters.handovers += 1
+        self._queues.stop(request, Phase.HANDOFF)
+        self._announcements.announce_rows(request, whole=True)
+        self._announcements.announce_first_token(request, token, alternatives)
+        self.counters.handed_off += 1
 
     def _landing(self, request_id: str, attempt: int) -> Request | None:
         """Returns the request that this landing belongs to, or None if the landing has ended or was replaced."""
@@ -377,8 +377,8 @@ class Scheduler:
         if request.phase in (Phase.WAITING, Phase.PARKED):
             self._queues.waiting.remove(request)
             self._release(request)
-        elif request.phase is Phase.HANDOVER:
-            self._handovers.discard(request)
+        elif request.phase is Phase.HANDOFF:
+            self._announcements.discard(request)
             self._release(request)
         elif request.phase is Phase.LANDING:
             request.move(Phase.ENDING)

@@ -232,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.ledger.device.held == 0
         assert self.ledger.host is None or self.ledger.host.held == 0
         counters = self.scheduler.counters
-        for change in ("demotions", "promotions", "parks", "resumes", "recomputes", "landed", "lost", "handovers"):
+        for change in ("demotions", "promotions", "parks", "resumes", "recomputes", "landed", "lost", "handed_off"):
             SEEN[change] += getattr(counters, change)
         for name, prompt in self.prompts.items():
             if name in self.sent:
@@ -266,7 +266,7 @@ def longest(pages_of: Callable[[int], int], pages: int) -> int:
     return tokens
 
 
-CHANGES = ("demotions", "parks", "resumes", "recomputes", "landed", "lost", "handovers")
+CHANGES = ("demotions", "parks", "resumes", "recomputes", "landed", "lost", "handed_off")
 SEEN: Counter[str] = Counter()
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, deadline=None, derandomize=True)
