@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from hotset import LLM, SamplingParams, __version__
 from hotset.base.config import EngineConfig, ServeConfig, flag_name, settings
 from hotset.base.errors import ContextLengthExceeded
-from hotset.cli import app
+from hotset.cli import app, main
 from hotset.cli.flags import SERVER_ONLY_SETTINGS, config_values
 from hotset.cli.machine import MachineReport, PackageReport, inspect_machine, print_machine
 from hotset.cli.terminal import Conversation
@@ -97,10 +97,21 @@ def test_version_is_printed() -> None:
         (["chat", "--dtype", "int4"], "--dtype must be one of"),
     ],
 )
-def test_start_up_error_is_one_line_and_exit_status_1(arguments: list[str], said: str) -> None:
-    done = hotset(*arguments, stdin=subprocess.DEVNULL)
+def test_start_up_error_is_one_line_and_exit_status_1(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hotset", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output, error = capsys.readouterr()
+    assert (ended.value.code, output) == (1, "")
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+
+
+def test_start_up_error_of_the_command_itself_is_one_line_and_exit_status_1() -> None:
+    done = hotset("serve", "--port", "65536", stdin=subprocess.DEVNULL)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: --port must lie in") and done.stderr.count("\n") == 1
 
 
 def test_server_without_its_packages_names_the_command_that_adds_them() -> None:

@@ -10,7 +10,7 @@ import typer
 from hotset.base.config import EngineConfig, ServeConfig
 from hotset.base.errors import ConfigError
 from hotset.base.units import GIB
-from hotset.cli import app
+from hotset.cli import app, main
 from hotset.cli.disaggregate import WorkerCounts, router_arguments, stop_seconds, worker_arguments
 from hotset.cli.flags import config_values
 from hotset.cli.shares import Share
@@ -109,11 +109,15 @@ def test_a_secret_in_the_environment_is_for_workers_alone(monkeypatch: pytest.Mo
         (["router", "--poll-seconds", "0"], "--poll-seconds must be a finite number"),
     ],
 )
-def test_start_up_errors_are_one_line(arguments: list[str], said: str) -> None:
-    command = [sys.executable, "-m", "hotset", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
+def test_start_up_errors_are_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hotset", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output, error = capsys.readouterr()
+    assert (ended.value.code, output) == (1, "")
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
 
 
 def test_a_child_that_does_not_start_is_named_and_ends_all(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two thousand handoffs through a world in which everything fails: no wrong byte, no leak, nothing stuck."""
+"""Many handoffs through a world in which everything fails: no wrong byte, no leak, nothing stuck."""
 
 from collections import Counter
 from dataclasses import replace
@@ -87,14 +87,15 @@ def check_books(decode: Decode) -> None:
             assert len(pages) == len(set(pages)) == pool.allocator.held, "pages leaked"
 
 
-def test_two_thousand_handoffs_under_faults_lose_nothing() -> None:
+@pytest.mark.parametrize("handoffs", [700, pytest.param(2000, marks=pytest.mark.slow)])
+def test_handoffs_under_faults_lose_nothing(handoffs: int) -> None:
     world = World(seed=6, trouble=HARD)
-    run(world, 2000)
+    run(world, handoffs)
     check_the_end(world)
     counts = world.counts
-    assert counts["handoffs"] >= 2000 and counts["landed"] > 1000
+    assert counts["handoffs"] >= handoffs and counts["landed"] > handoffs / 2
     assert world.longest < 30, f"{world.longest:.0f} s from asking to the end"
-    assert counts["staged"] > 500 and counts["direct"] > 200, counts
+    assert counts["staged"] > handoffs / 4 and counts["direct"] > handoffs / 10, counts
     for kind in ("lost", "lost, in doubt", "calm", "deaths", "false alarms", "waits for room", "lost messages"):
         assert counts[kind] >= 5, f"{kind}: {counts[kind]}; the world is too kind to be a test"
     for name, waits in (("Receiver", RECEIVER_TIMEOUTS), ("Sender", SENDER_TIMEOUTS), ("Piece", PIECE_TIMEOUTS)):

@@ -54,7 +54,7 @@ def _library(source: Path, constants: tuple[tuple[str, int], ...]) -> ctypes.CDL
     given = "".join(f'extern "C" {{ int given_{each}; }}\n#define {each} given_{each}\n' for each in VARIABLES)
     (folder / "given.h").write_text(f'#include "{HEADER}"\n{given}')
     defined = [f"-D{each}={value}" for each, value in constants]
-    options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-include", str(folder / "given.h")]
+    options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-include", str(folder / "given.h")]
     command = [COMPILER, *options, *defined, "-x", "c++", str(source), "-o", str(folder / "kernel.so")]
     subprocess.run(command, check=True, timeout=120)
     return ctypes.CDLL(str(folder / "kernel.so"))

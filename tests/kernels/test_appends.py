@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from interpreted import triton_impl
+from matrix import matrix
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,7 +19,7 @@ from hotset.kernels.rows import PagedRows, RowLayout, gqa_row, index_key_row, ml
 EPS = 1e-6
 POISON = 0xAB
 BF16 = torch.bfloat16
-DTYPES = pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+DTYPES = [BF16, torch.float32]
 only_interpreted = pytest.mark.interpreted
 
 Draw = Callable[..., Tensor]
@@ -187,10 +188,8 @@ class Gqa:
 MLA_SHAPES = pytest.mark.parametrize(
     ("rank", "rope", "fp8"), [(512, 64, True), (512, 64, False), (520, 6, True), (20, 2, True), (7, 4, False)]
 )
-KEY_SHAPES = pytest.mark.parametrize(
-    ("dim", "turning", "fp8"), [(128, 64, True), (128, 64, False), (36, 36, True), (44, 6, True), (9, 4, False)]
-)
-KEY_PLACES = pytest.mark.parametrize(("interleaved", "parts"), [(False, 1), (True, 3)])
+KEY_SHAPES = [(128, 64, True), (128, 64, False), (36, 36, True), (44, 6, True), (9, 4, False)]
+KEY_PLACES = [(False, 1), (True, 3)]
 
 
 def test_mla_rows_are_stored_at_their_places_and_nowhere_else() -> None:
@@ -203,8 +202,8 @@ def test_mla_rows_are_stored_at_their_places_and_nowhere_else() -> None:
     assert torch.equal(raw(case.run(mla_append.mla_append)), case.expect(values))
 
 
-@KEY_PLACES
-@KEY_SHAPES
+@pytest.mark.parametrize(("interleaved", "parts"), KEY_PLACES)
+@pytest.mark.parametrize(("dim", "turning", "fp8"), KEY_SHAPES)
 def test_index_keys_are_stored_in_their_seats_pages(
     dim: int, turning: int, fp8: bool, interleaved: bool, parts: int
 ) -> None:
@@ -217,7 +216,7 @@ def test_index_keys_are_stored_in_their_seats_pages(
 
 
 @only_interpreted
-@DTYPES
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @MLA_SHAPES
 def test_mla_kernel_stores_the_same_bytes(dtype: torch.dtype, rank: int, rope: int, fp8: bool) -> None:
     case = Mla.make(rank, rope, dtype, fp8, exact)
@@ -225,9 +224,9 @@ def test_mla_kernel_stores_the_same_bytes(dtype: torch.dtype, rank: int, rope: i
 
 
 @only_interpreted
-@DTYPES
-@KEY_PLACES
-@KEY_SHAPES
+@pytest.mark.parametrize(
+    ("dtype", "dim", "turning", "fp8", "interleaved", "parts"), matrix(DTYPES, KEY_SHAPES, KEY_PLACES), ids=str
+)
 def test_key_kernel_stores_the_same_bytes(
     dtype: torch.dtype, dim: int, turning: int, fp8: bool, interleaved: bool, parts: int
 ) -> None:
@@ -278,9 +277,11 @@ def own_values(case: Mla | Keys, stored: Tensor) -> Tensor:
 
 
 @only_interpreted
-@DTYPES
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 3, 10), (1, 1, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "normed", "heads", "kv_heads", "dim"),
+    matrix(DTYPES, [False, True], [(4, 2, 8), (3, 3, 10), (1, 1, 2)]),
+    ids=str,
+)
 def test_gqa_kernel_stores_the_same_bytes(
     dtype: torch.dtype, normed: bool, heads: int, kv_heads: int, dim: int
 ) -> None:

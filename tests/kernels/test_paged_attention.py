@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from interpreted import triton_impl
+from matrix import matrix
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
@@ -65,9 +66,10 @@ def error(got: Tensor, expected: Tensor) -> float:
 
 
 @only_interpreted
-@pytest.mark.parametrize("least_part_rows", [32, 10**6])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 24), (2, 2, 8)])
-@pytest.mark.parametrize("page_rows", [5, 16, 32])
+@pytest.mark.parametrize(
+    ("page_rows", "heads", "kv_heads", "dim", "least_part_rows"),
+    matrix([5, 16, 32], [(4, 2, 16), (3, 1, 24), (2, 2, 8)], [32, 10**6]),
+)
 def test_kernel_equals_the_reference(
     page_rows: int, heads: int, kv_heads: int, dim: int, least_part_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

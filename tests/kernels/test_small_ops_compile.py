@@ -1,4 +1,4 @@
-"""The kernels of the small ops and of decoding over pages compile for sm_90; no GPU is needed.
+"""The kernels of the small ops, of decoding over pages and of slices compile for sm_90; no GPU is needed.
 
 Run as a program, this file compiles every case and prints the PTX: in a process of its own, because Triton reads
 TRITON_INTERPRET only once, and with a cache of its own, so that nothing is taken from an earlier run.
@@ -73,6 +73,17 @@ CASES = {
     ),
 }  # fmt: skip
 
+UNITS = {16: "v4.b32", 4: "b32", 1: "b8"}  # of a load, by what everything is aligned to
+SLICES = [(16, False), (16, True), (4, False), (1, True)]
+
+
+def slice_case(width: int, unpack: bool) -> Case:
+    """Slices of 512 bytes, in pages of 64 rows."""
+    word = min(4, width)
+    kind = {4: "*i32", 2: "*i16", 1: "*u8"}[word]
+    shape = {"block_rows": 32, "block_words": 512 // word, "page_rows": 64, "vector": width // word, "unpack": unpack}
+    return Case("slice_pack", "_copy_kernel", {"*i64": "table pages", kind: "packed"}, shape, warps=4)
+
 
 def compile_for_sm90(case: Case) -> dict[str, str | int]:
     """PTX of one case, from which a cubin was made, and the shared memory of a program."""
@@ -126,5 +137,16 @@ def test_scales_and_codes_of_fp8_rows_are_divided_exactly_and_rounded_by_the_har
         assert "div.rn.f32" in ptx and "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.full" not in ptx
 
 
+@pytest.mark.parametrize(("width", "unpack"), SLICES)
+def test_slices_move_in_the_widest_unit_that_alignment_allows(
+    compiled: dict[str, dict[str, str | int]], width: int, unpack: bool
+) -> None:
+    ptx = str(compiled[f"slices {width} {unpack}"]["ptx"])
+    assert ".target sm_90" in ptx
+    for way in ("ld", "st"):
+        assert ptx.count(f"{way}.global.{UNITS[width]} ") == 32 * 512 // 128 // width, "of a thread, all at once"
+
+
 if __name__ == "__main__":
-    print(json.dumps({name: compile_for_sm90(case) for name, case in CASES.items()}))
+    slices = {f"slices {width} {unpack}": slice_case(width, unpack) for width, unpack in SLICES}
+    print(json.dumps({name: compile_for_sm90(case) for name, case in (CASES | slices).items()}))

@@ -36,7 +36,7 @@ class RunningServer:
         assert found is not None, f"{name} is not among the metrics"
         return float(found[1])
 
-    def gauge_becomes(self, name: str, wanted: Callable[[float], bool], seconds: float = 10.0) -> float:
+    def gauge_becomes(self, name: str, wanted: Callable[[float], bool], seconds: float = 60.0) -> float:
         """Waits until the metric is as wanted; returns its last value either way."""
         deadline = time.monotonic() + seconds
         while not wanted(value := self.gauge(name)) and time.monotonic() < deadline:

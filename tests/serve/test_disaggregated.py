@@ -150,14 +150,14 @@ def children_of(pid: int) -> set[int]:
     return found
 
 
-def wait_until(what: Callable[[], bool], seconds: float = 20.0) -> bool:
+def wait_until(what: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not (found := what()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
 
 
-def all_end(pids: set[int], seconds: float = 20.0) -> bool:
+def all_end(pids: set[int], seconds: float = 60.0) -> bool:
     return wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds)
 
 
@@ -181,7 +181,7 @@ def test_sigint_drains_in_order_and_leaves_nothing(tiny_apart: RunningServer) ->
         tiny_apart.process.send_signal(signal.SIGINT)
         *_, last = [line for line in stream.iter_lines() if line]
     assert last == "data: [DONE]"
-    assert tiny_apart.process.wait(40) == 0
+    assert tiny_apart.process.wait(90) == 0
     assert all_end(pids)
     stopped = re.findall(r"\[(\w+)[^]]*\].*shutting down: requests in flight", tiny_apart.log())
     assert stopped == ["router", "decode", "prefill"]
@@ -192,7 +192,7 @@ def test_death_of_one_child_ends_all_with_its_name(tiny_apart: RunningServer) ->
     pids = children_of(tiny_apart.process.pid)
     (prefill,) = [pid for pid in pids if b"\0prefill\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(prefill, signal.SIGKILL)
-    assert tiny_apart.process.wait(40) == 1
+    assert tiny_apart.process.wait(90) == 1
     assert "error: prefill 1 ended (SIGKILL); the other processes are stopped" in tiny_apart.log()
     assert all_end(pids)
 
@@ -200,5 +200,5 @@ def test_death_of_one_child_ends_all_with_its_name(tiny_apart: RunningServer) ->
 def test_death_of_the_command_itself_leaves_no_orphans(tiny_apart: RunningServer) -> None:
     pids = children_of(tiny_apart.process.pid)
     tiny_apart.process.kill()
-    tiny_apart.process.wait(10)
-    assert all_end(pids, seconds=30)
+    tiny_apart.process.wait(90)
+    assert all_end(pids)

@@ -13,7 +13,7 @@ CHAT = ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", 
 
 def assert_nothing_is_held(server: RunningServer) -> None:
     # Far less time than the answer would have taken: what is free then was given back, not used up.
-    assert server.gauge_becomes("hotset_device_pages_held", lambda pages: pages == 0, seconds=5) == 0
+    assert server.gauge_becomes("hotset_device_pages_held", lambda pages: pages == 0) == 0
     assert server.gauge("hotset_requests_running") == server.gauge("hotset_requests_waiting") == 0
     assert "Traceback" not in server.log()
 

@@ -30,7 +30,7 @@ LONG: dict[str, Any] = {
     "ignore_eos": True,
 }
 SHORT = {**LONG, "prompt": [1, 2, 3] * 10}
-SILENCE_S = 10.0  # until a dead peer is given up
+SECONDS = 60.0  # for what happens much sooner on a machine that is not overloaded
 PAGES = ("hotset_device_pages_held", "hotset_host_pages_held", "hotset_pages_quarantined")
 
 
@@ -45,7 +45,7 @@ def kill(worker: RunningServer) -> None:
     """As kill -9 does, the engine as well."""
     os.kill(worker.engine_pid(), signal.SIGKILL)
     worker.process.kill()
-    worker.process.wait(10)
+    worker.process.wait(SECONDS)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Crew:
 
     def busy(self, role: str) -> RunningServer:
         """The worker of this role that holds pages for a prompt, once one does."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
             for worker in self.alive(role):
                 if pages_in_use(worker) > 0:
@@ -75,7 +75,7 @@ class Crew:
 
     def settle(self) -> None:
         """Whoever lives comes to hold nothing but what is in quarantine, is well, and answers."""
-        deadline = time.monotonic() + SILENCE_S
+        deadline = time.monotonic() + SECONDS
         for worker in self.alive("prefill", "decode"):
             while (pages := pages_in_use(worker)) > 0:
                 assert time.monotonic() < deadline, f"{worker.url} still holds {pages:g} pages"
@@ -89,7 +89,7 @@ def routing(folder: Path, workers: dict[str, list[RunningServer]]) -> Iterator[R
     folder.mkdir()
     urls = {role: [worker.url for worker in each if worker.process.poll() is None] for role, each in workers.items()}
     with serving(folder, "--prefill", *urls["prefill"], "--decode", *urls["decode"], kind="router") as router:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + SECONDS
         while httpx.get(f"{router.url}/health", timeout=30).status_code != 200:
             assert time.monotonic() < deadline, "the router finds no workers"
             time.sleep(0.05)
@@ -128,7 +128,7 @@ def test_a_router_killed_while_rows_land_leaves_workers_that_another_router_uses
         crew.busy("prefill")
         doomed.process.kill()
         with pytest.raises(httpx.TransportError):
-            pending.result(20)
+            pending.result(SECONDS)
     crew.settle()
 
 

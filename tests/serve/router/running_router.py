@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 HERE = Path(__file__).parent
 STUB = HERE / "stub_worker.py"
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 
 def eventually(what: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from running_router import Cluster, Router, Stub, eventually
+from running_router import WAIT_SECONDS, Cluster, Router, Stub, eventually
 from stub_worker import event
 
 
@@ -28,7 +28,7 @@ def test_death_before_the_first_byte_is_mended_by_another_worker(
     router = cluster.router([prefill], [doomed, calm[2]])
     answers = [router.post(stream=stream) for _ in range(2)]
     assert [answer.headers["x-worker"] for answer in answers] == ["d1", "d1"]
-    assert doomed.process.wait(5) == -signal.SIGKILL
+    assert doomed.process.wait(WAIT_SECONDS) == -signal.SIGKILL
     assert router.up(prefill, calm[2]), "out at once: the failed request and the look that followed it"
     assert router.metric("hotset_router_retries_total", reason="decode_lost") == 1
     assert router.metric("hotset_router_workers", role="decode", state="down") == 1
@@ -90,7 +90,7 @@ def test_sigterm_lets_streams_finish_and_ends_with_0(cluster: Cluster, prefill: 
         calm[2].behave(behaviour="well")
         *_, last = [line for line in lines if line]
     assert last == "data: [DONE]"
-    assert router.process.wait(10) == 0
+    assert router.process.wait(WAIT_SECONDS) == 0
     assert "Traceback" not in router.log()
 
 
@@ -107,8 +107,8 @@ def test_a_stream_that_outlasts_the_drain_is_told_so(cluster: Cluster, prefill: 
     with streaming_for(router, calm[2]) as stream:
         router.process.send_signal(signal.SIGTERM)
         assert events_of(stream)[-1]["error"]["code"] == "engine_stopped"
-    assert router.process.wait(10) == 0
-    assert eventually(lambda: calm[2].seen()["left"] == 1, seconds=5)
+    assert router.process.wait(WAIT_SECONDS) == 0
+    assert eventually(lambda: calm[2].seen()["left"] == 1)
 
 
 def test_death_of_the_router_leaves_no_worker_computing(cluster: Cluster, prefill: Stub, calm: list[Stub]) -> None:
@@ -117,6 +117,6 @@ def test_death_of_the_router_leaves_no_worker_computing(cluster: Cluster, prefil
         pieces = stream.iter_raw()
         next(pieces)
         router.process.kill()
-        assert eventually(lambda: calm[2].seen()["left"] == 1, seconds=5)
+        assert eventually(lambda: calm[2].seen()["left"] == 1)
         with pytest.raises(httpx.RemoteProtocolError):
             list(pieces)

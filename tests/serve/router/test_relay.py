@@ -69,8 +69,8 @@ def test_a_client_that_leaves_takes_the_request_from_the_worker(
     else:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{router.url}{PATH}", json={"stream": True}, timeout=0.5)
-    assert eventually(lambda: sum(stub.seen()["left"] for stub in calm) == 1, seconds=5)
-    assert eventually(lambda: router.metric("hotset_router_requests_in_flight") == 0, seconds=5)
+    assert eventually(lambda: sum(stub.seen()["left"] for stub in calm) == 1)
+    assert eventually(lambda: router.metric("hotset_router_requests_in_flight") == 0)
     assert router.metric("hotset_router_tokens_in_flight") == 0
     assert router.metric("hotset_router_requests_total", outcome="disconnected") == left + 1
 
@@ -176,7 +176,7 @@ def test_deadlines_end_what_does_not_begin_or_falls_silent(shared: Cluster, calm
         stub.behave(behaviour="slow")
     answer = router.post()
     assert (answer.status_code, error_of(answer.text)) == (504, "deadline_exceeded")
-    assert eventually(lambda: sum(stub.seen()["left"] for stub in calm) == 1, seconds=5), "the worker was told"
+    assert eventually(lambda: sum(stub.seen()["left"] for stub in calm) == 1), "the worker was told"
     for stub in calm[2:]:
         stub.behave(behaviour="silent")
     with router.stream() as stream:
