@@ -18,11 +18,11 @@ from hotset.engine.outputs import Delta, EngineStats
 from hotset.engine.process import (
     AbortRequests,
     AddRequests,
-    CommittedReport,
     EngineCommand,
     EngineProcess,
     EngineReport,
     GetStats,
+    OutputsReport,
     StatsReport,
     StopEngine,
 )
@@ -203,11 +203,11 @@ class EngineClient:
 
     def _handle(self, report: EngineReport) -> None:
         match report:
-            case CommittedReport(committed):
-                deltas, stopped = self._open.take(committed)
+            case OutputsReport(outputs):
+                deltas, stopped = self._open.take(outputs)
                 if stopped:
                     self._outbox.put(AbortRequests(stopped, "stop"))
-                self._unstarted.difference_update(committed.request_ids)
+                self._unstarted.difference_update(outputs.request_ids)
                 for request_id, delta in deltas:
                     self._inboxes[request_id].put_nowait(delta)
             case StatsReport(number, stats):

@@ -1,8 +1,8 @@
-"""Steps that only decode, captured as CUDA graphs: one for each size of batch, with and without tiered requests.
+"""Decode steps captured as CUDA graphs: one for each batch size, with and without tiered requests.
 
-A graph is a list of kernels with fixed arguments. What changes from step to step lies in device memory: whose rows are
-computed (`seat_of`), where they stand (`positions`), the page tables, the residency maps, the tokens. Rows that fill a
-batch up to the next captured size have seat EMPTY: kernels write nothing for them.
+A graph is a list of kernels with fixed arguments. All that changes from step to step is in device memory: the seats
+(`seat_of`) and positions of the tokens to compute, the page tables, the residency maps, the token ids. A batch is
+padded to the next captured size with tokens of seat EMPTY, for which kernels write nothing.
 """
 
 from bisect import bisect_left
@@ -23,37 +23,39 @@ SIZES_BELOW_EIGHT = (1, 2, 4)
 
 
 class RunnerModel(Protocol):
-    """A model as the runner sees it."""
+    """The interface of a model to the runner."""
 
     device: torch.device
     dtype: torch.dtype
 
     @property
     def kv_shape(self) -> KvShape:
-        """What one token costs in memory."""
+        """The KV of one token."""
 
     def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor | None:
-        """Logits of the query rows numbered in `wanted` (None: all), KV read and written through the view. None: of a
-        stage that is not the last."""
+        """Computes the tokens, reading and writing KV through the view, and returns the logits of those in `wanted`.
+
+        `wanted` are indices into `token_ids`; None means all. A pipeline stage that is not the last returns None.
+        """
 
 
 @dataclass(frozen=True, slots=True)
-class SampledRows:
-    """The rows of a step that yield tokens."""
+class SampledLogits:
+    """The logits from which a step samples."""
 
-    logits: Tensor  # [rows, vocab]
-    positions: Tensor  # [rows] int64: where each row stands in its context
-    seat_of: Tensor  # [rows] int64
+    logits: Tensor  # [tokens, vocab]
+    positions: Tensor  # [tokens] int64: the position of each token in its context
+    seat_of: Tensor  # [tokens] int64
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    logits: Tensor  # [size, vocab]: written by each replay
+    logits: Tensor  # [size, vocab], written by each replay
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Captured sizes of batches up to `most`: padding costs at most an eighth of the rows above 64, 8 rows below."""
+    """Returns the captured batch sizes up to `most`. Padding adds at most an eighth above 64 tokens, 8 tokens below."""
     sizes = [*SIZES_BELOW_EIGHT, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(64, sizes[-1] // 8 // 64 * 64))
@@ -61,24 +63,24 @@ def batch_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Replays belong to the stream that is current when they are asked for; results are good until the next one."""
+    """Captures and replays decode steps. Replays run on the current stream; a result is valid until the next replay."""
 
     def __init__(self, model: RunnerModel, memory: KvMemory, tokens: Tensor) -> None:
-        """`tokens` [seats, context + 1] int32: every seat's tokens so far."""
+        """`tokens` [seats, context + 1] int32 holds the token ids of every seat."""
         self._model, self._memory, self._tokens = model, memory, tokens
         self._sizes = batch_sizes(tokens.shape[0])
         self._input = torch.empty(2 * self._sizes[-1], dtype=torch.int64, device=tokens.device)
         self._captured: dict[tuple[int, bool], _Captured] = {}
         self._memory_pool = torch.cuda.graph_pool_handle()
 
-    def serve(self, plan: Plan) -> bool:
-        """Every request of the plan computes one row and yields a token, and none streams its prompt."""
+    def can_run(self, plan: Plan) -> bool:
+        """Returns True if every request of the plan computes and samples one token, and none streams its prompt."""
         streams = self._memory.tables.work_pages
         return plan.num_tokens == len(plan.seats) == len(plan.sampled) and not any(streams[seat] for seat in plan.seats)
 
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
-        """`progress(done, total)`: graphs captured."""
+        """Captures all graphs. `progress(done, total)` counts graphs."""
         kinds = (False, True) if self._memory.hot_buffers is not None else (False,)
         wanted = [(size, has_tiered) for size in reversed(self._sizes) for has_tiered in kinds]
         for done, (size, has_tiered) in enumerate(wanted):
@@ -86,21 +88,21 @@ class DecodeGraphs:
             self._find(size, has_tiered)
         progress(len(wanted), len(wanted))
 
-    def size_for(self, rows: int) -> int:
-        """The captured size of a batch of so many rows."""
-        return self._sizes[bisect_left(self._sizes, rows)]
+    def size_for(self, tokens: int) -> int:
+        """Returns the captured size for a batch of `tokens` tokens."""
+        return self._sizes[bisect_left(self._sizes, tokens)]
 
-    def run(self, plan: Plan) -> SampledRows:
+    def run(self, plan: Plan) -> SampledLogits:
         has_tiered = self._memory.prepare_step(plan.seats, plan.starts)
-        rows = len(plan.seats)
-        size = self.size_for(rows)
+        tokens = len(plan.seats)
+        size = self.size_for(tokens)
         captured = self._find(size, has_tiered)
         seat_of, positions = self._fill(size, plan.seats, plan.starts)
         captured.graph.replay()
-        return SampledRows(captured.logits[:rows], positions[:rows], seat_of[:rows])
+        return SampledLogits(captured.logits[:tokens], positions[:tokens], seat_of[:tokens])
 
     def _fill(self, size: int, seats: Sequence[int], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Writes the input of a step, and gives its two halves: seats and positions of `size` query rows."""
+        """Writes the input of a step, and returns its two halves: seats and positions of `size` tokens."""
         padding = size - len(seats)
         numbers = torch.tensor([*seats, *[EMPTY] * padding, *starts, *[0] * padding], dtype=torch.int64)
         self._input[: 2 * size].copy_(numbers.pin_memory(), non_blocking=True)
@@ -113,12 +115,12 @@ class DecodeGraphs:
         return found
 
     def _capture(self, size: int, has_tiered: bool) -> _Captured:
-        seat_of, positions = self._fill(size, (), ())  # nobody's rows: to compile and to capture writes nothing
+        seat_of, positions = self._fill(size, (), ())  # only padding, so that compiling and capturing write nothing
 
         def step() -> Tensor:
             view = self._memory.captured_view(seat_of, positions, has_tiered)
             logits = self._model.forward(self._tokens[seat_of, positions], view, None)
-            assert logits is not None, "only whole models are captured"
+            assert logits is not None, "only whole models can be captured"
             return logits
 
         step()

@@ -1,10 +1,10 @@
-"""The engine in a process of its own, so that HTTP never stalls a step and a crash takes nobody else along.
+"""The engine in a process of its own, so that HTTP never delays a step and a crash does not kill the server.
 
 The parent sends `AddRequests`, `AbortRequests`, `GetStats` and `StopEngine`. The child sends `EngineReady` or
-`EngineFailed`, then `CommittedReport` and `StatsReport`.
-The end of the pipe is a message too: a child whose parent died stops, a parent whose child died fails its requests.
+`EngineFailed`, then `OutputsReport` and `StatsReport`. If the parent dies, the pipe closes and the child stops. If the
+child dies, the parent fails its open requests.
 
-This module is light: only the child imports torch, so a parent may start it first and import its own parts meanwhile.
+Only the child imports torch. So a parent can start the child first and import its own modules meanwhile.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hotset.engine.core import Engine
 
 AUDIT_AFTER_IDLE_S = 1.0
-PEER_SECONDS = 0.02  # between looks at what peers may have done, where nothing else is to be done
+PEER_SECONDS = 0.02  # between two polls for messages of peers, while there is nothing to compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +53,34 @@ class GetStats:
 
 @dataclass(frozen=True, slots=True)
 class StopEngine:
-    """Stop now; requests that are still open get no further answer. What peers wait for may be finished for so long,
-    or until this is said again."""
+    """Tells the child to stop. Open requests get no further output. Open handoffs may finish for up to
+    `drain_seconds`, or until a second `StopEngine`."""
 
     drain_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class WakeEngine:
-    """Of the child to itself: a peer has answered."""
+    """Wakes the step loop. The child sends it to itself when a peer has answered or a worker has died."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
     card: ModelCard
-    closing_seconds: float  # that the engine may take to close, beyond its drain
+    closing_seconds: float  # that the engine may take to close, in addition to its drain
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFailed:
-    """The engine did not start. `error` is meant for people; `trace` is set where it is a bug of ours."""
+    """Reports that the engine cannot start. `trace` is set if the cause is a bug in Hotset."""
 
     error: StartupError
     trace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class CommittedReport:
-    committed: TokenOutputs
+class OutputsReport:
+    outputs: TokenOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +90,20 @@ class StatsReport:
 
 
 EngineCommand = AddRequests | AbortRequests | GetStats | StopEngine | WakeEngine
-EngineReport = EngineReady | EngineFailed | CommittedReport | StatsReport
+EngineReport = EngineReady | EngineFailed | OutputsReport | StatsReport
 
 
 class EngineProcess:
-    """The parent's handle on the child."""
+    """The parent's handle of the child process."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Starts the child and returns at once; it loads the model by itself."""
+        """Starts the child, which loads the model, and returns at once."""
         context = multiprocessing.get_context("spawn")
         self.pipe, far_end = context.Pipe()
         self._process = context.Process(target=_child, args=(config, far_end), name="hotset-engine")
         self._process.start()
         far_end.close()
-        self.stop_seconds = STOP_SECONDS  # that a child may take to stop, beyond its drain
+        self.stop_seconds = STOP_SECONDS  # that the child may take to stop, in addition to its drain
 
     @property
     def alive(self) -> bool:
@@ -114,24 +114,27 @@ class EngineProcess:
         return self._process.pid
 
     def wait_ready(self) -> ModelCard:
-        """Waits until the model is loaded. StartupError if it cannot be, or if the child dies meanwhile."""
+        """Waits until the model is loaded. Raises StartupError if that fails or if the child dies."""
         try:
-            first: EngineReport = self.pipe.recv()
+            report: EngineReport = self.pipe.recv()
         except EOFError:
             self._process.join()
             code = self._process.exitcode
             raise StartupError(f"the engine process died while starting (exit code {code})") from None
-        if isinstance(first, EngineFailed):
+        if isinstance(report, EngineFailed):
             self._process.join(STOP_SECONDS)
-            if first.trace is not None:
-                print(first.trace, file=sys.stderr)
-            raise first.error
-        assert isinstance(first, EngineReady)
-        self.stop_seconds = STOP_SECONDS + first.closing_seconds
-        return first.card
+            if report.trace is not None:
+                print(report.trace, file=sys.stderr)
+            raise report.error
+        assert isinstance(report, EngineReady)
+        self.stop_seconds = STOP_SECONDS + report.closing_seconds
+        return report.card
 
     def end(self, seconds: float | None = None) -> None:
-        """Waits so long for a child that was told to stop, or `stop_seconds`, then kills it. Idempotent."""
+        """Waits for a child that received `StopEngine`, and kills it after `seconds`. Idempotent.
+
+        The default of `seconds` is `stop_seconds`.
+        """
         self._process.join(self.stop_seconds if seconds is None else seconds)
         if self._process.is_alive():
             self._process.kill()
@@ -139,27 +142,27 @@ class EngineProcess:
 
 
 def _child(config: EngineConfig, pipe: Connection) -> None:
-    """The child's main: builds the engine, reports, and steps until told to stop or until the parent is gone."""
-    # Signals are the parent's to handle: it drains its clients first and then says Stop, or dies and closes the pipe.
+    """Builds the engine, reports it, and runs steps until `StopEngine` or until the parent is gone."""
+    # The parent handles signals: it drains its requests and sends `StopEngine`, or it dies and so closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    log_to_stderr()  # a fresh process: nothing of the parent's log came along
+    log_to_stderr()  # a new process does not inherit the parent's logging
     inbox: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
     try:
-        engine = _built(config, pipe, lambda: inbox.put(WakeEngine()))
+        engine = _build(config, pipe, lambda: inbox.put(WakeEngine()))
         if engine is not None:
             threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True).start()
-            told = StopEngine()
+            stop = StopEngine()
             try:
-                told = _run(engine, pipe, inbox)
+                stop = _run(engine, pipe, inbox)
             finally:
-                engine.close(told.drain_seconds, lambda: _stop_requested(inbox))
+                engine.close(stop.drain_seconds, lambda: _stop_requested(inbox))
     except BrokenPipeError:
         return  # the parent is gone
 
 
-def _built(config: EngineConfig, pipe: Connection, wake: Callable[[], None]) -> "Engine | None":
-    """The engine, reported as ready; None if it could not be built, which is reported as well."""
+def _build(config: EngineConfig, pipe: Connection, wake: Callable[[], None]) -> "Engine | None":
+    """Builds the engine and reports the result. Returns None if the engine cannot be built."""
     try:
         from hotset.engine.build import build_engine
 
@@ -175,7 +178,7 @@ def _built(config: EngineConfig, pipe: Connection, wake: Callable[[], None]) -> 
 
 
 def _read_commands(pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]") -> None:
-    """Drains the pipe at once, so that the parent never blocks while a long step runs."""
+    """Reads the pipe in a thread of its own, so that the parent does not block while a long step runs."""
     while True:
         try:
             inbox.put(pipe.recv())
@@ -185,12 +188,12 @@ def _read_commands(pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]") 
 
 
 def _stop_requested(inbox: "queue.SimpleQueue[EngineCommand]") -> bool:
-    """Whatever else is asked is not answered any more."""
+    """Returns True if the inbox holds a `StopEngine`. All other commands are dropped."""
     return any(isinstance(inbox.get(), StopEngine) for _ in range(inbox.qsize()))
 
 
 def _run(engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]") -> StopEngine:
-    """Until told to stop."""
+    """Runs steps until `StopEngine`, which it returns."""
     while True:
         command = _next_command(engine, inbox)
         while command is not None:
@@ -198,13 +201,14 @@ def _run(engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[EngineCom
                 return command
             _handle(engine, pipe, command)
             command = None if inbox.empty() else inbox.get()
-        news = engine.step()
-        if news:
-            pipe.send(CommittedReport(news))
+        outputs = engine.step()
+        if outputs:
+            pipe.send(OutputsReport(outputs))
 
 
 def _next_command(engine: "Engine", inbox: "queue.SimpleQueue[EngineCommand]") -> EngineCommand | None:
-    """The next command; None if there is none and the engine has work. An idle engine waits, after an audit."""
+    """Returns the next command, or None if there is none and the engine has work. An idle engine audits itself once and
+    then waits."""
     if not engine.idle:
         if not inbox.empty() or not engine.waiting_for_peers:
             return None if inbox.empty() else inbox.get()
@@ -229,4 +233,4 @@ def _handle(engine: "Engine", pipe: Connection, command: EngineCommand) -> None:
         case GetStats(number):
             pipe.send(StatsReport(number, engine.stats()))
         case WakeEngine():
-            pass  # what woke us is taken in by the step that follows
+            pass  # the next step handles the event

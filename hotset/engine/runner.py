@@ -1,4 +1,4 @@
-"""The runner carries out plans: it owns the model, its memory and every seat's tensors, and decides nothing."""
+"""The runner executes plans. It owns the model, its memory and every seat's tensors, and takes no decisions."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledRows
+from hotset.engine.decode_graphs import DecodeGraphs, RunnerModel, SampledLogits
 from hotset.kernels.device_copies import list_to_device, to_host_async
 from hotset.models.sampler import Sampler, SamplerOutput
 from hotset.schedule.plan import Alternatives, AssignSeat, Plan, StepResult
@@ -16,7 +16,7 @@ from hotset.tiers.kv_memory import KvMemory
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token that another stage sampled, and its place."""
+    """A token that the last pipeline stage sampled, and its place."""
 
     seat: int
     position: int
@@ -24,7 +24,7 @@ class SampledToken:
 
 
 class SubmittedStep:
-    """A plan that was submitted. On a GPU its work may still be under way, and its tokens on their way to the host."""
+    """A plan that was submitted. On a GPU it may still be running."""
 
     def __init__(self, number: int, sampled: SamplerOutput | None) -> None:
         self.number = number
@@ -33,7 +33,7 @@ class SubmittedStep:
             self._token_ids, self._arrived = to_host_async(sampled.token_ids)
 
     def result(self) -> StepResult:
-        """Waits for this step alone: those submitted after it run on."""
+        """Waits for this step, but not for those submitted after it."""
         if self._sampled is None:
             return StepResult(self.number, ())
         self._arrived()
@@ -47,7 +47,7 @@ class SubmittedStep:
 
 
 class Runner:
-    """Executes plans in the order they come. A seat's tokens live here, so a plan need not carry them."""
+    """Executes plans in the order of submission. It keeps the tokens of every seat, so plans do not carry them."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Runner:
         graphs: bool = False,
         barrier: Callable[[], None] = lambda: None,
     ) -> None:
-        """`context` is the longest that any request may grow. `graphs`: steps that only decode are captured once for
-        each size of batch and then replayed; on a GPU only. `barrier` waits for the other writers of the host store."""
+        """`context` is the maximum context length. `graphs` replays decode steps as CUDA graphs. `barrier` waits for
+        the other workers that write to the same host store."""
         self._model = model
         self._memory = memory
         self._device = model.device
@@ -71,54 +71,54 @@ class Runner:
         self._graphs = DecodeGraphs(model, memory, self._tokens) if graphs else None
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Compiles and captures all that will be needed, so that no request waits for it. `progress(done, total)`."""
+        """Compiles kernels and captures graphs, ahead of all requests. `progress(done, total)` counts graphs."""
         self._memory.warm_up()
         if self._graphs is not None:
             self._graphs.capture_all(progress)
 
     def write_sampled(self, tokens: Iterable[SampledToken]) -> None:
-        """Takes in what another stage has sampled."""
+        """Stores tokens that the last pipeline stage sampled."""
         for token in tokens:
             self._tokens[token.seat, token.position] = token.token_id
 
     @torch.inference_mode()
     def submit(self, plan: Plan) -> SubmittedStep:
-        """Starts the step (on a CPU: carries it out). Never waits for the device."""
+        """Starts a step. It does not wait for a GPU; on a CPU it computes the step."""
         flushed = False
         for command in plan.commands:
             if isinstance(command, AssignSeat):
                 self._assign_seat(command)
                 continue
             if isinstance(command, Load) and flushed:
-                self._barrier()  # it may come back in the very plan in which it left
+                self._barrier()  # the plan may load pages that it flushed before
                 flushed = False
             flushed |= isinstance(command, Flush)
             self._memory.execute(command)
         if not plan.seats:
             return SubmittedStep(plan.number, None)
         graphs = self._graphs
-        rows = graphs.run(plan) if graphs is not None and graphs.serve(plan) else self._forward(plan)
+        sampled_logits = graphs.run(plan) if graphs is not None and graphs.can_run(plan) else self._forward(plan)
         self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
-        if rows is None or not plan.sampled:
+        if sampled_logits is None or not plan.sampled:
             return SubmittedStep(plan.number, None)
         seats = plan.seats if len(plan.sampled) == len(plan.seats) else [plan.seats[at] for at in plan.sampled]
-        at = rows.positions + 1
-        sampled = self._sampler.sample(rows.logits, seats, at)
-        self._tokens[rows.seat_of, at] = sampled.token_ids.to(torch.int32)
+        next_positions = sampled_logits.positions + 1
+        sampled = self._sampler.sample(sampled_logits.logits, seats, next_positions)
+        self._tokens[sampled_logits.seat_of, next_positions] = sampled.token_ids.to(torch.int32)
         return SubmittedStep(plan.number, sampled)
 
-    def _forward(self, plan: Plan) -> SampledRows | None:
-        """None: the stage after this one makes the logits."""
+    def _forward(self, plan: Plan) -> SampledLogits | None:
+        """Computes a step. Returns None if a later pipeline stage computes the logits."""
         view = self._memory.view(plan.seats, plan.starts, plan.counts)
         positions, seat_of = view.segments.positions, view.seat_of
         token_ids = self._tokens[seat_of, positions]
-        wanted = self._last_rows(plan)
+        wanted = self._last_tokens(plan)
         logits = self._model.forward(token_ids, view, wanted)
         if logits is None:
             return None
         if wanted is not None:
             positions, seat_of = positions[wanted], seat_of[wanted]
-        return SampledRows(logits, positions, seat_of)
+        return SampledLogits(logits, positions, seat_of)
 
     def _assign_seat(self, command: AssignSeat) -> None:
         seat, prompt = command.seat, command.prompt
@@ -127,8 +127,8 @@ class Runner:
         self._tokens[seat, : len(tokens)] = list_to_device(tokens, torch.int32, self._device)
         self._sampler.admit(seat, prompt.params, tokens, len(prompt), prompt.stop_ids)
 
-    def _last_rows(self, plan: Plan) -> Tensor | None:
-        """The batch rows that yield tokens: the last of each sampled segment. None: every row."""
+    def _last_tokens(self, plan: Plan) -> Tensor | None:
+        """Returns the indices of the last token of each sampled segment. None means all tokens."""
         if len(plan.sampled) == len(plan.counts) == plan.num_tokens:
             return None
         ends = _running_sum(plan.counts)

@@ -1,4 +1,4 @@
-"""How many pages each pool gets, and how long a context may grow: measured once, at start-up."""
+"""Sizes the KV pools and the longest context, once, at start-up."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """What the engine runs with: the configuration, made definite by what was measured."""
+    """The sizes that the engine runs with: those of the configuration, or measured ones."""
 
     geometry: Geometry
     device_pages: int
-    host_pages: int  # 0: there is no host store
+    host_pages: int  # 0 without a host store
     max_model_len: int
 
     @property
@@ -38,11 +38,11 @@ class KvBudget:
         return min(self.max_model_len, _longest(self.geometry.resident_pages, self.device_pages, self.max_model_len))
 
     def requests(self, tokens: int) -> int:
-        """How many contexts of `tokens` rows can run at once."""
+        """Returns how many contexts of `tokens` rows can run at the same time."""
         geometry, pages = self.geometry, self.device_pages
         at_once = pages // geometry.resident_pages(tokens)
         if self.tiers:
-            # The last to come in is prefilled through a workspace, which it then gives up.
+            # The last request is prefilled through a workspace, which it releases afterwards.
             extra = geometry.streamed_pages(tokens) - geometry.tiered_pages(tokens)
             at_once = max(at_once, (pages - extra) // geometry.tiered_pages(tokens))
         return at_once if self.host_pages == 0 else min(at_once, self.host_pages // geometry.row_pages(tokens))
@@ -50,27 +50,31 @@ class KvBudget:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """What one worker keeps of the KV, and the memory that its device has free."""
+    """One worker's part of the KV, and the free memory of its device, in bytes."""
 
     shape: KvShape
     free: int
-    owns_store: bool = True  # False: its rows lie in the host store of another one
+    owns_store: bool = True  # False if its rows are in the host store of another worker
 
 
 def kv_budget(config: EngineConfig, shape: KvShape, model_context: int, device: torch.device) -> KvBudget:
-    """Of a worker that keeps everything."""
+    """Sizes the pools of an engine with one worker."""
     return shared_budget(config, [WorkerMemory(shape, free_bytes(device))], model_context, device)
 
 
 def shared_budget(
     config: EngineConfig, parts: Sequence[WorkerMemory], model_context: int, device: torch.device
 ) -> KvBudget:
-    """Pages that fit every worker, and the longest context that fits them. ConfigError, with the numbers and the flag
-    to change, if what was asked for cannot be met."""
+    """Sizes the pools so that they fit every worker, and finds the longest context that fits them.
+
+    Raises ConfigError, with the numbers and the flag to change, if the configured sizes do not fit.
+    """
     geometry = _common(config, [part.shape for part in parts])
     wanted = config.max_model_len or model_context
     if wanted > model_context:
-        raise ConfigError(f"--max-model-len {wanted} exceeds the {model_context} tokens that this model was made for")
+        raise ConfigError(
+            f"--max-model-len {wanted} exceeds the {model_context} tokens of this model's context; lower it"
+        )
     device_pages, flag = _device_pages(config, geometry, wanted, device, parts)
     host_pages, host_flag = _host_pages(config, geometry, wanted, device_pages, device, parts)
     holds = _longest(geometry.resident_pages, device_pages, wanted)
@@ -90,18 +94,19 @@ def shared_budget(
 
 
 def _common(config: EngineConfig, shapes: Sequence[KvShape]) -> Geometry:
-    """One arithmetic for all: a page number means the same to every worker, so a page holds what the least can."""
-    each = [shape.geometry(config.page_rows, _slots(config, shape)) for shape in shapes]
-    layers, keys = min(one.layers for one in each), min(one.keys_per_page for one in each)
-    return replace(each[0], layers=layers, keys_per_page=keys)
+    """Returns one geometry for all workers. They share page numbers, so a page holds what the smallest part allows."""
+    geometries = [shape.geometry(config.page_rows, _slots(config, shape)) for shape in shapes]
+    layers = min(geometry.layers for geometry in geometries)
+    keys_per_page = min(geometry.keys_per_page for geometry in geometries)
+    return replace(geometries[0], layers=layers, keys_per_page=keys_per_page)
 
 
 def _slots(config: EngineConfig, shape: KvShape) -> int:
-    """Of a hot buffer; 0 where no request will be tiered."""
+    """Returns the slots of a hot buffer, or 0 if no request can be tiered."""
     if not shape.groups:
         for name, value in (("--tiers always", config.tiers == "always"), ("--hot-slots", config.hot_slots)):
             if value:
-                raise ConfigError(f"{name} needs a model that selects its rows; this one attends to all of them")
+                raise ConfigError(f"{name} needs a model with sparse attention; this one attends to all rows")
         return 0
     if config.tiers == "off":
         return 0
@@ -109,27 +114,28 @@ def _slots(config: EngineConfig, shape: KvShape) -> int:
     if slots < shape.topk:
         raise ConfigError(f"--hot-slots {slots} cannot hold the {shape.topk} rows that one step selects; raise it")
     if slots > MOST_SLOTS:
-        raise ConfigError(f"--hot-slots {slots} is more than the {MOST_SLOTS} that can be numbered; lower it")
+        raise ConfigError(f"--hot-slots {slots} exceeds the maximum of {MOST_SLOTS}; lower it")
     return slots
 
 
 def _device_pages(
     config: EngineConfig, geometry: Geometry, wanted: int, device: torch.device, parts: Sequence[WorkerMemory]
 ) -> tuple[int, str]:
-    """Pages of every worker's device pool, and the flag that changes them."""
+    """Returns the pages of every worker's device pool, and the flag that changes them."""
     page_bytes = [part.shape.layers * geometry.part_bytes for part in parts]
     if config.device_kv_tokens is not None:
         pages, flag = geometry.resident_pages(config.device_kv_tokens), "--device-kv-tokens"
     elif config.device_kv_gib is not None:
         pages, flag = int(config.device_kv_gib * GIB) // max(page_bytes), "--device-kv-gib"
-    else:  # more than all seats could fill would be memory for nothing
+    else:  # no more than all seats could fill
         flag, most = "--device-kv-gib", config.max_num_seqs * geometry.resident_pages(wanted)
-        fitting = (_share(part.free, device, len(parts)) // each for part, each in zip(parts, page_bytes, strict=True))
-        pages = min(most, *fitting)
-    for part, each in zip(parts, page_bytes, strict=True):
-        if pages * each > part.free:
+        shares = (_default_share(part.free, device, len(parts)) for part in parts)
+        pages = min(most, *(share // nbytes for share, nbytes in zip(shares, page_bytes, strict=True)))
+    for part, nbytes in zip(parts, page_bytes, strict=True):
+        if pages * nbytes > part.free:
             raise ConfigError(
-                f"{flag} asks for {show_bytes(pages * each)} of KV, but only {show_bytes(part.free)} are free; lower it"
+                f"{flag} needs {show_bytes(pages * nbytes)} of memory, but only {show_bytes(part.free)} are free; "
+                "lower it"
             )
     return pages, flag
 
@@ -142,13 +148,16 @@ def _host_pages(
     device: torch.device,
     parts: Sequence[WorkerMemory],
 ) -> tuple[int, str]:
-    """Pages of the host stores, and the flag that changes them: 0 without tiers, but otherwise never fewer than
-    contexts on the device could fill, or it would lower what the device holds."""
+    """Returns the pages of the host stores, and the flag that changes them.
+
+    There are none without tiers. Otherwise there are never fewer than the contexts on the device can fill, because
+    every row on the device also has its place on the host.
+    """
     if config.tiers == "off":
         return 0, "--tiers"
     page_bytes = sum(part.shape.token_bytes for part in parts if part.owns_store) * config.page_rows
     on_devices = sum(part.shape.layers for part in parts) * geometry.part_bytes * device_pages
-    free = free_bytes(CPU) - (on_devices if device.type == "cpu" else 0)  # comes out of the same memory
+    free = free_bytes(CPU) - (on_devices if device.type == "cpu" else 0)  # the same memory holds both pools
     on_device = _most_row_pages(geometry, device_pages)
     if config.host_kv_tokens is not None:
         pages, flag = ceil_div(config.host_kv_tokens, config.page_rows), "--host-kv-tokens"
@@ -160,22 +169,22 @@ def _host_pages(
         pages = max(on_device, min(share // page_bytes, config.max_num_seqs * geometry.row_pages(wanted)))
     if pages < on_device:
         raise ConfigError(
-            f"{flag} makes a host store of {pages * config.page_rows} tokens, fewer than the "
+            f"{flag} gives a host store of {pages * config.page_rows} tokens, fewer than the "
             f"{on_device * config.page_rows} that the device holds; raise it, or use --tiers off"
         )
     if pages * page_bytes > free:
         raise ConfigError(
-            f"{flag} asks for {show_bytes(pages * page_bytes)} of host memory, but only {show_bytes(max(0, free))} are "
+            f"{flag} needs {show_bytes(pages * page_bytes)} of host memory, but only {show_bytes(max(0, free))} are "
             "free; lower it, or use --tiers off"
         )
     return pages, flag
 
 
 def _most_row_pages(geometry: Geometry, pages: int) -> int:
-    """The most of so many device pages that can hold rows, however long the contexts are."""
+    """Returns how many of `pages` device pages can hold rows at most, however long the contexts are."""
     if not geometry.keys_per_page:
         return pages
-    served = ceil_div(geometry.keys_per_page, geometry.page_rows)  # row pages for which one page of keys is enough
+    served = ceil_div(geometry.keys_per_page, geometry.page_rows)  # row pages per page of index keys
     return pages * served // (served + 1)
 
 
@@ -188,7 +197,7 @@ def _check_length(config: EngineConfig, token_bytes: int, holds: int, wanted: in
 
 
 def _longest(pages_of: Callable[[int], int], pages: int, most: int) -> int:
-    """The longest context, up to `most` tokens, that takes at most so many pages."""
+    """Returns the longest context, up to `most` tokens, that takes at most `pages` pages."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -196,13 +205,13 @@ def _longest(pages_of: Callable[[int], int], pages: int, most: int) -> int:
     return low
 
 
-def _share(free: int, device: torch.device, workers: int) -> int:
-    """Of the device's free memory, where nobody said how much; workers on a CPU share it."""
+def _default_share(free: int, device: torch.device, workers: int) -> int:
+    """Returns the default size of one worker's device pool, in bytes. Workers on a CPU share its memory."""
     return gpu_pool_bytes(free) if device.type == "cuda" else cpu_pool_bytes(free) // workers
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that could be allocated on the device now."""
+    """Returns the bytes that could be allocated on the device now."""
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return int(free)
