@@ -161,13 +161,13 @@ class ReceiverStaging:
         sound = 0 <= want.first < want.last <= len(context.ask.prompt) and nbytes <= context.piece_bytes
         if sound and not context.stopping and want.piece not in context.pieces:
             context.pieces[want.piece] = want.first, want.last
-            self.ring.ask(owner, nbytes)
+            self.ring.request(owner, nbytes)
         return []
 
     def granted(self) -> list[SendMessage]:
         """What there is to say to those who have got room since this was called last."""
         said = []
-        for lease in self.ring.granted():
+        for lease in self.ring.take_granted():
             key, piece = self._owner(lease.owner)
             said.append(SendMessage(self._contexts[key].peer, LeaseGranted(key, piece, lease.number, lease.first)))
         return said

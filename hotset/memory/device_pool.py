@@ -13,7 +13,7 @@ from hotset.memory.geometry import Geometry
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one token costs: one row per layer, and one index key per index group (none without an indexer)."""
+    """What one token stores: one row per layer, and one index key per index group (none without an indexer)."""
 
     layers: int
     row: RowLayout
@@ -26,22 +26,22 @@ class KvShape:
         return len(self.key_layers)
 
     def layers_of(self, group: int) -> range:
-        """The layers that share this group's selection."""
+        """Returns the layers that share this group's selection."""
         end = self.key_layers[group + 1] if group + 1 < self.groups else self.layers
         return range(self.key_layers[group], end)
 
     def group_of(self, layer: int) -> int:
-        """The index group whose selection a layer uses."""
+        """Returns the index group whose selection a layer uses."""
         return bisect_right(self.key_layers, layer) - 1
 
     @property
     def key_parts(self) -> int:
-        """Layers of a page in which each group's keys may lie: as many as the smallest group has."""
+        """The number of layers of a page that can hold one group's keys: the size of the smallest group."""
         return min((len(self.layers_of(group)) for group in range(self.groups)), default=0)
 
     @property
     def token_bytes(self) -> int:
-        """Of rows and index keys, as they lie in the host store."""
+        """Bytes of one token's rows and index keys in the host store."""
         keys = self.groups * self.key.stride_bytes if self.key is not None else 0
         return self.layers * self.row.stride_bytes + keys
 
@@ -56,9 +56,9 @@ class KvShape:
 
 
 class DevicePool:
-    """`pages` pages in device memory. It owns bytes; who holds a page, and for what, is the ledger's to say.
+    """Owns `pages` pages of device memory. The ledger records which request holds a page, and for what.
 
-    Fresh memory is not cleared: a row is read only after it was written.
+    Fresh memory is not cleared, because a row is read only after it was written.
     """
 
     def __init__(self, shape: KvShape, geometry: Geometry, pages: int, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class DevicePool:
         self.rows = stored.view(shape.layers, pages * geometry.page_rows, shape.row.stored_width)
         self.flat_rows = self.rows.flatten(0, 1)  # row r of layer l is number l * layer_rows + r
         self.row_blocks = stored.view(shape.layers, pages, geometry.page_rows, shape.row.stored_width)
-        self.words = self.bytes.view(torch.int32).flatten(1)  # [layers, pages * words_per_page]: of map pages
+        self.words = self.bytes.view(torch.int32).flatten(1)  # [layers, pages * words_per_page], for map pages
         self.key_blocks: Tensor | None = None
         if shape.key is not None:
             keys = self.bytes.view(shape.key.stored_dtype)
@@ -82,19 +82,19 @@ class DevicePool:
 
     @property
     def key_parts(self) -> int:
-        """Layers of a page in which each group's keys lie."""
+        """The number of layers of a page that hold one group's keys."""
         assert self.key_blocks is not None, "this model has no index keys"
         return self.geometry.keys_per_page // self.key_blocks.shape[2]
 
     def keys_of(self, group: int) -> Tensor:
-        """[parts, pages, keys, stored width] of one index group.
+        """Returns the keys of one index group, [parts, pages, keys, stored width].
 
-        Position p of a context is key p % keys_per_page of its page; the parts hold a page's keys one after another.
+        Position p of a context is key p % keys_per_page of its page. The parts hold a page's keys one after another.
         """
         assert self.key_blocks is not None, "this model has no index keys"
         first = self.shape.key_layers[group]
         return self.key_blocks[first : first + self.key_parts]
 
     def words_of(self, group: int) -> Tensor:
-        """[pages * words_per_page] int32: the map words of one index group."""
+        """Returns the map words of one index group, [pages * words_per_page] int32."""
         return self.words[self.shape.key_layers[group]]

@@ -1,13 +1,13 @@
-"""How many pages things take: plain arithmetic that admission, sizing and the pools share. No torch.
+"""Page arithmetic that admission, sizing and the pools share. It does not use torch.
 
-Every page of the device pool is the same size, `page_rows` rows in each layer, and may hold any of these:
+Every page of the device pool has the same size, `page_rows` rows in each layer, and may hold any of these:
 
     rows   `page_rows` rows of a request, in every layer (a resident request's, a hot buffer's slots, a tail)
     keys   `keys_per_page` index keys of a request, for every index group
     maps   words of a tiered request's residency maps, for every index group
     work   the rows of one layer of a context that streams through the device during prefill
 
-One kind of page means one budget: what one use gives up, any other may take, so tiers never lower concurrency.
+All uses share one budget: a page that one use frees, any other may take. So tiers never lower concurrency.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ WORD_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes of one pool and one model."""
+    """The sizes of one model's pages."""
 
     page_rows: int
     layers: int
-    part_bytes: int  # of one page in one layer
-    keys_per_page: int = 0  # 0: the model has no index keys
-    slots: int = 0  # of a hot buffer; 0: no request is ever tiered
-    topk: int = 0  # positions that one query row selects
+    part_bytes: int  # bytes of one page in one layer
+    keys_per_page: int = 0  # 0 if the model has no index keys
+    slots: int = 0  # slots of a hot buffer; 0 if requests cannot be tiered
+    topk: int = 0  # positions that one token selects
 
     @property
     def page_bytes(self) -> int:
@@ -48,15 +48,15 @@ class Geometry:
         return ceil_div(tokens, self.keys_per_page) if self.keys_per_page else 0
 
     def map_pages(self, tokens: int) -> int:
-        """Words: `slots` of position_of, `slots` of last_used, then slot_of, two positions a word."""
+        """Maps hold `slots` words of position_of, `slots` of last_used, and slot_of with two positions per word."""
         return ceil_div(2 * self.slots + ceil_div(tokens, 2), self.words_per_page)
 
     def work_pages(self, tokens: int) -> int:
-        """A page's layers stand one after another here: they all hold rows of the one layer that streams."""
+        """A workspace page holds rows of a single layer in the parts of all its layers."""
         return ceil_div(self.row_pages(tokens), self.layers)
 
     def hot_pages(self, tokens: int) -> int:
-        """Slots, tail and maps."""
+        """Pages of slots, tail and maps."""
         return self.slot_pages + TAIL_PAGES + self.map_pages(tokens)
 
     def resident_pages(self, tokens: int) -> int:
@@ -66,9 +66,9 @@ class Geometry:
         return self.hot_pages(tokens) + self.key_pages(tokens)
 
     def streamed_pages(self, tokens: int) -> int:
-        """While it is prefilled, with enough in hand to become tiered when that is done."""
+        """Pages of a streamed prefill, including enough to become tiered at its end."""
         return max(self.work_pages(tokens), self.hot_pages(tokens)) + self.key_pages(tokens)
 
     def tail_first(self, position: int) -> int:
-        """First position that the tail holds when the newest row stands at `position`."""
+        """Returns the first position that the tail holds when the newest row is at `position`."""
         return max(0, position // self.page_rows - 1) * self.page_rows

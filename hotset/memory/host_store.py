@@ -1,4 +1,4 @@
-"""The host store: the home of every row and index key, `[layer][row]`, in pages."""
+"""The host store keeps every row and index key in host memory, `[layer][row]`, in pages."""
 
 from collections.abc import Callable
 
@@ -11,14 +11,14 @@ from hotset.memory.device_pool import KvShape
 
 
 def host_bytes(shape: KvShape, pages: int, page_rows: int) -> int:
-    """Of a store of so many pages."""
+    """Returns the size of a store of `pages` pages."""
     return pages * page_rows * shape.token_bytes
 
 
 class HostStore:
-    """`pages` pages of host memory, pinned for `device` where that is a GPU. Fresh memory is not cleared.
+    """Owns `pages` pages of host memory, pinned if `device` is a GPU. Fresh memory is not cleared.
 
-    Several workers may share one: then all of them read every page, and each writes those that are its own.
+    Several workers may share one store. Then all of them read every page, and each page has one writer.
     """
 
     def __init__(
@@ -33,17 +33,20 @@ class HostStore:
         writer: int = 0,
         writers: int = 1,
     ) -> None:
-        """`progress(done, total)` is told, in bytes, how much memory is ready. `memory`: [host_bytes] uint8 in which to
-        keep it. Page p is written by writer p % `writers`, of which this is number `writer`."""
+        """`progress(done, total)` reports, in bytes, how much memory has been pinned.
+
+        `memory` [host_bytes] uint8 is used instead of new memory. Page p is written by worker p % `writers`; this
+        worker is number `writer`.
+        """
         self.page_rows, self.writer, self.writers = page_rows, writer, writers
         count = pages * page_rows
         if memory is None:
             memory = torch.empty(host_bytes(shape, pages, page_rows), dtype=torch.uint8)
-        of_rows = shape.layers * count * shape.row.stride_bytes
-        self.rows = memory[:of_rows].view(shape.row.stored_dtype).view(shape.layers, count, shape.row.stored_width)
+        row_bytes = shape.layers * count * shape.row.stride_bytes
+        self.rows = memory[:row_bytes].view(shape.row.stored_dtype).view(shape.layers, count, shape.row.stored_width)
         self.keys: Tensor | None = None
         if shape.key is not None:
-            stored = memory[of_rows:].view(shape.key.stored_dtype)
+            stored = memory[row_bytes:].view(shape.key.stored_dtype)
             self.keys = stored.view(shape.groups, count, shape.key.stored_width)
         self._pinned: list[int] = []
         if device.type == "cuda":
@@ -54,7 +57,7 @@ class HostStore:
         return page % self.writers == self.writer
 
     def _pin(self, progress: Callable[[int, int], None] | None) -> None:
-        """Layer by layer, so that progress can be shown: a copy must not span what was pinned in two pieces."""
+        """Pins layer by layer, to report progress. A copy must not span two layers, which are pinned separately."""
         layers = [layer for tensor in (self.rows, self.keys) if tensor is not None for layer in tensor]
         total, done = sum(layer.nbytes for layer in layers), 0
         for layer in layers:
@@ -71,6 +74,6 @@ class HostStore:
                 progress(done, total)
 
     def close(self) -> None:
-        """Unpins piece by piece, in order: an exit that leaves it to the kernel can hang a machine. Idempotent."""
+        """Unpins the layers one by one. An exit that leaves this to the kernel can hang a machine. Idempotent."""
         while self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())

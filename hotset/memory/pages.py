@@ -1,13 +1,13 @@
-"""The page allocator: pure bookkeeping, no memory of its own."""
+"""The page allocator. It only records which pages are held and owns no memory."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 
 class PageAllocator:
-    """Hands out page ids in [0, capacity), in runs of neighbours where it can.
+    """Allocates page ids in [0, capacity), in runs of neighbours if possible.
 
-    A full allocator answers `None`; nothing here raises because there is no room.
+    If too few pages are free, `allocate` returns None and does not raise.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -30,11 +30,11 @@ class PageAllocator:
         return self.capacity - self._free
 
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
-        """`count` pages now held by the caller, or None (and nothing changed) if fewer are free.
+        """Returns `count` pages, now held by the caller, or None (and changes nothing) if fewer are free.
 
-        They continue the run that ends in page `after` where that is free, so that a growing request stays in one run.
-        Otherwise they come from the shortest run that fits, or, for a request that grows (`after` given), from the
-        longest, which leaves it room to go on.
+        The pages continue the run that ends in page `after` if its next page is free, so that a growing request stays
+        in one run. Otherwise they come from the shortest run that fits or, for a growing request (`after` given), from
+        the longest run, so that it can grow further.
         """
         if count > self._free:
             return None
@@ -42,14 +42,14 @@ class PageAllocator:
         if after is not None and after + 1 in self._length_at:
             pages = self._take(after + 1, min(count, self._length_at[after + 1]))
         while len(pages) < count:
-            wanted = count - len(pages)
-            at = bisect_left(self._by_length, (wanted, -1)) if after is None else len(self._by_length)
-            length, first = self._by_length[min(at, len(self._by_length) - 1)]
-            pages += self._take(first, min(wanted, length))
+            missing = count - len(pages)
+            index = bisect_left(self._by_length, (missing, -1)) if after is None else len(self._by_length)
+            length, first = self._by_length[min(index, len(self._by_length) - 1)]
+            pages += self._take(first, min(missing, length))
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
-        """Gives pages back. Each must be held: a page released twice is a bug of the caller, named at once."""
+        """Releases pages. Each must be held; releasing a page twice is a bug of the caller and fails at once."""
         for page in sorted(pages):
             assert self._held[page], f"page {page} released while free"
             self._held[page] = 0
@@ -62,7 +62,7 @@ class PageAllocator:
             self._add_run(first, length)
 
     def audit(self) -> None:
-        """Proves that free + held = capacity and that the free runs are exactly the pages not held."""
+        """Proves that the free runs are exactly the pages that are not held, and that all counts agree."""
         free = [page for page in range(self.capacity) if not self._held[page]]
         in_runs = [page for first in sorted(self._length_at) for page in range(first, first + self._length_at[first])]
         assert free == in_runs, "free runs disagree with the pages held"

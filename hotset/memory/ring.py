@@ -1,4 +1,4 @@
-"""The ring allocator: who may write where in a ring of bytes. Pure bookkeeping, no memory of its own."""
+"""The ring allocator grants leases on ranges of a ring of bytes. It only keeps records and owns no memory."""
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from hotset.base.units import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Bytes [first, first + nbytes) of the ring are the owner's. Its number is never given to another lease."""
+    """Bytes [first, first + nbytes) of the ring belong to the owner. The number of a lease is never used again."""
 
     number: int
     owner: Hashable
@@ -17,32 +17,33 @@ class Lease:
 
 
 class Ring:
-    """Grants free stretches of a ring of `nbytes` bytes, in the order in which they were asked for.
+    """Grants free ranges of a ring of `nbytes` bytes in the order of requests.
 
-    Each lease is one stretch that begins at a multiple of `align`. The next is placed after the one before it, and
-    around the end where that leaves too little room; so what was given back rests as long as it can. Leases may end in
-    any order, and what they held is free at once. Nobody overtakes: the first in the queue waits until there is room
-    for it, and, since nothing is granted meanwhile, gets it at the latest when every lease has ended, however large it
-    is. Full is an answer: asks wait, and nothing here raises because there is no room.
+    Each lease is one range that begins at a multiple of `align`. It is placed after the lease granted before it, or at
+    the first gap that fits if the end of the ring is too near. Released bytes thus stay unused for as long as possible.
+    Leases may end in any order, and their bytes are free at once. Requests are never reordered: the first in the queue
+    waits until it fits, and no other request is granted meanwhile. So even a request for the whole ring is granted, at
+    the latest when every lease has ended. A request that does not fit waits; it does not raise.
 
-    Every call may come twice, and a number that is over changes nothing. But an owner whose lease is over may ask
-    anew, and a late copy of its first message would: whoever passes such messages on has to tell them apart.
+    Every call may be repeated, and the number of an ended lease changes nothing. But an owner whose lease has ended may
+    request another, so a delayed duplicate of its first request would be granted again. The caller must filter such
+    duplicates.
     """
 
     def __init__(self, nbytes: int, align: int = 256) -> None:
         assert nbytes > 0 and align > 0, f"a ring of {nbytes} bytes, aligned to {align}"
         self.nbytes, self.align = nbytes, align
-        self._leases: dict[int, Lease] = {}  # by number: whose bytes are taken, quarantined ones as well
-        self._number_of: dict[Hashable, int] = {}  # of each owner's lease, while it may write
-        self._asks: dict[Hashable, int] = {}  # bytes that each owner waits for, the first in the queue first
+        self._leases: dict[int, Lease] = {}  # by number, including those in quarantine
+        self._number_of: dict[Hashable, int] = {}  # number of each owner's lease, unless it is in quarantine
+        self._queue: dict[Hashable, int] = {}  # bytes that each waiting owner has requested, in order
         self._quarantined: set[int] = set()
-        self._untold: list[int] = []
-        self._front = 0  # where the newest lease ends
+        self._unreported: list[int] = []
+        self._front = 0  # the end of the newest lease
         self._next_number = 0
 
     @property
     def held(self) -> int:
-        """Bytes under a lease or in quarantine, with those that alignment leaves unused behind them."""
+        """Bytes under a lease or in quarantine, including the padding for alignment behind them."""
         return sum(self._end(lease) - lease.first for lease in self._leases.values())
 
     @property
@@ -51,77 +52,77 @@ class Ring:
 
     @property
     def quarantined(self) -> int:
-        """Bytes of `held` that only `end_quarantine` gives back."""
+        """Bytes of `held` that only `end_quarantine` frees."""
         return sum(self._end(lease) - lease.first for lease in self._in_quarantine())
 
     @property
     def waiting(self) -> int:
-        """Owners in the queue."""
-        return len(self._asks)
+        """The number of owners in the queue."""
+        return len(self._queue)
 
     @property
     def stuck(self) -> bool:
-        """The first in the queue would wait even if every lease ended: what is in quarantine leaves too little room."""
-        return bool(self._asks) and not self.fits(self._wanted())
+        """Whether the first in the queue would wait even if every lease ended, because of quarantined bytes."""
+        return bool(self._queue) and not self.fits(self._next_size())
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a lease of so many bytes would find room if every lease ended, but for what is in quarantine."""
+        """Whether a lease of `nbytes` bytes would fit if every lease ended that is not in quarantine."""
         return nbytes > 0 and self._first_fit(self._gaps(self._in_quarantine()), nbytes) is not None
 
-    def ask(self, owner: Hashable, nbytes: int) -> bool:
-        """Puts `owner` in the queue for `nbytes` bytes. False, and nothing changed: no lease can ever be so large.
+    def request(self, owner: Hashable, nbytes: int) -> bool:
+        """Puts `owner` in the queue for `nbytes` bytes. Returns False if no lease can be so large.
 
-        An owner that waits or has a lease stays as it is.
+        Nothing changes for an owner that already waits or has a lease.
         """
-        if owner in self._asks or owner in self._number_of:
+        if owner in self._queue or owner in self._number_of:
             return True
         if not 0 < nbytes <= self.nbytes:
             return False
-        self._asks[owner] = nbytes
+        self._queue[owner] = nbytes
         self._grant()
         return True
 
-    def granted(self) -> list[Lease]:
-        """The leases given since this was last called, in the order of asking, but for those already over."""
-        untold, self._untold = self._untold, []
-        return [self._leases[number] for number in untold if self._may_write(number)]
+    def take_granted(self) -> list[Lease]:
+        """Returns the leases granted since the last call, in the order of requests, without those that have ended."""
+        unreported, self._unreported = self._unreported, []
+        return [self._leases[number] for number in unreported if self._may_write(number)]
 
     def lease_of(self, owner: Hashable) -> Lease | None:
         number = self._number_of.get(owner)
         return None if number is None else self._leases[number]
 
     def withdraw(self, owner: Hashable) -> None:
-        """The owner asks no longer, and a lease that it has is released. Nobody may be writing there any more."""
+        """Removes the owner from the queue, or releases its lease. No process may still write to that lease."""
         if owner in self._number_of:
             self.release(self._number_of[owner])
-        elif self._asks.pop(owner, None) is not None:
-            self._grant()  # it may have stood in the way of smaller ones
+        elif self._queue.pop(owner, None) is not None:
+            self._grant()  # smaller requests may have waited behind it
 
     def release(self, number: int) -> bool:
-        """Ends a lease: its bytes are free. False, and nothing changed: it is over, or in quarantine."""
+        """Ends a lease and frees its bytes. Returns False, and changes nothing, if it has ended or is in quarantine."""
         if not self._may_write(number):
             return False
         del self._number_of[self._leases[number].owner]
-        self._give_back(number)
+        self._free(number)
         return True
 
     def quarantine(self, number: int) -> None:
         """Ends a lease whose writer may still write. Its bytes stay unused until `end_quarantine`.
 
-        The owner may ask anew.
+        The owner may request another lease.
         """
         if self._may_write(number):
             del self._number_of[self._leases[number].owner]
             self._quarantined.add(number)
 
     def end_quarantine(self, number: int) -> None:
-        """The writer of a lease in quarantine is known to have stopped: its bytes are free."""
+        """Frees the bytes of a lease in quarantine whose writer has stopped."""
         if number in self._quarantined:
             self._quarantined.remove(number)
-            self._give_back(number)
+            self._free(number)
 
     def audit(self) -> None:
-        """Proves that leases overlap nowhere, that bytes and owners are accounted for, and that nobody waits idly."""
+        """Proves that leases do not overlap, that counts and owners agree, and that no request waits that fits."""
         end = 0
         for lease in sorted(self._leases.values(), key=_first):
             assert lease.first >= end and lease.first % self.align == 0, f"{lease} begins before {end}, or unaligned"
@@ -131,43 +132,43 @@ class Ring:
         writing = {lease.owner: number for number, lease in self._leases.items() if self._may_write(number)}
         assert writing == self._number_of, f"owners {self._number_of} of leases {writing}"
         assert self._quarantined <= self._leases.keys(), f"{self._quarantined} in quarantine hold nothing"
-        assert not self._asks.keys() & self._number_of.keys(), "an owner waits and has a lease"
+        assert not self._queue.keys() & self._number_of.keys(), "an owner waits and has a lease"
         gaps = sum(end - first for first, end in self._gaps(self._leases.values()))
         assert gaps == self.free, f"{gaps} bytes lie between leases, {self.free} are free"
-        assert not self._asks or self._place(self._wanted()) is None, (
+        assert not self._queue or self._find_place(self._next_size()) is None, (
             "the first in the queue waits though there is room"
         )
 
     def _grant(self) -> None:
-        while self._asks:
-            nbytes = self._wanted()
-            first = self._place(nbytes)
+        while self._queue:
+            nbytes = self._next_size()
+            first = self._find_place(nbytes)
             if first is None:
                 return
-            owner = next(iter(self._asks))
-            del self._asks[owner]
+            owner = next(iter(self._queue))
+            del self._queue[owner]
             lease = Lease(self._next_number, owner, first, nbytes)
             self._next_number += 1
             self._leases[lease.number] = lease
             self._number_of[owner] = lease.number
-            self._untold.append(lease.number)
+            self._unreported.append(lease.number)
             self._front = self._end(lease)
 
-    def _give_back(self, number: int) -> None:
+    def _free(self, number: int) -> None:
         del self._leases[number]
         if not self._leases:
             self._front = 0
         self._grant()
 
-    def _place(self, nbytes: int) -> int | None:
-        """Where a lease of `nbytes` would begin: after the newest if it can, else in the first gap of any."""
+    def _find_place(self, nbytes: int) -> int | None:
+        """Returns where a lease of `nbytes` begins: after the newest lease if it fits there, else in the first gap."""
         gaps = self._gaps(self._leases.values())
         ahead = [(max(first, self._front), end) for first, end in gaps if end > self._front]
-        # The gap that the front lies in comes whole in `gaps`: cut there, either half might be too small for ever.
+        # `gaps` contains the gap around the front undivided. If it were divided, both halves might always be too small.
         return self._first_fit((*ahead, *gaps), nbytes)
 
     def _gaps(self, leases: Iterable[Lease]) -> list[tuple[int, int]]:
-        """[first, end) of every stretch that none of `leases` holds, in order of address."""
+        """Returns [first, end) of every range that none of `leases` holds, in order of address."""
         gaps, first = [], 0
         for lease in sorted(leases, key=_first):
             if lease.first > first:
@@ -181,9 +182,9 @@ class Ring:
     def _first_fit(gaps: Iterable[tuple[int, int]], nbytes: int) -> int | None:
         return next((first for first, end in gaps if end - first >= nbytes), None)
 
-    def _wanted(self) -> int:
-        """Bytes of the first in the queue."""
-        return next(iter(self._asks.values()))
+    def _next_size(self) -> int:
+        """Returns the bytes that the first in the queue has requested."""
+        return next(iter(self._queue.values()))
 
     def _may_write(self, number: int) -> bool:
         return number in self._leases and number not in self._quarantined
@@ -192,7 +193,7 @@ class Ring:
         return (self._leases[number] for number in self._quarantined)
 
     def _end(self, lease: Lease) -> int:
-        """Where the next lease may begin, or the end of the ring."""
+        """Returns where the next lease may begin, or the end of the ring."""
         return min(self.nbytes, ceil_div(lease.first + lease.nbytes, self.align) * self.align)
 
 

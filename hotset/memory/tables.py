@@ -1,4 +1,4 @@
-"""Where every seat's pages are: as tensors on the device, and as merged runs on the host."""
+"""The pages of every seat: as tensors on the device, and as lists and merged runs on the host."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from hotset.memory.pages import extend_runs
 
 
 class PageTables:
-    """Tables of up to `seats` requests, each of at most `context` tokens.
+    """Page tables of up to `seats` requests, each of at most `context` tokens.
 
-    A seat is a running request's fixed place in the worker's tensors. Numbers are written by `fill_`: assigned to an
-    element, they would go through a copy that waits until the device has nothing left to do.
+    A seat is a running request's fixed place in the worker's tensors. Numbers are written with `fill_`, because
+    assigning a Python number to an element makes a copy that waits for the device.
     """
 
     def __init__(self, seats: int, context: int, geometry: Geometry, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class PageTables:
         self.geometry = geometry
         self.device = device
         pages = geometry.row_pages(context) + 1
-        self.rows = table(pages)  # resident: device page of each page of the context
+        self.rows = table(pages)  # device page of each page of a resident context
         self.host = table(pages)  # host page of each page of the context
         self.keys = table(geometry.key_pages(context))
         self.slots = table(geometry.slot_pages)
@@ -39,11 +39,11 @@ class PageTables:
         self.key_pages: list[list[int]] = [[] for _ in range(seats)]
         self.host_pages: list[list[int]] = [[] for _ in range(seats)]
         self.tail_pages: list[tuple[int, ...]] = [() for _ in range(seats)]
-        self.work_pages: list[list[int]] = [[] for _ in range(seats)]  # of seats whose prefill streams
-        self.tiered_seats: set[int] = set()  # `tiered`, for the host
+        self.work_pages: list[list[int]] = [[] for _ in range(seats)]  # workspaces of seats whose prefill streams
+        self.tiered_seats: set[int] = set()  # the same as `tiered`, for the host
 
     def clear(self, seat: int) -> None:
-        """A new request takes the seat: it holds no pages yet."""
+        """Removes all pages of a seat, for a new request."""
         for table in (self.host, self.keys, self.slots, self.tail, self.maps):
             table[seat].fill_(EMPTY)
         self.set_tiered(seat, False)
@@ -60,19 +60,19 @@ class PageTables:
         self.tail_pages[seat] = tuple(pages)
 
     def put(self, table: Tensor, seat: int, first: int, pages: Sequence[int]) -> None:
-        if len(pages) == 1:  # what a decoding request grows by, many times a step: a number is written sooner
+        if len(pages) == 1:  # the common case in decode steps; `fill_` is faster than a copy
             table[seat, first].fill_(pages[0])
         else:
             table[seat, first : first + len(pages)] = list_to_device(pages, torch.int64, self.device)
 
     def extend_rows(self, seat: int, first: int, pages: Sequence[int]) -> None:
-        """`pages` become the seat's row pages number `first` and following."""
+        """Adds `pages` as the seat's row pages number `first` and following."""
         self.put(self.rows, seat, first, pages)
         extend_runs(self.row_runs[seat], pages)
         self.row_pages[seat] += pages
 
     def drop_rows(self, seat: int) -> None:
-        """The seat is not resident any more."""
+        """Removes the row pages of a seat that is not resident any more."""
         self.rows[seat].fill_(EMPTY)
         self.row_runs[seat], self.row_pages[seat] = [], []
 
@@ -86,15 +86,16 @@ class PageTables:
         self.host_pages[seat] += pages
 
     def rows_at(self, seats: Tensor | int, positions: Tensor) -> Tensor:
-        """Device rows, within a layer, of `positions` in resident contexts (same shape, or broadcast)."""
+        """Returns the device rows, within a layer, of `positions` in resident contexts (same shape, or broadcast)."""
         page_rows = self.geometry.page_rows
         return self.rows[seats, positions // page_rows] * page_rows + positions % page_rows
 
     def tail_at(self, seats: Tensor | int, positions: Tensor) -> Tensor:
-        """Device rows, within a layer, of `positions` in the tails of tiered contexts."""
+        """Returns the device rows, within a layer, of `positions` in the tails of tiered contexts."""
         page_rows = self.geometry.page_rows
         return self.tail[seats, positions // page_rows % TAIL_PAGES] * page_rows + positions % page_rows
 
     def host_at(self, seats: Tensor | int, positions: Tensor) -> Tensor:
+        """Returns the host rows, within a layer, of `positions`."""
         page_rows = self.geometry.page_rows
         return self.host[seats, positions // page_rows] * page_rows + positions % page_rows

@@ -31,7 +31,7 @@ class RingMachine(RuleBasedStateMachine):
         """Mostly what leaves room for others; up to the whole ring, and beyond. Owners ask again while they wait."""
         nbytes = self.ring.nbytes * eighths // 8 - less
         known = owner in self.owners() or owner in dict(self.queue)
-        possible = self.ring.ask(owner, nbytes)
+        possible = self.ring.request(owner, nbytes)
         assert possible == (known or 1 <= nbytes <= self.ring.nbytes)
         if possible and not known:
             self.queue.append((owner, nbytes))
@@ -41,7 +41,7 @@ class RingMachine(RuleBasedStateMachine):
     def ask_for_several(self, sizes: list[int]) -> None:
         new = [owner for owner in range(OWNERS) if owner not in self.owners() and owner not in dict(self.queue)]
         for owner, nbytes in zip(new, sizes, strict=False):
-            if self.ring.ask(owner, nbytes):
+            if self.ring.request(owner, nbytes):
                 self.queue.append((owner, nbytes))
         self.take()
 
@@ -86,7 +86,7 @@ class RingMachine(RuleBasedStateMachine):
 
     def take(self) -> None:
         """What was granted comes in the order of the queue, is free, and is what was asked for."""
-        for lease in self.ring.granted():
+        for lease in self.ring.take_granted():
             assert (lease.owner, lease.nbytes) == self.queue.pop(0), "somebody overtook"
             assert lease.number not in self.numbers, "a number was used twice"
             assert lease.first % self.ring.align == 0
@@ -135,29 +135,29 @@ TestRing.settings = settings(max_examples=200, stateful_step_count=40, deadline=
 def test_defect_09_an_empty_ring_gives_any_size_wherever_the_one_before_ended() -> None:
     for before, nbytes in itertools.product(range(1, 31), repeat=2):
         ring = Ring(30, align=1)
-        assert ring.ask("before", before) and ring.ask("after", nbytes)
+        assert ring.request("before", before) and ring.request("after", nbytes)
         ring.withdraw("before")
         lease = ring.lease_of("after")
         assert lease is not None and lease.nbytes == nbytes
         ring.withdraw("after")
-        assert ring.ask("whole", 30)
+        assert ring.request("whole", 30)
         assert ring.lease_of("whole") == Lease(2, "whole", 0, 30)
 
 
 def test_defect_09_a_gap_around_the_front_is_given_whole_while_quarantine_keeps_the_ring_from_being_empty() -> None:
     ring = Ring(1024)
-    assert all(ring.ask(owner, nbytes) for owner, nbytes in (("lost", 256), ("a", 256)))
-    lost, _ = ring.granted()
+    assert all(ring.request(owner, nbytes) for owner, nbytes in (("lost", 256), ("a", 256)))
+    lost, _ = ring.take_granted()
     ring.quarantine(lost.number)
-    assert ring.ask("rest", 768)
+    assert ring.request("rest", 768)
     ring.withdraw("a")  # the front stays in the middle of the gap
-    assert [(lease.first, lease.nbytes) for lease in ring.granted()] == [(256, 768)]
+    assert [(lease.first, lease.nbytes) for lease in ring.take_granted()] == [(256, 768)]
 
 
 def test_an_ask_for_the_whole_ring_is_not_starved_by_small_ones() -> None:
     ring = Ring(1024)
-    assert all(ring.ask(owner, 256) for owner in range(4))
-    assert ring.ask("whole", 1024) and ring.ask("late", 1)
+    assert all(ring.request(owner, 256) for owner in range(4))
+    assert ring.request("whole", 1024) and ring.request("late", 1)
     for owner in (2, 0, 3):
         ring.withdraw(owner)
         assert ring.lease_of("whole") is None and ring.lease_of("late") is None
@@ -169,7 +169,7 @@ def test_an_ask_for_the_whole_ring_is_not_starved_by_small_ones() -> None:
 
 def test_whoever_gives_up_waiting_no_longer_stands_in_the_way() -> None:
     ring = Ring(1024)
-    assert ring.ask("a", 512) and ring.ask("large", 1024) and ring.ask("small", 256)
+    assert ring.request("a", 512) and ring.request("large", 1024) and ring.request("small", 256)
     assert ring.lease_of("small") is None
     ring.withdraw("large")
     assert ring.lease_of("small") is not None
@@ -179,8 +179,8 @@ def test_leases_go_around_and_what_was_given_back_rests() -> None:
     ring = Ring(1000, align=100)
     firsts = []
     for turn in range(8):
-        assert ring.ask(turn, 290)
-        (lease,) = ring.granted()
+        assert ring.request(turn, 290)
+        (lease,) = ring.take_granted()
         firsts.append(lease.first)
         ring.withdraw(turn - 1)
     assert firsts == [0, 300, 600, 0, 300, 600, 0, 300]
@@ -189,41 +189,41 @@ def test_leases_go_around_and_what_was_given_back_rests() -> None:
 def test_an_empty_ring_begins_at_its_start() -> None:
     ring = Ring(1000, align=100)
     for owner in range(5):
-        assert ring.ask(owner, 300)
-        (lease,) = ring.granted()
+        assert ring.request(owner, 300)
+        (lease,) = ring.take_granted()
         assert lease.first == 0
         ring.release(lease.number)
 
 
 def test_the_last_bytes_of_a_ring_that_alignment_does_not_divide_are_given() -> None:
     ring = Ring(1000)
-    assert ring.ask("a", 700) and ring.ask("b", 232) and ring.ask("c", 1)
-    assert [(lease.first, lease.nbytes) for lease in ring.granted()] == [(0, 700), (768, 232)]
+    assert ring.request("a", 700) and ring.request("b", 232) and ring.request("c", 1)
+    assert [(lease.first, lease.nbytes) for lease in ring.take_granted()] == [(0, 700), (768, 232)]
     assert ring.free == 0 and ring.waiting == 1
     ring.audit()
 
 
 def test_what_can_never_fit_is_refused_at_once_and_holds_nobody_up() -> None:
     ring = Ring(1000)
-    assert not ring.ask("large", 1001) and not ring.ask("nothing", 0) and not ring.ask("less", -5)
-    assert ring.ask("whole", 1000) and ring.waiting == 0
+    assert not ring.request("large", 1001) and not ring.request("nothing", 0) and not ring.request("less", -5)
+    assert ring.request("whole", 1000) and ring.waiting == 0
 
 
 def test_a_lease_that_was_withdrawn_before_anybody_was_told_is_not_told() -> None:
     ring = Ring(1000)
-    assert ring.ask("a", 1000) and ring.ask("b", 1000)
+    assert ring.request("a", 1000) and ring.request("b", 1000)
     ring.withdraw("a")
-    assert [lease.owner for lease in ring.granted()] == ["b"] and ring.granted() == []
+    assert [lease.owner for lease in ring.take_granted()] == ["b"] and ring.take_granted() == []
 
 
 def test_an_old_number_ends_no_later_lease_of_the_same_owner_and_place() -> None:
     ring = Ring(1000)
-    assert ring.ask("a", 1000)
-    (old,) = ring.granted()
+    assert ring.request("a", 1000)
+    (old,) = ring.take_granted()
     ring.quarantine(old.number)
     ring.end_quarantine(old.number)
-    assert ring.ask("a", 1000)
-    (new,) = ring.granted()
+    assert ring.request("a", 1000)
+    (new,) = ring.take_granted()
     assert (new.first, new.owner) == (old.first, old.owner) and new.number != old.number
     ring.end_quarantine(old.number)
     ring.quarantine(old.number)
@@ -234,29 +234,29 @@ def test_an_old_number_ends_no_later_lease_of_the_same_owner_and_place() -> None
 
 def test_bytes_under_an_unknown_writer_are_given_to_nobody_until_it_is_calm() -> None:
     ring = Ring(1024)
-    assert ring.ask("a", 256) and ring.ask("b", 256)
-    lost, fine = ring.granted()
+    assert ring.request("a", 256) and ring.request("b", 256)
+    lost, fine = ring.take_granted()
     ring.quarantine(lost.number)
     assert not ring.release(lost.number) and ring.lease_of("a") is None
-    assert ring.ask("a", 1024), "its owner may ask anew"
+    assert ring.request("a", 1024), "its owner may ask anew"
     assert ring.stuck and ring.quarantined == 256
     ring.release(fine.number)
-    assert ring.stuck and ring.granted() == []
+    assert ring.stuck and ring.take_granted() == []
     ring.end_quarantine(lost.number)
-    assert [lease.nbytes for lease in ring.granted()] == [1024] and not ring.stuck
+    assert [lease.nbytes for lease in ring.take_granted()] == [1024] and not ring.stuck
 
 
 def test_quarantine_in_two_places_leaves_the_ring_in_use_between_them() -> None:
     ring = Ring(1024)
-    assert all(ring.ask(owner, 256) for owner in range(4))
-    leases = ring.granted()
+    assert all(ring.request(owner, 256) for owner in range(4))
+    leases = ring.take_granted()
     ring.quarantine(leases[0].number)
     ring.quarantine(leases[3].number)
     for turn in range(20):
-        assert ring.ask(("next", turn), 512) and not ring.stuck
+        assert ring.request(("next", turn), 512) and not ring.stuck
         ring.withdraw(1 if turn == 0 else ("next", turn - 1))
         ring.withdraw(2)
-        (lease,) = ring.granted()
+        (lease,) = ring.take_granted()
         assert (lease.first, lease.nbytes) == (256, 512)
 
 
@@ -293,7 +293,7 @@ def test_credits_survive_lost_and_repeated_messages(seed: int) -> None:
             if kind == "ask" and chunk < landed[sender]:
                 post.send("taken", sender, landed[sender])
             elif kind == "ask" and chunk == landed[sender]:
-                assert ring.ask((sender, chunk), sizes[sender][chunk])
+                assert ring.request((sender, chunk), sizes[sender][chunk])
                 lease = ring.lease_of((sender, chunk))
                 if lease is not None:
                     post.send("grant", sender, chunk, lease.number)
