@@ -132,7 +132,7 @@ def test_engine_and_server_answer_the_same_questions_alike(tmp_path: Path) -> No
         (["--tasks", "riddle"], "--tasks 'riddle'"),
         (["--questions", "0"], "--questions"),
         (["--json", "no/such/folder/x.json"], "no/such/folder"),
-        (["--url", "http://127.0.0.1:9", "--dtype", "float64"], "--dtype would have no effect"),
+        (["--url", "http://127.0.0.1:9", "--dtype", "float64"], "where --dtype has no effect"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(arguments: list[str], said: str) -> None:

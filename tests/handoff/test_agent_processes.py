@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from handoff_engines import QUICK, SECONDS, DecodeEngine, FileTransfer, PrefillEngine, StoppableClock, until
 from handoff_world import prompt
+from processes import pause
 
 from hotset.handoff.channel import Channel
 from hotset.handoff.messages import FetchFailed, HandoffKey, Landed
@@ -134,7 +135,7 @@ def test_a_prefill_worker_killed_at_any_stage_loses_its_requests_and_no_others(t
 def test_a_prefill_worker_killed_before_it_was_told_to_go_costs_no_page(tmp_path: Path) -> None:
     with workers(Worker("prefill", tmp_path / "doomed")) as [doomed], decoding(tmp_path) as decode:
         assert isinstance(decode.ended(decode.fetch(doomed.address, prompt(10), "before")), Landed)
-        doomed.process.send_signal(signal.SIGSTOP)
+        pause(doomed.process.pid)
         key = decode.fetch(doomed.address, prompt(60), "r")
         assert until(lambda: bool(decode.agent.stats().open))
         doomed.kill()
@@ -171,7 +172,7 @@ def test_a_prefill_worker_that_was_replaced_while_idle_costs_no_request(tmp_path
 def test_a_prefill_worker_that_only_sleeps_is_taken_for_lost_and_says_later_that_it_stopped(tmp_path: Path) -> None:
     with workers(Worker("prefill", tmp_path / "sleeper", hold="sample")) as [sleeper], decoding(tmp_path) as decode:
         key = reach(sleeper, decode, "sample")
-        sleeper.process.send_signal(signal.SIGSTOP)
+        pause(sleeper.process.pid)
         end = decode.ended(key)
         assert isinstance(end, FetchFailed) and not end.quiesced
         assert decode.quarantined == {key}
@@ -183,7 +184,7 @@ def test_a_prefill_worker_killed_after_it_was_given_up_unasked_costs_nothing(tmp
     clock = StoppableClock()
     with workers(Worker("prefill", tmp_path / "doomed")) as [doomed], decoding(tmp_path, clock=clock) as decode:
         assert isinstance(decode.ended(decode.fetch(doomed.address, prompt(10), "before")), Landed)
-        doomed.process.send_signal(signal.SIGSTOP)
+        pause(doomed.process.pid)
         clock.stop()
         key = decode.fetch(doomed.address, prompt(60), "r")
         assert until(lambda: decode.stands_in("requesting"))
@@ -200,7 +201,7 @@ def test_pages_stay_in_quarantine_when_the_worker_that_nobody_is_sure_of_is_kill
     with workers(Worker("prefill", tmp_path / "first", hold="sample")) as alive, decoding(tmp_path) as decode:
         first = alive[0]
         old = reach(first, decode, "sample")
-        first.process.send_signal(signal.SIGSTOP)
+        pause(first.process.pid)
         end = decode.ended(old)
         assert isinstance(end, FetchFailed) and not end.quiesced
         assert decode.stands_in("quarantined")
@@ -216,7 +217,7 @@ def test_pages_stay_in_quarantine_when_the_worker_that_nobody_is_sure_of_is_kill
 def test_giving_up_while_the_prefill_worker_dies_ends_once(tmp_path: Path) -> None:
     with workers(Worker("prefill", tmp_path / "doomed", hold="sample")) as [doomed], decoding(tmp_path) as decode:
         key = reach(doomed, decode, "sample")
-        doomed.process.send_signal(signal.SIGSTOP)
+        pause(doomed.process.pid)
         decode.give_up(key)
         doomed.kill()
         end = decode.ended(key)

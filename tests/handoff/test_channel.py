@@ -270,7 +270,7 @@ def test_a_port_open_to_other_machines_needs_a_secret(bind: str) -> None:
         ("127.0.0.1:http", None, None, "host:port"),
         (":9000", None, None, "host:port"),
         ("127.0.0.1:70000", None, None, "host:port"),
-        ("0.0.0.0:0", None, SECRET, "at which address this machine is reached"),
+        ("0.0.0.0:0", None, SECRET, "the address at which they reach this machine"),
         ("0.0.0.0:0", "worker", SECRET, "host:port"),
         ("127.0.0.1:0", None, "short", "at least 16 characters"),
     ],

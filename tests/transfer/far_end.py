@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from processes import pause
 
 from hotset.transfer.api import Region
 from hotset.transfer.engines import open_transfer
@@ -59,7 +60,7 @@ class FarProcess:
         self.read(0, 1)  # it has answered this: it has done that
 
     def pause(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
+        pause(self._process.pid)
 
     def resume(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from processes import pause
 from running_router import WAIT_SECONDS, Cluster, Router, Stub, eventually
 from stub_worker import event
 
@@ -66,7 +67,7 @@ def test_a_prefill_worker_that_dies_is_out_and_comes_back(cluster: Cluster, calm
 
 def test_a_worker_that_hangs_is_out_until_it_answers(cluster: Cluster, prefill: Stub, calm: list[Stub]) -> None:
     router = cluster.router([prefill], calm[2:])
-    calm[2].process.send_signal(signal.SIGSTOP)
+    pause(calm[2].process.pid)
     try:
         assert eventually(lambda: router.up(prefill, calm[3]))
         assert router.workers()[calm[2].url]["last_error"] == "gave no answer for 2 s"
