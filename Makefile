@@ -24,7 +24,7 @@ LOCK := $(if $(shell command -v flock),flock .venv.lock)
 ARGS ?=
 # One more than there are cores: many tests wait for processes.
 JOBS ?= $(shell expr $$(nproc) + 1)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=10
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20

@@ -10,17 +10,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import transformers  # its classes are imported as they are used
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import (
-    DeepseekV32Config,
-    DeepseekV32ForCausalLM,
-    GlmMoeDsaConfig,
-    GlmMoeDsaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint import files, find_model, open_weights
@@ -60,13 +53,15 @@ DSA = {
 
 @pytest.fixture
 def llama_dir(tmp_path: Path) -> Path:
-    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "model")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
 @pytest.fixture
 def sharded_dir(tmp_path: Path) -> Path:
-    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(
+        tmp_path / "model", max_shard_size="20KB"
+    )
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 3
     return tmp_path / "model"
 
@@ -118,8 +113,10 @@ def test_shards_load_whole_in_the_dtype_asked_for(sharded_dir: Path, dtype: torc
 @pytest.mark.parametrize(
     "model",
     [
-        lambda: DeepseekV32ForCausalLM(DeepseekV32Config(**DSA)),
-        lambda: GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**DSA, indexer_types=["full", "shared", "full"])),
+        lambda: transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**DSA)),
+        lambda: transformers.GlmMoeDsaForCausalLM(
+            transformers.GlmMoeDsaConfig(**DSA, indexer_types=["full", "shared", "full"])
+        ),
     ],
 )
 def test_experts_are_found_one_by_one_in_dsa_checkpoints(model: Callable[[], Any], tmp_path: Path) -> None:
@@ -235,7 +232,9 @@ def test_leftovers_that_mean_nothing_pass_in_silence(llama_dir: Path, caplog: py
 
 def test_indexers_of_layers_that_share_anothers_may_stay(tmp_path: Path) -> None:
     types = ["full", "shared", "full"]
-    GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**DSA, indexer_types=types)).save_pretrained(tmp_path)
+    transformers.GlmMoeDsaForCausalLM(transformers.GlmMoeDsaConfig(**DSA, indexer_types=types)).save_pretrained(
+        tmp_path
+    )
     finish_with(tmp_path, {"model.layers.1.self_attn.indexer.wk.weight": torch.ones(8, 16)})
     rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.indexer.wk.weight"))
     message = refusal_of(lambda: finish_with(tmp_path, {"model.layers.2.self_attn.indexer.wx.weight": torch.ones(8)}))
@@ -356,7 +355,7 @@ def test_paths_that_hold_no_model_are_refused_in_one_line(tmp_path: Path) -> Non
 
 
 def test_a_directory_without_weights_is_refused_when_they_are_opened(tmp_path: Path) -> None:
-    LlamaConfig(**LLAMA).save_pretrained(tmp_path)
+    transformers.LlamaConfig(**LLAMA).save_pretrained(tmp_path)
     found = find_model(str(tmp_path))
     assert "neither model.safetensors nor" in refusal_of(lambda: open_weights(found, torch.float32, "cpu"))
 

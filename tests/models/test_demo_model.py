@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers  # its classes are imported as they are used
 from harness import CPU, make_engine, run_all
 from models.test_parity import NEAR_TIE, StableTopk
-from transformers import AutoModelForCausalLM
 
 from hotset.base.sampling import SamplingParams
 from hotset.evaluate.tasks import TASKS, make_questions
@@ -46,7 +46,9 @@ def test_greedy_tokens_on_long_prompts_equal_transformers(lengths: dict[int, int
     engine = make_engine(model, files.spec, max_num_seqs=4, device_kv_tokens=5 * max(lengths))
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
     answers = run_all(engine, prompts, [params] * len(prompts))
-    oracle = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="eager").eval()
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        DEMO, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     near_ties = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.no_grad(), StableTopk().installed():

@@ -9,10 +9,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import transformers  # its classes are imported as they are used
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hotset.base.errors import CheckpointError
 from hotset.models.checkpoint import ModelFiles, find_model, open_weights
@@ -105,7 +104,7 @@ def write_gguf(path: Path, state: dict[str, torch.Tensor], changes: dict[str, An
 
 
 def llama_state(tied: bool = True) -> dict[str, torch.Tensor]:
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=tied))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, tie_word_embeddings=tied))
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if tied:
         state.pop("lm_head.weight")
@@ -200,8 +199,8 @@ def test_llama3_rope_is_recovered_from_its_factors(tmp_path: Path) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](
-        LlamaConfig(**LLAMA, max_position_embeddings=131072, rope_parameters=rope), torch.device("cpu")
+    scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](
+        transformers.LlamaConfig(**LLAMA, max_position_embeddings=131072, rope_parameters=rope), torch.device("cpu")
     )
     plain = 500000.0 ** -(torch.arange(0, 8, 2) / 8)
     path = tmp_path / "m.gguf"
@@ -237,7 +236,7 @@ def test_our_gguf_table_is_that_of_the_gguf_package(tmp_path: Path) -> None:
 def test_the_embedded_model_knows_the_capital_of_france(embedded: ModelFiles) -> None:
     """In transformers' decoder, with our weights: without un-permuting Q and K it talks nonsense."""
     spec = embedded.spec
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=spec.vocab,
         hidden_size=spec.hidden,
         intermediate_size=spec.mlp_width,
@@ -249,7 +248,7 @@ def test_the_embedded_model_knows_the_capital_of_france(embedded: ModelFiles) ->
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = transformers.LlamaForCausalLM(config)
     source = open_weights(embedded, torch.float32, "cpu")
     names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     state = {name: source.load(name, shape) for name, shape in names.items()}

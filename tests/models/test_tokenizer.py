@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import tokenizers
+import transformers  # its classes are imported as they are used
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, processors
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from hotset.base.errors import CheckpointError, RequestError
 from hotset.models.checkpoint import ModelFiles, find_model
@@ -68,7 +68,7 @@ def smol_dir(embedded: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> 
         "chat_template": file.metadata["tokenizer.chat_template"],
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    LlamaConfig().save_pretrained(directory)
+    transformers.LlamaConfig().save_pretrained(directory)
     return directory
 
 
@@ -115,7 +115,7 @@ def streamed(stream: TextStream, token_ids: list[int]) -> str:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokens_and_text_are_those_of_transformers(smol: Tokenizer, smol_dir: Path, text: str) -> None:
-    oracle = AutoTokenizer.from_pretrained(smol_dir)
+    oracle = transformers.AutoTokenizer.from_pretrained(smol_dir)
     ids = smol.encode(text)
     assert ids == oracle.encode(text) == loaded(from_directory(smol_dir)).encode(text)
     assert smol.decode(ids, skip_special=False) == oracle.decode(ids) == text
@@ -130,7 +130,7 @@ def test_the_embedded_tokenizer_knows_its_special_tokens(smol: Tokenizer) -> Non
 
 
 def test_chat_prompts_are_those_of_transformers(smol: Tokenizer, smol_dir: Path) -> None:
-    oracle = AutoTokenizer.from_pretrained(smol_dir)
+    oracle = transformers.AutoTokenizer.from_pretrained(smol_dir)
     for messages in (CHAT, CHAT[1:]):
         wanted = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert smol.render_chat(messages) == wanted
@@ -149,7 +149,7 @@ def write_directory(directory: Path, smol_dir: Path, **config: Any) -> Path:
 def test_a_template_with_every_extension_renders_as_in_transformers(tmp_path: Path, smol_dir: Path) -> None:
     directory = write_directory(tmp_path, smol_dir, chat_template="not this one")
     (directory / "chat_template.jinja").write_text(DECORATED_TEMPLATE)
-    oracle = AutoTokenizer.from_pretrained(directory)
+    oracle = transformers.AutoTokenizer.from_pretrained(directory)
     ours = loaded(from_directory(directory))
     wanted = oracle.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     assert ours.render_chat(CHAT) == wanted
@@ -198,7 +198,7 @@ def test_broken_files_stop_the_start(tmp_path: Path, smol_dir: Path) -> None:
 
 
 def test_a_directory_without_tokenizer_serves_token_ids(tmp_path: Path, smol_dir: Path) -> None:
-    LlamaConfig().save_pretrained(tmp_path)
+    transformers.LlamaConfig().save_pretrained(tmp_path)
     assert from_directory(tmp_path) is None
     found = find_model(str(tmp_path))
     assert loaded(Tokenizer.load(found, str(smol_dir))).encode("123") == [33, 34, 35]
@@ -298,7 +298,7 @@ def test_the_qwen2_vocabulary_of_a_gguf_file_cuts_words_like_transformers() -> N
     file = gguf_with("qwen2")
     vocab = {token: index for index, token in enumerate(file.metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in file.metadata["tokenizer.ggml.merges"]]
-    oracle = Qwen2Tokenizer(vocab=vocab, merges=merges)
+    oracle = transformers.Qwen2Tokenizer(vocab=vocab, merges=merges)
     ours = build_gguf_tokenizer(file)
     for text in [*TEXTS[:4], "hello 123 he'll 1234  x\r\n\r\n y", "e\u0301"]:
         assert ours.encode(text).ids == oracle.encode(text)
@@ -344,8 +344,8 @@ def test_gguf_vocabularies_that_we_cannot_rebuild_are_refused_by_name(file: Gguf
 def test_a_sentencepiece_directory_matches_transformers(tmp_path: Path, spaced: Tokenizer) -> None:
     spaced._backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    LlamaConfig().save_pretrained(tmp_path)
-    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    transformers.LlamaConfig().save_pretrained(tmp_path)
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     ours = loaded(from_directory(tmp_path))
     for text in ["a b", "a  é€b", "🙂 a"]:
         ids = ours.encode(text)

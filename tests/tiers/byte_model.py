@@ -23,7 +23,7 @@ POISON = 0xAB
 # Rows of 10 bytes in strides of 12, of 26 in 32, of 144 in fp8 (two scales), of 13 in 16; then one that never selects.
 SHAPES = {
     "shared": KvShape(4, RowLayout(5, torch.bfloat16, align=4), (0, 2), index_key_row(3, torch.bfloat16), topk=3),
-    "uneven": KvShape(3, mla_row(9, 4, torch.bfloat16), (0, 2), index_key_row(5, torch.float32), topk=4),
+    "uneven": KvShape(4, mla_row(9, 4, torch.bfloat16), (0, 1, 3), index_key_row(5, torch.float32), topk=4),
     "fp8": KvShape(2, mla_row(130, 3, torch.bfloat16, fp8=True), (0, 1), index_key_row(6, torch.bfloat16, True), 2),
     "bytes": KvShape(2, RowLayout(13, torch.uint8), (0,), RowLayout(7, torch.uint8, align=1), topk=3),
     "gqa": KvShape(2, gqa_row(1, 3, torch.float16)),

@@ -1,5 +1,6 @@
 """Tiers change where rows are, never what is answered: forced against off, bit for bit."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,20 @@ def answers(
     return [run_all(engine, [prompt], [params])[0].token_ids for prompt in prompts]
 
 
+def cases() -> list[Any]:
+    """Every family, dtype and dtype of rows. In quick runs, half of them: each pair of values occurs together once."""
+    quick = {
+        ("deepseek_v32", torch.float32, "auto"),
+        ("deepseek_v32", torch.bfloat16, "fp8"),
+        ("glm_moe_dsa", torch.float32, "fp8"),
+        ("glm_moe_dsa", torch.bfloat16, "auto"),
+    }
+    every = product(SPECS, (torch.float32, torch.bfloat16), ("auto", "fp8"))
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in every]
+
+
 @pytest.mark.filterwarnings("ignore:.*mkldnn:UserWarning")  # torch, of bf16 on CPUs without its instructions
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize(("family", "dtype", "kv_dtype"), cases())
 def test_logits_are_the_same_bits_with_tiers_forced_and_off(family: str, dtype: torch.dtype, kv_dtype: Any) -> None:
     model_spec = SPECS[family]
     store = kv_storage(EngineConfig(kv_dtype=kv_dtype, index_dtype=kv_dtype), model_spec)
@@ -67,11 +78,12 @@ def test_logits_are_the_same_bits_with_tiers_forced_and_off(family: str, dtype: 
         assert torch.equal(torch.stack(rows), torch.stack(forced.logits[context])), f"at position {len(context) - 1}"
 
 
-def test_the_demo_model_answers_alike_with_tiers_forced_and_off() -> None:
+@pytest.mark.parametrize("length", [512, pytest.param(1024, marks=pytest.mark.slow)])
+def test_the_demo_model_answers_alike_with_tiers_forced_and_off(length: int) -> None:
     files = find_model(str(DEMO))
     tokenizer = Tokenizer.load(files, None)
     assert tokenizer is not None
-    questions = make_questions(["lookup", "several"], 1024, 2, 3, lambda text: 1 + len(tokenizer.encode(text)))
+    questions = make_questions(["lookup", "several"], length, 2, 3, lambda text: 1 + len(tokenizer.encode(text)))
     prompts = [tokenizer.encode("<|bos|>" + question.prompt) for question in questions]
     weights = open_weights(files, torch.float32, CPU)
     recorder = Recorder(Decoder(files.spec, weights))
