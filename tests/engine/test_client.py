@@ -3,9 +3,9 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from harness import tiny_directory
@@ -40,6 +40,39 @@ def with_client(config: EngineConfig, scenario: Any) -> None:
     asyncio.run(run())
 
 
+class Shared(NamedTuple):
+    """An engine process for all tests that leave it as it was."""
+
+    runner: asyncio.Runner
+    config: EngineConfig
+    client: EngineClient
+
+    def run(self, scenario: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
+        async def whole() -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                await scenario(self.client)
+                await pages_held(self.client, 0)
+                stats = await self.client.stats()
+                assert (stats.running, stats.waiting, self.client.waiting) == (0, 0, 0)
+
+        self.runner.run(whole())
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    config = config_of(tmp_path_factory.mktemp("shared"))
+
+    async def start() -> EngineClient:
+        return EngineClient.start(config)
+
+    with asyncio.Runner() as runner:
+        client = runner.run(start())
+        try:
+            yield Shared(runner, config, client)
+        finally:
+            runner.run(asyncio.wait_for(client.close(0.0), DEADLINE_S))
+
+
 async def collect(deltas: AsyncIterator[Delta]) -> list[int]:
     return [token async for delta in deltas for token in delta.token_ids]
 
@@ -49,9 +82,8 @@ async def pages_held(client: EngineClient, wanted: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_answers_equal_those_of_the_engine_in_this_process(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    with LLM(config.model, load_format="dummy", device="cpu", device_kv_tokens=256, page_rows=4) as llm:
+def test_answers_equal_those_of_the_engine_in_this_process(shared: Shared) -> None:
+    with LLM(shared.config.model, load_format="dummy", device="cpu", device_kv_tokens=256, page_rows=4) as llm:
         expected = [list(llm.generate({"prompt_token_ids": [n, 4]}, LONG)[0].outputs[0].token_ids) for n in range(5)]
 
     async def scenario(client: EngineClient) -> None:
@@ -59,28 +91,29 @@ def test_answers_equal_those_of_the_engine_in_this_process(tmp_path: Path) -> No
         assert list(answers) == expected
         assert client.waiting == 0
 
-    with_client(config, scenario)
+    shared.run(scenario)
 
 
-def test_closing_the_iterator_aborts_the_request_and_frees_its_pages(tmp_path: Path) -> None:
+def test_closing_the_iterator_aborts_the_request_and_frees_its_pages(shared: Shared) -> None:
     async def scenario(client: EngineClient) -> None:
+        before = (await client.stats()).requests_finished.get("abort", 0)
         deltas = client.generate("r", [5, 6], LONG)
         await anext(deltas)
         await deltas.aclose()
         await pages_held(client, 0)
-        assert (await client.stats()).requests_finished == {"abort": 1}
+        assert (await client.stats()).requests_finished["abort"] == before + 1
 
-    with_client(config_of(tmp_path), scenario)
+    shared.run(scenario)
 
 
-def test_a_request_is_refused_without_touching_the_others(tmp_path: Path) -> None:
+def test_a_request_is_refused_without_touching_the_others(shared: Shared) -> None:
     async def scenario(client: EngineClient) -> None:
         running = asyncio.create_task(collect(client.generate("good", [5, 6], LONG)))
         with pytest.raises(RequestError, match="vocabulary"):
             await collect(client.generate("bad", [999], LONG))
         assert len(await running) == 100
 
-    with_client(config_of(tmp_path), scenario)
+    shared.run(scenario)
 
 
 def test_a_dead_engine_fails_its_requests_at_once(tmp_path: Path) -> None:
