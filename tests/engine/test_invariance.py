@@ -2,12 +2,11 @@
 
 import random
 from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from harness import Answer, RandomWeights, make_engine, run_all
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hotset.base.config import TiersMode
 from hotset.base.errors import EngineStopped
@@ -19,7 +18,6 @@ from hotset.models.spec import GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, 
 
 VOCAB = 61
 CHANGES = ("recomputes", "parks", "resumes", "demotions")
-EXAMPLES = [16, pytest.param(60, marks=pytest.mark.slow)]
 
 
 def gqa_spec() -> ModelSpec:
@@ -75,59 +73,48 @@ def alone(name: str, number: int) -> Answer:
     return answer
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
-@pytest.mark.parametrize("name", MODELS)
-def test_tokens_do_not_depend_on_the_company_a_request_keeps(name: str, examples: int) -> None:
-    spec, model = MODELS[name]
-    seen = dict.fromkeys(CHANGES[:3] if name == "gqa" else CHANGES, 0)
+class Workload(NamedTuple):
+    """Requests that run together, and an engine that is too small for them."""
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
-    @given(
-        st.lists(st.integers(0, len(REQUESTS) - 1), min_size=4, max_size=6),
-        st.lists(st.integers(0, 9), min_size=6, max_size=6),
-        st.integers(3, 5),
-        st.sampled_from([4, 11, 64]),
-        st.sampled_from([1, 3, 8]),
-        st.integers(1, 3),
-        st.integers(58, 62),
-        st.sampled_from(["auto", "off"] if name == "gqa" else ["auto", "off", "always"]),
-        st.sampled_from([6, 9, 12]),
-        st.sampled_from([20, 200]),
-    )
-    def check(
-        batch: list[int],
-        arrive_at: list[int],
-        seats: int,
-        step_rows: int,
-        page_rows: int,
-        depth: int,
-        kv_tokens: int,
-        tiers: TiersMode,
-        hot_slots: int,
-        more_on_host: int,
-    ) -> None:
-        crowded = make_engine(
-            model,
-            spec,
-            device_kv_tokens=kv_tokens,
-            page_rows=page_rows,
-            max_num_seqs=seats,
-            max_num_batched_tokens=step_rows,
-            plans_in_flight=depth,
-            max_model_len=56,
-            tiers=tiers,
-            host_kv_tokens=None if tiers == "off" else kv_tokens + more_on_host,
-            hot_slots=None if name == "gqa" or tiers == "off" else hot_slots,
-        )
-        prompts, params = zip(*(REQUESTS[number] for number in batch), strict=True)
-        together = run_all(crowded, prompts, params, arrive_at[: len(batch)])
-        assert together == [alone(name, number) for number in batch]
-        assert crowded.stats().device_pages_held == 0
-        stats = crowded.stats()
+    batch: list[int]  # numbers of REQUESTS
+    arrive_at: list[int]
+    settings: dict[str, Any]
+
+
+def workload(chance: random.Random, tiers: TiersMode, selects: bool) -> Workload:
+    count, kv_tokens = chance.randint(4, 6), chance.randint(58, 62)
+    settings: dict[str, Any] = {
+        "max_num_seqs": chance.randint(3, 5),
+        "max_num_batched_tokens": chance.choice([4, 11, 64]),
+        "page_rows": chance.choice([1, 3, 8]),
+        "plans_in_flight": chance.randint(1, 3),
+        "device_kv_tokens": kv_tokens,
+        "tiers": tiers,
+    }
+    if tiers != "off":
+        settings["host_kv_tokens"] = kv_tokens + chance.choice([20, 200])
+        settings["hot_slots"] = chance.choice([6, 9, 12]) if selects else None
+    batch = [chance.randrange(len(REQUESTS)) for _ in range(count)]
+    return Workload(batch, [chance.randint(0, 9) for _ in range(count)], settings)
+
+
+@pytest.mark.parametrize("workloads", [15, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_do_not_depend_on_the_company_a_request_keeps(name: str, workloads: int) -> None:
+    spec, model = MODELS[name]
+    modes: list[TiersMode] = ["auto", "off"] if name == "gqa" else ["auto", "off", "always"]
+    seen = dict.fromkeys(CHANGES[:3] if name == "gqa" else CHANGES, 0)
+    chance = random.Random(1)
+    for number in range(workloads):
+        crowd = workload(chance, modes[number % len(modes)], selects=name != "gqa")
+        engine = make_engine(model, spec, max_model_len=56, **crowd.settings)
+        prompts, params = zip(*(REQUESTS[request] for request in crowd.batch), strict=True)
+        together = run_all(engine, prompts, params, crowd.arrive_at)
+        assert together == [alone(name, request) for request in crowd.batch], crowd
+        stats = engine.stats()
+        assert stats.device_pages_held == 0, crowd
         for change in seen:
             seen[change] += getattr(stats, change)
-
-    check()
     print(name, seen)
     assert all(seen.values()), f"{seen}: something never happened, so the test has lost its point"
 
