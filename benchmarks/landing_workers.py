@@ -18,7 +18,7 @@ from hotset.base.units import ceil_div
 from hotset.engine.stores import host_stores, landing_stores, regions
 from hotset.engine.workers.executor import whole_host_store
 from hotset.handoff.agent import HandoffAgent, open_channel
-from hotset.handoff.layout import writes
+from hotset.handoff.layout import plan_writes
 from hotset.handoff.messages import (
     Fetch,
     FetchFailed,
@@ -122,9 +122,9 @@ class Noted:
     def disconnect(self, remote: Any) -> None:
         self._wire.disconnect(remote)
 
-    def post(self, remote: Any, writes: Writes) -> Any:
-        self.posted.append(writes)
-        return self._wire.post(remote, writes)
+    def post(self, remote: Any, plan_writes: Writes) -> Any:
+        self.posted.append(plan_writes)
+        return self._wire.post(remote, plan_writes)
 
     def check(self, handle: Any) -> WriteState:
         return self._wire.check(handle)
@@ -204,7 +204,7 @@ class PrefillWorker(Worker):
 
     def _push(self, pieces: Writes) -> float:
         limits, under_way = self.backend.limits, deque[tuple[Any, int]]()
-        batch = np.maximum(np.cumsum(pieces[:, 2]) // limits.nbytes, np.arange(len(pieces)) // limits.writes)
+        batch = np.maximum(np.cumsum(pieces[:, 2]) // limits.nbytes, np.arange(len(pieces)) // limits.plan_writes)
         begun = time.perf_counter()
         for part in np.split(pieces, np.flatnonzero(np.diff(batch)) + 1):
             while under_way and sum(count for _, count in under_way) + len(part) > limits.in_flight:
@@ -230,7 +230,7 @@ class PrefillWorker(Worker):
         while True:
             self.news.wait()
             self.news.clear()
-            for fact in self.agent.facts():
+            for fact in self.agent.take_events():
                 if isinstance(fact, StartPrefill):
                     self._announce(fact)
 
@@ -261,7 +261,7 @@ class DecodeWorker(Worker):
         while True:
             assert self.news.wait(PATIENCE_S), "a context does not land"
             self.news.clear()
-            for fact in self.agent.facts():
+            for fact in self.agent.take_events():
                 assert not isinstance(fact, FetchFailed), fact
                 if isinstance(fact, Landed):
                     return time.perf_counter() - begun
@@ -298,9 +298,9 @@ class DecodeWorker(Worker):
         case, source, target = self.case, host_stores(whole_host_store(self.memory))["host"], self.hello.stores["host"]
         apart = tuple(reversed(range(case.pages)))
         assert source.keys is not None and target.keys is not None
-        keys = writes(source.keys, apart, target.keys, apart, 0, case.tokens)
+        keys = plan_writes(source.keys, apart, target.keys, apart, 0, case.tokens)
         return len(
-            writes(source.shards[0].span, apart, target.shards[0].span, range(case.pages), 0, case.tokens)
+            plan_writes(source.shards[0].span, apart, target.shards[0].span, range(case.pages), 0, case.tokens)
         ) + len(keys)
 
 

@@ -127,7 +127,7 @@ class Worker:
         self._staging = staging
         channel = open_channel(f"{HOST}:0")
         stores = {"host": self.memory.store}
-        ring = None if prefill or staging is None else staging.space
+        ring = None if prefill or staging is None else staging.memory_range
         model = ModelIdentity("stand-in", case.layers, f"{ROW_BYTES} bytes", None, 0, "")
         self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe(), ring)
         self.news = threading.Event()
@@ -158,7 +158,7 @@ class PrefillWorker(Worker):
         while True:
             self.news.wait()
             self.news.clear()
-            for fact in self.agent.facts():
+            for fact in self.agent.take_events():
                 if isinstance(fact, StartPrefill):
                     self._announce(fact)
 
@@ -187,7 +187,7 @@ class DecodeWorker(Worker):
         while requests:
             assert self.news.wait(PATIENCE_S), "a context does not land"
             self.news.clear()
-            for fact in self.agent.facts():
+            for fact in self.agent.take_events():
                 assert not isinstance(fact, FetchFailed), fact
                 requests -= isinstance(fact, Landed)
         return time.perf_counter() - begun

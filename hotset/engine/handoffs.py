@@ -93,11 +93,11 @@ class DecodeEndpoint:
         self._prefix = secrets.token_hex(4)  # a worker that comes back asks under other names
 
     def exchange(self) -> None:
-        for fact in self._agent.facts():
-            assert isinstance(fact, Landed | FetchFailed | Quiesced), f"a decode worker is told {fact}"
-            _, at, name = fact.key.request_id.split(":", 2)
-            scheduler, attempt = self._schedulers[int(at)], fact.key.attempt
-            match fact:
+        for event in self._agent.take_events():
+            assert isinstance(event, Landed | FetchFailed | Quiesced), f"a decode worker received {event}"
+            _, at, name = event.key.request_id.split(":", 2)
+            scheduler, attempt = self._schedulers[int(at)], event.key.attempt
+            match event:
                 case Landed(_, token_id, alternatives):
                     scheduler.complete_landing(name, attempt, token_id, alternatives)
                 case FetchFailed(_, quiesced, retry, reason):
@@ -172,10 +172,10 @@ class PrefillEndpoint:
         self._serials = itertools.count()
 
     def exchange(self) -> None:
-        for fact in self._agent.facts():
-            match fact:
+        for event in self._agent.take_events():
+            match event:
                 case StartPrefill():
-                    self._begin(fact)
+                    self._begin(event)
                 case ReleasePages(peer, key):
                     name = self._named.pop((peer, key), None)
                     if name is not None:
@@ -258,7 +258,7 @@ def open_endpoint(
         transfer.close()
         raise
     try:
-        ring = None if prefill or staging is None else staging.space
+        ring = None if prefill or staging is None else staging.memory_range
         hello = Hello(channel.address, model, stores, transfer.name, transfer.describe(), ring)
         machine: Sender | Receiver
         if prefill:

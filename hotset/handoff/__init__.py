@@ -1,1 +1,1 @@
-"""Floor 5: how a request passes from prefill to decode. No HTTP, no sampling, no scheduling."""
+"""Floor 5: hands requests over from prefill to decode workers. It contains no HTTP, sampling or scheduling."""

@@ -1,11 +1,11 @@
-"""Handoffs of one worker: the thread that owns its state machine, its control channel and its writes.
+"""The handoffs of one worker: the thread that owns its state machine, its control channel and its writes.
 
-The engine gives commands and takes facts, and never waits:
+The engine puts commands and takes events, and never waits:
 
     agent = HandoffAgent(Receiver(), hello, channel, transfer, wake=loop.wake)
     agent.start()
-    agent.put(Fetch(peer, ask))         # any thread
-    for fact in agent.facts(): ...      # Landed, Lost, Calm; for a Sender: Prefill, Drop
+    agent.put(Fetch(peer, request))            # any thread
+    for event in agent.take_events(): ...      # Landed, FetchFailed, Quiesced; for a Sender: StartPrefill, ReleasePages
     agent.close(drain_seconds=5.0)
 """
 
@@ -45,8 +45,8 @@ from hotset.transfer.api import Throughput, Transfer
 
 LOGGER = logging.getLogger("hotset.handoff")
 STOP_SECONDS = 5.0  # for the thread to end after its drain
-NOTIFY_SECONDS = 5.0  # at most, after a drain: writes under way end, and peers are told of what was not finished
-IDLE_SECONDS = 60.0  # between looks at peers on which nothing depends
+NOTIFY_SECONDS = 5.0  # at most, after a drain: for writes in flight to end, and to notify peers of unfinished handoffs
+IDLE_SECONDS = 60.0  # between checks of peers that no handoff depends on
 
 HandoffCommand = ReceiverCommand | SenderCommand
 HandoffEvent = ReceiverEvent | SenderEvent
@@ -54,92 +54,92 @@ HandoffEvent = ReceiverEvent | SenderEvent
 
 @dataclass(frozen=True, slots=True)
 class HandoffStats:
-    """Since the start, but for `open` and `peers`."""
+    """Counters since the start; `num_open`, `num_peers` and `ring_quarantined_bytes` are current values."""
 
     outcomes: Mapping[str, int]
-    open: int  # handoffs whose end is not known to all that must know it
-    peers: int  # on which something depends now
+    num_open: int  # handoffs whose end is not known to both sides
+    num_peers: int  # that a handoff depends on
     nbytes: int  # landed here, or written to peers
-    throughput: Throughput | None  # of the transfer, where this side writes
-    seconds: Mapping[str, float]  # that handoffs have spent in each phase
-    resent: int  # messages that had to be said again
+    throughput: Throughput | None  # of the transfer, if this worker writes
+    phase_seconds: Mapping[str, float]  # that handoffs have spent in each phase
+    num_retransmits: int
     dropped: Mapping[str, int]  # messages, by cause
-    pieces: int = 0  # of contexts, that were packed or unpacked here
-    ring_quarantined: int = 0  # bytes of the ring, now
+    num_pieces: int = 0  # pieces of contexts that were packed or unpacked here
+    ring_quarantined_bytes: int = 0
 
 
 class ControlChannel(Protocol):
-    """One process's end of the control channel. All calls but `wake` come from one thread at a time.
+    """One process's end of the control channel, as `channel.Channel` implements it over ZeroMQ.
 
-    Nothing waits for a peer and nothing is promised: what cannot be queued is dropped, and whoever needs an answer asks
-    again.
+    All methods but `wake` are called by one thread at a time. Nothing waits for a peer, and delivery is not guaranteed:
+    a message that cannot be queued is dropped, and a sender that needs an answer retransmits.
     """
 
     address: str  # at which peers reach this process: `host:port`
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Messages, by cause."""
+        """Returns the number of dropped messages, by cause."""
 
     def send(self, peer: str, message: Message) -> None:
-        """Queues it for the incarnation heard last at this address; questions of who is there go to any."""
+        """Queues a message for the last known incarnation at this address. Hello and Ping go to any incarnation."""
 
     def receive(self) -> list[ChannelEvent]:
-        """What has come, in its order, a limited number at a time. Never waits."""
+        """Returns what has arrived, in order, up to a limit. Never blocks."""
 
     def wait(self, seconds: float) -> None:
-        """Until something has come, somebody called `wake`, or so long."""
+        """Blocks until something arrives, `wake` is called, or the time has passed."""
 
     def wake(self) -> None:
-        """Ends the `wait` of the owner, now or the next. From any thread, at any time."""
+        """Ends the current or the next `wait`. May be called from any thread, at any time."""
 
     def forget(self, peer: str) -> None:
-        """Drops what is queued for it, and its incarnation."""
+        """Drops the messages queued for a peer, and its incarnation."""
 
-    def close(self, last_words_s: float = 0.2) -> None:
-        """Gives messages just sent so long to leave, then closes. Idempotent."""
+    def close(self, linger_s: float = 0.2) -> None:
+        """Waits up to `linger_s` for queued messages to leave, then closes. Idempotent."""
 
 
 class HandoffRole(Protocol):
-    """What the two roles do differently. All of it in the agent's thread."""
+    """What differs between the decode and the prefill worker. Only the agent's thread calls it."""
 
     outcomes: dict[str, int]
-    pieces: int
+    num_pieces: int
 
-    def obey(self, command: object, now: float) -> None: ...
-    def take(self, peer: str, message: Message, now: float) -> bool: ...
-    def act(self) -> Sequence[HandoffEvent]: ...
-    def restarted(self, peer: str, now: float) -> None: ...
-    def lost(self, peer: str, reason: str, now: float) -> None: ...
-    def watched(self) -> set[str]: ...
+    def handle_command(self, command: object, now: float) -> None: ...
+    def handle_message(self, peer: str, message: Message, now: float) -> bool: ...
+    def run_actions(self) -> Sequence[HandoffEvent]: ...
+    def peer_restarted(self, peer: str, now: float) -> None: ...
+    def peer_lost(self, peer: str, reason: str, now: float) -> None: ...
+    def watched_peers(self) -> set[str]: ...
     def tick(self, now: float) -> None: ...
     def next_deadline(self) -> float | None: ...
     def poll(self, now: float) -> None: ...
     def close(self, now: float) -> None: ...
-    def cut(self, now: float) -> bool:
-        """The drain is over. Whether peers are now to be told of its end, and waited for."""
+    def end_drain(self, now: float) -> bool:
+        """Handles the end of the drain. Returns whether the agent must give the role time to notify peers."""
 
     def audit(self) -> None: ...
     @property
     def busy(self) -> bool: ...
     @property
-    def polls(self) -> bool: ...
+    def needs_polling(self) -> bool: ...
     @property
-    def open(self) -> int: ...
+    def num_open(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
     @property
     def throughput(self) -> Throughput | None: ...
     @property
-    def seconds(self) -> Mapping[str, float]: ...
+    def phase_seconds(self) -> Mapping[str, float]: ...
     @property
-    def resent(self) -> int: ...
+    def num_retransmits(self) -> int: ...
     @property
-    def ring_quarantined(self) -> int: ...
+    def ring_quarantined_bytes(self) -> int: ...
 
 
 def open_channel(bind: str, *, secret: str | None = None, advertise: str | None = None) -> ControlChannel:
-    """A control channel. MissingDependency where the packages that it needs are not installed."""
+    """Opens a control channel. Raises MissingDependency if the packages that it needs are not installed."""
     try:
         from hotset.handoff.channel import Channel
     except ModuleNotFoundError as error:
@@ -148,7 +148,7 @@ def open_channel(bind: str, *, secret: str | None = None, advertise: str | None 
 
 
 def _pack(piece: PackedPiece) -> None:
-    from hotset.handoff.packing import pack  # only whoever stages needs torch
+    from hotset.handoff.packing import pack  # imports torch, which only staging needs
 
     pack(piece)
 
@@ -160,10 +160,10 @@ def _unpack(piece: PackedPiece) -> None:
 
 
 class HandoffAgent:
-    """One worker's handoffs. `put`, `facts`, `stats`, `audit` and `close` are for the engine, from any thread.
+    """The handoffs of one worker. The engine calls `put`, `take_events`, `stats`, `audit` and `close`, from any thread.
 
-    Owns the channel, and closes it. The transfer stays its maker's, who closes it after the agent: until then a peer
-    or a write of ours may still use the memory that it registered.
+    The agent owns the channel and closes it. The caller owns the transfer and closes it after the agent: until then a
+    peer, or a write of this worker, may still use the registered memory.
     """
 
     def __init__(
@@ -177,80 +177,81 @@ class HandoffAgent:
         timing: Timing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`hello` introduces this worker: at the channel's address, with the store that contexts land in or come from.
-        `wake` is called by the agent's thread whenever there is a fact, and when the thread has ended; it must not
-        wait."""
+        """`hello` introduces this worker: the channel's address, and the stores that contexts land in or come from. The
+        agent's thread calls `wake` when there is an event, and when the thread has ended; it must not block."""
         assert hello.control == channel.address, f"{hello.control} is not {channel.address}"
-        assert hello.stores, "peers could not be compared with this worker"
+        assert hello.stores, "peers cannot be compared with a worker that has no store"
         self._channel, self._wake, self._clock = channel, wake, clock
         self._timing = timing or Timing()
         self._liveness = Liveness(self._timing)
         self._inbox: queue.SimpleQueue[HandoffCommand | ConnectFinished] = queue.SimpleQueue()
-        self._facts: deque[HandoffEvent] = deque()
-        self._turn = threading.Lock()  # held while the thread works, not while it waits
+        self._events: deque[HandoffEvent] = deque()
+        self._lock = threading.Lock()  # held while the thread works, not while it waits
         self._drain_until: float | None = None
-        self._farewell = 0.0  # seconds after the drain
-        self._closing = self._cut = self._ended = False
+        self._notify_seconds = 0.0  # after the drain
+        self._closing = self._drained = self._ended = False
         self._failure: BaseException | None = None
-        self._watch_at = 0.0
-        self._pings = 0  # sent
-        self._misplaced = 0
-        self._side: HandoffRole
+        self._next_check = 0.0  # of peers
+        self._num_pings = 0
+        self._num_unexpected = 0  # messages that are not meant for this role
+        self._role: HandoffRole
         if isinstance(machine, Receiver):
-            self._side = DecodeRole(machine, hello, self._liveness, self._timing, channel.send, _unpack)
+            self._role = DecodeRole(machine, hello, self._liveness, self._timing, channel.send, _unpack)
         else:
-            self._side = PrefillRole(machine, hello, transfer, self._timing, channel.send, self._put, _pack)
+            self._role = PrefillRole(machine, hello, transfer, self._timing, channel.send, self._enqueue, _pack)
         self._thread = threading.Thread(target=self._run, name="handoff", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def put(self, command: HandoffCommand) -> None:
-        """Never waits. While the agent drains, what is under way can still be told of, and a Fetch is lost at once.
-        EngineStopped when the agent's thread has ended."""
-        self._check()
+        """Queues a command. Never blocks. During the drain, commands about open handoffs still work, and a Fetch fails
+        at once. Raises EngineStopped if the agent's thread has ended."""
+        self._check_thread()
         if self._ended:
             raise EngineStopped("handoffs are closed")
-        self._put(command)
+        self._enqueue(command)
 
-    def facts(self) -> list[HandoffEvent]:
-        """What has become known since the last call, in its order. Never waits. EngineStopped, with the cause, if the
-        agent's thread has died: then nothing can be known of any handoff any more."""
-        self._check()
-        return [self._facts.popleft() for _ in range(len(self._facts))]
+    def take_events(self) -> list[HandoffEvent]:
+        """Returns the events since the last call, in order. Never blocks. Raises EngineStopped, with the cause, if the
+        agent's thread has died: then no handoff will report its end."""
+        self._check_thread()
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def stats(self) -> HandoffStats:
-        with self._turn:
-            side, dropped = self._side, dict(self._channel.dropped)
-            if self._misplaced:
-                dropped["not for this role"] = self._misplaced
+        with self._lock:
+            role, dropped = self._role, dict(self._channel.dropped)
+            if self._num_unexpected:
+                dropped["not for this role"] = self._num_unexpected
             return HandoffStats(
-                outcomes=dict(side.outcomes),
-                open=side.open,
-                peers=len(side.watched()),
-                nbytes=side.nbytes,
-                throughput=side.throughput,
-                seconds=dict(side.seconds),
-                resent=side.resent,
+                outcomes=dict(role.outcomes),
+                num_open=role.num_open,
+                num_peers=len(role.watched_peers()),
+                nbytes=role.nbytes,
+                throughput=role.throughput,
+                phase_seconds=dict(role.phase_seconds),
+                num_retransmits=role.num_retransmits,
                 dropped=dropped,
-                pieces=side.pieces,
-                ring_quarantined=side.ring_quarantined,
+                num_pieces=role.num_pieces,
+                ring_quarantined_bytes=role.ring_quarantined_bytes,
             )
 
     def audit(self) -> None:
-        """Proves that every handoff has an end in sight."""
-        with self._turn:
-            self._side.audit()
+        """Asserts that every handoff will end."""
+        with self._lock:
+            self._role.audit()
 
     def close(self, drain_seconds: float = 5.0) -> None:
-        """Begins nothing more. A decode worker gives up what is open, and waits so long at most until both sides know.
-        A prefill worker finishes what is open; after so long it ends the rest as failed, and tells peers when writes
-        have ended, for as long again but FAREWELL_SECONDS at the most. Then the thread ends and the channel is closed.
-        What has no end by then gets none: its pages may still be written to, or read. Called again, it may shorten the
-        drain."""
+        """Begins nothing more, drains for at most `drain_seconds`, ends the thread and closes the channel.
+
+        A decode worker cancels its open handoffs, and drains until both sides know. A prefill worker finishes its open
+        handoffs. At the end of the drain it ends the others as failed, and notifies peers when their writes have ended;
+        this takes at most `drain_seconds` again, and at most NOTIFY_SECONDS. A handoff that has not ended by then never
+        does: its pages may still be written or read. A second call may shorten the drain.
+        """
         until = self._clock() + drain_seconds
         if self._drain_until is None or until < self._drain_until:
-            self._farewell = min(NOTIFY_SECONDS, drain_seconds)
+            self._notify_seconds = min(NOTIFY_SECONDS, drain_seconds)
             self._drain_until = until
             self._channel.wake()
         if self._thread.ident is None:
@@ -258,20 +259,20 @@ class HandoffAgent:
         elif self._thread is not threading.current_thread():
             self._thread.join(drain_seconds + NOTIFY_SECONDS + STOP_SECONDS)
             if self._thread.is_alive():
-                LOGGER.error("the handoff thread does not end; it is left behind")
+                LOGGER.error("the handoff thread did not end and is abandoned")
 
-    def _check(self) -> None:
+    def _check_thread(self) -> None:
         if self._failure is not None:
             raise EngineStopped(f"the handoff thread died: {self._failure!r}") from self._failure
 
-    def _put(self, command: HandoffCommand | ConnectFinished) -> None:
+    def _enqueue(self, command: HandoffCommand | ConnectFinished) -> None:
         self._inbox.put(command)
         self._channel.wake()
 
     def _run(self) -> None:
         try:
             while not self._finished():
-                self._channel.wait(self._pause())
+                self._channel.wait(self._seconds_to_wait())
                 self._work()
         except BaseException as error:
             LOGGER.exception("the handoff thread died")
@@ -289,78 +290,80 @@ class HandoffAgent:
             return False
         if not self._closing:
             self._closing = True
-            with self._turn:
-                self._side.close(self._clock())
+            with self._lock:
+                self._role.close(self._clock())
             self._work()
-        if not self._cut and self._clock() >= drain_until:
-            self._cut = True
-            with self._turn:
-                if not self._side.cut(self._clock()):
-                    self._farewell = 0.0
+        if not self._drained and self._clock() >= drain_until:
+            self._drained = True
+            with self._lock:
+                if not self._role.end_drain(self._clock()):
+                    self._notify_seconds = 0.0
             self._work()
-        return not self._side.busy or self._clock() >= drain_until + self._farewell
+        return not self._role.busy or self._clock() >= drain_until + self._notify_seconds
 
-    def _pause(self) -> float:
-        """Until there is something to do by the clock alone."""
+    def _seconds_to_wait(self) -> float:
+        """Returns the time until the next timer is due."""
         now = self._clock()
-        times = [self._watch_at, self._side.next_deadline()]
+        times = [self._next_check, self._role.next_deadline()]
         if self._drain_until is not None:
-            times.append(self._drain_until + self._farewell if self._cut else self._drain_until)
-        if self._side.polls:
+            times.append(self._drain_until + self._notify_seconds if self._drained else self._drain_until)
+        if self._role.needs_polling:
             times.append(now + self._timing.poll_every)
-        return max(0.0, min(at for at in times if at is not None) - now)
+        return max(0.0, min(time for time in times if time is not None) - now)
 
     def _work(self) -> None:
-        with self._turn:
-            facts = self._take_turn(self._clock())
-            self._facts.extend(facts)
-        if facts:
+        with self._lock:
+            events = self._run_once(self._clock())
+            self._events.extend(events)
+        if events:
             self._wake()
 
-    def _take_turn(self, now: float) -> list[HandoffEvent]:
-        """Hears everybody first, so that nobody who spoke is taken for silent."""
-        events = self._channel.receive()
-        if events or not self._inbox.empty():
-            self._watch_at = min(self._watch_at, now + self._timing.ping_every / 2)
-        for event in events:
-            self._hear(event, now)
+    def _run_once(self, now: float) -> list[HandoffEvent]:
+        """Handles all received messages before it checks peers, so that no peer with a waiting message counts as
+        silent."""
+        received = self._channel.receive()
+        if received or not self._inbox.empty():
+            self._next_check = min(self._next_check, now + self._timing.ping_every / 2)
+        for event in received:
+            self._handle_channel_event(event, now)
         while not self._inbox.empty():
-            self._side.obey(self._inbox.get(), now)
-        self._side.poll(now)
-        self._side.tick(now)
-        facts = [*self._side.act()]
-        if now >= self._watch_at:
-            self._watch(now)
-            facts += self._side.act()
-        return facts
+            self._role.handle_command(self._inbox.get(), now)
+        self._role.poll(now)
+        self._role.tick(now)
+        events = [*self._role.run_actions()]
+        if now >= self._next_check:
+            self._check_peers(now)
+            events += self._role.run_actions()
+        return events
 
-    def _hear(self, event: ChannelEvent, now: float) -> None:
+    def _handle_channel_event(self, event: ChannelEvent, now: float) -> None:
         match event:
             case PeerRestarted(peer):
-                self._side.restarted(peer, now)
+                self._role.peer_restarted(peer, now)
             case ProtocolMismatch(peer, _, protocol):
                 self._channel.send(peer, Refused(f"protocol version {PROTOCOL} here, {protocol} there"))
             case MessageReceived(peer, message):
-                self._liveness.heard(peer, now)
+                self._liveness.mark_heard(peer, now)
                 match message:
                     case Ping(number):
                         self._channel.send(peer, Pong(number))
                     case Pong():
                         pass
                     case _:
-                        self._misplaced += not self._side.take(peer, message, now)
+                        self._num_unexpected += not self._role.handle_message(peer, message, now)
 
-    def _watch(self, now: float) -> None:
-        """Asks those on whom something depends whether they are there, and gives up those who are not."""
-        self._watch_at = now + (self._timing.ping_every / 2 if self._side.busy else IDLE_SECONDS)
-        for peer in self._liveness.watch(self._side.watched(), now):
-            self._pings += 1
-            self._channel.send(peer, Ping(self._pings))
-        for peer in self._liveness.silent(now):
-            LOGGER.warning("%s has not been heard for %g s: lost", peer, self._timing.lost_after)
-            self._side.lost(peer, f"{peer} has not been heard for {self._timing.lost_after:g} s", now)
+    def _check_peers(self, now: float) -> None:
+        """Pings the peers that handoffs depend on, and reports the ones that have timed out as lost."""
+        self._next_check = now + (self._timing.ping_every / 2 if self._role.busy else IDLE_SECONDS)
+        for peer in self._liveness.watch(self._role.watched_peers(), now):
+            self._num_pings += 1
+            self._channel.send(peer, Ping(self._num_pings))
+        limit = self._timing.peer_timeout
+        for peer in self._liveness.timed_out(now):
+            LOGGER.warning("no message from %s for %g s: it is treated as lost", peer, limit)
+            self._role.peer_lost(peer, f"no message from {peer} for {limit:g} s", now)
             self._liveness.forget(peer)
-        for peer in self._liveness.long_silent(now):
-            self._side.lost(peer, f"{peer} has been silent for long", now)
+        for peer in self._liveness.expired(now):
+            self._role.peer_lost(peer, f"no message from {peer} for a long time", now)
             self._liveness.forget(peer)
             self._channel.forget(peer)

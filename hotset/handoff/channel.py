@@ -1,8 +1,8 @@
-"""Control messages over ZeroMQ: one bound socket to hear by, one connected socket for each peer to speak by.
+"""Control messages over ZeroMQ: one bound socket for receiving, one connected socket per peer for sending.
 
-Nothing here waits for a peer and nothing is promised: what cannot be queued is dropped, and whoever needs an answer
-asks again. Peers are known by the control address at which they listen, and by their incarnation: a word that a process
-draws when it starts. What was meant for an incarnation that is gone is dropped.
+Nothing here waits for a peer, and delivery is not guaranteed: a message that cannot be queued is dropped, and a sender
+that needs an answer retransmits. A peer is identified by the control address at which it listens, and by its
+incarnation, a random word that a process draws at start. Messages for an earlier incarnation are dropped.
 """
 
 import contextlib
@@ -32,132 +32,133 @@ from hotset.handoff.messages import (
 
 LOGGER = logging.getLogger("hotset.handoff")
 
-QUEUED = 1000  # messages at most to one peer, and from one
-AT_ONCE = 256  # messages that one `receive` takes, so that a flood does not keep its caller from other work
-PEERS_KEPT = 512  # each may have a socket
-INCARNATIONS_KEPT = 4
+MAX_QUEUED = 1000  # messages to one peer, and from one
+MAX_PER_RECEIVE = 256  # messages per `receive`, so that a flood does not keep the caller from other work
+MAX_PEERS = 512  # each may have a socket
+MAX_OLD_INCARNATIONS = 4
 MAX_WARNINGS = 256
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 1000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 6000
-ANY_INCARNATION = (Hello, Ping)  # asked in order to learn who is there
+FOR_ANY_INCARNATION = (Hello, Ping)  # sent to find out which process is there
 FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 @dataclass(slots=True)
 class _Peer:
     socket: "zmq.Socket[bytes] | None" = None
-    incarnation: str = ""  # empty until something was heard from it
-    gone: deque[str] = field(default_factory=lambda: deque(maxlen=INCARNATIONS_KEPT))
+    incarnation: str = ""  # empty until a message has come from it
+    old_incarnations: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_OLD_INCARNATIONS))
 
 
 class Channel:
-    """One process's end. All calls but `wake` come from one thread at a time."""
+    """One process's end of the control channel. All methods but `wake` are called by one thread at a time."""
 
     def __init__(self, bind: str, *, secret: str | None = None, advertise: str | None = None) -> None:
-        """Listens at `bind` (`host:port`; port 0: any free one). `advertise` is what peers connect to where that is
-        another address; its port 0 stands for the one that was found.
+        """Listens at `bind` (`host:port`; port 0 chooses a free one). `advertise` is the address that peers connect to,
+        if it differs; its port 0 stands for the chosen port.
 
-        ConfigError where an address is none, or would let other machines in without a secret; StartupError where it
-        cannot be had.
+        Raises ConfigError if an address is invalid, or would admit other machines without a secret; StartupError if the
+        address cannot be bound.
         """
         control = control_port(bind, advertise, secret)
         self.dropped: Counter[str] = Counter()  # messages, by cause
         self.incarnation = secrets.token_hex(16)
         self._codec = Codec(secret.encode() if secret else None)
-        self._peers: dict[str, _Peer] = {}  # the one heard or spoken to last comes last
-        self._complained: set[str] = set()
+        self._peers: dict[str, _Peer] = {}  # the most recently used peer is last
+        self._warned: set[str] = set()
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._ear = self._new_socket(zmq.ROUTER)
+        self._router = self._new_socket(zmq.ROUTER)
         try:
-            self._ear.bind(f"tcp://{control.listen.host}:{control.listen.port or '*'}")
+            self._router.bind(f"tcp://{control.listen.host}:{control.listen.port or '*'}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise StartupError(f"cannot listen at {bind} for control messages: {error.strerror}") from None
-        port = int(self._ear.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.address = str(Address(control.peers.host, control.peers.port or port))
-        self._monitor = self._ear.get_monitor_socket(FAILED_HANDSHAKES)
-        self._alarm, self._alarm_button = socket.socketpair()
+        self._monitor = self._router.get_monitor_socket(FAILED_HANDSHAKES)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
         self._poller = zmq.Poller()
-        for source in (self._ear, self._monitor, self._alarm):
+        for source in (self._router, self._monitor, self._wake_receiver):
             self._poller.register(source, zmq.POLLIN)
-        for end in (self._alarm, self._alarm_button):
+        for end in (self._wake_receiver, self._wake_sender):
             end.setblocking(False)
 
     def send(self, peer: str, message: Message) -> None:
-        """Queues it for the incarnation heard last at this address; questions of who is there go to any."""
-        known = self._known(peer)
-        addressee = "" if isinstance(message, ANY_INCARNATION) else known.incarnation
-        if not addressee and not isinstance(message, ANY_INCARNATION):
-            self.dropped["to nobody known"] += 1
+        """Queues a message for the last known incarnation at this address. Hello and Ping go to any incarnation."""
+        known = self._peer(peer)
+        for_any = isinstance(message, FOR_ANY_INCARNATION)
+        target = "" if for_any else known.incarnation
+        if not target and not for_any:
+            self.dropped["unknown peer"] += 1
             return
         try:
             if known.socket is None:
-                known.socket = self._connected(peer)
-            letter = Envelope(self.address, self.incarnation, addressee, message)
-            known.socket.send(self._codec.encode(letter), zmq.NOBLOCK)
+                known.socket = self._connect(peer)
+            envelope = Envelope(self.address, self.incarnation, target, message)
+            known.socket.send(self._codec.encode(envelope), zmq.NOBLOCK)
         except zmq.Again:
             self.dropped["queue full"] += 1
         except zmq.ZMQError as error:
-            # An address that ZeroMQ cannot make sense of: like one at which nobody answers.
-            self.dropped["not sent"] += 1
-            self._complain(peer, f"cannot send to {peer}: {error.strerror}")
+            # ZeroMQ cannot use the address. This is treated like an address without a listener.
+            self.dropped["send failed"] += 1
+            self._warn_once(peer, f"cannot send to {peer}: {error.strerror}")
 
     def receive(self) -> list[ChannelEvent]:
-        """What has come, in its order, a limited number at a time. Never waits."""
+        """Returns what has arrived, in order, up to a limit. Never blocks."""
         events: list[ChannelEvent] = []
         self._count_failed_handshakes()
-        for _ in range(AT_ONCE):
+        for _ in range(MAX_PER_RECEIVE):
             try:
-                frames = self._ear.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            events += self._understood(frames)
+            events += self._decode(frames)
         return events
 
     def wait(self, seconds: float) -> None:
-        """Until something has come, somebody called `wake`, or so long."""
+        """Blocks until something arrives, `wake` is called, or the time has passed."""
         self._poller.poll(math.ceil(max(0.0, seconds) * 1000))
         try:
-            while self._alarm.recv(4096):
+            while self._wake_receiver.recv(4096):
                 pass
         except BlockingIOError:
             pass
 
     def wake(self) -> None:
-        """Ends the `wait` of the owner, now or the next. From any thread, at any time."""
-        # Full: it is awake already. Closed: nobody waits any more.
+        """Ends the current or the next `wait`. May be called from any thread, at any time."""
+        # BlockingIOError: the buffer is full, so `wait` will return anyway. OSError: the channel is closed.
         with contextlib.suppress(BlockingIOError, OSError):
-            self._alarm_button.send(b"!")
+            self._wake_sender.send(b"!")
 
     def forget(self, peer: str) -> None:
-        """Drops what is queued for it, and its incarnation."""
+        """Drops the messages queued for a peer, and its incarnation."""
         known = self._peers.pop(peer, None)
         if known is not None and known.socket is not None:
             known.socket.close(linger=0)
 
-    def close(self, last_words_s: float = 0.2) -> None:
-        """Gives messages just sent so long to leave, then closes. Idempotent."""
+    def close(self, linger_s: float = 0.2) -> None:
+        """Waits up to `linger_s` for queued messages to leave, then closes. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._ear.disable_monitor()
-        self._context.destroy(linger=int(last_words_s * 1000))
-        self._alarm.close()
-        self._alarm_button.close()
+        self._router.disable_monitor()
+        self._context.destroy(linger=int(linger_s * 1000))
+        self._wake_receiver.close()
+        self._wake_sender.close()
 
     def _new_socket(self, kind: int) -> "zmq.Socket[bytes]":
         new = self._context.socket(kind)
         new.linger = 0
         new.ipv6 = True
         new.maxmsgsize = MAX_BYTES
-        new.sndhwm = new.rcvhwm = QUEUED
+        new.sndhwm = new.rcvhwm = MAX_QUEUED
         return new
 
-    def _connected(self, peer: str) -> "zmq.Socket[bytes]":
+    def _connect(self, peer: str) -> "zmq.Socket[bytes]":
         new = self._new_socket(zmq.DEALER)
         new.reconnect_ivl, new.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
-        # A machine that vanished sends no sign of it, and its successor is reached by a new connection only.
+        # A machine that vanished closes no connection, and its successor needs a new one: heartbeats find out.
         new.heartbeat_ivl, new.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
         try:
             new.connect(f"tcp://{peer}")
@@ -166,57 +167,58 @@ class Channel:
             raise
         return new
 
-    def _known(self, peer: str) -> _Peer:
-        known = self._peers.pop(peer, None) or _Peer()
-        self._peers[peer] = known
-        if len(self._peers) > PEERS_KEPT:
+    def _peer(self, address: str) -> _Peer:
+        known = self._peers.pop(address, None) or _Peer()
+        self._peers[address] = known
+        if len(self._peers) > MAX_PEERS:
             self.forget(next(iter(self._peers)))
         return known
 
-    def _understood(self, frames: "list[zmq.Frame]") -> list[ChannelEvent]:
-        """What one arrival amounts to: garbage comes to nothing."""
+    def _decode(self, frames: "list[zmq.Frame]") -> list[ChannelEvent]:
+        """Returns the events of one received message. A malformed message has none."""
         try:
-            if len(frames) != 2:  # the first is ZeroMQ's own: by which connection it came
+            if len(frames) != 2:  # the first frame is ZeroMQ's: the connection
                 raise BadMessage(f"{len(frames) - 1} parts instead of one")
-            letter = self._codec.decode(frames[1].bytes)
+            envelope = self._codec.decode(frames[1].bytes)
         except BadMessage as error:
-            self.dropped["garbage"] += 1
+            self.dropped["malformed"] += 1
             address = _address_of(frames[-1])
-            self._complain(address, f"dropped garbage from {address} on the control port: {error}")
+            self._warn_once(address, f"dropped a malformed message from {address} on the control port: {error}")
             return []
-        if letter.sender == self.incarnation:
-            self.dropped["from ourselves"] += 1
+        if envelope.sender_incarnation == self.incarnation:
+            self.dropped["own message"] += 1
             return []
-        return self._from_peer(letter)
+        return self._from_peer(envelope)
 
-    def _from_peer(self, letter: Envelope | ProtocolMismatch) -> list[ChannelEvent]:
-        known = self._known(letter.origin)
-        if letter.sender in known.gone:
-            self.dropped["from the dead"] += 1
+    def _from_peer(self, envelope: Envelope | ProtocolMismatch) -> list[ChannelEvent]:
+        address, incarnation = envelope.sender_address, envelope.sender_incarnation
+        known = self._peer(address)
+        if incarnation in known.old_incarnations:
+            self.dropped["old incarnation"] += 1
             return []
         events: list[ChannelEvent] = []
-        if known.incarnation not in ("", letter.sender):
-            known.gone.append(known.incarnation)
-            events.append(PeerRestarted(letter.origin))
-        known.incarnation = letter.sender
-        if isinstance(letter, ProtocolMismatch):
-            self.dropped["other version"] += 1
-            return [*events, letter] if letter.kind == Hello.__name__ else events
-        if letter.addressee not in ("", self.incarnation):
-            self.dropped["misaddressed"] += 1
+        if known.incarnation not in ("", incarnation):
+            known.old_incarnations.append(known.incarnation)
+            events.append(PeerRestarted(address))
+        known.incarnation = incarnation
+        if isinstance(envelope, ProtocolMismatch):
+            self.dropped["protocol mismatch"] += 1
+            return [*events, envelope] if envelope.kind == Hello.__name__ else events
+        if envelope.target_incarnation not in ("", self.incarnation):
+            self.dropped["wrong incarnation"] += 1
             return events
-        return [*events, MessageReceived(letter.origin, letter.message)]
+        return [*events, MessageReceived(address, envelope.message)]
 
     def _count_failed_handshakes(self) -> None:
         while self._monitor.poll(0):
             parse_monitor_message(self._monitor.recv_multipart())
-            self.dropped["garbage"] += 1
-            self._complain("", "dropped a connection to the control port that does not speak its protocol")
+            self.dropped["malformed"] += 1
+            self._warn_once("", "dropped a connection to the control port that does not speak its protocol")
 
-    def _complain(self, about: str, text: str) -> None:
-        """Once for each culprit, and not for ever more culprits."""
-        if about not in self._complained and len(self._complained) < MAX_WARNINGS:
-            self._complained.add(about)
+    def _warn_once(self, source: str, text: str) -> None:
+        """Logs a warning once per source, and for a limited number of sources."""
+        if source not in self._warned and len(self._warned) < MAX_WARNINGS:
+            self._warned.add(source)
             LOGGER.warning("%s (further ones are counted, not logged)", text)
 
 
@@ -224,4 +226,4 @@ def _address_of(frame: zmq.Frame) -> str:
     try:
         return str(frame.get("Peer-Address")).removeprefix("::ffff:")
     except zmq.ZMQError:
-        return "somebody"  # whose bytes look like ZeroMQ's first version, which says nothing of the kind
+        return "an unknown address"  # the bytes look like ZeroMQ's first version, which has no such property

@@ -1,11 +1,11 @@
-"""Messages as bytes: a mark, a tag where a secret is shared, and a versioned envelope in MessagePack.
+"""Messages as bytes: a mark, a tag if a secret is shared, and a versioned envelope in MessagePack.
 
-    "HS" | 0 | envelope                      nobody shares a secret
-    "HS" | 1 | tag (32 bytes) | envelope     keyed BLAKE2b over the envelope: its sender knows the secret
+    "HS" | 0 | envelope                      without a shared secret
+    "HS" | 1 | tag (32 bytes) | envelope     keyed BLAKE2b over the envelope
 
-The envelope's fields and `Refused` are the same in every version of the protocol: so a peer of another version can be
-told why it is refused. The tag proves that the sender knows the secret; it hides nothing. Whoever records messages can
-send them again: they are idempotent and mostly addressed to one incarnation, so that at worst a peer seems restarted.
+The fields of the envelope and `Refused` are the same in every version of the protocol, so a peer of another version can
+be refused with a reason. The tag proves that the sender has the secret; it encrypts nothing. A recorded message can be
+replayed: messages are idempotent and mostly addressed to one incarnation, so at worst a peer seems to have restarted.
 """
 
 import hashlib
@@ -38,10 +38,10 @@ from hotset.handoff.messages import (
     Welcome,
 )
 
-MAX_BYTES = 16 << 20  # an Ask for two million tokens fits
-MAX_QUOTED = 256  # characters of what strangers sent, in a complaint
+MAX_BYTES = 16 << 20  # enough for a HandoffRequest of two million tokens
+MAX_QUOTED = 256  # characters of received text in an error
 MAX_TOKEN = MAX_PAGE = (1 << 31) - 1
-MAX_ADDRESS = (1 << 63) - 1  # what arithmetic on addresses can hold
+MAX_ADDRESS = (1 << 63) - 1  # the limit of arithmetic on addresses
 
 MARK = b"HS"
 PLAIN, TAGGED = b"\x00", b"\x01"
@@ -51,9 +51,9 @@ INCARNATION = re.compile(r"[0-9a-f]{1,64}")
 
 class _WireEnvelope(msgspec.Struct, frozen=True, array_like=True):
     protocol: int
-    origin: str
-    sender: str
-    addressee: str
+    sender_address: str
+    sender_incarnation: str
+    target_incarnation: str
     kind: str
     body: msgspec.Raw
 
@@ -65,43 +65,52 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class Codec:
-    """Turns letters into bytes and back, for everybody who shares a secret, or for everybody if there is none."""
+    """Encodes and decodes envelopes, for all workers that share the secret, or for any worker if there is none."""
 
     def __init__(self, secret: bytes | None = None) -> None:
         assert secret is None or secret, "an empty secret protects nothing"
         self._key = None if secret is None else hashlib.blake2b(secret).digest()
 
-    def encode(self, letter: Envelope) -> bytes:
-        kind = type(letter.message).__name__
-        body = msgspec.Raw(_ENCODER.encode(letter.message))
-        envelope = _ENCODER.encode(_WireEnvelope(PROTOCOL, letter.origin, letter.sender, letter.addressee, kind, body))
+    def encode(self, envelope: Envelope) -> bytes:
+        encoded = _ENCODER.encode(
+            _WireEnvelope(
+                protocol=PROTOCOL,
+                sender_address=envelope.sender_address,
+                sender_incarnation=envelope.sender_incarnation,
+                target_incarnation=envelope.target_incarnation,
+                kind=type(envelope.message).__name__,
+                body=msgspec.Raw(_ENCODER.encode(envelope.message)),
+            )
+        )
         if self._key is None:
-            return MARK + PLAIN + envelope
-        return MARK + TAGGED + self._tag(self._key, envelope) + envelope
+            return MARK + PLAIN + encoded
+        return MARK + TAGGED + self._tag(self._key, encoded) + encoded
 
     def decode(self, raw: bytes) -> Envelope | ProtocolMismatch:
-        """BadMessage, and nothing else, for whatever is not a message; its text tells people why."""
+        """Raises BadMessage, and no other exception, for anything that is not a valid message."""
         envelope_bytes = self._checked(raw)
         try:
             envelope = _ENVELOPES.decode(envelope_bytes)
             _check_names(envelope)
-            # Refused means the same in every version.
+            # Refused is the same in every version.
             if envelope.protocol != PROTOCOL and envelope.kind != Refused.__name__:
-                return ProtocolMismatch(envelope.origin, envelope.sender, envelope.protocol, envelope.kind)
+                return ProtocolMismatch(
+                    envelope.sender_address, envelope.sender_incarnation, envelope.protocol, envelope.kind
+                )
             decoder = _DECODERS.get(envelope.kind)
             if decoder is None:
                 raise BadMessage(f"a message of unknown kind {envelope.kind[:MAX_QUOTED]!r}")
             message: Message = decoder.decode(envelope.body)
-            _check_message(message, envelope.origin)
+            _check_message(message, envelope.sender_address)
         except BadMessage:
             raise
         except Exception as error:
-            # Whatever a codec makes of bytes from strangers (recursion, memory, a value that refuses itself).
+            # Untrusted bytes may cause any exception in a decoder: recursion, memory, a value that rejects itself.
             raise BadMessage(f"not a message: {str(error)[:MAX_QUOTED]}") from error
-        return Envelope(envelope.origin, envelope.sender, envelope.addressee, message)
+        return Envelope(envelope.sender_address, envelope.sender_incarnation, envelope.target_incarnation, message)
 
     def _checked(self, raw: bytes) -> bytes:
-        """The envelope's bytes, which come from somebody who knows the secret."""
+        """Returns the bytes of the envelope, after checking the tag."""
         if len(raw) > MAX_BYTES:
             raise BadMessage(f"{len(raw)} bytes, above the limit of {MAX_BYTES}")
         mark, form, rest = raw[: len(MARK)], raw[len(MARK) : len(MARK) + 1], raw[len(MARK) + 1 :]
@@ -123,20 +132,20 @@ class Codec:
 
 
 def _check_names(envelope: _WireEnvelope) -> None:
-    origin = Address.parse(envelope.origin)
-    if origin is None or not origin.reachable:
-        raise BadMessage(f"sent from {envelope.origin[:MAX_QUOTED]!r}, which is no address")
-    if not INCARNATION.fullmatch(envelope.sender):
-        raise BadMessage("its sender's incarnation is not one")
-    if envelope.addressee and not INCARNATION.fullmatch(envelope.addressee):
-        raise BadMessage("its addressee's incarnation is not one")
+    sender_address = Address.parse(envelope.sender_address)
+    if sender_address is None or not sender_address.reachable:
+        raise BadMessage(f"sent from {envelope.sender_address[:MAX_QUOTED]!r}, which is not an address")
+    if not INCARNATION.fullmatch(envelope.sender_incarnation):
+        raise BadMessage("its sender's incarnation is invalid")
+    if envelope.target_incarnation and not INCARNATION.fullmatch(envelope.target_incarnation):
+        raise BadMessage("its target incarnation is invalid")
 
 
-def _check_message(message: Message, origin: str) -> None:
-    """What types do not say."""
+def _check_message(message: Message, sender_address: str) -> None:
+    """Checks what the types do not express."""
     match message:
         case Hello(control=control) | Welcome(hello=Hello(control=control)):
-            _require(control == origin, "it introduces somebody else than its sender")
+            _require(control == sender_address, "it introduces another worker than its sender")
             hello = message.hello if isinstance(message, Welcome) else message
             if hello.ring is not None:
                 end = hello.ring.address + hello.ring.nbytes
@@ -162,7 +171,7 @@ def _check_span(span: PagedSpan | None) -> None:
 
 
 def _check_slices(slices: RowSlices) -> None:
-    numbers = [number for each in slices for number in each]
+    numbers = [number for row_slice in slices for number in row_slice]
     _require(min(numbers, default=0) >= 0 and max(numbers, default=0) <= MAX_ADDRESS, "a slice of rows is out of range")
 
 
@@ -179,7 +188,7 @@ def _check_contents(message: Message) -> None:
         case HandoffAccepted(_, piece_bytes):
             _require(0 <= piece_bytes <= MAX_ADDRESS, "piece_bytes is out of range")
         case LeaseRequest(_, piece, first, last):
-            _require(0 <= piece <= MAX_TOKEN and 0 <= first < last <= MAX_TOKEN, "rows of no piece")
+            _require(0 <= piece <= MAX_TOKEN and 0 <= first < last <= MAX_TOKEN, "an invalid piece")
         case LeaseGranted(_, piece, lease, offset):
             _require(0 <= piece <= MAX_TOKEN and lease >= 0 and 0 <= offset <= MAX_ADDRESS, "a lease out of range")
         case PieceWritten(_, piece, lease):
@@ -188,6 +197,6 @@ def _check_contents(message: Message) -> None:
             _require(0 <= token_id <= MAX_TOKEN, "token_id is out of range")
 
 
-def _require(sound: bool, complaint: str) -> None:
-    if not sound:
-        raise BadMessage(complaint)
+def _require(valid: bool, error: str) -> None:
+    if not valid:
+        raise BadMessage(error)

@@ -1,4 +1,4 @@
-"""The decode worker's part of an agent: introduces itself to prefill workers, and drives the receiver."""
+"""The decode worker's role in an agent: introduces itself to prefill workers, and drives the receiver."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,22 +29,22 @@ from hotset.handoff.messages import (
     UnpackPiece,
     Welcome,
 )
-from hotset.handoff.receiver import OPEN, Receiver
+from hotset.handoff.receiver import OPEN_PHASES, Receiver
 from hotset.handoff.timers import Liveness, Timing
 from hotset.transfer.api import Throughput
 
 
 @dataclass(slots=True)
 class _Introduction:
-    """Hello was said and is not answered yet. Fetches wait for that: nothing was sent of them."""
+    """A Hello that is not answered yet. Its fetches wait: nothing of them was sent."""
 
     since: float
-    said: float
+    sent_at: float
     fetches: dict[HandoffKey, Fetch] = field(default_factory=dict)
 
 
 class DecodeRole:
-    """Joins engine, receiver and peers. One thread calls it; time comes as an argument."""
+    """Connects engine, receiver and peers. One thread calls it; time comes as an argument."""
 
     def __init__(
         self,
@@ -52,207 +52,205 @@ class DecodeRole:
         hello: Hello,
         liveness: Liveness,
         timing: Timing,
-        say: Callable[[str, Message], None],
+        send: Callable[[str, Message], None],
         unpack: Callable[[PackedPiece], None],
     ) -> None:
-        self._receiver, self._hello, self._liveness, self._timing, self._say = receiver, hello, liveness, timing, say
+        self._receiver, self._hello, self._liveness, self._timing, self._send = receiver, hello, liveness, timing, send
         self._unpack = unpack
         self._introductions: dict[str, _Introduction] = {}
-        self._introduced: set[str] = set()
-        self._fetches: dict[HandoffKey, Fetch] = {}  # given to the receiver, which may have forgotten some
-        self._facts: list[ReceiverEvent] = []
+        self._introduced: set[str] = set()  # peers that answered Hello with Welcome
+        self._fetches: dict[HandoffKey, Fetch] = {}  # passed to the receiver, which may have forgotten some
+        self._events: list[ReceiverEvent] = []
         self._closing = False
-        self.outcomes = {"landed": 0, "lost": 0, "lost, not quiesced": 0, "calmed": 0}
+        self.outcomes = {"landed": 0, "failed": 0, "failed, not quiesced": 0, "quiesced later": 0}
         self.nbytes = 0  # landed
-        self.pieces = 0  # unpacked
+        self.num_pieces = 0  # unpacked
 
-    def obey(self, command: object, now: float) -> None:
+    def handle_command(self, command: object, now: float) -> None:
         match command:
             case Fetch():
                 self._fetch(command, now)
             case CancelFetch(key):
-                self._give_up(key, now)
+                self._cancel(key, now)
             case _:
-                raise AssertionError(f"{command!r} is no command for a decode worker")
+                raise AssertionError(f"{command!r} is not a command for a decode worker")
 
-    def take(self, peer: str, message: Message, now: float) -> bool:
-        """What a peer says. False: it is nothing that a decode worker is told."""
+    def handle_message(self, peer: str, message: Message, now: float) -> bool:
+        """Handles a message from a peer. Returns False if it is not meant for a decode worker."""
         match message:
             case Hello():
-                self._say(peer, Refused(f"{self._hello.control} is a decode worker: it is not asked for prompts"))
+                self._send(peer, Refused(f"{self._hello.control} is a decode worker and computes no prompts for peers"))
             case Welcome(hello):
-                self._welcome(peer, hello, now)
+                self._on_welcome(peer, hello, now)
             case Refused(reason):
-                self._refused(peer, f"{peer} refused: {reason}", now)
-            case (
-                HandoffAccepted()
-                | Progress()
-                | HandoffDone()
-                | HandoffFailed()
-                | Cancelled()
-                | LeaseRequest()
-                | PieceWritten()
-            ):
-                self._receiver.take(peer, message, now)
+                self._on_refused(peer, f"{peer} refused: {reason}", now)
+            case HandoffAccepted() | Progress() | HandoffDone() | HandoffFailed() | Cancelled():
+                self._receiver.handle_message(peer, message, now)
+            case LeaseRequest() | PieceWritten():
+                self._receiver.handle_message(peer, message, now)
             case _:
                 return False
         return True
 
-    def restarted(self, peer: str, now: float) -> None:
-        """Another process answers there. Fetches that wait for an introduction are none of the one before."""
+    def peer_restarted(self, peer: str, now: float) -> None:
+        """Handles a new process at a peer's address. Fetches that wait for an introduction can go to it."""
         self._introduced.discard(peer)
         self._receiver.peer_lost(peer, f"{peer} was restarted", now)
 
-    def lost(self, peer: str, reason: str, now: float) -> None:
+    def peer_lost(self, peer: str, reason: str, now: float) -> None:
         self._introduced.discard(peer)
-        self._end_introduction(peer, f"{reason} (nor would it be with another handoff secret)")
+        self._end_introduction(peer, f"{reason} (a worker with another handoff secret stays silent too)")
         self._receiver.peer_lost(peer, reason, now)
 
     def close(self, now: float) -> None:
-        """Nobody wants anything any more."""
+        """Cancels everything that is open, and begins nothing more."""
         self._closing = True
-        for key in [key for each in self._introductions.values() for key in each.fetches]:
-            self._give_up(key, now)
+        for key in [key for introduction in self._introductions.values() for key in introduction.fetches]:
+            self._cancel(key, now)
         for key in self._receiver.phases():
-            self._receiver.give_up(key, now)
+            self._receiver.cancel(key, now)
 
-    def cut(self, now: float) -> bool:
-        """All was given up when it closed; who has not answered by now is waited for no longer."""
+    def end_drain(self, now: float) -> bool:
+        """Returns False: `close` cancelled everything, and peers that have not answered by now are not waited for."""
         return False
 
     @property
     def busy(self) -> bool:
-        """Something is under way of which the engine has not heard the end."""
-        return self.open > 0
+        """Returns whether the engine still waits for the end of a handoff."""
+        return self.num_open > 0
 
     @property
-    def open(self) -> int:
-        waiting = sum(len(each.fetches) for each in self._introductions.values())
-        return waiting + sum(phase in OPEN for phase in self._receiver.phases().values())
+    def num_open(self) -> int:
+        waiting = sum(len(introduction.fetches) for introduction in self._introductions.values())
+        return waiting + sum(phase in OPEN_PHASES for phase in self._receiver.phases().values())
 
-    def watched(self) -> set[str]:
-        """The peers that have to be alive."""
+    def watched_peers(self) -> set[str]:
+        """Returns the peers that must be alive."""
         phases = self._receiver.phases()
         self._fetches = {key: fetch for key, fetch in self._fetches.items() if key in phases}
-        return self._introductions.keys() | {fetch.peer for key, fetch in self._fetches.items() if phases[key] in OPEN}
+        in_use = {fetch.peer for key, fetch in self._fetches.items() if phases[key] in OPEN_PHASES}
+        return self._introductions.keys() | in_use
 
     def tick(self, now: float) -> None:
-        limit = self._timing.introduced_within
-        for peer in [peer for peer, each in self._introductions.items() if now - each.since >= limit]:
-            self._end_introduction(peer, f"{peer} is there, but has not let us in within {limit:g} s", retry=True)
+        limit = self._timing.hello_timeout
+        for peer in [peer for peer, entry in self._introductions.items() if now - entry.since >= limit]:
+            self._end_introduction(peer, f"{peer} is alive, but has not answered Hello within {limit:g} s", retry=True)
         for peer, introduction in self._introductions.items():
-            if now - introduction.said >= self._timing.hello_again:
-                introduction.said = now
-                self._say(peer, self._hello)
+            if now - introduction.sent_at >= self._timing.hello_every:
+                introduction.sent_at = now
+                self._send(peer, self._hello)
         self._receiver.tick(now)
 
     def next_deadline(self) -> float | None:
-        timing, introductions = self._timing, self._introductions.values()
-        hellos = [min(each.said + timing.hello_again, each.since + timing.introduced_within) for each in introductions]
+        timing = self._timing
+        hellos = [
+            min(entry.sent_at + timing.hello_every, entry.since + timing.hello_timeout)
+            for entry in self._introductions.values()
+        ]
         receiver = self._receiver.next_deadline()
         return min([*hellos, *([] if receiver is None else [receiver])], default=None)
 
     @property
-    def polls(self) -> bool:
+    def needs_polling(self) -> bool:
         return False
 
     def poll(self, now: float) -> None:
-        """There are no writes of its own to look at."""
+        """Does nothing: a decode worker has no writes of its own."""
 
-    def act(self) -> list[ReceiverEvent]:
-        """Unpacks and says what the receiver wants. Returns what the engine is to be told."""
+    def run_actions(self) -> list[ReceiverEvent]:
+        """Runs the receiver's actions. Returns the events for the engine."""
         for action in self._receiver.take_actions():
             match action:
                 case SendMessage(peer, message):
-                    self._say(peer, message)
+                    self._send(peer, message)
                 case UnpackPiece(piece):
                     self._unpack(piece)
-                    self.pieces += 1
+                    self.num_pieces += 1
                 case _:
-                    self._facts.append(action)
-        facts, self._facts = self._facts, []
-        for fact in facts:
-            self._count(fact)
-        return facts
+                    self._events.append(action)
+        events, self._events = self._events, []
+        for event in events:
+            self._count(event)
+        return events
 
     @property
     def throughput(self) -> Throughput | None:
         return None
 
     @property
-    def seconds(self) -> Mapping[str, float]:
+    def phase_seconds(self) -> Mapping[str, float]:
         return {phase.value: seconds for phase, seconds in self._receiver.table.seconds.items()}
 
     @property
-    def resent(self) -> int:
-        return self._receiver.resent
+    def num_retransmits(self) -> int:
+        return self._receiver.num_retransmits
 
     @property
-    def ring_quarantined(self) -> int:
-        return self._receiver.ring_quarantined
+    def ring_quarantined_bytes(self) -> int:
+        return self._receiver.ring_quarantined_bytes
 
     def audit(self) -> None:
         self._receiver.audit()
 
     def _fetch(self, fetch: Fetch, now: float) -> None:
-        peer = fetch.peer
-        # One that has been silent may have been replaced meanwhile: ask who is there before anything depends on it.
+        peer, key = fetch.peer, fetch.request.key
+        # A peer that was silent may have been replaced: it is introduced again before anything depends on it.
         if self._closing:
-            self._facts.append(FetchFailed(fetch.ask.key, quiesced=True, retry=False, reason="this worker is stopping"))
-        elif peer in self._introduced and (self._liveness.fresh(peer, now) or self._receiver.open_keys(peer)):
+            self._events.append(FetchFailed(key, quiesced=True, retry=False, reason="this worker is stopping"))
+        elif peer in self._introduced and (self._liveness.heard_recently(peer, now) or self._receiver.open_keys(peer)):
             self._begin(fetch, now)
         elif peer in self._introductions:
-            self._introductions[peer].fetches.setdefault(fetch.ask.key, fetch)
+            self._introductions[peer].fetches.setdefault(key, fetch)
         else:
-            self._introductions[peer] = _Introduction(now, now, {fetch.ask.key: fetch})
-            self._say(peer, self._hello)
+            self._introductions[peer] = _Introduction(now, now, {key: fetch})
+            self._send(peer, self._hello)
 
     def _begin(self, fetch: Fetch, now: float) -> None:
-        self._fetches.setdefault(fetch.ask.key, fetch)
+        self._fetches.setdefault(fetch.request.key, fetch)
         self._receiver.fetch(fetch, now)
 
-    def _give_up(self, key: HandoffKey, now: float) -> None:
+    def _cancel(self, key: HandoffKey, now: float) -> None:
         for introduction in self._introductions.values():
             if introduction.fetches.pop(key, None) is not None:
-                self._facts.append(FetchFailed(key, quiesced=True, retry=False, reason="given up"))
+                self._events.append(FetchFailed(key, quiesced=True, retry=False, reason="cancelled"))
                 return
-        self._receiver.give_up(key, now)
+        self._receiver.cancel(key, now)
 
-    def _welcome(self, peer: str, hello: Hello, now: float) -> None:
+    def _on_welcome(self, peer: str, hello: Hello, now: float) -> None:
         if peer not in self._introductions:
             return
-        flaw = check_peers(self._hello, hello)
-        if flaw is not None:
-            self._end_introduction(peer, f"{peer} does not fit: {flaw}")
+        mismatch = check_peers(self._hello, hello)
+        if mismatch is not None:
+            self._end_introduction(peer, f"{peer} does not match: {mismatch}")
             return
         self._introduced.add(peer)
-        self._receiver.peer_known(peer, hello)
+        self._receiver.add_peer(peer, hello)
         for fetch in self._introductions.pop(peer).fetches.values():
             self._begin(fetch, now)
 
-    def _refused(self, peer: str, reason: str, now: float) -> None:
-        """It will not work with us, or has forgotten us and with us everything that it had begun."""
+    def _on_refused(self, peer: str, reason: str, now: float) -> None:
+        """Handles a peer that refuses this worker, or has forgotten it together with all handoffs."""
         if peer in self._introductions:
             self._end_introduction(peer, reason)
         elif peer in self._introduced:
-            self.lost(peer, reason, now)
+            self.peer_lost(peer, reason, now)
 
     def _end_introduction(self, peer: str, reason: str, *, retry: bool = False) -> None:
         introduction = self._introductions.pop(peer, None)
         for key in introduction.fetches if introduction else ():
-            self._facts.append(FetchFailed(key, quiesced=True, retry=retry, reason=reason))
+            self._events.append(FetchFailed(key, quiesced=True, retry=retry, reason=reason))
 
-    def _count(self, fact: ReceiverEvent) -> None:
-        match fact:
+    def _count(self, event: ReceiverEvent) -> None:
+        match event:
             case Landed(key):
                 self.outcomes["landed"] += 1
-                self.nbytes += self._bytes_of(self._fetches.pop(key).ask)
+                self.nbytes += self._context_bytes(self._fetches.pop(key).request)
             case FetchFailed(quiesced=quiesced):
-                self.outcomes["lost" if quiesced else "lost, not quiesced"] += 1
+                self.outcomes["failed" if quiesced else "failed, not quiesced"] += 1
             case Quiesced():
-                self.outcomes["calmed"] += 1
+                self.outcomes["quiesced later"] += 1
 
-    def _bytes_of(self, ask: HandoffRequest) -> int:
-        store: Store = self._hello.stores[ask.landing]
+    def _context_bytes(self, request: HandoffRequest) -> int:
+        store: Store = self._hello.stores[request.landing]
         spans = [*(shard.span for shard in store.shards), *([store.keys] if store.keys is not None else [])]
-        return len(ask.prompt) * sum(len(span.bases) * span.row_bytes for span in spans)
+        return len(request.prompt) * sum(len(span.bases) * span.row_bytes for span in spans)

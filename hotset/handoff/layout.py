@@ -1,4 +1,7 @@
-"""How rows are divided: which bytes of the whole model's row lie where, and which of two sides' shards share bytes."""
+"""How rows are sharded and where their bytes lie on both sides, and so which writes transfer a context.
+
+Pure arithmetic on addresses. `source` is the prefill worker's memory, `target` the decode worker's.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,29 +14,34 @@ from hotset.base.units import ceil_div
 from hotset.handoff.messages import Hello, ModelIdentity, PagedSpan, RowSlices, Shard, Store
 from hotset.transfer.api import Writes
 
+Numbers = NDArray[np.int64]
+Units = Sequence[tuple[int, int]]  # (unit of the source, unit of the target)
+ByteRanges = tuple[tuple[int, int, int], ...]  # (first byte in the source's stored row, in the target's, bytes)
+MUST_AGREE = [field for field in fields(ModelIdentity) if field.name != "name"]
+MAX_SHARDS, MAX_SLICES = 1024, 64  # of one store, and of one shard
+
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What a shard of the target takes from a shard of the source."""
+    """The bytes that a shard of the target receives from a shard of the source."""
 
     source: int
     target: int
-    pieces: tuple[tuple[int, int, int], ...]  # (first byte in the source's stored row, in the target's, bytes)
+    byte_ranges: ByteRanges
 
     @property
     def row_bytes(self) -> int:
-        """Of each row."""
-        return sum(nbytes for _, _, nbytes in self.pieces)
+        return sum(nbytes for _, _, nbytes in self.byte_ranges)
 
 
 def whole_rows(span: PagedSpan) -> tuple[Shard, ...]:
-    """Rows that lie in one piece."""
+    """Returns the one shard of rows that are not divided."""
     return (Shard(span, ((0, span.row_bytes),)),)
 
 
 def head_shards(spans: Sequence[PagedSpan], heads: int, head_bytes: int) -> tuple[Shard, ...]:
-    """K and then V of `heads` heads, `head_bytes` each, divided over ranks of which each has a span. With more ranks
-    than heads neighbours hold the same one."""
+    """Divides rows of K and then V of `heads` heads, `head_bytes` each, over ranks with one span each. With more ranks
+    than heads, adjacent ranks hold the same head."""
     ranks, per_rank = len(spans), max(1, heads // len(spans))
     assert heads % ranks == 0 or ranks % heads == 0, f"{heads} heads over {ranks} ranks"
     firsts = [rank * heads // ranks * head_bytes for rank in range(ranks)]
@@ -45,19 +53,19 @@ def head_shards(spans: Sequence[PagedSpan], heads: int, head_bytes: int) -> tupl
 
 
 def stored_bytes(shard: Shard) -> int:
-    """Of each stored row, without what is left free at its end."""
+    """Returns the used bytes of each stored row."""
     return sum(nbytes for _, nbytes in shard.slices)
 
 
 def row_bytes(store: Store) -> int:
-    """Of the whole model's row."""
+    """Returns the bytes of the whole model's row."""
     return max((first + nbytes for shard in store.shards for first, nbytes in shard.slices), default=0)
 
 
-def gap(store: Store) -> int | None:
-    """The first byte of the whole row that no shard holds."""
+def first_gap(store: Store) -> int | None:
+    """Returns the first byte of the whole row that no shard holds."""
     end = 0
-    for first, nbytes in sorted(each for shard in store.shards for each in shard.slices):
+    for first, nbytes in sorted(row_slice for shard in store.shards for row_slice in shard.slices):
         if first > end:
             return end
         end = max(end, first + nbytes)
@@ -65,74 +73,68 @@ def gap(store: Store) -> int | None:
 
 
 def store_overlaps(source: Store, target: Store) -> tuple[Overlap, ...]:
-    """Who gives what to whom, so that every byte of every target's row is written once."""
-    return overlaps(tuple(each.slices for each in source.shards), tuple(each.slices for each in target.shards))
+    """Returns which source shard provides which bytes of each target shard. Every byte of a target is written once."""
+    return overlaps(tuple(shard.slices for shard in source.shards), tuple(shard.slices for shard in target.shards))
 
 
 @lru_cache(maxsize=1024)
 def overlaps(source: tuple[RowSlices, ...], target: tuple[RowSlices, ...]) -> tuple[Overlap, ...]:
-    """The same, by their slices: in the order of targets. Of several sources with the same bytes one gives them; which
-    one differs from target to target, so that none has to serve all."""
-    found = []
-    for number, slices in enumerate(target):
-        missing, at = [], 0
+    """Does the same for shards given by their slices, in the order of the targets. If several sources hold the same
+    bytes, targets take them from different ones, to spread the load."""
+    result = []
+    for target_index, slices in enumerate(target):
+        missing, offset = [], 0
         for first, nbytes in slices:
-            missing.append((first, at, nbytes))
-            at += nbytes
-        start = number * len(source) // len(target)
+            missing.append((first, offset, nbytes))
+            offset += nbytes
+        start = target_index * len(source) // len(target)
         for step in range(len(source)):
-            giver = (start + step) % len(source)
-            pieces, missing = _taken(source[giver], missing)
-            if pieces:
-                found.append(Overlap(giver, number, _merged(pieces)))
-    return tuple(found)
+            source_index = (start + step) % len(source)
+            ranges, missing = _provided(source[source_index], missing)
+            if ranges:
+                result.append(Overlap(source_index, target_index, _merged(ranges)))
+    return tuple(result)
 
 
 _Missing = list[tuple[int, int, int]]  # (first byte in the whole row, in the target's stored row, bytes)
 
 
-def _taken(source: RowSlices, missing: _Missing) -> tuple[list[tuple[int, int, int]], _Missing]:
-    """What of `missing` a source has, as pieces, and what is missing then."""
-    pieces, at = [], 0
+def _provided(source: RowSlices, missing: _Missing) -> tuple[list[tuple[int, int, int]], _Missing]:
+    """Returns the byte ranges of `missing` that a source provides, and what is still missing then."""
+    ranges, source_offset = [], 0
     for first, nbytes in source:
         rest: _Missing = []
-        for wanted, there, length in missing:
+        for wanted, target_offset, length in missing:
             begin, end = max(first, wanted), min(first + nbytes, wanted + length)
             if begin >= end:
-                rest.append((wanted, there, length))
+                rest.append((wanted, target_offset, length))
                 continue
-            pieces.append((at + begin - first, there + begin - wanted, end - begin))
+            ranges.append((source_offset + begin - first, target_offset + begin - wanted, end - begin))
             if wanted < begin:
-                rest.append((wanted, there, begin - wanted))
+                rest.append((wanted, target_offset, begin - wanted))
             if end < wanted + length:
-                rest.append((end, there + end - wanted, wanted + length - end))
-        missing, at = rest, at + nbytes
-    return sorted(pieces, key=lambda piece: piece[1]), missing
+                rest.append((end, target_offset + end - wanted, wanted + length - end))
+        missing, source_offset = rest, source_offset + nbytes
+    return sorted(ranges, key=lambda entry: entry[1]), missing
 
 
-def _merged(pieces: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    merged = pieces[:1]
-    for here, there, nbytes in pieces[1:]:
-        before_here, before_there, before = merged[-1]
-        if (before_here + before, before_there + before) == (here, there):
-            merged[-1] = (before_here, before_there, before + nbytes)
+def _merged(ranges: list[tuple[int, int, int]]) -> ByteRanges:
+    merged = ranges[:1]
+    for source, target, nbytes in ranges[1:]:
+        last_source, last_target, last_nbytes = merged[-1]
+        if (last_source + last_nbytes, last_target + last_nbytes) == (source, target):
+            merged[-1] = (last_source, last_target, last_nbytes + nbytes)
         else:
-            merged.append((here, there, nbytes))
+            merged.append((source, target, nbytes))
     return tuple(merged)
 
 
-Numbers = NDArray[np.int64]
-FIELDS = [each for each in fields(ModelIdentity) if each.name != "name"]  # which must agree
-Units = Sequence[tuple[int, int]]  # (unit of the source, unit of the target)
-MAX_SHARDS, MAX_SLICES = 1024, 64  # of one store, and of one shard
-
-
 def pages_for(span: PagedSpan, rows: int) -> int:
-    """How many pages hold the first `rows` rows of a context."""
+    """Returns how many pages hold the first `rows` rows of a context."""
     return ceil_div(rows, span.page_rows)
 
 
-def writes(
+def plan_writes(
     source: PagedSpan,
     source_pages: Sequence[int],
     target: PagedSpan,
@@ -141,12 +143,12 @@ def writes(
     last: int,
     units: Units | None = None,
 ) -> Writes:
-    """Carries positions [first, last) of a context from its pages of `source` to its pages of `target`.
+    """Plans the writes of positions [first, last) of a context from its pages of `source` to its pages of `target`.
 
-    The pages are those of the context from its first. Pages of the two sides may hold different numbers of rows.
-    Neighbours are merged where they are neighbours on both sides, but never beyond one base: each may be the start of
-    memory registered on its own. What both sides leave free at the end of a page, and is as long, travels along.
-    `units` is for a context of which some layers travel; without it all do.
+    The pages are the context's, from its first. Pages of the two sides may hold different numbers of rows. Rows that
+    are adjacent on both sides share a write, but never across two bases, because each base may be the start of memory
+    that is registered separately. Unused bytes at the end of a page are written too if both sides have the same number
+    of them. `units` selects the layers to transfer; by default all are.
     """
     assert source.row_bytes == target.row_bytes, f"rows of {source.row_bytes} bytes into rows of {target.row_bytes}"
     for span, pages in ((source, source_pages), (target, target_pages)):
@@ -156,27 +158,27 @@ def writes(
         units = [(unit, unit) for unit in range(len(source.bases))]
     if first >= last or not units:
         return np.empty((0, 3), np.int64)
-    # Between two of these positions neither side leaves the part of the page that it is in.
+    # Between two of these positions both sides stay within one part of one page.
     starts = np.union1d(_edges(source, first, last), _edges(target, first, last))
     nbytes = np.diff(starts, append=last) * source.row_bytes
-    here_part, here = _places(source, source_pages, starts)
-    there_part, there = _places(target, target_pages, starts)
-    free = here[1:] - here[:-1] - nbytes[:-1]  # between one piece and the next, which is on the same or the next page
-    goes_on = (free >= 0) & (free < min(source.page_bytes, target.page_bytes))
-    goes_on &= free == there[1:] - there[:-1] - nbytes[:-1]
-    goes_on &= (here_part[1:] == here_part[:-1]) & (there_part[1:] == there_part[:-1])
-    nbytes[:-1] += np.where(goes_on, free, 0)
-    run = np.flatnonzero(np.concatenate(([True], ~goes_on)))
+    source_part, source_offset = _offsets(source, source_pages, starts)
+    target_part, target_offset = _offsets(target, target_pages, starts)
+    gap = source_offset[1:] - source_offset[:-1] - nbytes[:-1]  # unused bytes between one stretch and the next
+    continues = (gap >= 0) & (gap < min(source.page_bytes, target.page_bytes))
+    continues &= gap == target_offset[1:] - target_offset[:-1] - nbytes[:-1]
+    continues &= (source_part[1:] == source_part[:-1]) & (target_part[1:] == target_part[:-1])
+    nbytes[:-1] += np.where(continues, gap, 0)
+    run = np.flatnonzero(np.concatenate(([True], ~continues)))
     source_bases = np.array([source.bases[unit] for unit, _ in units], np.int64)  # [units, parts]
     target_bases = np.array([target.bases[unit] for _, unit in units], np.int64)
     result = np.empty((len(units), len(run), 3), np.int64)
-    result[..., 0] = source_bases[:, here_part[run]] + here[run]
-    result[..., 1] = target_bases[:, there_part[run]] + there[run]
+    result[..., 0] = source_bases[:, source_part[run]] + source_offset[run]
+    result[..., 1] = target_bases[:, target_part[run]] + target_offset[run]
     result[..., 2] = np.add.reduceat(nbytes, run)
     return result.reshape(-1, 3)
 
 
-def context_writes(
+def plan_context_writes(
     source: Store,
     source_pages: Sequence[int],
     target: Store,
@@ -185,45 +187,47 @@ def context_writes(
     first: int,
     last: int,
 ) -> Writes:
-    """Carries rows and index keys [first, last) of a context straight from its pages of `source`, which has both in one
-    page, to its pages of `target`, however the rows of either are divided."""
+    """Plans the direct writes of rows and index keys [first, last) of a context from its pages of `source`, where both
+    have the same page numbers, to its pages of `target`. The rows of either side may be sharded in any way."""
     parts = []
     for overlap in store_overlaps(source, target):
-        here, there = source.shards[overlap.source], target.shards[overlap.target]
-        carry = writes if _whole(overlap, here, there) else partial(_slice_writes, overlap)
-        parts.append(carry(here.span, source_pages, there.span, row_pages, first, last))
+        source_shard, target_shard = source.shards[overlap.source], target.shards[overlap.target]
+        same = _same_bytes(overlap, source_shard, target_shard)
+        plan = plan_writes if same else partial(_plan_slice_writes, overlap)
+        parts.append(plan(source_shard.span, source_pages, target_shard.span, row_pages, first, last))
     if source.keys is not None and target.keys is not None:
-        parts.append(writes(source.keys, source_pages, target.keys, key_pages, first, last))
+        parts.append(plan_writes(source.keys, source_pages, target.keys, key_pages, first, last))
     return np.concatenate(parts)
 
 
 def count_writes(source: Store, target: Store, row_pages: Sequence[int], key_pages: Sequence[int], rows: int) -> int:
-    """How many writes it takes to carry a context of so many rows straight to these pages, if its pages of `source`
-    follow each other: no fewer will do."""
-    count, in_order = 0, range(pages_for(source.shards[0].span, rows))
+    """Returns the number of direct writes of a context of `rows` rows to these pages, if its pages of `source` are
+    consecutive. This is a lower bound for any pages of `source`."""
+    count, consecutive = 0, range(pages_for(source.shards[0].span, rows))
 
-    def runs(here: PagedSpan, there: PagedSpan, pages: Sequence[int]) -> int:
-        return len(here.bases) * len(writes(here, in_order, there, pages, 0, rows, [(0, 0)]))
+    def runs(source_span: PagedSpan, target_span: PagedSpan, pages: Sequence[int]) -> int:
+        one_unit = plan_writes(source_span, consecutive, target_span, pages, 0, rows, [(0, 0)])
+        return len(source_span.bases) * len(one_unit)
 
     for overlap in store_overlaps(source, target):
-        here, there = source.shards[overlap.source], target.shards[overlap.target]
-        if _whole(overlap, here, there):
-            count += runs(here.span, there.span, row_pages)
+        source_shard, target_shard = source.shards[overlap.source], target.shards[overlap.target]
+        if _same_bytes(overlap, source_shard, target_shard):
+            count += runs(source_shard.span, target_shard.span, row_pages)
         else:
-            count += len(here.span.bases) * rows * len(overlap.pieces)
+            count += len(source_shard.span.bases) * rows * len(overlap.byte_ranges)
     if source.keys is not None and target.keys is not None:
         count += runs(source.keys, target.keys, key_pages)
     return count
 
 
-def _whole(overlap: Overlap, source: Shard, target: Shard) -> bool:
-    """Both store the same bytes of a row, alike: rows that are neighbours on both sides travel together."""
+def _same_bytes(overlap: Overlap, source: Shard, target: Shard) -> bool:
+    """Returns whether both shards store the same bytes of a row in the same order. Then adjacent rows share a write."""
     nbytes = stored_bytes(source)
     same = source.span.row_bytes == target.span.row_bytes and stored_bytes(target) == nbytes
-    return same and overlap.pieces == ((0, 0, nbytes),)
+    return same and overlap.byte_ranges == ((0, 0, nbytes),)
 
 
-def _slice_writes(
+def _plan_slice_writes(
     overlap: Overlap,
     source: PagedSpan,
     source_pages: Sequence[int],
@@ -232,28 +236,28 @@ def _slice_writes(
     first: int,
     last: int,
 ) -> Writes:
-    """One write for each unit, row and piece: no two of them are neighbours on both sides."""
+    """Plans one write for each unit, row and byte range: no two of them are adjacent on both sides."""
     positions = np.arange(first, last, dtype=np.int64)
-    pieces = np.array(overlap.pieces, np.int64).T
+    ranges = np.array(overlap.byte_ranges, np.int64).T
     columns = []
-    for span, pages, offsets in ((source, source_pages, pieces[0]), (target, target_pages, pieces[1])):
+    for span, pages, range_offsets in ((source, source_pages, ranges[0]), (target, target_pages, ranges[1])):
         assert last <= len(pages) * span.page_rows, f"{last} rows in {len(pages)} pages of {span.page_rows}"
-        part, place = _places(span, pages, positions)
+        part, offset = _offsets(span, pages, positions)
         bases = np.array(span.bases, np.int64)  # [units, parts]
-        columns.append(bases[:, part, None] + place[:, None] + offsets)  # [units, rows, pieces]
-    columns.append(np.broadcast_to(pieces[2], columns[0].shape))
+        columns.append(bases[:, part, None] + offset[:, None] + range_offsets)  # [units, rows, ranges]
+    columns.append(np.broadcast_to(ranges[2], columns[0].shape))
     return np.stack(columns, axis=-1).reshape(-1, 3)
 
 
 def _edges(span: PagedSpan, first: int, last: int) -> Numbers:
-    """`first`, and every position in (first, last) at which a page, or a part of one, begins."""
+    """Returns `first`, and every position in (first, last) at which a page or a part of a page begins."""
     pages = np.arange(first // span.page_rows, pages_for(span, last), dtype=np.int64) * span.page_rows
     edges = (pages[:, None] + np.arange(0, span.page_rows, span.part_rows, dtype=np.int64)).ravel()
     return np.concatenate((np.array([first], np.int64), edges[(edges > first) & (edges < last)]))
 
 
-def _places(span: PagedSpan, pages: Sequence[int], positions: Numbers) -> tuple[Numbers, Numbers]:
-    """For each position the part in which it lies, and how many bytes after the part's base."""
+def _offsets(span: PagedSpan, pages: Sequence[int], positions: Numbers) -> tuple[Numbers, Numbers]:
+    """Returns, for each position, its part and its byte offset from the part's base."""
     page, row = np.divmod(positions, span.page_rows)
     part, row_of_part = np.divmod(row, span.part_rows)
     numbers = np.asarray(pages, np.int64)[page]
@@ -261,21 +265,22 @@ def _places(span: PagedSpan, pages: Sequence[int], positions: Numbers) -> tuple[
 
 
 def check_peers(ours: Hello, theirs: Hello) -> str | None:
-    """Why two workers cannot hand requests over, with both sides' values; None if they can. Page sizes may differ."""
-    pairs = [
-        (f"model's {each.name}", getattr(ours.model, each.name), getattr(theirs.model, each.name)) for each in FIELDS
+    """Returns why two workers cannot hand requests over, with both sides' values, or None. Page sizes may differ."""
+    compared = [
+        (f"model's {field.name}", getattr(ours.model, field.name), getattr(theirs.model, field.name))
+        for field in MUST_AGREE
     ]
-    for what, mine, yours in [*pairs, ("transfer engine", ours.transfer, theirs.transfer)]:
+    for what, mine, yours in [*compared, ("transfer engine", ours.transfer, theirs.transfer)]:
         if mine != yours:
             return f"the {what} differs: {mine!r} here, {yours!r} there"
     if theirs.ring is not None and theirs.ring.nbytes < 1:
         return f"the ring there has {theirs.ring.nbytes} bytes"
     for landing, store in theirs.stores.items():
-        if flaw := _flaw(store, theirs.model):
-            return f"the {landing} store there is unsound: {flaw}"
-        for here, own in ours.stores.items():
+        if flaw := _flaw_of_store(store, theirs.model):
+            return f"the {landing} store there is invalid: {flaw}"
+        for own_landing, own in ours.stores.items():
             if _shape(own) != _shape(store):
-                return f"{_shape(own)} in the {here} store here, {_shape(store)} in the {landing} store there"
+                return f"{_shape(own)} in the {own_landing} store here, {_shape(store)} in the {landing} store there"
     return None
 
 
@@ -284,13 +289,13 @@ def _shape(store: Store) -> str:
     return rows if store.keys is None else f"{rows} and index keys of {store.keys.row_bytes}"
 
 
-def _flaw(store: Store, model: ModelIdentity) -> str | None:
-    """What would lead writes astray."""
+def _flaw_of_store(store: Store, model: ModelIdentity) -> str | None:
+    """Returns what would make writes to this store go to wrong addresses, or None."""
     if (store.keys is None) != (model.key is None):
-        return f"index keys are {model.key!r}, and it has {'no' if store.keys is None else 'a'} place for them"
+        return f"index keys are {model.key!r}, and it has {'no' if store.keys is None else 'a'} span for them"
     if flaw := _flaw_of_shards(store.shards):
         return flaw
-    if (missing := gap(store)) is not None:
+    if (missing := first_gap(store)) is not None:
         return f"byte {missing} of rows of {row_bytes(store)} bytes is in none of its {len(store.shards)} shards"
     spans = [("rows", shard.span, model.layers) for shard in store.shards]
     for what, span, units in [*spans, ("index keys", store.keys, model.groups)]:

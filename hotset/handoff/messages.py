@@ -1,26 +1,26 @@
-"""What a prefill worker and a decode worker say to each other, and each to its own engine. Values only.
+"""The messages between a prefill worker and a decode worker, and between each of them and its own engine. Values only.
 
-Decode asks, prefill serves. `->` is from decode to prefill:
+The decode worker requests, the prefill worker serves. `->` is from decode to prefill:
 
-    Hello ->             <- Welcome, or Refused
-    Ask ->               <- Accepted
-    Go ->                (acknowledges Accepted: from now on rows may be written)
-                         <- Progress as rows land; then Done, or Failed
-    Received ->          (acknowledges Done or Failed: the prefill worker may forget the handoff)
-    Cancel ->            <- Stopped (nothing is written any more, or it is not known)
-    Ping ->              <- Pong
+    Hello ->                <- Welcome, or Refused
+    HandoffRequest ->       <- HandoffAccepted
+    StartWrites ->          (acknowledges HandoffAccepted: from now on rows may be written)
+                            <- Progress as rows land; then HandoffDone, or HandoffFailed
+    HandoffAck ->           (acknowledges HandoffDone or HandoffFailed: the prefill worker may forget the handoff)
+    Cancel ->               <- Cancelled (reports whether all writes have stopped, or that this is unknown)
+    Ping ->                 <- Pong
 
-Where direct writes would be many and tiny, the sender offers (in Accepted) to pack rows and write them into a ring of
-the receiver, which unpacks them. If the receiver takes that (in Go), then for each piece of the context, several at a
-time:
+Where direct writes would be many and tiny, the sender offers (in HandoffAccepted) to pack rows and write them into a
+ring of the receiver, which unpacks them. If the receiver agrees (in StartWrites), then for each piece of the context,
+several pieces at a time:
 
-                         <- Want (room in the ring, again until answered)
-    Lent ->              (once there is room, first come first served)
-                         <- Staged (the piece was written there; again until answered)
-    Unpacked ->          (the piece is in its pages, the room is taken back)
+                            <- LeaseRequest (for space in the ring)
+    LeaseGranted ->         (when there is space, in the order of the requests)
+                            <- PieceWritten (the piece is in the ring)
+    PieceUnpacked ->        (the piece is in its pages, and the lease has ended)
 
-Whatever has to be answered is sent again until it is, and means the same however often it comes. A handoff is known by
-its key; of one request only the highest attempt counts.
+A message that needs an answer is retransmitted until the answer arrives. Every message is idempotent. A handoff is
+identified by its key; of one request only the highest attempt counts.
 """
 
 from collections.abc import Mapping
@@ -32,9 +32,7 @@ from hotset.transfer.api import DeviceEvent, Writes
 PROTOCOL = 3
 
 Landing = str  # 'device', 'host', or the host store of a further replica
-RowSlices = tuple[
-    tuple[int, int], ...
-]  # (first byte in the whole model's row, bytes), one after another as they are stored
+RowSlices = tuple[tuple[int, int], ...]  # (first byte in the whole model's row, bytes), in the order of storage
 Alternatives = Mapping[int, tuple[float, int]]  # as in schedule/plan.py: token id -> (log-probability, rank)
 
 
@@ -44,25 +42,25 @@ class HandoffKey:
     attempt: int
 
 
-HandoffId = tuple[str, HandoffKey]  # of a handoff to its sender: the peer that asked, and the peer's key
+HandoffId = tuple[str, HandoffKey]  # identifies a handoff at its sender: the requesting peer, and the peer's key
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What must be the same on both sides, but for the name, and is shown to people where it is not."""
+    """Properties of a model that must be equal on both sides, except for the name. A refusal shows both values."""
 
-    name: str  # as people call it, on each side as they like
+    name: str  # for people; each side may choose its own
     layers: int
-    row: str  # a row's layout in words: width, dtype, bytes
-    key: str | None  # an index key's, likewise
+    row: str  # a readable layout of a row: width, dtype, bytes
+    key: str | None  # the same for an index key
     groups: int
-    weights: str  # digest of the configuration, and of every weight file's size and both ends
+    weights: str  # digest of the configuration, and of every weight file's size, beginning and end
 
 
 @dataclass(frozen=True, slots=True)
 class PagedSpan:
-    """Rows, or index keys, that lie in pages. Position p of a context is row p % page_rows of page p // page_rows;
-    rows of a page lie in `len(bases[0])` parts one after another, `part_rows` to a part.
+    """Rows, or index keys, in pages. Position p of a context is row p % page_rows of page p // page_rows. The rows of a
+    page are divided into `len(bases[0])` consecutive parts of `part_rows` rows.
 
     Row r of page number n of unit u begins at bases[u][r // part_rows] + n * page_bytes + r % part_rows * row_bytes.
     """
@@ -76,8 +74,8 @@ class PagedSpan:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows that hold parts of the whole model's row, or all of it. `span.row_bytes` is from row to row: the slices may
-    leave some of it free at the end."""
+    """Rows that hold some slices of the whole model's row, or all of it. `span.row_bytes` is the distance between rows:
+    the slices may leave some of it unused at the end."""
 
     span: PagedSpan
     slices: RowSlices
@@ -85,16 +83,16 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Memory into which, or from which, contexts travel. Page n is page n of every shard. Two shards may hold the same
-    bytes: either will do to read from, and both have to be written."""
+    """Memory to which, or from which, contexts are transferred. Page n is page n of every shard. Two shards may hold
+    the same bytes: either can be read, and both must be written."""
 
     shards: tuple[Shard, ...]
-    keys: PagedSpan | None  # index keys are never divided
+    keys: PagedSpan | None  # index keys are never sharded
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRange:
-    """Bytes at one place, registered with the transfer engine."""
+    """Contiguous bytes that are registered with the transfer engine."""
 
     address: int
     nbytes: int
@@ -102,17 +100,17 @@ class MemoryRange:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    control: str  # where the sender of this listens
+    control: str  # the control address of the worker that sends this
     model: ModelIdentity
-    stores: Mapping[Landing, Store]  # where contexts may land here; of a prefill worker one, that they come from
+    stores: Mapping[Landing, Store]  # where contexts may land; a prefill worker has one, which they come from
     transfer: str  # name of the transfer engine
     description: bytes  # for Transfer.connect
-    ring: MemoryRange | None = None  # through which packed rows may come
+    ring: MemoryRange | None = None  # for packed rows
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    hello: Hello  # of the one who answers
+    hello: Hello  # of the worker that answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +120,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class HandoffRequest:
-    """Compute this prompt and write its rows and index keys to these pages of mine."""
+    """Asks to compute this prompt and to write its rows and index keys to these pages of the requesting worker."""
 
     key: HandoffKey
     prompt: PromptSpec
@@ -134,20 +132,21 @@ class HandoffRequest:
 @dataclass(frozen=True, slots=True)
 class HandoffAccepted:
     key: HandoffKey
-    piece_bytes: int = 0  # of the largest piece, if the rows should come by way of the ring
+    piece_bytes: int = 0  # size of the largest piece if the sender offers staging, else 0
 
 
 @dataclass(frozen=True, slots=True)
 class StartWrites:
-    """Nothing is written before this came: so whoever never said it knows that nobody writes to its pages."""
+    """Permits writes. The sender writes nothing before it arrives, so a receiver that never sent it can be sure that
+    its pages are untouched."""
 
     key: HandoffKey
-    staged: bool = False  # by way of the ring, and nothing straight to the pages
+    staged: bool = False  # through the ring, and nothing directly to the pages
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """Room in the ring for rows and index keys [first, last), which are piece number `piece` of the context."""
+    """Requests space in the ring for rows and index keys [first, last), piece number `piece` of the context."""
 
     key: HandoffKey
     piece: int
@@ -157,7 +156,7 @@ class LeaseRequest:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
-    """The piece may be written at this offset of the ring. A lease's number is never used again."""
+    """Permits to write the piece at this offset of the ring. The number of a lease is never reused."""
 
     key: HandoffKey
     piece: int
@@ -167,7 +166,7 @@ class LeaseGranted:
 
 @dataclass(frozen=True, slots=True)
 class PieceWritten:
-    """The piece was written where this lease is: nobody writes there any more."""
+    """Reports that the piece is in the space of this lease, and that nothing more will be written there."""
 
     key: HandoffKey
     piece: int
@@ -183,12 +182,12 @@ class PieceUnpacked:
 @dataclass(frozen=True, slots=True)
 class Progress:
     key: HandoffKey
-    rows: int  # [0, rows) have landed; 0: it is still waiting, but alive
+    rows: int  # [0, rows) have landed; with 0 it only shows that the sender is alive
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffDone:
-    """Everything has landed. The first token travels with the handoff."""
+    """Reports that all rows have landed, and carries the first token."""
 
     key: HandoffKey
     token_id: int
@@ -199,7 +198,7 @@ class HandoffDone:
 class HandoffFailed:
     key: HandoffKey
     quiesced: bool  # nothing more will be written
-    retry: bool  # asking again may help
+    retry: bool  # another attempt may succeed
     reason: str
 
 
@@ -250,22 +249,22 @@ Message = Hello | Welcome | Refused | Ping | Pong | HandoffMessage
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Engine to receiver: have this prompt computed at `peer` (its control address). The pages are the request's."""
+    """Engine to receiver: have `peer` (a control address) compute this prompt. The pages belong to the request."""
 
     peer: str
-    ask: HandoffRequest
+    request: HandoffRequest
 
 
 @dataclass(frozen=True, slots=True)
 class CancelFetch:
-    """Engine to receiver: nobody wants it any more. `FetchFailed` follows, unless `Landed` is on its way already."""
+    """Engine to receiver: the context is no longer needed. `FetchFailed` follows, unless `Landed` was already sent."""
 
     key: HandoffKey
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Receiver to engine: every row is in place."""
+    """Receiver to engine: every row is in its page."""
 
     key: HandoffKey
     token_id: int
@@ -274,17 +273,17 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """Receiver to engine: it ended without landing. Unless `quiesced`, its pages must not be used again."""
+    """Receiver to engine: the handoff ended without landing. Unless `quiesced`, its pages must not be used again."""
 
     key: HandoffKey
     quiesced: bool
-    retry: bool  # the same peer may be asked again
+    retry: bool  # another attempt at the same peer may succeed
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Quiesced:
-    """Receiver to engine, after a `FetchFailed` that was not quiesced: now it is, and the pages may be used again."""
+    """Receiver to engine, after a `FetchFailed` that was not quiesced: the pages may now be used again."""
 
     key: HandoffKey
 
@@ -294,7 +293,7 @@ class Quiesced:
 
 @dataclass(frozen=True, slots=True)
 class StartPrefill:
-    """Sender to engine: compute this prompt, and sample its first token. `key` and `peer` name it from now on."""
+    """Sender to engine: compute this prompt and sample its first token. `peer` and `key` identify it from now on."""
 
     peer: str
     key: HandoffKey
@@ -304,8 +303,8 @@ class StartPrefill:
 @dataclass(frozen=True, slots=True)
 class RowsComputed:
     """Engine to sender: rows and index keys [first, last) will be in these pages of the host store when `after` has
-    happened, and so with all that was told of the request before: events are of one stream. `pages` are all of the
-    request's so far, from its first; they stay where they are."""
+    happened. Events of a request are recorded on one stream, so all earlier rows are then there too. `pages` are all
+    pages of the request so far, from its first; they do not move."""
 
     peer: str
     key: HandoffKey
@@ -317,7 +316,7 @@ class RowsComputed:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenSampled:
-    """Engine to sender: the prompt is computed whole; every `RowsComputed` of it has been told."""
+    """Engine to sender: the whole prompt is computed, and every `RowsComputed` of it was sent."""
 
     peer: str
     key: HandoffKey
@@ -327,7 +326,7 @@ class FirstTokenSampled:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFailed:
-    """Engine to sender: it will not be computed. `retry`: it might be at another time."""
+    """Engine to sender: the prompt will not be computed. With `retry`, another attempt may succeed."""
 
     peer: str
     key: HandoffKey
@@ -337,8 +336,8 @@ class PrefillFailed:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePages:
-    """Sender to engine: the request's pages are not read any more, nor is it wanted; it may be running still. Comes
-    once for every `StartPrefill`, however that ended."""
+    """Sender to engine: the request's pages are no longer read, and the request is no longer needed, though it may
+    still be running. It is sent exactly once for every `StartPrefill`, whatever the outcome."""
 
     peer: str
     key: HandoffKey
@@ -350,12 +349,12 @@ SenderCommand = RowsComputed | FirstTokenSampled | PrefillFailed
 SenderEvent = StartPrefill | ReleasePages
 
 
-# From a state machine to whoever drives it.
+# From a state machine to the role that drives it.
 
 
 @dataclass(frozen=True, slots=True)
 class SendMessage:
-    """It may be lost on the way: what matters is said again."""
+    """Send this message. It may be lost: the state machine retransmits what matters."""
 
     peer: str
     message: Message
@@ -363,9 +362,9 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class PackedPiece:
-    """Rows and index keys [first, last) of a context, packed at `address` as `handoff/staging.py` says: out of pages of
-    `source`, and to be put into pages of `target`. `row_pages` and `key_pages` are the context's, from its first, on
-    the side that packs or unpacks."""
+    """Rows and index keys [first, last) of a context, packed at `address` in the layout of `handoff/staging.py`. They
+    come from pages of `source` and go to pages of `target`. `row_pages` and `key_pages` are the context's pages, from
+    its first, on the side that packs or unpacks."""
 
     source: Store
     target: Store
@@ -378,8 +377,8 @@ class PackedPiece:
 
 @dataclass(frozen=True, slots=True)
 class SubmitWrites:
-    """Pack, if there is something to pack; hand this to the transfer engine; then answer with `Sender.submitted`, once
-    for each and in this order."""
+    """Pack `pack`, if given; submit the writes to the transfer engine; then call `Sender.on_submitted`, once for each
+    action and in this order."""
 
     peer: str
     key: HandoffKey
@@ -390,27 +389,30 @@ class SubmitWrites:
 
 @dataclass(frozen=True, slots=True)
 class UnpackPiece:
-    """Put this piece into its pages, to the end, before anything that comes after is done."""
+    """Copy this piece into its pages. The copy must be complete before any later action runs."""
 
     piece: PackedPiece
 
 
+# From the control channel.
+
+
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message, who sent it and for whom it is."""
+    """A message with its sender and its addressee. An incarnation is a random word that a process draws at start."""
 
-    origin: str  # the control address at which its sender listens
-    sender: str  # its incarnation: drawn anew whenever a process starts
-    addressee: str  # the incarnation that it is for; empty: whoever listens there now
+    sender_address: str  # the control address at which the sender listens
+    sender_incarnation: str
+    target_incarnation: str  # empty: any process that listens at the address
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class ProtocolMismatch:
-    """A message in another version of the protocol: its sender can be refused, and no more."""
+    """A message in another version of the protocol. Its sender can be refused; the message cannot be read."""
 
-    origin: str
-    sender: str
+    sender_address: str
+    sender_incarnation: str
     protocol: int
     kind: str
 
@@ -423,7 +425,7 @@ class MessageReceived:
 
 @dataclass(frozen=True, slots=True)
 class PeerRestarted:
-    """The process at this address is another one than before."""
+    """A different process now answers at this address."""
 
     peer: str
 

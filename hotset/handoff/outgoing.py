@@ -1,4 +1,4 @@
-"""One handoff on the prefill side: its phases, and what it holds."""
+"""One handoff on the prefill side: its phases and its state; and tombstones of handoffs that have ended."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -14,19 +14,21 @@ from hotset.handoff.messages import (
     RowsComputed,
     Store,
 )
-from hotset.handoff.staged_out import SenderStaging, StagingOffer
+from hotset.handoff.sender_staging import SenderStaging, StagingOffer
 from hotset.handoff.timers import PhaseTimeout, PhaseTimer
 
-MAX_WRITES_IN_FLIGHT = 2  # of writes under way for one handoff; what is told meanwhile goes together, in longer writes
+MAX_LISTS_IN_FLIGHT = 2  # per handoff; rows announced in the meantime are merged into the next list of writes
+
+NO_ATTEMPT = -1
 
 
 class SenderPhase(Enum):
-    ACCEPTED = "accepted"  # Accepted is said again; the engine may compute, and what it tells waits
-    WRITING = "writing"  # Go came: rows are written as the engine tells them, a few lists at a time
-    DRAINING = "draining"  # its end is decided; writes under way are waited for
-    WRITES_HUNG = "writes hung"  # a write would not end: the receiver knows that nobody knows
-    NOTIFYING = "notifying"  # Done or Failed is said again; nothing is under way, the engine has its pages back
-    CLOSED = "closed"  # only its tomb is left
+    ACCEPTED = "accepted"  # HandoffAccepted is retransmitted; the engine may compute, but nothing is written
+    WRITING = "writing"  # StartWrites came: rows are written as the engine announces them
+    DRAINING = "draining"  # the end is decided; waits for writes in flight
+    WRITES_HUNG = "writes hung"  # a write does not end: it was reported as not quiesced
+    NOTIFYING = "notifying"  # HandoffDone or HandoffFailed is retransmitted; no write is in flight, pages are released
+    CLOSED = "closed"  # only its tombstone remains
 
 
 SENDER_TRANSITIONS: dict[SenderPhase, frozenset[SenderPhase]] = {
@@ -38,197 +40,212 @@ SENDER_TRANSITIONS: dict[SenderPhase, frozenset[SenderPhase]] = {
     SenderPhase.CLOSED: frozenset(),
 }
 
-# WRITING counts from the engine's last word; a request may stand in its queue for long.
+# WRITING counts from the engine's last announcement. It may last long: a request may wait in the engine's queue.
 SENDER_TIMEOUTS: dict[SenderPhase, PhaseTimeout] = {
-    SenderPhase.ACCEPTED: PhaseTimeout(10.0, again=0.5),
-    SenderPhase.WRITING: PhaseTimeout(600.0, again=1.0),
-    SenderPhase.DRAINING: PhaseTimeout(10.0, again=1.0),
-    SenderPhase.WRITES_HUNG: PhaseTimeout(600.0, again=1.0),
-    SenderPhase.NOTIFYING: PhaseTimeout(60.0, again=0.5),
+    SenderPhase.ACCEPTED: PhaseTimeout(10.0, retransmit_every=0.5),
+    SenderPhase.WRITING: PhaseTimeout(600.0, retransmit_every=1.0),
+    SenderPhase.DRAINING: PhaseTimeout(10.0, retransmit_every=1.0),
+    SenderPhase.WRITES_HUNG: PhaseTimeout(600.0, retransmit_every=1.0),
+    SenderPhase.NOTIFYING: PhaseTimeout(60.0, retransmit_every=0.5),
 }
+
+OPEN_PHASES = frozenset({SenderPhase.ACCEPTED, SenderPhase.WRITING})  # its end is not decided
+_WRITE_PHASES = frozenset({SenderPhase.WRITING, SenderPhase.DRAINING, SenderPhase.WRITES_HUNG})
+_RELEASED_PHASES = frozenset({SenderPhase.WRITES_HUNG, SenderPhase.NOTIFYING})
 
 
 class EndReason(Enum):
-    FAILED = "failed"  # the receiver is told, until it has heard
-    CANCELLED = "cancelled"  # the receiver wished it: it is answered
-    PEER_LOST = "peer lost"  # there is no receiver any more
+    FAILED = "failed"  # HandoffFailed is retransmitted until the receiver acknowledges it
+    CANCELLED = "cancelled"  # the receiver requested it, and gets Cancelled as the answer
+    PEER_LOST = "peer lost"  # there is no receiver to report to
 
 
 @dataclass(slots=True)
 class ChunkInFlight:
-    """Rows [first, last), being written."""
+    """A submitted list of writes of rows [first, last)."""
 
     first: int
     last: int
-    due: float
+    deadline: float
     ticket: int | None = None  # None: not submitted yet
-    piece: int | None = None  # its number, where the handoff is staged
+    piece: int | None = None  # number of the piece, if the handoff is staged
 
 
 class OutgoingHandoff:
     """One handoff. Only the sender changes it."""
 
     __slots__ = (
-        *("ask", "timer", "dropped", "ending", "hello", "landed", "offer", "open", "peer"),
-        *("reason", "retry", "sampled", "staged", "tainted", "verdict", "waiting", "written"),
+        "announced",
+        "end_reason",
+        "failure",
+        "final_message",
+        "has_unknown_write",
+        "hello",
+        "in_flight",
+        "landed",
+        "offer",
+        "pages_released",
+        "peer",
+        "request",
+        "retry",
+        "sampled",
+        "staging",
+        "timer",
+        "unsubmitted",
     )
 
     def __init__(
         self,
         peer: str,
-        ask: HandoffRequest,
+        request: HandoffRequest,
         hello: Hello,
         timer: PhaseTimer[SenderPhase],
         offer: StagingOffer | None = None,
     ) -> None:
-        self.peer, self.ask, self.hello, self.timer, self.offer = peer, ask, hello, timer, offer
-        self.staged: SenderStaging | None = None  # its way through the receiver's ring, if the receiver takes the offer
-        self.waiting: RowsComputed | None = None  # all that was told and is not being written yet
-        self.open: list[ChunkInFlight] = []  # that have not ended
-        self.landed = 0  # rows [0, landed) are in place
-        self.written = 0  # rows [0, written) were told by the engine
+        self.peer, self.request, self.hello, self.timer, self.offer = peer, request, hello, timer, offer
+        self.staging: SenderStaging | None = None  # set if the receiver accepts the offer
+        self.unsubmitted: RowsComputed | None = None  # all announced rows that are not submitted yet, merged
+        self.in_flight: list[ChunkInFlight] = []
+        self.landed = 0  # rows [0, landed) are in the receiver's pages
+        self.announced = 0  # rows [0, announced) were announced by the engine
         self.sampled: FirstTokenSampled | None = None
-        self.tainted = False  # a write ended, and nobody knows whether it still writes
-        self.dropped = False
-        self.ending: EndReason | None = None
-        self.retry, self.reason = False, ""  # of the ending
-        self.verdict: HandoffDone | HandoffFailed | None = None  # what the receiver has yet to acknowledge
+        self.has_unknown_write = False  # a write ended in an unknown state and may still change the receiver's memory
+        self.pages_released = False
+        self.end_reason: EndReason | None = None
+        self.retry, self.failure = False, ""  # for HandoffFailed
+        self.final_message: HandoffDone | HandoffFailed | None = None  # not acknowledged yet
 
     @property
     def phase(self) -> SenderPhase:
         return self.timer.phase
 
     @property
-    def name(self) -> HandoffId:
-        return self.peer, self.ask.key
+    def id(self) -> HandoffId:
+        return self.peer, self.request.key
 
     @property
-    def begun(self) -> int:
-        """Rows [0, begun) are written, or being written."""
-        return self.written if self.waiting is None else self.waiting.first
+    def submitted(self) -> int:
+        """Rows [0, submitted) are written, or their writes are in flight."""
+        return self.announced if self.unsubmitted is None else self.unsubmitted.first
 
     @property
     def target(self) -> Store:
-        return self.hello.stores[self.ask.landing]
+        return self.hello.stores[self.request.landing]
 
     @property
     def quiesced(self) -> bool:
-        return not self.open and not self.tainted
+        return not self.in_flight and not self.has_unknown_write
 
     @property
     def deadline(self) -> float:
         if self.phase is SenderPhase.WRITING:
-            staged = [] if self.staged is None else [self.staged.deadline]
-            return min([self.timer.deadline, *staged, *(chunk.due for chunk in self.open)])
+            staging = [] if self.staging is None else [self.staging.deadline]
+            return min([self.timer.deadline, *staging, *(chunk.deadline for chunk in self.in_flight)])
         return self.timer.deadline
 
     @property
-    def next_time(self) -> float:
-        """When something is overdue, or to be said again."""
-        staged = self.staged.next_time() if self.staged is not None and self.phase is SenderPhase.WRITING else None
-        return min([self.deadline, self.timer.again_at, *([] if staged is None else [staged])])
+    def next_deadline(self) -> float:
+        """Returns when the next timeout or retransmit is due."""
+        writing = self.phase is SenderPhase.WRITING
+        staging = self.staging.next_deadline() if self.staging is not None and writing else None
+        return min([self.deadline, self.timer.retransmit_at, *([] if staging is None else [staging])])
 
     @property
     def complete(self) -> bool:
-        """Nothing is left to write."""
-        return self.sampled is not None and (self.staged is None or self.staged.finished)
+        """Returns whether nothing is left to write."""
+        return self.sampled is not None and (self.staging is None or self.staging.finished)
 
     def audit(self) -> None:
-        """Proves that its writes and source pages are accounted for, and that it has an end in sight."""
-        name, phase = self.name, self.phase
+        """Asserts that writes and source pages are accounted for, and that the handoff will end."""
+        name, phase = self.id, self.phase
         assert phase is not SenderPhase.CLOSED, f"{name} should be forgotten"
-        assert self.deadline < float("inf"), f"{name} would wait for ever"
-        assert not self.open or phase in (SenderPhase.WRITING, SenderPhase.DRAINING, SenderPhase.WRITES_HUNG), (
-            f"{name} writes in {phase}"
-        )
-        assert self.dropped == (phase in (SenderPhase.WRITES_HUNG, SenderPhase.NOTIFYING)), f"{name}: pages of {phase}"
-        waits = phase is SenderPhase.ACCEPTED or (
-            phase is SenderPhase.WRITING and len(self.open) == MAX_WRITES_IN_FLIGHT
-        )
-        assert self.waiting is None or waits, f"{name} holds back what it may write"
-        assert self.landed <= self.begun <= self.written, f"{name} has lost rows"
-        assert (self.ending is None) == (phase in (SenderPhase.ACCEPTED, SenderPhase.WRITING)) or self.verdict, name
-        if self.staged is None:
-            assert len(self.open) <= MAX_WRITES_IN_FLIGHT, f"{name} has {len(self.open)} lists under way"
+        assert self.deadline < float("inf"), f"{name} has no deadline"
+        assert not self.in_flight or phase in _WRITE_PHASES, f"{name} writes in {phase}"
+        assert self.pages_released == (phase in _RELEASED_PHASES), f"{name}: pages in {phase}"
+        full = phase is SenderPhase.WRITING and len(self.in_flight) == MAX_LISTS_IN_FLIGHT
+        may_wait = phase is SenderPhase.ACCEPTED or full
+        assert self.unsubmitted is None or may_wait, f"{name} holds rows back that it may write"
+        assert self.landed <= self.submitted <= self.announced, f"{name} has lost rows"
+        assert (self.end_reason is None) == (phase in OPEN_PHASES) or self.final_message, name
+        if self.staging is None:
+            assert len(self.in_flight) <= MAX_LISTS_IN_FLIGHT, f"{name} has {len(self.in_flight)} lists in flight"
         else:
-            self.staged.audit()
-            pieces = {chunk.piece for chunk in self.open}
-            assert phase is not SenderPhase.WRITING or pieces == self.staged.in_flight(), f"{name} has lost a piece"
+            self.staging.audit()
+            pieces = {chunk.piece for chunk in self.in_flight}
+            assert phase is not SenderPhase.WRITING or pieces == self.staging.writing_pieces(), f"{name} lost a piece"
 
 
-def refusal(ask: HandoffRequest, hello: Hello) -> str:
-    """Why what this peer asks can never be served; empty if it can."""
-    target, rows = hello.stores.get(ask.landing), len(ask.prompt)
+def refusal(request: HandoffRequest, hello: Hello) -> str:
+    """Returns why this request can never be served, or an empty string."""
+    target, rows = hello.stores.get(request.landing), len(request.prompt)
     if target is None:
-        return f"landing {ask.landing!r} was not offered, only {sorted(hello.stores)}"
+        return f"landing {request.landing!r} was not offered, only {sorted(hello.stores)}"
     if not rows:
         return "a prompt without tokens"
     row_span = target.shards[0].span
-    for what, span, pages in (("rows", row_span, ask.row_pages), ("keys", target.keys, ask.key_pages)):
+    for what, span, pages in (("rows", row_span, request.row_pages), ("keys", target.keys, request.key_pages)):
         if span is not None and len(pages) < pages_for(span, rows):
             return f"{len(pages)} pages for {rows} {what}, {span.page_rows} to a page"
     return ""
 
 
-NEVER = -1
-
-
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    quiesced: bool  # nothing is written any more, and the sender knows it
+    quiesced: bool  # the sender is certain that nothing is written any more
     until: float
-    hello: Hello | None  # of the incarnation that asked; None: it had not introduced itself
+    hello: Hello | None  # of the incarnation that requested it; None if it had not introduced itself
 
 
 class Tombstones:
-    """For `limit` seconds each, and never more than `most` of them: the oldest give way."""
+    """Remembers handoffs that ended or were cancelled before they began, so that a late request does not begin them
+    again. Each is kept for `limit` seconds. If there are more than `max_count`, the oldest are removed."""
 
-    def __init__(self, limit: float, most: int) -> None:
-        self._limit, self._most = limit, most
-        self._tombstones: dict[HandoffId, Tombstone] = {}  # in the order in which they lapse
-        self._newest: dict[tuple[str, str], int] = {}  # (peer, request): its highest attempt that lies here
+    def __init__(self, limit: float, max_count: int) -> None:
+        self._limit, self._max_count = limit, max_count
+        self._tombstones: dict[HandoffId, Tombstone] = {}  # in the order in which they expire
+        self._newest: dict[tuple[str, str], int] = {}  # (peer, request): its highest attempt that has a tombstone
 
     def __len__(self) -> int:
         return len(self._tombstones)
 
-    def get(self, name: HandoffId) -> Tombstone | None:
-        return self._tombstones.get(name)
+    def get(self, handoff: HandoffId) -> Tombstone | None:
+        return self._tombstones.get(handoff)
 
     def newest_attempt(self, peer: str, request_id: str) -> int:
-        """The highest that is remembered; lower than any if none is."""
-        return self._newest.get((peer, request_id), NEVER)
+        """Returns the highest remembered attempt, or NO_ATTEMPT, which is lower than any."""
+        return self._newest.get((peer, request_id), NO_ATTEMPT)
 
-    def add(self, name: HandoffId, quiesced: bool, hello: Hello | None, now: float) -> None:
-        """One of the same name before gives way to it."""
-        peer, key = name
-        self._tombstones.pop(name, None)
-        self._tombstones[name] = Tombstone(quiesced, now + self._limit, hello)
+    def add(self, handoff: HandoffId, quiesced: bool, hello: Hello | None, now: float) -> None:
+        """Adds a tombstone, and replaces an older one of the same handoff."""
+        peer, key = handoff
+        self._tombstones.pop(handoff, None)
+        self._tombstones[handoff] = Tombstone(quiesced, now + self._limit, hello)
         self._newest[peer, key.request_id] = max(key.attempt, self._newest.get((peer, key.request_id), key.attempt))
-        self.lapse(now)
+        self.expire(now)
 
-    def forget_others(self, peer: str, hello: Hello) -> None:
-        """Another incarnation of the peer may use the same keys for other requests."""
-        stale = [name for name, each in self._tombstones.items() if name[0] == peer and each.hello != hello]
+    def forget_other_incarnations(self, peer: str, hello: Hello) -> None:
+        """Removes tombstones of the peer's other incarnations: this one may use their keys for other requests."""
+        stale = [name for name, entry in self._tombstones.items() if name[0] == peer and entry.hello != hello]
         for name in stale:
             self._remove(name)
 
-    def lapse(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         while self._tombstones:
             oldest = next(iter(self._tombstones))
-            if self._tombstones[oldest].until > now and len(self._tombstones) <= self._most:
+            if self._tombstones[oldest].until > now and len(self._tombstones) <= self._max_count:
                 return
             self._remove(oldest)
 
     def audit(self) -> None:
-        """Proves that nothing is remembered for longer than its tomb."""
-        assert len(self._tombstones) <= self._most, f"{len(self._tombstones)} tombs, {self._most} at the most"
+        """Asserts that the index of attempts contains only handoffs with a tombstone."""
+        count = len(self._tombstones)
+        assert count <= self._max_count, f"{count} tombstones, more than {self._max_count}"
         newest = {(peer, request_id, attempt) for (peer, request_id), attempt in self._newest.items()}
-        assert newest <= {(peer, key.request_id, key.attempt) for peer, key in self._tombstones}, (
-            "a name without a tomb"
-        )
+        buried = {(peer, key.request_id, key.attempt) for peer, key in self._tombstones}
+        assert newest <= buried, "an attempt without a tombstone"
 
-    def _remove(self, name: HandoffId) -> None:
-        peer, key = name
-        del self._tombstones[name]
+    def _remove(self, handoff: HandoffId) -> None:
+        peer, key = handoff
+        del self._tombstones[handoff]
         if self._newest.get((peer, key.request_id)) == key.attempt:
             del self._newest[peer, key.request_id]

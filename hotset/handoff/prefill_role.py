@@ -1,4 +1,4 @@
-"""The prefill worker's part of an agent: lets decode workers in, drives the sender, and hands its writes on."""
+"""The prefill worker's role in an agent: connects to decode workers, drives the sender, and submits its writes."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -14,6 +14,7 @@ from hotset.handoff.messages import (
     HandoffAck,
     HandoffDone,
     HandoffFailed,
+    HandoffId,
     HandoffKey,
     HandoffRequest,
     Hello,
@@ -37,19 +38,19 @@ from hotset.transfer.api import Throughput, Transfer, WriteState, WriteTicket
 
 LOGGER = logging.getLogger("hotset.handoff")
 
-MAX_CONNECTING = 16  # peers at a time; the others say Hello again
+MAX_CONNECTING = 16  # peers at a time; further peers retransmit Hello
 MAX_WARNINGS = 256
-MAX_HUNG_CONNECTS = 64  # connections that do not end: a thread each
+MAX_HUNG_CONNECTS = 64  # connects that do not return; each holds a thread
 STOPPING = "the prefill worker is stopping"
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectFinished:
-    """A peer's memory can be written to, or why it cannot. Comes from another thread, by the agent's inbox."""
+    """The result of connecting to a peer's memory. It comes from another thread, through the agent's inbox."""
 
     peer: str
     number: int
-    flaw: str | None
+    error: str | None
 
 
 @dataclass(slots=True)
@@ -57,18 +58,18 @@ class _Connecting:
     number: int
     hello: Hello
     since: float
-    gone: bool = False  # that process is, meanwhile
+    peer_gone: bool = False  # the process that sent Hello has died or restarted
 
 
 @dataclass(frozen=True, slots=True)
-class _Write:
+class _ListInFlight:
     peer: str
     key: HandoffKey
     ticket: WriteTicket
 
 
 class PrefillRole:
-    """Joins engine, sender, transfer and peers. One thread calls it; time comes as an argument."""
+    """Connects engine, sender, transfer and peers. One thread calls it; time comes as an argument."""
 
     def __init__(
         self,
@@ -76,139 +77,138 @@ class PrefillRole:
         hello: Hello,
         transfer: Transfer,
         timing: Timing,
-        say: Callable[[str, Message], None],
-        later: Callable[[ConnectFinished], None],
+        send: Callable[[str, Message], None],
+        enqueue: Callable[[ConnectFinished], None],
         pack: Callable[[PackedPiece], None],
     ) -> None:
-        """`later` carries a connection made in another thread to `obey`."""
-        self._sender, self._hello, self._transfer, self._say, self._later = sender, hello, transfer, say, later
-        self._pack = pack
-        self._timing = timing
-        self._peers: dict[str, Hello] = {}  # whom we can write to
+        """`enqueue` passes the result of a connect, which runs in another thread, to `handle_command`."""
+        self._sender, self._hello, self._transfer, self._timing = sender, hello, transfer, timing
+        self._send, self._enqueue, self._pack = send, enqueue, pack
+        self._peers: dict[str, Hello] = {}  # connected
         self._connecting: dict[str, _Connecting] = {}
-        self._connections = 0  # begun
-        self._unended = 0  # of these; those that take too long are no longer among the ones above
-        self._writes: list[_Write] = []
-        self._untold: set[tuple[str, HandoffKey]] = set()  # handoffs of which no end was told yet
+        self._num_connects = 0  # begun, since the start
+        self._connects_running = 0  # includes hung ones, which are no longer in `_connecting`
+        self._lists: list[_ListInFlight] = []
+        self._unreported: set[HandoffId] = set()  # handoffs whose end was not sent yet
         self._closing = False
-        self._refused: dict[str, str] = {}  # why, of those that the log knows about
-        self.pieces = 0  # packed
-        self.ring_quarantined = 0  # a prefill worker has none
-        self.outcomes = {"done": 0, "failed": 0, "stopped": 0, "peer lost": 0}
+        self._refused: dict[str, str] = {}  # the last logged reason, by peer
+        self.num_pieces = 0  # packed
+        self.ring_quarantined_bytes = 0  # a prefill worker has no ring
+        self.outcomes = {"done": 0, "failed": 0, "cancelled": 0, "peer lost": 0}
 
-    def obey(self, command: object, now: float) -> None:
+    def handle_command(self, command: object, now: float) -> None:
         match command:
             case ConnectFinished():
-                self._connected(command)
+                self._on_connect_finished(command)
             case RowsComputed() | FirstTokenSampled() | PrefillFailed():
-                self._sender.tell(command, now)
+                self._sender.handle_command(command, now)
             case _:
-                raise AssertionError(f"{command!r} is no command for a prefill worker")
+                raise AssertionError(f"{command!r} is not a command for a prefill worker")
 
-    def take(self, peer: str, message: Message, now: float) -> bool:
-        """What a peer says. False: it is nothing that a prefill worker is told."""
+    def handle_message(self, peer: str, message: Message, now: float) -> bool:
+        """Handles a message from a peer. Returns False if it is not meant for a prefill worker."""
         match message:
             case Hello():
-                self._let_in(peer, message, now)
+                self._on_hello(peer, message, now)
             case HandoffRequest() if peer not in self._peers:
-                self._say(peer, Refused("this worker does not know you, or no longer: say Hello first"))
+                self._send(peer, Refused("this worker does not know you, or has forgotten you: send Hello first"))
             case HandoffRequest(key) if self._closing and key not in self._sender.open_keys(peer):
-                self._say(peer, HandoffFailed(key, quiesced=False, retry=False, reason=STOPPING))
+                self._send(peer, HandoffFailed(key, quiesced=False, retry=False, reason=STOPPING))
             case HandoffRequest() | StartWrites() | HandoffAck() | Cancel() | LeaseGranted() | PieceUnpacked():
-                self._sender.take(peer, message, now)
+                self._sender.handle_message(peer, message, now)
             case _:
                 return False
         return True
 
-    def restarted(self, peer: str, now: float) -> None:
-        self.lost(peer, f"{peer} was restarted", now)
+    def peer_restarted(self, peer: str, now: float) -> None:
+        self.peer_lost(peer, f"{peer} was restarted", now)
 
-    def lost(self, peer: str, reason: str, now: float) -> None:
+    def peer_lost(self, peer: str, reason: str, now: float) -> None:
         if peer in self._connecting:
-            self._connecting[peer].gone = True
+            self._connecting[peer].peer_gone = True
         self._peers.pop(peer, None)
         self._sender.peer_lost(peer, reason, now)
         self._transfer.forget(peer)
 
     def close(self, now: float) -> None:
-        """Begins nothing more; what is under way goes on."""
+        """Begins nothing more. Open handoffs continue."""
         self._closing = True
 
-    def cut(self, now: float) -> bool:
-        """There is no time left to finish: peers are told, so that they need not take us for dead."""
-        self._sender.end_all(STOPPING, now)
+    def end_drain(self, now: float) -> bool:
+        """Ends the open handoffs as failed. Returns True: peers are notified, so that they need not assume a crash."""
+        self._sender.fail_all(STOPPING, now)
         return True
 
     @property
     def busy(self) -> bool:
-        """Something is under way: pages here are read, or a peer does not know yet how it ended."""
-        return bool(self._writes) or bool(self._sender.phases())
+        """Returns whether pages of this worker are read, or a peer does not know the end of a handoff."""
+        return bool(self._lists) or bool(self._sender.phases())
 
     @property
-    def open(self) -> int:
+    def num_open(self) -> int:
         return len(self._sender.phases())
 
-    def watched(self) -> set[str]:
-        """The peers that have to be alive."""
+    def watched_peers(self) -> set[str]:
+        """Returns the peers that must be alive."""
         phases = self._sender.phases()
-        for name in self._untold - phases.keys():
-            self._count(name, "peer lost")
+        for handoff in self._unreported - phases.keys():
+            self._count(handoff, "peer lost")
         return {peer for peer, _ in phases if peer in self._peers}
 
     def tick(self, now: float) -> None:
-        limit = self._timing.introduced_within
-        for peer in [peer for peer, each in self._connecting.items() if now - each.since >= limit]:
-            LOGGER.warning("connecting to the memory of %s has not ended within %g s", peer, limit)
+        limit = self._timing.hello_timeout
+        for peer in [peer for peer, entry in self._connecting.items() if now - entry.since >= limit]:
+            LOGGER.warning("connecting to the memory of %s has not finished within %g s", peer, limit)
             del self._connecting[peer]
         self._sender.tick(now)
 
     def next_deadline(self) -> float | None:
-        ends = [each.since + self._timing.introduced_within for each in self._connecting.values()]
+        ends = [entry.since + self._timing.hello_timeout for entry in self._connecting.values()]
         sender = self._sender.next_deadline()
         return min([*ends, *([] if sender is None else [sender])], default=None)
 
     @property
-    def polls(self) -> bool:
-        """Writes or forward passes are under way, and have to be looked at."""
-        return bool(self._writes) or self._sender.looks
+    def needs_polling(self) -> bool:
+        """Returns whether writes or forward passes are in flight that `poll` must check."""
+        return bool(self._lists) or self._sender.has_pending_events
 
     def poll(self, now: float) -> None:
-        """Looks which writes have ended, and which forward passes that the sender waits for."""
-        if self._sender.looks:
-            self._sender.look(now)
+        """Checks which writes have ended, and which forward passes the sender waits for."""
+        if self._sender.has_pending_events:
+            self._sender.poll_events(now)
         pending = []
-        for write in self._writes:
-            state = self._transfer.poll(write.ticket)
+        for submitted in self._lists:
+            state = self._transfer.poll(submitted.ticket)
             if state is WriteState.PENDING:
-                pending.append(write)
+                pending.append(submitted)
             else:
-                self._sender.ended(write.peer, write.key, write.ticket, state, now)
-        self._writes = pending
+                self._sender.on_write_ended(submitted.peer, submitted.key, submitted.ticket, state, now)
+        self._lists = pending
 
-    def act(self) -> list[SenderEvent]:
-        """Says and submits what the sender wants said and written. Returns what the engine is to be told."""
-        facts: list[SenderEvent] = []
+    def run_actions(self) -> list[SenderEvent]:
+        """Runs the sender's actions. Returns the events for the engine."""
+        events: list[SenderEvent] = []
         for action in self._sender.take_actions():
             match action:
                 case SendMessage(peer, message):
-                    self._note(peer, message)
-                    self._say(peer, message)
-                case SubmitWrites(peer, key, writes, after, pack):
-                    if pack is not None:
-                        self._pack(pack)
-                        self.pieces += 1
+                    self._count_end(peer, message)
+                    self._send(peer, message)
+                case SubmitWrites(peer, key, writes, after, piece):
+                    if piece is not None:
+                        self._pack(piece)
+                        self.num_pieces += 1
                     ticket = self._transfer.submit(peer, writes, after)
-                    self._sender.submitted(peer, key, ticket)
-                    self._writes.append(_Write(peer, key, ticket))
+                    self._sender.on_submitted(peer, key, ticket)
+                    self._lists.append(_ListInFlight(peer, key, ticket))
                 case _:
                     if isinstance(action, StartPrefill):
-                        self._untold.add((action.peer, action.key))
-                    facts.append(action)
-        return facts
+                        self._unreported.add((action.peer, action.key))
+                    events.append(action)
+        return events
 
     @property
     def nbytes(self) -> int:
-        """Written to peers."""
+        """Returns the bytes written to peers."""
         return self._transfer.throughput().nbytes
 
     @property
@@ -216,83 +216,84 @@ class PrefillRole:
         return self._transfer.throughput()
 
     @property
-    def seconds(self) -> Mapping[str, float]:
+    def phase_seconds(self) -> Mapping[str, float]:
         return {phase.value: seconds for phase, seconds in self._sender.table.seconds.items()}
 
     @property
-    def resent(self) -> int:
-        return self._sender.resent
+    def num_retransmits(self) -> int:
+        return self._sender.num_retransmits
 
     def audit(self) -> None:
         self._sender.audit()
 
-    def _let_in(self, peer: str, hello: Hello, now: float) -> None:
-        """Answers at once where that can be; else when its memory is connected. It says Hello again meanwhile."""
-        flaw = check_peers(self._hello, hello)
-        if flaw is None and self._closing:
-            flaw = STOPPING
-        if flaw is not None:
-            self._refuse(peer, flaw)
+    def _on_hello(self, peer: str, hello: Hello, now: float) -> None:
+        """Answers at once if possible, else when the peer's memory is connected. The peer retransmits until then."""
+        reason = check_peers(self._hello, hello)
+        if reason is None and self._closing:
+            reason = STOPPING
+        if reason is not None:
+            self._refuse(peer, reason)
         elif self._peers.get(peer) == hello:
-            self._say(peer, Welcome(self._hello))
-        elif self._unended >= MAX_HUNG_CONNECTS:
-            self._refuse(peer, f"{self._unended} connections to the memory of peers hang here; restart me")
+            self._send(peer, Welcome(self._hello))
+        elif self._connects_running >= MAX_HUNG_CONNECTS:
+            hung = f"{self._connects_running} connects to the memory of peers hang here; restart this worker"
+            self._refuse(peer, hung)
         elif peer not in self._connecting and len(self._connecting) < MAX_CONNECTING:
             if peer in self._peers:
-                self.lost(peer, f"{peer} introduced itself anew", now)
-            self._connections += 1
-            self._unended += 1
-            self._connecting[peer] = _Connecting(self._connections, hello, now)
-            # Connecting may wait for the network, and the thread that keeps time must not.
-            arguments = (peer, hello, self._connections)
+                self.peer_lost(peer, f"{peer} introduced itself again", now)
+            self._num_connects += 1
+            self._connects_running += 1
+            self._connecting[peer] = _Connecting(self._num_connects, hello, now)
+            # Connecting may wait for the network. The thread that runs the timers must not wait.
+            arguments = (peer, hello, self._num_connects)
             Thread(target=self._connect, args=arguments, name=f"connect to {peer}", daemon=True).start()
 
     def _connect(self, peer: str, hello: Hello, number: int) -> None:
-        """In another thread."""
-        flaw = None
+        """Connects to a peer's memory. Runs in a thread of its own."""
+        reason = None
         try:
             self._transfer.connect(peer, hello.description)
         except TransferError as error:
-            flaw = f"its memory cannot be reached: {error}"
+            reason = f"its memory cannot be reached: {error}"
         except Exception as error:
-            # Not to vanish with this thread: the peer hears of it, as of any other reason.
-            flaw = f"connecting to its memory failed: {error!r}"
-        self._later(ConnectFinished(peer, number, flaw))
+            # Reported to the peer like any other reason; otherwise it would be lost with this thread.
+            reason = f"connecting to its memory failed: {error!r}"
+        self._enqueue(ConnectFinished(peer, number, reason))
 
-    def _connected(self, made: ConnectFinished) -> None:
-        self._unended -= 1
-        peer, under_way = made.peer, self._connecting.get(made.peer)
-        if under_way is None or under_way.number != made.number:
-            if under_way is None and peer not in self._peers:
-                self._transfer.forget(peer)  # it took too long: nobody waits for it
+    def _on_connect_finished(self, finished: ConnectFinished) -> None:
+        self._connects_running -= 1
+        peer, connecting = finished.peer, self._connecting.get(finished.peer)
+        if connecting is None or connecting.number != finished.number:
+            if connecting is None and peer not in self._peers:
+                self._transfer.forget(peer)  # it took too long and was abandoned
             return
         del self._connecting[peer]
-        if under_way.gone:
-            self._transfer.forget(peer)  # its successor says Hello again
-        elif made.flaw is not None:
-            self._refuse(peer, made.flaw)
+        if connecting.peer_gone:
+            self._transfer.forget(peer)  # the new process at that address sends Hello again
+        elif finished.error is not None:
+            self._refuse(peer, finished.error)
         else:
-            self._peers[peer] = under_way.hello
-            self._sender.peer_known(peer, under_way.hello)
-            self._say(peer, Welcome(self._hello))
+            self._peers[peer] = connecting.hello
+            self._sender.add_peer(peer, connecting.hello)
+            self._send(peer, Welcome(self._hello))
 
-    def _refuse(self, peer: str, flaw: str) -> None:
-        if self._refused.get(peer) != flaw and len(self._refused) < MAX_WARNINGS:
-            self._refused[peer] = flaw
-            LOGGER.warning("refused %s: %s (logged once)", peer, flaw)
-        self._say(peer, Refused(flaw))
+    def _refuse(self, peer: str, reason: str) -> None:
+        if self._refused.get(peer) != reason and len(self._refused) < MAX_WARNINGS:
+            self._refused[peer] = reason
+            LOGGER.warning("refused %s: %s (logged once)", peer, reason)
+        self._send(peer, Refused(reason))
 
-    def _note(self, peer: str, message: Message) -> None:
+    def _count_end(self, peer: str, message: Message) -> None:
         match message:
             case HandoffDone(key):
                 self._count((peer, key), "done")
             case HandoffFailed(key):
                 self._count((peer, key), "failed")
             case Cancelled(key):
-                self._count((peer, key), "stopped")
+                self._count((peer, key), "cancelled")
 
-    def _count(self, name: tuple[str, HandoffKey], outcome: str) -> None:
-        """Of one handoff the first."""
-        if name in self._untold:
-            self._untold.remove(name)
+    def _count(self, handoff: HandoffId, outcome: str) -> None:
+        """Counts the first end of a handoff."""
+        if handoff in self._unreported:
+            self._unreported.remove(handoff)
             self.outcomes[outcome] += 1

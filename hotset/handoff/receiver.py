@@ -1,8 +1,8 @@
-"""The decode side of handoffs: asks, says go, and tells the engine how each one ended. Pure: no threads, no clock.
+"""The state machine of the decode side: requests contexts, permits writes, and reports the end of each handoff.
 
-A handoff that may be written to is never given up silently: either its sender says that it has stopped, or the engine
-is told that nobody knows. If it is staged, nobody but this worker writes to its pages: then it is room in the ring that
-is kept until its sender has stopped.
+Pure: no threads, no clock. A handoff whose pages may be written to is never dropped silently: either its sender
+confirms that it has stopped, or the engine receives a failure that is not quiesced. If the handoff is staged, only this
+worker writes to its pages; then its leases in the ring are kept until the sender has stopped.
 """
 
 from collections.abc import Mapping
@@ -37,10 +37,10 @@ from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
 
 
 class ReceiverPhase(Enum):
-    REQUESTING = "requesting"  # Ask is said again; no Go was sent, so nothing can be written
-    LANDING = "landing"  # Go was sent: rows may be written at any time
-    CANCELLING = "cancelling"  # Cancel is said again; the engine waits to hear whether writing has stopped
-    ABANDONED = "abandoned"  # the engine knows that it is lost, and the pages are its own; the sender is told to stop
+    REQUESTING = "requesting"  # HandoffRequest is retransmitted; StartWrites was not sent, so nothing can be written
+    LANDING = "landing"  # StartWrites was sent: rows may be written at any time
+    CANCELLING = "cancelling"  # Cancel is retransmitted; the engine waits for the confirmation
+    ABANDONED = "abandoned"  # failed; the engine has its pages back; Cancel is retransmitted
     QUARANTINED = "quarantined"  # failed; the engine must not use the pages; Cancel is retransmitted
     CLOSED = "closed"  # forgotten
 
@@ -54,27 +54,26 @@ RECEIVER_TRANSITIONS: dict[ReceiverPhase, frozenset[ReceiverPhase]] = {
     ReceiverPhase.CLOSED: frozenset(),
 }
 
-# LANDING counts from the last sign of life. STOPPING outlasts the time that a sender waits for its writes to end.
+# LANDING counts from the last sign of life. CANCELLING lasts longer than a sender waits for its writes to end.
 RECEIVER_TIMEOUTS: dict[ReceiverPhase, PhaseTimeout] = {
-    ReceiverPhase.REQUESTING: PhaseTimeout(10.0, again=1.0),
+    ReceiverPhase.REQUESTING: PhaseTimeout(10.0, retransmit_every=1.0),
     ReceiverPhase.LANDING: PhaseTimeout(15.0),
-    ReceiverPhase.CANCELLING: PhaseTimeout(15.0, again=0.5),
-    ReceiverPhase.ABANDONED: PhaseTimeout(10.0, again=1.0),
-    ReceiverPhase.QUARANTINED: PhaseTimeout(600.0, again=5.0),
+    ReceiverPhase.CANCELLING: PhaseTimeout(15.0, retransmit_every=0.5),
+    ReceiverPhase.ABANDONED: PhaseTimeout(10.0, retransmit_every=1.0),
+    ReceiverPhase.QUARANTINED: PhaseTimeout(600.0, retransmit_every=5.0),
 }
 
-OPEN = frozenset(
-    {ReceiverPhase.REQUESTING, ReceiverPhase.LANDING, ReceiverPhase.CANCELLING}
-)  # the engine has not been told of an end
+# The engine has not received an end.
+OPEN_PHASES = frozenset({ReceiverPhase.REQUESTING, ReceiverPhase.LANDING, ReceiverPhase.CANCELLING})
 
 
 class _Handoff:
-    __slots__ = ("ask", "peer", "reason", "retry", "staged", "timer")
+    __slots__ = ("peer", "reason", "request", "retry", "staged", "timer")
 
     def __init__(self, fetch: Fetch, timer: PhaseTimer[ReceiverPhase]) -> None:
-        self.peer, self.ask, self.timer = fetch.peer, fetch.ask, timer
-        self.reason, self.retry = "", False  # why it is being stopped
-        self.staged = False  # its rows come by way of the ring
+        self.peer, self.request, self.timer = fetch.peer, fetch.request, timer
+        self.reason, self.retry = "", False  # of its cancellation
+        self.staged = False  # its rows come through the ring
 
     @property
     def phase(self) -> ReceiverPhase:
@@ -82,230 +81,232 @@ class _Handoff:
 
 
 class Receiver:
-    """Every handoff into this worker. One thread calls it; after each call `take_actions` says what to do.
+    """Every handoff into this worker. One thread calls it; after each call it must run `take_actions`.
 
     The engine receives `Landed` or `FetchFailed` for each `Fetch`, exactly once, and perhaps `Quiesced` after a
     `FetchFailed` that was not quiesced. Until then the pages belong to the handoff.
     """
 
     def __init__(
-        self, waits: Mapping[ReceiverPhase, PhaseTimeout] = RECEIVER_TIMEOUTS, staging: ReceiverStaging | None = None
+        self,
+        timeouts: Mapping[ReceiverPhase, PhaseTimeout] = RECEIVER_TIMEOUTS,
+        staging: ReceiverStaging | None = None,
     ) -> None:
-        self.table = PhaseTable(RECEIVER_TRANSITIONS, waits)
-        self.resent = 0  # messages that were said again
+        self.table = PhaseTable(RECEIVER_TRANSITIONS, timeouts)
+        self.num_retransmits = 0
         self._staging = staging
         self._hellos: dict[str, Hello] = {}
         self._handoffs: dict[HandoffKey, _Handoff] = {}
         self._actions: list[SendMessage | UnpackPiece | ReceiverEvent] = []
 
-    def peer_known(self, peer: str, hello: Hello) -> None:
-        """It introduced itself, and `check_peers` had nothing against it. After `peer_lost`, if it had before."""
+    def add_peer(self, peer: str, hello: Hello) -> None:
+        """Adds a peer that `check_peers` accepts. If it was added before, call `peer_lost` first."""
         self._hellos[peer] = hello
 
     def fetch(self, fetch: Fetch, now: float) -> None:
-        """Begins a handoff. One of this key that is under way already goes on as if nothing had been said."""
-        key = fetch.ask.key
+        """Begins a handoff. Ignores a key that is already in progress."""
+        key = fetch.request.key
         if key in self._handoffs:
             return
-        others = [other for other in self._handoffs if other.request_id == key.request_id]
-        if any(other.attempt > key.attempt for other in others):
-            self._actions.append(FetchFailed(key, quiesced=True, retry=False, reason="a later attempt is under way"))
+        attempts = [known for known in self._handoffs if known.request_id == key.request_id]
+        if any(known.attempt > key.attempt for known in attempts):
+            reason = "a later attempt is in progress"
+            self._actions.append(FetchFailed(key, quiesced=True, retry=False, reason=reason))
             return
-        for other in others:
-            self.give_up(other, now)
+        for known in attempts:
+            self.cancel(known, now)
         handoff = self._handoffs[key] = _Handoff(fetch, PhaseTimer(self.table, ReceiverPhase.REQUESTING, now))
-        self._speak(handoff)
+        self._transmit(handoff)
 
-    def give_up(self, key: HandoffKey, now: float) -> None:
-        """Nobody wants it any more. A handoff that has ended, or was never begun: nothing happens."""
+    def cancel(self, key: HandoffKey, now: float) -> None:
+        """Cancels a handoff. Ignores one that has ended or never began."""
         handoff = self._handoffs.get(key)
         if handoff is not None:
-            self._stop(handoff, False, "given up", now)
+            self._begin_cancel(handoff, False, "cancelled", now)
 
-    def take(self, peer: str, message: Message, now: float) -> None:
-        """What `peer` has to say. What is not about handoffs, or does not fit where one stands, changes nothing."""
-        if not isinstance(
-            message, HandoffAccepted | Progress | HandoffDone | HandoffFailed | Cancelled | LeaseRequest | PieceWritten
-        ):
-            return
-        if isinstance(message, HandoffDone | HandoffFailed):
-            self._send(peer, HandoffAck(message.key))
-        handoff = self._handoffs.get(message.key)
+    def handle_message(self, peer: str, message: Message, now: float) -> None:
+        """Handles a message from `peer`. Ignores messages that do not concern handoffs or do not fit their phase."""
+        match message:
+            case HandoffDone(key) | HandoffFailed(key):
+                self._send(peer, HandoffAck(key))
+            case HandoffAccepted(key) | Progress(key) | LeaseRequest(key) | PieceWritten(key) | Cancelled(key):
+                pass
+            case _:
+                return
+        handoff = self._handoffs.get(key)
         if handoff is None or handoff.peer != peer:
             if isinstance(message, HandoffAccepted | Progress | LeaseRequest | PieceWritten):
-                self._send(peer, Cancel(message.key))
+                self._send(peer, Cancel(key))
             return
         match message:
             case HandoffAccepted() | Progress():
-                self._alive(handoff, message, now)
+                self._on_sign_of_life(handoff, message, now)
             case LeaseRequest() | PieceWritten():
-                self._take_staged(handoff, message, now)
+                self._on_staging_message(handoff, message, now)
             case HandoffDone():
-                self._done(handoff, message, now)
+                self._on_done(handoff, message, now)
             case HandoffFailed():
-                self._over(handoff, message.quiesced, message.retry, message.reason, now)
+                self._on_end(handoff, message.quiesced, message.retry, message.reason, now)
             case Cancelled():
-                self._over(handoff, message.quiesced, False, "the prefill worker stopped it", now)
+                self._on_end(handoff, message.quiesced, False, "the prefill worker cancelled it", now)
 
     def peer_lost(self, peer: str, reason: str, now: float) -> None:
-        """It died, or came back as another incarnation. What it began to write may still arrive."""
+        """Handles a peer that died or restarted. Writes that it began may still arrive."""
         self._hellos.pop(peer, None)
-        for handoff in [each for each in self._handoffs.values() if each.peer == peer]:
-            if handoff.phase in OPEN:
-                self._lose(handoff, handoff.phase is ReceiverPhase.REQUESTING, False, reason, now)
+        for handoff in [entry for entry in self._handoffs.values() if entry.peer == peer]:
+            if handoff.phase in OPEN_PHASES:
+                self._fail(handoff, handoff.phase is ReceiverPhase.REQUESTING, False, reason, now)
             elif handoff.phase is ReceiverPhase.ABANDONED:
                 self._move(handoff, ReceiverPhase.CLOSED, now)
-            # UNSURE: if it was only slow, it may say yet that it has stopped; another incarnation never does.
+            # QUARANTINED stays: a peer that was only slow may still report that it has stopped.
 
     def tick(self, now: float) -> None:
-        """Lets time pass: what is overdue is said again, or given up."""
+        """Runs the timeouts and retransmits that are due."""
         for handoff in list(self._handoffs.values()):
             if now >= handoff.timer.deadline:
                 self._expire(handoff, now)
-            elif handoff.timer.due(now):
-                self.resent += 1
-                self._speak(handoff)
+            elif handoff.timer.retransmit_due(now):
+                self.num_retransmits += 1
+                self._transmit(handoff)
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do, if nothing happens before."""
-        courses = [handoff.timer for handoff in self._handoffs.values()]
-        return earliest(min(timer.deadline, timer.again_at) for timer in courses)
+        """Returns when `tick` must be called next."""
+        timers = [handoff.timer for handoff in self._handoffs.values()]
+        return earliest(min(timer.deadline, timer.retransmit_at) for timer in timers)
 
     def take_actions(self) -> list[SendMessage | UnpackPiece | ReceiverEvent]:
-        """What is to be unpacked, sent and told, each to its end before the next. Each is given out once."""
+        """Returns the new actions. The caller must complete each before it begins the next."""
         if self._staging is not None:
-            self._actions += self._staging.granted()
+            self._actions += self._staging.take_grants()
         actions, self._actions = self._actions, []
         return actions
 
     def open_keys(self, peer: str) -> list[HandoffKey]:
-        """The handoffs for which this peer has to be alive."""
-        return [key for key, each in self._handoffs.items() if each.peer == peer and each.phase in OPEN]
+        """Returns the handoffs that depend on this peer being alive."""
+        return [key for key, handoff in self._handoffs.items() if handoff.peer == peer and handoff.phase in OPEN_PHASES]
 
     def phases(self) -> dict[HandoffKey, ReceiverPhase]:
-        """Where every handoff stands that is not forgotten yet."""
+        """Returns the phase of every handoff that is not forgotten."""
         return {key: handoff.phase for key, handoff in self._handoffs.items()}
 
     @property
-    def ring_quarantined(self) -> int:
-        """Bytes of the ring that nobody may use."""
+    def ring_quarantined_bytes(self) -> int:
         return 0 if self._staging is None else self._staging.ring.quarantined
 
     def audit(self) -> None:
-        """Proves that every handoff has an end in sight, and that of one request at most one attempt is wanted."""
-        wanted = [
-            key.request_id
-            for key, each in self._handoffs.items()
-            if each.phase in (ReceiverPhase.REQUESTING, ReceiverPhase.LANDING)
-        ]
-        assert len(wanted) == len(set(wanted)), "two attempts of one request are under way"
+        """Asserts that every handoff will end, and that each request has at most one active attempt."""
+        active_phases = (ReceiverPhase.REQUESTING, ReceiverPhase.LANDING)
+        active = [key.request_id for key, handoff in self._handoffs.items() if handoff.phase in active_phases]
+        assert len(active) == len(set(active)), "two attempts of one request are in progress"
         for key, handoff in self._handoffs.items():
-            assert handoff.ask.key == key and handoff.phase is not ReceiverPhase.CLOSED, f"{key} should be forgotten"
-            assert handoff.timer.deadline < float("inf"), f"{key} would wait for ever"
+            closed = handoff.phase is ReceiverPhase.CLOSED
+            assert handoff.request.key == key and not closed, f"{key} should be forgotten"
+            assert handoff.timer.deadline < float("inf"), f"{key} has no deadline"
         if self._staging is not None:
             self._staging.audit({key for key, handoff in self._handoffs.items() if handoff.staged})
 
-    def _alive(self, handoff: _Handoff, message: HandoffAccepted | Progress, now: float) -> None:
+    def _on_sign_of_life(self, handoff: _Handoff, message: HandoffAccepted | Progress, now: float) -> None:
         if handoff.phase is ReceiverPhase.REQUESTING and isinstance(message, HandoffAccepted):
             self._move(handoff, ReceiverPhase.LANDING, now)
             hello = self._hellos.get(handoff.peer)
             if self._staging is not None and hello is not None and message.piece_bytes:
-                handoff.staged = self._staging.begin(handoff.peer, hello, handoff.ask, message.piece_bytes)
+                handoff.staged = self._staging.begin(handoff.peer, hello, handoff.request, message.piece_bytes)
         if handoff.phase is ReceiverPhase.LANDING:
-            handoff.timer.stay(now)
+            handoff.timer.extend(now)
             if isinstance(message, HandoffAccepted):
                 self._send(handoff.peer, StartWrites(message.key, handoff.staged))
 
-    def _take_staged(self, handoff: _Handoff, message: LeaseRequest | PieceWritten, now: float) -> None:
+    def _on_staging_message(self, handoff: _Handoff, message: LeaseRequest | PieceWritten, now: float) -> None:
         if handoff.phase is not ReceiverPhase.LANDING or not handoff.staged:
             return
         assert self._staging is not None
-        handoff.timer.stay(now)
+        handoff.timer.extend(now)
         if isinstance(message, LeaseRequest):
-            self._actions += self._staging.want(message)
+            self._actions += self._staging.request_lease(message)
             return
-        packed = self._staging.staged(message)
+        packed = self._staging.on_piece_written(message)
         if packed is not None:
             self._actions.append(UnpackPiece(packed))
         if self._staging.is_unpacked(message.key, message.piece):
             self._send(handoff.peer, PieceUnpacked(message.key, message.piece))
 
-    def _done(self, handoff: _Handoff, done: HandoffDone, now: float) -> None:
-        rows = self._rows(handoff)
-        if handoff.phase is ReceiverPhase.LANDING and rows < len(handoff.ask.prompt):
-            self._over(handoff, True, True, f"the prefill worker ended it after {rows} rows", now)
+    def _on_done(self, handoff: _Handoff, done: HandoffDone, now: float) -> None:
+        rows = self._landed_rows(handoff)
+        if handoff.phase is ReceiverPhase.LANDING and rows < len(handoff.request.prompt):
+            self._on_end(handoff, True, True, f"the prefill worker ended it after {rows} rows", now)
         elif handoff.phase is ReceiverPhase.LANDING:
             self._actions.append(Landed(done.key, done.token_id, done.alternatives))
             self._move(handoff, ReceiverPhase.CLOSED, now)
         else:
-            self._over(handoff, True, False, "the prefill worker ended it before it began", now)
+            self._on_end(handoff, True, False, "the prefill worker ended it before it began", now)
 
-    def _rows(self, handoff: _Handoff) -> int:
-        """So many have landed, if the sender says that all have."""
-        staged = self._staging is not None and handoff.staged
-        return self._staging.rows(handoff.ask.key) if self._staging and staged else len(handoff.ask.prompt)
+    def _landed_rows(self, handoff: _Handoff) -> int:
+        """Returns how many rows are in their pages, given that the sender has reported the end."""
+        if self._staging is not None and handoff.staged:
+            return self._staging.unpacked_rows(handoff.request.key)
+        return len(handoff.request.prompt)
 
-    def _over(self, handoff: _Handoff, quiesced: bool, retry: bool, reason: str, now: float) -> None:
-        """Its sender does nothing more about it."""
+    def _on_end(self, handoff: _Handoff, quiesced: bool, retry: bool, reason: str, now: float) -> None:
+        """Handles the sender's report that it has ended this handoff."""
         match handoff.phase:
             case ReceiverPhase.REQUESTING:
-                self._lose(handoff, True, retry, reason, now)
+                self._fail(handoff, True, retry, reason, now)
             case ReceiverPhase.LANDING | ReceiverPhase.CANCELLING:
-                self._lose(handoff, quiesced, retry, reason, now)
+                self._fail(handoff, quiesced, retry, reason, now)
             case ReceiverPhase.ABANDONED:
                 self._move(handoff, ReceiverPhase.CLOSED, now)
             case ReceiverPhase.QUARANTINED if quiesced:
                 if self._staging is not None and handoff.staged:
-                    self._staging.end_quarantine(handoff.ask.key)
+                    self._staging.end_quarantine(handoff.request.key)
                 else:
-                    self._actions.append(Quiesced(handoff.ask.key))
+                    self._actions.append(Quiesced(handoff.request.key))
                 self._move(handoff, ReceiverPhase.CLOSED, now)
 
-    def _stop(self, handoff: _Handoff, retry: bool, reason: str, now: float) -> None:
+    def _begin_cancel(self, handoff: _Handoff, retry: bool, reason: str, now: float) -> None:
         if handoff.phase is ReceiverPhase.REQUESTING:
-            self._actions.append(FetchFailed(handoff.ask.key, quiesced=True, retry=retry, reason=reason))
+            self._actions.append(FetchFailed(handoff.request.key, quiesced=True, retry=retry, reason=reason))
             self._move(handoff, ReceiverPhase.ABANDONED, now)
         elif handoff.phase is ReceiverPhase.LANDING:
             handoff.reason, handoff.retry = reason, retry
             self._move(handoff, ReceiverPhase.CANCELLING, now)
 
-    def _lose(self, handoff: _Handoff, quiesced: bool, retry: bool, reason: str, now: float) -> None:
+    def _fail(self, handoff: _Handoff, quiesced: bool, retry: bool, reason: str, now: float) -> None:
         if handoff.phase is ReceiverPhase.CANCELLING:
             reason, retry = handoff.reason, handoff.retry
+        key = handoff.request.key
         if self._staging is not None and handoff.staged and not quiesced:
-            # Only this worker writes to its pages; what is in doubt is its room in the ring, if it has any.
-            self._actions.append(FetchFailed(handoff.ask.key, True, retry, reason))
-            quiesced = not self._staging.doubt(handoff.ask.key)
+            # Only this worker writes to the pages, so they are free. The sender's leases, if it has any, are not.
+            self._actions.append(FetchFailed(key, True, retry, reason))
+            quiesced = not self._staging.quarantine(key)
         else:
-            self._actions.append(FetchFailed(handoff.ask.key, quiesced, retry, reason))
+            self._actions.append(FetchFailed(key, quiesced, retry, reason))
         self._move(handoff, ReceiverPhase.CLOSED if quiesced else ReceiverPhase.QUARANTINED, now)
 
     def _expire(self, handoff: _Handoff, now: float) -> None:
-        limit = self.table.waits[handoff.phase].limit
+        limit = self.table.timeouts[handoff.phase].limit
         match handoff.phase:
             case ReceiverPhase.REQUESTING | ReceiverPhase.LANDING:
-                self._stop(handoff, True, f"{handoff.peer} has said nothing for {limit:g} s", now)
+                self._begin_cancel(handoff, True, f"no message from {handoff.peer} for {limit:g} s", now)
             case ReceiverPhase.CANCELLING:
-                self._lose(handoff, False, handoff.retry, handoff.reason, now)
+                self._fail(handoff, False, handoff.retry, handoff.reason, now)
             case _:
                 self._move(handoff, ReceiverPhase.CLOSED, now)
 
     def _move(self, handoff: _Handoff, to: ReceiverPhase, now: float) -> None:
         handoff.timer.move(to, now)
         if self._staging is not None and handoff.staged and to is ReceiverPhase.CANCELLING:
-            self._staging.stop(handoff.ask.key)
+            self._staging.stop(handoff.request.key)
         if to is ReceiverPhase.CLOSED:
             if self._staging is not None and handoff.staged:
-                self._staging.end(handoff.ask.key)
-            del self._handoffs[handoff.ask.key]
+                self._staging.remove(handoff.request.key)
+            del self._handoffs[handoff.request.key]
         else:
-            self._speak(handoff)
+            self._transmit(handoff)
 
-    def _speak(self, handoff: _Handoff) -> None:
-        """Says what this phase has to say until it is answered."""
-        message: HandoffRequest | Cancel = (
-            handoff.ask if handoff.phase is ReceiverPhase.REQUESTING else Cancel(handoff.ask.key)
-        )
+    def _transmit(self, handoff: _Handoff) -> None:
+        """Sends the message that this phase repeats until it is answered."""
+        requesting = handoff.phase is ReceiverPhase.REQUESTING
+        message: HandoffRequest | Cancel = handoff.request if requesting else Cancel(handoff.request.key)
         if handoff.phase is not ReceiverPhase.LANDING:
             self._send(handoff.peer, message)
 

@@ -1,7 +1,7 @@
-"""The prefill side of handoffs: accepts, has prompts computed, plans the writes, and says how each one ended.
+"""The state machine of the prefill side: accepts requests, has prompts computed, plans writes, reports each end.
 
-Pure: no threads, no clock. Nothing is written before the receiver said Go. Once something is, the handoff is kept until
-its last write has ended, or the receiver was told that nobody knows.
+Pure: no threads, no clock. Nothing is written before the receiver has sent StartWrites. A handoff that has written is
+kept until its last write has ended, or until the receiver was informed that its state is unknown.
 """
 
 import itertools
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hotset.handoff.layout import context_writes
+from hotset.handoff.layout import plan_context_writes
 from hotset.handoff.messages import (
     Cancel,
     Cancelled,
@@ -40,7 +40,8 @@ from hotset.handoff.messages import (
     SubmitWrites,
 )
 from hotset.handoff.outgoing import (
-    MAX_WRITES_IN_FLIGHT,
+    MAX_LISTS_IN_FLIGHT,
+    OPEN_PHASES,
     SENDER_TIMEOUTS,
     SENDER_TRANSITIONS,
     ChunkInFlight,
@@ -50,18 +51,26 @@ from hotset.handoff.outgoing import (
     Tombstones,
     refusal,
 )
-from hotset.handoff.staged_out import PIECE_TIMEOUTS, PIECE_TRANSITIONS, PiecePhase, SenderBuffers, SenderStaging, offer
+from hotset.handoff.sender_staging import (
+    PIECE_TIMEOUTS,
+    PIECE_TRANSITIONS,
+    PiecePhase,
+    SenderBuffers,
+    SenderStaging,
+    make_offer,
+)
 from hotset.handoff.staging import MAX_DIRECT_WRITES
 from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
 from hotset.transfer.api import WriteState, WriteTicket
 
-WRITE_LIMIT = 40.0  # seconds that one list of writes may take; the transfer engine's own limit should be shorter
-TOMBSTONE_LIMIT = 900.0  # longer than a receiver stays unsure: it must not be answered by a second handoff of that key
+WRITE_LIMIT = 40.0  # seconds for one list of writes; the transfer engine's own limit should be shorter
+# Longer than a receiver stays in quarantine: its late retransmit must not begin a second handoff of the same key.
+TOMBSTONE_LIMIT = 900.0
 MAX_TOMBSTONES = 20_000
 
 
 class Sender:
-    """Every handoff out of this worker. One thread calls it; after each call `take_actions` says what to do.
+    """Every handoff out of this worker. One thread calls it; after each call it must run `take_actions`.
 
     The engine receives `StartPrefill` when it has to compute a prompt, and exactly one `ReleasePages` for each: until
     then it keeps the request's pages, even if the request has ended.
@@ -70,7 +79,7 @@ class Sender:
     def __init__(
         self,
         store: Store,
-        waits: Mapping[SenderPhase, PhaseTimeout] = SENDER_TIMEOUTS,
+        timeouts: Mapping[SenderPhase, PhaseTimeout] = SENDER_TIMEOUTS,
         *,
         write_limit: float = WRITE_LIMIT,
         tombstone_limit: float = TOMBSTONE_LIMIT,
@@ -79,359 +88,372 @@ class Sender:
         max_direct_writes: int = MAX_DIRECT_WRITES,
         piece_timeouts: Mapping[PiecePhase, PhaseTimeout] = PIECE_TIMEOUTS,
     ) -> None:
-        """`store` is the memory that the engine's pages are numbered in; `buffers`, all of one size, are for contexts
-        that travel packed: those that would take more than `max_direct_writes`, if these are small."""
-        self.table = PhaseTable(SENDER_TRANSITIONS, waits)
-        self.pieces = PhaseTable(PIECE_TRANSITIONS, piece_timeouts)
-        self.resent = 0  # messages that were said again
+        """`store` is the memory in which the engine's pages are numbered. `buffers`, all of one size, are for staging:
+        contexts that would take more than `max_direct_writes` small writes are staged."""
+        self.table = PhaseTable(SENDER_TRANSITIONS, timeouts)
+        self.piece_table = PhaseTable(PIECE_TRANSITIONS, piece_timeouts)
+        self.num_retransmits = 0
         self._store, self._write_limit = store, write_limit
         self._hellos: dict[str, Hello] = {}
         self._handoffs: dict[HandoffId, OutgoingHandoff] = {}
         self._tombstones = Tombstones(tombstone_limit, max_tombstones)
-        self._buffers, self._few_writes = SenderBuffers(buffers), max_direct_writes
-        self._turns = itertools.count()
+        self._buffers, self._max_direct_writes = SenderBuffers(buffers), max_direct_writes
+        self._grant_numbers = itertools.count()
         self._actions: list[SendMessage | SubmitWrites | SenderEvent] = []
 
-    def peer_known(self, peer: str, hello: Hello) -> None:
-        """It introduced itself, and `check_peers` had nothing against it. After `peer_lost`, if it had before."""
+    def add_peer(self, peer: str, hello: Hello) -> None:
+        """Adds a peer that `check_peers` accepts. If it was added before, call `peer_lost` first."""
         self._hellos[peer] = hello
-        self._tombstones.forget_others(peer, hello)
+        self._tombstones.forget_other_incarnations(peer, hello)
 
     def peer_lost(self, peer: str, reason: str, now: float) -> None:
-        """It died, or came back as another incarnation. Writes under way are still waited for."""
+        """Handles a peer that died or restarted. Its handoffs still wait for writes in flight."""
         self._hellos.pop(peer, None)
-        for handoff in [each for each in self._handoffs.values() if each.peer == peer]:
-            handoff.verdict = None
-            self._end(handoff, EndReason.PEER_LOST, False, reason, now)
+        for handoff in [entry for entry in self._handoffs.values() if entry.peer == peer]:
+            handoff.final_message = None
+            self._begin_end(handoff, EndReason.PEER_LOST, False, reason, now)
 
-    def take(self, peer: str, message: Message, now: float) -> None:
-        """What `peer` has to say. What is not about handoffs, or does not fit where one stands, changes nothing."""
+    def handle_message(self, peer: str, message: Message, now: float) -> None:
+        """Handles a message from `peer`. Ignores messages that do not concern handoffs or do not fit their phase."""
         match message:
             case HandoffRequest():
-                self._asked(peer, message, now)
+                self._on_request(peer, message, now)
             case Cancel(key):
-                self._cancelled(peer, key, now)
+                self._on_cancel(peer, key, now)
             case StartWrites(key, staged) if handoff := self._handoffs.get((peer, key)):
-                self._go(handoff, staged, now)
+                self._on_start_writes(handoff, staged, now)
             case LeaseGranted(key) | PieceUnpacked(key) if handoff := self._handoffs.get((peer, key)):
-                if handoff.staged is not None and handoff.phase is SenderPhase.WRITING:
-                    self._take_staged(handoff, handoff.staged, message, now)
+                if handoff.staging is not None and handoff.phase is SenderPhase.WRITING:
+                    self._on_staging_message(handoff, handoff.staging, message, now)
             case HandoffAck(key) if handoff := self._handoffs.get((peer, key)):
-                self._received(handoff, now)
+                self._on_ack(handoff, now)
 
-    def tell(self, command: SenderCommand, now: float) -> None:
-        """What the engine has to say. About a handoff that is over: nothing happens."""
+    def handle_command(self, command: SenderCommand, now: float) -> None:
+        """Handles a command of the engine. Ignores commands about handoffs that have ended."""
         handoff = self._handoffs.get((command.peer, command.key))
-        if handoff is None or handoff.phase not in (SenderPhase.ACCEPTED, SenderPhase.WRITING):
+        if handoff is None or handoff.phase not in OPEN_PHASES:
             return
         match command:
             case RowsComputed():
-                self._written(handoff, command, now)
+                self._on_rows_computed(handoff, command, now)
             case FirstTokenSampled():
-                told, wanted = handoff.written, len(handoff.ask.prompt)
-                assert told == wanted, f"{command.key}: sampled after {told} of {wanted} rows were told"
+                announced, total = handoff.announced, len(handoff.request.prompt)
+                assert announced == total, f"{command.key}: sampled after {announced} of {total} rows were announced"
                 handoff.sampled = command
-                self._settle(handoff, now)
+                self._finish_if_idle(handoff, now)
             case PrefillFailed():
-                self._end(handoff, EndReason.FAILED, command.retry, command.reason, now)
+                self._begin_end(handoff, EndReason.FAILED, command.retry, command.reason, now)
 
-    def submitted(self, peer: str, key: HandoffKey, ticket: WriteTicket) -> None:
-        """The answer to the oldest `SubmitWrites` of this handoff that has none yet."""
-        self._buffers.submitted((peer, key), ticket.number)
+    def on_submitted(self, peer: str, key: HandoffKey, ticket: WriteTicket) -> None:
+        """Assigns a ticket to the oldest `SubmitWrites` of this handoff that has none."""
+        self._buffers.on_submitted((peer, key), ticket.number)
         handoff = self._handoffs.get((peer, key))
         if handoff is not None:
-            chunk = next((each for each in handoff.open if each.ticket is None), None)
-            assert chunk is not None, f"{key}: ticket {ticket.number} for nothing that was asked"
+            chunk = next((entry for entry in handoff.in_flight if entry.ticket is None), None)
+            assert chunk is not None, f"{key}: ticket {ticket.number} without a SubmitWrites"
             chunk.ticket = ticket.number
 
-    def ended(self, peer: str, key: HandoffKey, ticket: WriteTicket, state: WriteState, now: float) -> None:
-        """A ticket is not pending any more. One that was given up: nothing happens."""
+    def on_write_ended(self, peer: str, key: HandoffKey, ticket: WriteTicket, state: WriteState, now: float) -> None:
+        """Handles the end of a list of writes. Ignores lists that the handoff no longer waits for."""
         assert state is not WriteState.PENDING, f"ticket {ticket.number} has not ended"
-        freed = self._buffers.ended((peer, key), ticket.number)
-        self._ended(peer, key, ticket, state, now)
+        freed = self._buffers.on_write_ended((peer, key), ticket.number)
+        self._on_chunk_ended(peer, key, ticket, state, now)
         if freed:
-            self._stage(now)
+            self._submit_ready_pieces(now)
 
     @property
-    def looks(self) -> bool:
-        """Forward passes have to be looked at, by `look`."""
-        writing = [each.staged for each in self._handoffs.values() if each.phase is SenderPhase.WRITING]
-        return any(staged.looks for staged in writing if staged is not None)
+    def has_pending_events(self) -> bool:
+        """Returns whether a staged handoff waits for a forward pass, so that `poll_events` must be called."""
+        writing = [handoff.staging for handoff in self._handoffs.values() if handoff.phase is SenderPhase.WRITING]
+        return any(staging.has_pending_events for staging in writing if staging is not None)
 
-    def look(self, now: float) -> None:
-        """Looks which forward passes have happened: what was computed may be packed."""
-        self._stage(now)
+    def poll_events(self, now: float) -> None:
+        """Checks which forward passes have finished, and submits the pieces that can now be packed."""
+        self._submit_ready_pieces(now)
 
-    def end_all(self, reason: str, now: float) -> None:
-        """This worker stops: what has no end yet gets one, and its receiver is told when its writes have ended."""
+    def fail_all(self, reason: str, now: float) -> None:
+        """Ends every open handoff because this worker stops. Receivers are notified when the writes have ended."""
         for handoff in list(self._handoffs.values()):
-            if handoff.phase in (SenderPhase.ACCEPTED, SenderPhase.WRITING):
-                self._end(handoff, EndReason.FAILED, False, reason, now)
+            if handoff.phase in OPEN_PHASES:
+                self._begin_end(handoff, EndReason.FAILED, False, reason, now)
 
     def tick(self, now: float) -> None:
-        """Lets time pass: what is overdue is said again, or given up."""
-        self._tombstones.lapse(now)
+        """Runs the timeouts and retransmits that are due."""
+        self._tombstones.expire(now)
         for handoff in list(self._handoffs.values()):
             if now >= handoff.deadline:
                 self._expire(handoff, now)
-            elif handoff.timer.due(now):
-                self.resent += handoff.phase is SenderPhase.ACCEPTED or handoff.verdict is not None
-                self._speak(handoff)
-            if handoff.staged is not None and handoff.phase is SenderPhase.WRITING:
-                for message in handoff.staged.due(now):
-                    self.resent += 1
+            elif handoff.timer.retransmit_due(now):
+                retransmits = handoff.phase is SenderPhase.ACCEPTED or handoff.final_message is not None
+                self.num_retransmits += retransmits  # Progress is no retransmit
+                self._transmit(handoff)
+            if handoff.staging is not None and handoff.phase is SenderPhase.WRITING:
+                for message in handoff.staging.retransmits(now):
+                    self.num_retransmits += 1
                     self._send(handoff.peer, message)
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do, if nothing happens before."""
-        return earliest(handoff.next_time for handoff in self._handoffs.values())
+        """Returns when `tick` must be called next."""
+        return earliest(handoff.next_deadline for handoff in self._handoffs.values())
 
     def take_actions(self) -> list[SendMessage | SubmitWrites | SenderEvent]:
-        """What is to be sent, submitted and told, in this order. Each is given out once."""
+        """Returns the new actions, which must run in this order."""
         actions, self._actions = self._actions, []
         return actions
 
     def open_keys(self, peer: str) -> list[HandoffKey]:
-        """The handoffs for which this peer has to be alive."""
-        return [
-            key
-            for (owner, key), each in self._handoffs.items()
-            if owner == peer and each.ending is not EndReason.PEER_LOST
-        ]
+        """Returns the handoffs that depend on this peer being alive."""
+        mine = [handoff for handoff in self._handoffs.values() if handoff.peer == peer]
+        return [handoff.request.key for handoff in mine if handoff.end_reason is not EndReason.PEER_LOST]
 
     def phases(self) -> dict[HandoffId, SenderPhase]:
-        """Where every handoff stands that is not over yet."""
+        """Returns the phase of every handoff that is not closed."""
         return {name: handoff.phase for name, handoff in self._handoffs.items()}
 
     def audit(self) -> None:
-        """Proves that writes, buffers and pages are accounted for, and that every handoff has an end in sight."""
+        """Asserts that writes, buffers and pages are accounted for, and that every handoff will end."""
         self._tombstones.audit()
-        users = list(self._buffers.uses.values())
+        users = list(self._buffers.users.values())
         for name, handoff in self._handoffs.items():
-            assert handoff.name == name, f"{name} is filed wrongly"
-            assert self._tombstones.get(name) is None, f"{name} is open and buried"
+            assert handoff.id == name, f"{name} is filed wrongly"
+            assert self._tombstones.get(name) is None, f"{name} is open and has a tombstone"
             handoff.audit()
-            # More, if one of that name before, of another incarnation, was given up while it wrote.
-            buffers = len(handoff.open) if handoff.staged is not None else 0
+            # More, if a handoff of the same name of an earlier incarnation was abandoned while it wrote.
+            buffers = len(handoff.in_flight) if handoff.staging is not None else 0
             assert users.count(name) >= buffers, f"{name} has {users.count(name)} buffers for {buffers} writes"
 
-    def _asked(self, peer: str, ask: HandoffRequest, now: float) -> None:
-        key, hello = ask.key, self._hellos.get(peer)
-        mine = [each for each in self._handoffs.values() if each.peer == peer]
-        attempts = [each for each in mine if each.ask.key.request_id == key.request_id]
-        known = [each.ask.key.attempt for each in attempts]
+    def _on_request(self, peer: str, request: HandoffRequest, now: float) -> None:
+        key, hello = request.key, self._hellos.get(peer)
+        mine = [handoff for handoff in self._handoffs.values() if handoff.peer == peer]
+        attempts = [handoff for handoff in mine if handoff.request.key.request_id == key.request_id]
+        known = [handoff.request.key.attempt for handoff in attempts]
         known.append(self._tombstones.newest_attempt(peer, key.request_id))
         if handoff := self._handoffs.get((peer, key)):
-            if handoff.ending is not EndReason.PEER_LOST:  # else: of an incarnation before; it asks again
-                self._speak(handoff)
+            if handoff.end_reason is not EndReason.PEER_LOST:  # else it is an earlier incarnation's: wait for its end
+                self._transmit(handoff)
         elif tombstone := self._tombstones.get((peer, key)):
             self._send(peer, Cancelled(key, tombstone.quiesced))
         elif max(known) > key.attempt:
             self._send(peer, Cancelled(key, False))
-        elif hello is None or (reason := refusal(ask, hello)):
-            # Whoever keeps no record vouches for nothing: not quiesced, though nothing was begun now.
-            why = "this worker does not know you: say Hello first" if hello is None else reason
+        elif hello is None or (reason := refusal(request, hello)):
+            # Without a record this worker cannot guarantee that nothing is written: not quiesced, though it begins
+            # nothing now.
+            why = "this worker does not know you: send Hello first" if hello is None else reason
             self._send(peer, HandoffFailed(key, quiesced=False, retry=hello is None, reason=why))
         else:
-            for each in attempts:
-                self._cancel(each, now)
-            offered = offer(self._store, hello, ask, self._buffers.spaces, self._few_writes)
-            handoff = OutgoingHandoff(peer, ask, hello, PhaseTimer(self.table, SenderPhase.ACCEPTED, now), offered)
-            self._handoffs[handoff.name] = handoff
-            self._speak(handoff)
-            self._actions.append(StartPrefill(peer, key, ask.prompt))
+            for attempt in attempts:
+                self._cancel(attempt, now)
+            offer = make_offer(self._store, hello, request, self._buffers.buffers, self._max_direct_writes)
+            timer = PhaseTimer(self.table, SenderPhase.ACCEPTED, now)
+            handoff = OutgoingHandoff(peer, request, hello, timer, offer)
+            self._handoffs[handoff.id] = handoff
+            self._transmit(handoff)
+            self._actions.append(StartPrefill(peer, key, request.prompt))
 
-    def _cancelled(self, peer: str, key: HandoffKey, now: float) -> None:
+    def _on_cancel(self, peer: str, key: HandoffKey, now: float) -> None:
         if handoff := self._handoffs.get((peer, key)):
             self._cancel(handoff, now)
             return
         if self._tombstones.get((peer, key)) is None:
-            # Its Ask may come yet, and must not begin anything.
+            # Its HandoffRequest may arrive later, and must not begin anything.
             self._tombstones.add((peer, key), False, self._hellos.get(peer), now)
         tombstone = self._tombstones.get((peer, key))
         self._send(peer, Cancelled(key, tombstone is not None and tombstone.quiesced))
 
     def _cancel(self, handoff: OutgoingHandoff, now: float) -> None:
-        handoff.verdict = None
-        self._end(handoff, EndReason.CANCELLED, False, "cancelled", now)
+        handoff.final_message = None
+        self._begin_end(handoff, EndReason.CANCELLED, False, "cancelled", now)
 
-    def _go(self, handoff: OutgoingHandoff, staged: bool, now: float) -> None:
+    def _on_start_writes(self, handoff: OutgoingHandoff, staged: bool, now: float) -> None:
         if handoff.phase is not SenderPhase.ACCEPTED:
             return
         if staged and handoff.offer is None:
-            self._end(handoff, EndReason.FAILED, False, "it should be staged, which was not offered", now)
+            why = "the receiver requested staging, which was not offered"
+            self._begin_end(handoff, EndReason.FAILED, False, why, now)
             return
         self._move(handoff, SenderPhase.WRITING, now)
         if staged and handoff.offer is not None:
-            total = len(handoff.ask.prompt)
-            handoff.staged = SenderStaging(handoff.ask.key, total, handoff.offer, self.pieces)
-        self._submit(handoff, now)
-        self._settle(handoff, now)
+            total = len(handoff.request.prompt)
+            handoff.staging = SenderStaging(handoff.request.key, total, handoff.offer, self.piece_table)
+        self._submit_rows(handoff, now)
+        self._finish_if_idle(handoff, now)
 
-    def _take_staged(self, handoff: OutgoingHandoff, staged: SenderStaging, message: Message, now: float) -> None:
+    def _on_staging_message(
+        self, handoff: OutgoingHandoff, staging: SenderStaging, message: Message, now: float
+    ) -> None:
         if isinstance(message, LeaseGranted):
-            staged.lend(message, next(self._turns), now)
-            self._stage(now)
-        elif isinstance(message, PieceUnpacked) and staged.unpacked(message, now):
-            handoff.landed = staged.landed
-            handoff.timer.stay(now)
-            for want in staged.want(now):
-                self._send(handoff.peer, want)
-            self._settle(handoff, now)
+            staging.on_lease_granted(message, next(self._grant_numbers), now)
+            self._submit_ready_pieces(now)
+        elif isinstance(message, PieceUnpacked) and staging.on_unpacked(message, now):
+            handoff.landed = staging.landed
+            handoff.timer.extend(now)
+            for request in staging.request_leases(now):
+                self._send(handoff.peer, request)
+            self._finish_if_idle(handoff, now)
 
-    def _stage(self, now: float) -> None:
-        """Has pieces packed and written for which there is room in the ring, as long as there are buffers."""
+    def _submit_ready_pieces(self, now: float) -> None:
+        """Submits pieces that have a lease and whose rows are computed, as long as there are free buffers."""
         ready = []
         for handoff in self._handoffs.values():
-            if handoff.staged is not None and handoff.phase is SenderPhase.WRITING:
-                handoff.staged.look()
-                ready += [(piece.turn, handoff, handoff.staged, piece) for piece in handoff.staged.ready()]
-        for _, handoff, staged, piece in sorted(ready, key=lambda each: each[0]):
-            buffer = self._buffers.take(handoff.name)
+            if handoff.staging is not None and handoff.phase is SenderPhase.WRITING:
+                handoff.staging.poll_events()
+                ready += [(piece.grant_order, handoff, handoff.staging, piece) for piece in handoff.staging.ready()]
+        for _, handoff, staging, piece in sorted(ready, key=lambda entry: entry[0]):
+            buffer = self._buffers.acquire(handoff.id)
             if buffer is None:
                 return
-            assert piece.lent is not None
-            target = staged.offered.ring.address + piece.lent.offset
-            planned = np.array([[buffer.address, target, staged.nbytes(piece)]], np.int64)
-            handoff.open.append(ChunkInFlight(piece.first, piece.last, now + self._write_limit, piece=piece.number))
-            packed = staged.packed(piece, self._store, handoff.target, buffer.address)
-            staged.begin(piece, now)
-            self._actions.append(SubmitWrites(handoff.peer, handoff.ask.key, planned, None, packed))
+            assert piece.lease is not None
+            target = staging.offer.ring.address + piece.lease.offset
+            planned = np.array([[buffer.address, target, staging.nbytes(piece)]], np.int64)
+            deadline = now + self._write_limit
+            handoff.in_flight.append(ChunkInFlight(piece.first, piece.last, deadline, piece=piece.number))
+            packed = staging.packed_piece(piece, self._store, handoff.target, buffer.address)
+            staging.start_write(piece, now)
+            self._actions.append(SubmitWrites(handoff.peer, handoff.request.key, planned, None, packed))
 
-    def _ended(self, peer: str, key: HandoffKey, ticket: WriteTicket, state: WriteState, now: float) -> None:
+    def _on_chunk_ended(self, peer: str, key: HandoffKey, ticket: WriteTicket, state: WriteState, now: float) -> None:
         handoff = self._handoffs.get((peer, key))
-        chunk = next((each for each in handoff.open if each.ticket == ticket.number), None) if handoff else None
+        chunks = handoff.in_flight if handoff else []
+        chunk = next((entry for entry in chunks if entry.ticket == ticket.number), None)
         if handoff is None or chunk is None:
             return
-        handoff.open.remove(chunk)
-        handoff.tainted |= state is WriteState.FAILED_UNKNOWN
+        handoff.in_flight.remove(chunk)
+        handoff.has_unknown_write |= state is WriteState.FAILED_UNKNOWN
         if state is not WriteState.DONE and handoff.phase is SenderPhase.WRITING:
             rows = f"rows {chunk.first} to {chunk.last}"
-            self._end(handoff, EndReason.FAILED, True, f"writing {rows} ended as '{state.value}'", now)
+            self._begin_end(handoff, EndReason.FAILED, True, f"writing {rows} ended as '{state.value}'", now)
             return
-        if handoff.phase is SenderPhase.WRITING and handoff.staged is not None:
+        if handoff.phase is SenderPhase.WRITING and handoff.staging is not None:
             assert chunk.piece is not None
-            handoff.timer.stay(now)
-            self._send(peer, handoff.staged.written(chunk.piece, now))
+            handoff.timer.extend(now)
+            self._send(peer, handoff.staging.finish_write(chunk.piece, now))
         elif handoff.phase is SenderPhase.WRITING:
-            handoff.landed = min([each.first for each in handoff.open], default=handoff.begun)
-            handoff.timer.stay(now)
-            self._submit(handoff, now)
-            self._speak(handoff)
-        self._settle(handoff, now)
+            handoff.landed = min([entry.first for entry in handoff.in_flight], default=handoff.submitted)
+            handoff.timer.extend(now)
+            self._submit_rows(handoff, now)
+            self._transmit(handoff)
+        self._finish_if_idle(handoff, now)
 
-    def _received(self, handoff: OutgoingHandoff, now: float) -> None:
-        handoff.verdict = None
+    def _on_ack(self, handoff: OutgoingHandoff, now: float) -> None:
+        handoff.final_message = None
         if handoff.phase is SenderPhase.NOTIFYING:
             self._move(handoff, SenderPhase.CLOSED, now)
 
-    def _written(self, handoff: OutgoingHandoff, written: RowsComputed, now: float) -> None:
-        key, told = handoff.ask.key, handoff.written
-        assert told == written.first <= written.last, f"{key}: rows {told} are told, now [{written.first}, ...)"
-        handoff.written, before = written.last, handoff.waiting
-        if before is not None:
-            assert written.pages[: len(before.pages)] == before.pages, f"{key}: rows that were told have moved"
-            # Events are of one stream: when the newest has happened, so have those before.
-            written = replace(written, first=before.first)
-        handoff.waiting = written
+    def _on_rows_computed(self, handoff: OutgoingHandoff, rows: RowsComputed, now: float) -> None:
+        key, announced = handoff.request.key, handoff.announced
+        assert announced == rows.first <= rows.last, f"{key}: {announced} rows are announced, now [{rows.first}, ...)"
+        handoff.announced, waiting = rows.last, handoff.unsubmitted
+        if waiting is not None:
+            assert rows.pages[: len(waiting.pages)] == waiting.pages, f"{key}: announced rows have moved"
+            # Events of a request are on one stream: when the newest has happened, all earlier ones have.
+            rows = replace(rows, first=waiting.first)
+        handoff.unsubmitted = rows
         if handoff.phase is SenderPhase.WRITING:
-            handoff.timer.stay(now)
-            self._submit(handoff, now)
+            handoff.timer.extend(now)
+            self._submit_rows(handoff, now)
 
-    def _submit(self, handoff: OutgoingHandoff, now: float) -> None:
-        """Begins to write what waits, as one list, unless enough is under way. Staged: asks for room."""
-        written = handoff.waiting
-        if written is not None and handoff.staged is not None:
-            handoff.waiting = None
-            for want in handoff.staged.told(written, now):
-                self._send(handoff.peer, want)
+    def _submit_rows(self, handoff: OutgoingHandoff, now: float) -> None:
+        """Submits the waiting rows as one list, unless enough lists are in flight. If staged, requests leases."""
+        rows = handoff.unsubmitted
+        if rows is not None and handoff.staging is not None:
+            handoff.unsubmitted = None
+            for lease_request in handoff.staging.on_rows_computed(rows, now):
+                self._send(handoff.peer, lease_request)
             return
-        if written is None or len(handoff.open) >= MAX_WRITES_IN_FLIGHT:
+        if rows is None or len(handoff.in_flight) >= MAX_LISTS_IN_FLIGHT:
             return
-        ask, span = handoff.ask, (written.first, written.last)
-        planned = context_writes(self._store, written.pages, handoff.target, ask.row_pages, ask.key_pages, *span)
-        handoff.waiting = None
-        handoff.open.append(ChunkInFlight(*span, due=now + self._write_limit))
-        self._actions.append(SubmitWrites(handoff.peer, ask.key, planned, written.after))
+        request = handoff.request
+        planned = plan_context_writes(
+            source=self._store,
+            source_pages=rows.pages,
+            target=handoff.target,
+            row_pages=request.row_pages,
+            key_pages=request.key_pages,
+            first=rows.first,
+            last=rows.last,
+        )
+        handoff.unsubmitted = None
+        handoff.in_flight.append(ChunkInFlight(rows.first, rows.last, deadline=now + self._write_limit))
+        self._actions.append(SubmitWrites(handoff.peer, request.key, planned, rows.after))
 
-    def _settle(self, handoff: OutgoingHandoff, now: float) -> None:
-        """Ends what has nothing left to wait for."""
-        if handoff.open:
+    def _finish_if_idle(self, handoff: OutgoingHandoff, now: float) -> None:
+        """Ends a handoff that has nothing left to wait for."""
+        if handoff.in_flight:
             return
         if handoff.phase in (SenderPhase.DRAINING, SenderPhase.WRITES_HUNG):
-            self._conclude(handoff, now)
+            self._report_end(handoff, now)
         elif handoff.phase is SenderPhase.WRITING and handoff.complete:
-            told = handoff.sampled
-            assert told is not None
-            handoff.verdict = HandoffDone(told.key, told.token_id, told.alternatives)
-            self._drop(handoff)
+            sampled = handoff.sampled
+            assert sampled is not None
+            handoff.final_message = HandoffDone(sampled.key, sampled.token_id, sampled.alternatives)
+            self._release_pages(handoff)
             self._move(handoff, SenderPhase.NOTIFYING, now)
 
-    def _end(self, handoff: OutgoingHandoff, ending: EndReason, retry: bool, reason: str, now: float) -> None:
-        """Begins nothing more, and concludes when the writes under way have ended."""
-        handoff.ending, handoff.retry, handoff.reason = ending, retry, reason
-        handoff.waiting = None
-        if handoff.phase is SenderPhase.WRITING and handoff.open:
+    def _begin_end(self, handoff: OutgoingHandoff, end: EndReason, retry: bool, failure: str, now: float) -> None:
+        """Submits nothing more, and reports the end when the writes in flight have ended."""
+        handoff.end_reason, handoff.retry, handoff.failure = end, retry, failure
+        handoff.unsubmitted = None
+        if handoff.phase is SenderPhase.WRITING and handoff.in_flight:
             self._move(handoff, SenderPhase.DRAINING, now)
         elif handoff.phase is not SenderPhase.DRAINING:
-            self._conclude(handoff, now)
+            self._report_end(handoff, now)
 
-    def _conclude(self, handoff: OutgoingHandoff, now: float) -> None:
-        """Tells how it ended: its writes have, or are waited for no longer (then it is stuck)."""
-        self._drop(handoff)
-        key, stuck = handoff.ask.key, bool(handoff.open)
-        if handoff.ending is EndReason.FAILED and (handoff.phase is not SenderPhase.WRITES_HUNG or handoff.verdict):
-            handoff.verdict = HandoffFailed(key, handoff.quiesced, handoff.retry, handoff.reason)
-            self._move(handoff, SenderPhase.WRITES_HUNG if stuck else SenderPhase.NOTIFYING, now)
+    def _report_end(self, handoff: OutgoingHandoff, now: float) -> None:
+        """Reports the end. Either the writes have ended, or the wait for them is over and they count as hung."""
+        self._release_pages(handoff)
+        key, hung = handoff.request.key, bool(handoff.in_flight)
+        end, was_hung = handoff.end_reason, handoff.phase is SenderPhase.WRITES_HUNG
+        if end is EndReason.FAILED and (not was_hung or handoff.final_message):
+            handoff.final_message = HandoffFailed(key, handoff.quiesced, handoff.retry, handoff.failure)
+            self._move(handoff, SenderPhase.WRITES_HUNG if hung else SenderPhase.NOTIFYING, now)
             return
-        if handoff.ending is not EndReason.PEER_LOST:
+        if end is not EndReason.PEER_LOST:
             self._send(handoff.peer, Cancelled(key, handoff.quiesced))
-        if stuck and handoff.ending is not EndReason.PEER_LOST:
-            if handoff.phase is not SenderPhase.WRITES_HUNG:
+        if hung and end is not EndReason.PEER_LOST:
+            if not was_hung:
                 self._move(handoff, SenderPhase.WRITES_HUNG, now)
         else:
             self._move(handoff, SenderPhase.CLOSED, now)
 
     def _expire(self, handoff: OutgoingHandoff, now: float) -> None:
-        limit = self.table.waits[handoff.phase].limit
+        limit = self.table.timeouts[handoff.phase].limit
         match handoff.phase:
             case SenderPhase.ACCEPTED:
-                self._end(handoff, EndReason.FAILED, True, f"no Go came within {limit:g} s", now)
+                self._begin_end(handoff, EndReason.FAILED, True, f"no StartWrites within {limit:g} s", now)
             case SenderPhase.WRITING if now >= handoff.timer.deadline:
-                self._end(handoff, EndReason.FAILED, True, f"the engine has told nothing for {limit:g} s", now)
+                why = f"the engine has computed nothing for {limit:g} s"
+                self._begin_end(handoff, EndReason.FAILED, True, why, now)
             case SenderPhase.WRITING:
-                why = handoff.staged.overdue(now) if handoff.staged is not None else ""
+                why = handoff.staging.timeout_reason(now) if handoff.staging is not None else ""
                 why = why or f"a write has not ended within {self._write_limit:g} s"
-                self._end(handoff, EndReason.FAILED, True, why, now)
+                self._begin_end(handoff, EndReason.FAILED, True, why, now)
             case SenderPhase.DRAINING:
-                self._conclude(handoff, now)
+                self._report_end(handoff, now)
             case _:
                 self._move(handoff, SenderPhase.CLOSED, now)
 
     def _move(self, handoff: OutgoingHandoff, to: SenderPhase, now: float) -> None:
         handoff.timer.move(to, now)
         if to is SenderPhase.CLOSED:
-            del self._handoffs[handoff.name]
-            self._tombstones.add(handoff.name, handoff.quiesced, handoff.hello, now)
+            del self._handoffs[handoff.id]
+            self._tombstones.add(handoff.id, handoff.quiesced, handoff.hello, now)
         elif to is not SenderPhase.WRITING:
-            self._speak(handoff)
+            self._transmit(handoff)
 
-    def _drop(self, handoff: OutgoingHandoff) -> None:
-        if not handoff.dropped:
-            handoff.dropped = True
-            self._actions.append(ReleasePages(*handoff.name))
+    def _release_pages(self, handoff: OutgoingHandoff) -> None:
+        if not handoff.pages_released:
+            handoff.pages_released = True
+            self._actions.append(ReleasePages(*handoff.id))
 
-    def _speak(self, handoff: OutgoingHandoff) -> None:
-        """Says what this phase has to say until it is answered, or that it is alive."""
-        key = handoff.ask.key
+    def _transmit(self, handoff: OutgoingHandoff) -> None:
+        """Sends the message that this phase repeats, or Progress as a sign of life."""
+        key, failing = handoff.request.key, handoff.end_reason is EndReason.FAILED
         if handoff.phase is SenderPhase.ACCEPTED:
             self._send(handoff.peer, HandoffAccepted(key, 0 if handoff.offer is None else handoff.offer.piece_bytes))
-        elif handoff.phase is SenderPhase.WRITING or (
-            handoff.ending is EndReason.FAILED and handoff.phase is SenderPhase.DRAINING
-        ):
+        elif handoff.phase is SenderPhase.WRITING or (failing and handoff.phase is SenderPhase.DRAINING):
             self._send(handoff.peer, Progress(key, handoff.landed))
-        elif handoff.verdict is not None:
-            self._send(handoff.peer, handoff.verdict)
+        elif handoff.final_message is not None:
+            self._send(handoff.peer, handoff.final_message)
 
     def _send(self, peer: str, message: Message) -> None:
         self._actions.append(SendMessage(peer, message))

@@ -1,4 +1,4 @@
-"""Where one handoff stands, and until when: what both state machines keep time by."""
+"""Timekeeping of handoffs: deadlines and retransmits of phases, and liveness of peers. Time comes as an argument."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,29 +9,33 @@ from hotset.base.errors import IllegalTransition
 
 P = TypeVar("P", bound=Enum)
 
+MAX_PEERS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimeout:
-    """How long a phase may last, in seconds, and after how many of them its message is said again."""
+    """How long a phase may last, in seconds, and how often its message is retransmitted."""
 
     limit: float
-    again: float | None = None
+    retransmit_every: float | None = None
 
 
 class PhaseTable(Generic[P]):
-    """One machine's table of transitions, its waits, and the seconds that handoffs have spent in each phase."""
+    """One state machine's transitions and timeouts, and the seconds that handoffs have spent in each phase."""
 
-    def __init__(self, following: Mapping[P, frozenset[P]], waits: Mapping[P, PhaseTimeout]) -> None:
-        """A phase that nothing follows is an end: it has no wait. Every other must have one."""
-        assert waits.keys() == {phase for phase, after in following.items() if after}, "a phase without a limit"
-        self.following, self.waits = following, waits
-        self.seconds = dict.fromkeys(waits, 0.0)
+    def __init__(self, transitions: Mapping[P, frozenset[P]], timeouts: Mapping[P, PhaseTimeout]) -> None:
+        """A phase without transitions is terminal and has no timeout. Every other phase must have one."""
+        assert timeouts.keys() == {phase for phase, following in transitions.items() if following}, (
+            "a phase without a timeout"
+        )
+        self.transitions, self.timeouts = transitions, timeouts
+        self.seconds = dict.fromkeys(timeouts, 0.0)
 
 
 class PhaseTimer(Generic[P]):
-    """One handoff's phase. Moves along the table, or raises IllegalTransition."""
+    """The phase of one handoff, its deadline and its next retransmit. It raises IllegalTransition outside the table."""
 
-    __slots__ = ("_entered", "_table", "again_at", "deadline", "phase")
+    __slots__ = ("_entered", "_table", "deadline", "phase", "retransmit_at")
 
     def __init__(self, table: PhaseTable[P], phase: P, now: float) -> None:
         self._table = table
@@ -39,93 +43,92 @@ class PhaseTimer(Generic[P]):
 
     def _enter(self, phase: P, now: float) -> None:
         self.phase, self._entered = phase, now
-        wait = self._table.waits.get(phase)
-        self.deadline = now + wait.limit if wait is not None else float("inf")
-        self.again_at = now + wait.again if wait is not None and wait.again is not None else float("inf")
+        timeout = self._table.timeouts.get(phase)
+        self.deadline = now + timeout.limit if timeout is not None else float("inf")
+        self.retransmit_at = float("inf")
+        if timeout is not None and timeout.retransmit_every is not None:
+            self.retransmit_at = now + timeout.retransmit_every
 
     def move(self, to: P, now: float) -> None:
-        if to not in self._table.following[self.phase]:
+        if to not in self._table.transitions[self.phase]:
             raise IllegalTransition(self.phase, to)
         self._table.seconds[self.phase] += now - self._entered
         self._enter(to, now)
 
-    def stay(self, now: float) -> None:
-        """A sign of life: the phase may last its full time again."""
-        self.deadline = now + self._table.waits[self.phase].limit
+    def extend(self, now: float) -> None:
+        """Restarts the deadline of the phase after a sign of life."""
+        self.deadline = now + self._table.timeouts[self.phase].limit
 
-    def due(self, now: float) -> bool:
-        """Whether its message is to be said again now. Saying it is the caller's; the next time is noted here."""
-        if now < self.again_at:
+    def retransmit_due(self, now: float) -> bool:
+        """Returns whether the caller must retransmit now, and if so schedules the next retransmit."""
+        if now < self.retransmit_at:
             return False
-        again = self._table.waits[self.phase].again
-        assert again is not None
-        self.again_at = now + again
+        interval = self._table.timeouts[self.phase].retransmit_every
+        assert interval is not None
+        self.retransmit_at = now + interval
         return True
 
 
 def earliest(times: Iterable[float]) -> float | None:
-    """The first of them, or None if there is none to wait for."""
+    """Returns the smallest time, or None if all are infinite or there is none."""
     first = min(times, default=float("inf"))
     return None if first == float("inf") else first
 
 
-PEERS_KEPT = 1024
-
-
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """In seconds."""
+    """Intervals and timeouts between peers, in seconds."""
 
-    hello_again: float = 0.5  # until Hello is said again
-    introduced_within: float = 30.0  # from the first Hello to its answer, which may wait for connecting
+    hello_every: float = 0.5  # between retransmits of Hello
+    hello_timeout: float = 30.0  # from the first Hello to its answer, which may wait for the connection
     ping_every: float = 1.0
-    lost_after: float = 4.0  # of silence; so long, too, an introduction holds without a word
-    forget_after: float = 900.0  # of silence, where nothing depends on the peer
-    poll_every: float = 0.002  # between looks at writes under way
+    peer_timeout: float = 4.0  # without a message the peer is lost, and must be introduced again
+    forget_after: float = 900.0  # without a message, for peers that no handoff depends on
+    poll_every: float = 0.002  # between polls of writes in flight
 
 
 class Liveness:
-    """When each peer was heard last. Time comes as an argument."""
+    """When each peer was last heard. Peers that a handoff depends on are pinged, and lost if they stay silent."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
-        self._heard: dict[str, float] = {}
-        self._asked: dict[str, float] = {}  # peers on which something depends: when they were pinged last
-        self._since: dict[str, float] = {}  # the same peers: since when something does
+        self._heard: dict[str, float] = {}  # the most recently heard peer is last
+        self._pinged: dict[str, float] = {}  # watched peers: when the last ping was sent
+        self._watched_since: dict[str, float] = {}
 
-    def heard(self, peer: str, now: float) -> None:
+    def mark_heard(self, peer: str, now: float) -> None:
         self._heard.pop(peer, None)
-        self._heard[peer] = now  # the one heard last comes last
-        if len(self._heard) > PEERS_KEPT:
+        self._heard[peer] = now
+        if len(self._heard) > MAX_PEERS:
             del self._heard[next(iter(self._heard))]
 
-    def fresh(self, peer: str, now: float) -> bool:
-        """It was heard of late."""
-        return peer in self._heard and now - self._heard[peer] <= self._timing.lost_after
+    def heard_recently(self, peer: str, now: float) -> bool:
+        return peer in self._heard and now - self._heard[peer] <= self._timing.peer_timeout
 
     def forget(self, peer: str) -> None:
-        for table in (self._heard, self._asked, self._since):
+        for table in (self._heard, self._pinged, self._watched_since):
             table.pop(peer, None)
 
     def watch(self, peers: Iterable[str], now: float) -> list[str]:
-        """From now on something depends on these and on no others. Returns whom to ping now."""
+        """Replaces the set of watched peers. Returns the peers to ping now."""
         watched = set(peers)
-        for peer in self._since.keys() - watched:
-            del self._since[peer], self._asked[peer]
+        for peer in self._watched_since.keys() - watched:
+            del self._watched_since[peer], self._pinged[peer]
         due = []
         for peer in sorted(watched):
-            self._since.setdefault(peer, now)
-            if now - self._asked.get(peer, float("-inf")) >= self._timing.ping_every:
-                self._asked[peer] = now
+            self._watched_since.setdefault(peer, now)
+            if now - self._pinged.get(peer, float("-inf")) >= self._timing.ping_every:
+                self._pinged[peer] = now
                 due.append(peer)
         return due
 
-    def silent(self, now: float) -> list[str]:
-        """The watched peers that must be taken for lost."""
-        limit = self._timing.lost_after
-        return [peer for peer, since in self._since.items() if now - max(since, self._heard.get(peer, since)) > limit]
+    def timed_out(self, now: float) -> list[str]:
+        """Returns the watched peers that must be treated as lost."""
+        limit = self._timing.peer_timeout
+        since = self._watched_since.items()
+        return [peer for peer, began in since if now - max(began, self._heard.get(peer, began)) > limit]
 
-    def long_silent(self, now: float) -> list[str]:
-        """Peers on which nothing depends, and of which nothing was heard for so long that they can be forgotten."""
+    def expired(self, now: float) -> list[str]:
+        """Returns peers that are not watched and were silent for so long that they can be forgotten."""
         limit = self._timing.forget_after
-        return [peer for peer, at in self._heard.items() if peer not in self._since and now - at > limit]
+        return [peer for peer, at in self._heard.items() if peer not in self._watched_since and now - at > limit]

@@ -40,21 +40,21 @@ COUNTERS = {
     "handed_off": ("hotset_prompts_handed_off", "Prompts computed for decode workers and handed off."),
 }
 HANDOFF_GAUGES = {
-    "open": ("hotset_handoffs_open", "Handoffs that at least one side has not finished."),
-    "peers": ("hotset_handoff_peers", "Workers with which a handoff is in progress."),
-    "ring_quarantined": (
+    "num_open": ("hotset_handoffs_open", "Handoffs that at least one side has not finished."),
+    "num_peers": ("hotset_handoff_peers", "Workers with which a handoff is in progress."),
+    "ring_quarantined_bytes": (
         "hotset_staging_bytes_quarantined",
         "Bytes of the staging ring that a lost peer may still write.",
     ),
 }
 HANDOFF_COUNTERS = {
     "nbytes": ("hotset_handoff_bytes", "Bytes of KV received from prefill workers or sent to decode workers."),
-    "resent": ("hotset_handoff_messages_retransmitted", "Control messages that were retransmitted."),
-    "pieces": ("hotset_staging_pieces", "Pieces of KV packed into or unpacked from the staging ring."),
+    "num_retransmits": ("hotset_handoff_messages_retransmitted", "Control messages that were retransmitted."),
+    "num_pieces": ("hotset_staging_pieces", "Pieces of KV packed into or unpacked from the staging ring."),
 }
 HANDOFF_LABELLED = {
     "outcomes": ("hotset_handoffs", "Finished handoffs by outcome.", "outcome"),
-    "seconds": ("hotset_handoff_phase_seconds", "Total time that handoffs have spent in each phase.", "phase"),
+    "phase_seconds": ("hotset_handoff_phase_seconds", "Total time that handoffs have spent in each phase.", "phase"),
     "dropped": ("hotset_handoff_messages_dropped", "Dropped control messages by cause.", "cause"),
 }
 LAYER_COUNTERS = {

@@ -35,7 +35,7 @@ SHORT = LONG[:100]
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 MANY = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SCENARIO_S = 60.0
-SILENCE_S = Timing().lost_after + 3.0  # until a dead peer is given up, and the engine has heard of it
+SILENCE_S = Timing().peer_timeout + 3.0  # until a dead peer is given up, and the engine has heard of it
 
 
 class Workers:
@@ -125,7 +125,7 @@ def held(stats: EngineStats) -> int:
 def opened(stats: EngineStats) -> int:
     """Handoffs whose end is not known to all that must know it."""
     assert stats.handoff is not None
-    return stats.handoff.open
+    return stats.handoff.num_open
 
 
 async def audited(client: EngineClient) -> EngineStats:
@@ -162,8 +162,8 @@ def test_a_prefill_worker_killed_while_rows_land_costs_one_request_and_its_pages
         assert (stats.landed, stats.lost, stats.running, stats.waiting) == (1, 1, 0, 0)
         assert stats.quarantined_pages >= len(LONG) // 16, "pages that a dead worker was writing to are in use again"
         assert held(stats) == stats.quarantined_pages, "pages are lost"
-        assert stats.handoff is not None and stats.handoff.outcomes["lost, not quiesced"] == 1
-        assert stats.handoff.open == 0
+        assert stats.handoff is not None and stats.handoff.outcomes["failed, not quiesced"] == 1
+        assert stats.handoff.num_open == 0
 
     run(tmp_path, scenario)
 
@@ -186,9 +186,9 @@ def test_a_prefill_worker_whose_decode_worker_was_killed_keeps_no_pages_for_it(t
         assert await answer(successor, "handed", SHORT, prefill) == expected
         stats = await audited(prefill)
         assert held(stats) == stats.quarantined_pages == 0
-        assert stats.handoff is not None and stats.handoff.open == 0
+        assert stats.handoff is not None and stats.handoff.num_open == 0
         outcomes = stats.handoff.outcomes
-        assert (outcomes["done"], outcomes["failed"] + outcomes["peer lost"], outcomes["stopped"]) == (1, 1, 0)
+        assert (outcomes["done"], outcomes["failed"] + outcomes["peer lost"], outcomes["cancelled"]) == (1, 1, 0)
 
     run(tmp_path, scenario)
 

@@ -50,7 +50,7 @@ from hotset.handoff.outgoing import SENDER_TIMEOUTS
 from hotset.handoff.packing import pack, unpack
 from hotset.handoff.receiver import RECEIVER_TIMEOUTS, Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.staged_out import PIECE_TIMEOUTS
+from hotset.handoff.sender_staging import PIECE_TIMEOUTS
 from hotset.handoff.staging import ReceiverStaging, sender_buffers
 from hotset.memory.pages import PageAllocator
 from hotset.transfer.api import Region, WriteState, WriteTicket
@@ -245,7 +245,7 @@ class World:
 
     def _arrive(self, to: "Worker", meant: int | None, name: str, sender: int, message: Message) -> None:
         if to.alive and to.incarnation == meant and to.knows.get(name) == sender:
-            to.machine.take(name, message, self.now)
+            to.machine.handle_message(name, message, self.now)
 
     def introduce(self, decode: "Decode", prefill: "PrefillWorker") -> None:
         """Hello and Welcome, which the agents see to; the machines hear of a restart before anything else."""
@@ -260,8 +260,8 @@ class World:
             one.knows[other.name] = other.incarnation
         assert check_peers(prefill.hello, decode.hello) is None
         prefill.transfer.connect(decode.name, decode.transfer.describe())
-        prefill.machine.peer_known(decode.name, decode.hello)
-        decode.machine.peer_known(prefill.name, prefill.hello)
+        prefill.machine.add_peer(decode.name, decode.hello)
+        decode.machine.add_peer(prefill.name, prefill.hello)
 
     def step(self, seconds: float) -> None:
         self.now += seconds
@@ -350,7 +350,7 @@ class Worker(ABC):
     def note_seconds(self) -> None:
         tables = {type(self.machine).__name__: self.machine.table}
         if isinstance(self.machine, Sender):
-            tables["Piece"] = self.machine.pieces
+            tables["Piece"] = self.machine.piece_table
         for name, table in tables.items():
             for phase, spent in table.seconds.items():
                 self.world.seconds[f"{name}.{phase.name}"] += spent
@@ -438,7 +438,7 @@ class Decode(Worker):
         if self.world.chance(self.world.trouble.abort):
             machine = self.machine
             seconds = self.world.random.choice([0.0, 0.01, 0.05, 0.2, 1.0])
-            self.world.later(seconds, lambda: machine.give_up(key, self.world.now))
+            self.world.later(seconds, lambda: machine.cancel(key, self.world.now))
         return True
 
     def _hear(self, fact: Any) -> None:
@@ -462,7 +462,7 @@ class Decode(Worker):
             self.memory(ask).release(ask)
         else:
             self.doubtful[fact.key] = ask
-        if attempts > 0 and fact.reason != "given up":
+        if attempts > 0 and fact.reason != "cancelled":
             again = HandoffKey(fact.key.request_id, fact.key.attempt + 1)
             self.waiting.append((again, ask.prompt.token_ids, attempts - 1))
 
@@ -525,10 +525,10 @@ class PrefillWorker(Worker):
             state = self.transfer.poll(entry[2])
             if state is not WriteState.PENDING:
                 self.tickets.remove(entry)
-                self.machine.ended(*entry, state, now)
+                self.machine.on_write_ended(*entry, state, now)
         self.machine.tick(now)
-        if self.machine.looks:
-            self.machine.look(now)
+        if self.machine.has_pending_events:
+            self.machine.poll_events(now)
         self._act()
         self._compute()
         self._act()
@@ -543,7 +543,7 @@ class PrefillWorker(Worker):
                         if piece is not None:
                             pack(piece)
                         ticket = self.transfer.submit(peer, writes, after)
-                        self.machine.submitted(peer, key, ticket)
+                        self.machine.on_submitted(peer, key, ticket)
                         self.tickets.append((peer, key, ticket))
                     case StartPrefill():
                         assert (action.peer, action.key) not in self.jobs, "computed twice at once"
@@ -569,14 +569,16 @@ class PrefillWorker(Worker):
         for job in [each for each in self.jobs.values() if each.done < len(each.prefill.prompt)][:3]:
             peer, key, total = job.prefill.peer, job.prefill.key, len(job.prefill.prompt)
             if self.world.chance(self.world.trouble.not_computed):
-                self.machine.tell(PrefillFailed(peer, key, True, "bad luck"), self.world.now)
+                self.machine.handle_command(PrefillFailed(peer, key, True, "bad luck"), self.world.now)
                 continue
             first, job.done = job.done, min(total, job.done + self.world.random.randint(1, 16))
             forward = Forward(self.incarnation, job, first, job.done)
-            self.machine.tell(RowsComputed(peer, key, first, job.done, tuple(job.pages), forward), self.world.now)
+            self.machine.handle_command(
+                RowsComputed(peer, key, first, job.done, tuple(job.pages), forward), self.world.now
+            )
             self.world.later(self.world.random.uniform(0, 0.03), partial(self._pass, forward))
             if job.done == total:
-                self.machine.tell(
+                self.machine.handle_command(
                     FirstTokenSampled(peer, key, job.prefill.prompt.token_ids[-1] + 1, None), self.world.now
                 )
 

@@ -53,7 +53,7 @@ LAYERS, HEADS, HEAD_BYTES, GROUPS, KEY_BYTES = 2, 4, 6, 1, 16
 ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
 POISON = 0xAB
 MODEL = ModelIdentity("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
-QUICK = Timing(hello_again=0.1, ping_every=0.2, lost_after=1.5, poll_every=0.001)
+QUICK = Timing(hello_every=0.1, ping_every=0.2, peer_timeout=1.5, poll_every=0.001)
 SCALE = 0.2  # of the state machines' own times
 SECONDS = 60.0  # for what happens much sooner on a machine that is not overloaded
 
@@ -179,7 +179,7 @@ class _Engine(ABC):
         transfer.register(memory.region)
         if staging is not None:
             transfer.register(staging.region)
-        ring = staging.space if staging is not None and isinstance(machine, Receiver) else None
+        ring = staging.memory_range if staging is not None and isinstance(machine, Receiver) else None
         hello = Hello(post.address, model, {"host": memory.store}, transfer.name, transfer.describe(), ring)
         self.address = post.address
         self._news = threading.Event()
@@ -195,7 +195,7 @@ class _Engine(ABC):
             while not self._stopped:
                 self._news.wait()
                 self._news.clear()
-                for fact in self.agent.facts():
+                for fact in self.agent.take_events():
                     self.obey(fact)
         except EngineStopped as error:
             self.died = None if self._closing else error
@@ -208,7 +208,7 @@ class _Engine(ABC):
 
     def stands_in(self, *phases: str) -> bool:
         """Whether these, and no others, are the phases of its handoffs."""
-        with self.agent._turn:
+        with self.agent._lock:
             return sorted(phase.value for phase in self.machine.phases().values()) == sorted(phases)
 
     def close(self, drain_seconds: float = 0.0) -> None:
@@ -237,7 +237,7 @@ class DecodeEngine(_Engine):
         self.facts: dict[HandoffKey, list[ReceiverEvent]] = {}
         self._asks: dict[HandoffKey, HandoffRequest] = {}
         self._lock = threading.Lock()
-        self.ring = None if staging is None else ReceiverStaging(staging.space, {"host": memory.store})
+        self.ring = None if staging is None else ReceiverStaging(staging.memory_range, {"host": memory.store})
         machine = Receiver(scaled(receiver.RECEIVER_TIMEOUTS, scale), self.ring)
         super().__init__(machine, memory, post, transfer, staging=staging, **rest)
 

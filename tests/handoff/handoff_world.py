@@ -69,8 +69,8 @@ class FaultyPost:
     def forget(self, peer: str) -> None:
         self.inner.forget(peer)
 
-    def close(self, last_words_s: float = 0.2) -> None:
-        self.inner.close(last_words_s)
+    def close(self, linger_s: float = 0.2) -> None:
+        self.inner.close(linger_s)
 
 
 @dataclass
@@ -97,7 +97,7 @@ class World:
     def settled(self) -> bool:
         """Nobody has anything open any more, and the engines know it."""
         for engine in self.engines:
-            if engine.agent.stats().open or (isinstance(engine, PrefillEngine) and engine.held):
+            if engine.agent.stats().num_open or (isinstance(engine, PrefillEngine) and engine.held):
                 return False
         return True
 
@@ -141,7 +141,7 @@ class Dictated:
     def wait(self, seconds: float) -> None: ...
     def wake(self) -> None: ...
     def forget(self, peer: str) -> None: ...
-    def close(self, last_words_s: float = 0.2) -> None: ...
+    def close(self, linger_s: float = 0.2) -> None: ...
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""Waits of the machines, at another pace."""
+"""Scales the timeouts of the state machines, so that tests take less time."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -9,9 +9,9 @@ from hotset.handoff.timers import PhaseTimeout
 P = TypeVar("P", bound=Enum)
 
 
-def scaled(waits: Mapping[P, PhaseTimeout], factor: float) -> dict[P, PhaseTimeout]:
-    """The same, slower or quicker."""
-    return {
-        phase: PhaseTimeout(wait.limit * factor, None if wait.again is None else wait.again * factor)
-        for phase, wait in waits.items()
-    }
+def scaled(timeouts: Mapping[P, PhaseTimeout], factor: float) -> dict[P, PhaseTimeout]:
+    def scale(timeout: PhaseTimeout) -> PhaseTimeout:
+        every = timeout.retransmit_every
+        return PhaseTimeout(timeout.limit * factor, None if every is None else every * factor)
+
+    return {phase: scale(timeout) for phase, timeout in timeouts.items()}

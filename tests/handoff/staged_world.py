@@ -85,9 +85,9 @@ class World:
         self.row_bytes = 3 * 2 * HEADS * self.memory.head_bytes + 2 * 5
         self.ring_memory = StagingMemory(ring_bytes)
         stores = {"host": self.memory.store}
-        self.staging = ReceiverStaging(self.ring_memory.space, stores)
+        self.staging = ReceiverStaging(self.ring_memory.memory_range, stores)
         self.receiver = Receiver(staging=self.staging)
-        self.hello = Hello(DECODE, MODEL, stores, "loopback", b"", self.ring_memory.space)
+        self.hello = Hello(DECODE, MODEL, stores, "loopback", b"", self.ring_memory.memory_range)
         self.prefills = {
             f"prefill:{at}": PrefillEnd(f"prefill:{at}", each, 8192) for at, each in enumerate(prefills, 1)
         }
@@ -109,8 +109,8 @@ class World:
 
     def introduce(self, end: PrefillEnd) -> None:
         assert check_peers(end.hello, self.hello) is None and check_peers(self.hello, end.hello) is None
-        end.sender.peer_known(DECODE, self.hello)
-        self.receiver.peer_known(end.name, end.hello)
+        end.sender.add_peer(DECODE, self.hello)
+        self.receiver.add_peer(end.name, end.hello)
 
     def fetch(self, rows: int, name: str = "r", at: int = 1) -> HandoffKey:
         key, count = HandoffKey(name, 1), pages_for(self.memory.store.shards[0].span, rows)
@@ -134,9 +134,9 @@ class World:
         if first < until:
             end.memory.compute(context.pages, first, until, seed=ask.prompt.token_ids[0])
             context.told = until
-            end.sender.tell(RowsComputed(DECODE, key, first, until, tuple(context.pages), after), self.now)
+            end.sender.handle_command(RowsComputed(DECODE, key, first, until, tuple(context.pages), after), self.now)
         if until == total:
-            end.sender.tell(FirstTokenSampled(DECODE, key, 7, None), self.now)
+            end.sender.handle_command(FirstTokenSampled(DECODE, key, 7, None), self.now)
         self.act()
 
     def act(self) -> None:
@@ -166,7 +166,7 @@ class World:
                     pack(action.pack)
                 self.tickets += 1
                 ticket = WriteTicket(self.tickets, 0)
-                end.sender.submitted(DECODE, key, ticket)
+                end.sender.on_submitted(DECODE, key, ticket)
                 self.writes.append(Write(end.name, action, ticket))
             case StartPrefill():
                 pages = end.pages.allocate(pages_for(end.memory.store.shards[0].span, len(action.prompt)))
@@ -185,7 +185,7 @@ class World:
 
     def deliver(self, origin: str, to: str, message: Message) -> None:
         machine = self.receiver if to == DECODE else self.prefills[to].sender
-        machine.take(origin, message, self.now)
+        machine.handle_message(origin, message, self.now)
         self.act()
 
     def carry(self, *but: type) -> None:
@@ -207,7 +207,7 @@ class World:
             for here, there, nbytes in write.submit.writes.tolist():
                 ctypes.memmove(there, here, nbytes)
                 self.written += 1
-        self.prefills[write.peer].sender.ended(DECODE, write.submit.key, write.ticket, state, self.now)
+        self.prefills[write.peer].sender.on_write_ended(DECODE, write.submit.key, write.ticket, state, self.now)
         self.act()
 
     def finish(self) -> None:
@@ -222,7 +222,7 @@ class World:
 
     def look(self) -> None:
         for end in self.prefills.values():
-            end.sender.look(self.now)
+            end.sender.poll_events(self.now)
         self.act()
 
     def pass_time(self, seconds: float, *but: type) -> None:
@@ -248,5 +248,5 @@ class World:
         """Nobody holds anything."""
         assert self.receiver.phases() == {} and self.ring.held == 0 and not self.ring.waiting
         for end in self.prefills.values():
-            assert end.sender.phases() == {} and not end.sender._buffers.uses
+            assert end.sender.phases() == {} and not end.sender._buffers.users
             assert sorted(map(str, end.dropped)) == sorted(map(str, end.contexts)), "Drop comes once for every Prefill"

@@ -198,10 +198,10 @@ def run(agent: HandoffAgent, post: Dictated, clock: Clock, said: list[Said]) -> 
         clock.now += seconds
         post.coming = [*([PeerRestarted(peer)] if restart else []), *through_the_wire(peer, message)]
         agent._work()
-        if isinstance(agent._side, PrefillRole):
-            assert until(lambda: not agent._inbox.empty() or not agent._side._connecting)
+        if isinstance(agent._role, PrefillRole):
+            assert until(lambda: not agent._inbox.empty() or not agent._role._connecting)
             agent._work()
-        facts += agent.facts()
+        facts += agent.take_events()
         agent.audit()
     return facts
 
@@ -211,8 +211,8 @@ def run(agent: HandoffAgent, post: Dictated, clock: Clock, said: list[Said]) -> 
 def test_a_decode_worker_survives_whatever_its_peers_say(said: list[Said], asked: list[str]) -> None:
     post, clock = Dictated(), Clock()
     staging, target = StagingMemory(4096), Memory(8, PAGE_ROWS)
-    hello = Hello(OURS, MODEL, {"host": target.store}, "loopback", b"", staging.space)
-    receiver = Receiver(staging=ReceiverStaging(staging.space, hello.stores))
+    hello = Hello(OURS, MODEL, {"host": target.store}, "loopback", b"", staging.memory_range)
+    receiver = Receiver(staging=ReceiverStaging(staging.memory_range, hello.stores))
     agent = HandoffAgent(receiver, hello, post, Loopback(Hub()), wake=lambda: None, clock=clock)
     wanted = [HandoffKey(name, 0) for name in "rs"[: len(asked)]]
     for peer, key in zip(asked, wanted, strict=True):

@@ -57,7 +57,7 @@ def test_prompts_of_many_lengths_land_byte_for_byte(world: World) -> None:
     assert landed.outcomes["landed"] == written.outcomes["done"] == len(LENGTHS)
     assert landed.nbytes == written.nbytes == sum(LENGTHS) * (2 * 48 + 16)
     assert written.throughput is not None and written.throughput.gb_per_s > 0
-    assert landed.seconds["landing"] > 0 and written.seconds["writing"] > 0
+    assert landed.phase_seconds["landing"] > 0 and written.phase_seconds["writing"] > 0
     assert not landed.dropped and not written.dropped
 
 
@@ -147,7 +147,7 @@ def test_no_control_message_is_needed_more_than_its_repetition(world: World, kin
         assert all(isinstance(end, Landed) for end in ends), ends
         assert len(set(prefill.computed)) == len(prefill.computed), "a prompt was computed twice"
     else:
-        reason = {GIVEN_UP: "given up", NOT_COMPUTED: "too long", MISMATCHED: "layers differs"}[how]
+        reason = {GIVEN_UP: "cancelled", NOT_COMPUTED: "too long", MISMATCHED: "layers differs"}[how]
         assert all(isinstance(end, FetchFailed) and end.quiesced and reason in end.reason for end in ends), ends
     assert until(world.settled)
     assert not decode.quarantined
@@ -165,10 +165,10 @@ def test_a_request_given_up_at_any_stage_ends_once_and_leaves_nothing(world: Wor
     if stage == "landed":
         assert isinstance(decode.ended(key), Landed)
     elif stage != "introduced":
-        assert until(lambda: decode.agent.stats().seconds["requesting"] > 0)  # it lands
+        assert until(lambda: decode.agent.stats().phase_seconds["requesting"] > 0)  # it lands
     decode.give_up(key)
     end = decode.ended(key)
-    assert isinstance(end, Landed) if stage == "landed" else end == FetchFailed(key, True, False, "given up")
+    assert isinstance(end, Landed) if stage == "landed" else end == FetchFailed(key, True, False, "cancelled")
     assert until(world.settled)
     assert decode.facts[key] == [end]
     world.audit()
@@ -233,7 +233,7 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one(world: World) -> None
     prefill._hold = ""
     second = decode.fetch(prefill.address, prompt(30), "same", attempt=1)
     assert isinstance(decode.ended(second), Landed)
-    assert decode.ended(first) == FetchFailed(first, True, False, "given up")
+    assert decode.ended(first) == FetchFailed(first, True, False, "cancelled")
     assert until(world.settled)
     world.audit()
 
@@ -255,7 +255,7 @@ def test_garbage_on_the_control_port_disturbs_no_handoff(world: World) -> None:
                 dealer.send(junk)
             keys.append(decode.fetch(prefill.address, prompt(20, number), f"r{number}"))
         assert all(isinstance(decode.ended(key), Landed) for key in keys)
-        assert until(lambda: prefill.agent.stats().dropped.get("garbage") == 40)
+        assert until(lambda: prefill.agent.stats().dropped.get("malformed") == 40)
 
 
 def test_a_peer_with_another_secret_is_never_served(world: World) -> None:
@@ -263,8 +263,8 @@ def test_a_peer_with_another_secret_is_never_served(world: World) -> None:
     prefill = world.prefill(Channel("127.0.0.1:0", secret=SECRET))
     key = decode.fetch(prefill.address, prompt(20), "r")
     end = decode.ended(key)
-    assert isinstance(end, FetchFailed) and end.quiesced and "not been heard" in end.reason
-    assert prefill.agent.stats().dropped["garbage"] > 0 and not prefill.computed
+    assert isinstance(end, FetchFailed) and end.quiesced and "no message from" in end.reason
+    assert prefill.agent.stats().dropped["malformed"] > 0 and not prefill.computed
 
 
 def test_mismatched_models_are_refused_with_both_sides_values(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -285,7 +285,7 @@ def test_a_decode_worker_judges_for_itself_whether_a_prefill_worker_fits() -> No
     agent._work()
     post.coming = [MessageReceived(peer, Welcome(replace(hello, control=peer, model=replace(MODEL, weights="11"))))]
     agent._work()
-    (end,) = agent.facts()
+    (end,) = agent.take_events()
     assert isinstance(end, FetchFailed) and end.quiesced and "'00' here, '11' there" in end.reason
     assert not any(isinstance(message, HandoffRequest) for message in post.said)
 
@@ -342,7 +342,7 @@ def test_an_agent_that_dies_says_so_to_its_engine() -> None:
     agent = HandoffAgent(BrokenReceiver(), hello, post, None, wake=woken.set)  # type: ignore[arg-type]
     agent.start()
     assert woken.wait(SECONDS)
-    for call in (agent.facts, lambda: agent.put(None)):  # type: ignore[arg-type]
+    for call in (agent.take_events, lambda: agent.put(None)):  # type: ignore[arg-type]
         with pytest.raises(EngineStopped, match="a bug") as failure:
             call()
         assert isinstance(failure.value.__cause__, ZeroDivisionError)

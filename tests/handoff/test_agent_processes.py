@@ -109,7 +109,7 @@ def reach(worker: Worker, decode: DecodeEngine, stage: str) -> HandoffKey:
     key = decode.fetch(worker.address, prompt(60), "r")
     while worker.says("stage") != stage:
         pass
-    assert until(lambda: decode.agent.stats().seconds["requesting"] > 0)
+    assert until(lambda: decode.agent.stats().phase_seconds["requesting"] > 0)
     return key
 
 
@@ -137,7 +137,7 @@ def test_a_prefill_worker_killed_before_it_was_told_to_go_costs_no_page(tmp_path
         assert isinstance(decode.ended(decode.fetch(doomed.address, prompt(10), "before")), Landed)
         pause(doomed.process.pid)
         key = decode.fetch(doomed.address, prompt(60), "r")
-        assert until(lambda: bool(decode.agent.stats().open))
+        assert until(lambda: bool(decode.agent.stats().num_open))
         doomed.kill()
         end = decode.ended(key)
         assert isinstance(end, FetchFailed) and end.quiesced
@@ -147,7 +147,7 @@ def test_a_prefill_worker_that_returns_at_its_old_address_is_noticed_at_once_and
     with (
         workers(Worker("prefill", tmp_path / "first", hold="sample")) as alive,
         # Silence would give it away much later.
-        decoding(tmp_path, timing=replace(QUICK, lost_after=60.0), scale=1.0) as decode,
+        decoding(tmp_path, timing=replace(QUICK, peer_timeout=60.0), scale=1.0) as decode,
     ):
         first = alive[0]
         old = reach(first, decode, "sample")
@@ -165,7 +165,7 @@ def test_a_prefill_worker_that_was_replaced_while_idle_costs_no_request(tmp_path
         assert isinstance(decode.ended(decode.fetch(address, prompt(60), "old")), Landed)
         alive[0].kill()
         alive.append(Worker("prefill", tmp_path / "second", address=address))
-        assert until(lambda: not decode.agent._liveness.fresh(address, decode.agent._clock()))
+        assert until(lambda: not decode.agent._liveness.heard_recently(address, decode.agent._clock()))
         assert isinstance(decode.ended(decode.fetch(address, prompt(60), "new")), Landed)
 
 
@@ -208,8 +208,8 @@ def test_pages_stay_in_quarantine_when_the_worker_that_nobody_is_sure_of_is_kill
         first.kill()
         alive.append(Worker("prefill", tmp_path / "second", address=first.address))
         assert isinstance(decode.ended(decode.fetch(first.address, prompt(60), "new")), Landed)
-        asked = decode.agent.stats().resent
-        assert until(lambda: decode.agent.stats().resent > asked + 1), "it is not asked any more"
+        asked = decode.agent.stats().num_retransmits
+        assert until(lambda: decode.agent.stats().num_retransmits > asked + 1), "it is not asked any more"
         # The successor knows nothing of it, and so cannot say that it has stopped.
         assert decode.quarantined == {old} and decode.stands_in("quarantined")
 
@@ -221,7 +221,7 @@ def test_giving_up_while_the_prefill_worker_dies_ends_once(tmp_path: Path) -> No
         decode.give_up(key)
         doomed.kill()
         end = decode.ended(key)
-        assert isinstance(end, FetchFailed) and not end.quiesced and end.reason == "given up"
+        assert isinstance(end, FetchFailed) and not end.quiesced and end.reason == "cancelled"
 
 
 @pytest.mark.parametrize("stage", [*STAGES, ""])
@@ -231,7 +231,7 @@ def test_a_decode_worker_killed_at_any_stage_costs_the_prefill_worker_nothing(tm
         doomed.tell(prefill.address, "r", *prompt(60))
         assert until(lambda: len(prefill.computed) == 1)
         doomed.kill()
-        assert until(lambda: not prefill.held and not prefill.agent.stats().open)
+        assert until(lambda: not prefill.held and not prefill.agent.stats().num_open)
         prefill._hold = ""
         # Its successor may use the same id for something else.
         alive.append(Worker("decode", tmp_path / "next", address=doomed.address))

@@ -50,7 +50,7 @@ class SlowToConnect(Loopback):
 
 
 def test_a_peer_that_is_slow_to_connect_delays_no_other(world: World) -> None:
-    timing = replace(QUICK, introduced_within=2 * QUICK.lost_after)
+    timing = replace(QUICK, hello_timeout=2 * QUICK.peer_timeout)
     decodes = [world.decode(timing=timing), world.decode(timing=timing)]
     transfer = SlowToConnect(world.hub)
     transfer.go, transfer.slow = threading.Event(), decodes[0].address
@@ -60,8 +60,8 @@ def test_a_peer_that_is_slow_to_connect_delays_no_other(world: World) -> None:
     assert isinstance(decodes[1].ended(decodes[1].fetch(prefill.address, prompt(20), "r"), SECONDS / 2), Landed)
     # The prefill worker answers pings meanwhile, so it is not taken for lost, and yet it is not waited for without end.
     end = decodes[0].ended(waiting)
-    assert isinstance(end, FetchFailed) and end.quiesced and end.retry and "not let us in" in end.reason
-    assert until(lambda: not prefill.agent._side._connecting)
+    assert isinstance(end, FetchFailed) and end.quiesced and end.retry and "has not answered Hello" in end.reason
+    assert until(lambda: not prefill.agent._role._connecting)
     transfer.slow = ""
     again = decodes[0].fetch(prefill.address, prompt(20), "waits", attempt=1)
     assert isinstance(decodes[0].ended(again), Landed)
@@ -84,7 +84,7 @@ def test_connections_that_hang_bar_nobody_else_for_good() -> None:
     store = Memory(4, 8).store
     hello = Hello(post.address, MODEL, {"host": store}, "loopback", b"")
     agent = HandoffAgent(Sender(store), hello, post, transfer, wake=lambda: None, clock=clock)
-    side = agent._side
+    side = agent._role
     assert isinstance(side, PrefillRole)
     peers = [f"127.0.0.1:{9000 + number}" for number in range(MAX_CONNECTING + 1)]
 
@@ -95,12 +95,12 @@ def test_connections_that_hang_bar_nobody_else_for_good() -> None:
     for peer in peers:
         say_hello(peer)
     assert [*side._connecting] == peers[:MAX_CONNECTING]
-    clock.now = Timing().introduced_within
+    clock.now = Timing().hello_timeout
     say_hello(peers[-1])
     say_hello(peers[-1])
     assert [*side._connecting] == peers[-1:]
     for number in range(MAX_HUNG_CONNECTS):
-        clock.now += Timing().introduced_within
+        clock.now += Timing().hello_timeout
         agent._work()
         say_hello(peers[number % 2])
     assert side._unended == MAX_HUNG_CONNECTS and isinstance(post.said[-1], Refused) and "hang" in post.said[-1].reason
@@ -118,7 +118,7 @@ def test_a_peer_that_was_idle_for_long_is_asked_who_it_is_before_anything_is_sen
     assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "a")), Landed)
     assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "b")), Landed)
     assert post.sent.count("Hello") == 1
-    clock.advance(1.2 * QUICK.lost_after)
+    clock.advance(1.2 * QUICK.peer_timeout)
     assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "c")), Landed)
     assert post.sent.count("Hello") == 2
 
@@ -126,10 +126,10 @@ def test_a_peer_that_was_idle_for_long_is_asked_who_it_is_before_anything_is_sen
 def test_a_prefill_worker_that_has_forgotten_us_is_introduced_to_again(world: World) -> None:
     decode, prefill = world.decode(), world.prefill()
     assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "a")), Landed)
-    with prefill.agent._turn:
-        prefill.agent._side.lost(decode.address, "as if it had been silent", time.monotonic())
+    with prefill.agent._lock:
+        prefill.agent._role.peer_lost(decode.address, "as if it had been silent", time.monotonic())
     lost = decode.ended(decode.fetch(prefill.address, prompt(20), "b"))
-    assert isinstance(lost, FetchFailed) and lost.quiesced and "say Hello first" in lost.reason
+    assert isinstance(lost, FetchFailed) and lost.quiesced and "send Hello first" in lost.reason
     assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "b", attempt=1)), Landed)
     world.audit()
 
@@ -141,7 +141,7 @@ def test_a_decode_worker_that_closes_gives_up_what_is_open_and_says_so(world: Wo
     began = time.monotonic()
     decode.agent.close(SECONDS)
     assert time.monotonic() - began < SECONDS / 2
-    assert [decode.ended(key) for key in keys] == [FetchFailed(key, True, False, "given up") for key in keys]
+    assert [decode.ended(key) for key in keys] == [FetchFailed(key, True, False, "cancelled") for key in keys]
     assert until(lambda: not prefill.held)
     with pytest.raises(EngineStopped, match="closed"):
         decode.give_up(keys[0])
@@ -170,10 +170,10 @@ def test_a_prefill_worker_that_closes_tells_peers_of_what_it_cannot_finish(world
     decode, prefill = world.decode(), world.prefill(hold="sample")
     keys = [decode.fetch(prefill.address, prompt(60, number), f"r{number}") for number in range(3)]
     landed = 3 * 60 * (2 * 48 + 16)  # all rows, so that only the first token is missing
-    assert until(lambda: prefill.agent.stats().nbytes == landed and not prefill.agent._side.polls)
+    assert until(lambda: prefill.agent.stats().nbytes == landed and not prefill.agent._role.needs_polling)
     prefill.agent.close(drain_seconds)
     assert [decode.ended(key) for key in keys] == [FetchFailed(key, True, False, STOPPING) for key in keys]
-    assert until(lambda: not decode.agent.stats().open) and not decode.quarantined
+    assert until(lambda: not decode.agent.stats().num_open) and not decode.quarantined
     decode.audit()
 
 
@@ -181,16 +181,16 @@ def test_a_write_under_way_at_the_end_of_a_drain_ends_before_its_peer_is_told(wo
     clock, computed = StoppableClock(), threading.Event()
     decode, prefill = world.decode(), world.prefill(hold="sample", gate=computed, clock=clock)
     key = decode.fetch(prefill.address, prompt(20), "r")
-    assert until(lambda: prefill.agent._side.polls)
+    assert until(lambda: prefill.agent._role.needs_polling)
     clock.stop()
     closing = threading.Thread(target=prefill.agent.close, args=(1.0,))
     closing.start()
     assert until(lambda: prefill.agent._closing)
     clock.advance(1.0)
-    assert until(lambda: prefill.agent._cut) and not decode.facts[key]
+    assert until(lambda: prefill.agent._drained) and not decode.facts[key]
     computed.set()
     assert decode.ended(key) == FetchFailed(key, True, False, STOPPING)
-    assert not prefill.agent._side.polls, "told before its last write had ended"
+    assert not prefill.agent._role.needs_polling, "told before its last write had ended"
     closing.join(SECONDS)
     assert not closing.is_alive()
 
@@ -210,7 +210,7 @@ def test_a_drain_is_cut_short_by_somebody_who_will_not_wait(world: World) -> Non
 def test_closing_is_bounded_where_a_peer_says_nothing(world: World) -> None:
     post = FaultyPost(Channel("127.0.0.1:0"))
     post.lose = {"HandoffFailed": 100}  # it leaves without a word
-    decode = world.decode(timing=replace(QUICK, lost_after=60.0), scale=10.0)
+    decode = world.decode(timing=replace(QUICK, peer_timeout=60.0), scale=10.0)
     prefill = world.prefill(post, hold="sample")
     decode.fetch(prefill.address, prompt(60), "r")
     assert until(lambda: len(prefill.computed) == 1)

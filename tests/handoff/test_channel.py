@@ -12,7 +12,7 @@ import zmq
 
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.handoff.channel import AT_ONCE, PEERS_KEPT, QUEUED, Channel
+from hotset.handoff.channel import MAX_PEERS, MAX_PER_RECEIVE, MAX_QUEUED, Channel
 from hotset.handoff.codec import MARK, MAX_BYTES, PLAIN, Codec
 from hotset.handoff.messages import (
     PROTOCOL,
@@ -98,15 +98,15 @@ def test_an_ask_of_a_long_prompt_arrives_whole() -> None:
 
 def test_order_is_kept_and_a_flood_is_taken_in_portions() -> None:
     with channels(None, None) as (left, right):
-        for number in range(AT_ONCE + 50):
+        for number in range(MAX_PER_RECEIVE + 50):
             left.send(right.address, Ping(number))
         events: list[ChannelEvent] = []
-        while len(events) < AT_ONCE + 50:
+        while len(events) < MAX_PER_RECEIVE + 50:
             right.wait(SECONDS)
             portion = right.receive()
-            assert 0 < len(portion) <= AT_ONCE
+            assert 0 < len(portion) <= MAX_PER_RECEIVE
             events += portion
-        assert events == [MessageReceived(left.address, Ping(number)) for number in range(AT_ONCE + 50)]
+        assert events == [MessageReceived(left.address, Ping(number)) for number in range(MAX_PER_RECEIVE + 50)]
 
 
 def test_what_is_said_before_the_peer_listens_arrives_when_it_does() -> None:
@@ -122,7 +122,7 @@ def test_what_is_said_before_the_peer_listens_arrives_when_it_does() -> None:
 def test_sending_to_nobody_never_blocks_and_what_overflows_is_counted() -> None:
     with channels(None) as [channel]:
         began = time.monotonic()
-        for number in range(QUEUED + 100):
+        for number in range(MAX_QUEUED + 100):
             channel.send("127.0.0.1:1", Ping(number))
         assert time.monotonic() - began < SECONDS
         assert channel.dropped["queue full"] >= 100
@@ -138,7 +138,7 @@ def test_an_address_that_leads_nowhere_is_no_exception(address: str) -> None:
 def test_nothing_but_questions_goes_to_somebody_never_heard() -> None:
     with channels(None, None) as (left, right):
         left.send(right.address, HandoffAccepted(KEY))
-        assert left.dropped["to nobody known"] == 1
+        assert left.dropped["unknown peer"] == 1
         left.send(right.address, Ping(1))
         assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
 
@@ -153,7 +153,7 @@ def test_a_restarted_peer_is_reported_once_and_hears_nothing_meant_for_the_one_b
             left.send(address, HandoffAccepted(KEY))
             left.send(address, Ping(2))
             assert received(second, 1) == [MessageReceived(left.address, Ping(2))]
-            assert second.dropped["misaddressed"] == 1
+            assert second.dropped["wrong incarnation"] == 1
             second.send(left.address, Pong(2))
             assert received(left, 2) == [PeerRestarted(address), MessageReceived(address, Pong(2))]
             left.send(address, HandoffAccepted(KEY))
@@ -172,13 +172,13 @@ def test_what_the_dead_left_behind_does_not_bring_them_back() -> None:
         say("bb", 4)
         pings = [MessageReceived("127.0.0.1:7", Ping(number)) for number in (1, 2, 4)]
         assert received(channel, 4) == [pings[0], PeerRestarted("127.0.0.1:7"), *pings[1:]]
-        assert becomes(channel, lambda: channel.dropped["from the dead"] == 1)
+        assert becomes(channel, lambda: channel.dropped["old incarnation"] == 1)
 
 
 def test_a_channel_that_hears_itself_does_not_answer() -> None:
     with channels(None) as [channel]:
         channel.send(channel.address, Ping(1))
-        assert becomes(channel, lambda: channel.dropped["from ourselves"] == 1)
+        assert becomes(channel, lambda: channel.dropped["own message"] == 1)
 
 
 def test_a_hello_of_another_version_is_reported_so_that_it_can_be_refused() -> None:
@@ -187,7 +187,7 @@ def test_a_hello_of_another_version_is_reported_so_that_it_can_be_refused() -> N
             fields = (PROTOCOL + 1, later.address, later.incarnation, "", kind, {})
             dealer.send(MARK + PLAIN + msgspec.msgpack.encode(fields))
         assert received(channel, 1) == [ProtocolMismatch(later.address, later.incarnation, PROTOCOL + 1, "Hello")]
-        assert channel.dropped["other version"] == 2
+        assert channel.dropped["protocol mismatch"] == 2
         channel.send(later.address, Refused("version 1 here, 2 there"))
         assert received(later, 1) == [MessageReceived(channel.address, Refused("version 1 here, 2 there"))]
 
@@ -218,14 +218,14 @@ def test_garbage_is_counted_and_logged_once_for_each_address(caplog: pytest.LogC
         with speaker(right) as dealer:
             for junk in ([b"junk"], [b""], [b"one", b"two"], [MARK + PLAIN + b"\x96"], [MARK * 100]):
                 dealer.send_multipart(junk)
-            assert becomes(right, lambda: right.dropped["garbage"] == 5)
+            assert becomes(right, lambda: right.dropped["malformed"] == 5)
         assert [record.message for record in caplog.records if "127.0.0.1" in record.message] == [
-            "dropped garbage from 127.0.0.1 on the control port: not a message of this protocol "
+            "dropped a malformed message from 127.0.0.1 on the control port: not a message of this protocol "
             "(further ones are counted, not logged)"
         ]
         with raw_socket(right) as connection:
             connection.sendall(b"\xff" * 200)
-        assert becomes(right, lambda: right.dropped["garbage"] >= 6)
+        assert becomes(right, lambda: right.dropped["malformed"] >= 6)
         left.send(right.address, Ping(1))
         assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
 
@@ -245,16 +245,16 @@ def test_a_wrong_secret_is_not_heard_and_said_so(
 ) -> None:
     with caplog.at_level(logging.WARNING, "hotset.handoff"), channels(theirs, ours) as (stranger, channel):
         stranger.send(channel.address, Ping(1))
-        assert becomes(channel, lambda: channel.dropped["garbage"] == 1)
+        assert becomes(channel, lambda: channel.dropped["malformed"] == 1)
         assert "secret" in caplog.text and SECRET not in caplog.text
 
 
 def test_peers_invented_by_a_stranger_take_bounded_memory() -> None:
     with channels(None) as [channel], speaker(channel) as dealer:
-        for number in range(PEERS_KEPT + 50):
+        for number in range(MAX_PEERS + 50):
             dealer.send(Codec().encode(Envelope(f"10.0.{number >> 8}.{number & 255}:80", "aa", "", Ping(number))))
-        assert len(received(channel, PEERS_KEPT + 50)) == PEERS_KEPT + 50
-        assert len(channel._peers) == PEERS_KEPT
+        assert len(received(channel, MAX_PEERS + 50)) == MAX_PEERS + 50
+        assert len(channel._peers) == MAX_PEERS
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", "*:0", "10.1.2.3:0", "some-host:0"])

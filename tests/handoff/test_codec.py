@@ -97,7 +97,12 @@ def packed(*fields: object) -> bytes:
 
 
 def body(kind: str, fields: object, **envelope: Any) -> bytes:
-    head = {"protocol": PROTOCOL, "origin": ORIGIN, "sender": "ab12", "addressee": ""} | envelope
+    head = {
+        "protocol": PROTOCOL,
+        "sender_address": ORIGIN,
+        "sender_incarnation": "ab12",
+        "target_incarnation": "",
+    } | envelope
     return packed(*head.values(), kind, fields)
 
 
@@ -113,7 +118,7 @@ def test_what_is_sent_is_what_is_read(message: Message, secret: bytes | None) ->
 
 
 def test_an_answer_is_for_anybody_where_nobody_is_named() -> None:
-    assert Codec().decode(Codec().encode(letter(Ping(1), addressee=""))).addressee == ""
+    assert Codec().decode(Codec().encode(letter(Ping(1), target_incarnation=""))).target_incarnation == ""
 
 
 @settings(max_examples=150, deadline=None)
@@ -236,14 +241,14 @@ def test_an_ask_with_a_wrong_field_is_bad(changes: dict[str, Any]) -> None:
     [
         body("Elephant", {}),
         body("Ping", {"number": "one"}),
-        body("Ping", {"number": 1 << 64 - 1, "x": b""}, sender=""),
-        body("Ping", {"number": 1}, sender="not hex"),
-        body("Ping", {"number": 1}, addressee="\n"),
-        body("Ping", {"number": 1}, origin="127.0.0.1"),
-        body("Ping", {"number": 1}, origin="127.0.0.1:0"),
-        body("Ping", {"number": 1}, origin="127.0.0.1:65536"),
-        body("Ping", {"number": 1}, origin="line\nfeed:80"),
-        body("Ping", {"number": 1}, origin="ipc:///tmp/x:80"),
+        body("Ping", {"number": 1 << 64 - 1, "x": b""}, sender_incarnation=""),
+        body("Ping", {"number": 1}, sender_incarnation="not hex"),
+        body("Ping", {"number": 1}, target_incarnation="\n"),
+        body("Ping", {"number": 1}, sender_address="127.0.0.1"),
+        body("Ping", {"number": 1}, sender_address="127.0.0.1:0"),
+        body("Ping", {"number": 1}, sender_address="127.0.0.1:65536"),
+        body("Ping", {"number": 1}, sender_address="line\nfeed:80"),
+        body("Ping", {"number": 1}, sender_address="ipc:///tmp/x:80"),
         body("Ping", {"number": 1}, protocol="1"),
         body("Hello", msgspec.to_builtins(replace(HELLO, control="10.0.0.1:1"), builtin_types=(bytes,))),
         body("Progress", {"key": {"request_id": "r", "attempt": 0}, "rows": -1}),

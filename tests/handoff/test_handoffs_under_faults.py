@@ -8,7 +8,7 @@ from faulty_world import Decode, Trouble, World
 
 from hotset.handoff.outgoing import SENDER_TIMEOUTS
 from hotset.handoff.receiver import RECEIVER_TIMEOUTS
-from hotset.handoff.staged_out import PIECE_TIMEOUTS
+from hotset.handoff.sender_staging import PIECE_TIMEOUTS
 from hotset.transfer.loopback import Faults
 
 STEP = 0.01
@@ -70,7 +70,7 @@ def check_the_end(world: World) -> None:
         check_books(decode)
     for prefill in world.prefills:
         assert not prefill.queue and not prefill.jobs and not prefill.tickets
-        assert not prefill.machine._buffers.uses, "buffers leaked"
+        assert not prefill.machine._buffers.users, "buffers leaked"
         assert prefill.memory.rows.allocator.held == 0, "source pages leaked"
 
 

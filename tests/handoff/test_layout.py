@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hotset.handoff.layout import Units, check_peers, pages_for, whole_rows, writes
+from hotset.handoff.layout import Units, check_peers, pages_for, plan_writes, whole_rows
 from hotset.handoff.messages import Hello, ModelIdentity, PagedSpan, Store
 
 POISON = 0xAB
@@ -69,7 +69,7 @@ def sides(source: PagedSpan, target: PagedSpan, rows: int, seed: int, *, shuffle
 
 def carry_out(source: Side, target: Side, first: int, last: int, units: Units | None = None) -> int:
     """The planned writes happen; how many they were."""
-    planned = writes(source.span, source.pages, target.span, target.pages, first, last, units)
+    planned = plan_writes(source.span, source.pages, target.span, target.pages, first, last, units)
     assert planned.dtype == np.int64 and planned.shape[1:] == (3,)
     for here, there, nbytes in planned.tolist():
         assert source.bytes.ctypes.data <= here <= source.bytes.ctypes.data + source.bytes.nbytes - nbytes
@@ -160,7 +160,7 @@ def test_neighbours_under_different_bases_stay_apart() -> None:
     """Each base may begin a registered region of its own: a write across two would be refused as a whole."""
     span = PagedSpan(((0,), (32,)), page_bytes=32, page_rows=4, part_rows=4, row_bytes=8)  # a page after the other
     parts = PagedSpan(((1000, 1016), (1032, 1048)), page_bytes=16, page_rows=4, part_rows=2, row_bytes=8)
-    assert writes(span, [0], parts, [0], 0, 4).tolist() == [
+    assert plan_writes(span, [0], parts, [0], 0, 4).tolist() == [
         *([0, 1000, 16], [16, 1016, 16]),
         *([32, 1032, 16], [48, 1048, 16]),
     ]
@@ -171,7 +171,7 @@ def test_addresses_beyond_32_bits_are_exact() -> None:
     span = PagedSpan(((far,), (far + (1 << 40),)), page_bytes, 64, 64, 1152)
     page = (1 << 33) // page_bytes
     near = PagedSpan(((512,), (1 << 35,)), page_bytes, 64, 64, 1152)
-    planned = writes(span, [page], near, [0], 63, 64).tolist()
+    planned = plan_writes(span, [page], near, [0], 63, 64).tolist()
     assert planned == [
         [far + page * page_bytes + 63 * 1152, 512 + 63 * 1152, 1152],
         [far + (1 << 40) + page * page_bytes + 63 * 1152, (1 << 35) + 63 * 1152, 1152],
@@ -190,7 +190,7 @@ def test_a_long_context_is_planned_quickly(there: int) -> None:
 
     def once() -> float:
         start = time.perf_counter()
-        assert len(writes(source, pages[0], target, pages[1], 0, 65536)) == 61
+        assert len(plan_writes(source, pages[0], target, pages[1], 0, 65536)) == 61
         return time.perf_counter() - start
 
     assert min(once() for _ in range(5)) < 0.05
@@ -198,7 +198,7 @@ def test_a_long_context_is_planned_quickly(there: int) -> None:
 
 def test_too_few_pages_are_a_bug_of_the_caller() -> None:
     with pytest.raises(AssertionError, match="17 rows in 1 pages of 16"):
-        writes(shape(1, 16, 8), [0], shape(1, 64, 8), [0], 0, 17)
+        plan_writes(shape(1, 16, 8), [0], shape(1, 64, 8), [0], 0, 17)
 
 
 MODEL = ModelIdentity(
@@ -251,7 +251,7 @@ def test_peers_whose_rows_have_another_size_are_refused_with_both_values() -> No
 @pytest.mark.parametrize(
     ("store", "complaint"),
     [
-        (Store(whole_rows(ROWS), None), "no place for them"),
+        (Store(whole_rows(ROWS), None), "no span for them"),
         (Store(whole_rows(replace(ROWS, bases=((8,),))), STORE.keys), "rows of 1 units, not 2"),
         (Store(whole_rows(replace(ROWS, page_rows=0)), STORE.keys), "rows of 1152 bytes, 64 to a part"),
         (Store(whole_rows(replace(ROWS, page_bytes=100)), STORE.keys), "to a part of 100 bytes"),

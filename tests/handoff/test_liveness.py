@@ -1,8 +1,8 @@
 """Who is taken for lost, and when."""
 
-from hotset.handoff.timers import PEERS_KEPT, Liveness, Timing
+from hotset.handoff.timers import MAX_PEERS, Liveness, Timing
 
-TIMING = Timing(ping_every=1.0, lost_after=4.0, forget_after=100.0)
+TIMING = Timing(ping_every=1.0, peer_timeout=4.0, forget_after=100.0)
 
 
 def test_watched_peers_are_pinged_every_second_and_others_not_at_all() -> None:
@@ -16,50 +16,50 @@ def test_watched_peers_are_pinged_every_second_and_others_not_at_all() -> None:
 def test_a_peer_is_lost_after_four_seconds_without_a_word() -> None:
     liveness = Liveness(TIMING)
     liveness.watch({"a"}, 10.0)
-    assert liveness.silent(14.0) == []
-    liveness.heard("a", 14.0)
-    assert liveness.silent(18.0) == []
-    assert liveness.silent(18.1) == ["a"]
+    assert liveness.timed_out(14.0) == []
+    liveness.mark_heard("a", 14.0)
+    assert liveness.timed_out(18.0) == []
+    assert liveness.timed_out(18.1) == ["a"]
 
 
 def test_a_peer_that_was_silent_before_it_was_needed_is_not_lost_for_that() -> None:
     liveness = Liveness(TIMING)
-    liveness.heard("a", 0.0)
+    liveness.mark_heard("a", 0.0)
     liveness.watch({"a"}, 50.0)
-    assert liveness.silent(54.0) == []
-    assert liveness.silent(54.1) == ["a"]
+    assert liveness.timed_out(54.0) == []
+    assert liveness.timed_out(54.1) == ["a"]
 
 
 def test_a_peer_on_which_nothing_depends_any_more_is_not_lost() -> None:
     liveness = Liveness(TIMING)
     liveness.watch({"a"}, 0.0)
     liveness.watch(set(), 1.0)
-    assert liveness.silent(99.0) == []
+    assert liveness.timed_out(99.0) == []
     liveness.watch({"a"}, 99.0)
-    assert liveness.silent(100.0) == []
+    assert liveness.timed_out(100.0) == []
 
 
 def test_an_introduction_holds_while_the_peer_is_heard() -> None:
     liveness = Liveness(TIMING)
-    assert not liveness.fresh("a", 0.0)
-    liveness.heard("a", 0.0)
-    assert liveness.fresh("a", 4.0) and not liveness.fresh("a", 4.1)
+    assert not liveness.heard_recently("a", 0.0)
+    liveness.mark_heard("a", 0.0)
+    assert liveness.heard_recently("a", 4.0) and not liveness.heard_recently("a", 4.1)
     liveness.forget("a")
-    assert not liveness.fresh("a", 0.0)
+    assert not liveness.heard_recently("a", 0.0)
 
 
 def test_only_peers_that_nobody_needs_are_forgotten_for_their_silence() -> None:
     liveness = Liveness(TIMING)
-    liveness.heard("a", 0.0)
-    liveness.heard("b", 0.0)
+    liveness.mark_heard("a", 0.0)
+    liveness.mark_heard("b", 0.0)
     liveness.watch({"b"}, 0.0)
-    assert liveness.long_silent(100.0) == []
-    assert liveness.long_silent(100.1) == ["a"]
+    assert liveness.expired(100.0) == []
+    assert liveness.expired(100.1) == ["a"]
 
 
 def test_peers_that_come_and_go_take_bounded_memory() -> None:
     liveness = Liveness(TIMING)
-    for number in range(3 * PEERS_KEPT):
-        liveness.heard(str(number), 0.0)
-    assert len(liveness._heard) == PEERS_KEPT
-    assert liveness.fresh(str(3 * PEERS_KEPT - 1), 0.0)
+    for number in range(3 * MAX_PEERS):
+        liveness.mark_heard(str(number), 0.0)
+    assert len(liveness._heard) == MAX_PEERS
+    assert liveness.heard_recently(str(3 * MAX_PEERS - 1), 0.0)

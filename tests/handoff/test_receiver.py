@@ -57,10 +57,10 @@ class Desk:
         return self
 
     def take(self, message: Message, peer: str = PEER) -> None:
-        self.receiver.take(peer, message, self.now)
+        self.receiver.handle_message(peer, message, self.now)
 
     def give_up(self, key: HandoffKey = KEY) -> None:
-        self.receiver.give_up(key, self.now)
+        self.receiver.cancel(key, self.now)
 
     def pass_time(self, seconds: float) -> None:
         """Ticks at every deadline on the way, as its driver does."""
@@ -93,7 +93,7 @@ def test_an_ask_is_repeated_until_it_is_answered() -> None:
     desk.fetch()
     assert desk.actions() == [SendMessage(PEER, ask(KEY))]
     desk.pass_time(2.5)
-    assert desk.sent() == [ask(KEY), ask(KEY)] and desk.receiver.resent == 2
+    assert desk.sent() == [ask(KEY), ask(KEY)] and desk.receiver.num_retransmits == 2
     desk.take(HandoffAccepted(KEY))
     assert desk.sent() == [StartWrites(KEY)]
     desk.pass_time(3)
@@ -147,14 +147,14 @@ def test_signs_of_life_keep_a_landing_open_and_silence_ends_it() -> None:
     desk.pass_time(15)
     assert desk.phase is ReceiverPhase.CANCELLING and desk.actions() == [SendMessage(PEER, Cancel(KEY))]
     desk.take(Cancelled(KEY, True))
-    assert desk.facts() == [FetchFailed(KEY, True, True, f"{PEER} has said nothing for 15 s")]
+    assert desk.facts() == [FetchFailed(KEY, True, True, f"no message from {PEER} for 15 s")]
 
 
 def test_a_peer_that_never_answers_leaves_the_pages_free() -> None:
     desk = Desk()
     desk.fetch()
     desk.pass_time(10)
-    assert desk.facts() == [FetchFailed(KEY, True, True, f"{PEER} has said nothing for 10 s")]
+    assert desk.facts() == [FetchFailed(KEY, True, True, f"no message from {PEER} for 10 s")]
     desk.take(HandoffAccepted(KEY))
     assert desk.sent() == [], "no Go after the engine had its pages back"
     desk.pass_time(3.5)
@@ -168,7 +168,7 @@ def test_giving_up_before_anything_may_be_written_is_instant() -> None:
     desk.fetch()
     desk.actions()
     desk.give_up()
-    assert desk.actions() == [FetchFailed(KEY, True, False, "given up"), SendMessage(PEER, Cancel(KEY))]
+    assert desk.actions() == [FetchFailed(KEY, True, False, "cancelled"), SendMessage(PEER, Cancel(KEY))]
     desk.give_up()
     desk.take(HandoffFailed(KEY, False, True, "whatever"))
     assert desk.facts() == []
@@ -182,7 +182,7 @@ def test_giving_up_while_rows_land_keeps_the_pages_until_the_writer_has_stopped(
     desk.pass_time(1.0)
     assert desk.actions() == [SendMessage(PEER, Cancel(KEY))] * 2
     desk.take(Cancelled(KEY, True))
-    assert desk.actions() == [FetchFailed(KEY, True, False, "given up")]
+    assert desk.actions() == [FetchFailed(KEY, True, False, "cancelled")]
     assert desk.receiver.next_deadline() is None
 
 
@@ -190,14 +190,14 @@ def test_giving_up_what_has_just_landed_frees_it() -> None:
     desk = Desk().landing()
     desk.give_up()
     desk.take(DONE)
-    assert desk.facts() == [FetchFailed(KEY, True, False, "given up")]
+    assert desk.facts() == [FetchFailed(KEY, True, False, "cancelled")]
 
 
 def test_a_sender_that_does_not_say_that_it_stopped_leaves_the_pages_in_doubt() -> None:
     desk = Desk().landing()
     desk.give_up()
     desk.pass_time(15)
-    assert desk.facts() == [FetchFailed(KEY, False, False, "given up")]
+    assert desk.facts() == [FetchFailed(KEY, False, False, "cancelled")]
     desk.take(Cancelled(KEY, False))
     assert desk.actions() == []
     desk.pass_time(11)
@@ -271,7 +271,7 @@ def test_death_while_stopping_leaves_the_pages_in_doubt() -> None:
     desk = Desk().landing()
     desk.give_up()
     desk.receiver.peer_lost(PEER, "it died", desk.now)
-    assert desk.facts() == [FetchFailed(KEY, False, False, "given up")]
+    assert desk.facts() == [FetchFailed(KEY, False, False, "cancelled")]
 
 
 def test_two_handoffs_of_one_key_are_one() -> None:
@@ -288,7 +288,7 @@ def test_two_handoffs_of_one_key_are_one() -> None:
 def test_of_one_request_only_the_highest_attempt_counts() -> None:
     desk = Desk().landing(HandoffKey("r", 2))
     desk.fetch(HandoffKey("r", 1))
-    assert desk.facts() == [FetchFailed(HandoffKey("r", 1), True, False, "a later attempt is under way")]
+    assert desk.facts() == [FetchFailed(HandoffKey("r", 1), True, False, "a later attempt is in progress")]
     desk.fetch(HandoffKey("r", 3))
     assert desk.sent() == [Cancel(HandoffKey("r", 2)), ask(HandoffKey("r", 3))]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.handoff.layout import whole_rows, writes
+from hotset.handoff.layout import plan_writes, whole_rows
 from hotset.handoff.messages import (
     Cancel,
     Cancelled,
@@ -35,7 +35,7 @@ from hotset.handoff.messages import (
     Store,
     SubmitWrites,
 )
-from hotset.handoff.outgoing import MAX_WRITES_IN_FLIGHT, SENDER_TIMEOUTS, SenderPhase
+from hotset.handoff.outgoing import MAX_LISTS_IN_FLIGHT, SENDER_TIMEOUTS, SenderPhase
 from hotset.handoff.sender import Sender
 from hotset.transfer.api import WriteState, WriteTicket
 
@@ -66,8 +66,8 @@ def ask(key: HandoffKey = KEY, rows: int = ROWS) -> HandoffRequest:
 def carried(first: int, last: int) -> list[list[int]]:
     """The writes of these rows and their keys."""
     assert STORE.keys is not None and TARGET.keys is not None
-    rows = writes(STORE.shards[0].span, PAGES, TARGET.shards[0].span, (2, 9), first, last)
-    keys = writes(STORE.keys, PAGES, TARGET.keys, (4, 1), first, last)
+    rows = plan_writes(STORE.shards[0].span, PAGES, TARGET.shards[0].span, (2, 9), first, last)
+    keys = plan_writes(STORE.keys, PAGES, TARGET.keys, (4, 1), first, last)
     return [*rows.tolist(), *keys.tolist()]
 
 
@@ -76,14 +76,14 @@ class Desk:
 
     def __init__(self, **limits: Any) -> None:
         self.sender, self.now, self.tickets = Sender(STORE, **limits), 0.0, 0
-        self.sender.peer_known(PEER, HELLO)
-        self.sender.peer_known(OTHER, HELLO)
+        self.sender.add_peer(PEER, HELLO)
+        self.sender.add_peer(OTHER, HELLO)
 
     def take(self, message: Message, peer: str = PEER) -> None:
-        self.sender.take(peer, message, self.now)
+        self.sender.handle_message(peer, message, self.now)
 
     def tell(self, command: SenderCommand) -> None:
-        self.sender.tell(command, self.now)
+        self.sender.handle_command(command, self.now)
 
     def written(
         self, first: int, last: int, key: HandoffKey = KEY, peer: str = PEER, after: Event | None = None
@@ -97,13 +97,13 @@ class Desk:
         """Answers one `SubmitWrites`."""
         self.tickets += 1
         ticket = WriteTicket(self.tickets, 0)
-        self.sender.submitted(peer, key, ticket)
+        self.sender.on_submitted(peer, key, ticket)
         return ticket
 
     def end(
         self, ticket: WriteTicket, state: WriteState = WriteState.DONE, key: HandoffKey = KEY, peer: str = PEER
     ) -> None:
-        self.sender.ended(peer, key, ticket, state, self.now)
+        self.sender.on_write_ended(peer, key, ticket, state, self.now)
 
     def writing(self, key: HandoffKey = KEY, peer: str = PEER) -> "Desk":
         self.take(ask(key), peer)
@@ -151,7 +151,7 @@ def test_an_ask_is_accepted_and_computed_once_however_often_it_comes() -> None:
     desk.take(ask())
     assert desk.actions() == [SendMessage(PEER, HandoffAccepted(KEY))]
     desk.pass_time(1.2)
-    assert desk.sent() == [HandoffAccepted(KEY)] * 2 and desk.sender.resent == 2
+    assert desk.sent() == [HandoffAccepted(KEY)] * 2 and desk.sender.num_retransmits == 2
 
 
 def test_nothing_is_written_before_go() -> None:
@@ -164,7 +164,7 @@ def test_nothing_is_written_before_go() -> None:
     assert not [action for action in desk.actions() if isinstance(action, SubmitWrites)]
     desk.take(StartWrites(KEY))
     (submit,) = [action for action in desk.actions() if isinstance(action, SubmitWrites)]
-    assert submit.writes.tolist() == carried(0, 10)
+    assert submit.plan_writes.tolist() == carried(0, 10)
     desk.take(StartWrites(KEY))
     assert desk.actions() == []
 
@@ -174,7 +174,7 @@ def test_writes_go_from_our_pages_to_theirs_and_wait_for_the_forward_pass() -> N
     desk, event = Desk().writing(), Event()
     desk.written(0, 6, after=event)
     (submit,) = desk.actions()
-    assert submit.writes.tolist() == carried(0, 6)
+    assert submit.plan_writes.tolist() == carried(0, 6)
     assert submit.after is event and (submit.peer, submit.key) == (PEER, KEY)
 
 
@@ -189,7 +189,7 @@ def test_what_is_told_while_enough_is_under_way_goes_together_when_a_list_ends()
     assert desk.actions() == []
     desk.end(second)
     submit, progress = desk.actions()
-    assert submit.writes.tolist() == carried(4, 10) and submit.after is events[-1]
+    assert submit.plan_writes.tolist() == carried(4, 10) and submit.after is events[-1]
     assert progress == SendMessage(PEER, Progress(KEY, 0))
     third = desk.submit()
     desk.end(first)
@@ -459,7 +459,7 @@ def test_a_receiver_that_never_says_go_is_told_that_it_failed() -> None:
     actions = desk.actions()
     assert actions[-2:] == [
         ReleasePages(PEER, KEY),
-        SendMessage(PEER, HandoffFailed(KEY, True, True, "no Go came within 10 s")),
+        SendMessage(PEER, HandoffFailed(KEY, True, True, "no StartWrites within 10 s")),
     ]
 
 
@@ -470,7 +470,7 @@ def test_an_engine_that_says_nothing_for_long_is_given_up() -> None:
     desk.end(desk.submit())
     assert desk.phase is SenderPhase.WRITING
     desk.pass_time(600)
-    assert desk.sent()[-1] == HandoffFailed(KEY, True, True, "the engine has told nothing for 600 s")
+    assert desk.sent()[-1] == HandoffFailed(KEY, True, True, "the engine has computed nothing for 600 s")
 
 
 def test_death_of_the_receiver_keeps_pages_until_the_writes_have_ended() -> None:
@@ -489,12 +489,12 @@ def test_a_restarted_receiver_may_use_its_keys_again() -> None:
     desk = Desk()
     (ticket,) = desk.under_way(10)
     desk.sender.peer_lost(PEER, "it came back as another", desk.now)
-    desk.sender.peer_known(PEER, replace(HELLO, description=b"second"))
+    desk.sender.add_peer(PEER, replace(HELLO, description=b"second"))
     desk.take(ask())
     assert desk.actions() == [], "not while the pages of the one before are being read"
     desk.end(ticket, WriteState.FAILED_QUIESCED)
     desk.sender.peer_lost(PEER, "and again", desk.now)
-    desk.sender.peer_known(PEER, replace(HELLO, description=b"third"))
+    desk.sender.add_peer(PEER, replace(HELLO, description=b"third"))
     desk.take(ask())
     drop, accepted, prefill = desk.actions()
     assert (
@@ -511,7 +511,7 @@ def test_a_receiver_that_was_only_slow_does_not_get_a_second_writer() -> None:
     desk.sender.peer_lost(PEER, "silent", desk.now)
     desk.end(ticket, WriteState.FAILED_UNKNOWN)
     desk.take(ask())
-    desk.sender.peer_known(PEER, HELLO)
+    desk.sender.add_peer(PEER, HELLO)
     desk.take(ask())
     assert desk.actions() == [ReleasePages(PEER, KEY), *[SendMessage(PEER, Cancelled(KEY, False))] * 2]
 
@@ -639,7 +639,7 @@ class AnyOrder(RuleBasedStateMachine):
                     assert work.went, "written before Go"
                     work.tickets[self.desk.submit(key, peer).number] = WriteState.PENDING
                     work.nbytes += int(listed[:, 2].sum())
-                    assert list(work.tickets.values()).count(WriteState.PENDING) <= MAX_WRITES_IN_FLIGHT, (
+                    assert list(work.tickets.values()).count(WriteState.PENDING) <= MAX_LISTS_IN_FLIGHT, (
                         "too much at a time"
                     )
                 case SendMessage(peer, message):
@@ -709,7 +709,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.desk.sender.peer_lost(peer, "it died", self.desk.now)
         self.incarnation += again
         hello = replace(HELLO, description=b"%d" % self.incarnation)
-        self.desk.sender.peer_known(peer, hello)
+        self.desk.sender.add_peer(peer, hello)
         self.settle()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 20.0, 60.0]))

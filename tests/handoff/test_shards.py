@@ -13,14 +13,14 @@ from sharded_memory import HEAD_BYTES, Sharded, fresh_pages
 
 from hotset.handoff.layout import (
     check_peers,
-    context_writes,
-    gap,
+    first_gap,
     head_shards,
     overlaps,
+    plan_context_writes,
+    plan_writes,
     row_bytes,
     store_overlaps,
     whole_rows,
-    writes,
 )
 from hotset.handoff.messages import Hello, ModelIdentity, PagedSpan, Shard, Store
 
@@ -29,7 +29,7 @@ RANKS = (1, 2, 4, 8)
 
 def carry(source: Sharded, target: Sharded, pages: Sequence[Sequence[int]], first: int, last: int) -> int:
     """The planned writes happen, each within memory of its own; how many they were."""
-    planned = context_writes(source.store, pages[0], target.store, pages[1], pages[2], first, last)
+    planned = plan_context_writes(source.store, pages[0], target.store, pages[1], pages[2], first, last)
     for here, there, nbytes in planned.tolist():
         assert source.holds(here, nbytes) and target.holds(there, nbytes)
         ctypes.memmove(there, here, nbytes)
@@ -79,7 +79,7 @@ def test_a_head_that_many_ranks_hold_is_read_from_all_of_them_in_turn() -> None:
 def test_alike_on_both_sides_travels_in_whole_runs() -> None:
     source, target = Sharded(2, 4, page_rows=64), Sharded(2, 4, page_rows=16)
     pages = (range(1, 5), range(2, 18), range(3, 19))
-    planned = context_writes(source.store, pages[0], target.store, pages[1], pages[2], 0, 256)
+    planned = plan_context_writes(source.store, pages[0], target.store, pages[1], pages[2], 0, 256)
     assert len(planned) == 2 * source.layers + source.groups, "one for each shard and layer, and for each group's keys"
 
 
@@ -87,8 +87,8 @@ def test_whole_rows_travel_as_if_there_were_no_shards() -> None:
     span = PagedSpan(((1 << 20,), (1 << 21,)), 64 * 48, 64, 64, 48)
     there = replace(span, bases=((1 << 22,), (1 << 23,)), page_rows=16, part_rows=16, page_bytes=16 * 48)
     stores = Store(whole_rows(span), None), Store(whole_rows(there), None)
-    planned = context_writes(stores[0], (5, 3), stores[1], range(8), (), 3, 100)
-    np.testing.assert_array_equal(planned, writes(span, (5, 3), there, range(8), 3, 100))
+    planned = plan_context_writes(stores[0], (5, 3), stores[1], range(8), (), 3, 100)
+    np.testing.assert_array_equal(planned, plan_writes(span, (5, 3), there, range(8), 3, 100))
 
 
 def test_layers_of_pipeline_stages_lie_anywhere() -> None:
@@ -112,7 +112,7 @@ def test_heads_of_ranks_are_named_by_their_bytes_in_the_whole_row() -> None:
 
 def test_slices_that_follow_each_other_on_both_sides_are_one_piece() -> None:
     (found,) = overlaps((((0, 8), (8, 8)),), (((0, 16),),))
-    assert found.pieces == ((0, 0, 16),) and found.row_bytes == 16
+    assert found.byte_ranges == ((0, 0, 16),) and found.row_bytes == 16
 
 
 MODEL = ModelIdentity("m", 3, "any", "5 bytes", 2, "w")
@@ -127,7 +127,7 @@ def hello(store: Store) -> Hello:
 def test_peers_that_divide_differently_fit(here: int, there: int) -> None:
     stores = [Sharded(ranks, 4, page_rows=4).store for ranks in (here, there)]
     assert check_peers(hello(stores[0]), hello(stores[1])) is None
-    assert {row_bytes(store) for store in stores} == {2 * 4 * HEAD_BYTES} and gap(stores[1]) is None
+    assert {row_bytes(store) for store in stores} == {2 * 4 * HEAD_BYTES} and first_gap(stores[1]) is None
 
 
 def test_whole_rows_of_another_size_are_refused_with_both_values() -> None:

@@ -30,7 +30,7 @@ def test_rows_of_other_ranks_land_by_way_of_the_ring(here: int, there: int) -> N
         world.audit()
         assert target.ring is not None and target.ring.ring.held == 0
         landed, written = target.agent.stats(), source.agent.stats()
-        assert landed.pieces == written.pieces >= 6 and landed.ring_quarantined == 0
+        assert landed.num_pieces == written.num_pieces >= 6 and landed.ring_quarantined_bytes == 0
 
 
 def test_prefills_of_several_divisions_feed_one_decode_worker() -> None:
@@ -84,7 +84,7 @@ def test_between_processes_over_real_engines(engine: str) -> None:
             keys = [target.fetch(address, prompt(160, seed), f"r{seed}") for seed in range(3)]
             for key in keys:
                 assert isinstance(target.ended(key, 60.0), Landed)
-            assert target.agent.stats().pieces >= 6
+            assert target.agent.stats().num_pieces >= 6
             target.audit()
             pipe.send(None)
             assert pipe.poll(10) and pipe.recv() == 3 * 160 * (2 * 48 + 16)

@@ -27,7 +27,7 @@ from hotset.handoff.messages import (
     UnpackPiece,
 )
 from hotset.handoff.outgoing import SENDER_TIMEOUTS, SenderPhase
-from hotset.handoff.staged_out import PIECE_TIMEOUTS, WINDOW, PiecePhase
+from hotset.handoff.sender_staging import PIECE_TIMEOUTS, WINDOW, PiecePhase
 from hotset.transfer.api import WriteState
 
 P = "prefill:1"
@@ -51,7 +51,7 @@ def test_a_context_lands_in_a_few_writes_into_the_ring_alone() -> None:
     world = World()
     key = begun(world)
     world.compute(key)
-    ring = world.ring_memory.space
+    ring = world.ring_memory.memory_range
     while world.writes or world.post:
         world.carry()
         for write in world.writes:
@@ -172,7 +172,7 @@ def test_messages_of_one_context_leave_another_alone() -> None:
     world.carry(PieceWritten)
     for lease in [*old, 99]:
         world.deliver(P, DECODE, PieceWritten(second, 0, lease))
-    assert world.staging.rows(second) == 0, "unpacked what was not written"
+    assert world.staging.unpacked_rows(second) == 0, "unpacked what was not written"
     world.finish()
     world.check(second)
     world.check_calm()
@@ -183,7 +183,7 @@ def test_a_late_wish_for_a_piece_that_is_there_takes_no_room() -> None:
     key = begun(world, 44)
     world.compute(key, 11)
     world.finish()
-    assert world.staging.rows(key) == 11 and world.ring.held == 0
+    assert world.staging.unpacked_rows(key) == 11 and world.ring.held == 0
     world.deliver(P, DECODE, LeaseRequest(key, 0, 0, 11))
     assert world.ring.held == 0 and world.every[-1] == (DECODE, P, PieceUnpacked(key, 0))
     world.compute(key)
@@ -200,7 +200,7 @@ def test_room_is_given_to_others_when_it_has_been_read() -> None:
     world.carry(PieceWritten)
     world.write()
     (staged,) = (letter for letter in world.post if isinstance(letter[2], PieceWritten))
-    world.receiver.take(P, staged[2], world.now)
+    world.receiver.handle_message(P, staged[2], world.now)
     actions = world.receiver.take_actions()
     assert isinstance(actions[0], UnpackPiece)
     assert [type(action.message) for action in actions[1:] if isinstance(action, SendMessage)] == [
@@ -216,7 +216,7 @@ def test_nothing_is_packed_before_its_forward_pass() -> None:
     world.compute(key, 25, passed)
     world.compute(key, None, running)
     world.carry()
-    assert len(world.writes) == 2 and world.prefills[P].sender.looks, "rows up to 22 are there"
+    assert len(world.writes) == 2 and world.prefills[P].sender.has_pending_events, "rows up to 22 are there"
     world.finish()
     world.look()
     assert not world.writes
@@ -306,7 +306,7 @@ def test_given_up_at_any_moment_everything_comes_back(moment: str) -> None:
             world.write()
     if moment == "unpacked":
         world.carry(PieceUnpacked)
-    world.receiver.give_up(key, world.now)
+    world.receiver.cancel(key, world.now)
     world.act()
     if moment == "waiting for room":
         assert world.ring.waiting == 0
@@ -315,7 +315,7 @@ def test_given_up_at_any_moment_everything_comes_back(moment: str) -> None:
     world.finish()
     assert lost(world, key).quiesced and key in world.prefills[P].dropped
     if moment == "waiting for room":
-        world.receiver.give_up(other, world.now)
+        world.receiver.cancel(other, world.now)
         world.finish()
     world.check_calm()
 
@@ -392,10 +392,10 @@ def test_a_receiver_that_is_lost_leaves_no_buffer_behind() -> None:
     world.carry()
     world.prefills[P].sender.peer_lost(DECODE, "it died", world.now)
     world.act()
-    assert world.prefills[P].sender._buffers.uses, "what is being read stays as it is"
+    assert world.prefills[P].sender._buffers.users, "what is being read stays as it is"
     while world.writes:
         world.write()
-    assert not world.prefills[P].sender._buffers.uses and world.prefills[P].dropped == [key]
+    assert not world.prefills[P].sender._buffers.users and world.prefills[P].dropped == [key]
 
 
 def test_staging_that_was_not_offered_fails_the_handoff() -> None:
@@ -452,7 +452,7 @@ def test_in_any_order_of_events_what_lands_is_right_and_nothing_is_left(data: st
                 events[key][-1].happened = True
                 world.look()
             else:
-                world.receiver.give_up(key, world.now)
+                world.receiver.cancel(key, world.now)
                 world.act()
         elif what == "t":
             world.pass_time(data.draw(st.sampled_from([0.3, 2.0])))
@@ -495,5 +495,5 @@ def settle(world: World, keys: dict[HandoffKey, int], events: dict[HandoffKey, l
     assert world.receiver.phases() == {} and not world.ring.waiting
     assert world.ring.held == world.ring.quarantined, "room that nobody has"
     for end in world.prefills.values():
-        assert end.sender.phases() == {} and not end.sender._buffers.uses
+        assert end.sender.phases() == {} and not end.sender._buffers.users
         assert sorted(map(str, end.dropped)) == sorted(map(str, end.contexts))

@@ -10,7 +10,7 @@ from sharded_memory import HEAD_BYTES, KEY_BYTES, POISON, Sharded, fresh_pages
 
 from hotset.base.errors import ConfigError
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.handoff.layout import context_writes, count_writes, whole_rows
+from hotset.handoff.layout import count_writes, plan_context_writes, whole_rows
 from hotset.handoff.messages import HandoffKey, HandoffRequest, PackedPiece, PagedSpan, Store
 from hotset.handoff.packing import StagingMemory, pack, unpack
 from hotset.handoff.staging import (
@@ -18,10 +18,10 @@ from hotset.handoff.staging import (
     SMALL_WRITE_BYTES,
     blocks,
     check_staging,
-    is_worth_it,
     packed_row_bytes,
     piece_rows,
     sender_buffers,
+    should_stage,
 )
 
 RANKS = (1, 2, 4, 8)
@@ -35,9 +35,9 @@ def through(
     memory = StagingMemory(nbytes + 9)
     memory._bytes.fill_(POISON)
     here, rows, keys = map(tuple, pages)
-    pack(PackedPiece(source.store, target.store, here, here, first, last, memory.space.address))
+    pack(PackedPiece(source.store, target.store, here, here, first, last, memory.memory_range.address))
     assert (memory._bytes[nbytes:] == POISON).all(), "packed beyond its end"
-    unpack(PackedPiece(source.store, target.store, rows, keys, first, last, memory.space.address))
+    unpack(PackedPiece(source.store, target.store, rows, keys, first, last, memory.memory_range.address))
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
@@ -81,8 +81,8 @@ def test_index_keys_may_land_in_pages_of_several_parts() -> None:
     packed = StagingMemory(30 * packed_row_bytes(source.store, target.store))
     store = replace(target.store, keys=in_parts)
     here, there, key_pages = tuple(source_pages), tuple(row_pages), (5, 0, 6)
-    pack(PackedPiece(source.store, store, here, here, 2, 30, packed.space.address))
-    unpack(PackedPiece(source.store, store, there, key_pages, 2, 30, packed.space.address))
+    pack(PackedPiece(source.store, store, here, here, 2, 30, packed.memory_range.address))
+    unpack(PackedPiece(source.store, store, there, key_pages, 2, 30, packed.memory_range.address))
     for position in range(30):
         page, row = divmod(position, 12)
         at = row % part_rows * KEY_BYTES
@@ -107,14 +107,14 @@ def ask(rows: int, pages: int) -> HandoffRequest:
 def test_heads_that_are_divided_otherwise_are_staged(here: int, there: int, staged: bool) -> None:
     shapes = {"page_rows": 64, "pages": 1, "layers": 30, "groups": 0, "head_bytes": 256}
     source, target = (Sharded(ranks, 8, **shapes).store for ranks in (here, there))
-    assert is_worth_it(source, target, ask(1000, 16)) is staged
+    assert should_stage(source, target, ask(1000, 16)) is staged
 
 
 def test_writes_are_counted_as_they_would_be_planned() -> None:
     for here, there in ((1, 1), (2, 4), (4, 2), (2, 2)):
         source, target = Sharded(here, 4, page_rows=16).store, Sharded(there, 4, page_rows=6).store
         row_pages, key_pages = (7, 8, 9, 3, 1, 2, 5), (1, 2, 3, 4, 5, 6, 7)
-        planned = context_writes(source, range(3), target, row_pages, key_pages, 0, 40)
+        planned = plan_context_writes(source, range(3), target, row_pages, key_pages, 0, 40)
         assert count_writes(source, target, row_pages, key_pages, 40) == len(planned)
 
 
@@ -126,9 +126,9 @@ def test_large_or_few_writes_are_not_staged() -> None:
         )
 
     large, small = store(SMALL_WRITE_BYTES // 16), store(SMALL_WRITE_BYTES // 32)
-    assert not is_worth_it(large, large, ask(160, 10)), "pages are large enough"
-    assert is_worth_it(small, small, ask(160, 10))
-    assert not is_worth_it(small, small, ask(32, 2)), f"no more than {MAX_DIRECT_WRITES}"
+    assert not should_stage(large, large, ask(160, 10)), "pages are large enough"
+    assert should_stage(small, small, ask(160, 10))
+    assert not should_stage(small, small, ask(32, 2)), f"no more than {MAX_DIRECT_WRITES}"
 
 
 def test_pieces_fit_ring_and_buffer() -> None:
@@ -138,14 +138,14 @@ def test_pieces_fit_ring_and_buffer() -> None:
     assert piece_rows(source, target, 1 << 13, 1 << 12) == (1 << 11) // row
     assert piece_rows(source, target, 4 * 256, 255) == 1 and piece_rows(source, target, 3 * 256, 255) == 0
     memory = StagingMemory(5000)
-    assert {buffer.nbytes for buffer in sender_buffers(memory.space)} == {1024}
-    assert memory.region.nbytes == memory.space.nbytes == 5000
+    assert {buffer.nbytes for buffer in sender_buffers(memory.memory_range)} == {1024}
+    assert memory.region.nbytes == memory.memory_range.nbytes == 5000
 
 
 def test_staging_too_small_for_one_row_is_refused_with_the_least_that_works() -> None:
     store = Sharded(2, 8, page_rows=4, pages=1, layers=61, groups=1, head_bytes=9000).store
     least = 4 * (61 * 16 * 9000 // 256 * 256 + 256)
     check_staging(least, store)
-    with pytest.raises(ConfigError, match=r"--staging-mib 34 is the least that works") as raised:
+    with pytest.raises(ConfigError, match=r"--staging-mib 34 or more") as raised:
         check_staging(least - 1, store)
     assert f"{61 * 16 * 9000 + KEY_BYTES} bytes over 61 layers" in str(raised.value)

@@ -128,7 +128,7 @@ def test_workers_say_what_they_are_and_keep_to_it(apart: RunningServer) -> None:
         answer = httpx.post(decode + TEXT, json=body, headers={"x-hotset-prefill": address}, timeout=60)
         assert answer.status_code == status, answer.text
     error = answer.json()["error"]
-    assert error["code"] == "prefill_lost" and "127.0.0.1:1 has not been heard for 4 s" in error["message"]
+    assert error["code"] == "prefill_lost" and "no message from 127.0.0.1:1 for 4 s" in error["message"]
 
 
 def test_a_server_of_both_roles_takes_nothing_over(colocated: RunningServer) -> None:

@@ -1,0 +1,273 @@
+"""The prefill side of staging: the pieces of a context that pass through the receiver's ring, and the buffers.
+
+Pure, like the state machine that owns it. A lease is requested only after the engine has announced the last row of the
+piece. The holder of a lease then waits only for a forward pass that is already in flight, so every waiting piece gets
+its lease eventually. Rows are announced when their forward pass is submitted to the device, so leases are requested
+before the rows are there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from hotset.handoff.messages import (
+    HandoffId,
+    HandoffKey,
+    HandoffRequest,
+    Hello,
+    LeaseGranted,
+    LeaseRequest,
+    MemoryRange,
+    PackedPiece,
+    PieceUnpacked,
+    PieceWritten,
+    RowsComputed,
+    Store,
+)
+from hotset.handoff.staging import can_pack, packed_row_bytes, piece_rows, should_stage
+from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
+from hotset.transfer.api import DeviceEvent
+
+WINDOW = 4  # pieces of one context between lease request and unpacking: the number that fits into a ring
+
+
+class PiecePhase(Enum):
+    REQUESTED = "requested"  # LeaseRequest is retransmitted; the ring is full, or the answer was lost
+    LEASED = "leased"  # waits for its forward pass and for a buffer
+    WRITING = "writing"  # packed; its write is in flight
+    WRITTEN = "written"  # it is in the ring; PieceWritten is retransmitted
+    UNPACKED = "unpacked"
+
+
+PIECE_TRANSITIONS: dict[PiecePhase, frozenset[PiecePhase]] = {
+    PiecePhase.REQUESTED: frozenset({PiecePhase.LEASED}),
+    PiecePhase.LEASED: frozenset({PiecePhase.WRITING}),
+    PiecePhase.WRITING: frozenset({PiecePhase.WRITTEN}),
+    PiecePhase.WRITTEN: frozenset({PiecePhase.UNPACKED}),
+    PiecePhase.UNPACKED: frozenset(),
+}
+
+# Many pieces may be ahead in the queue for the ring. A write has a shorter limit of its own.
+PIECE_TIMEOUTS: dict[PiecePhase, PhaseTimeout] = {
+    PiecePhase.REQUESTED: PhaseTimeout(120.0, retransmit_every=0.5),
+    PiecePhase.LEASED: PhaseTimeout(120.0),
+    PiecePhase.WRITING: PhaseTimeout(120.0),
+    PiecePhase.WRITTEN: PhaseTimeout(40.0, retransmit_every=0.5),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StagingOffer:
+    """How a context would be staged."""
+
+    rows: int  # of a piece; the last piece may have fewer
+    row_bytes: int  # packed
+    ring: MemoryRange
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+def make_offer(
+    store: Store, hello: Hello, request: HandoffRequest, buffers: Sequence[MemoryRange], max_direct_writes: int
+) -> StagingOffer | None:
+    """Returns None if direct writes are better, or if either side lacks the memory for staging."""
+    target = hello.stores[request.landing]
+    if hello.ring is None or not buffers or not can_pack(store) or not can_pack(target):
+        return None
+    rows = piece_rows(store, target, hello.ring.nbytes, buffers[0].nbytes)
+    if rows < 1 or not should_stage(store, target, request, max_direct_writes):
+        return None
+    return StagingOffer(min(rows, len(request.prompt)), packed_row_bytes(store, target), hello.ring)
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    number: int
+    first: int
+    last: int
+    timer: PhaseTimer[PiecePhase]
+    lease: LeaseGranted | None = None
+    grant_order: int = 0  # over all contexts: pieces are packed in the order in which their leases were granted
+
+
+class SenderStaging:
+    """The pieces of one context. Only the sender changes it."""
+
+    def __init__(self, key: HandoffKey, total: int, offer: StagingOffer, table: PhaseTable[PiecePhase]) -> None:
+        self._key, self._total, self.offer, self._table = key, total, offer, table
+        self.pages: tuple[int, ...] = ()  # of the source
+        self._announced = 0  # rows [0, announced) are computed, or their forward pass is in flight
+        self._computed = 0  # rows [0, computed) are in their pages
+        # For rows [computed, announced): the end of a range of rows, and the event after which it is computed.
+        self._events: list[tuple[int, DeviceEvent | None]] = []
+        self._pieces: dict[int, Piece] = {}  # requested and not yet unpacked
+        self._num_requested = 0  # pieces, since the start
+
+    @property
+    def landed(self) -> int:
+        """Rows [0, landed) are in the receiver's pages."""
+        return min((piece.first for piece in self._pieces.values()), default=self._requested)
+
+    @property
+    def finished(self) -> bool:
+        return self.landed == self._total
+
+    @property
+    def has_pending_events(self) -> bool:
+        """Returns whether a leased piece may wait for an event, so that `poll_events` must be called."""
+        return bool(self._events) and any(piece.timer.phase is PiecePhase.LEASED for piece in self._pieces.values())
+
+    @property
+    def deadline(self) -> float:
+        return min((piece.timer.deadline for piece in self._pieces.values()), default=float("inf"))
+
+    def next_deadline(self) -> float | None:
+        """Returns when the next timeout or retransmit is due."""
+        return earliest(min(piece.timer.deadline, piece.timer.retransmit_at) for piece in self._pieces.values())
+
+    def on_rows_computed(self, rows: RowsComputed, now: float) -> list[LeaseRequest]:
+        """Records rows that the engine announced. All earlier rows must have been announced. Returns what to send."""
+        self.pages, self._announced = rows.pages, rows.last
+        self._events.append((rows.last, rows.after))
+        return self.request_leases(now)
+
+    def request_leases(self, now: float) -> list[LeaseRequest]:
+        """Begins the next pieces, as far as the window and the announced rows allow. Returns what to send."""
+        requests = []
+        while len(self._pieces) < WINDOW and self._requested < self._total:
+            first, last = self._requested, min(self._requested + self.offer.rows, self._total)
+            if last > self._announced:
+                break
+            piece = Piece(self._num_requested, first, last, PhaseTimer(self._table, PiecePhase.REQUESTED, now))
+            self._pieces[piece.number] = piece
+            self._num_requested += 1
+            requests.append(LeaseRequest(self._key, piece.number, first, last))
+        return requests
+
+    def on_lease_granted(self, lease: LeaseGranted, grant_order: int, now: float) -> None:
+        """Records the lease of a piece. Ignores a grant for a piece that does not wait for one."""
+        piece, end = self._pieces.get(lease.piece), self.offer.ring.nbytes
+        if piece is None or piece.timer.phase is not PiecePhase.REQUESTED or lease.offset + self.nbytes(piece) > end:
+            return
+        piece.lease, piece.grant_order = lease, grant_order
+        piece.timer.move(PiecePhase.LEASED, now)
+
+    def poll_events(self) -> None:
+        """Checks which forward passes have finished."""
+        while self._events and (self._events[0][1] is None or self._events[0][1].query()):
+            self._computed = self._events.pop(0)[0]
+
+    def ready(self) -> Iterator[Piece]:
+        """Yields the pieces that can be packed now."""
+        for piece in self._pieces.values():
+            if piece.timer.phase is PiecePhase.LEASED and piece.last <= self._computed:
+                yield piece
+
+    def start_write(self, piece: Piece, now: float) -> None:
+        piece.timer.move(PiecePhase.WRITING, now)
+
+    def finish_write(self, number: int, now: float) -> PieceWritten:
+        """Records that a piece is in the ring. Returns what to send."""
+        piece = self._pieces[number]
+        piece.timer.move(PiecePhase.WRITTEN, now)
+        return self._piece_written(piece)
+
+    def on_unpacked(self, message: PieceUnpacked, now: float) -> bool:
+        """Returns False if the piece was already removed, or was not written yet."""
+        piece = self._pieces.get(message.piece)
+        if piece is None or piece.timer.phase is not PiecePhase.WRITTEN:
+            return False
+        piece.timer.move(PiecePhase.UNPACKED, now)
+        del self._pieces[message.piece]
+        return True
+
+    def nbytes(self, piece: Piece) -> int:
+        return (piece.last - piece.first) * self.offer.row_bytes
+
+    def packed_piece(self, piece: Piece, source: Store, target: Store, address: int) -> PackedPiece:
+        return PackedPiece(source, target, self.pages, self.pages, piece.first, piece.last, address)
+
+    def retransmits(self, now: float) -> list[LeaseRequest | PieceWritten]:
+        """Returns the messages whose retransmit is due."""
+        messages: list[LeaseRequest | PieceWritten] = []
+        for piece in self._pieces.values():
+            if piece.timer.retransmit_due(now):
+                if piece.timer.phase is PiecePhase.REQUESTED:
+                    messages.append(LeaseRequest(self._key, piece.number, piece.first, piece.last))
+                else:
+                    messages.append(self._piece_written(piece))
+        return messages
+
+    def timeout_reason(self, now: float) -> str:
+        """Returns which piece has timed out, or an empty string."""
+        for piece in self._pieces.values():
+            if now >= piece.timer.deadline:
+                limit = self._table.timeouts[piece.timer.phase].limit
+                rows = f"rows {piece.first} to {piece.last}"
+                return f"{rows} were '{piece.timer.phase.value}' in the receiver's ring for {limit:g} s"
+        return ""
+
+    def audit(self) -> None:
+        assert len(self._pieces) <= WINDOW, f"{self._key}: {len(self._pieces)} pieces in the window"
+        assert self.landed <= self._requested <= self._announced, f"{self._key}: a lease for rows not announced"
+        assert self._computed <= self._announced and bool(self._events) == (self._computed < self._announced), self._key
+        for piece in self._pieces.values():
+            assert (piece.lease is None) == (piece.timer.phase is PiecePhase.REQUESTED), f"{self._key}: {piece}"
+
+    def writing_pieces(self) -> set[int]:
+        """Returns the numbers of the pieces whose write is in flight."""
+        return {number for number, piece in self._pieces.items() if piece.timer.phase is PiecePhase.WRITING}
+
+    @property
+    def _requested(self) -> int:
+        """Leases were requested for rows [0, requested)."""
+        return min(self._num_requested * self.offer.rows, self._total)
+
+    def _piece_written(self, piece: Piece) -> PieceWritten:
+        assert piece.lease is not None
+        return PieceWritten(self._key, piece.number, piece.lease.lease)
+
+
+@dataclass(slots=True)
+class _BufferUse:
+    handoff: HandoffId
+    ticket: int | None = None  # None: not submitted yet
+
+
+class SenderBuffers:
+    """The sender's buffers, shared by all its handoffs. A buffer is free again when the write from it has ended in any
+    state. If that state is unknown, the write may still read the buffer, but only into a lease that is not read."""
+
+    def __init__(self, buffers: Sequence[MemoryRange]) -> None:
+        self.buffers = tuple(buffers)
+        self._uses: dict[int, _BufferUse] = {}
+
+    @property
+    def users(self) -> Mapping[int, HandoffId]:
+        """Returns the handoff that uses each buffer, by number."""
+        return {number: use.handoff for number, use in self._uses.items()}
+
+    def acquire(self, handoff: HandoffId) -> MemoryRange | None:
+        """Returns None if all buffers are in use."""
+        for number, buffer in enumerate(self.buffers):
+            if number not in self._uses:
+                self._uses[number] = _BufferUse(handoff)
+                return buffer
+        return None
+
+    def on_submitted(self, handoff: HandoffId, ticket: int) -> None:
+        """Assigns the ticket to the handoff's oldest buffer that has none."""
+        pending = (use for use in self._uses.values() if use.handoff == handoff and use.ticket is None)
+        use = next(pending, None)
+        if use is not None:
+            use.ticket = ticket
+
+    def on_write_ended(self, handoff: HandoffId, ticket: int) -> bool:
+        """Returns whether a buffer has become free."""
+        for number, use in self._uses.items():
+            if (use.handoff, use.ticket) == (handoff, ticket):
+                del self._uses[number]
+                return True
+        return False
