@@ -107,33 +107,33 @@ class Noted:
     """A backend that notes what is posted."""
 
     def __init__(self, backend: Backend) -> None:
-        self._wire, self.name, self.limits = backend, backend.name, backend.limits
+        self._backend, self.name, self.limits = backend, backend.name, backend.limits
         self.posted: list[Writes] = []
 
     def register(self, region: Region) -> None:
-        self._wire.register(region)
+        self._backend.register(region)
 
     def describe(self) -> bytes:
-        return self._wire.describe()
+        return self._backend.describe()
 
     def connect(self, native: bytes, regions: Regions) -> Any:
-        return self._wire.connect(native, regions)
+        return self._backend.connect(native, regions)
 
     def disconnect(self, remote: Any) -> None:
-        self._wire.disconnect(remote)
+        self._backend.disconnect(remote)
 
-    def post(self, remote: Any, plan_writes: Writes) -> Any:
-        self.posted.append(plan_writes)
-        return self._wire.post(remote, plan_writes)
+    def post(self, remote: Any, writes: Writes) -> Any:
+        self.posted.append(writes)
+        return self._backend.post(remote, writes)
 
     def check(self, handle: Any) -> WriteState:
-        return self._wire.check(handle)
+        return self._backend.check(handle)
 
     def transport(self) -> str:
-        return self._wire.transport()
+        return self._backend.transport()
 
     def close(self) -> None:
-        self._wire.close()
+        self._backend.close()
 
 
 class Worker:
@@ -204,7 +204,7 @@ class PrefillWorker(Worker):
 
     def _push(self, pieces: Writes) -> float:
         limits, under_way = self.backend.limits, deque[tuple[Any, int]]()
-        batch = np.maximum(np.cumsum(pieces[:, 2]) // limits.nbytes, np.arange(len(pieces)) // limits.plan_writes)
+        batch = np.maximum(np.cumsum(pieces[:, 2]) // limits.nbytes, np.arange(len(pieces)) // limits.writes)
         begun = time.perf_counter()
         for part in np.split(pieces, np.flatnonzero(np.diff(batch)) + 1):
             while under_way and sum(count for _, count in under_way) + len(part) > limits.in_flight:

@@ -119,22 +119,22 @@ def answers_alone(model: str, prompts: Prompts, params: SamplingParams, **settin
 
 
 class Compared:
-    """Stands before the agents' facts: when a context has landed, its bytes are compared with their source, which the
+    """Stands before the agents' events: when a context has landed, its bytes are compared with their source, which the
     prefill worker is made to keep until the end."""
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
         assert isinstance(prefill._port, PrefillEndpoint) and isinstance(decode._port, DecodeEndpoint)
         self.source = host_stores(prefill.executor.hosts())["host"]
-        self.targets = decode._port._agent._side._hello.stores
+        self.targets = decode._port._agent._role._hello.stores
         self.asks: dict[HandoffKey, HandoffRequest] = {}
         self.sent: dict[HandoffKey, tuple[int, ...]] = {}  # pages at the prefill worker
         self.dropped: list[ReleasePages] = []
         self.contexts = 0
         sender, receiver = prefill._port._agent, decode._port._agent
-        self._fact_of_sender, self._fact_of_receiver = sender.facts, receiver.facts
+        self._take_sender_events, self._take_receiver_events = sender.take_events, receiver.take_events
         self._put_of_sender, self._put_of_receiver = sender.put, receiver.put
-        sender.facts, sender.put = self.facts_of_sender, self.put_to_sender  # type: ignore[method-assign]
-        receiver.facts, receiver.put = self.facts_of_receiver, self.put_to_receiver  # type: ignore[method-assign]
+        sender.take_events, sender.put = self.sender_events, self.put_to_sender  # type: ignore[method-assign]
+        receiver.take_events, receiver.put = self.receiver_events, self.put_to_receiver  # type: ignore[method-assign]
 
     def put_to_sender(self, command: Any) -> None:
         if isinstance(command, RowsComputed):
@@ -143,20 +143,20 @@ class Compared:
 
     def put_to_receiver(self, command: Any) -> None:
         if isinstance(command, Fetch):
-            self.asks[command.ask.key] = command.ask
+            self.asks[command.request.key] = command.request
         self._put_of_receiver(command)
 
-    def facts_of_sender(self) -> list[Any]:
-        facts = list(self._fact_of_sender())
-        self.dropped += [fact for fact in facts if isinstance(fact, ReleasePages)]
-        return [fact for fact in facts if not isinstance(fact, ReleasePages)]
+    def sender_events(self) -> list[Any]:
+        events = list(self._take_sender_events())
+        self.dropped += [event for event in events if isinstance(event, ReleasePages)]
+        return [event for event in events if not isinstance(event, ReleasePages)]
 
-    def facts_of_receiver(self) -> list[Any]:
-        facts = list(self._fact_of_receiver())
-        for fact in facts:
-            if isinstance(fact, Landed):
-                self.compare(fact.key)
-        return facts
+    def receiver_events(self) -> list[Any]:
+        events = list(self._take_receiver_events())
+        for event in events:
+            if isinstance(event, Landed):
+                self.compare(event.key)
+        return events
 
     def compare(self, key: HandoffKey) -> None:
         ask, pages = self.asks[key], self.sent.get(key)

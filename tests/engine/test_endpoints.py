@@ -66,9 +66,9 @@ class Dictated:
         self.coming: list[Any] = []
         self.told: list[Any] = []
 
-    def facts(self) -> list[Any]:
-        facts, self.coming = self.coming, []
-        return facts
+    def take_events(self) -> list[Any]:
+        events, self.coming = self.coming, []
+        return events
 
     def put(self, command: Any) -> None:
         self.told.append(command)
@@ -154,7 +154,7 @@ def test_pages_are_offered_to_a_peer_after_the_copies_that_may_still_write_them(
         decode.step()
         copies.happened = True
         decode.step()
-        assert [type(told) for told in agent.told] == [Fetch] and "kept" in agent.told[0].ask.key.request_id
+        assert [type(told) for told in agent.told] == [Fetch] and "kept" in agent.told[0].request.key.request_id
         decode.abort("kept/0")
         decode.step()
         assert len(agent.told) == 2, "it was given to a peer, who must be told"

@@ -85,7 +85,7 @@ def test_an_idle_agent_neither_polls_nor_pings(world: World) -> None:
         time.sleep(1.5 * QUICK.ping_every)
         return [len(post.sent) for post in posts] == said
 
-    assert until(lambda: all(engine.agent._pause() > 1.0 for engine in world.engines))
+    assert until(lambda: all(engine.agent._seconds_to_wait() > 1.0 for engine in world.engines))
     assert until(quiet)  # an answer may have been under way
 
 

@@ -126,7 +126,7 @@ def test_a_prefill_worker_killed_at_any_stage_loses_its_requests_and_no_others(t
         others = [decode.fetch(other.address, prompt(60, number), f"other {number}") for number in range(3)]
         assert all(isinstance(decode.ended(each), Landed) for each in others)
         end = decode.ended(key)
-        assert isinstance(end, FetchFailed) and not end.quiesced and not end.retry and "heard" in end.reason
+        assert isinstance(end, FetchFailed) and not end.quiesced and not end.retry and "no message from" in end.reason
         assert decode.quarantined == {key}
         end = decode.ended(decode.fetch(doomed.address, prompt(60), "r", attempt=1))
         assert isinstance(end, FetchFailed) and end.quiesced

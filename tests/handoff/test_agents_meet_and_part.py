@@ -103,11 +103,15 @@ def test_connections_that_hang_bar_nobody_else_for_good() -> None:
         clock.now += Timing().hello_timeout
         agent._work()
         say_hello(peers[number % 2])
-    assert side._unended == MAX_HUNG_CONNECTS and isinstance(post.said[-1], Refused) and "hang" in post.said[-1].reason
+    assert (
+        side._connects_running == MAX_HUNG_CONNECTS
+        and isinstance(post.said[-1], Refused)
+        and "hang" in post.said[-1].reason
+    )
     transfer.go.set()
     assert until(lambda: agent._inbox.qsize() == MAX_HUNG_CONNECTS)
     agent._work()
-    assert not side._unended and not side._connecting
+    assert not side._connects_running and not side._connecting
 
 
 def test_a_peer_that_was_idle_for_long_is_asked_who_it_is_before_anything_is_sent(world: World) -> None:

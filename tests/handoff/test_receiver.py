@@ -332,10 +332,10 @@ def test_seconds_in_each_phase_are_counted() -> None:
 
 
 def test_every_phase_has_a_limit_and_moves_follow_the_table() -> None:
-    with pytest.raises(AssertionError, match="a phase without a limit"):
+    with pytest.raises(AssertionError, match="a phase without a timeout"):
         PhaseTable(RECEIVER_TRANSITIONS, {ReceiverPhase.REQUESTING: PhaseTimeout(1.0)})
     timer = PhaseTimer(PhaseTable(RECEIVER_TRANSITIONS, scaled(RECEIVER_TIMEOUTS, 0.1)), ReceiverPhase.REQUESTING, 0.0)
-    assert timer.deadline == 1.0 and timer.again_at == 0.1
+    assert timer.deadline == 1.0 and timer.retransmit_at == 0.1
     with pytest.raises(IllegalTransition):
         timer.move(ReceiverPhase.CANCELLING, 0.0)
 

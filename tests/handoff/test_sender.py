@@ -164,7 +164,7 @@ def test_nothing_is_written_before_go() -> None:
     assert not [action for action in desk.actions() if isinstance(action, SubmitWrites)]
     desk.take(StartWrites(KEY))
     (submit,) = [action for action in desk.actions() if isinstance(action, SubmitWrites)]
-    assert submit.plan_writes.tolist() == carried(0, 10)
+    assert submit.writes.tolist() == carried(0, 10)
     desk.take(StartWrites(KEY))
     assert desk.actions() == []
 
@@ -174,7 +174,7 @@ def test_writes_go_from_our_pages_to_theirs_and_wait_for_the_forward_pass() -> N
     desk, event = Desk().writing(), Event()
     desk.written(0, 6, after=event)
     (submit,) = desk.actions()
-    assert submit.plan_writes.tolist() == carried(0, 6)
+    assert submit.writes.tolist() == carried(0, 6)
     assert submit.after is event and (submit.peer, submit.key) == (PEER, KEY)
 
 
@@ -189,7 +189,7 @@ def test_what_is_told_while_enough_is_under_way_goes_together_when_a_list_ends()
     assert desk.actions() == []
     desk.end(second)
     submit, progress = desk.actions()
-    assert submit.plan_writes.tolist() == carried(4, 10) and submit.after is events[-1]
+    assert submit.writes.tolist() == carried(4, 10) and submit.after is events[-1]
     assert progress == SendMessage(PEER, Progress(KEY, 0))
     third = desk.submit()
     desk.end(first)
@@ -214,7 +214,7 @@ def test_rows_that_move_while_they_wait_are_found_out() -> None:
     desk = Desk()
     desk.under_way(2, 4)
     desk.written(4, 6)
-    with pytest.raises(AssertionError, match="rows that were told have moved"):
+    with pytest.raises(AssertionError, match="announced rows have moved"):
         desk.tell(RowsComputed(PEER, KEY, 6, 8, (7, 4, 5), None))
 
 
@@ -557,7 +557,7 @@ def test_a_stranger_is_asked_to_say_hello() -> None:
 
 def test_an_engine_that_skips_rows_is_found_out() -> None:
     desk = Desk().writing()
-    with pytest.raises(AssertionError, match="rows 0 are told"):
+    with pytest.raises(AssertionError, match="0 rows are announced"):
         desk.written(2, 10)
     with pytest.raises(AssertionError, match="sampled after 0 of 10 rows"):
         desk.sampled()
