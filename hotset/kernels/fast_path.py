@@ -1,4 +1,8 @@
-"""Which calls the Triton kernels serve, and how an op gets at them."""
+"""Decides which calls take a kernel for GPUs, and imports the module that has it.
+
+An op's `__init__.py` dispatches between `reference.py`, `cpu_impl.py` (torch alone, imported as usual) and the module
+that `kernels_of` returns.
+"""
 
 from importlib import import_module
 from types import ModuleType
@@ -15,12 +19,13 @@ def served_fast(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in FAST_DTYPES
 
 
-def kernels_of(op: str) -> ModuleType:
-    """The op's `triton_impl`, imported on first use: a machine without a GPU needs no Triton.
+def kernels_of(op: str, module: str = "triton_impl") -> ModuleType:
+    """Returns a module of the op's kernels for GPUs, imported on first use: a CPU needs neither Triton nor CUDA.
 
-    An op's package must not import this under the name `triton_impl`: that is what importing the module sets there.
+    The import sets the module as an attribute of the op's package, so the package must not use that name for anything
+    else. Raises MissingDependency if the module needs a package that is not installed.
     """
     try:
-        return import_module(f"hotset.kernels.{op}.triton_impl")
+        return import_module(f"hotset.kernels.{op}.{module}")
     except ModuleNotFoundError as error:
         raise MissingDependency(f'{op} on a GPU needs {error.name}: pip install "hotset[cuda]"') from error

@@ -1,6 +1,8 @@
 """The attention ops against brute force: one query, one head, one position at a time, in plain Python."""
 
 import math
+from types import ModuleType
+from unittest import mock
 
 import torch
 from hypothesis import given, settings
@@ -11,8 +13,7 @@ from hotset.kernels.index_topk import index_topk
 from hotset.kernels.paged_attention import paged_attention
 from hotset.kernels.rows import PagedRows, RowLayout
 from hotset.kernels.segments import make_segments
-from hotset.kernels.sparse_attention import reference as sparse_reference
-from hotset.kernels.sparse_attention import sparse_attention
+from hotset.kernels.sparse_attention import cpu_impl, reference
 from hotset.kernels.stable_topk import stable_topk
 from hotset.memory.pages import extend_runs
 
@@ -125,8 +126,17 @@ def test_stable_topk_equals_a_stable_sort(rows: int, width: int, seed: int, data
 
 
 @EXAMPLES
-@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**31), st.sampled_from([1, 1 << 24]))
-def test_sparse_attention_reads_only_what_was_chosen(rows: int, heads: int, k: int, seed: int, block: int) -> None:
+@given(
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.integers(0, 2**31),
+    st.sampled_from([1, 1 << 24]),
+    st.sampled_from([reference, cpu_impl]),
+)
+def test_sparse_attention_reads_only_what_was_chosen(
+    rows: int, heads: int, k: int, seed: int, block: int, impl: ModuleType
+) -> None:
     torch.manual_seed(seed)
     rank, rope, scale = 5, 2, 0.21
     pool = torch.full((20, rank + rope), float("nan"), dtype=torch.float64)
@@ -136,11 +146,8 @@ def test_sparse_attention_reads_only_what_was_chosen(rows: int, heads: int, k: i
     chosen[torch.rand(rows, k) < 0.3] = EMPTY
     chosen[:, 0] = usable[0]
     q = torch.randn(rows, heads, rank + rope, dtype=torch.float64)
-    before, sparse_reference.BLOCK_VALUES = sparse_reference.BLOCK_VALUES, block
-    try:
-        out = sparse_attention(q, pool, chosen, RowLayout(pool.shape[1], pool.dtype), rank, scale)
-    finally:
-        sparse_reference.BLOCK_VALUES = before
+    with mock.patch.object(impl, "BLOCK_VALUES", block):
+        out = impl.sparse_attention(q, pool, chosen, RowLayout(pool.shape[1], pool.dtype), rank, scale)
     for row in range(rows):
         valid = [at for at in chosen[row].tolist() if at != EMPTY]
         for head in range(heads):

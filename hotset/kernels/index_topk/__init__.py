@@ -1,12 +1,11 @@
 """index_topk: the indexer's scores over each query row's context, and the top-k positions among them."""
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from hotset.base.errors import ConfigError, MissingDependency
-from hotset.kernels.index_topk import reference
+from hotset.base.errors import ConfigError
+from hotset.kernels.fast_path import kernels_of
+from hotset.kernels.index_topk import cpu_impl, reference
 from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
 
@@ -33,10 +32,12 @@ def index_topk(
     """
     assert k > 0, f"top-k of {k}"
     assert scale > 0, f"scores scaled by {scale}"
-    if not q.is_cuda or q.dtype not in FAST:
+    if q.device.type == "cpu":
+        return cpu_impl.index_topk(q, weights, keys, segments, k, scale)
+    if q.dtype not in FAST:
         return reference.index_topk(q, weights, keys, segments, k, scale)
     _check_sizes(q, keys, k)
-    out: Tensor = _fast_path().index_topk(q, weights, keys, segments, k, scale)
+    out: Tensor = kernels_of("index_topk").index_topk(q, weights, keys, segments, k, scale)
     return out
 
 
@@ -54,12 +55,3 @@ def _check_sizes(q: Tensor, keys: PagedRows, k: int) -> None:
         raise ConfigError(
             f"index keys of {layout.dtype}, {layout.quantised} of {head_dim} values in fp8, are not served"
         )
-
-
-def _fast_path() -> ModuleType:
-    """Imported on first use: a machine without a GPU needs no Triton."""
-    try:
-        from hotset.kernels.index_topk import triton_impl
-    except ModuleNotFoundError as error:
-        raise MissingDependency(f'index_topk on a GPU needs {error.name}: pip install "hotset[cuda]"') from error
-    return triton_impl

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
+from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.page_copy import reference
 
 __all__ = ["to_device", "to_host"]
@@ -43,8 +44,4 @@ def _checked(pieces: Tensor, device_rows: Tensor, host_rows: Tensor) -> ModuleTy
     assert pieces.dtype == torch.int64 and pieces.is_contiguous(), f"pieces of {pieces.dtype}"
     for name, rows in (("host", host_rows), ("device", device_rows)):
         assert rows.stride(2) == 1, f"the values of a {name} row are {rows.stride(2)} apart"
-    if not device_rows.is_cuda:
-        return reference
-    from hotset.kernels.page_copy import cuda_impl
-
-    return cuda_impl
+    return kernels_of("page_copy", "cuda_impl") if device_rows.is_cuda else reference

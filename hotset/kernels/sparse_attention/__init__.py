@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
-from hotset.kernels import fast_path
+from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.rows import ROW_ALIGN, RowLayout
-from hotset.kernels.sparse_attention import reference
+from hotset.kernels.sparse_attention import cpu_impl, reference
 
 RANKS = (64, 128, 256, 512)  # that the kernels for GPUs can take, as the next two
 ROPES = (16, 32, 64, 128)
@@ -26,14 +26,16 @@ def sparse_attention(
     A query row without a chosen row (a padded batch row) gives zeros, whatever its q holds. bfloat16 tensors on a GPU
     take the fast path, which can be captured in a graph; it serves any number of heads and of chosen rows, ranks RANKS,
     ropes ROPES, plain rows and rows whose latent is fp8. Raises ConfigError, naming the value, for any other size.
-    Other dtypes take the reference on any device.
+    Other dtypes take the reference there.
     """
     assert q.shape[2] == layout.width, f"queries of {q.shape[2]} values cannot score rows of {layout.width}"
     assert chosen.shape[0] == q.shape[0], f"{chosen.shape[0]} selections for {q.shape[0]} query rows"
-    if not (q.is_cuda and q.dtype == torch.bfloat16):
+    if q.device.type == "cpu":
+        return cpu_impl.sparse_attention(q, rows, chosen, layout, rank, scale)
+    if q.dtype != torch.bfloat16:
         return reference.sparse_attention(q, rows, chosen, layout, rank, scale)
     check(rows, layout, rank, scale)
-    attended: Tensor = fast_path.kernels_of("sparse_attention").sparse_attention(q, rows, chosen, layout, rank, scale)
+    attended: Tensor = kernels_of("sparse_attention").sparse_attention(q, rows, chosen, layout, rank, scale)
     return attended
 
 

@@ -4,12 +4,11 @@
 runs for each other layer of the group, with the copies of the same `Swap`.
 """
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
+from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.swap_in import reference
 from hotset.kernels.swap_in.tables import Copies, SeatTables, Swap
 
@@ -54,7 +53,7 @@ def plan(
     assert (host_rows is None) == (device_rows is None), "rows of one tier only"
     if host_rows is not None and device_rows is not None:
         _check_rows(host_rows, device_rows)
-    op = _fast_path() if positions.is_cuda else reference
+    op = kernels_of("swap_in", "cuda_impl") if positions.is_cuda else reference
     maps = (tables, words, words_per_page)
     options = {"ignore_tail": ignore_tail, "host_rows": host_rows, "device_rows": device_rows}
     swap: Swap = op.plan(positions, seats, stamps, *maps, counts, **options)
@@ -72,7 +71,7 @@ def copy(
     written if rows of the two tiers are not alike.
     """
     _check_rows(host_rows, device_rows)
-    op = _fast_path() if device_rows.is_cuda else reference
+    op = kernels_of("swap_in", "cuda_impl") if device_rows.is_cuda else reference
     op.copy(copies, host_rows, device_rows)
 
 
@@ -83,9 +82,3 @@ def _check_rows(host_rows: Tensor, device_rows: Tensor) -> None:
         raise ConfigError(f"host rows of {host_rows.shape[1]} values, device rows of {device_rows.shape[1]}")
     for name, rows in (("host", host_rows), ("device", device_rows)):
         assert rows.stride(1) == 1, f"the values of a {name} row are {rows.stride(1)} apart"
-
-
-def _fast_path() -> ModuleType:
-    from hotset.kernels.swap_in import cuda_impl
-
-    return cuda_impl

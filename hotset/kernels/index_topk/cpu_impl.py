@@ -1,0 +1,93 @@
+"""index_topk on a CPU: the same scores as the reference with fewer passes over them.
+
+Queries with at most k positions behind them are not scored. The others are scored in blocks: a block reads the context
+up to its own last position, so only the newest few columns have to be masked.
+"""
+
+import torch
+from torch import Tensor
+
+from hotset.kernels import EMPTY
+from hotset.kernels.rows import PagedRows, accumulation_dtype
+from hotset.kernels.segments import Segments
+from hotset.kernels.stable_topk import stable_topk
+
+BLOCK_SCORES = 1 << 21  # scores held at once: queries x heads x positions
+GROUP = 4  # positions that share one maximum
+GROUPS_PAY = 24  # contexts of at least this many times k are searched by groups; more than GROUP
+
+
+def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, k: int, scale: float) -> Tensor:
+    out = torch.empty(q.shape[0], k, dtype=torch.int64)
+    for segment, first, last, length in segments:
+        start = length - (last - first)  # position of the first query
+        scored = min(last, first + max(0, k - start))  # queries [first, scored) see at most k positions
+        _take_all(out[first:scored], start)
+        if scored == last:
+            continue
+        context = keys.gather(segment, length, accumulation_dtype(q.dtype))
+        block = max(1, BLOCK_SCORES // (q.shape[1] * length))
+        memory = context.new_empty(min(block, last - scored) * q.shape[1] * length)
+        for at in range(scored, last, block):
+            part = slice(at, min(at + block, last))
+            newest = start + at - first  # position of the first query of the block
+            seen = context[: newest + part.stop - at]
+            scores = index_scores(q[part], weights[part], seen, newest, scale, memory)
+            out[part] = topk_positions(scores, k)
+    return out
+
+
+def _take_all(out: Tensor, start: int) -> None:
+    """Query j sees the positions [0, start + j] and selects them all."""
+    queries, k = out.shape
+    positions = torch.arange(k).expand(queries, k)
+    out.copy_(positions.masked_fill(positions > torch.arange(start, start + queries)[:, None], EMPTY))
+
+
+def index_scores(q: Tensor, weights: Tensor, seen: Tensor, newest: int, scale: float, memory: Tensor) -> Tensor:
+    """[queries, positions] scores; query j stands at position `newest + j`, and later positions score -inf.
+
+    `memory` is overwritten: fresh memory for the scores of all heads would cost more than computing on them.
+    """
+    queries, heads, dim = q.shape
+    positions = seen.shape[0]
+    each_head = memory[: queries * heads * positions].view(queries * heads, positions)
+    torch.mm(q.reshape(-1, dim).to(seen.dtype), seen.T, out=each_head).relu_()
+    # The scale is positive, so it can be applied after relu, with the weights.
+    scaled_weights = (weights.to(seen.dtype) * scale)[:, None]
+    scores = torch.bmm(scaled_weights, each_head.view(queries, heads, positions))[:, 0]
+    unseen = torch.ones(queries, queries - 1, dtype=torch.bool).triu()  # column c is position newest + 1 + c
+    scores[:, newest + 1 :].masked_fill_(unseen, float("-inf"))
+    return scores
+
+
+def topk_positions(scores: Tensor, k: int) -> Tensor:
+    """What `stable_topk` returns, for scores of more than k positions.
+
+    If the k-th value is larger than the next, the k largest are unique. The other queries take `stable_topk`.
+    """
+    values, positions = _largest(scores, k + 1)
+    chosen = positions[:, :k].sort(-1).values
+    unclear = ~(values[:, k - 1] > values[:, k])
+    if bool(unclear.any()):
+        chosen[unclear] = stable_topk(scores[unclear], k)
+    return chosen
+
+
+def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest values of each query, descending, and their positions; any of equals.
+
+    In a long context the positions g, g + groups, g + 2 * groups, ... form group g. The k groups with the largest
+    maxima hold k values that no value outside them exceeds.
+    """
+    length = scores.shape[1]
+    if length < GROUPS_PAY * k:
+        return torch.topk(scores, k)
+    groups = length // GROUP
+    grouped = scores[:, : GROUP * groups].unflatten(1, (GROUP, groups))
+    best_groups = torch.topk(grouped.amax(1), k, sorted=False).indices
+    members = (best_groups[:, None] + torch.arange(0, GROUP * groups, groups)[:, None]).flatten(1)
+    left_over = torch.arange(GROUP * groups, length).expand(scores.shape[0], -1)
+    candidates = torch.cat((members, left_over), dim=1)
+    best = torch.topk(scores.gather(1, candidates), k)
+    return best.values, candidates.gather(1, best.indices)

@@ -1,0 +1,58 @@
+"""sparse_attention on a CPU: the reference's products over rows that are read and decoded with less work."""
+
+import torch
+from torch import Tensor
+
+from hotset.kernels import EMPTY
+from hotset.kernels.rows import RowLayout, accumulation_dtype
+
+BLOCK_VALUES = 1 << 21  # gathered values held at once: 8 MiB of float32 stay in the last-level cache
+
+
+def sparse_attention(q: Tensor, rows: Tensor, chosen: Tensor, layout: RowLayout, rank: int, scale: float) -> Tensor:
+    accumulate = accumulation_dtype(q.dtype)
+    rows, chosen, layout = _decoded_once(rows, chosen, layout, accumulate)
+    queries, heads, width = q.shape
+    k = chosen.shape[1]
+    out = q.new_empty(queries, heads, rank)
+    block = max(1, BLOCK_VALUES // (k * width))
+    for first in range(0, queries, block):
+        part = slice(first, min(first + block, queries))
+        readable, empty = chosen[part], chosen[part] == EMPTY
+        some_empty = bool(empty.any())
+        if some_empty:
+            # An EMPTY entry reads a row that was chosen, with weight 0: any other might hold NaN, and 0 * NaN is NaN.
+            readable = torch.where(empty, readable.amax(-1, keepdim=True).clamp_min(0), readable)
+        gathered = layout.decode(rows.index_select(0, readable.flatten()), accumulate).view(-1, k, width)
+        scores = torch.bmm(q[part].to(accumulate), gathered.transpose(1, 2)).mul_(scale)
+        if some_empty:
+            scores.masked_fill_(empty[:, None, :], float("-inf"))
+        out[part] = torch.bmm(torch.softmax(scores, dim=-1), gathered[:, :, :rank])
+        if some_empty:
+            out[part].masked_fill_(empty.all(-1)[:, None, None], 0)
+    return out
+
+
+def _decoded_once(
+    rows: Tensor, chosen: Tensor, layout: RowLayout, accumulate: torch.dtype
+) -> tuple[Tensor, Tensor, RowLayout]:
+    """Rows, selections and layout with every chosen row decoded, where queries share enough rows for that to pay.
+
+    That is the case if the chosen rows span fewer rows than there are entries, as in a prompt. Rows that are stored in
+    the accumulation dtype stay where they are.
+    """
+    if layout.dtype == accumulate and not layout.quantised:
+        return rows, chosen, layout
+    lowest = int(torch.where(chosen == EMPTY, rows.shape[0], chosen).min())
+    span = int(chosen.max()) + 1 - lowest  # negative if every entry is EMPTY
+    if not 0 < span < chosen.numel():
+        return rows, chosen, layout
+    entries = torch.where(chosen == EMPTY, span, chosen - lowest)
+    used = torch.zeros(span + 1, dtype=torch.bool)
+    used[entries] = True
+    used[span] = False
+    distinct = used.nonzero()[:, 0]
+    number_of = torch.full((span + 1,), EMPTY)
+    number_of[distinct] = torch.arange(len(distinct))
+    decoded = layout.decode(rows.index_select(0, distinct + lowest), accumulate)
+    return decoded, number_of[entries], RowLayout(layout.width, accumulate)

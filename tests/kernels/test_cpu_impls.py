@@ -1,0 +1,155 @@
+"""The CPU implementations of index_topk and sparse_attention against their references, over poisoned memory."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hotset.kernels import EMPTY
+from hotset.kernels.index_topk import cpu_impl as index_cpu
+from hotset.kernels.index_topk import reference as index_reference
+from hotset.kernels.rows import PagedRows, RowLayout, index_key_row, mla_row
+from hotset.kernels.segments import make_segments
+from hotset.kernels.sparse_attention import cpu_impl as attention_cpu
+from hotset.kernels.sparse_attention import reference as attention_reference
+from hotset.kernels.stable_topk import stable_topk
+from hotset.memory.pages import extend_runs
+
+CPU = torch.device("cpu")
+EXAMPLES = settings(max_examples=80, deadline=None, derandomize=True)
+DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
+
+
+def poisoned(rows: int, layout: RowLayout) -> Tensor:
+    """Memory that decodes to NaN."""
+    return torch.full((rows, layout.stride_bytes), 0xFF, dtype=torch.uint8).view(layout.stored_dtype)
+
+
+def paged_keys(lengths: list[int], counts: list[int], page_rows: int, layout: RowLayout) -> PagedRows:
+    """Index keys of small whole numbers on scattered pages of poisoned memory; segment i sits on seat i."""
+    pages_of = [-(-length // page_rows) for length in lengths]
+    order = torch.randperm(sum(pages_of) + 2).tolist()
+    memory = poisoned(len(order) * page_rows, layout).view(1, len(order), page_rows, layout.stored_width)
+    table = torch.full((len(lengths), max(pages_of)), EMPTY)
+    runs: list[list[tuple[int, int]]] = []
+    for seat, (length, count) in enumerate(zip(lengths, pages_of, strict=True)):
+        pages = [order.pop() for _ in range(count)]
+        table[seat, :count] = torch.tensor(pages)
+        positions = torch.arange(length)
+        values = torch.randn(length, layout.width).mul(2).round().clamp(-7, 7)
+        values[:, 0] = 7  # the scale of an fp8 key becomes 7 / 448, a power of two, and every value is stored exactly
+        values = values.to(layout.dtype)
+        memory[0, table[seat, positions // page_rows], positions % page_rows] = layout.encode(values)
+        runs.append([])
+        extend_runs(runs[-1], pages)
+    seat_of = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    return PagedRows(memory, runs, layout, table, seat_of)
+
+
+@EXAMPLES
+@given(
+    segments=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60)), min_size=1, max_size=4),
+    k=st.integers(1, 12),
+    heads=st.integers(1, 3),
+    block_scores=st.sampled_from([1, 100, 1 << 21]),
+    groups_pay=st.sampled_from([5, 1000]),
+    dtype=DTYPES,
+    fp8=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_index_topk_selects_what_the_reference_selects(
+    segments: list[tuple[int, int]],
+    k: int,
+    heads: int,
+    block_scores: int,
+    groups_pay: int,
+    dtype: torch.dtype,
+    fp8: bool,
+    seed: int,
+) -> None:
+    """Scores are sums of small whole numbers: exact in every order of summation, with many ties."""
+    torch.manual_seed(seed)
+    counts, starts = [count for count, _ in segments], [start for _, start in segments]
+    lengths = [count + start for count, start in segments]
+    keys = paged_keys(lengths, counts, 4, index_key_row(8, dtype, fp8))
+    q = torch.randn(sum(counts), heads, 8).round().to(dtype)
+    weights = torch.randn(sum(counts), heads).round().to(torch.float64 if dtype == torch.float64 else torch.float32)
+    arguments = (q, weights, keys, make_segments(starts, counts, CPU), k, 0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_cpu, "BLOCK_SCORES", block_scores)
+        patch.setattr(index_cpu, "GROUPS_PAY", groups_pay)
+        selected = index_cpu.index_topk(*arguments)
+    assert torch.equal(selected, index_reference.index_topk(*arguments))
+
+
+@EXAMPLES
+@given(
+    rows=st.integers(1, 6),
+    length=st.integers(2, 90),
+    values=st.sampled_from([1, 3, 1000]),
+    groups_pay=st.sampled_from([5, 1000]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_topk_positions_equal_stable_topk_to_the_bit(
+    rows: int, length: int, values: int, groups_pay: int, dtype: torch.dtype, seed: int, data: st.DataObject
+) -> None:
+    torch.manual_seed(seed)
+    k = data.draw(st.integers(1, length - 1) | st.integers(1, max(1, length // 5 - 1)))
+    scores = torch.randn(rows, length, dtype=dtype).mul(values).round()
+    scores[torch.rand(rows, length) < 0.2] = float("-inf")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_cpu, "GROUPS_PAY", groups_pay)
+        assert torch.equal(index_cpu.topk_positions(scores, k), stable_topk(scores, k))
+
+
+@EXAMPLES
+@given(
+    queries=st.integers(1, 40),
+    heads=st.integers(1, 3),
+    k=st.integers(1, 9),
+    usable=st.integers(1, 25),
+    empty=st.sampled_from([0.0, 0.3, 1.0]),
+    block_values=st.sampled_from([1, 500, 1 << 21]),
+    dtype=DTYPES,
+    fp8=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_sparse_attention_equals_the_reference_and_reads_only_chosen_rows(
+    queries: int,
+    heads: int,
+    k: int,
+    usable: int,
+    empty: float,
+    block_values: int,
+    dtype: torch.dtype,
+    fp8: bool,
+    seed: int,
+) -> None:
+    """Entries may be EMPTY anywhere and occur twice; row 0 and all rows that no query chose are NaN."""
+    torch.manual_seed(seed)
+    rank, layout = 16, mla_row(16, 8, dtype, fp8)
+    pool = poisoned(60, layout)
+    where = 1 + torch.randperm(59)[:usable]
+    pool[where] = layout.encode(torch.randn(usable, layout.width).to(dtype))
+    chosen = where[torch.randint(usable, (queries, k))]
+    chosen[torch.rand(queries, k) < empty] = EMPTY
+    q = torch.randn(queries, heads, layout.width).to(dtype)
+    q[(chosen == EMPTY).all(-1)] = float("nan")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_cpu, "BLOCK_VALUES", block_values)
+        out = attention_cpu.sparse_attention(q, pool, chosen, layout, rank, 0.21)
+    assert bool(torch.isfinite(out).all())
+    torch.testing.assert_close(out, attention_reference.sparse_attention(q, pool, chosen, layout, rank, 0.21))
+    assert bool((out[(chosen == EMPTY).all(-1)] == 0).all())
+
+
+def test_sparse_attention_keeps_a_row_that_holds_nan_to_the_queries_that_chose_it() -> None:
+    layout = mla_row(16, 8, torch.float32)
+    pool = torch.randn(10, layout.width)
+    pool[3] = float("nan")
+    chosen = torch.tensor([[1, 2, EMPTY], [2, 3, 4], [4, 5, 6]])
+    out = attention_cpu.sparse_attention(torch.randn(3, 2, layout.width), pool, chosen, layout, 16, 0.2)
+    assert torch.isfinite(out).flatten(1).all(1).tolist() == [True, False, True]
