@@ -6,7 +6,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout, accumulation_dtype
 
-BLOCK_VALUES = 1 << 21  # gathered values held at once: 8 MiB of float32 stay in the last-level cache
+BLOCK_VALUES = 1 << 22  # gathered values held at once: 16 MiB of float32 stay in a last-level cache
 
 
 def sparse_attention(q: Tensor, rows: Tensor, chosen: Tensor, layout: RowLayout, rank: int, scale: float) -> Tensor:
@@ -15,7 +15,8 @@ def sparse_attention(q: Tensor, rows: Tensor, chosen: Tensor, layout: RowLayout,
     queries, heads, width = q.shape
     k = chosen.shape[1]
     out = q.new_empty(queries, heads, rank)
-    block = max(1, BLOCK_VALUES // (k * width))
+    block = max(1, min(queries, BLOCK_VALUES // (k * width)))
+    memory = rows.new_empty(block * k, rows.shape[1])  # reused by every block: fresh memory is slow
     for first in range(0, queries, block):
         part = slice(first, min(first + block, queries))
         readable, empty = chosen[part], chosen[part] == EMPTY
@@ -23,7 +24,8 @@ def sparse_attention(q: Tensor, rows: Tensor, chosen: Tensor, layout: RowLayout,
         if some_empty:
             # An EMPTY entry reads a row that was chosen, with weight 0: any other might hold NaN, and 0 * NaN is NaN.
             readable = torch.where(empty, readable.amax(-1, keepdim=True).clamp_min(0), readable)
-        gathered = layout.decode(rows.index_select(0, readable.flatten()), accumulate).view(-1, k, width)
+        stored = torch.index_select(rows, 0, readable.flatten(), out=memory[: readable.numel()])
+        gathered = layout.decode(stored, accumulate).view(-1, k, width)
         scores = torch.bmm(q[part].to(accumulate), gathered.transpose(1, 2)).mul_(scale)
         if some_empty:
             scores.masked_fill_(empty[:, None, :], float("-inf"))

@@ -1,0 +1,119 @@
+"""Prompts on the CPU: the demo model's prefill by the CPU implementations against the reference kernels.
+
+    python benchmarks/cpu_prefill.py --json cpu_prefill.json
+
+The prompts are retrieval questions, computed in chunks of 1024 tokens and followed by 32 greedy tokens. Each prompt is
+computed both ways in turn, by the same engine, in one run. Times are CPU time of one thread, which a busy machine
+disturbs less than wall time; ratios are of medians. Both ways must produce the same tokens. There is no bar.
+"""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from report import parser, report
+
+from hotset.base.sampling import SamplingParams
+from hotset.engine.llm import LLM
+from hotset.evaluate.tasks import TASKS, make_questions
+from hotset.kernels.index_topk import cpu_impl as index_cpu
+from hotset.kernels.index_topk import reference as index_reference
+from hotset.kernels.sparse_attention import cpu_impl as attention_cpu
+from hotset.kernels.sparse_attention import reference as attention_reference
+
+DEMO = str(Path(__file__).resolve().parents[1] / "models" / "demo-dsa")
+CHUNK = 1024
+ANSWER = 32  # tokens after the first
+SEED = 0
+
+
+@contextlib.contextmanager
+def reference_kernels() -> Iterator[None]:
+    with (
+        mock.patch.object(index_cpu, "index_topk", index_reference.index_topk),
+        mock.patch.object(attention_cpu, "sparse_attention", attention_reference.sparse_attention),
+    ):
+        yield
+
+
+def make_prompt(llm: LLM, length: int) -> list[int]:
+    """Returns the token ids of a question of about `length` tokens."""
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": text}]), add_special=False)
+
+    (question,) = make_questions(list(TASKS), length, 1, SEED, lambda text: len(encode(text)))
+    return encode(question.prompt)
+
+
+def timed(llm: LLM, prompt: list[int]) -> tuple[float, float, list[int]]:
+    """CPU seconds until the first token, CPU seconds of the tokens after it, and all tokens."""
+    greedy = SamplingParams(temperature=0, max_tokens=1 + ANSWER, ignore_eos=True)
+    tokens: list[int] = []
+    start = time.process_time()
+    first = start
+    for delta in llm.stream({"prompt_token_ids": prompt}, greedy):
+        if not tokens:
+            first = time.process_time()
+        tokens.extend(delta.token_ids)
+    return first - start, time.process_time() - first, tokens
+
+
+def measure(llm: LLM, length: int, rounds: int) -> dict[str, Any]:
+    prompt = make_prompt(llm, length)
+    prefill: dict[str, list[float]] = {"reference": [], "fast": []}
+    decode: dict[str, list[float]] = {"reference": [], "fast": []}
+    answers = set()
+    for _ in range(rounds):
+        for name, kernels in (("reference", reference_kernels), ("fast", contextlib.nullcontext)):
+            with kernels():
+                before_first, after_first, tokens = timed(llm, prompt)
+            prefill[name].append(before_first)
+            decode[name].append(after_first)
+            answers.add(tuple(tokens))
+    spent = {name: statistics.median(seconds) for name, seconds in prefill.items()}
+    answering = {name: statistics.median(seconds) for name, seconds in decode.items()}
+    return {
+        "prompt": len(prompt),
+        "reference tokens/s": len(prompt) / spent["reference"],
+        "fast tokens/s": len(prompt) / spent["fast"],
+        "prefill ratio": spent["reference"] / spent["fast"],
+        "decode ratio": answering["reference"] / answering["fast"],
+        "same tokens": len(answers) == 1,
+    }
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--quick", action="store_true", help="one short prompt, one round")
+    arguments.add_argument("--rounds", type=int, default=3)
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    lengths, rounds = ((1024,), 1) if options.quick else ((1024, 2048, 4096, 8192), options.rounds)
+    rows = []
+    for stored in ("auto", "fp8"):
+        llm = LLM(
+            DEMO,
+            device="cpu",
+            dtype="float32",
+            kv_dtype=stored,
+            max_num_batched_tokens=CHUNK,
+            max_model_len=max(lengths) + 256,
+            progress=False,
+        )
+        timed(llm, make_prompt(llm, 512))  # warm-up
+        names = {"auto": "float32", "fp8": "fp8"}
+        rows += [{"rows": names[stored], **measure(llm, length, rounds)} for length in lengths]
+        llm.close()
+    report("CPU prefill of the demo model, float32, tokens per second of CPU time", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
