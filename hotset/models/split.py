@@ -125,7 +125,7 @@ def _not_divided_by_heads(spec: ModelSpec, size: int) -> list[str]:
 
 
 def stage_layers(spec: ModelSpec, stages: int, wanted: Sequence[int] | None = None) -> list[range]:
-    """Returns the layers of each pipeline stage: balanced by weights, or as many as `wanted` lists for each stage.
+    """Returns the layers of each pipeline stage: balanced by weights, or with the numbers of layers in `wanted`.
 
     Layers that share one indexer stay in one stage. Raises `ConfigError`, with the numbers, if that is impossible.
     """

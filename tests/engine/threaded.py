@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from harness import CPU, RandomWeights
-from models.split_workers import Meeting, ThreadCollectives
+from models.split_workers import ThreadCollectives, ThreadGroup
 from torch import Tensor
 
 from hotset.base.config import EngineConfig
@@ -79,7 +79,7 @@ class ThreadWorkers(MultiprocessExecutor):
 
     def __init__(self, config: EngineConfig, parts: Sequence[Split], kv_heads: int) -> None:
         stages = len(parts) // parts[0].size
-        self._groups = [Meeting(parts[0].size) for _ in range(stages)]
+        self._groups = [ThreadGroup(parts[0].size) for _ in range(stages)]
         self._lines: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
         super().__init__(config, parts, stages, kv_heads, CPU)
 

@@ -1,4 +1,4 @@
-"""Questions whose contexts were read once by the demo model; each test then answers them over memory it has damaged."""
+"""Questions whose contexts the demo model prefilled once. Each test answers them over memory that it has damaged."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ Damage = Callable[[Tensor, View], Tensor]  # positions that the indexer chose ->
 
 
 class DamagedView:
-    """A view whose selections read other rows than those asked for."""
+    """A view whose selections read other rows than those selected."""
 
     def __init__(self, inner: View, damage: Damage) -> None:
         self._inner = inner
@@ -67,7 +67,7 @@ def no_damage(positions: Tensor, view: View) -> Tensor:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The contexts' rows and keys lie in `pool`; seat i is question i's."""
+    """The contexts' rows and index keys are in `pool`; question i has seat i."""
 
     questions: Sequence[Question]
     prompts: Sequence[Sequence[int]]
@@ -82,7 +82,7 @@ class Prepared:
         return self.accuracy()
 
     def accuracy(self, damage: Damage = no_damage) -> float:
-        """Reads the ends of the prompts and answers, all questions together, through views with this damage."""
+        """Prefills the ends of the prompts and answers all questions in one batch, through views with this damage."""
         starts = [len(prompt) - QUESTION_TOKENS for prompt in self.prompts]
         tokens = [list(prompt[-QUESTION_TOKENS:]) for prompt in self.prompts]
         answers: list[list[int]] = [[] for _ in self.prompts]
@@ -105,7 +105,7 @@ class Prepared:
         return self.tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens).strip()
 
     def needle_page(self, nth: int) -> int:
-        """The page, in question `nth`'s own context, that holds the value of the first key it asks about."""
+        """Returns the page of question `nth`'s context that holds the value of its first key."""
         prompt = self.questions[nth].prompt
         asked = ASKED.search(prompt)
         assert asked is not None, prompt[-80:]
@@ -115,7 +115,7 @@ class Prepared:
 
     @contextmanager
     def shifted(self, kind: Literal["rows", "keys"]) -> Iterator[None]:
-        """Every needle's page of rows, or of index keys, stands one position late until the block ends."""
+        """Shifts every needle's page of rows, or of index keys, by one position until the block ends."""
         before = self.pool.bytes.clone()
         for seat in range(len(self.questions)):
             positions = torch.arange(PAGE_ROWS) + self.needle_page(seat) * PAGE_ROWS
@@ -142,7 +142,7 @@ def load() -> tuple[Decoder, Tokenizer]:
 
 
 def prepare(model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question]) -> Prepared:
-    """Reads every context but its last tokens, in chunks."""
+    """Prefills every context except its last tokens, in chunks."""
     prompts = [tokenizer.encode("<|bos|>" + question.prompt) for question in questions]
     geometry = model.kv_shape.geometry(PAGE_ROWS)
     longest = max(map(len, prompts)) + ANSWER_TOKENS

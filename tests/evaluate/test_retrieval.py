@@ -1,4 +1,4 @@
-"""The demo model answers, through the engine and a server; and it notices each way of reading the wrong rows."""
+"""The demo model answers through the engine and a server, and each way of reading wrong rows lowers its accuracy."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def prepared(request: pytest.FixtureRequest) -> Prepared:
 
 
 def wrong(share: float) -> Damage:
-    """Reads this share of the selected rows from positions drawn at random."""
+    """Replaces this share of the selected rows by rows at random positions."""
     generator = torch.Generator().manual_seed(0)
 
     def damage(positions: Tensor, view: View) -> Tensor:
@@ -67,7 +67,7 @@ def test_one_page_of_index_keys_shifted_by_a_position_is_noticed(prepared: Prepa
 
 
 class Fixed:
-    """A backend that knows the answers to some tasks."""
+    """A backend that answers some tasks correctly."""
 
     name = "fixed"
     context = 1024
@@ -109,7 +109,7 @@ def test_length_beyond_the_context_is_refused_before_anything_is_asked() -> None
 
 
 @pytest.mark.slow
-def test_engine_and_server_answer_the_same_questions_alike(tmp_path: Path) -> None:
+def test_engine_and_server_give_the_same_answers(tmp_path: Path) -> None:
     plan = EvaluationPlan(LOOKUPS, [256], 6, 0)
     with LLM(str(DEMO), progress=False, device="cpu", max_model_len=1024) as llm:
         local = evaluate(LocalBackend(llm), plan)
@@ -122,7 +122,7 @@ def test_engine_and_server_answer_the_same_questions_alike(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--model", "no/such/model"], "no/such/model"),
         (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9 cannot be reached"),
@@ -133,11 +133,11 @@ def test_engine_and_server_answer_the_same_questions_alike(tmp_path: Path) -> No
         (["--tasks", "riddle"], "--tasks 'riddle'"),
         (["--questions", "0"], "--questions"),
         (["--json", "no/such/folder/x.json"], "no/such/folder"),
-        (["--url", "http://127.0.0.1:9", "--dtype", "float64"], "where --dtype has no effect"),
+        (["--url", "http://127.0.0.1:9", "--dtype", "float64"], "--dtype has no effect"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str], said: str
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["hotset", "eval", "retrieval", *arguments])
     with pytest.raises(SystemExit) as exited:
@@ -145,7 +145,7 @@ def test_bad_input_is_refused_in_one_line(
     assert exited.value.code == 1
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.count("\n") == 1 and said in err
+    assert err.count("\n") == 1 and message in err
 
 
 def test_a_refusal_is_the_exit_status_of_the_command() -> None:

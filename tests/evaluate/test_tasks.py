@@ -1,4 +1,4 @@
-"""Questions are what they say: worded as the model learned, as long and as deep as asked, and with one right answer."""
+"""Questions have the wording that the model learned, the requested length and depth, and one correct answer."""
 
 import re
 
@@ -27,7 +27,7 @@ def ask(task: str, count: int = 12, seed: int = 0, length: int = LENGTH) -> list
 
 
 def records(question: Question) -> list[tuple[str, tuple[str, str], list[str]]]:
-    """Kind, key and value of each record: those whose every word is ours, so running text is not taken for one."""
+    """Returns kind, key and value of each record: only sentences of words from the list, so no running text."""
     ours = set(words()) | set(NUMBERS)
     found = [(m[1], (m[2], m[3]), m[4].split()) for m in RECORD.finditer(question.prompt)]
     return [r for r in found if {*r[1], *r[2]} <= ours and held_out(r[1])]
@@ -57,7 +57,7 @@ def test_every_word_is_one_token_so_that_text_and_tokens_agree() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_tokens_of_a_prompt_are_those_of_its_parts(task: str) -> None:
-    """Training composes tokens; should text merge across the seams, the model would be asked what it never learned."""
+    """Training composes tokens. If text merged across their boundaries, the model would see tokens it never learned."""
     for question in ask(task, 4):
         parts = re.findall(r"\s\S+", question.prompt)
         assert "".join(parts) == question.prompt
@@ -86,7 +86,7 @@ def test_prompt_has_the_wanted_length_and_leaves_room_for_the_answer(task: str, 
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_record_stands_at_the_depth_that_is_reported(task: str) -> None:
+def test_the_record_is_at_the_reported_depth(task: str) -> None:
     for question in ask(task):
         key = " ".join(asked_keys(question)[0])
         place = max(question.prompt.rfind(f" {kind} {key} ") for kind in ("note", "text", "count"))
@@ -99,7 +99,7 @@ def test_depths_spread_over_the_whole_context() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_answer_follows_from_the_one_record_under_the_asked_key(task: str) -> None:
+def test_the_answer_follows_from_the_only_record_under_its_key(task: str) -> None:
     for question in ask(task):
         found = records(question)
         values: dict[tuple[str, str], list[str]] = {}
@@ -107,21 +107,21 @@ def test_answer_follows_from_the_one_record_under_the_asked_key(task: str) -> No
             assert task == "last" or key not in values, f"{key} has two records"
             values[key] = value  # a later record of the same key wins
         keys = asked_keys(question)
-        said = [" ".join(values[key]) for key in keys]
+        found_values = [" ".join(values[key]) for key in keys]
         if task == "several":
-            expected = " and ".join(f"{' '.join(key)} {value}" for key, value in zip(keys, said, strict=True))
+            expected = " and ".join(f"{' '.join(key)} {value}" for key, value in zip(keys, found_values, strict=True))
         elif task == "chain":
             first, second = values[keys[0]]
-            expected = f"{said[0]} {' '.join(values[first, second])}"
+            expected = f"{found_values[0]} {' '.join(values[first, second])}"
         elif task == "sum":
-            summands = " + ".join(f"{' '.join(key)} {value}" for key, value in zip(keys, said, strict=True))
-            expected = f"{summands} = {NUMBERS[sum(map(NUMBERS.index, said))]}"
+            summands = " + ".join(f"{' '.join(key)} {value}" for key, value in zip(keys, found_values, strict=True))
+            expected = f"{summands} = {NUMBERS[sum(map(NUMBERS.index, found_values))]}"
         else:
-            expected = said[0]
+            expected = found_values[0]
         assert question.answer == f" {expected}"
 
 
-def test_stale_values_stand_before_the_last_one() -> None:
+def test_stale_values_precede_the_last_one() -> None:
     for question in ask("last"):
         key = asked_keys(question)[0]
         values = [" ".join(value) for _, k, value in records(question) if k == key]
@@ -130,19 +130,19 @@ def test_stale_values_stand_before_the_last_one() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_keys_are_never_those_of_training_and_have_rivals(task: str) -> None:
+def test_keys_are_held_out_and_have_near_misses(task: str) -> None:
     for question in ask(task, 6):
         keys = asked_keys(question)
         assert all(held_out(key) for key in keys)
         found = records(question)
         assert len(found) >= LENGTH // 40 - 1
         assert any((key[0] == asked[0]) != (key[1] == asked[1]) for _, key, _ in found for asked in keys)
-        # Whatever looks like one of our records but has a training key is a slip; running text has no such sentence.
+        # A sentence that looks like a record but has a training key would be an error; running text has none.
         stray = [m[0] for m in RECORD.finditer(question.prompt) if {m[2], m[3], *m[4].split()} <= set(words())]
         assert len(stray) <= len(found)
 
 
-def test_same_seed_asks_the_same_and_another_asks_otherwise() -> None:
+def test_the_same_seed_gives_the_same_questions_and_another_gives_others() -> None:
     tasks = list(TASKS)
     first = make_questions(tasks, LENGTH, 12, 3, count_tokens)
     assert first == make_questions(tasks, LENGTH, 12, 3, count_tokens)

@@ -1,4 +1,4 @@
-"""Sampling in lists and `math` alone, written from the words of `SamplingParams`, one row at a time."""
+"""An independent sampler on lists and `math`, written from the docstring of `SamplingParams`, one request at a time."""
 
 import itertools
 import math

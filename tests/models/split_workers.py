@@ -1,4 +1,4 @@
-"""Workers that share a tiny model: ranks as threads, pipeline stages one after another, each with memory of its own."""
+"""Workers that share a tiny model: ranks are threads, pipeline stages run in sequence, each with its own memory."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -48,68 +48,68 @@ SPECS = {
 }
 
 
-class Meeting:
-    """Where threads exchange tensors."""
+class ThreadGroup:
+    """The shared state through which threads exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
-        self.brought: list[Tensor | None] = [None] * size
+        self.tensors: list[Tensor | None] = [None] * size
 
 
 class ThreadCollectives:
-    """`Collectives` among threads. Sums are taken in the order of ranks, so they are the same everywhere."""
+    """Implements `Collectives` among threads. Sums are taken in the order of ranks, so all ranks get the same bits."""
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self.size = rank, meeting.size
+    def __init__(self, rank: int, group: ThreadGroup) -> None:
+        self.rank, self.size = rank, group.size
         self.tokens_per_rank: Sequence[int] = ()
-        self._meeting = meeting
+        self._group = group
 
     def _all(self, x: Tensor) -> list[Tensor]:
-        self._meeting.brought[self.rank] = x.clone()
-        self._meeting.barrier.wait()
-        brought = [tensor.clone() for tensor in self._meeting.brought if tensor is not None]
-        self._meeting.barrier.wait()
-        return brought
+        self._group.tensors[self.rank] = x.clone()
+        self._group.barrier.wait()
+        tensors = [tensor.clone() for tensor in self._group.tensors if tensor is not None]
+        self._group.barrier.wait()
+        return tensors
 
     def all_reduce(self, x: Tensor) -> Tensor:
         first, *others = self._all(x)
         for other in others:
             assert other.shape == first.shape
             first += other
-        x.fill_(torch.nan)  # it may be written over
+        x.fill_(torch.nan)  # collectives may overwrite their argument
         return first
 
     def all_gather_columns(self, x: Tensor) -> Tensor:
         return torch.cat(self._all(x), dim=1)
 
     def all_gather_tokens(self, x: Tensor) -> Tensor:
-        brought = self._all(x)
-        assert [len(part) for part in brought] == list(self.tokens_per_rank)
-        return torch.cat(brought)
+        tensors = self._all(x)
+        assert [len(part) for part in tensors] == list(self.tokens_per_rank)
+        return torch.cat(tensors)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         assert x.shape[0] == sum(self.tokens_per_rank)
         return self.all_reduce(x).split(list(self.tokens_per_rank))[self.rank]
 
     def barrier(self) -> None:
-        self._meeting.barrier.wait()
+        self._group.barrier.wait()
 
 
 def on_ranks(size: int, work: Callable[[ThreadCollectives], T]) -> list[T]:
-    """What each rank's work gives, by rank. The first that fails ends the others' waiting."""
-    meeting = Meeting(size)
+    """Runs `work` on every rank and returns the results by rank. The first failure aborts the barrier for all."""
+    group = ThreadGroup(size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
             with torch.inference_mode():
-                results[rank] = work(ThreadCollectives(rank, meeting))
+                results[rank] = work(ThreadCollectives(rank, group))
         except BaseException as error:
             if not isinstance(error, threading.BrokenBarrierError):
                 errors.append(error)
-            meeting.barrier.abort()
+            group.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -122,7 +122,7 @@ def on_ranks(size: int, work: Callable[[ThreadCollectives], T]) -> list[T]:
 
 
 class RecordingView(ResidentView):
-    """Keeps the positions that every layer selects; takes some rows for padding, if told."""
+    """Records the positions that every layer selects. `padded` marks some tokens as padding."""
 
     def __init__(self, memory: "Memory", batch: Batch, padded: Tensor | None) -> None:
         super().__init__(memory.pool, memory.tables, batch)
@@ -139,7 +139,7 @@ class RecordingView(ResidentView):
 
 
 class Memory:
-    """A poisoned pool in which every seat has room for a whole context."""
+    """A poisoned pool with enough pages for a whole context on every seat."""
 
     def __init__(self, shape: KvShape) -> None:
         geometry = shape.geometry(PAGE_ROWS)
@@ -157,7 +157,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Step:
-    """`counts[i]` rows of seat i, from position `starts[i]`. `padded`: rows that experts are to pass over."""
+    """`counts[i]` tokens of seat i from position `starts[i]`. `padded` marks tokens that go to no expert."""
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
@@ -165,13 +165,13 @@ class Step:
     wanted: Tensor | None = None
 
     @property
-    def rows(self) -> int:
+    def tokens(self) -> int:
         return sum(self.counts)
 
     @property
     def token_ids(self) -> Tensor:
-        """The same whoever computes them."""
-        at = [seat * 31 + start + row for seat, (start, count) in enumerate(self._spans) for row in range(count)]
+        """Token ids that depend on seat and position only."""
+        at = [seat * 31 + start + offset for seat, (start, count) in enumerate(self._spans) for offset in range(count)]
         return torch.tensor([(7 * number * number + 3 * number) % 61 for number in at])
 
     @property
@@ -179,7 +179,7 @@ class Step:
         return list(zip(self.starts, self.counts, strict=True))
 
 
-# A prompt in chunks beside shorter ones, then rows that decode.
+# A prompt in chunks with shorter prompts in the same batch, then decode steps.
 STEPS = [
     Step((0, 0, 0), (5, 1, 11)),
     Step((5, 1, 11), (9, 1, 1), wanted=torch.tensor([8, 10])),
@@ -190,7 +190,7 @@ STEPS = [
 
 @dataclass
 class Answers:
-    """What came of the steps."""
+    """The results of the steps."""
 
     logits: list[Tensor]
     selected: list[Tensor]
@@ -205,7 +205,7 @@ def worker(
     collectives: Collectives = SINGLE_RANK,
     data_parallel: bool = False,
 ) -> list[Decoder]:
-    """One rank of a model, stage by stage."""
+    """Builds the stages of one rank of a model."""
     rank, size = collectives.rank, collectives.size
     split = Split(dp_rank=rank, dp_size=size) if data_parallel else Split(tp_rank=rank, tp_size=size)
     splits = [split] if layers is None else [replace(split, layers=stage) for stage in layers]
@@ -213,13 +213,15 @@ def worker(
 
 
 @torch.inference_mode()
-def answers(stages: list[Decoder], steps: Sequence[Step | None], rows: Sequence[Sequence[int]] = ()) -> Answers:
-    """Carries the steps out. None: no rows here, in a step that others have; `rows`: of every rank, step by step."""
+def answers(
+    stages: list[Decoder], steps: Sequence[Step | None], tokens_per_rank: Sequence[Sequence[int]] = ()
+) -> Answers:
+    """Runs the steps. None is a step in which only other ranks have tokens. `tokens_per_rank` has a list per step."""
     memories = [Memory(stage.kv_shape) for stage in stages]
     logits, selected = [], []
     for number, step in enumerate(steps):
-        if rows:
-            stages[0]._collectives.tokens_per_rank = rows[number]
+        if tokens_per_rank:
+            stages[0]._collectives.tokens_per_rank = tokens_per_rank[number]
         if step is None:
             for stage in stages:
                 stage.idle_moe_step()

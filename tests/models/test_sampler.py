@@ -118,7 +118,7 @@ def test_every_parameter_agrees_with_the_plain_oracle(vocab: int, rng: random.Ra
     n=st.integers(2, 7),
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
 )
-def test_a_row_does_not_depend_on_its_batch(vocab: int, rng: random.Random, n: int, dtype: torch.dtype) -> None:
+def test_a_draw_does_not_depend_on_the_batch(vocab: int, rng: random.Random, n: int, dtype: torch.dtype) -> None:
     requests = [any_request(rng, vocab) for _ in range(n)]
     logits = torch.tensor([any_logits(rng, vocab) for _ in range(n)], dtype=dtype)
     together = sample_all(requests, logits)
@@ -138,7 +138,7 @@ def test_a_row_does_not_depend_on_its_batch(vocab: int, rng: random.Random, n: i
 
 @settings(max_examples=60, deadline=None)
 @given(vocab=st.sampled_from([3, 40, SHORTLIST_TOKENS + 90]), rng=rngs, leaves=st.integers(0, 6))
-def test_a_preempted_request_goes_on_as_if_it_had_never_left(vocab: int, rng: random.Random, leaves: int) -> None:
+def test_a_preempted_request_continues_as_if_it_had_never_left(vocab: int, rng: random.Random, leaves: int) -> None:
     request = any_request(rng, vocab)
     steps = [torch.tensor([any_logits(rng, vocab)]) for _ in range(8)]
 
@@ -148,7 +148,7 @@ def test_a_preempted_request_goes_on_as_if_it_had_never_left(vocab: int, rng: ra
         for step, logits in enumerate(steps):
             if step == leave_at:
                 sampler.release(seat)
-                admit(sampler, seat, any_request(rng, vocab))  # somebody else's counts take the place
+                admit(sampler, seat, any_request(rng, vocab))  # another request's counts reuse the row
                 seat = 2
                 admit(sampler, seat, current)
             token = int(sampler.sample(logits, [seat], positions_of([current])).token_ids)
@@ -259,7 +259,7 @@ def test_leading_tokens_are_a_prefix_of_the_stable_sort(rng: random.Random, voca
     assert torch.equal(found.values, wanted.values[:, :count])
 
 
-def test_min_tokens_bars_the_stop_ids_until_enough_answer_tokens_exist() -> None:
+def test_min_tokens_bans_the_stop_ids_until_the_answer_is_long_enough() -> None:
     params = SamplingParams(temperature=0.0, seed=0, min_tokens=2, max_tokens=None)
     current = Request(params, [0, 0, 0], 3, frozenset({1, 3, 99}))  # an id beyond the vocabulary is never sampled
     sampler = seated([current], 4)
@@ -273,7 +273,7 @@ def test_min_tokens_bars_the_stop_ids_until_enough_answer_tokens_exist() -> None
     "params", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}, {"repetition_penalty": 0.01}]
 )
 @pytest.mark.parametrize("vocab", [8, SHORTLIST_TOKENS + 8])
-def test_poisoned_rows_are_sampled_without_harm_to_their_neighbours(params: dict[str, float], vocab: int) -> None:
+def test_nan_logits_of_one_request_do_not_change_the_others(params: dict[str, float], vocab: int) -> None:
     healthy = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3))
     poison = torch.full((5, vocab), math.nan)
     poison[1] = -math.inf
@@ -297,7 +297,7 @@ def test_a_tiny_temperature_neither_overflows_nor_divides_by_zero(temperature: f
     assert drawn == {1, 3}
 
 
-def test_the_callers_logits_stay_as_they_are() -> None:
+def test_the_callers_logits_are_not_modified() -> None:
     rng = random.Random(2)
     requests = [Request(any_params(rng, 50), [1, 2, 3, 3], 2, frozenset({1})) for _ in range(40)]
     logits = torch.tensor([any_logits(rng, 50) for _ in requests])
@@ -323,7 +323,7 @@ def test_only_penalised_requests_hold_counts_and_release_is_idempotent() -> None
     assert sampler._counts.held == 0
 
 
-def test_a_new_request_inherits_nothing_from_the_seat_before() -> None:
+def test_a_new_request_inherits_nothing_from_the_seats_last_request() -> None:
     sampler = Sampler(1, 6, CPU)
     heavy = SamplingParams(
         temperature=0.0, seed=1, presence_penalty=2.0, logit_bias={4: 50.0}, min_tokens=9, max_tokens=9, logprobs=3

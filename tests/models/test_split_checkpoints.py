@@ -1,4 +1,4 @@
-"""Every worker takes its parts out of a checkpoint, keeps nothing else, and still finds what belongs to nobody."""
+"""Every worker loads its part of a checkpoint, keeps nothing else, and still reports tensors that no worker loads."""
 
 from collections import Counter
 from pathlib import Path
@@ -23,7 +23,7 @@ PARTS = [None, TensorSlice(0, 0, 16), TensorSlice(0, 3, 11), TensorSlice(1, 2, 7
 
 
 class Recording(RandomWeights):
-    """Keeps all that is taken, whole and in float32."""
+    """Records every loaded tensor, whole and in float32."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32, seed=11)
@@ -56,20 +56,20 @@ def expect_parts(source: WeightSource, whole: Tensor) -> None:
         torch.testing.assert_close(out, expected.double(), rtol=0, atol=0)
 
 
-def test_parts_of_plain_tensors_are_slices_of_the_whole(tmp_path: Path) -> None:
+def test_slices_of_plain_tensors_equal_those_of_the_whole(tmp_path: Path) -> None:
     whole = torch.randn(SHAPE)
     save_file({NAME: whole}, tmp_path / "model.safetensors")
     expect_parts(open_weights(ModelFiles(tmp_path, SPECS["llama"]), torch.float32, "cpu"), whole)
 
 
-def test_parts_of_fp8_tensors_are_slices_of_the_whole(tmp_path: Path) -> None:
+def test_slices_of_fp8_tensors_equal_those_of_the_whole(tmp_path: Path) -> None:
     values, scale = torch.randn(SHAPE).to(torch.float8_e4m3fn), torch.tensor([[0.5]])
     save_file({NAME: values, NAME + "_scale_inv": scale}, tmp_path / "model.safetensors")
     source = open_weights(ModelFiles(tmp_path, SPECS["llama"]), torch.float32, "cpu")
     expect_parts(source, values.float() * 0.5)
 
 
-def test_parts_of_dummy_weights_are_slices_of_the_whole(tmp_path: Path) -> None:
+def test_slices_of_dummy_weights_equal_those_of_the_whole(tmp_path: Path) -> None:
     files = ModelFiles(tmp_path, SPECS["llama"])
     whole = open_weights(files, torch.float32, "cpu", load_format="dummy", seed=5).load(NAME, SHAPE)
     expect_parts(open_weights(files, torch.float32, "cpu", load_format="dummy", seed=5), whole)
@@ -80,7 +80,7 @@ def test_parts_of_dummy_weights_are_slices_of_the_whole(tmp_path: Path) -> None:
 
 
 def gguf_file(path: Path, extra: str | None = None) -> ModelFiles:
-    """A llama of two layers, hidden size 8, two heads of 8 values, all of it random."""
+    """Writes a random llama of two layers, hidden size 8 and two heads of 8 values."""
     writer = gguf.GGUFWriter(path, "llama")
     for name, number in {"embedding_length": 8, "block_count": 2, "feed_forward_length": 4, "vocab_size": 5}.items():
         writer.add_uint32(f"llama.{name}", number)
@@ -106,14 +106,14 @@ def gguf_file(path: Path, extra: str | None = None) -> ModelFiles:
     return find_model(str(path))
 
 
-def test_parts_of_gguf_tensors_are_slices_of_the_whole_in_the_order_of_hugging_face(tmp_path: Path) -> None:
+def test_slices_of_gguf_tensors_equal_those_of_the_whole_in_the_order_of_hugging_face(tmp_path: Path) -> None:
     files = gguf_file(tmp_path / "m.gguf")
     whole = open_weights(files, torch.float32, "cpu").load(NAME, SHAPE)
     expect_parts(open_weights(files, torch.float32, "cpu"), whole)
 
 
 def load_all(files: ModelFiles, splits: list[Split]) -> None:
-    """Loads every worker's part by itself, one after another."""
+    """Loads every worker's part, one after another."""
 
     class Absent:
         def __init__(self, rank: int, size: int) -> None:
@@ -140,7 +140,7 @@ def splits_of(spec: ModelSpec) -> list[Split]:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_no_worker_complains_of_what_others_take(name: str, tmp_path: Path) -> None:
+def test_tensors_of_other_workers_are_no_error(name: str, tmp_path: Path) -> None:
     load_all(saved(tmp_path, SPECS[name]), splits_of(SPECS[name]))
 
 
@@ -153,7 +153,7 @@ def test_no_worker_complains_of_what_others_take(name: str, tmp_path: Path) -> N
         "model.other.weight",
     ],
 )
-def test_every_worker_complains_of_what_nobody_takes(extra: str, tmp_path: Path) -> None:
+def test_every_worker_reports_tensors_that_no_worker_loads(extra: str, tmp_path: Path) -> None:
     files = saved(tmp_path, SPECS["glm_moe_dsa"])
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {extra: torch.ones(2)}, tmp_path / "model.safetensors")
@@ -162,7 +162,7 @@ def test_every_worker_complains_of_what_nobody_takes(extra: str, tmp_path: Path)
             load_all(files, [split])
 
 
-def test_stages_of_a_gguf_file_leave_each_other_theirs(tmp_path: Path) -> None:
+def test_each_stage_of_a_gguf_file_skips_the_tensors_of_the_others(tmp_path: Path) -> None:
     files = gguf_file(tmp_path / "m.gguf")
     stages = [Split(layers=stage) for stage in stage_layers(files.spec, 2)]
     load_all(files, [*stages, Split(1, 2)])
@@ -172,7 +172,7 @@ def test_stages_of_a_gguf_file_leave_each_other_theirs(tmp_path: Path) -> None:
             load_all(files, [stage])
 
 
-def test_fp8_factors_of_tensors_left_to_others_are_no_complaint(tmp_path: Path) -> None:
+def test_fp8_factors_of_other_workers_tensors_are_no_error(tmp_path: Path) -> None:
     files = saved(tmp_path, SPECS["deepseek_v32"])
     tensors = load_file(tmp_path / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
@@ -181,7 +181,7 @@ def test_fp8_factors_of_tensors_left_to_others_are_no_complaint(tmp_path: Path) 
     load_all(files, splits_of(files.spec))
 
 
-def test_each_expert_is_taken_by_one_rank_and_everything_by_some_worker() -> None:
+def test_each_expert_is_loaded_by_one_rank_and_every_tensor_by_some_worker() -> None:
     spec = SPECS["deepseek_v32"]
     whole = Recording()
     Decoder(spec, whole)
@@ -197,7 +197,7 @@ def test_each_expert_is_taken_by_one_rank_and_everything_by_some_worker() -> Non
     assert stages[0].times + stages[1].times == whole.times
 
 
-def test_dummy_models_answer_alike_however_they_are_split(tmp_path: Path) -> None:
+def test_dummy_models_give_the_same_logits_for_every_split(tmp_path: Path) -> None:
     files = find_model(tiny_directory(tmp_path, num_key_value_heads=2, vocab_size=61))
 
     def source() -> WeightSource:

@@ -1,4 +1,4 @@
-"""Which ways of splitting a model are taken, which are refused, and what a refusal proposes."""
+"""Which splits of a model are accepted, which are refused, and which alternatives an error names."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def refusal(check: Callable[[ModelSpec, int], None], spec: ModelSpec, size: int)
     return str(refused.value)
 
 
-def test_degrees_that_divide_everything_are_taken() -> None:
+def test_sizes_that_divide_everything_are_accepted() -> None:
     for name, spec in SPECS.items():
         for ranks in (1, 2, 4):
             check_tensor_parallel(spec, ranks)
@@ -44,7 +44,7 @@ def test_heads_and_widths_that_do_not_divide_are_named_with_what_works() -> None
     assert refusal(check_tensor_parallel, LLAMA, 16).endswith("8 attention heads evenly; nearest that works: 8")
 
 
-def test_kv_heads_are_copied_only_as_often_as_each_other() -> None:
+def test_every_kv_head_is_replicated_equally_often() -> None:
     spec = replace(LLAMA, mlp_width=48, attention=GqaSpec(12, 4, 8))
     assert "4 KV heads evenly; nearest that works: 4 or 12" in refusal(check_tensor_parallel, spec, 6)
     check_tensor_parallel(spec, 12)
@@ -76,14 +76,14 @@ def test_a_decoder_refuses_what_does_not_divide() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 60, 80])
-def test_every_token_is_at_one_rank(ranks: int) -> None:
+def test_every_token_of_the_vocabulary_is_on_one_rank(ranks: int) -> None:
     here = [Split(rank, ranks).vocabulary(61) for rank in range(ranks)]
     assert [token for run in here for token in run] == list(range(61))
     assert {Split(rank, ranks).vocabulary_shard_size(61) for rank in range(ranks)} == {-(-61 // ranks)}
 
 
 class Counting(RandomWeights):
-    """Counts the values of matrices, layer by layer."""
+    """Counts the loaded values of matrices by layer."""
 
     def __init__(self) -> None:
         super().__init__(torch.float64, 1)
@@ -99,7 +99,7 @@ class Counting(RandomWeights):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_layers_weigh_what_a_decoder_takes_for_them(name: str) -> None:
+def test_layer_weights_count_what_a_decoder_loads(name: str) -> None:
     counting = Counting()
     Decoder(SPECS[name], counting)
     assert layer_weights(SPECS[name]) == [counting.counts[layer] for layer in range(SPECS[name].layers)]
@@ -115,7 +115,7 @@ def heaviest(spec: ModelSpec, stages: list[range]) -> int:
 
 @pytest.mark.parametrize("vocab", [8, 61, 4000])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
-def test_the_heaviest_stage_is_as_light_as_any_cut_allows(stages: int, vocab: int) -> None:
+def test_the_heaviest_stage_is_as_light_as_possible(stages: int, vocab: int) -> None:
     assert isinstance(GLM.attention, MlaSpec) and GLM.moe is not None
     full = (0, 1, 2, 5, 7, 8, 10)
     attention = replace(GLM.attention, index=replace(GLM.attention.index, full_layers=full))
@@ -128,7 +128,7 @@ def test_the_heaviest_stage_is_as_light_as_any_cut_allows(stages: int, vocab: in
     assert heaviest(spec, found) == min(heaviest(spec, stages) for stages in every)
 
 
-def test_equal_layers_are_shared_out_evenly() -> None:
+def test_equal_layers_are_divided_evenly() -> None:
     spec = replace(LLAMA, layers=30, vocab=1)
     assert [len(stage) for stage in stage_layers(spec, 5)] == [6] * 5
     assert sorted(len(stage) for stage in stage_layers(spec, 4)) == [7, 7, 8, 8]
@@ -140,12 +140,12 @@ def stages_refused(spec: ModelSpec, stages: int, wanted: tuple[int, ...] | None 
     return str(refused.value)
 
 
-def test_wanted_layers_are_taken_as_they_are() -> None:
+def test_explicit_stage_layers_are_used_as_given() -> None:
     assert stage_layers(LLAMA, 2, (1, 3)) == [range(1), range(1, 4)]
     assert stage_layers(GLM, 3, (1, 2, 2)) == [range(1), range(1, 3), range(3, 5)]
 
 
-def test_wanted_layers_that_do_not_add_up_are_refused_with_both_numbers() -> None:
+def test_explicit_stage_layers_that_do_not_add_up_are_refused_with_both_numbers() -> None:
     assert "--pipeline-layers 2,3 has 5 layers, the model 4" in stages_refused(LLAMA, 2, (2, 3))
     assert "at least one" in stages_refused(LLAMA, 2, (4, 0))
     assert "names 3 stages, --pipeline-parallel-size 2" in stages_refused(LLAMA, 2, (1, 1, 2))

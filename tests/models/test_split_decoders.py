@@ -1,4 +1,4 @@
-"""A model that is split over workers answers as the whole does, in float64, whichever way it is split."""
+"""A model that is split over workers gives the same logits as the whole model, in float64, for every split."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def expect_same_bits(of_ranks: list[Answers]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", SPECS)
-def test_ranks_that_divide_heads_answer_as_the_whole_and_alike_to_the_bit(name: str, ranks: int) -> None:
+def test_tensor_parallel_ranks_agree_bitwise_and_match_the_whole_model(name: str, ranks: int) -> None:
     found = on_ranks(ranks, lambda peers: answers(worker(SPECS[name], weights(), None, peers), STEPS))
     for mine in found:
         expect_same(mine, whole(name))
@@ -53,8 +53,8 @@ def test_ranks_that_divide_heads_answer_as_the_whole_and_alike_to_the_bit(name: 
 
 
 @pytest.mark.parametrize("name", DSA)
-def test_ranks_that_divide_heads_write_the_same_latent_rows_and_index_keys(name: str) -> None:
-    """To the bit: they share one host store, to which any of them may write a page."""
+def test_tensor_parallel_ranks_write_the_same_latent_rows_and_index_keys(name: str) -> None:
+    """They must agree bitwise: they share one host store, and any of them may write a page to it."""
     found = on_ranks(4, lambda peers: answers(worker(SPECS[name], weights(), None, peers), STEPS))
     written = [mine.memories[0].pool.bytes for mine in found]
     assert all(torch.equal(written[0], other) for other in written[1:])
@@ -63,7 +63,7 @@ def test_ranks_that_divide_heads_write_the_same_latent_rows_and_index_keys(name:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_rank_has_the_rows_of_its_own_kv_heads(ranks: int) -> None:
-    """Of 2 KV heads, ranks 0 and 1 of 4 have the first and ranks 2 and 3 the second."""
+    """Of 2 KV heads, ranks 0 and 1 of 4 hold the first, ranks 2 and 3 the second."""
     name = "llama with biases"
     found = on_ranks(ranks, lambda peers: answers(worker(SPECS[name], weights(), None, peers), STEPS))
     all_rows = whole(name).memories[0].pool.rows.unflatten(-1, (2, 2, -1))  # [layers, rows, K or V, head, values]
@@ -76,7 +76,7 @@ def test_every_rank_has_the_rows_of_its_own_kv_heads(ranks: int) -> None:
 
 
 class Tied(RandomWeights):
-    """The indexer weighs no head, so that all positions have the score 0."""
+    """Weights with which the indexer gives every position the score 0."""
 
     def load(self, name: str, *args: Any, tensor_slice: TensorSlice | None = None, out: Tensor | None = None) -> Tensor:
         loaded = super().load(name, *args, tensor_slice=tensor_slice, out=out)
@@ -84,7 +84,7 @@ class Tied(RandomWeights):
 
 
 @pytest.mark.parametrize("name", DSA)
-def test_ties_between_positions_are_decided_alike_on_every_rank(name: str) -> None:
+def test_ties_between_positions_are_broken_the_same_way_on_every_rank(name: str) -> None:
     def tied() -> Tied:
         return Tied(torch.float64, seed=11)
 
@@ -97,7 +97,7 @@ def test_ties_between_positions_are_decided_alike_on_every_rank(name: str) -> No
 
 @pytest.mark.parametrize("counts", [(2, 2), (3, 1), (1, 2, 1), "heaviest"])
 @pytest.mark.parametrize("name", SPECS)
-def test_stages_answer_as_the_whole(name: str, counts: Any) -> None:
+def test_stages_match_the_whole_model(name: str, counts: Any) -> None:
     spec = SPECS[name]
     if counts == "heaviest":
         layers = stage_layers(spec, 3)
@@ -113,7 +113,7 @@ def test_stages_answer_as_the_whole(name: str, counts: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "stages", "ranks"), [("glm_moe_dsa", 2, 2), ("llama with biases", 3, 4)])
-def test_stages_of_several_ranks_answer_as_the_whole(name: str, stages: int, ranks: int) -> None:
+def test_stages_of_several_ranks_match_the_whole_model(name: str, stages: int, ranks: int) -> None:
     layers = stage_layers(SPECS[name], stages)
     found = on_ranks(ranks, lambda peers: answers(worker(SPECS[name], weights(), layers, peers), STEPS))
     for mine in found:
@@ -136,13 +136,14 @@ REQUESTS: list[list[Step | None]] = [
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("name", [*DSA, "qwen3"])
-def test_ranks_that_divide_requests_answer_as_if_alone(name: str, stages: int) -> None:
-    """Their steps differ in rows; some have none of their own."""
+def test_data_parallel_ranks_match_a_single_rank(name: str, stages: int) -> None:
+    """The ranks' steps have different numbers of tokens, and some have none."""
     spec = SPECS[name]
     layers = stage_layers(spec, stages)
-    rows = [[0 if step is None else step.rows for step in steps] for steps in zip(*REQUESTS, strict=True)]
+    tokens = [[0 if step is None else step.tokens for step in steps] for steps in zip(*REQUESTS, strict=True)]
     found = on_ranks(
-        2, lambda peers: answers(worker(spec, weights(), layers, peers, data_parallel=True), REQUESTS[peers.rank], rows)
+        2,
+        lambda peers: answers(worker(spec, weights(), layers, peers, data_parallel=True), REQUESTS[peers.rank], tokens),
     )
     for mine, steps in zip(found, REQUESTS, strict=True):
         alone = answers(worker(spec, weights(), layers), [step for step in steps if step is not None])
@@ -150,8 +151,8 @@ def test_ranks_that_divide_requests_answer_as_if_alone(name: str, stages: int) -
 
 
 @pytest.mark.parametrize("data_parallel", [False, True])
-def test_padded_rows_go_to_no_expert_of_any_rank(data_parallel: bool) -> None:
-    """Only one rank has padded its rows; the other has not, and says so."""
+def test_padding_goes_to_no_expert_of_any_rank(data_parallel: bool) -> None:
+    """Only one rank has padded its batch; every rank sends its seats."""
     spec = SPECS["deepseek_v32"]
     seats = torch.tensor([0, EMPTY, EMPTY, 0])
     padded, plain = Step((0,), (4,), padded=seats), Step((0,), (4,))
@@ -166,7 +167,7 @@ def test_padded_rows_go_to_no_expert_of_any_rank(data_parallel: bool) -> None:
 
 
 def storages(part: Any, seen: dict[int, int]) -> dict[int, int]:
-    """Bytes of all memory that anything below `part` keeps, by address."""
+    """Collects the bytes of all memory that `part` and its attributes hold, by address."""
     if isinstance(part, Tensor):
         seen[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     elif isinstance(part, (list, tuple)):
@@ -183,12 +184,12 @@ def held_bytes(part: Any) -> int:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_rank_holds_its_share_and_a_stage_its_layers(name: str) -> None:
+def test_a_rank_holds_its_shard_and_a_stage_its_layers(name: str) -> None:
     spec = SPECS[name]
     (alone,) = worker(spec, weights())
     all_bytes = held_bytes(alone)
     of_four = on_ranks(4, lambda peers: held_bytes(worker(spec, weights(), None, peers)))
-    # Norms, routers, latent projections and the indexer are everywhere; at this size they are no trifle.
+    # Every rank holds norms, routers, latent projections and the indexer; in this tiny model they are a large share.
     assert max(of_four) < (0.55 if name in DSA else 0.4) * all_bytes
     of_stages = [held_bytes(stage) for stage in worker(spec, weights(), stage_layers(spec, 2))]
     twice = alone._embedding.weight.nbytes if spec.tied_embeddings and alone._embedding else 0
@@ -196,7 +197,7 @@ def test_a_rank_holds_its_share_and_a_stage_its_layers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DSA)
-def test_ranks_that_divide_requests_hold_their_experts_only(name: str) -> None:
+def test_data_parallel_ranks_hold_only_their_own_experts(name: str) -> None:
     spec = SPECS[name]
     assert spec.moe is not None
     (alone,) = worker(spec, weights())
@@ -206,7 +207,7 @@ def test_ranks_that_divide_requests_hold_their_experts_only(name: str) -> None:
     assert of_four == [held_bytes(alone) - 3 * expert_bytes // 4 + numbers] * 4
 
 
-def test_alone_is_the_identity() -> None:
+def test_collectives_of_a_single_rank_return_their_argument() -> None:
     x = torch.randn(3, 2)
     alone = SINGLE_RANK
     ops = (alone.all_reduce, alone.all_gather_columns, alone.all_gather_tokens, alone.reduce_scatter)

@@ -1,4 +1,4 @@
-"""Tokenizers: the same tokens, text and prompts as the transformers library, and streams that lose nothing."""
+"""Tokenizers give the tokens, text and prompts of transformers, and their streams lose no text."""
 
 import json
 import threading
@@ -57,7 +57,7 @@ def smol(embedded: ModelFiles) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def smol_dir(embedded: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face directory made of the embedded model's tokenizer."""
+    """Returns a Hugging Face directory with the embedded model's tokenizer."""
     directory = tmp_path_factory.mktemp("smol")
     file = open_gguf(embedded.path)
     build_gguf_tokenizer(file).save(str(directory / "tokenizer.json"))
@@ -74,7 +74,7 @@ def smol_dir(embedded: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def spaced() -> Tokenizer:
-    """A vocabulary in the manner of SentencePiece: `▁` for spaces, byte tokens for what has no piece."""
+    """Returns a vocabulary like SentencePiece's: `▁` for spaces, byte tokens for text without a piece."""
     pieces = [
         "<unk>",
         "<s>",
@@ -162,7 +162,7 @@ def test_the_default_of_several_templates_is_used(tmp_path: Path, smol_dir: Path
     assert ours.render_chat(CHAT) == "Be brief & <kind>.!"
 
 
-def test_messages_that_a_template_refuses_are_the_requests_fault(tmp_path: Path, smol_dir: Path) -> None:
+def test_messages_that_a_template_refuses_are_a_request_error(tmp_path: Path, smol_dir: Path) -> None:
     ours = loaded(from_directory(write_directory(tmp_path, smol_dir, chat_template=DECORATED_TEMPLATE)))
     with pytest.raises(RequestError, match="no tools tool") as refusal:
         ours.render_chat([{"role": "tool", "content": "x"}])
@@ -170,7 +170,7 @@ def test_messages_that_a_template_refuses_are_the_requests_fault(tmp_path: Path,
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": None}, {"content": 3}])
-def test_messages_that_trip_a_template_are_the_requests_fault(smol: Tokenizer, message: dict[str, Any]) -> None:
+def test_messages_on_which_a_template_fails_are_a_request_error(smol: Tokenizer, message: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         smol.render_chat([message])
 
@@ -182,13 +182,13 @@ def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path, smol_dir: Pa
         ours.render_chat(CHAT)
 
 
-def test_a_model_without_a_template_says_so(tmp_path: Path, smol_dir: Path) -> None:
+def test_a_model_without_a_template_refuses_messages(tmp_path: Path, smol_dir: Path) -> None:
     ours = loaded(from_directory(write_directory(tmp_path, smol_dir)))
     with pytest.raises(RequestError, match="no chat template"):
         ours.render_chat(CHAT)
 
 
-def test_broken_files_stop_the_start(tmp_path: Path, smol_dir: Path) -> None:
+def test_damaged_files_are_refused_at_startup(tmp_path: Path, smol_dir: Path) -> None:
     directory = write_directory(tmp_path, smol_dir, chat_template="{% if %}")
     with pytest.raises(CheckpointError, match="template is broken"):
         from_directory(directory)
@@ -197,7 +197,7 @@ def test_broken_files_stop_the_start(tmp_path: Path, smol_dir: Path) -> None:
         from_directory(directory)
 
 
-def test_a_directory_without_tokenizer_serves_token_ids(tmp_path: Path, smol_dir: Path) -> None:
+def test_a_directory_without_a_tokenizer_has_none(tmp_path: Path, smol_dir: Path) -> None:
     transformers.LlamaConfig().save_pretrained(tmp_path)
     assert from_directory(tmp_path) is None
     found = find_model(str(tmp_path))
@@ -206,7 +206,7 @@ def test_a_directory_without_tokenizer_serves_token_ids(tmp_path: Path, smol_dir
         Tokenizer.load(found, str(tmp_path))
 
 
-def test_bos_is_added_once_where_the_configuration_asks(tmp_path: Path, smol_dir: Path, spaced: Tokenizer) -> None:
+def test_bos_is_added_once_if_the_configuration_requires_it(tmp_path: Path, smol_dir: Path, spaced: Tokenizer) -> None:
     ours = loaded(from_directory(write_directory(tmp_path, smol_dir, add_bos_token=True)))
     assert ours.encode("Hi") == [1, *ours.encode("Hi", add_special=False)]
     assert spaced.encode("a") == [1, *spaced.encode("a", add_special=False)]  # by the post-processor, not twice
@@ -224,7 +224,7 @@ def test_a_long_text_leaves_the_other_threads_running_while_it_is_encoded(smol: 
     assert longest_pause < (last - began) / 2
 
 
-def test_half_a_surrogate_pair_is_the_requests_fault(smol: Tokenizer) -> None:
+def test_half_a_surrogate_pair_is_a_request_error(smol: Tokenizer) -> None:
     with pytest.raises(RequestError, match="UTF-8"):
         smol.encode("broken \ud83d half")
 
@@ -246,7 +246,9 @@ AnyIds = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(token_ids=AnyIds, skip_special=st.booleans())
-def test_a_byte_stream_adds_up_to_decode(smol: Tokenizer, token_ids: list[int], skip_special: bool) -> None:
+def test_the_pieces_of_a_byte_stream_add_up_to_decode(
+    smol: Tokenizer, token_ids: list[int], skip_special: bool
+) -> None:
     wanted = smol.decode(token_ids, skip_special=skip_special)
     assert streamed(smol.stream(skip_special=skip_special), token_ids) == wanted
 
@@ -258,7 +260,9 @@ def test_a_byte_stream_adds_up_to_decode(smol: Tokenizer, token_ids: list[int], 
 )
 @example(token_ids=[262, 259, 263], skip_special=True)  # "a", an empty piece, " a": the space must stay
 @example(token_ids=[262, 3 + 0x41, 3 + 0xE2, 264], skip_special=True)  # a byte makes its neighbour in the run invalid
-def test_a_window_stream_adds_up_to_decode(spaced: Tokenizer, token_ids: list[int], skip_special: bool) -> None:
+def test_the_pieces_of_a_window_stream_add_up_to_decode(
+    spaced: Tokenizer, token_ids: list[int], skip_special: bool
+) -> None:
     wanted = spaced.decode(token_ids, skip_special=skip_special)
     assert streamed(spaced.stream(skip_special=skip_special), token_ids) == wanted
 
@@ -274,14 +278,14 @@ def test_a_character_appears_with_its_last_byte(smol: Tokenizer, spaced: Tokeniz
     assert spaced.token_bytes(3 + 0xE2) == b"\xe2" and spaced.token_bytes(263) == b" a"
 
 
-def test_special_tokens_stream_as_asked(smol: Tokenizer) -> None:
+def test_streams_skip_special_tokens_only_on_request(smol: Tokenizer) -> None:
     ids = smol.encode("a<|im_end|>b")
     assert streamed(smol.stream(), ids) == "ab"
     assert streamed(smol.stream(skip_special=False), ids) == "a<|im_end|>b"
 
 
 def gguf_with(pre: str, **changes: Any) -> GgufFile:
-    """Only the metadata of a file, over a vocabulary of bytes and a few merges."""
+    """Returns the metadata of a file with a vocabulary of bytes and a few merges."""
     alphabet = sorted(BYTE_OF, key=lambda character: BYTE_OF[character])
     tokens = [*alphabet, "12", "123", "he", "hel", "Ġhe", "<|end|>"]
     metadata = {
@@ -294,7 +298,7 @@ def gguf_with(pre: str, **changes: Any) -> GgufFile:
     return GgufFile(Path("m.gguf"), metadata, {}, None)  # type: ignore[arg-type]
 
 
-def test_the_qwen2_vocabulary_of_a_gguf_file_cuts_words_like_transformers() -> None:
+def test_the_qwen2_vocabulary_of_a_gguf_file_splits_words_like_transformers() -> None:
     file = gguf_with("qwen2")
     vocab = {token: index for index, token in enumerate(file.metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in file.metadata["tokenizer.ggml.merges"]]
@@ -304,7 +308,7 @@ def test_the_qwen2_vocabulary_of_a_gguf_file_cuts_words_like_transformers() -> N
         assert ours.encode(text).ids == oracle.encode(text)
 
 
-def test_each_gguf_vocabulary_cuts_digits_its_own_way() -> None:
+def test_each_gguf_vocabulary_splits_digits_in_its_own_way() -> None:
     cut = {
         pre: len(build_gguf_tokenizer(gguf_with(pre)).encode("1231").ids) for pre in ("gpt-2", "llama-bpe", "smollm")
     }
@@ -334,7 +338,7 @@ def test_gguf_bos_follows_the_file_then_the_family() -> None:
         (gguf_with("smollm", tokens=None), "tokenizer.ggml.tokens is missing"),
     ],
 )
-def test_gguf_vocabularies_that_we_cannot_rebuild_are_refused_by_name(file: GgufFile, words: str) -> None:
+def test_unsupported_gguf_vocabularies_are_refused_by_name(file: GgufFile, words: str) -> None:
     with pytest.raises(CheckpointError) as refusal:
         build_gguf_tokenizer(file)
     assert words in str(refusal.value)

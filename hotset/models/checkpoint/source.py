@@ -149,7 +149,7 @@ def copy_to(out: torch.Tensor | None, values: torch.Tensor, dtype: torch.dtype, 
 def check_shape(file: str, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
         raise CheckpointError(
-            f"{file}: tensor {name} has shape {list(found)}, the configuration asks for {list(expected)}"
+            f"{file}: tensor {name} has shape {list(found)}, the configuration requires {list(expected)}"
         )
 
 
