@@ -1,4 +1,4 @@
-"""The command line: flags that mirror the configuration, one-line errors, and the commands on the embedded model."""
+"""The command line: flags that match the configuration, one-line errors, and the commands with the embedded model."""
 
 import json
 import os
@@ -62,11 +62,11 @@ def test_help_of_each_command_shows_all_its_flags(command: str) -> None:
 
 def test_every_setting_is_a_flag_and_no_flag_is_without_a_setting() -> None:
     sampling = {"--max-tokens", "--temperature", "--top-p"}
-    of_servers = {f"--{flag_name(name)}" for name in SERVER_ONLY_SETTINGS}
+    server_only = {f"--{flag_name(name)}" for name in SERVER_ONLY_SETTINGS}
     assert flags_of("serve") == fields_as_flags(EngineConfig, ServeConfig) - {"--model"} | {"--disaggregate"}
     assert flags_of("router") == fields_as_flags(RouterConfig)
-    assert flags_of("generate") == fields_as_flags(EngineConfig) - of_servers | sampling | {"--json"}
-    assert flags_of("chat") == fields_as_flags(EngineConfig) - of_servers | sampling | {"--system"}
+    assert flags_of("generate") == fields_as_flags(EngineConfig) - server_only | sampling | {"--json"}
+    assert flags_of("chat") == fields_as_flags(EngineConfig) - server_only | sampling | {"--system"}
 
 
 def test_api_key_of_the_environment_is_used_but_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_version_is_printed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["serve", "--port", "65536"], "--port must lie in"),
         (["serve", "--drain-seconds", "inf"], "--drain-seconds must be a finite number"),
@@ -98,14 +98,14 @@ def test_version_is_printed() -> None:
     ],
 )
 def test_start_up_error_is_one_line_and_exit_status_1(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["hotset", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
     output, error = capsys.readouterr()
     assert (ended.value.code, output) == (1, "")
-    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
 def test_start_up_error_of_the_command_itself_is_one_line_and_exit_status_1() -> None:
@@ -116,11 +116,11 @@ def test_start_up_error_of_the_command_itself_is_one_line_and_exit_status_1() ->
 
 def test_server_without_its_packages_names_the_command_that_adds_them() -> None:
     done = subprocess.run([sys.executable, "-c", SERVER_WITHOUT], cwd=ROOT, capture_output=True, text=True)
-    said = 'error: the server needs fastapi; run: pip install "hotset[serve]"\n'
-    assert (done.returncode, done.stderr) == (1, said)
+    message = 'error: the server needs fastapi; run: pip install "hotset[serve]"\n'
+    assert (done.returncode, done.stderr) == (1, message)
 
 
-def test_info_reports_the_machine_and_every_part() -> None:
+def test_info_reports_the_machine_and_every_package() -> None:
     report = json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)
     assert report["hotset"] == __version__
     assert report["torch"].startswith("2.")
@@ -133,7 +133,7 @@ def test_info_and_the_engine_agree_on_what_is_free(monkeypatch: pytest.MonkeyPat
     assert inspect_machine().free_ram_bytes == 12345
 
 
-def test_info_shows_the_brackets_of_a_command_that_adds_a_part(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_shows_the_brackets_of_an_install_command(capsys: pytest.CaptureFixture[str]) -> None:
     missing = PackageReport("serve", "HTTP server", None, 'pip install "hotset[serve]"')
     print_machine(MachineReport("0", "3", "Linux", None, 2, 1 << 30, 1 << 20, (), (missing,)))
     assert 'missing: pip install "hotset[serve]"' in capsys.readouterr().out
@@ -164,11 +164,11 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
         os.read(process.stdout.fileno(), 1)  # the answer has begun
         process.send_signal(signal.SIGINT)
         try:
-            output, remarks = process.communicate(b"/reset\nWhat is the capital of France?\n/exit\nnever read\n", 120)
+            output, notes = process.communicate(b"/reset\nWhat is the capital of France?\n/exit\nnever read\n", 120)
         finally:
             process.kill()
     assert process.returncode == 0
-    assert remarks.decode().splitlines() == ["(stopped)", "(conversation cleared)"]
+    assert notes.decode().splitlines() == ["(stopped)", "(conversation cleared)"]
     assert output.decode().splitlines()[-1].startswith("The capital of France is Paris")
 
 
@@ -183,7 +183,7 @@ def conversation(llm: LLM) -> Conversation:
     return Conversation(llm, SamplingParams(temperature=0.0, max_tokens=4), system="Be brief.")
 
 
-def test_chat_answers_with_system_message_and_earlier_turns_in_mind(conversation: Conversation) -> None:
+def test_chat_sends_the_system_message_and_earlier_turns(conversation: Conversation) -> None:
     conversation.run(["What is the capital of France?", "", "/system Be kind.", "And of Spain?"])
     messages = [{"role": "system", "content": "Be kind."}, *conversation.turns[:3]]
     assert [turn["role"] for turn in conversation.turns] == ["user", "assistant", "user", "assistant"]
@@ -191,12 +191,12 @@ def test_chat_answers_with_system_message_and_earlier_turns_in_mind(conversation
     assert conversation.turns[3]["content"] == conversation.llm.chat(messages, conversation.params)[0].outputs[0].text
 
 
-def test_chat_forgets_on_reset_and_stops_at_exit(conversation: Conversation) -> None:
+def test_reset_clears_the_chat_and_exit_ends_it(conversation: Conversation) -> None:
     conversation.run(["What is the capital of France?", "/system", "/reset", "/exit", "What is the capital of Spain?"])
     assert (conversation.system, conversation.turns) == (None, [])
 
 
-def test_chat_gives_up_oldest_turns_when_the_context_is_full(
+def test_chat_drops_the_oldest_turns_when_the_context_is_full(
     conversation: Conversation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long_questions = ["word " * 30 + str(number) for number in range(3)]
@@ -205,7 +205,7 @@ def test_chat_gives_up_oldest_turns_when_the_context_is_full(
     assert [turn["content"] for turn in conversation.turns[::2]] == [long_questions[-1]]
 
 
-def test_chat_refuses_a_question_that_alone_exceeds_the_context_and_forgets_nothing(conversation: Conversation) -> None:
+def test_chat_rejects_a_question_longer_than_the_context_and_keeps_all_turns(conversation: Conversation) -> None:
     conversation.run(["What is the capital of France?"])
     before = list(conversation.turns)
     with pytest.raises(ContextLengthExceeded):

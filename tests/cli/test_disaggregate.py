@@ -1,4 +1,4 @@
-"""`--disaggregate` and `hotset router` on the command line: what is understood and refused, what children are told."""
+"""`--disaggregate` and `hotset router`: parsing, rejected settings, and the command lines of child processes."""
 
 import subprocess
 import sys
@@ -22,105 +22,114 @@ SECRET = "s3cret that is long enough"
 
 
 def parsed(arguments: list[str]) -> dict[str, object]:
-    """A command line as our own command understands it."""
+    """Returns the parameters that our own command parses from a command line."""
     name, *rest = arguments
     command = typer.main.get_command(app).commands[name]
     return dict(command.make_context(name, rest).params)
 
 
-def test_layouts_are_read() -> None:
+def test_worker_counts_are_parsed() -> None:
     assert WorkerCounts.parse("2p1D") == WorkerCounts(2, 1)
     names = [name for _, name in WorkerCounts(2, 1).names]
     assert names == ["prefill 1", "prefill 2", "decode 1"]
 
 
 @pytest.mark.parametrize("text", ["", "1P", "0P1D", "1P0D", "1D1P", "-1P1D", "1P1D1", "99P99D", "٣P1D"])
-def test_what_is_no_layout_is_refused(text: str) -> None:
+def test_invalid_worker_counts_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="like 1P1D"):
         WorkerCounts.parse(text)
 
 
-def test_a_worker_is_told_what_was_asked_for_and_its_share() -> None:
+def test_worker_arguments_hold_the_settings_and_its_share_of_memory() -> None:
     engine = EngineConfig(
         model="m", role="prefill", page_rows=16, seed=3, handoff_secret=SECRET, kv_dtype="fp8", transfer="mooncake"
     )
     serve = ServeConfig(host="0.0.0.0", port=80, api_key="k3y", max_queue=7, served_model_name="name")
     arguments = worker_arguments(engine, serve, "decode", Share("cuda:1", 2.5, 4.0))
-    assert not {SECRET, "k3y"} & set(arguments), "arguments can be read by everybody on the machine"
-    told = parsed(arguments)
+    assert not {SECRET, "k3y"} & set(arguments), "every user of the machine can read a process's arguments"
+    received = parsed(arguments)
     wanted = {"model": "m", "page_rows": 16, "seed": 3, "kv_dtype": "fp8", "role": "decode", "device": "cuda:1"}
     wanted |= {"device_kv_gib": 2.5, "host_kv_gib": 4.0, "max_queue": 7, "served_model_name": "name"}
     wanted |= {"host": "127.0.0.1", "port": 0, "transfer": "mooncake"}
-    assert {name: told[name] for name in wanted} == wanted
+    assert {name: received[name] for name in wanted} == wanted
 
 
-def test_a_worker_is_not_killed_before_it_would_have_ended_by_itself() -> None:
-    def engine_seconds(gib: float) -> float:  # what the worker allows its engine
+def test_a_worker_is_not_killed_before_its_own_stop_timeout() -> None:
+    def engine_seconds(gib: float) -> float:  # the time that a worker gives its engine
         return STOP_SECONDS + closing_seconds(int(gib * GIB), with_endpoint=True)
 
     measured = stop_seconds(EngineConfig(), [Share(host_kv_gib=1.0), Share(host_kv_gib=64.0)])
     assert measured > engine_seconds(64.0)
     assert stop_seconds(EngineConfig(host_kv_gib=100.0), [Share()]) > engine_seconds(100.0)
-    assert stop_seconds(EngineConfig(host_kv_tokens=1 << 20), [Share()]) > engine_seconds(1.0), "nobody said bytes"
+    assert stop_seconds(EngineConfig(host_kv_tokens=1 << 20), [Share()]) > engine_seconds(1.0), (
+        "tokens do not tell the size in bytes"
+    )
 
 
-def test_a_router_is_told_where_to_listen_and_whom_to_ask() -> None:
+def test_router_arguments_hold_the_address_and_the_workers() -> None:
     serve = ServeConfig(host="0.0.0.0", port=81, api_key="k3y", cors_origin="*", max_body_mib=2.0)
     arguments = router_arguments(serve, ["http://a:1", "http://b:1"], ["http://c:1"])
     assert "k3y" not in arguments
-    told = parsed(arguments)
-    assert (list(told["prefill"]), list(told["decode"])) == (["http://a:1", "http://b:1"], ["http://c:1"])  # type: ignore[call-overload]
-    assert (told["host"], told["port"], told["cors_origin"], told["max_body_mib"]) == ("0.0.0.0", 81, "*", 2.0)
+    received = parsed(arguments)
+    assert (list(received["prefill"]), list(received["decode"])) == (["http://a:1", "http://b:1"], ["http://c:1"])  # type: ignore[call-overload]
+    assert (received["host"], received["port"], received["cors_origin"], received["max_body_mib"]) == (
+        "0.0.0.0",
+        81,
+        "*",
+        2.0,
+    )
 
 
-def test_addresses_may_follow_one_flag_or_several() -> None:
-    told = parsed(["router", "--prefill", "a", "b", "--port", "1", "--decode", "c", "--decode", "d", "e"])
-    assert (told["prefill"], told["decode"], told["port"]) == (["a", "b"], ["c", "d", "e"], 1)
+def test_worker_urls_may_follow_one_flag_or_repeated_flags() -> None:
+    received = parsed(["router", "--prefill", "a", "b", "--port", "1", "--decode", "c", "--decode", "d", "e"])
+    assert (received["prefill"], received["decode"], received["port"]) == (["a", "b"], ["c", "d", "e"], 1)
 
 
 @pytest.mark.parametrize("url", ["", "x", "http://", "ftp://h:1", "http://h:0", "http://h:99999", "http://h:1/path"])
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_an_invalid_worker_url_is_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match="address must look like"):
         RouterConfig(decode=(url,))
 
 
-def test_a_worker_named_twice_is_refused() -> None:
+def test_a_worker_named_twice_is_rejected() -> None:
     with pytest.raises(ConfigError, match="named twice"):
         RouterConfig(prefill=("http://h:1",), decode=("http://h:1/",))
 
 
-def test_a_secret_in_the_environment_is_for_workers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_in_the_environment_applies_only_to_prefill_and_decode_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HOTSET_HANDOFF_SECRET", SECRET)
     for role, secret in (("both", None), ("decode", SECRET)):
         assert EngineConfig(**config_values(EngineConfig, {"role": role})).handoff_secret == secret
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["serve", "--disaggregate", "1X1D"], "--disaggregate takes the numbers"),
         (["serve", "--disaggregate", "1P1D", "--role", "decode"], "leave --role out"),
         (["serve", "--disaggregate", "1P1D", "--control", "127.0.0.1:7000"], "use port 0 in --control"),
         (["serve", "--transfer", "mooncake"], "leave it out"),
         (["serve", "--disaggregate", "1P1D", "--tiers", "off"], "--tiers off"),
-        # Its workers get a secret, so that this address is none too open.
+        # --disaggregate generates a secret, so this address is accepted.
         (["serve", "--disaggregate", "1P1D", "--control", "10.0.0.1:0", "--host", "a" * 64], "choose another --host"),
         (["router", "--decode", "nowhere"], "address must look like"),
         (["router", "--poll-seconds", "0"], "--poll-seconds must be a finite number"),
     ],
 )
 def test_start_up_errors_are_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["hotset", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
     output, error = capsys.readouterr()
     assert (ended.value.code, output) == (1, "")
-    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
-def test_a_child_that_does_not_start_is_named_and_ends_all(tmp_path: Path) -> None:
+def test_a_child_process_that_does_not_start_is_named_and_stops_all_others(tmp_path: Path) -> None:
     flags = ["--disaggregate", "1P1D", "--port", "0", "--device", "cpu", "--device-kv-tokens", "64"]
     command = [sys.executable, "-m", "hotset", "serve", str(tmp_path / "nothing"), *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -20,7 +20,7 @@ def test_shares_on_a_cpu_fit_together(workers: int, free_gib: int) -> None:
     assert all(share.host_kv_gib > 1.2 * share.device_kv_gib for share in shares)  # type: ignore[operator]
 
 
-def test_each_worker_has_a_gpu_of_its_own_where_there_are_enough() -> None:
+def test_each_worker_has_its_own_gpu_if_there_are_enough() -> None:
     shares = divide(EngineConfig(), Free(512 * GIB, (80 * GIB,) * 4), 3, 10 * GIB)
     assert [share.device for share in shares] == ["cuda:0", "cuda:1", "cuda:2"]
     assert shares[0].device_kv_gib == pytest.approx(0.9 * (80 - 12), abs=0.01)

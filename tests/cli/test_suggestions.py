@@ -56,7 +56,7 @@ def test_the_nearest_flag_is_named_alone(arguments: list[str], answer: str) -> N
     assert f"No such option: {answer}" in refusal(*arguments)
 
 
-def test_a_flag_that_resembles_none_gets_no_suggestion() -> None:
+def test_a_flag_unlike_any_other_gets_no_suggestion() -> None:
     for flag in ("--xyzzy", "-z"):
         answer = refusal("info", flag)
         assert f"No such option: {flag}" in answer and "did you mean" not in answer and "-h' for help" in answer

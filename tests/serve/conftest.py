@@ -1,4 +1,4 @@
-"""Servers that the tests of this folder share, and the models behind them."""
+"""Shared servers and their models."""
 
 import json
 from collections.abc import Iterator
@@ -31,12 +31,14 @@ TINY_LLAMA = {
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A directory for `--load-format dummy` that starts and answers quickly: its tokens are bytes and one end token."""
+    """A model directory for `--load-format dummy` that loads quickly. Its tokens are the bytes and one end token."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(TINY_LLAMA))
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: at for at, letter in enumerate(alphabet)}, []))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE({letter: index for index, letter in enumerate(alphabet)}, [])
+    )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])
@@ -48,14 +50,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The tiny model, shared by tests that send many requests and do not care what the answers say."""
+    """A server of the tiny model, for tests that send many requests and ignore the text of the answers."""
     with serving(tmp_path_factory.mktemp("tiny"), tiny_model, "--load-format", "dummy") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def limited_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The tiny model with every limit set: a key, small bodies, one request at a time and one more waiting."""
+    """A server of the tiny model with every limit set: a key, small bodies, one running and one waiting request."""
     limits = ["--api-key", API_KEY, "--max-body-mib", "0.01", "--max-queue", "1", "--max-num-seqs", "1"]
     names = ["--served-model-name", "renamed", "--cors-origin", ORIGIN]
     with serving(tmp_path_factory.mktemp("limited"), tiny_model, "--load-format", "dummy", *limits, *names) as server:
@@ -64,7 +66,7 @@ def limited_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def embedded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The embedded chat model, shared by every test that does it no harm."""
+    """A server of the embedded chat model, for tests that do not stop it."""
     with serving(tmp_path_factory.mktemp("embedded"), "embedded") as server:
         yield server
 

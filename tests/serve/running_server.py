@@ -1,4 +1,4 @@
-"""A real `hotset serve` in a process of its own, and what tests ask of it."""
+"""Runs a real `hotset serve` in its own process, and queries it for tests."""
 
 import os
 import re
@@ -30,29 +30,29 @@ class RunningServer:
         return self.log_path.read_text()
 
     def gauge(self, name: str) -> float:
-        """The present value of a metric without labels."""
+        """Returns the current value of a metric without labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=30).text
         found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
         assert found is not None, f"{name} is not among the metrics"
         return float(found[1])
 
-    def gauge_becomes(self, name: str, wanted: Callable[[float], bool], seconds: float = 60.0) -> float:
-        """Waits until the metric is as wanted; returns its last value either way."""
+    def gauge_becomes(self, name: str, condition: Callable[[float], bool], seconds: float = 60.0) -> float:
+        """Waits until the metric satisfies `condition` or the time is up, and returns its last value."""
         deadline = time.monotonic() + seconds
-        while not wanted(value := self.gauge(name)) and time.monotonic() < deadline:
+        while not condition(value := self.gauge(name)) and time.monotonic() < deadline:
             time.sleep(0.02)
         return value
 
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         engines = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        assert len(engines) == 1, f"children {children} hold {len(engines)} engines"
+        assert len(engines) == 1, f"found {len(engines)} engines among the children {children}"
         return int(engines[0])
 
 
 @contextmanager
 def serving(folder: Path, *arguments: str, kind: str = "serve") -> Iterator[RunningServer]:
-    """Runs a server or a router on a free port; its log goes into `folder`. In the end it is stopped, if it runs."""
+    """Runs a server or a router on a free port, with its log in `folder`, and stops it at the end."""
     log_path = folder / "stderr.txt"
     command = [sys.executable, "-m", "hotset", kind, *arguments, "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -64,7 +64,7 @@ def serving(folder: Path, *arguments: str, kind: str = "serve") -> Iterator[Runn
             assert process.stdout is not None
             ready = process.stdout.readline()
             url = re.search(r"http://\S+:\d+", ready)
-            assert url is not None, f"no ready line but {ready!r}; stderr: {log_path.read_text()}"
+            assert url is not None, f"expected a ready line, got {ready!r}; stderr: {log_path.read_text()}"
             yield RunningServer(url[0], process, log_path)
         finally:
             if process.poll() is None:

@@ -1,4 +1,4 @@
-"""Bad input gets a clear error in OpenAI's shape, and leaves nothing behind."""
+"""Invalid input gets a clear error in OpenAI's format, and leaves no state behind."""
 
 import json
 import threading
@@ -12,7 +12,7 @@ from running_server import API_KEY, ORIGIN, RunningServer
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
-GOOD = {
+VALID = {
     CHAT: {"model": "tiny", "messages": MESSAGES, "max_tokens": 2},
     TEXT: {"model": "tiny", "prompt": "hello", "max_tokens": 2},
     "/tokenize": {"prompt": "hello"},
@@ -44,13 +44,13 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize("path", GOOD)
-def test_the_requests_that_are_spoilt_below_are_good(tiny: httpx.Client, path: str) -> None:
-    assert tiny.post(path, json=GOOD[path]).status_code == 200
+@pytest.mark.parametrize("path", VALID)
+def test_the_requests_that_are_invalidated_below_are_valid(tiny: httpx.Client, path: str) -> None:
+    assert tiny.post(path, json=VALID[path]).status_code == 200
 
 
-SPOILT: list[tuple[str, dict[str, Any], str, str]] = [
-    # Fields that are not implemented are named, never ignored.
+INVALID: list[tuple[str, dict[str, Any], str, str]] = [
+    # Fields that are not implemented are rejected by name.
     *[(CHAT, {field: value}, "unsupported_field", field) for field, value in [
         ("tools", []), ("tool_choice", "auto"), ("functions", []), ("response_format", {"type": "json_object"}),
         ("user", "me"), ("audio", {}), ("modalities", ["text"]), ("parallel_tool_calls", True), ("store", False),
@@ -102,11 +102,11 @@ SPOILT: list[tuple[str, dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "change", "code", "param"), SPOILT, ids=lambda value: str(value)[:40])
-def test_a_spoilt_field_is_named(
+@pytest.mark.parametrize(("path", "change", "code", "param"), INVALID, ids=lambda value: str(value)[:40])
+def test_the_error_names_the_invalid_field(
     tiny: httpx.Client, path: str, change: dict[str, Any], code: str, param: str | None
 ) -> None:
-    error = error_of(tiny.post(path, json={**GOOD[path], **change}), 400)
+    error = error_of(tiny.post(path, json={**VALID[path], **change}), 400)
     assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
     if param is not None:
         assert param in error["message"]
@@ -114,7 +114,7 @@ def test_a_spoilt_field_is_named(
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("field", ["temperature", "top_p", "presence_penalty", "max_tokens", "seed"])
-def test_numbers_that_are_none_are_refused(tiny: httpx.Client, field: str, number: str) -> None:
+def test_numbers_that_are_not_finite_are_rejected(tiny: httpx.Client, field: str, number: str) -> None:
     body = f'{{"model": "tiny", "prompt": "a", "{field}": {number}}}'
     assert error_of(tiny.post(TEXT, content=body, headers=JSON), 400)["param"] == field
 
@@ -134,11 +134,11 @@ def test_numbers_that_are_none_are_refused(tiny: httpx.Client, field: str, numbe
     ],
     ids=lambda body: body[:12].decode("latin-1"),
 )
-def test_malformed_bodies_are_refused(tiny: httpx.Client, body: bytes) -> None:
+def test_malformed_bodies_are_rejected(tiny: httpx.Client, body: bytes) -> None:
     assert error_of(tiny.post(TEXT, content=body, headers=JSON), 400)["code"] == "invalid_json"
 
 
-def test_a_body_of_another_type_is_refused_with_a_hint(tiny: httpx.Client) -> None:
+def test_a_body_of_another_content_type_is_rejected_with_a_hint(tiny: httpx.Client) -> None:
     answer = tiny.post(TEXT, data={"model": "tiny"})
     assert "application/json" in error_of(answer, 400)["message"]
 
@@ -155,35 +155,35 @@ def test_a_body_of_another_type_is_refused_with_a_hint(tiny: httpx.Client) -> No
         ("/tokenize", r'{"prompt": "\ud800"}'),
     ],
 )
-def test_lone_surrogates_are_refused(tiny: httpx.Client, path: str, body: str) -> None:
+def test_lone_surrogates_are_rejected(tiny: httpx.Client, path: str, body: str) -> None:
     error_of(tiny.post(path, content=body, headers=JSON), 400)
 
 
-def test_an_unknown_model_is_not_found_whatever_its_name_holds(tiny: httpx.Client) -> None:
-    for path in GOOD:
-        error = error_of(tiny.post(path, json={**GOOD[path], "model": "gpt-5"}), 404)
+def test_an_unknown_model_is_not_found_even_with_odd_characters_in_its_name(tiny: httpx.Client) -> None:
+    for path in VALID:
+        error = error_of(tiny.post(path, json={**VALID[path], "model": "gpt-5"}), 404)
         assert (error["code"], error["param"]) == ("model_not_found", "model")
         assert "gpt-5" in error["message"] and "tiny" in error["message"]
     error_of(tiny.post(TEXT, content=r'{"model": "\ud800", "prompt": "a"}', headers=JSON), 404)
     error_of(tiny.get("/v1/models/a/b%0Ac"), 404)
 
 
-def test_a_prompt_longer_than_the_context_is_told_both_numbers(tiny: httpx.Client) -> None:
+def test_the_error_for_a_prompt_longer_than_the_context_names_both_lengths(tiny: httpx.Client) -> None:
     for path, change, needed in (
         (TEXT, {"prompt": "a" * 9000}, 9002),
         (TEXT, {"prompt": [1] * 9000, "max_tokens": None}, 9001),
         (TEXT, {"max_tokens": 8190}, 8195),
         (TEXT, {"prompt": [1] * 8190, "max_tokens": 3, "stream": True}, 8193),
     ):
-        error = error_of(tiny.post(path, json={**GOOD[path], **change}), 400)
+        error = error_of(tiny.post(path, json={**VALID[path], **change}), 400)
         assert error["code"] == "context_length_exceeded"
         assert "8192" in error["message"] and str(needed) in error["message"]
-    long_chat = {**GOOD[CHAT], "messages": [{"role": "user", "content": "a" * 9000}]}
+    long_chat = {**VALID[CHAT], "messages": [{"role": "user", "content": "a" * 9000}]}
     error = error_of(tiny.post(CHAT, json=long_chat), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
-def test_unknown_paths_and_wrong_methods_have_the_same_shape(tiny: httpx.Client) -> None:
+def test_unknown_paths_and_wrong_methods_have_the_same_format(tiny: httpx.Client) -> None:
     assert error_of(tiny.get("/v1/nothing"), 404)["code"] == "not_found"
     wrong = tiny.get(CHAT)
     assert error_of(wrong, 405)["code"] == "method_not_allowed"
@@ -194,10 +194,18 @@ def test_the_root_leads_to_the_documentation(tiny: httpx.Client) -> None:
     assert tiny.get("/", follow_redirects=True).url.path == "/docs"
 
 
-def test_a_missing_or_wrong_key_opens_nothing_but_health_and_metrics(limited: httpx.Client) -> None:
-    body = {**GOOD[TEXT], "model": "renamed"}
-    for given in (None, "Bearer wrong", f"Basic {API_KEY}", API_KEY, "Bearer", f"Bearer {API_KEY}x", "Bearer \xff"):
-        headers = {} if given is None else {"Authorization": given.encode("latin-1")}
+def test_without_the_right_key_only_health_and_metrics_are_accessible(limited: httpx.Client) -> None:
+    body = {**VALID[TEXT], "model": "renamed"}
+    for authorization in (
+        None,
+        "Bearer wrong",
+        f"Basic {API_KEY}",
+        API_KEY,
+        "Bearer",
+        f"Bearer {API_KEY}x",
+        "Bearer \xff",
+    ):
+        headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
         with httpx.Client(base_url=limited.base_url, headers=headers) as stranger:
             for answer in (stranger.post(TEXT, json=body), stranger.get("/v1/models"), stranger.post("/tokenize")):
                 assert error_of(answer, 401)["code"] == "invalid_api_key"
@@ -207,12 +215,12 @@ def test_a_missing_or_wrong_key_opens_nothing_but_health_and_metrics(limited: ht
     assert [model["id"] for model in limited.get("/v1/models").json()["data"]] == ["renamed"]
 
 
-def test_a_body_over_the_limit_is_refused_however_it_is_sent(limited: httpx.Client) -> None:
+def test_a_body_over_the_limit_is_rejected_with_and_without_a_declared_length(limited: httpx.Client) -> None:
     body = json.dumps({"model": "renamed", "prompt": "a" * 20_000}).encode()
     assert error_of(limited.post(TEXT, content=body, headers=JSON), 413)["code"] == "request_too_large"
     in_chunks = (body[at : at + 1000] for at in range(0, len(body), 1000))
     assert error_of(limited.post(TEXT, content=in_chunks, headers=JSON), 413)["code"] == "request_too_large"
-    assert limited.get("/health").status_code == 200, "the connection is still of use"
+    assert limited.get("/health").status_code == 200, "the connection must remain usable"
 
 
 def test_browsers_of_the_configured_origin_may_call(limited: httpx.Client, tiny: httpx.Client) -> None:
@@ -224,7 +232,9 @@ def test_browsers_of_the_configured_origin_may_call(limited: httpx.Client, tiny:
     assert "access-control-allow-origin" not in tiny.get("/health", headers={"Origin": ORIGIN}).headers
 
 
-def test_a_full_queue_answers_429_and_forgets_nobody(limited: httpx.Client, limited_server: RunningServer) -> None:
+def test_a_full_queue_answers_429_and_waiting_requests_still_finish(
+    limited: httpx.Client, limited_server: RunningServer
+) -> None:
     long = {"model": "renamed", "prompt": "a", "max_tokens": 8000, "ignore_eos": True, "stream": True}
     short = {"model": "renamed", "prompt": "a", "max_tokens": 1}
     waiting: list[httpx.Response] = []
@@ -242,16 +252,18 @@ def test_a_full_queue_answers_429_and_forgets_nobody(limited: httpx.Client, limi
     assert limited.post(TEXT, json=short).status_code == 200
 
 
-def test_an_answer_may_be_asked_to_be_longer_than_the_default(tiny: httpx.Client) -> None:
-    asked = {"model": "tiny", "prompt": "hello", "min_tokens": 20}
-    assert tiny.post(TEXT, json=asked).json()["usage"]["completion_tokens"] == 20
-    error = error_of(tiny.post(TEXT, json={**asked, "min_tokens": 9000}), 400)
-    assert error["code"] == "context_length_exceeded", "not a max_tokens that the client never sent"
+def test_min_tokens_may_exceed_the_default_max_tokens(tiny: httpx.Client) -> None:
+    body = {"model": "tiny", "prompt": "hello", "min_tokens": 20}
+    assert tiny.post(TEXT, json=body).json()["usage"]["completion_tokens"] == 20
+    error = error_of(tiny.post(TEXT, json={**body, "min_tokens": 9000}), 400)
+    assert error["code"] == "context_length_exceeded", (
+        "the error must not mention max_tokens, which the client did not send"
+    )
 
 
-def test_refused_requests_hold_nothing(tiny_server: RunningServer, tiny: httpx.Client) -> None:
-    for path, change, _, _ in SPOILT:
-        tiny.post(path, json={**GOOD[path], **change})
+def test_rejected_requests_hold_no_pages(tiny_server: RunningServer, tiny: httpx.Client) -> None:
+    for path, change, _, _ in INVALID:
+        tiny.post(path, json={**VALID[path], **change})
     assert tiny_server.gauge("hotset_device_pages_held") == 0
     assert tiny_server.gauge("hotset_requests_waiting") == 0
     assert "Traceback" not in tiny_server.log()

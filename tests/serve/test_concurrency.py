@@ -1,4 +1,4 @@
-"""The limits on how much is asked at once: exact, worded as every other error, and given back when a request ends."""
+"""The limits on concurrent requests are exact, use the common error format, and free up when a request ends."""
 
 import threading
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def http(server: RunningServer) -> Iterator[httpx.Client]:
 
 
 def busy(http: httpx.Client, streams: ExitStack, **changes: Any) -> Iterator[str]:
-    """The lines of a long answer that has begun; it ends when they, or `streams`, are let go."""
+    """Starts a long answer and returns its lines. It ends when the lines or `streams` are closed."""
     answer = streams.enter_context(http.stream("POST", TEXT, json={**LONG, **changes}))
     assert answer.status_code == 200
     lines = answer.iter_lines()
@@ -59,7 +59,7 @@ def test_one_request_more_than_the_limit_gets_429_until_another_ends(server: Run
     assert [http.post(TEXT, json=body).status_code for body in bodies] == [200, 400] * (CONCURRENCY + 1)
 
 
-def test_choices_that_overfill_the_queue_get_429_unless_nothing_waits(
+def test_choices_that_overfill_the_queue_get_429_unless_the_queue_is_empty(
     server: RunningServer, http: httpx.Client
 ) -> None:
     many = {**SHORT, "n": QUEUE + 1}

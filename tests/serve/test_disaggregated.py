@@ -1,4 +1,4 @@
-"""`hotset serve --disaggregate`: the same answers as one server gives, and one command that owns all its processes."""
+"""`hotset serve --disaggregate` answers like a single server, and one command owns all its processes."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from running_server import API_KEY, RunningServer, serving
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 SIZES = ["--device", "cpu", "--device-kv-tokens", "4096", "--host-kv-tokens", "8192"]
 TEXT = "/v1/completions"
-# Around the edges of pages (64 rows) and of prefill chunks (256 tokens here).
+# Lengths around the boundaries of pages (64 rows) and of prefill chunks (256 tokens here).
 LENGTHS = (1, 2, 63, 64, 65, 128, 129, 255, 256, 257, 600)
-LANDED = (1, 64, 65, 257)  # of these, each landing is tried
+LANDED = (1, 64, 65, 257)  # each landing is tested with these lengths
 CHUNKS = ["--max-num-batched-tokens", "256"]
 
 
@@ -30,14 +30,14 @@ def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServe
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    folder = tmp_path_factory.mktemp("apart")
+def disaggregated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("disaggregated")
     with serving(folder, DEMO, "--disaggregate", "1P1D", "--drain-seconds", "5", *SIZES, *CHUNKS) as server:
         yield server
 
 
 def prompt_of(length: int) -> list[int]:
-    return [3 + (7 * place + length) % 200 for place in range(length)]
+    return [3 + (7 * position + length) % 200 for position in range(length)]
 
 
 def answer_of(server: RunningServer, length: int, **fields: Any) -> Any:
@@ -48,36 +48,38 @@ def answer_of(server: RunningServer, length: int, **fields: Any) -> Any:
 
 
 def workers_of(server: RunningServer, role: str) -> list[str]:
-    """Addresses of the workers of a role, as the router's log names them."""
+    """Returns the URLs of the workers of a role, from the router's log."""
     return re.findall(rf"{role} worker (http://\S+) is up", server.log())
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_tokens_are_those_of_one_server(colocated: RunningServer, apart: RunningServer, length: int) -> None:
+def test_tokens_are_those_of_one_server(colocated: RunningServer, disaggregated: RunningServer, length: int) -> None:
     expected = answer_of(colocated, length)
     for landing in ("auto", "host", "device") if length in LANDED else ("auto",):
-        assert answer_of(apart, length, landing=landing) == expected, landing
+        assert answer_of(disaggregated, length, landing=landing) == expected, landing
 
 
-def test_seeded_choices_and_logprobs_are_those_of_one_server(colocated: RunningServer, apart: RunningServer) -> None:
+def test_seeded_choices_and_logprobs_are_those_of_one_server(
+    colocated: RunningServer, disaggregated: RunningServer
+) -> None:
     seeded = {"seed": 7, "temperature": 0.9, "logprobs": 2}
-    assert answer_of(apart, 70, **seeded) == answer_of(colocated, 70, **seeded)
-    # Several at once: how they share steps differs, and with it the last bits of logprobs.
+    assert answer_of(disaggregated, 70, **seeded) == answer_of(colocated, 70, **seeded)
+    # Several prompts share steps differently, which changes the last bits of logprobs, so only tokens are compared.
     several = {**seeded, "n": 2, "prompt": [prompt_of(70), prompt_of(200)]}
-    answers = [answer_of(server, 1, **several) for server in (apart, colocated)]
+    answers = [answer_of(server, 1, **several) for server in (disaggregated, colocated)]
     tokens = [[choice["token_ids"] for choice in choices] for choices in answers]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 4
 
 
-def test_stream_is_that_of_one_server(colocated: RunningServer, apart: RunningServer) -> None:
-    told = []
-    for server in (colocated, apart):
+def test_stream_is_that_of_one_server(colocated: RunningServer, disaggregated: RunningServer) -> None:
+    received = []
+    for server in (colocated, disaggregated):
         body = {"model": "demo-dsa", "prompt": prompt_of(300), "max_tokens": 8, "temperature": 0, "stream": True}
         with httpx.stream("POST", server.url + TEXT, json={**body, "ignore_eos": True}, timeout=120) as stream:
             *events, last = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
         assert last == "[DONE]"
-        told.append([json.loads(event)["choices"] for event in events])
-    assert told[0] == told[1] and len(told[0]) > 1
+        received.append([json.loads(event)["choices"] for event in events])
+    assert received[0] == received[1] and len(received[0]) > 1
 
 
 def metrics_of(url: str) -> dict[str, float]:
@@ -90,10 +92,10 @@ def metrics_of(url: str) -> dict[str, float]:
     }
 
 
-def test_metrics_tell_who_computed_and_what_travelled(apart: RunningServer) -> None:
-    (prefill,), (decode,) = workers_of(apart, "prefill"), workers_of(apart, "decode")
+def test_metrics_count_prefilled_tokens_and_transferred_bytes(disaggregated: RunningServer) -> None:
+    (prefill,), (decode,) = workers_of(disaggregated, "prefill"), workers_of(disaggregated, "decode")
     before = {url: metrics_of(url) for url in (prefill, decode)}
-    answer_of(apart, 500)
+    answer_of(disaggregated, 500)
     gained = {
         url: {name: value - before[url].get(name, 0) for name, value in metrics_of(url).items()}
         for url in (prefill, decode)
@@ -104,26 +106,30 @@ def test_metrics_tell_who_computed_and_what_travelled(apart: RunningServer) -> N
     assert gained[decode]["hotset_handoff_bytes_total"] == gained[prefill]["hotset_handoff_bytes_total"] > 500
     assert metrics_of(prefill)["hotset_transfer_gb_per_second"] > 0
     assert metrics_of(decode)["hotset_pages_quarantined"] == 0
-    assert metrics_of(apart.url)["hotset_router_requests_total/completed"] >= 1
+    assert metrics_of(disaggregated.url)["hotset_router_requests_total/completed"] >= 1
     for role in ("prefill", "decode"):
-        assert re.search(rf"\[{role} 1\] .* INFO transfer engine nixl on 127\.0\.0\.1, UCX", apart.log())
-    reached = re.search(r"\[prefill 1\] .* INFO nixl reaches 127\.0\.0\.1:\d+ over UCX \(.+\), \S+ GB/s", apart.log())
-    assert reached, "what bytes travel over, and how fast, is in the log"
+        assert re.search(rf"\[{role} 1\] .* INFO transfer engine nixl on 127\.0\.0\.1, UCX", disaggregated.log())
+    reached = re.search(
+        r"\[prefill 1\] .* INFO nixl reaches 127\.0\.0\.1:\d+ over UCX \(.+\), \S+ GB/s", disaggregated.log()
+    )
+    assert reached, "the log must name the transport and its speed"
 
 
-def test_workers_say_what_they_are_and_keep_to_it(apart: RunningServer) -> None:
+def test_workers_report_their_role_and_reject_requests_for_others(disaggregated: RunningServer) -> None:
     states = {}
     for role in ("prefill", "decode"):
-        (url,) = workers_of(apart, role)
+        (url,) = workers_of(disaggregated, role)
         states[role] = httpx.get(f"{url}/handoff", timeout=30).json()
         assert (states[role]["role"], states[role]["model"]) == (role, "demo-dsa")
         assert re.fullmatch(r"127\.0\.0\.1:\d+", states[role]["control"])
     assert states["prefill"]["control"] != states["decode"]["control"]
-    (prefill,), (decode,) = workers_of(apart, "prefill"), workers_of(apart, "decode")
+    (prefill,), (decode,) = workers_of(disaggregated, "prefill"), workers_of(disaggregated, "decode")
     body = {"model": "demo-dsa", "prompt": prompt_of(20), "max_tokens": 2}
     refused = httpx.post(prefill + TEXT, json=body, timeout=30)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "wrong_role")
-    assert httpx.post(decode + TEXT, json=body, timeout=30).status_code == 200, "without a router it computes by itself"
+    assert httpx.post(decode + TEXT, json=body, timeout=30).status_code == 200, (
+        "a decode worker answers without a router, too"
+    )
     for address, status in (("nonsense", 400), ("tcp://127.0.0.1:1", 400), ("127.0.0.1:1", 503)):
         answer = httpx.post(decode + TEXT, json=body, headers={"x-hotset-prefill": address}, timeout=60)
         assert answer.status_code == status, answer.text
@@ -131,7 +137,7 @@ def test_workers_say_what_they_are_and_keep_to_it(apart: RunningServer) -> None:
     assert error["code"] == "prefill_lost" and "no message from 127.0.0.1:1 for 4 s" in error["message"]
 
 
-def test_a_server_of_both_roles_takes_nothing_over(colocated: RunningServer) -> None:
+def test_a_server_of_both_roles_rejects_handoffs(colocated: RunningServer) -> None:
     body = {"model": "demo-dsa", "prompt": [3], "max_tokens": 1}
     refused = httpx.post(colocated.url + TEXT, json=body, headers={"x-hotset-prefill": "127.0.0.1:1"}, timeout=30)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "wrong_role")
@@ -142,7 +148,7 @@ def test_a_server_of_both_roles_takes_nothing_over(colocated: RunningServer) -> 
 
 
 def children_of(pid: int) -> set[int]:
-    """All descendants, as far as they live."""
+    """Returns the ids of all living descendants."""
     found: set[int] = set()
     for task in Path(f"/proc/{pid}/task").glob("*"):
         for child in map(int, (task / "children").read_text().split()):
@@ -162,43 +168,43 @@ def all_end(pids: set[int], seconds: float = 60.0) -> bool:
 
 
 @pytest.fixture
-def tiny_apart(tiny_model: str, tmp_path: Path) -> Iterator[RunningServer]:
+def tiny_disaggregated(tiny_model: str, tmp_path: Path) -> Iterator[RunningServer]:
     flags = ["--disaggregate", "1P1D", "--load-format", "dummy", "--drain-seconds", "20", "--api-key", API_KEY]
     with serving(tmp_path, tiny_model, *SIZES, *flags) as server:
         yield server
 
 
-def test_sigint_drains_in_order_and_leaves_nothing(tiny_apart: RunningServer) -> None:
+def test_sigint_drains_in_order_and_leaves_nothing(tiny_disaggregated: RunningServer) -> None:
     body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True, "stream": True}
-    pids = children_of(tiny_apart.process.pid)
+    pids = children_of(tiny_disaggregated.process.pid)
     assert len(pids) >= 5, "two workers, an engine each, and a router"
     key = {"Authorization": f"Bearer {API_KEY}"}
-    assert httpx.post(tiny_apart.url + TEXT, json=body, timeout=30).status_code == 401
+    assert httpx.post(tiny_disaggregated.url + TEXT, json=body, timeout=30).status_code == 401
     for pid in pids:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
-        assert API_KEY.encode() not in arguments, "arguments can be read by everybody on the machine"
-    with httpx.stream("POST", tiny_apart.url + TEXT, json=body, headers=key, timeout=60) as stream:
-        tiny_apart.process.send_signal(signal.SIGINT)
+        assert API_KEY.encode() not in arguments, "every user of the machine can read a process's arguments"
+    with httpx.stream("POST", tiny_disaggregated.url + TEXT, json=body, headers=key, timeout=60) as stream:
+        tiny_disaggregated.process.send_signal(signal.SIGINT)
         *_, last = [line for line in stream.iter_lines() if line]
     assert last == "data: [DONE]"
-    assert tiny_apart.process.wait(90) == 0
+    assert tiny_disaggregated.process.wait(90) == 0
     assert all_end(pids)
-    stopped = re.findall(r"\[(\w+)[^]]*\].*shutting down: requests in flight", tiny_apart.log())
+    stopped = re.findall(r"\[(\w+)[^]]*\].*shutting down: requests in flight", tiny_disaggregated.log())
     assert stopped == ["router", "decode", "prefill"]
-    assert "Traceback" not in tiny_apart.log()
+    assert "Traceback" not in tiny_disaggregated.log()
 
 
-def test_death_of_one_child_ends_all_with_its_name(tiny_apart: RunningServer) -> None:
-    pids = children_of(tiny_apart.process.pid)
+def test_the_death_of_one_child_process_stops_all_and_names_it(tiny_disaggregated: RunningServer) -> None:
+    pids = children_of(tiny_disaggregated.process.pid)
     (prefill,) = [pid for pid in pids if b"\0prefill\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(prefill, signal.SIGKILL)
-    assert tiny_apart.process.wait(90) == 1
-    assert "error: prefill 1 ended (SIGKILL); the other processes are stopped" in tiny_apart.log()
+    assert tiny_disaggregated.process.wait(90) == 1
+    assert "error: prefill 1 ended (SIGKILL); the other processes are stopped" in tiny_disaggregated.log()
     assert all_end(pids)
 
 
-def test_death_of_the_command_itself_leaves_no_orphans(tiny_apart: RunningServer) -> None:
-    pids = children_of(tiny_apart.process.pid)
-    tiny_apart.process.kill()
-    tiny_apart.process.wait(90)
+def test_death_of_the_command_itself_leaves_no_orphans(tiny_disaggregated: RunningServer) -> None:
+    pids = children_of(tiny_disaggregated.process.pid)
+    tiny_disaggregated.process.kill()
+    tiny_disaggregated.process.wait(90)
     assert all_end(pids)

@@ -1,4 +1,4 @@
-"""A client that leaves, at whatever moment, takes nothing with it: its pages are free again at once."""
+"""When a client disconnects, at any time, its pages are freed at once."""
 
 from typing import Any
 
@@ -12,14 +12,16 @@ CHAT = ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", 
 
 
 def assert_nothing_is_held(server: RunningServer) -> None:
-    # Far less time than the answer would have taken: what is free then was given back, not used up.
+    # Much less time than the full answer would take, so the pages were freed by the disconnect.
     assert server.gauge_becomes("hotset_device_pages_held", lambda pages: pages == 0) == 0
     assert server.gauge("hotset_requests_running") == server.gauge("hotset_requests_waiting") == 0
     assert "Traceback" not in server.log()
 
 
 @pytest.mark.parametrize("request_", [TEXT, CHAT], ids=["text", "chat"])
-def test_leaving_a_stream_frees_its_pages(tiny_server: RunningServer, request_: tuple[str, dict[str, Any]]) -> None:
+def test_disconnecting_from_a_stream_frees_its_pages(
+    tiny_server: RunningServer, request_: tuple[str, dict[str, Any]]
+) -> None:
     path, body = request_
     with httpx.stream("POST", tiny_server.url + path, json={**body, "stream": True}, timeout=30) as stream:
         lines = stream.iter_lines()
@@ -29,7 +31,7 @@ def test_leaving_a_stream_frees_its_pages(tiny_server: RunningServer, request_: 
 
 
 @pytest.mark.parametrize("change", [{}, {"n": 3}, {"prompt": ["a", "b", "c"]}], ids=["one", "n", "prompts"])
-def test_leaving_while_the_whole_answer_is_awaited_frees_its_pages(
+def test_disconnecting_before_a_full_response_frees_its_pages(
     tiny_server: RunningServer, change: dict[str, Any]
 ) -> None:
     path, body = TEXT
@@ -38,7 +40,7 @@ def test_leaving_while_the_whole_answer_is_awaited_frees_its_pages(
     assert_nothing_is_held(tiny_server)
 
 
-def test_leaving_the_queue_gives_up_the_place(limited_server: RunningServer) -> None:
+def test_disconnecting_while_queued_frees_the_place_in_the_queue(limited_server: RunningServer) -> None:
     body = {**TEXT[1], "model": "renamed", "stream": True}
     headers = {"Authorization": f"Bearer {API_KEY}"}
     with (
@@ -50,5 +52,5 @@ def test_leaving_the_queue_gives_up_the_place(limited_server: RunningServer) -> 
         with pytest.raises(httpx.ReadTimeout):
             http.post(TEXT[0], json=body, timeout=0.5)
         assert limited_server.gauge_becomes("hotset_requests_waiting", lambda count: count == 0) == 0
-        assert limited_server.gauge("hotset_requests_running") == 1, "the one that stayed goes on"
+        assert limited_server.gauge("hotset_requests_running") == 1, "the running request must continue"
     assert_nothing_is_held(limited_server)

@@ -1,4 +1,4 @@
-"""Faults of our own, which no request can provoke: the client learns that something failed, the log learns what."""
+"""Internal errors, which no request can cause: the client gets a general error, and the log has the details."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from hotset.serve.middleware import AccessLog
 
 
 def sent_by(app: ASGIApp) -> list[Message]:
-    """What a client gets of `app` through the outermost layer."""
+    """Returns the messages that `app` sends to a client through the outermost middleware."""
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -30,7 +30,7 @@ def sent_by(app: ASGIApp) -> list[Message]:
     return sent
 
 
-def test_an_unforeseen_error_is_logged_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_is_logged_and_hidden_from_the_client(caplog: pytest.LogCaptureFixture) -> None:
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("the secret is 42")
 
@@ -41,7 +41,7 @@ def test_an_unforeseen_error_is_logged_and_not_shown(caplog: pytest.LogCaptureFi
     assert "the secret is 42" in caplog.text
 
 
-def test_a_response_that_has_begun_gets_no_second_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_after_the_status_line_sends_no_second_one(caplog: pytest.LogCaptureFixture) -> None:
     async def breaks_later(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise RuntimeError("too late")
@@ -50,7 +50,7 @@ def test_a_response_that_has_begun_gets_no_second_start(caplog: pytest.LogCaptur
     assert "too late" in caplog.text
 
 
-def test_a_client_that_left_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_disconnects_is_not_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
     async def abandoned(scope: Scope, receive: Receive, send: Send) -> None:
         raise ClientDisconnect
 
@@ -60,7 +60,7 @@ def test_a_client_that_left_is_no_error(caplog: pytest.LogCaptureFixture) -> Non
     assert "GET /x 499" in caplog.text
 
 
-def test_every_error_of_the_tree_has_its_status() -> None:
+def test_every_error_has_its_http_status() -> None:
     statuses = {
         errors.RequestError("m"): 400,
         errors.ContextLengthExceeded("m"): 400,
@@ -79,9 +79,9 @@ def test_every_error_of_the_tree_has_its_status() -> None:
         errors.IllegalTransition("a", "b"): 500,
     }
     assert {error: error_kind(error).status for error in statuses} == statuses
-    assert {verdict.status for verdict in ERROR_KINDS.values()} == set(statuses.values())
+    assert {kind.status for kind in ERROR_KINDS.values()} == set(statuses.values())
 
 
-def test_text_from_outside_cannot_break_or_flood_the_answer() -> None:
+def test_text_from_clients_is_escaped_and_truncated_in_errors() -> None:
     hostile = errors.RequestError("\ud800" + "x" * 10_000, param="\udfff" * 10_000)
     assert len(error_body(hostile).model_dump_json().encode()) < 8_000

@@ -1,4 +1,4 @@
-"""/metrics speaks Prometheus and moves with what the server does."""
+"""/metrics returns Prometheus text that counts the server's work."""
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,7 +23,7 @@ ANSWERED = 'hotset_http_requests_total{"endpoint": "/v1/completions", "status": 
 
 
 def samples(server: RunningServer) -> dict[str, float]:
-    """Every sample of one scrape, under its name and, where it has any, its labels."""
+    """Returns every sample of one scrape by its name and labels."""
     text = httpx.get(f"{server.url}/metrics", timeout=30).text
     found = {}
     for family in text_string_to_metric_families(text):

@@ -44,14 +44,14 @@ def test_chat_answers_paris(client: openai.OpenAI) -> None:
     assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion" and answer.model == MODEL
 
 
-def test_streamed_chat_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+def test_streamed_chat_equals_the_full_response(client: openai.OpenAI) -> None:
     chunks = list(ask(client, stream=True))
     assert streamed_text(chunks) == ask(client).choices[0].message.content
     assert "Paris" in streamed_text(chunks)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
     assert len({chunk.id for chunk in chunks}) == 1
-    assert all(chunk.usage is None for chunk in chunks), "usage was not asked for"
+    assert all(chunk.usage is None for chunk in chunks), "usage was not requested"
 
 
 def test_usage_counts_the_tokens_that_went_in_and_came_out(client: openai.OpenAI, http: httpx.Client) -> None:
@@ -67,7 +67,7 @@ def test_usage_counts_the_tokens_that_went_in_and_came_out(client: openai.OpenAI
 
 
 def test_stop_string_ends_the_answer_and_is_never_shown(client: openai.OpenAI) -> None:
-    # The stop string ends inside a token, so the text before it must be held back until that is certain.
+    # The stop string ends inside a token, so the text before it must be held back until the match is decided.
     whole = ask(client, stop=["Par"]).choices[0]
     assert (whole.message.content, whole.finish_reason) == ("The capital of France is ", "stop")
     assert streamed_text(ask(client, stop=["Par"], stream=True)) == whole.message.content
@@ -102,9 +102,9 @@ def test_chat_logprobs_rank_the_alternatives(client: openai.OpenAI) -> None:
     assert "".join(entry.token for entry in entries) == choice.message.content
     assert bytes(byte for entry in entries for byte in entry.bytes).decode() == choice.message.content
     for entry in entries:
-        values = [other.logprob for other in entry.top_logprobs]
+        values = [rival.logprob for rival in entry.top_logprobs]
         assert len(values) == 3 and values == sorted(values, reverse=True)
-        assert entry.logprob == values[0] <= 0, "a greedy token is the likeliest"
+        assert entry.logprob == values[0] <= 0, "a greedy token is the most likely one"
     streamed = [
         entry
         for chunk in ask(client, logprobs=True, top_logprobs=3, max_tokens=5, stream=True)
@@ -115,12 +115,13 @@ def test_chat_logprobs_rank_the_alternatives(client: openai.OpenAI) -> None:
     assert ask(client, max_tokens=1).choices[0].logprobs is None
 
 
-def test_completion_logprobs_say_where_each_token_stands_in_the_text(client: openai.OpenAI) -> None:
+def test_completion_logprobs_give_the_offset_of_each_token_in_the_text(client: openai.OpenAI) -> None:
     choice = complete(client, logprobs=2).choices[0]
-    found = choice.logprobs
-    assert len(found.tokens) == 6 == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset)
+    logprobs = choice.logprobs
+    assert len(logprobs.tokens) == 6 == len(logprobs.token_logprobs)
+    assert len(logprobs.top_logprobs) == 6 == len(logprobs.text_offset)
     for token, offset, logprob, top in zip(
-        found.tokens, found.text_offset, found.token_logprobs, found.top_logprobs, strict=True
+        logprobs.tokens, logprobs.text_offset, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
     ):
         assert choice.text[offset:].startswith(token)
         assert top[token] == logprob == max(top.values())

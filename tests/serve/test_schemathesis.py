@@ -1,4 +1,4 @@
-"""Schemathesis against our own OpenAPI document: no 5xx, and no answer that the document does not describe."""
+"""Schemathesis tests the server against its OpenAPI document: no 5xx, and no undocumented response."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ GENERATING = ("/v1/chat/completions", "/v1/completions")
 POSTS = (*GENERATING, "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{model_id}", "/health", "/handoff", "/metrics")
 VOCABULARY = 257
-# Values that the document's types allow are brought into the range that sampling allows, and made cheap.
+# Valid types may hold values outside the ranges of sampling parameters; they are clamped to these ranges.
 SAMPLING_RANGES = {
     "temperature": (0.0, 10.0),
     "top_p": (0.01, 1.0),
@@ -45,7 +45,7 @@ def in_vocabulary(value: Any) -> Any:
 
 
 def make_acceptable(path: str, body: Any) -> None:
-    """Mends what no JSON schema can forbid: names, vocabulary, ranges, and fields that exclude each other."""
+    """Corrects what a JSON schema cannot express: names, vocabulary, ranges, and mutually exclusive fields."""
     if "model" in body:
         body["model"] = "tiny"
     if "tokens" in body:
@@ -69,12 +69,12 @@ def make_acceptable(path: str, body: Any) -> None:
 
 
 def keep_short(path: str, body: Any) -> None:
-    """An invalid body may get past us by mistake; then it should at least not generate for minutes."""
+    """Limits the length of the answer, in case an invalid body is accepted by mistake."""
     if path in GENERATING and isinstance(body, dict) and body.get("max_completion_tokens") is None:
         body.setdefault("max_tokens", 2)
 
 
-def test_every_documented_operation_is_tried(schema: BaseSchema) -> None:
+def test_every_documented_operation_is_tested(schema: BaseSchema) -> None:
     documented = {(found.ok().method.upper(), found.ok().path) for found in schema.get_all_operations()}
     assert documented == {("POST", path) for path in POSTS} | {("GET", path) for path in GETS}
 
@@ -88,7 +88,7 @@ def test_valid_requests_get_documented_answers(schema: BaseSchema, path: str) ->
     def answer_is_documented(case: Case) -> None:
         if path in POSTS:
             make_acceptable(path, case.body)
-        # Acceptance is judged below: some rules (either prompt or messages) are not the document's to state.
+        # Acceptance is checked below: the document cannot express some rules, like either prompt or messages.
         answer = case.call_and_validate(excluded_checks=[positive_data_acceptance], timeout=30)
         statuses.append(answer.status_code)
 
@@ -99,11 +99,11 @@ def test_valid_requests_get_documented_answers(schema: BaseSchema, path: str) ->
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_requests_that_break_the_document_are_refused(schema: BaseSchema, path: str) -> None:
+def test_requests_that_violate_the_document_are_rejected(schema: BaseSchema, path: str) -> None:
     @BOUNDED
     @given(case=schema[path]["POST"].as_strategy(generation_mode=GenerationMode.NEGATIVE))
-    def is_refused(case: Case) -> None:
+    def is_rejected(case: Case) -> None:
         keep_short(path, case.body)
         assert case.call_and_validate(timeout=30).status_code == 400
 
-    is_refused()
+    is_rejected()

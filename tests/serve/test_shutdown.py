@@ -1,4 +1,4 @@
-"""How a server ends: drained on a signal, loudly when its engine dies, and in one line when it cannot start."""
+"""A server drains on a signal, exits with 1 when its engine dies, and reports start-up errors in one line."""
 
 import json
 import os
@@ -17,7 +17,7 @@ TEXT = "/v1/completions"
 
 
 def events_of(stream: httpx.Response) -> list[Any]:
-    """The events of a stream up to its end; [DONE] as that string."""
+    """Returns all events of a stream, parsed except for [DONE]."""
     data = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
     return [event if event == "[DONE]" else json.loads(event) for event in data]
 
@@ -26,7 +26,7 @@ def body_of(max_tokens: int) -> dict[str, Any]:
     return {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
 
 
-def test_sigterm_drains_what_runs_and_exits_0(tiny_model: str, tmp_path: Path) -> None:
+def test_sigterm_drains_running_requests_and_exits_with_0(tiny_model: str, tmp_path: Path) -> None:
     with (
         serving(tmp_path, tiny_model, "--load-format", "dummy", "--drain-seconds", "4") as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
@@ -38,7 +38,7 @@ def test_sigterm_drains_what_runs_and_exits_0(tiny_model: str, tmp_path: Path) -
         assert finished[-1] == "[DONE]" and finished[-2]["choices"][0]["finish_reason"] == "length"
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/health")
-        # What outlasts the drain is told so, instead of being cut off without a word.
+        # A stream that outlasts the drain ends with an error event.
         assert events_of(endless)[-1]["error"]["code"] == "engine_stopped"
         assert server.process.wait(90) == 0
         assert "Traceback" not in server.log()

@@ -1,5 +1,6 @@
-"""Two prefill and two decode workers behind a router: one of them dies, or the router, or a client leaves, while rows
-land. Of each role one test kills one, so they may come in any order."""
+"""Two prefill and two decode workers behind a router: a worker or the router dies, or a client disconnects, during a
+landing. The tests kill one worker of each role in total, so they may run in any order.
+"""
 
 import http.client
 import json
@@ -19,7 +20,7 @@ import pytest
 from running_server import RunningServer, serving
 
 TEXT = "/v1/completions"
-# Pools that hold the prompt twice: where rows of a dead worker were to land, nothing else may for a while.
+# Pools that hold the prompt twice: the pages that a dead worker may write to stay in quarantine for a while.
 SIZES = ["--device", "cpu", "--device-kv-tokens", "16384", "--host-kv-tokens", "32768"]
 FLAGS = ["--load-format", "dummy", "--max-num-batched-tokens", "16", *SIZES]
 LONG: dict[str, Any] = {
@@ -35,23 +36,25 @@ PAGES = ("hotset_device_pages_held", "hotset_host_pages_held", "hotset_pages_qua
 
 
 def pages_in_use(worker: RunningServer) -> float:
-    """Held, and not in quarantine."""
+    """Returns the number of pages held, without those in quarantine."""
     text = httpx.get(f"{worker.url}/metrics", timeout=30).text
     device, host, quarantined = (float(re.findall(rf"^{name} (\S+)$", text, re.MULTILINE)[0]) for name in PAGES)
     return device + host - quarantined
 
 
 def kill(worker: RunningServer) -> None:
-    """As kill -9 does, the engine as well."""
+    """Kills a worker and its engine with SIGKILL."""
     os.kill(worker.engine_pid(), signal.SIGKILL)
     worker.process.kill()
     worker.process.wait(SECONDS)
 
 
 @dataclass(frozen=True)
-class Crew:
+class Cluster:
+    """Workers, their router, and threads that act as clients."""
+
     folder: Path
-    workers: dict[str, list[RunningServer]]  # by role, the dead ones as well
+    workers: dict[str, list[RunningServer]]  # by role, including dead ones
     router: RunningServer
     clients: ThreadPoolExecutor
 
@@ -59,46 +62,46 @@ class Crew:
         return [worker for role in roles for worker in self.workers[role] if worker.process.poll() is None]
 
     def busy(self, role: str) -> RunningServer:
-        """The worker of this role that holds pages for a prompt, once one does."""
+        """Waits until a worker of this role holds pages for a prompt, and returns it."""
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
             for worker in self.alive(role):
                 if pages_in_use(worker) > 0:
                     return worker
-        raise AssertionError(f"no {role} worker has anything to do")
+        raise AssertionError(f"no {role} worker is busy")
 
     def tokens_prefilled(self) -> float:
         return sum(worker.gauge("hotset_tokens_prefilled_total") for worker in self.alive("prefill"))
 
-    def ask(self, body: dict[str, Any]) -> "Future[httpx.Response]":
+    def post(self, body: dict[str, Any]) -> "Future[httpx.Response]":
         return self.clients.submit(httpx.post, self.router.url + TEXT, json=body, timeout=120)
 
-    def settle(self) -> None:
-        """Whoever lives comes to hold nothing but what is in quarantine, is well, and answers."""
+    def assert_quiesces(self) -> None:
+        """Waits until the living workers hold no pages except those in quarantine, and checks that they answer."""
         deadline = time.monotonic() + SECONDS
         for worker in self.alive("prefill", "decode"):
             while (pages := pages_in_use(worker)) > 0:
                 assert time.monotonic() < deadline, f"{worker.url} still holds {pages:g} pages"
                 time.sleep(0.05)
             assert httpx.get(f"{worker.url}/health", timeout=30).status_code == 200
-        assert self.ask(SHORT).result().status_code == 200
+        assert self.post(SHORT).result().status_code == 200
 
 
 @contextmanager
 def routing(folder: Path, workers: dict[str, list[RunningServer]]) -> Iterator[RunningServer]:
     folder.mkdir()
-    urls = {role: [worker.url for worker in each if worker.process.poll() is None] for role, each in workers.items()}
+    urls = {role: [worker.url for worker in group if worker.process.poll() is None] for role, group in workers.items()}
     with serving(folder, "--prefill", *urls["prefill"], "--decode", *urls["decode"], kind="router") as router:
         deadline = time.monotonic() + SECONDS
         while httpx.get(f"{router.url}/health", timeout=30).status_code != 200:
-            assert time.monotonic() < deadline, "the router finds no workers"
+            assert time.monotonic() < deadline, "the router did not find the workers"
             time.sleep(0.05)
         yield router
 
 
 @pytest.fixture(scope="module")
-def crew(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    folder = tmp_path_factory.mktemp("crew")
+def cluster(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
     with ExitStack() as running, ThreadPoolExecutor(4) as pool:
 
         def start(role: str, number: int) -> RunningServer:
@@ -106,53 +109,55 @@ def crew(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             own.mkdir()
             return running.enter_context(serving(own, tiny_model, "--role", role, *FLAGS))
 
-        coming = {role: [pool.submit(start, role, number) for number in (1, 2)] for role in ("prefill", "decode")}
-        workers = {role: [each.result() for each in started] for role, started in coming.items()}
+        starting = {role: [pool.submit(start, role, number) for number in (1, 2)] for role in ("prefill", "decode")}
+        workers = {role: [future.result() for future in futures] for role, futures in starting.items()}
         router = running.enter_context(routing(folder / "router", workers))
-        yield Crew(folder, workers, router, pool)
+        yield Cluster(folder, workers, router, pool)
 
 
-def test_a_client_that_leaves_while_rows_land_leaves_no_pages_behind(crew: Crew) -> None:
-    before = crew.tokens_prefilled()
-    client = http.client.HTTPConnection(crew.router.url.removeprefix("http://"))
+def test_a_client_that_disconnects_during_a_landing_leaves_no_pages_held(cluster: Cluster) -> None:
+    before = cluster.tokens_prefilled()
+    client = http.client.HTTPConnection(cluster.router.url.removeprefix("http://"))
     client.request("POST", TEXT, json.dumps(LONG), {"Content-Type": "application/json"})
-    crew.busy("prefill")
+    cluster.busy("prefill")
     client.close()
-    crew.settle()
-    assert crew.tokens_prefilled() - before < len(LONG["prompt"]), "what nobody wants was computed to its end"
+    cluster.assert_quiesces()
+    assert cluster.tokens_prefilled() - before < len(LONG["prompt"]), (
+        "an aborted prompt must not be computed to its end"
+    )
 
 
-def test_a_router_killed_while_rows_land_leaves_workers_that_another_router_uses(crew: Crew) -> None:
-    with routing(crew.folder / "doomed", crew.workers) as doomed:
-        pending = crew.clients.submit(httpx.post, doomed.url + TEXT, json=LONG, timeout=120)
-        crew.busy("prefill")
+def test_workers_of_a_router_killed_during_a_landing_serve_another_router(cluster: Cluster) -> None:
+    with routing(cluster.folder / "doomed", cluster.workers) as doomed:
+        pending = cluster.clients.submit(httpx.post, doomed.url + TEXT, json=LONG, timeout=120)
+        cluster.busy("prefill")
         doomed.process.kill()
         with pytest.raises(httpx.TransportError):
             pending.result(SECONDS)
-    crew.settle()
+    cluster.assert_quiesces()
 
 
-def test_a_prefill_worker_that_dies_over_a_prompt_is_replaced_by_another(crew: Crew) -> None:
-    pending = crew.ask(LONG)
-    busy = crew.busy("prefill")
+def test_a_prefill_worker_that_dies_during_a_prefill_is_replaced_by_another(cluster: Cluster) -> None:
+    pending = cluster.post(LONG)
+    busy = cluster.busy("prefill")
     kill(busy)
     answer = pending.result()
     assert answer.status_code == 200, answer.text
-    alone = httpx.post(crew.alive("decode")[0].url + TEXT, json=LONG, timeout=120)
+    alone = httpx.post(cluster.alive("decode")[0].url + TEXT, json=LONG, timeout=120)
     assert answer.json()["choices"] == alone.json()["choices"]
-    metrics = httpx.get(f"{crew.router.url}/metrics", timeout=30).text
+    metrics = httpx.get(f"{cluster.router.url}/metrics", timeout=30).text
     assert 'hotset_router_retries_total{reason="prefill_lost"} 1.0' in metrics
-    assert sum(worker.gauge("hotset_pages_quarantined") for worker in crew.alive("decode")) > 0
-    crew.settle()
+    assert sum(worker.gauge("hotset_pages_quarantined") for worker in cluster.alive("decode")) > 0
+    cluster.assert_quiesces()
 
 
-def test_a_decode_worker_that_dies_over_a_prompt_is_replaced_by_another(crew: Crew) -> None:
-    pending = crew.ask(LONG)
-    busy = crew.busy("decode")
+def test_a_decode_worker_that_dies_during_a_landing_is_replaced_by_another(cluster: Cluster) -> None:
+    pending = cluster.post(LONG)
+    busy = cluster.busy("decode")
     kill(busy)
     answer = pending.result()
     assert answer.status_code == 200, answer.text
-    (other,) = crew.alive("decode")
+    (other,) = cluster.alive("decode")
     assert answer.json()["choices"] == httpx.post(other.url + TEXT, json=LONG, timeout=120).json()["choices"]
-    assert not any(worker.gauge("hotset_pages_quarantined") for worker in crew.alive("prefill"))
-    crew.settle()
+    assert not any(worker.gauge("hotset_pages_quarantined") for worker in cluster.alive("prefill"))
+    cluster.assert_quiesces()

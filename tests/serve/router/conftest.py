@@ -1,4 +1,4 @@
-"""Routers and workers that the tests of this folder share."""
+"""Shared routers and stub workers."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,7 +16,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """For tests that kill nobody."""
+    """A cluster for tests that do not kill its processes."""
     with closing(Cluster(tmp_path_factory.mktemp("shared"))) as cluster:
         yield cluster
 
@@ -27,8 +27,8 @@ def workers(shared: Cluster) -> list[Stub]:
 
 
 @pytest.fixture
-def calm(workers: list[Stub]) -> list[Stub]:
-    """The same workers, well-behaved again and with nothing seen."""
+def idle_workers(workers: list[Stub]) -> list[Stub]:
+    """The shared workers, reset: they behave well and have recorded no requests."""
     for worker in workers:
         worker.behave(behaviour="well", waiting_tokens=0)
     return workers

@@ -1,4 +1,4 @@
-"""Real routers and stub workers, each in a process of its own, and what tests ask of them."""
+"""Runs real routers and stub workers in their own processes, and queries them for tests."""
 
 import signal
 import subprocess
@@ -18,16 +18,16 @@ STUB = HERE / "stub_worker.py"
 WAIT_SECONDS = 60.0
 
 
-def eventually(what: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
     deadline = time.monotonic() + seconds
-    while not (found := what()) and time.monotonic() < deadline:
+    while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return found
+    return holds
 
 
 @dataclass
 class Stub:
-    """A stub worker that runs."""
+    """A running stub worker."""
 
     url: str
     name: str
@@ -53,7 +53,7 @@ class Stub:
 
 @dataclass
 class Router:
-    """A `hotset router` that runs."""
+    """A running `hotset router`."""
 
     url: str
     process: "subprocess.Popen[str]"
@@ -70,7 +70,7 @@ class Router:
         return {worker["url"]: worker for worker in found["workers"]}
 
     def up(self, *stubs: Stub, **headers: str) -> bool:
-        """Whether exactly these are up."""
+        """Returns whether exactly these workers are up."""
         workers = self.workers(**headers).items()
         return {url for url, worker in workers if worker["up"]} == {stub.url for stub in stubs}
 
@@ -86,7 +86,7 @@ class Router:
 
 
 class Cluster:
-    """Starts workers and routers; whatever still runs in the end is ended."""
+    """Starts workers and routers, and stops those that still run at the end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -97,7 +97,7 @@ class Cluster:
         return self.stubs(**{name: role}, **options)[0]
 
     def stubs(self, *, port: int = 0, model: str = "stub", behaviour: str = "well", **roles: str) -> list[Stub]:
-        """Workers by name and role, started together."""
+        """Starts workers together; keywords map their names to roles."""
         flags = ["--port", str(port), "--model", model, "--behaviour", behaviour]
         started = [self._start([sys.executable, str(STUB), role, name, *flags]) for name, role in roles.items()]
         return [Stub(self._line(process), name, process) for name, process in zip(roles, started, strict=True)]
@@ -132,7 +132,7 @@ class Cluster:
 
     @staticmethod
     def _end(process: "subprocess.Popen[str]") -> None:
-        """Twice: what still runs in a test that failed is not to be waited for."""
+        """Sends SIGTERM twice, so that a router does not drain after a failed test."""
         for number in (signal.SIGTERM, signal.SIGTERM):
             process.send_signal(number)
             time.sleep(0.02)

@@ -1,10 +1,10 @@
-"""A worker without an engine, in a process of its own: speaks the API of `hotset serve --role`, misbehaves on order.
+"""A worker without an engine, in its own process. It has the API of `hotset serve --role` and can misbehave.
 
 `python stub_worker.py ROLE NAME [--port N] [--model M] [--behaviour B]` prints its address. Behaviours of completions:
 well, lost (503 prefill_lost), lost-once, full (503 no_room_left), stopped (503 engine_stopped), busy (429), dies
-(before a byte), dies-midway, half (dies within an event), garbage (no HTTP), slow (no answer for long), drip (a stream
-without end, until told otherwise), silent (a stream that begins and says no more), short (its whole answer breaks off).
-Of /handoff: nonsense. What it was sent is at GET /seen.
+(before the first byte), dies-midway, half (dies within an event), garbage (answers without HTTP), slow (does not
+answer), drip (streams until its behaviour changes), silent (starts a stream and then sends nothing), short (a full
+response that breaks off). Behaviour of /handoff: nonsense. GET /seen returns the requests that it received.
 """
 
 import argparse
@@ -27,8 +27,8 @@ class Stub:
     def __init__(self, role: str, name: str, model: str, behaviour: str) -> None:
         self.role, self.name, self.model, self.behaviour = role, name, model, behaviour
         self.seen: list[dict[str, object]] = []
-        self.open = 0  # completions that nobody has finished or left
-        self.left = 0  # by the client
+        self.open = 0  # completions in progress
+        self.left = 0  # completions that the client disconnected from
         self.waiting_tokens = 0
 
     def app(self) -> Starlette:
@@ -77,7 +77,7 @@ class Stub:
                 transport.write(b"\x00\x01 what is HTTP?\r\n\r\n")
                 transport.close()
             case "slow":
-                await self.wait_for_leaving(request)
+                await self.wait_for_disconnect(request)
                 return Response()
             case "short":
                 return StreamingResponse(self.short(), media_type="application/json", headers={"content-length": "100"})
@@ -86,7 +86,7 @@ class Stub:
             return JSONResponse({"text": f"from {self.name}"}, headers={"X-Worker": self.name})
         return StreamingResponse(self.events(request), media_type="text/event-stream", headers={"X-Worker": self.name})
 
-    async def wait_for_leaving(self, request: Request) -> None:
+    async def wait_for_disconnect(self, request: Request) -> None:
         self.open += 1
         while not await request.is_disconnected():
             await asyncio.sleep(0.01)
@@ -104,7 +104,7 @@ class Stub:
                 yield event(self.name, number)
                 await asyncio.sleep(0.01)
                 if self.behaviour == "silent":
-                    await self.wait_for_leaving(request)
+                    await self.wait_for_disconnect(request)
                 if number == 2 and self.behaviour in ("dies-midway", "half"):
                     yield b'data: {"text": "hal' if self.behaviour == "half" else b""
                     await asyncio.sleep(0.1)
@@ -120,7 +120,7 @@ class Stub:
 
 
 def event(name: str, number: int) -> bytes:
-    """With odd spacing and bytes beyond ASCII: whoever parses and writes anew gives himself away."""
+    """Returns an event with odd spacing and non-ASCII bytes, which a relay that reformats events would change."""
     return f'data: {{"text":  "é{number}", "from": "{name}"}}\n\n'.encode()
 
 
@@ -129,7 +129,7 @@ def refusal(status: int, code: str, headers: dict[str, str] | None = None) -> Re
 
 
 class WithTransport:
-    """Lets the application at the bare connection, to send what is no HTTP."""
+    """Gives the application access to the raw connection, so that it can send invalid HTTP."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""Workers and routers that die: the client gets its answer from somebody else, or is told; nobody keeps computing."""
+"""When a worker or router dies, the client gets its answer from another worker or an error, and no work continues."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ from stub_worker import event
 
 
 @pytest.fixture
-def prefill(workers: list[Stub], calm: list[Stub]) -> Stub:
+def prefill(workers: list[Stub], idle_workers: list[Stub]) -> Stub:
     return workers[0]
 
 
@@ -21,16 +21,16 @@ def events_of(stream: httpx.Response) -> list[Any]:
     return [part if part == "[DONE]" else json.loads(part) for part in data]
 
 
-@pytest.mark.parametrize(("behaviour", "stream"), [("dies", True), ("short", False)], ids=["stream", "whole"])
-def test_death_before_the_first_byte_is_mended_by_another_worker(
-    cluster: Cluster, prefill: Stub, calm: list[Stub], behaviour: str, stream: bool
+@pytest.mark.parametrize(("behaviour", "stream"), [("dies", True), ("short", False)], ids=["stream", "full"])
+def test_a_worker_that_dies_before_the_first_byte_is_replaced_by_another(
+    cluster: Cluster, prefill: Stub, idle_workers: list[Stub], behaviour: str, stream: bool
 ) -> None:
     doomed = cluster.stub("decode", "doomed", behaviour=behaviour)
-    router = cluster.router([prefill], [doomed, calm[2]])
+    router = cluster.router([prefill], [doomed, idle_workers[2]])
     answers = [router.post(stream=stream) for _ in range(2)]
     assert [answer.headers["x-worker"] for answer in answers] == ["d1", "d1"]
     assert doomed.process.wait(WAIT_SECONDS) == -signal.SIGKILL
-    assert router.up(prefill, calm[2]), "out at once: the failed request and the look that followed it"
+    assert router.up(prefill, idle_workers[2]), "down at once: the failed request and the health check after it"
     assert router.metric("hotset_router_retries_total", reason="decode_lost") == 1
     assert router.metric("hotset_router_workers", role="decode", state="down") == 1
     assert "Traceback" not in router.log()
@@ -38,22 +38,22 @@ def test_death_before_the_first_byte_is_mended_by_another_worker(
 
 @pytest.mark.parametrize("behaviour", ["dies-midway", "half"], ids=["between events", "within an event"])
 def test_death_in_a_stream_ends_it_with_an_error_event(
-    cluster: Cluster, prefill: Stub, calm: list[Stub], behaviour: str
+    cluster: Cluster, prefill: Stub, idle_workers: list[Stub], behaviour: str
 ) -> None:
     doomed = cluster.stub("decode", "doomed", behaviour=behaviour)
     router = cluster.router([prefill], [doomed])
     with router.stream() as stream:
-        *told, last = events_of(stream)
-    assert told == [json.loads(event("doomed", number)[6:]) for number in range(3)]
+        *received, last = events_of(stream)
+    assert received == [json.loads(event("doomed", number)[6:]) for number in range(3)]
     assert (last["error"]["code"], last["error"]["type"]) == ("worker_lost", "service_unavailable_error")
     assert router.metric("hotset_router_requests_total", outcome="interrupted") == 1
-    assert router.metric("hotset_router_retries_total") == 0, "what the client has seen is not said twice"
+    assert router.metric("hotset_router_retries_total") == 0, "a response is not retried after its first byte"
     assert router.metric("hotset_router_requests_in_flight") == 0
 
 
-def test_a_prefill_worker_that_dies_is_out_and_comes_back(cluster: Cluster, calm: list[Stub]) -> None:
+def test_a_prefill_worker_that_dies_is_down_until_it_is_restarted(cluster: Cluster, idle_workers: list[Stub]) -> None:
     doomed = cluster.stub("prefill", "doomed")
-    router = cluster.router([doomed], [calm[2]])
+    router = cluster.router([doomed], [idle_workers[2]])
     doomed.kill()
     assert eventually(lambda: router.post().status_code == 503)
     answer = router.post()
@@ -61,19 +61,21 @@ def test_a_prefill_worker_that_dies_is_out_and_comes_back(cluster: Cluster, calm
     assert "prefill" in answer.json()["error"]["message"]
     again = cluster.stub("prefill", "again", port=doomed.port)
     assert eventually(lambda: router.post().status_code == 200)
-    assert calm[2].seen()["requests"][-1]["headers"]["x-hotset-prefill"] == f"{again.name}:9000"
+    assert idle_workers[2].seen()["requests"][-1]["headers"]["x-hotset-prefill"] == f"{again.name}:9000"
     assert "Traceback" not in router.log()
 
 
-def test_a_worker_that_hangs_is_out_until_it_answers(cluster: Cluster, prefill: Stub, calm: list[Stub]) -> None:
-    router = cluster.router([prefill], calm[2:])
-    pause(calm[2].process.pid)
+def test_a_worker_that_hangs_is_down_until_it_answers(
+    cluster: Cluster, prefill: Stub, idle_workers: list[Stub]
+) -> None:
+    router = cluster.router([prefill], idle_workers[2:])
+    pause(idle_workers[2].process.pid)
     try:
-        assert eventually(lambda: router.up(prefill, calm[3]))
-        assert router.workers()[calm[2].url]["last_error"] == "gave no answer for 2 s"
+        assert eventually(lambda: router.up(prefill, idle_workers[3]))
+        assert router.workers()[idle_workers[2].url]["last_error"] == "gave no answer for 2 s"
     finally:
-        calm[2].process.send_signal(signal.SIGCONT)
-    assert eventually(lambda: router.up(prefill, *calm[2:]))
+        idle_workers[2].process.send_signal(signal.SIGCONT)
+    assert eventually(lambda: router.up(prefill, *idle_workers[2:]))
 
 
 def streaming_for(router: Router, stub: Stub) -> Any:
@@ -81,14 +83,14 @@ def streaming_for(router: Router, stub: Stub) -> Any:
     return router.stream()
 
 
-def test_sigterm_lets_streams_finish_and_ends_with_0(cluster: Cluster, prefill: Stub, calm: list[Stub]) -> None:
-    router = cluster.router([prefill], [calm[2]])
-    with streaming_for(router, calm[2]) as stream:
+def test_sigterm_lets_streams_finish_and_ends_with_0(cluster: Cluster, prefill: Stub, idle_workers: list[Stub]) -> None:
+    router = cluster.router([prefill], [idle_workers[2]])
+    with streaming_for(router, idle_workers[2]) as stream:
         lines = stream.iter_lines()
         next(lines)
         router.process.send_signal(signal.SIGTERM)
         assert eventually(lambda: refuses(router))
-        calm[2].behave(behaviour="well")
+        idle_workers[2].behave(behaviour="well")
         *_, last = [line for line in lines if line]
     assert last == "data: [DONE]"
     assert router.process.wait(WAIT_SECONDS) == 0
@@ -103,21 +105,25 @@ def refuses(router: Router) -> bool:
     return False
 
 
-def test_a_stream_that_outlasts_the_drain_is_told_so(cluster: Cluster, prefill: Stub, calm: list[Stub]) -> None:
-    router = cluster.router([prefill], [calm[2]], "--drain-seconds", "0.5")
-    with streaming_for(router, calm[2]) as stream:
+def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(
+    cluster: Cluster, prefill: Stub, idle_workers: list[Stub]
+) -> None:
+    router = cluster.router([prefill], [idle_workers[2]], "--drain-seconds", "0.5")
+    with streaming_for(router, idle_workers[2]) as stream:
         router.process.send_signal(signal.SIGTERM)
         assert events_of(stream)[-1]["error"]["code"] == "engine_stopped"
     assert router.process.wait(WAIT_SECONDS) == 0
-    assert eventually(lambda: calm[2].seen()["left"] == 1)
+    assert eventually(lambda: idle_workers[2].seen()["left"] == 1)
 
 
-def test_death_of_the_router_leaves_no_worker_computing(cluster: Cluster, prefill: Stub, calm: list[Stub]) -> None:
-    router = cluster.router([prefill], [calm[2]])
-    with streaming_for(router, calm[2]) as stream:
+def test_death_of_the_router_leaves_no_worker_computing(
+    cluster: Cluster, prefill: Stub, idle_workers: list[Stub]
+) -> None:
+    router = cluster.router([prefill], [idle_workers[2]])
+    with streaming_for(router, idle_workers[2]) as stream:
         pieces = stream.iter_raw()
         next(pieces)
         router.process.kill()
-        assert eventually(lambda: calm[2].seen()["left"] == 1)
+        assert eventually(lambda: idle_workers[2].seen()["left"] == 1)
         with pytest.raises(httpx.RemoteProtocolError):
             list(pieces)

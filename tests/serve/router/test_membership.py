@@ -1,4 +1,4 @@
-"""Who belongs to a router: none, one more, one fewer, and those who do not fit."""
+"""Workers join and leave a router; unsuitable ones are rejected."""
 
 import httpx
 import pytest
@@ -17,7 +17,7 @@ def change(router: Router, method: str, url: str, **headers: str) -> httpx.Respo
     return httpx.request(method, f"{router.url}/workers", json={"url": url}, headers=headers, timeout=10)
 
 
-def test_without_live_workers_clients_are_told_when_to_come_back(locked: Router) -> None:
+def test_without_live_workers_clients_get_503_with_retry_after(locked: Router) -> None:
     for answer in (
         httpx.get(f"{locked.url}/health", timeout=10),
         httpx.post(f"{locked.url}/v1/completions", json={}, headers=KEY, timeout=10),
@@ -28,8 +28,8 @@ def test_without_live_workers_clients_are_told_when_to_come_back(locked: Router)
     assert locked.metric("hotset_router_requests_total", outcome="no_workers") >= 1
 
 
-def test_workers_join_and_leave_while_requests_run(locked: Router, calm: list[Stub]) -> None:
-    p1, _, d1, d2 = calm
+def test_workers_join_and_leave_while_requests_run(locked: Router, idle_workers: list[Stub]) -> None:
+    p1, _, d1, d2 = idle_workers
     for stub, role in ((p1, "prefill"), (d1, "decode")):
         joined = change(locked, "POST", f"{stub.url}/", **KEY)
         assert (joined.status_code, joined.json()["role"], joined.json()["up"]) == (201, role, True)
@@ -44,23 +44,23 @@ def test_workers_join_and_leave_while_requests_run(locked: Router, calm: list[St
         for _ in range(3):
             answer = httpx.post(f"{locked.url}/v1/completions", json={}, headers=KEY, timeout=10)
             assert answer.headers["x-worker"] == "d2"
-        assert all(next(pieces) for _ in range(3)), "what the leaving worker had begun goes on"
+        assert all(next(pieces) for _ in range(3)), "a request in flight must continue after its worker is removed"
     assert locked.up(p1, d2, **KEY)
     assert change(locked, "DELETE", d1.url, **KEY).json()["error"]["code"] == "no_worker"
     for stub in (p1, d2):
         assert change(locked, "DELETE", stub.url, **KEY).status_code == 204
 
 
-def test_strangers_change_no_workers(locked: Router, router: Router, calm: list[Stub]) -> None:
+def test_workers_cannot_be_changed_without_the_key(locked: Router, router: Router, idle_workers: list[Stub]) -> None:
     before = router.workers()
-    for answer in (change(locked, "POST", calm[0].url), change(router, "POST", "http://127.0.0.1:1", **KEY)):
+    for answer in (change(locked, "POST", idle_workers[0].url), change(router, "POST", "http://127.0.0.1:1", **KEY)):
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-    assert change(router, "DELETE", calm[0].url).status_code == 401
+    assert change(router, "DELETE", idle_workers[0].url).status_code == 401
     assert router.workers().keys() == before.keys()
     assert httpx.post(f"{locked.url}/v1/completions", json={}, timeout=10).status_code == 401
 
 
-def test_what_is_no_worker_cannot_join(locked: Router, shared: Cluster) -> None:
+def test_a_url_that_is_not_a_worker_cannot_join(locked: Router, shared: Cluster) -> None:
     both, odd = shared.stubs(both="both", odd="decode", behaviour="nonsense")
     both.behave(behaviour="well")
     for url, why in (
@@ -79,8 +79,8 @@ def test_what_is_no_worker_cannot_join(locked: Router, shared: Cluster) -> None:
     assert locked.workers(**KEY) == {}
 
 
-def test_a_worker_of_another_model_or_role_gets_no_requests(shared: Cluster, calm: list[Stub]) -> None:
-    p1, p2, d1, _ = calm
+def test_a_worker_of_another_model_or_role_gets_no_requests(shared: Cluster, idle_workers: list[Stub]) -> None:
+    p1, p2, d1, _ = idle_workers
     other = shared.stub("decode", "other", model="another")
     router = shared.router([p1], [d1, p2], "--api-key", "sesame")
     assert eventually(lambda: "its role is 'prefill', not 'decode'; start it with --role decode" in router.log())
