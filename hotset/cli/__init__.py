@@ -15,7 +15,7 @@ from hotset.base.config import EMBEDDED, EngineConfig, ServeConfig
 from hotset.base.errors import ConfigError, HotsetError, MissingDependency
 from hotset.base.sampling import SamplingParams
 from hotset.cli import evaluation
-from hotset.cli.flags import SERVER_ONLY_SETTINGS, Command, CommandGroup, RouterCommand, config_values, with_flags
+from hotset.cli.flags import SERVER_ONLY_SETTINGS, CliCommand, CliGroup, RouterCommand, config_values, with_flags
 from hotset.cli.machine import inspect_machine, print_machine
 from hotset.cli.terminal import (
     CHAT_COMMANDS,
@@ -36,7 +36,7 @@ EXIT_INTERRUPTED = 130  # the exit code that shells expect from a command that C
 
 app = typer.Typer(
     name="hotset",
-    cls=CommandGroup,
+    cls=CliGroup,
     epilog="To start: [bold]hotset serve[/bold] runs an OpenAI-compatible server with a small built-in model, "
     "[bold]hotset chat[/bold] talks to that model in this terminal, and [bold]hotset info[/bold] shows this machine. "
     "[bold]hotset COMMAND --help[/bold] explains the flags of a command.",
@@ -85,7 +85,7 @@ def hotset(
 
 
 @app.command(
-    cls=Command,
+    cls=CliCommand,
     epilog="Examples:\n\n"
     "[bold]hotset serve[/bold]  serves the built-in model at http://127.0.0.1:8000\n\n"
     "[bold]hotset serve /models/GLM-5.1 --host 0.0.0.0 --api-key KEY[/bold]  serves a checkpoint to other machines\n\n"
@@ -171,7 +171,7 @@ def _serve_packages(program: str) -> Iterator[None]:
 
 
 @app.command(
-    cls=Command,
+    cls=CliCommand,
     epilog='Examples:\n\n[bold]hotset generate "The capital of France is" --temperature 0[/bold]\n\n'
     "[bold]cat notes.txt | hotset generate - --max-tokens 64 --json[/bold]",
 )
@@ -206,7 +206,7 @@ def _generated(llm: "LLM", text: str, params: SamplingParams) -> dict[str, objec
 
 
 @app.command(
-    cls=Command,
+    cls=CliCommand,
     epilog=f"In the chat, {CHAT_COMMANDS}; {CHAT_KEYS}.\n\n"
     'Example:\n\n[bold]hotset chat --system "Answer in French." --temperature 0[/bold]',
 )
@@ -231,7 +231,7 @@ def chat(
         Conversation(llm, params, system).run(typed_lines())
 
 
-@app.command(cls=Command)
+@app.command(cls=CliCommand)
 def info(as_json: AsJson = False) -> None:
     """Show versions, devices, memory, and how to install optional packages that are missing."""
     machine = inspect_machine()

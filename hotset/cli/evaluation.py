@@ -12,13 +12,13 @@ import typer
 
 from hotset.base.config import EngineConfig, ServeConfig, flag_name, settings
 from hotset.base.errors import ConfigError
-from hotset.cli.flags import SERVER_ONLY_SETTINGS, Command, CommandGroup, config_values, with_flags
+from hotset.cli.flags import SERVER_ONLY_SETTINGS, CliCommand, CliGroup, config_values, with_flags
 from hotset.evaluate.tasks import MIN_LENGTH, TASKS
 
 if TYPE_CHECKING:
     from hotset.evaluate.retrieval import Backend, EvaluationPlan, EvaluationReport
 
-app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Measure how well a model answers.")
+app = typer.Typer(cls=CliGroup, no_args_is_help=True, help="Measure how well a model answers.")
 
 
 @app.callback()
@@ -27,7 +27,7 @@ def evaluation() -> None:
 
 
 @app.command(
-    cls=Command,
+    cls=CliCommand,
     epilog="Examples:\n\n[bold]hotset eval retrieval --model models/demo-dsa --lengths 1024,4096[/bold]\n\n"
     "[bold]hotset eval retrieval --url http://127.0.0.1:8000 --json accuracy.json[/bold]",
 )

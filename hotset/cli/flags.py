@@ -57,7 +57,7 @@ def config_values(config_type: ConfigType, values: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in (environment | flags).items() if name in names}
 
 
-class Command(TyperCommand):
+class CliCommand(TyperCommand):
     """A command that answers an unknown flag with the nearest one that exists."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -65,7 +65,7 @@ class Command(TyperCommand):
             return super().parse_args(ctx, args)
 
 
-class CommandGroup(TyperGroup):
+class CliGroup(TyperGroup):
     """A group of commands that answers an unknown flag with the nearest one that exists."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -73,7 +73,7 @@ class CommandGroup(TyperGroup):
             return super().parse_args(ctx, args)
 
 
-class RouterCommand(Command):
+class RouterCommand(CliCommand):
     """A command whose worker flags take several values: `--prefill A B` means `--prefill A --prefill B`."""
 
     REPEATED = ("--prefill", "--decode")

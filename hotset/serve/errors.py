@@ -109,21 +109,21 @@ def http_error_response(error: HTTPException, method: str, path: str) -> Respons
 
 def validation_error(error: RequestValidationError) -> RequestError:
     """Converts the first finding of a body's validation into a RequestError."""
-    found: Mapping[str, Any] = error.errors()[0]
-    kind, param = found["type"], _param(found["loc"])
+    finding: Mapping[str, Any] = error.errors()[0]
+    kind, param = finding["type"], _param(finding["loc"])
     if kind == "json_invalid":
-        return RequestError(f"the body is not valid JSON: {found['ctx']['error']}", code="invalid_json")
+        return RequestError(f"the body is not valid JSON: {finding['ctx']['error']}", code="invalid_json")
     if kind == "extra_forbidden":
         return UnsupportedField(f"{param} is not supported by this server; leave it out", param=param)
     if param is None and kind == "value_error":
-        return RequestError(str(found["ctx"]["error"]), code="invalid_value")
+        return RequestError(str(finding["ctx"]["error"]), code="invalid_value")
     if param is None and kind == "string_unicode":
         return RequestError("the name of a field must not contain lone surrogates", code="invalid_value")
     if param is None:
         return RequestError("the body must be a JSON object, sent as application/json", code="invalid_json")
     if kind == "missing":
         return RequestError(f"{param} is required", param=param, code="missing_field")
-    message = found["msg"]
+    message = finding["msg"]
     return RequestError(f"{param}: {message[:1].lower()}{message[1:]}", param=param, code="invalid_value")
 
 

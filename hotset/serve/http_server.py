@@ -59,8 +59,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """
     with ExitStack() as undo:
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            family, kind, protocol, _, address = found[0]
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, address = addresses[0]
             listener = undo.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
