@@ -121,30 +121,30 @@ def row(case: Case, pool: str, landings: Sequence[Landing], raw_speeds: Sequence
 
 
 class Watched:
-    """A prefill engine's port that notes how much had arrived when the forward pass of a prompt's last chunk ended."""
+    """Wraps a prefill engine's endpoint. It records the bytes that had arrived when the last chunk was submitted."""
 
-    def __init__(self, port: HandoffEndpoint, prompt: int) -> None:
-        self._port, self._prompt = port, prompt
+    def __init__(self, endpoint: HandoffEndpoint, prompt: int) -> None:
+        self._endpoint, self._prompt = endpoint, prompt
         self.early: int | None = None
 
-    def exchange(self) -> None:
-        self._port.exchange()
+    def poll(self) -> None:
+        self._endpoint.poll()
 
-    def submitted(self, step: Step) -> None:
-        arrived = self._port.stats().nbytes
+    def on_submitted(self, step: Step) -> None:
+        arrived = self._endpoint.stats().nbytes
         sent = [each for plan in step if plan is not None for each in plan.announcements]
         if any(isinstance(each, RowsWritten) and each.last == self._prompt for each in sent):
             self.early = arrived
-        self._port.submitted(step)
+        self._endpoint.on_submitted(step)
 
     def stats(self) -> HandoffStats:
-        return self._port.stats()
+        return self._endpoint.stats()
 
     def audit(self) -> None:
-        self._port.audit()
+        self._endpoint.audit()
 
     def close(self, drain_seconds: float) -> None:
-        self._port.close(drain_seconds)
+        self._endpoint.close(drain_seconds)
 
 
 def keep_stepping(engine: Engine, over: threading.Event) -> None:
@@ -162,11 +162,11 @@ async def early_bytes(model: str, engine: str, chunk: int, chunks: Sequence[int]
     client = EngineClient.start(EngineConfig(role="decode", **common))
     prefill = build_engine(EngineConfig(role="prefill", max_num_batched_tokens=chunk, **common), show_progress=False)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    rows, port = [], prefill._port
+    rows, port = [], prefill._endpoint
     assert port is not None
     for count in (1, *chunks):  # the first connects the two
         tokens = count * chunk
-        prefill._port = watched = Watched(port, tokens)
+        prefill._endpoint = watched = Watched(port, tokens)
         before, over = port.stats().nbytes, threading.Event()
         stepping = threading.Thread(target=keep_stepping, args=(prefill, over))
         stepping.start()

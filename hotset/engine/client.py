@@ -124,9 +124,9 @@ class EngineClient:
                     raise delta
                 if delta.finish_reason == "lost":
                     where = "" if prefill_at is None else f"the prefill worker at {prefill_at} failed: "
-                    raise HandoffLost(f"{where}{delta.why_lost}")
+                    raise HandoffLost(f"{where}{delta.error}")
                 if delta.finish_reason == "no_room":
-                    raise NoRoomLeft(delta.why_lost)
+                    raise NoRoomLeft(delta.error)
                 left -= delta.finish_reason is not None
                 yield delta
         finally:
@@ -204,7 +204,7 @@ class EngineClient:
     def _handle(self, report: EngineReport) -> None:
         match report:
             case OutputsReport(outputs):
-                deltas, stopped = self._open.take(outputs)
+                deltas, stopped = self._open.process(outputs)
                 if stopped:
                     self._outbox.put(AbortRequests(stopped, "stop"))
                 self._unstarted.difference_update(outputs.request_ids)

@@ -1,4 +1,4 @@
-"""The step loop: schedulers decide, the executor acts, schedulers commit."""
+"""The step loop: schedulers plan, the executor runs the plans, schedulers commit the results."""
 
 import contextlib
 import logging
@@ -20,19 +20,19 @@ from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
 
 LOGGER = logging.getLogger("hotset.engine")
-HURRIED_SECONDS = 1.0  # for handoffs, at the end, where somebody will not wait
+HURRIED_SECONDS = 1.0  # that open handoffs get to finish after a second request to stop
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Some of the engine's requests, with pools of their own. All but data parallel engines have one."""
+    """The scheduler and the page ledger of one data parallel rank. Other engines have one replica."""
 
     scheduler: Scheduler
     ledger: Ledger
 
 
 class Engine:
-    """One model, and all that is asked of it. Not thread-safe: whoever calls `step` makes every other call as well."""
+    """One model and its requests. Not thread-safe: the thread that calls `step` must make all other calls too."""
 
     def __init__(
         self,
@@ -40,43 +40,44 @@ class Engine:
         replicas: Sequence[Replica],
         executor: Executor,
         plans_in_flight: int,
-        port: HandoffEndpoint | None = None,
+        endpoint: HandoffEndpoint | None = None,
     ) -> None:
-        """`port`: of a prefill or decode worker."""
+        """`endpoint` is for prefill and decode workers."""
         self.card = card
         self.replicas = replicas
         self.executor = executor
         self._schedulers = [replica.scheduler for replica in replicas]
-        self._depth = plans_in_flight
-        self._port = port
+        self._plans_in_flight = plans_in_flight
+        self._endpoint = endpoint
         self._pending: deque[StepFuture] = deque()
-        self._broken = False
+        self._broken = False  # closed, or a step failed
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Compiles and captures ahead what steps will need. `progress(done, total)`."""
+        """Compiles kernels and captures graphs before the first request. `progress(done, total)` counts graphs."""
         self.executor.warm_up(progress)
 
     @property
     def idle(self) -> bool:
-        """Nothing is left to do, or nothing can be done any more."""
+        """True if there is nothing to do, or if the engine can do nothing any more."""
         return self._broken or all(scheduler.idle for scheduler in self._schedulers)
 
     def add(self, choice: Choice) -> None:
-        """Queues a choice that passed the intake, where the fewest tokens are."""
+        """Queues a choice at the replica with the fewest tokens."""
         min(self._schedulers, key=lambda scheduler: scheduler.load).add(choice.to_request())
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
-        """Ends a request, whatever it is doing; unknown ids are ignored."""
+        """Ends a request in any phase. Unknown ids are ignored."""
         for scheduler in self._schedulers:
             scheduler.abort(request_id, reason)
 
     def step(self) -> TokenOutputs:
-        """Keeps `plans_in_flight` steps submitted and takes in the oldest; the news are empty if there was none.
+        """Submits steps until `plans_in_flight` are pending, then commits the oldest. Returns its outputs, if any.
 
-        An exception on the way leaves plans that nobody will commit: it goes up, and the engine is done for.
+        If this raises, some plans will never be committed, so the engine cannot continue and every later call raises
+        EngineStopped.
         """
         if self._broken:
-            raise EngineStopped("this engine was closed, or an earlier step of it failed; make a new one")
+            raise EngineStopped("this engine is closed, or an earlier step failed; make a new one")
         try:
             return self._step()
         except BaseException:
@@ -85,24 +86,24 @@ class Engine:
 
     @property
     def waiting_for_peers(self) -> bool:
-        """There is nothing to compute until a peer has answered."""
+        """True if there is nothing to compute before a peer answers."""
         return not self._pending and all(scheduler.running == 0 for scheduler in self._schedulers)
 
     def _step(self) -> TokenOutputs:
         self.executor.check()
-        if self._port is not None:
-            self._port.exchange()
-        while len(self._pending) < self._depth:
+        if self._endpoint is not None:
+            self._endpoint.poll()
+        while len(self._pending) < self._plans_in_flight:
             step = [scheduler.plan() for scheduler in self._schedulers]
             if not any(step):
                 break
             self._pending.append(self.executor.submit(step))
-            if self._port is not None:
-                self._port.submitted(step)
+            if self._endpoint is not None:
+                self._endpoint.on_submitted(step)
         if not self._pending:
-            return _joined([scheduler.take_outputs() for scheduler in self._schedulers])
+            return _merge([scheduler.take_outputs() for scheduler in self._schedulers])
         results = self._pending.popleft().results()
-        return _joined(
+        return _merge(
             [
                 scheduler.take_outputs() if result is None else scheduler.commit(result)
                 for scheduler, result in zip(self._schedulers, results, strict=True)
@@ -138,7 +139,7 @@ class Engine:
             retries=counters.retries,
             handed_off=counters.handed_off,
             quarantined_pages=sum(ledger.quarantined.device + ledger.quarantined.host for ledger in ledgers),
-            handoff=None if self._port is None else self._port.stats(),
+            handoff=None if self._endpoint is None else self._endpoint.stats(),
             rows_flushed=traffic.rows_flushed,
             bytes_swapped=traffic.bytes_swapped,
             slot_lookups=traffic.lookups,
@@ -148,58 +149,60 @@ class Engine:
 
     @property
     def closing_seconds(self) -> float:
-        """What `close` may take beyond the drain that it is given, on a slow machine."""
-        return closing_seconds(self.executor.pinned_bytes, with_endpoint=self._port is not None)
+        """The time that `close` may take on a slow machine, in addition to its drain."""
+        return closing_seconds(self.executor.pinned_bytes, with_endpoint=self._endpoint is not None)
 
     def close(self, drain_seconds: float = 0.0, hurried: Callable[[], bool] = lambda: False) -> None:
-        """Gives the host store back in order, and before it what peers wait for: that may be finished for so long, or
-        until `hurried` says that somebody will not wait. Idempotent; nothing may be asked of the engine afterwards."""
-        if self._port is not None:
-            self._close_port(self._port, drain_seconds, hurried)
+        """Finishes open handoffs for up to `drain_seconds`, then releases the memory. Idempotent.
+
+        `hurried` is polled meanwhile; if it returns True, the drain is cut short. The engine cannot be used afterwards.
+        """
+        if self._endpoint is not None:
+            self._close_endpoint(self._endpoint, drain_seconds, hurried)
         self._broken = True
         self.executor.close()
 
-    def _close_port(self, port: HandoffEndpoint, drain_seconds: float, hurried: Callable[[], bool]) -> None:
-        """Peers are told, and what was begun for them is finished, before memory goes."""
-        closing = [_begun(port.close, 0.0 if self._broken else max(DRAIN_SECONDS, drain_seconds))]
+    def _close_endpoint(self, endpoint: HandoffEndpoint, drain_seconds: float, hurried: Callable[[], bool]) -> None:
+        """Notifies peers and finishes open handoffs before memory is released. Steps continue meanwhile."""
+        closing = [_start(endpoint.close, 0.0 if self._broken else max(DRAIN_SECONDS, drain_seconds))]
         while any(thread.is_alive() for thread in closing):
             if len(closing) == 1 and hurried():
-                closing.append(_begun(port.close, HURRIED_SECONDS))
+                closing.append(_start(endpoint.close, HURRIED_SECONDS))
             if not self._broken:
                 try:
-                    with contextlib.suppress(EngineStopped):  # of an agent that has ended
+                    with contextlib.suppress(EngineStopped):  # raised once the agent has ended
                         self.step()
                 except Exception:
-                    # The engine is done for, and all the more its memory must be given back in order.
+                    # The engine cannot continue, but its memory must still be released in order.
                     LOGGER.exception("a step failed while the engine was closing")
             closing[0].join(0.02 if self.waiting_for_peers else 0.001)
-        self._port = None
+        self._endpoint = None
 
     def audit(self) -> None:
-        """Proves that no page and no seat is lost or shared, and that every residency map is consistent."""
+        """Checks that every page and seat is free or has exactly one owner, and that residency maps are consistent."""
         for scheduler in self._schedulers:
             scheduler.audit()
         self.executor.audit([scheduler.tiered_seats() for scheduler in self._schedulers])
-        if self._port is not None:
-            self._port.audit()
+        if self._endpoint is not None:
+            self._endpoint.audit()
 
 
-def _begun(close: Callable[[float], None], seconds: float) -> threading.Thread:
+def _start(close: Callable[[float], None], seconds: float) -> threading.Thread:
     thread = threading.Thread(target=close, args=(seconds,), daemon=True)
     thread.start()
     return thread
 
 
-def _joined(news: Sequence[TokenOutputs]) -> TokenOutputs:
-    """The news of all replicas as one."""
-    if len(news) == 1:
-        return news[0]
-    joined = TokenOutputs()
-    for each in news:
-        first = len(joined.token_ids)
-        joined.request_ids += each.request_ids
-        joined.token_ids += each.token_ids
-        joined.alternatives.update({first + at: row for at, row in each.alternatives.items()})
-        joined.finished.update(each.finished)
-        joined.errors.update(each.errors)
-    return joined
+def _merge(outputs: Sequence[TokenOutputs]) -> TokenOutputs:
+    """Merges the outputs of all replicas."""
+    if len(outputs) == 1:
+        return outputs[0]
+    merged = TokenOutputs()
+    for part in outputs:
+        first = len(merged.token_ids)
+        merged.request_ids += part.request_ids
+        merged.token_ids += part.token_ids
+        merged.alternatives.update({first + at: row for at, row in part.alternatives.items()})
+        merged.finished.update(part.finished)
+        merged.errors.update(part.errors)
+    return merged

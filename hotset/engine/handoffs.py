@@ -1,7 +1,7 @@
-"""The engine's end of handoffs: what its scheduler decides goes to the agent, what the agent reports to the scheduler.
+"""The engine's end of handoffs: connects its schedulers with the handoff agent, in both directions.
 
-A decode worker reserves pages and has them filled; a prefill worker computes prompts for others and announces rows as
-they reach its host store. Nothing here waits.
+A decode worker reserves pages and requests KV from prefill workers. A prefill worker computes prompts for decode
+workers and announces rows as they reach its host store. Nothing here blocks.
 """
 
 import itertools
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hotset.base.config import EngineConfig
+from hotset.base.sampling import PromptSpec
 from hotset.base.units import MIB
 from hotset.engine.input_processor import ModelCard
 from hotset.engine.stores import host_landing, landing_stores, regions, stores_of_host
@@ -50,34 +51,35 @@ LOGGER = logging.getLogger("hotset.engine")
 
 
 class HandoffEndpoint(Protocol):
-    """What the step loop does about handoffs."""
+    """The interface of handoffs to the step loop."""
 
-    def exchange(self) -> None:
-        """Passes on what there is to pass on, both ways. Between steps."""
+    def poll(self) -> None:
+        """Passes messages between the agent and the schedulers, in both directions. Called between steps."""
 
-    def submitted(self, step: Step) -> None:
-        """These plans have been handed to the workers."""
+    def on_submitted(self, step: Step) -> None:
+        """Called after a step was submitted to the workers."""
 
     def stats(self) -> HandoffStats: ...
 
     def audit(self) -> None: ...
 
     def close(self, drain_seconds: float) -> None:
-        """Begins nothing more; finishes what is open for so long at most, tells peers, and then waits until nothing is
-        written any more here or read. `exchange` and `submitted` may be called meanwhile; `close` too: it hurries."""
+        """Starts no more handoffs, finishes open ones for up to `drain_seconds`, notifies peers, and waits until no
+        transfer reads or writes this engine's memory. `poll` and `on_submitted` may be called meanwhile. A second call
+        of `close` cuts the drain short."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResources:
-    """What KV travels by, and the memory that it may travel through."""
+    """The transfer engine, and the staging memory, which lives as long as the endpoint."""
 
     transfer: Transfer
     staging: StagingMemory | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A reservation whose host pages the device may still be writing for somebody else."""
+class _PendingReservation:
+    """A reservation that peers do not know yet, because the device may still be writing to its host pages."""
 
     replica: int
     reservation: Reservation
@@ -85,40 +87,41 @@ class _Held:
 
 
 class DecodeEndpoint:
-    def __init__(
-        self, agent: HandoffAgent, moved_by: TransferResources, schedulers: Sequence[Scheduler], executor: Executor
-    ) -> None:
-        self._agent, self._moved_by, self._schedulers, self._executor = agent, moved_by, schedulers, executor
-        self._held: list[_Held] = []
-        self._prefix = secrets.token_hex(4)  # a worker that comes back asks under other names
+    """Implements `HandoffEndpoint` for a decode worker."""
 
-    def exchange(self) -> None:
+    def __init__(
+        self, agent: HandoffAgent, resources: TransferResources, schedulers: Sequence[Scheduler], executor: Executor
+    ) -> None:
+        self._agent, self._resources, self._schedulers, self._executor = agent, resources, schedulers, executor
+        self._pending: list[_PendingReservation] = []
+        self._prefix = secrets.token_hex(4)  # a restarted worker uses other request ids
+
+    def poll(self) -> None:
         for event in self._agent.take_events():
             assert isinstance(event, Landed | FetchFailed | Quiesced), f"a decode worker received {event}"
-            _, at, name = event.key.request_id.split(":", 2)
-            scheduler, attempt = self._schedulers[int(at)], event.key.attempt
+            _, replica_number, name = event.key.request_id.split(":", 2)
+            scheduler, attempt = self._schedulers[int(replica_number)], event.key.attempt
             match event:
                 case Landed(_, token_id, alternatives):
                     scheduler.complete_landing(name, attempt, token_id, alternatives)
                 case FetchFailed(_, quiesced, retry, reason):
                     wanted = scheduler.fail_landing(name, attempt, quiesced=quiesced, retry=retry, reason=reason)
                     level = logging.WARNING if wanted or not quiesced else logging.DEBUG
-                    LOGGER.log(level, "%s did not arrive, attempt %d: %s", name, attempt, reason)
+                    LOGGER.log(level, "the KV of %s did not arrive, attempt %d: %s", name, attempt, reason)
                 case Quiesced():
                     scheduler.end_quarantine(name, attempt)
         for replica, scheduler in enumerate(self._schedulers):
-            for outgoing in scheduler.take_landing_updates():
-                if isinstance(outgoing, Reservation):
-                    self._held.append(_Held(replica, outgoing, self._executor.mirrored_event()))
+            for update in scheduler.take_landing_updates():
+                if isinstance(update, Reservation):
+                    self._pending.append(_PendingReservation(replica, update, self._executor.mirrored_event()))
                 else:
-                    self._withdraw(replica, outgoing)
-        ready = [held for held in self._held if held.after is None or held.after.query()]
-        self._held = [held for held in self._held if held not in ready]
-        for held in ready:
-            self._agent.put(self._fetch(held.replica, held.reservation))
+                    self._withdraw(replica, update)
+        ready = [pending for pending in self._pending if pending.after is None or pending.after.query()]
+        self._pending = [pending for pending in self._pending if pending not in ready]
+        for pending in ready:
+            self._agent.put(self._fetch(pending.replica, pending.reservation))
 
-    def submitted(self, step: Step) -> None:
-        """A decode worker computes for nobody else."""
+    def on_submitted(self, step: Step) -> None:
         assert not any(plan.announcements for plan in step if plan is not None), (
             "a decode worker computed a prompt for a peer"
         )
@@ -131,68 +134,70 @@ class DecodeEndpoint:
 
     def close(self, drain_seconds: float) -> None:
         self._agent.close(drain_seconds)
-        self._moved_by.transfer.close()
+        self._resources.transfer.close()
 
     def _withdraw(self, replica: int, withdrawal: Withdrawal) -> None:
         name, attempt = withdrawal.request_id, withdrawal.attempt
-        for held in self._held:
-            if (held.reservation.request_id, held.reservation.attempt) == (name, attempt):
-                self._held.remove(held)
+        for pending in self._pending:
+            if (pending.reservation.request_id, pending.reservation.attempt) == (name, attempt):
+                self._pending.remove(pending)
                 self._schedulers[replica].fail_landing(name, attempt, quiesced=True, retry=False)
                 return
         self._agent.put(CancelFetch(self._key(replica, name, attempt)))
 
     def _fetch(self, replica: int, reservation: Reservation) -> Fetch:
-        ask = HandoffRequest(
+        request = HandoffRequest(
             key=self._key(replica, reservation.request_id, reservation.attempt),
             prompt=reservation.prompt,
             landing="device" if reservation.on_device else host_landing(replica),
             row_pages=reservation.row_pages,
             key_pages=reservation.key_pages,
         )
-        return Fetch(reservation.prefill_at, ask)
+        return Fetch(reservation.prefill_at, request)
 
     def _key(self, replica: int, name: str, attempt: int) -> HandoffKey:
         return HandoffKey(f"{self._prefix}:{replica}:{name}", attempt)
 
 
 class PrefillEndpoint:
+    """Implements `HandoffEndpoint` for a prefill worker."""
+
     def __init__(
         self,
         agent: HandoffAgent,
-        moved_by: TransferResources,
+        resources: TransferResources,
         scheduler: Scheduler,
         executor: Executor,
         card: ModelCard,
     ) -> None:
-        self._agent, self._moved_by, self._scheduler, self._executor = agent, moved_by, scheduler, executor
+        self._agent, self._resources, self._scheduler, self._executor = agent, resources, scheduler, executor
         self._card = card
-        self._asked: dict[str, StartPrefill] = {}
-        self._named: dict[tuple[str, HandoffKey], str] = {}  # what is asked now: its name as a request
+        self._prefills: dict[str, StartPrefill] = {}  # by request id
+        self._request_ids: dict[tuple[str, HandoffKey], str] = {}  # by peer and key of the current prefill
         self._serials = itertools.count()
 
-    def exchange(self) -> None:
+    def poll(self) -> None:
         for event in self._agent.take_events():
             match event:
                 case StartPrefill():
-                    self._begin(event)
+                    self._start(event)
                 case ReleasePages(peer, key):
-                    name = self._named.pop((peer, key), None)
+                    name = self._request_ids.pop((peer, key), None)
                     if name is not None:
-                        del self._asked[name]
+                        del self._prefills[name]
                         self._scheduler.drop_prompt(name)
 
-    def submitted(self, step: Step) -> None:
+    def on_submitted(self, step: Step) -> None:
         (plan,) = step
-        assert plan is not None, "a step without a plan"
+        assert plan is not None, "a step of one replica has a plan"
         after = self._executor.mirrored_event() if plan.announcements else None
         for announcement in plan.announcements:
-            asked = self._asked[announcement.request_id]
+            prefill = self._prefills[announcement.request_id]
             match announcement:
                 case RowsWritten(_, first, last, pages):
-                    self._agent.put(RowsComputed(asked.peer, asked.key, first, last, pages, after))
+                    self._agent.put(RowsComputed(prefill.peer, prefill.key, first, last, pages, after))
                 case PromptComputed(_, token_id, alternatives):
-                    self._agent.put(FirstTokenSampled(asked.peer, asked.key, token_id, alternatives))
+                    self._agent.put(FirstTokenSampled(prefill.peer, prefill.key, token_id, alternatives))
 
     def stats(self) -> HandoffStats:
         return self._agent.stats()
@@ -202,34 +207,36 @@ class PrefillEndpoint:
 
     def close(self, drain_seconds: float) -> None:
         self._agent.close(drain_seconds)
-        self._moved_by.transfer.close()
+        self._resources.transfer.close()
 
-    def _begin(self, asked: StartPrefill) -> None:
-        refusal = self._refusal(asked)
+    def _start(self, prefill: StartPrefill) -> None:
+        refusal = self._refusal(prefill.prompt)
         if refusal is not None:
-            LOGGER.warning("refused to compute %s for %s: %s", asked.key.request_id, asked.peer, refusal)
-            self._agent.put(PrefillFailed(asked.peer, asked.key, retry=False, reason=refusal))
+            LOGGER.warning("refused to compute %s for %s: %s", prefill.key.request_id, prefill.peer, refusal)
+            self._agent.put(PrefillFailed(prefill.peer, prefill.key, retry=False, reason=refusal))
             return
-        # A peer may come back and ask by the same key while plans in flight still know the request before.
-        name = f"{asked.peer} {asked.key.request_id} {asked.key.attempt} #{next(self._serials)}"
-        self._named[asked.peer, asked.key] = name
-        self._asked[name] = asked
-        self._scheduler.add(Request(name, asked.prompt, max_length=len(asked.prompt) + 1, for_peer=True))
+        # A restarted peer may reuse a key while plans in flight still contain its previous request.
+        name = f"{prefill.peer} {prefill.key.request_id} {prefill.key.attempt} #{next(self._serials)}"
+        self._request_ids[prefill.peer, prefill.key] = name
+        self._prefills[name] = prefill
+        self._scheduler.add(Request(name, prefill.prompt, max_length=len(prefill.prompt) + 1, for_peer=True))
 
-    def _refusal(self, asked: StartPrefill) -> str | None:
-        prompt, longest, vocab = asked.prompt, self._card.max_model_len - 1, self._card.vocab
+    def _refusal(self, prompt: PromptSpec) -> str | None:
+        """Returns why this worker cannot compute the prompt, or None if it can."""
+        longest, vocab = self._card.max_model_len - 1, self._card.vocab
         if not 0 < len(prompt) <= longest:
-            return f"a prompt of {len(prompt)} tokens, where this worker computes 1 to {longest}"
+            return f"the prompt has {len(prompt)} tokens, but this worker computes 1 to {longest}"
         token_ids = (*prompt.token_ids, *prompt.stop_ids, *(prompt.params.logit_bias or ()))
         if not all(0 <= token < vocab for token in token_ids):
-            return f"a token id outside this worker's vocabulary of {vocab}"
+            return f"the prompt has a token id outside this worker's vocabulary of {vocab}"
         if prompt.params.seed is None:
-            return "no seed: whoever goes on with the answer must sample as this worker does"
+            return "the prompt has no seed, which both workers need to sample alike"
         return None
 
 
 def landing_policy(config: EngineConfig) -> LandingPolicy:
-    """Peers can write to device memory only if it belongs to the engine's own process, that is, with one worker."""
+    """Decides where KV may land. Peers can write to a device pool only if it belongs to the engine's own process, that
+    is, with one worker."""
     on_device = config.workers == 1
     few_writes = prefer_few_writes(config.transfer, config.transfer_protocol)
     return LandingPolicy(on_device, keys_on_host=few_writes or not on_device)
@@ -244,8 +251,10 @@ def open_endpoint(
     transfer: Transfer,
     wake: Callable[[], None],
 ) -> tuple[HandoffEndpoint, str]:
-    """The port of a prefill or decode worker, and the address at which its peers reach it. It owns `transfer`.
-    StartupError if the control port cannot be bound or memory not be registered."""
+    """Opens the endpoint of a prefill or decode worker. Returns it with the address at which peers reach it.
+
+    The endpoint owns `transfer`. Raises StartupError if the control port cannot be bound or memory not be registered.
+    """
     prefill = config.role == "prefill"
     hosts, pool = executor.hosts(), None if prefill else executor.pool
     stores = landing_stores(hosts, pool, card.landing)
@@ -264,23 +273,22 @@ def open_endpoint(
         if prefill:
             machine = Sender(stores[host_landing(0)], buffers=() if staging is None else staging.buffers)
         else:
-            within_reach = stores_of_host(stores, pool)
-            machine = Receiver(staging=None if ring is None else ReceiverStaging(ring, within_reach))
+            writable = stores_of_host(stores, pool)
+            machine = Receiver(staging=None if ring is None else ReceiverStaging(ring, writable))
         agent = HandoffAgent(machine, hello, channel, transfer, wake=wake)
         agent.start()
     except BaseException:
         channel.close()
         transfer.close()
         raise
+    resources = TransferResources(transfer, staging)
     if prefill:
-        return PrefillEndpoint(
-            agent, TransferResources(transfer, staging), schedulers[0], executor, card
-        ), channel.address
-    return DecodeEndpoint(agent, TransferResources(transfer, staging), schedulers, executor), channel.address
+        return PrefillEndpoint(agent, resources, schedulers[0], executor, card), channel.address
+    return DecodeEndpoint(agent, resources, schedulers, executor), channel.address
 
 
 def _staging(config: EngineConfig, stores: Mapping[Landing, Store]) -> StagingMemory | None:
-    """ConfigError if it could carry nothing."""
+    """Allocates the staging memory. Raises ConfigError if it is too small for a single row."""
     if not config.staging_mib:
         return None
     for store in stores.values():

@@ -146,7 +146,7 @@ class LLM:
             self._engine.add(choice)
 
     def _step(self) -> None:
-        deltas, stopped = self._open.take(self._engine.step())
+        deltas, stopped = self._open.process(self._engine.step())
         for request_id in stopped:
             self._engine.abort(request_id, "stop")
         for request_id, delta in deltas:

@@ -1,4 +1,4 @@
-"""From committed tokens to deltas: text, log-probabilities and ends of the choices that a front end waits for."""
+"""Turns the engine's token outputs into the deltas of open choices: text, log-probabilities, finish reasons."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,7 @@ from hotset.schedule.request import FinishReason
 
 
 class ChoiceState:
-    """One choice whose end has not been seen. Turns its tokens into deltas."""
+    """The state of one open choice. It turns the choice's tokens into deltas."""
 
     def __init__(self, choice: Choice, tokenizer: Tokenizer | None) -> None:
         self.index = choice.index
@@ -22,7 +22,7 @@ class ChoiceState:
         self._text = TextAssembler(stream, params)
 
     def push(self, token: int, alternatives: Alternatives | None, finish_reason: FinishReason | None) -> Delta:
-        """The delta of one token. A stop string found in it ends the choice, whatever the scheduler says."""
+        """Returns the delta of one token. A stop string ends the choice even if the scheduler has not ended it."""
         is_stop = finish_reason == "stop"
         text = self._text.push(token, is_stop_token=is_stop)
         stop_reason: str | int | None = token if is_stop and token in self._stop_token_ids else None
@@ -34,14 +34,14 @@ class ChoiceState:
         logprobs = None if alternatives is None else (_logprobs(alternatives),)
         return Delta(self.index, text, (token,), logprobs, finish_reason, stop_reason)
 
-    def end(self, reason: FinishReason, why_lost: str) -> Delta:
-        """The last delta of a choice that ended without a further token."""
+    def end(self, reason: FinishReason, error: str) -> Delta:
+        """Returns the last delta of a choice that ended without a further token."""
         self.ended = True
-        return Delta(self.index, self._text.finish(), (), None, reason, why_lost=why_lost)
+        return Delta(self.index, self._text.finish(), (), None, reason, error=error)
 
 
 class OutputProcessor:
-    """Every choice that is still open, by request id."""
+    """Keeps the state of all open choices, by request id."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -59,29 +59,34 @@ class OutputProcessor:
             self._open[choice.request_id] = ChoiceState(choice, self._tokenizer)
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
-        """Drops choices; returns those that were still open, which the engine must be told to abort."""
+        """Drops choices. Returns the ids of those that were still open, which the caller must abort in the engine."""
         return [request_id for request_id in request_ids if self._open.pop(request_id, None) is not None]
 
-    def take(self, news: TokenOutputs) -> tuple[list[tuple[str, Delta]], list[str]]:
-        """Deltas in order, each with its choice's id; and the ids that a stop string ended, to be aborted."""
+    def process(self, outputs: TokenOutputs) -> tuple[list[tuple[str, Delta]], list[str]]:
+        """Returns the deltas in order, each with its request id, and the ids of choices that a stop string ended.
+
+        The caller must abort the latter in the engine.
+        """
         deltas: list[tuple[str, Delta]] = []
         stopped: list[str] = []
-        # An end comes with the last token of a request; one that landed may have two in the same news.
-        ends = {each: at for at, each in enumerate(news.request_ids) if each in news.finished} if news.finished else {}
-        for at, (request_id, token) in enumerate(zip(news.request_ids, news.token_ids, strict=True)):
+        # A finish reason belongs to the last token of its request. A request that has landed may have two tokens here.
+        last_token: dict[str, int] = {}
+        if outputs.finished:
+            last_token = {name: at for at, name in enumerate(outputs.request_ids) if name in outputs.finished}
+        for at, (request_id, token) in enumerate(zip(outputs.request_ids, outputs.token_ids, strict=True)):
             choice = self._open.get(request_id)
             if choice is None:
                 continue
-            reason = news.finished[request_id] if ends.get(request_id) == at else None
-            deltas.append((request_id, choice.push(token, news.alternatives.get(at), reason)))
+            reason = outputs.finished[request_id] if last_token.get(request_id) == at else None
+            deltas.append((request_id, choice.push(token, outputs.alternatives.get(at), reason)))
             if choice.ended:
                 del self._open[request_id]
                 if reason is None:
                     stopped.append(request_id)
-        for request_id, reason in news.finished.items():
+        for request_id, reason in outputs.finished.items():
             choice = self._open.pop(request_id, None)
             if choice is not None:
-                deltas.append((request_id, choice.end(reason, news.errors.get(request_id, ""))))
+                deltas.append((request_id, choice.end(reason, outputs.errors.get(request_id, ""))))
         return deltas, stopped
 
 

@@ -28,7 +28,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it, if one did
-    why_lost: str = ""  # for people, where finish_reason is 'lost' or 'no_room'
+    error: str = ""  # the cause, if finish_reason is 'lost' or 'no_room'
 
 
 @dataclass(slots=True)

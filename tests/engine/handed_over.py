@@ -123,14 +123,14 @@ class Compared:
     prefill worker is made to keep until the end."""
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
-        assert isinstance(prefill._port, PrefillEndpoint) and isinstance(decode._port, DecodeEndpoint)
+        assert isinstance(prefill._endpoint, PrefillEndpoint) and isinstance(decode._endpoint, DecodeEndpoint)
         self.source = host_stores(prefill.executor.hosts())["host"]
-        self.targets = decode._port._agent._role._hello.stores
+        self.targets = decode._endpoint._agent._role._hello.stores
         self.asks: dict[HandoffKey, HandoffRequest] = {}
         self.sent: dict[HandoffKey, tuple[int, ...]] = {}  # pages at the prefill worker
         self.dropped: list[ReleasePages] = []
         self.contexts = 0
-        sender, receiver = prefill._port._agent, decode._port._agent
+        sender, receiver = prefill._endpoint._agent, decode._endpoint._agent
         self._take_sender_events, self._take_receiver_events = sender.take_events, receiver.take_events
         self._put_of_sender, self._put_of_receiver = sender.put, receiver.put
         sender.take_events, sender.put = self.sender_events, self.put_to_sender  # type: ignore[method-assign]
@@ -252,8 +252,8 @@ class Pair:
 
     @property
     def moved_by(self) -> str:
-        assert isinstance(self.prefill._port, PrefillEndpoint)
-        return self.prefill._port._moved_by.transfer.name
+        assert isinstance(self.prefill._endpoint, PrefillEndpoint)
+        return self.prefill._endpoint._resources.transfer.name
 
     def close(self) -> None:
         self._over.set()

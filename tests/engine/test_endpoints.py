@@ -90,8 +90,8 @@ def decode() -> Iterator[Engine]:
 
 def dictated(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Dictated:
     agent = Dictated()
-    assert isinstance(engine._port, PrefillEndpoint | DecodeEndpoint)
-    monkeypatch.setattr(engine._port, "_agent", agent)
+    assert isinstance(engine._endpoint, PrefillEndpoint | DecodeEndpoint)
+    monkeypatch.setattr(engine._endpoint, "_agent", agent)
     return agent
 
 
@@ -182,8 +182,8 @@ def test_defect_18_peers_are_told_before_the_transfer_closes_and_that_before_mem
 ) -> None:
     transfer = Watched(Hub())
     engine = make(role, transfer)
-    assert isinstance(engine._port, PrefillEndpoint | DecodeEndpoint)
-    transfer.agent, engine._broken = engine._port._agent._thread, broken
+    assert isinstance(engine._endpoint, PrefillEndpoint | DecodeEndpoint)
+    transfer.agent, engine._broken = engine._endpoint._agent._thread, broken
     monkeypatch.setattr(engine.executor, "close", lambda: transfer.order.append("memory"))
     engine.close()
     assert transfer.order == ["transfer", "memory"]
@@ -203,7 +203,7 @@ class _Port:
         self.given: list[float] = []
         self.over = threading.Event()
 
-    def exchange(self) -> None: ...
+    def poll(self) -> None: ...
 
     def close(self, drain_seconds: float) -> None:
         self.given.append(drain_seconds)
@@ -214,7 +214,7 @@ class _Port:
 
 def test_what_peers_wait_for_gets_the_time_that_is_given_until_somebody_will_not_wait() -> None:
     engine, port = make("both"), _Port()
-    engine._port = port  # type: ignore[assignment]
+    engine._endpoint = port  # type: ignore[assignment]
     asked = iter([False, True])
     engine.close(30.0, lambda: next(asked))
     assert port.given == [30.0, core.HURRIED_SECONDS]

@@ -183,7 +183,7 @@ def test_workers_hand_over_at_an_address_of_this_machine(tmp_path: Path) -> None
                     for name, at in (("alone", None), ("handed", prefill.control))
                 ]
                 assert alone == handed
-                with pytest.raises(HandoffLost, match="a prompt of 80 tokens, where this worker computes 1 to 63"):
+                with pytest.raises(HandoffLost, match="the prompt has 80 tokens, but this worker computes 1 to 63"):
                     await anext(decode.generate("long", [5] * 80, FEW, prefill_at=prefill.control))
                 assert (await decode.stats()).landed == 1
         finally:

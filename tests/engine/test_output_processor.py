@@ -11,6 +11,6 @@ def test_an_end_belongs_to_the_last_token_of_a_request_that_has_two() -> None:
     choices = OutputProcessor(None)
     choices.add([Choice("r/0", 0, PromptSpec((5, 6), SamplingParams(max_tokens=2)), 4)])
     news = TokenOutputs(request_ids=["r/0", "r/0"], token_ids=[7, 8], finished={"r/0": "length"})
-    deltas, stopped = choices.take(news)
+    deltas, stopped = choices.process(news)
     assert [(delta.token_ids, delta.finish_reason) for _, delta in deltas] == [((7,), None), ((8,), "length")]
     assert stopped == [] and len(choices) == 0
