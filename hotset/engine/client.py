@@ -43,8 +43,8 @@ class EngineClient:
         self.defaults = front.defaults
         self._process = process
         self._pipe = process.pipe
-        self._intake = InputProcessor(self.model, config.seed)
-        self._open = OutputProcessor(front.tokenizer)
+        self._input_processor = InputProcessor(self.model, config.seed)
+        self._outputs = OutputProcessor(front.tokenizer)
         self._inboxes: dict[str, Inbox] = {}
         self._unstarted: set[str] = set()  # choices that have no token yet
         self._stats: dict[int, asyncio.Future[EngineStats]] = {}
@@ -97,8 +97,8 @@ class EngineClient:
     ) -> AsyncGenerator[Delta, None]:
         """Yields the deltas of all `n` choices as they arrive; each choice ends with a finish_reason.
 
-        `prefill_at` is the control address of the prefill worker that computes the prompt. Its KV arrives where
-        `landing` says.
+        `prefill_at` is the control address of the prefill worker that computes the prompt. Its KV arrives at
+        `landing`: on the host or on the device.
 
         Raises RequestError before the first delta if the request is invalid, HandoffLost if the KV of the prompt does
         not arrive, NoRoomLeft if pages in quarantine leave no room for it, and EngineStopped if the engine is draining
@@ -109,12 +109,12 @@ class EngineClient:
             raise EngineStopped("the engine is stopping" if self._stopping else "the engine process has died")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
-        choices = self._intake.accept(request_id, prompt, params, tiers, prefill_at, landing)
+        choices = self._input_processor.accept(request_id, prompt, params, tiers, prefill_at, landing)
         inbox: Inbox = asyncio.Queue()
         ids = [choice.request_id for choice in choices]
         self._inboxes.update(dict.fromkeys(ids, inbox))
         self._unstarted.update(ids)
-        self._open.add(choices)
+        self._outputs.add(choices)
         self._outbox.put(AddRequests(choices))
         left = len(choices)
         try:
@@ -166,7 +166,7 @@ class EngineClient:
         for request_id in request_ids:
             self._inboxes.pop(request_id, None)
         self._unstarted.difference_update(request_ids)
-        still_open = self._open.forget(request_ids)
+        still_open = self._outputs.forget(request_ids)
         if still_open:
             self._outbox.put(AbortRequests(still_open, "abort"))
 
@@ -204,7 +204,7 @@ class EngineClient:
     def _handle(self, report: EngineReport) -> None:
         match report:
             case OutputsReport(outputs):
-                deltas, stopped = self._open.process(outputs)
+                deltas, stopped = self._outputs.process(outputs)
                 if stopped:
                     self._outbox.put(AbortRequests(stopped, "stop"))
                 self._unstarted.difference_update(outputs.request_ids)

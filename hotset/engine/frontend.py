@@ -30,6 +30,7 @@ class Frontend:
 
 
 def load_frontend(config: EngineConfig) -> Frontend:
+    """Loads the tokenizer and the recommended sampling parameters. Raises CheckpointError if they are invalid."""
     files = find_model(config.model)
     generation = EMBEDDED_DEFAULTS if config.model == EMBEDDED else files.generation
     defaults: dict[str, Any] = {
@@ -43,7 +44,7 @@ def load_frontend(config: EngineConfig) -> Frontend:
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """Returns the token ids of a prompt. Raises RequestError if it is malformed, or if text meets no tokenizer."""
+    """Returns the token ids of a prompt. Raises RequestError if it is malformed, or is text without a tokenizer."""
     if isinstance(prompt, Mapping):
         if list(prompt) == ["prompt_token_ids"]:
             return _checked_ids(prompt["prompt_token_ids"])

@@ -79,7 +79,7 @@ class TransferResources:
 
 @dataclass(frozen=True, slots=True)
 class _PendingReservation:
-    """A reservation that peers do not know yet, because the device may still be writing to its host pages."""
+    """A reservation that is not announced to its peer yet: the device may still be writing to its host pages."""
 
     replica: int
     reservation: Reservation

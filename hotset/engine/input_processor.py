@@ -1,4 +1,4 @@
-"""Checks what users ask for: a prompt and its parameters become choices, or a RequestError that says why not."""
+"""Checks prompts and their parameters against the model, and turns them into choices."""
 
 import random
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ class InputProcessor:
         longest = card.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         self._check_tiers(tiers, len(prompt) + answer)
         if prefill_at is not None:
-            prefill_at = self._checked_peer(prefill_at)
+            prefill_at = self._normalized_peer(prefill_at)
         self._check_landing(landing, prefill_at, tiers, len(prompt) + answer)
         if tiers == "resident":
             longest = min(longest, card.resident_len)
@@ -125,7 +125,7 @@ class InputProcessor:
                 param="tiers",
             )
 
-    def _checked_peer(self, prefill_at: str) -> str:
+    def _normalized_peer(self, prefill_at: str) -> str:
         """Returns the normalized address of a prefill worker."""
         if self._card.role != "decode":
             raise RequestError("this worker does not accept prompts from prefill workers; start it with --role decode")

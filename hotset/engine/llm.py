@@ -39,8 +39,8 @@ class LLM:
         self.card = front.card(self._engine.card)
         self.tokenizer: Tokenizer | None = front.tokenizer
         self.defaults: dict[str, Any] = front.defaults
-        self._intake = InputProcessor(self.card, config.seed)
-        self._open = OutputProcessor(front.tokenizer)
+        self._input_processor = InputProcessor(self.card, config.seed)
+        self._outputs = OutputProcessor(front.tokenizer)
         self._inbox: dict[str, list[Delta]] = {}  # choice id -> deltas that were not yielded yet
         self._numbers = itertools.count()
 
@@ -109,7 +109,7 @@ class LLM:
         """Aborts every request and releases the memory. Idempotent; other calls then raise `EngineStopped`."""
         if not self._closed:
             self._closed = True
-            self._abandon(self._open.ids)
+            self._abandon(self._outputs.ids)
             self._engine.close()
 
     def __enter__(self) -> "LLM":
@@ -138,15 +138,15 @@ class LLM:
         self._check_open()
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
-        return self._intake.accept(f"llm-{next(self._numbers)}", token_ids, params, tiers)
+        return self._input_processor.accept(f"llm-{next(self._numbers)}", token_ids, params, tiers)
 
     def _start(self, choices: Sequence[Choice]) -> None:
-        self._open.add(choices)
+        self._outputs.add(choices)
         for choice in choices:
             self._engine.add(choice)
 
     def _step(self) -> None:
-        deltas, stopped = self._open.process(self._engine.step())
+        deltas, stopped = self._outputs.process(self._engine.step())
         for request_id in stopped:
             self._engine.abort(request_id, "stop")
         for request_id, delta in deltas:
@@ -174,11 +174,11 @@ class LLM:
 
     def _abandon(self, request_ids: Sequence[str] | set[str]) -> None:
         """Aborts these choices. If no other is open, also finishes the plans in flight, which frees their pages."""
-        for request_id in self._open.forget(request_ids):
+        for request_id in self._outputs.forget(request_ids):
             self._engine.abort(request_id)
         for request_id in request_ids:
             self._inbox.pop(request_id, None)
-        while not len(self._open) and not self._engine.idle:
+        while not len(self._outputs) and not self._engine.idle:
             self._engine.step()
 
     def _output(

@@ -91,6 +91,6 @@ class EngineStats:
     handoff: HandoffStats | None = None
     rows_flushed: int = 0
     bytes_swapped: int = 0
-    slot_lookups: Mapping[int, int] = field(default_factory=dict)  # by the layer whose indexer asked
+    slot_lookups: Mapping[int, int] = field(default_factory=dict)  # by the layer that runs the indexer
     slot_misses: Mapping[int, int] = field(default_factory=dict)
     requests_finished: Mapping[str, int] = field(default_factory=dict)  # by reason

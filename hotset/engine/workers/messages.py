@@ -104,7 +104,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class GetTraffic:
-    """Asks for a `TrafficReport`."""
+    """Requests a `TrafficReport`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class TrafficReport:
 
 @dataclass(frozen=True, slots=True)
 class RunAudit:
-    """Asks for an `AuditReport`."""
+    """Requests an `AuditReport`."""
 
     tiered: Mapping[int, int]  # tiered seat -> rows of its context
 

@@ -53,7 +53,7 @@ T = TypeVar("T", bound=WorkerReport)
 START_SECONDS = 1800.0  # the longest silence of a worker that is starting
 STEP_SECONDS = 600.0  # the longest step
 CAUSE_SECONDS = 1.0  # how long to look for another dead worker as the cause of a failure
-STOP_IN_STEP_SECONDS = 2.0  # the time to stop for workers that are in a step, where they may never return
+STOP_IN_STEP_SECONDS = 2.0  # that workers get to stop during a step, which may never end if one has died
 
 
 @dataclass(slots=True)
@@ -238,7 +238,7 @@ class MultiprocessExecutor:
 
     @property
     def pool(self) -> None:
-        """None: every worker has a device pool of its own."""
+        """Returns None, because every worker has a device pool of its own."""
 
     def traffic(self) -> Traffic:
         """Sums the traffic of all workers. Rows that several workers hold parts of count once; bytes are added up."""
