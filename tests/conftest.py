@@ -6,6 +6,7 @@ LONG = (
     "tiers/test_state_machine.py",
     "engine/test_invariance.py",
     "serve/test_disaggregated.py",
+    "kernels/test_interpreted.py",
     "models/test_parity.py",
     "evaluate/test_retrieval.py",
     "tiers/test_same_tokens.py",
@@ -16,11 +17,9 @@ LONG = (
     "test_cli.py",
     "serve/test_shutdown.py",
     "models/test_demo_model.py",
-    "kernels/test_index_topk_gpu.py",
-    "kernels/test_sparse_attention_gpu.py",
-    "kernels/test_experts_gpu.py",
-    "kernels/test_route.py",
-    "kernels/test_appends.py",
+    "serve/test_workers_die.py",
+    "kernels/test_swap_in.py",
+    "kernels/test_sparse_attention_cuda.py",
     "schedule/test_scheduler.py",
 )
 

@@ -59,7 +59,7 @@ def test_a_peer_that_is_slow_to_connect_delays_no_other(world: World) -> None:
     # `go` is not set, so the other connection has not ended.
     assert isinstance(decodes[1].ended(decodes[1].fetch(prefill.address, prompt(20), "r"), SECONDS / 2), Landed)
     # The prefill worker answers pings meanwhile, so it is not taken for lost, and yet it is not waited for without end.
-    end = decodes[0].ended(waiting)
+    end = decodes[0].ended(waiting, SECONDS / 2)
     assert isinstance(end, FetchFailed) and end.quiesced and end.retry and "has not answered Hello" in end.reason
     assert until(lambda: not prefill.agent._role._connecting)
     transfer.slow = ""

@@ -13,6 +13,8 @@ import httpx
 import pytest
 from running_server import serving
 
+from hotset.cli import main
+
 TEXT = "/v1/completions"
 
 
@@ -31,7 +33,7 @@ def test_sigterm_drains_running_requests_and_exits_with_0(tiny_model: str, tmp_p
         serving(tmp_path, tiny_model, "--load-format", "dummy", "--drain-seconds", "4") as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
         http.stream("POST", TEXT, json=body_of(8000)) as endless,
-        http.stream("POST", TEXT, json=body_of(60)) as short,
+        http.stream("POST", TEXT, json=body_of(10)) as short,
     ):
         server.process.send_signal(signal.SIGTERM)
         finished = events_of(short)
@@ -72,7 +74,14 @@ def test_start_up_errors_are_one_line(tmp_path: Path) -> None:
     assert error.startswith("error: ") and error.count("\n") == 1 and "nothing" in error
 
 
-def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
+def test_a_port_in_use_is_found_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        error = refusal_to_start("no-such-model", "--port", str(taken.getsockname()[1]))
+        arguments = ["serve", "no-such-model", "--port", str(taken.getsockname()[1])]
+        monkeypatch.setattr(sys, "argv", ["hotset", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    output, error = capsys.readouterr()
+    assert (ended.value.code, output) == (1, "")
     assert error.startswith("error: cannot listen on 127.0.0.1 port") and error.count("\n") == 1

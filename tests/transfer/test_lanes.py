@@ -16,7 +16,7 @@ from hotset.transfer.lanes import Lanes, Limits
 from hotset.transfer.regions import Description, Regions, decode_description
 
 NBYTES, POISON = 4096, 0xAB
-SECONDS = 60.0  # a deadline for what happens much sooner on a machine that is not overloaded
+SECONDS = 15.0  # a deadline for what happens much sooner on a machine that is not overloaded
 
 
 @dataclass
