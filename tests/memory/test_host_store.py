@@ -1,4 +1,4 @@
-"""The host store beside a real GPU: what is pinned can be copied in stretches of any length."""
+"""The host store with a real GPU: pinned memory can be copied in ranges of any length."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from hotset.memory.host_store import HostStore
 
 
 @pytest.mark.gpu
-def test_a_copy_may_span_any_stretch_of_a_layer() -> None:
-    """Pinned piece by piece, a copy over the border of two pieces is refused by the driver."""
+def test_a_copy_may_span_any_range_of_a_layer() -> None:
+    """The driver refuses a copy that spans two separately pinned pieces, so a layer must be pinned as one."""
     layout = RowLayout(512, torch.bfloat16)
     shape = KvShape(2, layout, (0, 1), index_key_row(128, torch.bfloat16, fp8=True), 8)
     pages = (1 << 30) // (64 * layout.stride_bytes) + 3  # a layer is a little more than 1 GiB

@@ -20,10 +20,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         longest = longest_run(set(range(self.pages.capacity)) - taken)
         got = self.pages.allocate(count, after)
         if got is None:
-            assert count > self.pages.capacity - len(taken), "refused though there was room"
+            assert count > self.pages.capacity - len(taken), "refused although enough pages are free"
             return
         assert len(got) == len(set(got)) == count
-        assert not taken & set(got), "a page was given twice"
+        assert not taken & set(got), "a page was allocated twice"
         if after is not None and after + 1 < self.pages.capacity and after + 1 not in taken:
             assert got[0] == after + 1, "the run was not continued"
         elif longest >= count:
@@ -54,7 +54,7 @@ TestAllocator = AllocatorMachine.TestCase
 TestAllocator.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
 
 
-def test_a_page_released_twice_is_named() -> None:
+def test_an_error_names_the_page_that_is_released_twice() -> None:
     pages = PageAllocator(4)
     got = pages.allocate(2)
     assert got is not None

@@ -16,7 +16,7 @@ LAYERS, WIDTH, KEY_WIDTH = 2, 3, 2
 
 
 class Rig:
-    """A pool full of NaN with some seats, and what each seat's rows should hold."""
+    """A pool full of NaN with some seats, and the expected rows of each seat."""
 
     def __init__(self, page_rows: int, seats: int) -> None:
         context, pages = 40, seats * 40
@@ -59,7 +59,7 @@ class Rig:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(page_rows=st.integers(1, 7), seed=st.integers(0, 2**31), data=st.data())
-def test_what_is_read_is_what_was_written_also_where_a_later_step_writes_over_rows(
+def test_reads_return_what_was_written_even_if_a_later_step_overwrites_rows(
     page_rows: int, seed: int, data: st.DataObject
 ) -> None:
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The ring allocator against a plain list of cells, and under a post that loses and repeats messages."""
+"""The ring allocator against a plain list of cells, and with messages that are lost and repeated."""
 
 import itertools
 import random
@@ -24,11 +24,11 @@ class RingMachine(RuleBasedStateMachine):
         self.live: dict[int, Lease] = {}
         self.quarantined: dict[int, Lease] = {}
         self.numbers: set[int] = set()
-        self.queue: list[tuple[int, int]] = []  # (owner, bytes) that wait, as the rules say
+        self.queue: list[tuple[int, int]] = []  # (owner, bytes) of expected waiting requests
 
     @rule(owner=st.integers(0, OWNERS - 1), eighths=st.sampled_from([1, 1, 2, 2, 3, 5, 8, 9]), less=st.integers(0, 4))
-    def ask(self, owner: int, eighths: int, less: int) -> None:
-        """Mostly what leaves room for others; up to the whole ring, and beyond. Owners ask again while they wait."""
+    def request(self, owner: int, eighths: int, less: int) -> None:
+        """Requests small and large sizes, up to the whole ring and beyond. Waiting owners may repeat their request."""
         nbytes = self.ring.nbytes * eighths // 8 - less
         known = owner in self.owners() or owner in dict(self.queue)
         possible = self.ring.request(owner, nbytes)
@@ -38,7 +38,7 @@ class RingMachine(RuleBasedStateMachine):
         self.take()
 
     @rule(sizes=st.lists(st.integers(1, 64), max_size=6))
-    def ask_for_several(self, sizes: list[int]) -> None:
+    def request_several(self, sizes: list[int]) -> None:
         new = [owner for owner in range(OWNERS) if owner not in self.owners() and owner not in dict(self.queue)]
         for owner, nbytes in zip(new, sizes, strict=False):
             if self.ring.request(owner, nbytes):
@@ -47,18 +47,18 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """Of any lease there ever was, so again and again of those that are over."""
+        """Releases any lease that ever existed, including leases that have ended."""
         number = data.draw(st.sampled_from(sorted(self.numbers) or [0]))
         assert self.ring.release(number) == (number in self.live)
         self.ended(self.live.pop(number, None))
 
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
-        """Of those who wait, if any do: what they stood in the way of goes on."""
+        """Withdraws a waiting request if there is one; requests behind it may then be granted."""
         waiting = [owner for owner, _ in self.queue]
         owner = data.draw(st.sampled_from(waiting or list(range(OWNERS))))
         self.ring.withdraw(owner)
-        self.queue = [ask for ask in self.queue if ask[0] != owner]
+        self.queue = [waiting for waiting in self.queue if waiting[0] != owner]
         self.ended(self.live.pop(self.owners().get(owner, -1), None))
 
     @rule(data=st.data())
@@ -85,9 +85,9 @@ class RingMachine(RuleBasedStateMachine):
         self.take()
 
     def take(self) -> None:
-        """What was granted comes in the order of the queue, is free, and is what was asked for."""
+        """Checks that leases are granted in the order of the queue, on free bytes, and with the requested size."""
         for lease in self.ring.take_granted():
-            assert (lease.owner, lease.nbytes) == self.queue.pop(0), "somebody overtook"
+            assert (lease.owner, lease.nbytes) == self.queue.pop(0), "a request was granted out of order"
             assert lease.number not in self.numbers, "a number was used twice"
             assert lease.first % self.ring.align == 0
             there = self.cells[lease.first : lease.first + lease.nbytes]
@@ -101,11 +101,11 @@ class RingMachine(RuleBasedStateMachine):
         return any(self.cells[first : first + nbytes] == [None] * nbytes for first in firsts)
 
     @invariant()
-    def nobody_waits_idly_and_nothing_leaks(self) -> None:
+    def no_fitting_request_waits_and_nothing_leaks(self) -> None:
         if not hasattr(self, "ring"):
             return
         self.ring.audit()
-        assert not self.queue or not self.room_for(self.queue[0][1]), "there is room for the first in the queue"
+        assert not self.queue or not self.room_for(self.queue[0][1]), "the first in the queue fits and still waits"
         assert self.ring.waiting == len(self.queue)
         assert all(self.ring.lease_of(lease.owner) == lease for lease in self.live.values())
         taken = sum(cell is not None for cell in self.cells)
@@ -115,7 +115,7 @@ class RingMachine(RuleBasedStateMachine):
             assert self.ring.stuck == bool(self.queue) and self.ring.quarantined == self.ring.held
 
     def teardown(self) -> None:
-        """Whatever happened: when leases end, in any order, everybody who waits has their turn, and all is free."""
+        """When all leases end, in any order, every waiting request is granted, and in the end all bytes are free."""
         if not hasattr(self, "ring"):
             return
         order = random.Random(len(self.numbers))
@@ -124,7 +124,7 @@ class RingMachine(RuleBasedStateMachine):
             (self.ring.release if number in self.live else self.ring.end_quarantine)(number)
             self.ended(self.live.pop(number, None) or self.quarantined.pop(number, None))
             self.ring.audit()
-        assert not self.queue, "somebody never had their turn"
+        assert not self.queue, "a request was never granted"
         assert self.ring.free == self.ring.nbytes and self.ring.waiting == 0
 
 
@@ -132,7 +132,7 @@ TestRing = RingMachine.TestCase
 TestRing.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True)
 
 
-def test_defect_09_an_empty_ring_gives_any_size_wherever_the_one_before_ended() -> None:
+def test_defect_09_an_empty_ring_grants_any_size_wherever_the_last_lease_ended() -> None:
     for before, nbytes in itertools.product(range(1, 31), repeat=2):
         ring = Ring(30, align=1)
         assert ring.request("before", before) and ring.request("after", nbytes)
@@ -144,7 +144,7 @@ def test_defect_09_an_empty_ring_gives_any_size_wherever_the_one_before_ended() 
         assert ring.lease_of("whole") == Lease(2, "whole", 0, 30)
 
 
-def test_defect_09_a_gap_around_the_front_is_given_whole_while_quarantine_keeps_the_ring_from_being_empty() -> None:
+def test_defect_09_a_gap_around_the_front_is_granted_undivided_while_bytes_are_in_quarantine() -> None:
     ring = Ring(1024)
     assert all(ring.request(owner, nbytes) for owner, nbytes in (("lost", 256), ("a", 256)))
     lost, _ = ring.take_granted()
@@ -154,7 +154,7 @@ def test_defect_09_a_gap_around_the_front_is_given_whole_while_quarantine_keeps_
     assert [(lease.first, lease.nbytes) for lease in ring.take_granted()] == [(256, 768)]
 
 
-def test_an_ask_for_the_whole_ring_is_not_starved_by_small_ones() -> None:
+def test_a_request_for_the_whole_ring_is_not_starved_by_small_ones() -> None:
     ring = Ring(1024)
     assert all(ring.request(owner, 256) for owner in range(4))
     assert ring.request("whole", 1024) and ring.request("late", 1)
@@ -167,7 +167,7 @@ def test_an_ask_for_the_whole_ring_is_not_starved_by_small_ones() -> None:
     assert ring.lease_of("late") is not None
 
 
-def test_whoever_gives_up_waiting_no_longer_stands_in_the_way() -> None:
+def test_a_withdrawn_request_no_longer_blocks_those_behind_it() -> None:
     ring = Ring(1024)
     assert ring.request("a", 512) and ring.request("large", 1024) and ring.request("small", 256)
     assert ring.lease_of("small") is None
@@ -175,7 +175,7 @@ def test_whoever_gives_up_waiting_no_longer_stands_in_the_way() -> None:
     assert ring.lease_of("small") is not None
 
 
-def test_leases_go_around_and_what_was_given_back_rests() -> None:
+def test_leases_go_around_the_ring_and_released_bytes_are_reused_last() -> None:
     ring = Ring(1000, align=100)
     firsts = []
     for turn in range(8):
@@ -195,7 +195,7 @@ def test_an_empty_ring_begins_at_its_start() -> None:
         ring.release(lease.number)
 
 
-def test_the_last_bytes_of_a_ring_that_alignment_does_not_divide_are_given() -> None:
+def test_the_last_bytes_of_a_ring_that_alignment_does_not_divide_are_granted() -> None:
     ring = Ring(1000)
     assert ring.request("a", 700) and ring.request("b", 232) and ring.request("c", 1)
     assert [(lease.first, lease.nbytes) for lease in ring.take_granted()] == [(0, 700), (768, 232)]
@@ -203,20 +203,20 @@ def test_the_last_bytes_of_a_ring_that_alignment_does_not_divide_are_given() -> 
     ring.audit()
 
 
-def test_what_can_never_fit_is_refused_at_once_and_holds_nobody_up() -> None:
+def test_a_request_that_can_never_fit_is_refused_at_once_and_blocks_no_other() -> None:
     ring = Ring(1000)
     assert not ring.request("large", 1001) and not ring.request("nothing", 0) and not ring.request("less", -5)
     assert ring.request("whole", 1000) and ring.waiting == 0
 
 
-def test_a_lease_that_was_withdrawn_before_anybody_was_told_is_not_told() -> None:
+def test_a_lease_that_was_withdrawn_before_it_was_reported_is_not_reported() -> None:
     ring = Ring(1000)
     assert ring.request("a", 1000) and ring.request("b", 1000)
     ring.withdraw("a")
     assert [lease.owner for lease in ring.take_granted()] == ["b"] and ring.take_granted() == []
 
 
-def test_an_old_number_ends_no_later_lease_of_the_same_owner_and_place() -> None:
+def test_an_old_number_does_not_end_a_later_lease_of_the_same_owner_and_place() -> None:
     ring = Ring(1000)
     assert ring.request("a", 1000)
     (old,) = ring.take_granted()
@@ -227,18 +227,18 @@ def test_an_old_number_ends_no_later_lease_of_the_same_owner_and_place() -> None
     assert (new.first, new.owner) == (old.first, old.owner) and new.number != old.number
     ring.end_quarantine(old.number)
     ring.quarantine(old.number)
-    ring.end_quarantine(new.number)  # was never in quarantine
+    ring.end_quarantine(new.number)  # it was never in quarantine
     assert not ring.release(old.number)
     assert ring.lease_of("a") == new and ring.free == 0
 
 
-def test_bytes_under_an_unknown_writer_are_given_to_nobody_until_it_is_calm() -> None:
+def test_bytes_of_a_lost_writer_stay_quarantined_until_it_has_stopped() -> None:
     ring = Ring(1024)
     assert ring.request("a", 256) and ring.request("b", 256)
     lost, fine = ring.take_granted()
     ring.quarantine(lost.number)
     assert not ring.release(lost.number) and ring.lease_of("a") is None
-    assert ring.request("a", 1024), "its owner may ask anew"
+    assert ring.request("a", 1024), "its owner may request another lease"
     assert ring.stuck and ring.quarantined == 256
     ring.release(fine.number)
     assert ring.stuck and ring.take_granted() == []
@@ -246,7 +246,7 @@ def test_bytes_under_an_unknown_writer_are_given_to_nobody_until_it_is_calm() ->
     assert [lease.nbytes for lease in ring.take_granted()] == [1024] and not ring.stuck
 
 
-def test_quarantine_in_two_places_leaves_the_ring_in_use_between_them() -> None:
+def test_a_ring_with_quarantine_in_two_places_stays_in_use_between_them() -> None:
     ring = Ring(1024)
     assert all(ring.request(owner, 256) for owner in range(4))
     leases = ring.take_granted()
@@ -261,7 +261,7 @@ def test_quarantine_in_two_places_leaves_the_ring_in_use_between_them() -> None:
 
 
 class Post:
-    """Delivers in any order, twice, or not at all; what matters is sent again until it is answered."""
+    """Delivers messages in any order, twice, or not at all. Senders retransmit until they get an answer."""
 
     def __init__(self, draw: random.Random) -> None:
         self._draw, self._letters = draw, deque[tuple[str, tuple[int, ...]]]()
@@ -275,13 +275,13 @@ class Post:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_credits_survive_lost_and_repeated_messages(seed: int) -> None:
-    """Six senders carry contexts of twelve chunks through a ring that holds about two; each byte has one writer."""
+def test_leases_survive_lost_and_repeated_messages(seed: int) -> None:
+    """Six senders send contexts of twelve chunks through a ring that holds about two. Each byte has one writer."""
     draw, post = random.Random(seed), Post(random.Random(seed + 1000))
     ring = Ring(64, align=1)
     sizes = [[draw.randint(1, 64) for _ in range(12)] for _ in range(6)]
     landed = [0] * 6  # chunks of each sender that the receiver has taken out of the ring
-    known = [0] * 6  # of them, those that the sender has heard of
+    known = [0] * 6  # those of them that the sender knows have landed
     for _round in range(20_000):
         for sender in range(6):
             if known[sender] < 12:

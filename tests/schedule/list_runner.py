@@ -1,7 +1,7 @@
-"""A worker of plain lists: carries out plans and commands on dictionaries, and checks every row that is read.
+"""A worker of plain lists: it executes plans and commands on dictionaries, and checks every row that is read.
 
-A row's content is the context up to it, which stands for its KV. Memory that commands hand out for slots, maps, keys or
-workspace is spoiled at once, so a page with two owners does not go unnoticed.
+The content of a row is the context up to it, which stands for its KV. Pages granted for slots, maps, keys or workspace
+are overwritten at once, so a page with two owners is noticed.
 """
 
 from collections.abc import Iterable
@@ -34,10 +34,10 @@ class ListRunner:
         self.device: dict[Row, tuple[object, ...]] = {}
         self.host: dict[Row, tuple[object, ...]] = {}
         self.number = -1
-        self.landed: set[int] = set()  # device pages that a peer has written and nobody was granted yet
+        self.landed: set[int] = set()  # device pages that a peer has written and that were not granted yet
 
     def land(self, reservation: Reservation) -> None:
-        """A peer writes the whole prompt to where it was told to."""
+        """A peer writes the whole prompt into the reserved pages."""
         page_rows, tokens = self.geometry.page_rows, reservation.prompt.token_ids
         for position in range(len(tokens)):
             where = reservation.row_pages[position // page_rows], position % page_rows
@@ -50,7 +50,7 @@ class ListRunner:
         return {*keys, *(reservation.row_pages if reservation.on_device else ())}
 
     def scribble(self, reservation: Reservation) -> None:
-        """A peer that was given up on writes at last."""
+        """A peer whose landing was given up writes late."""
         if not reservation.on_device:
             for page in reservation.row_pages:
                 for row in range(self.geometry.page_rows):

@@ -1,4 +1,4 @@
-"""Prompts that other workers compute: what they are told when, and what becomes of pages that they may still write."""
+"""Prompts that prefill workers compute: when reservations are sent, and which pages are quarantined."""
 
 from schedule.list_runner import ListRunner, next_token
 
@@ -24,7 +24,7 @@ def elsewhere(name: str, length: int, limit: int) -> Request:
 
 
 def reserved(scheduler: Scheduler, runner: ListRunner) -> Reservation:
-    """The one reservation that the scheduler makes next."""
+    """Returns the one reservation that the scheduler makes next."""
     plan = scheduler.plan()
     assert plan is not None
     scheduler.commit(runner.submit(plan))
@@ -33,12 +33,12 @@ def reserved(scheduler: Scheduler, runner: ListRunner) -> Reservation:
     return outgoing
 
 
-def test_pages_are_announced_when_the_plan_that_gave_them_is_done_with() -> None:
-    """A peer writes when it pleases: until then commands of that plan may read the pages for their last owner."""
+def test_a_reservation_is_sent_only_after_the_plan_that_granted_its_pages_has_committed() -> None:
+    """A peer may write at any time, and commands of that plan may read the pages for their last owner."""
     scheduler, runner, _ = make()
     scheduler.add(elsewhere("a", 9, 12))
     plan = scheduler.plan()
-    assert plan is not None and not plan.seats, "a plan for its commands alone"
+    assert plan is not None and not plan.seats, "a plan that carries commands and computes nothing"
     assert scheduler.take_landing_updates() == []
     result = runner.submit(plan)
     assert scheduler.take_landing_updates() == []
@@ -48,7 +48,7 @@ def test_pages_are_announced_when_the_plan_that_gave_them_is_done_with() -> None
     assert scheduler.take_landing_updates() == []
 
 
-def test_pages_under_an_unknown_writer_belong_to_nobody_until_it_is_known_to_have_stopped() -> None:
+def test_pages_of_a_lost_writer_stay_quarantined_until_it_has_stopped() -> None:
     scheduler, runner, ledger = make()
     scheduler.add(elsewhere("a", 9, 12))
     first = reserved(scheduler, runner)
@@ -66,7 +66,7 @@ def test_pages_under_an_unknown_writer_belong_to_nobody_until_it_is_known_to_hav
     assert scheduler.take_outputs().token_ids == [next_token(second.prompt.token_ids)]
 
 
-def test_a_prompt_is_asked_for_a_few_times_and_then_ends_as_lost() -> None:
+def test_a_lost_prompt_is_retried_a_few_times_and_then_ends_as_lost() -> None:
     scheduler, runner, ledger = make()
     scheduler.add(elsewhere("a", 9, 12))
     for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -78,7 +78,7 @@ def test_a_prompt_is_asked_for_a_few_times_and_then_ends_as_lost() -> None:
     assert scheduler.idle and ledger.host is not None and ledger.host.held == 0
 
 
-def test_an_abort_while_it_lands_holds_the_pages_until_the_writer_has_stopped() -> None:
+def test_an_abort_during_a_landing_holds_the_pages_until_the_writer_has_stopped() -> None:
     scheduler, runner, ledger = make()
     scheduler.add(elsewhere("a", 9, 12))
     reserved(scheduler, runner)
@@ -86,11 +86,11 @@ def test_an_abort_while_it_lands_holds_the_pages_until_the_writer_has_stopped() 
     assert scheduler.take_landing_updates() == [Withdrawal("a", 1)]
     assert scheduler.take_outputs().finished == {"a": "abort"}
     assert ledger.host is not None and ledger.host.held > 0
-    assert not scheduler.fail_landing("a", 1, quiesced=True, retry=False), "nobody is to be told of a loss"
+    assert not scheduler.fail_landing("a", 1, quiesced=True, retry=False), "the request was already cancelled"
     assert scheduler.idle and ledger.host.held == 0
 
 
-def test_an_abort_before_anybody_was_told_gives_the_pages_back_at_once() -> None:
+def test_an_abort_before_the_reservation_was_sent_releases_the_pages_at_once() -> None:
     scheduler, runner, ledger = make()
     scheduler.add(elsewhere("a", 9, 12))
     plan = scheduler.plan()
@@ -101,8 +101,8 @@ def test_an_abort_before_anybody_was_told_gives_the_pages_back_at_once() -> None
     assert scheduler.take_landing_updates() == [] and scheduler.idle
 
 
-def test_a_request_that_quarantine_leaves_no_room_for_is_told_so() -> None:
-    """Nobody was to compute it elsewhere: that a prompt was lost would not explain anything."""
+def test_a_request_that_cannot_fit_because_of_quarantine_ends_with_that_error() -> None:
+    """The request was to be computed here, so an error about a lost prompt would be misleading."""
     scheduler, runner, ledger = make(host=6)
     scheduler.add(elsewhere("a", 9, 12))
     reserved(scheduler, runner)

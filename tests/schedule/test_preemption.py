@@ -1,4 +1,4 @@
-"""Who gives way, one choice at a time; tests/schedule/test_scheduler.py lives through them all."""
+"""Each choice of a victim by itself; tests/schedule/test_scheduler.py exercises them together."""
 
 import pytest
 
@@ -15,7 +15,7 @@ GEOMETRY = Geometry(page_rows=2, layers=2, part_bytes=64, keys_per_page=8, slots
 
 
 class Running:
-    """Decoding requests of the given lengths, oldest first, and pools with just the given pages left."""
+    """Decoding requests of the given lengths, oldest first, and pools with exactly the given pages free."""
 
     def __init__(self, lengths: list[int], device: int = 0, host: int | None = 20, tiers: TiersChoice = "auto") -> None:
         taken, on_host = sum(map(GEOMETRY.resident_pages, lengths)), sum(map(GEOMETRY.row_pages, lengths))
@@ -32,61 +32,61 @@ class Running:
         request.move(Phase.DECODE)
         return request
 
-    def who(self, needy: int = 0, waiting: tuple[Request, ...] = ()) -> Victim:
+    def victim(self, needy: int = 0, waiting: tuple[Request, ...] = ()) -> Victim:
         return pick_victim(self.ledger, self.requests[needy], self.requests, waiting)
 
 
-def test_the_largest_gain_is_demoted_first_and_of_equals_the_older() -> None:
+def test_the_request_that_frees_the_most_pages_is_demoted_and_among_equals_the_older() -> None:
     running = Running([40, 64, 64, 40])
-    assert running.who() == Victim(running.requests[1], Residence.TIERED)
+    assert running.victim() == Victim(running.requests[1], Residence.TIERED)
 
 
-def test_with_nothing_to_gain_the_youngest_parks() -> None:
+def test_if_no_demotion_frees_pages_the_youngest_is_parked() -> None:
     running = Running([8, 8, 8])
-    assert running.who() == Victim(running.requests[2], Residence.PARKED)
+    assert running.victim() == Victim(running.requests[2], Residence.PARKED)
 
 
 def test_a_request_that_must_stay_resident_is_not_demoted() -> None:
     running = Running([64, 64], tiers="resident")
-    assert running.who() == Victim(running.requests[1], Residence.PARKED)
+    assert running.victim() == Victim(running.requests[1], Residence.PARKED)
 
 
-def test_who_was_parked_often_is_spared_until_all_were() -> None:
+def test_a_request_that_was_parked_often_is_spared_until_all_were() -> None:
     running = Running([8, 8, 8])
     running.requests[2].parks = MAX_PARKS
-    assert running.who() == Victim(running.requests[1], Residence.PARKED)
+    assert running.victim() == Victim(running.requests[1], Residence.PARKED)
     for request in running.requests:
         request.parks = MAX_PARKS
-    assert running.who() == Victim(running.requests[2], Residence.PARKED)
+    assert running.victim() == Victim(running.requests[2], Residence.PARKED)
 
 
 @pytest.mark.parametrize("host", [None, 0])
-def test_short_of_host_pages_the_youngest_is_computed_again(host: int | None) -> None:
+def test_if_host_pages_are_short_the_youngest_is_recomputed(host: int | None) -> None:
     running = Running([8, 8], device=0 if host is None else 10, host=host)
-    assert running.who() == Victim(running.requests[1], Residence.ABSENT)
+    assert running.victim() == Victim(running.requests[1], Residence.ABSENT)
 
 
-def test_short_of_host_pages_a_younger_parked_request_gives_its_own_up() -> None:
+def test_if_host_pages_are_short_a_younger_parked_request_is_recomputed_first() -> None:
     running = Running([8, 8, 8], device=10, host=0)
     parked = running.requests.pop()
     running.ledger.park(parked.holding, parked.num_scheduled)
     parked.move(Phase.PARKED)
-    assert running.who(waiting=(parked,)) == Victim(parked, Residence.ABSENT)
+    assert running.victim(waiting=(parked,)) == Victim(parked, Residence.ABSENT)
 
 
-def test_as_many_are_demoted_as_it_takes_and_nobody_if_that_would_not_do() -> None:
+def test_requests_are_demoted_until_the_need_fits_and_none_if_it_would_not() -> None:
     running = Running([40, 64, 40])
     ledger, (old, large, young) = running.ledger, running.requests
-    gain, most = (ledger.pages_freed_by_demotion(request.holding, request.num_scheduled) for request in (old, large))
+    freed, most = (ledger.pages_freed_by_demotion(request.holding, request.num_scheduled) for request in (old, large))
     assert demotions_for(ledger, PageCounts(most, 0), NO_PAGES, running.requests) == [large]
     assert demotions_for(ledger, PageCounts(most, 0), PageCounts(1, 0), running.requests) == [large, old]
-    assert demotions_for(ledger, PageCounts(most + 2 * gain, 0), NO_PAGES, running.requests) == [large, old, young]
-    assert demotions_for(ledger, PageCounts(most + 2 * gain + 1, 0), NO_PAGES, running.requests) == []
+    assert demotions_for(ledger, PageCounts(most + 2 * freed, 0), NO_PAGES, running.requests) == [large, old, young]
+    assert demotions_for(ledger, PageCounts(most + 2 * freed + 1, 0), NO_PAGES, running.requests) == []
     assert demotions_for(ledger, PageCounts(1, 21), NO_PAGES, running.requests) == [], "demoting frees no host pages"
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_promotion_leaves_everybody_a_page_to_grow_into(missing: int) -> None:
+def test_a_promotion_leaves_every_request_a_page_to_grow_into(missing: int) -> None:
     running = Running([40, 40], device=20)
     ledger, young = running.ledger, running.requests[1]
     ledger.demote(young.holding, young.num_scheduled)

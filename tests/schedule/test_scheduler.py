@@ -1,4 +1,4 @@
-"""The scheduler's life under random arrivals, aborts and several plans in flight, against a runner of plain lists.
+"""The scheduler under random arrivals, aborts and several plans in flight, against a runner of plain lists.
 
 The runner model checks every plan as it is carried out: rows of a request are computed once, in order, in pages that
 it alone owns, and the token fed at each position is the one that the request really has there.
@@ -64,13 +64,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.aborted: set[str] = set()
-        self.fetched: list[Reservation] = []  # prompts that peers compute now
-        self.given_up: list[Reservation] = []  # whose peers may still write
-        self.quarantine = False  # there was one
+        self.fetched: list[Reservation] = []  # prompts that peers are computing
+        self.given_up: list[Reservation] = []  # reservations whose peers may still write
+        self.quarantine = False  # whether pages were ever quarantined
         self.lost: set[str] = set()
         self.withdrawn: set[tuple[str, int]] = set()
-        self.sent: dict[str, int] = {}  # rows of prompts computed for peers that are on the host
-        self.handed: dict[str, int] = {}  # their first tokens
+        self.sent: dict[str, int] = {}  # announced rows of each prompt computed for a peer
+        self.handed: dict[str, int] = {}  # first tokens of those prompts
 
     @rule(data=st.data())
     @precondition(lambda self: not self.for_peers)
@@ -100,7 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.for_peers)
     def add_for_peer(self, data: st.DataObject) -> None:
-        """A prompt that a decode worker wants computed."""
+        """A decode worker requests a prompt."""
         length = data.draw(st.integers(1, max(1, min(self.capacity, 40))))
         if length > self.capacity:
             return
@@ -118,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.fetched)
     def arrive(self, data: st.DataObject) -> None:
-        """A peer is done, or has failed; what it says of one attempt comes twice."""
+        """A peer has finished or failed. Its report of the attempt arrives twice."""
         fetched = data.draw(st.sampled_from(self.fetched))
         self.fetched.remove(fetched)
         name, attempt = fetched.request_id, fetched.attempt
@@ -171,7 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.fetched.append(outgoing)
 
     def check_sent(self, plan: Plan) -> None:
-        """What is announced to a peer is on the host by now, follows what was announced before, and ends in a token."""
+        """Announced rows are on the host, continue the rows announced before, and end with the first token."""
         for sent in plan.announcements:
             prompt = self.prompts[sent.request_id]
             match sent:
@@ -213,7 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.audit()
 
     def teardown(self) -> None:
-        """Everything that was begun ends, with the tokens of the model run alone, and everything is given back."""
+        """Every request ends with the tokens that the model computes for it alone, and all pages are released."""
         if not hasattr(self, "scheduler"):
             return
         for _ in range(5000):
@@ -243,7 +243,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.answers[name] == expected[: len(self.answers[name])]
             elif self.reasons[name] in ("lost", "no_room"):
                 known = name in self.lost if self.reasons[name] == "lost" else self.quarantine
-                assert known, "nothing was lost, or there was room"
+                assert known, "no landing was lost, or pages were not quarantined"
                 assert self.answers[name] == expected[: len(self.answers[name])]
             else:
                 assert self.answers[name] == expected
@@ -273,7 +273,7 @@ TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, dead
 
 
 def test_every_change_of_residence_happened_above() -> None:
-    """Runs after the state machine, in the same process: its examples must not have lost their point."""
+    """Runs after the state machine, in the same process: its examples must have covered every change."""
     assert not SEEN or all(SEEN[change] for change in CHANGES), SEEN
 
 
@@ -314,7 +314,7 @@ def test_a_burst_demotes_and_its_end_promotes(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_youngest_gives_way_and_the_oldest_hardly_waits(depth: int) -> None:
+def test_the_youngest_is_preempted_and_the_oldest_hardly_waits(depth: int) -> None:
     scheduler, runner = make(pages=11, page_rows=2)
     scheduler.add(request("old", 4, 20))
     scheduler.add(request("young", 2, 20))
@@ -335,7 +335,7 @@ def test_the_youngest_gives_way_and_the_oldest_hardly_waits(depth: int) -> None:
     assert worst <= depth, f"the oldest was left out of {worst} plans in a row"
 
 
-def test_a_small_step_bounds_prompts_but_never_decoding() -> None:
+def test_the_token_budget_limits_prompts_but_never_decoding() -> None:
     scheduler, runner = make(pages=400, page_rows=2, seats=8, step_tokens=3)
     for number in range(5):
         scheduler.add(request(f"r{number}", 4, 100))
@@ -346,10 +346,10 @@ def test_a_small_step_bounds_prompts_but_never_decoding() -> None:
         counts.append(list(plan.counts))
         scheduler.commit(runner.submit(plan))
     assert max(sum(count for count in each if count > 1) for each in counts) <= 3
-    assert counts[-1] == [1] * 5, "all five decode in the end, though a step has only three rows"
+    assert counts[-1] == [1] * 5, "all five decode in the end, though a step has only three tokens"
 
 
-def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding() -> None:
+def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     scheduler, runner = make(pages=64, page_rows=2, seats=2, step_tokens=5)
     scheduler.add(request("short", 2, 40))
     first = scheduler.plan()
@@ -365,7 +365,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding() -> None:
     assert shapes == [[1, 4], [1, 4], [1, 4], [1, 1]]
 
 
-def test_no_row_is_computed_past_the_longest_length() -> None:
+def test_no_token_is_computed_past_the_maximal_length() -> None:
     scheduler, runner = make(pages=64, page_rows=2)
     scheduler.add(request("r", 3, 6))
     plans = []
@@ -377,7 +377,7 @@ def test_no_row_is_computed_past_the_longest_length() -> None:
     assert news.finished == {"r": "length"}
 
 
-def test_a_phase_change_that_no_table_joins_is_refused() -> None:
+def test_a_phase_change_outside_the_table_is_refused() -> None:
     moving = request("r", 1, 2)
     with pytest.raises(IllegalTransition):
         moving.move(Phase.DECODE)
@@ -394,8 +394,10 @@ def test_plans_commit_in_order() -> None:
 
 
 def test_with_several_stages_plans_in_flight_share_no_token() -> None:
-    """The first stage must know a token before it computes the next: those that decode take turns, so both are busy.
-    Chunks of one prompt follow each other without waiting."""
+    """The first stage needs a token before it computes the next, so decoding requests alternate between two plans.
+
+    Chunks of one prompt follow each other without waiting.
+    """
     geometry = Geometry(2, 1, 32)
     scheduler = Scheduler(Ledger(geometry, PageAllocator(200), None), 5, 4, stages=2)
     runner = ListRunner(geometry)

@@ -1,8 +1,8 @@
-"""Defects seen in other engines, each at the level of the engine: a test is named after the number of its defect.
+"""Defects seen in other engines, tested at the level of the engine. A test is named after the number of its defect.
 
 `Bench` compares what the host store holds with plain lists after every step, and every answer in the end. Further
 defects are named in tests/kernels/test_swap_in.py (5 to 8), tests/tiers/test_traffic.py (19) and
-tests/engine/test_sizing.py (20). `scripts/sabotage` puts each of them back and sees that a test fails.
+tests/engine/test_sizing.py (20). `scripts/sabotage` reintroduces each of them and checks that a test fails.
 """
 
 from collections import Counter
@@ -66,31 +66,31 @@ REACHED: dict[str, Callable[[Bench, Request], bool]] = {
 }
 
 
-# With one plan at a time nobody is asked to give way while a plan uses him.
+# With one plan at a time, no preemption is ever pending.
 @pytest.mark.parametrize(("state", "depth"), [*((state, 2) for state in REACHED), ("waiting", 1), ("parked", 1)])
-def test_defect_03_an_abort_gives_every_page_back_and_disturbs_nobody(state: str, depth: int) -> None:
+def test_defect_03_an_abort_releases_every_page_and_disturbs_no_other_request(state: str, depth: int) -> None:
     resident = state in ("prefilling", "resident")
     bench = Bench(60 if resident else 18, 80, tiers="auto" if resident else "always", depth=depth, step_tokens=12)
     bench.add("old", 20, 50)
     victim = bench.add("victim", 20, 50)
     bench.add("next", 24, 12)
     bench.run(until=lambda: REACHED[state](bench, victim))
-    assert REACHED[state](bench, victim), f"nobody was ever {state}"
+    assert REACHED[state](bench, victim), f"no request was ever {state}"
     held, in_flight = bench.ledger.device.held, victim.in_flight
     own = victim.holding.device_pages
     bench.engine.abort("victim")
     bench.engine.abort("victim")
     bench.scheduler.audit()
     if in_flight:
-        assert bench.ledger.device.held == held, "pages went back under a plan that still writes them"
+        assert bench.ledger.device.held == held, "pages were released under a plan that still writes them"
     else:
-        assert bench.ledger.device.held == held - own, "pages were not given back at once"
+        assert bench.ledger.device.held == held - own, "pages were not released at once"
         assert victim.holding.device_pages == 0 and not victim.holding.pages[PageUse.HOST]
     bench.finish()
     assert bench.reasons == {"old": "length", "victim": "abort", "next": "length"}
 
 
-def test_defect_03_pages_under_a_plan_in_flight_are_granted_to_nobody() -> None:
+def test_defect_03_pages_used_by_a_plan_in_flight_are_not_granted() -> None:
     bench = Bench(20, 40, depth=1)
     scheduler = bench.scheduler
     victim = bench.add("victim", 60, 4)
@@ -119,7 +119,7 @@ def test_defect_03_pages_under_a_plan_in_flight_are_granted_to_nobody() -> None:
 def test_defect_04_requests_wait_while_the_host_store_is_full(
     host_pages: int, prompt: int, answer: int, tiers: str
 ) -> None:
-    """Two fit, with the one page that each will grow into; without that page, the second time, three would come in."""
+    """Two requests fit, each with one page to grow. Without that page, three would be admitted the second time."""
     bench = Bench(90, host_pages, tiers=tiers, depth=2)
     for name in "abcd":
         bench.add(name, prompt, answer)
@@ -127,7 +127,7 @@ def test_defect_04_requests_wait_while_the_host_store_is_full(
         bench.step()
         assert bench.engine.stats().running <= 2, "admission ignores the host store"
     bench.finish()
-    assert bench.scheduler.counters.recomputes == 0, "those that were let in have room until they end"
+    assert bench.scheduler.counters.recomputes == 0, "admitted requests have enough pages until they end"
 
 
 @DEPTHS
@@ -139,10 +139,10 @@ def test_defect_04_the_youngest_recomputes_when_all_have_outgrown_the_host_store
     bench.finish()
     counters = bench.scheduler.counters
     assert counters.recomputes > 0, "the host store was never full, so the test has lost its point"
-    assert list(bench.reasons) == ["a", "b", "c"], "the oldest must get through first"
+    assert list(bench.reasons) == ["a", "b", "c"], "the oldest must finish first"
 
 
-def test_defect_04_a_parked_request_gives_its_host_pages_up_before_anything_raises() -> None:
+def test_defect_04_a_parked_request_releases_its_host_pages_before_anything_raises() -> None:
     bench = Bench(18, 22, tiers="always")
     bench.add("old", 20, 60)
     bench.add("young", 20, 50)
@@ -183,7 +183,7 @@ def test_defect_08_contexts_that_end_on_a_page_boundary_park_and_resume_byte_for
     bench.step()
     assert bench.scheduler.counters.resumes == 1
     written = length + 1
-    again = written // 4 * 4 - length // 4 * 4  # a page that had been flushed in part is copied whole when it fills
+    again = written // 4 * 4 - length // 4 * 4  # a partly flushed page is copied again as a whole when it is full
     assert bench.memory.traffic().rows_flushed == flushed + length % 4 + again, "not the rows of the last page alone"
     bench.finish()
 
@@ -195,7 +195,7 @@ def test_defect_08_chunks_of_whole_pages_that_begin_within_a_page_are_mirrored_r
     chunk: int, prompt: int, tiers: str
 ) -> None:
     bench = Bench(60, 40, tiers=tiers, step_tokens=chunk)
-    bench.add("first", 3, 9)  # decodes beside, so that chunks of the other begin anywhere
+    bench.add("first", 3, 9)  # decodes in the same steps, so that chunks of the other begin anywhere
     bench.add("r", prompt, 9)
     bench.finish()
 
@@ -246,7 +246,7 @@ def test_defect_16_the_side_stream_waits_for_the_pass_that_writes_a_page() -> No
     values = torch.arange(2048 * 5, device=device).reshape(2048, 5).short()
     torch.cuda.synchronize()
     view = memory.view([0], [0], [2048])
-    torch.cuda._sleep(200_000_000)  # about a tenth of a second, for which the copy must wait
+    torch.cuda._sleep(200_000_000)  # about a tenth of a second; the copy must wait for it
     for layer in range(LAYERS):
         view.new_rows(layer).store(values + layer)
     for group in range(SHAPE.groups):

@@ -1,4 +1,4 @@
-"""What the engine counts, against plain counting over a recorded run (defect 19 of other engines)."""
+"""The engine's counters against plain counting over a recorded run (defect 19 of other engines)."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -33,23 +33,23 @@ class Recorded(KvMemory):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.told: list[int | Command | tuple[Sequence[int], Sequence[int], Sequence[int]]] = []
-        self.asked = 0
+        self.calls: list[int | Command | tuple[Sequence[int], Sequence[int], Sequence[int]]] = []
+        self.reads = 0
 
     def clear_seat(self, seat: int) -> None:
-        self.told.append(seat)
+        self.calls.append(seat)
         super().clear_seat(seat)
 
     def execute(self, command: Command) -> None:
-        self.told.append(command)
+        self.calls.append(command)
         super().execute(command)
 
     def view(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> ResidentView:
-        self.told.append((list(seats), list(starts), list(counts)))
+        self.calls.append((list(seats), list(starts), list(counts)))
         return super().view(seats, starts, counts)
 
     def traffic(self) -> Traffic:
-        self.asked += 1
+        self.reads += 1
         return super().traffic()
 
 
@@ -69,8 +69,8 @@ def test_defect_19_lookups_misses_bytes_and_flushes_are_those_of_plain_counting(
     slots, page_rows = SlotModel(SHAPE, bench.geometry, seats=4), bench.geometry.page_rows
     chosen = iter(bench.model.chosen)
     flushed = 0
-    for told in memory.told:
-        match told:
+    for call in memory.calls:
+        match call:
             case int(seat):
                 slots.leave(seat)
             case (seats, starts, counts):
@@ -80,21 +80,21 @@ def test_defect_19_lookups_misses_bytes_and_flushes_are_those_of_plain_counting(
                     slots.choose(*next(chosen))
                     flushed += ((start + count) // page_rows - start // page_rows) * page_rows
             case _:
-                flushed += told.length % page_rows if isinstance(told, Flush) else 0
-                slots.follow(told)
+                flushed += call.length % page_rows if isinstance(call, Flush) else 0
+                slots.follow(call)
     stats = bench.engine.stats()
     assert dict(stats.slot_lookups) == dict(zip(INDEXED, slots.lookups, strict=True))
     assert dict(stats.slot_misses) == dict(zip(INDEXED, slots.misses, strict=True))
     assert stats.bytes_swapped == sum(slots.misses) * 2 * SHAPE.row.row_bytes, "two layers share each selection"
     assert stats.rows_flushed == flushed
-    assert 0 < sum(slots.misses) < sum(slots.lookups), "there were no misses, or nothing else"
+    assert 0 < sum(slots.misses) < sum(slots.lookups), "there must be misses and hits"
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_defect_19_every_change_of_residence_is_counted_once(name: str) -> None:
     bench, memory = run(name)
-    seen = Counter(type(told) for told in memory.told)
-    resumes = sum(isinstance(told, Load) and told.keys for told in memory.told)
+    seen = Counter(type(call) for call in memory.calls)
+    resumes = sum(isinstance(call, Load) and call.keys for call in memory.calls)
     stats = bench.engine.stats()
     counted = (stats.demotions, stats.promotions, stats.parks, stats.resumes)
     assert counted == (seen[Demote], seen[Promote], seen[Flush], resumes)
@@ -104,13 +104,13 @@ def test_defect_19_every_change_of_residence_is_counted_once(name: str) -> None:
 
 
 def test_defect_19_no_step_reads_the_counts() -> None:
-    bench, memory = run.__wrapped__("always")  # nobody else has asked this one
-    assert memory.asked == 0, "counts are read on the hot path"
+    bench, memory = run.__wrapped__("always")  # no other test has read its counts
+    assert memory.reads == 0, "counts are read on the hot path"
     bench.engine.stats()
-    assert memory.asked == 1
+    assert memory.reads == 1
 
 
-def test_stats_tell_that_the_host_store_is_full() -> None:
+def test_stats_show_that_the_host_store_is_full() -> None:
     bench = Bench(90, 24)
     for name in "abcd":
         bench.add(name, 40, 3)

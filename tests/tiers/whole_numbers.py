@@ -1,7 +1,7 @@
 """A decoder in whole numbers, the same arithmetic in plain Python, and an engine around it whose memory is compared.
 
 Sums of whole numbers do not depend on the order, so tokens and bytes are exact whatever the batch, chunk or tier. The
-plain version knows no pages, seats or tiers: only lists. Equal scores are frequent, and the earlier position wins.
+plain version has only lists, without pages, seats or tiers. Equal scores are frequent, and the earlier position wins.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ SHAPE = KvShape(LAYERS, RowLayout(ROW_WIDTH, torch.int16), INDEXED, RowLayout(KE
 
 
 class IntegerModel:
-    """A `RunnerModel` whose every value is a whole number. It remembers what each step chose, by seat."""
+    """A `RunnerModel` whose every value is a whole number. It records what each step selected, by seat."""
 
     device = CPU
     kv_shape = SHAPE
@@ -89,18 +89,18 @@ def _mix(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _spread(hidden: Tensor, salt: int, width: int, values: int) -> Tensor:
-    """[rows, width] whole numbers around 0."""
+    """Returns [rows, width] whole numbers around 0."""
     return _mix(hidden[:, None], salt * 10 + torch.arange(width)) % values - values // 2
 
 
 class PlainContext:
-    """One context, token by token, in lists."""
+    """One context, computed token by token in lists."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.rows: list[list[list[int]]] = [[] for _ in range(LAYERS)]
         self.keys: list[list[list[int]]] = [[] for _ in INDEXED]
-        self.ties = 0  # selections that were decided by the order of equal scores
+        self.ties = 0  # selections that depend on the order of equal scores
 
     def extend(self, token: int) -> int:
         """Appends a token and returns the one that follows."""
@@ -137,7 +137,7 @@ class PlainContext:
 
 @cache
 def alone(prompt: tuple[int, ...], answer: int) -> PlainContext:
-    """The prompt and all of its answer but the last token, which has no row; that token is `tokens`' last."""
+    """Returns the context of the prompt and its answer. The last of its `tokens` has no row."""
     context = PlainContext()
     for token in prompt:
         following = context.extend(token)
@@ -149,14 +149,14 @@ def alone(prompt: tuple[int, ...], answer: int) -> PlainContext:
 
 @cache
 def stored_alone(prompt: tuple[int, ...], answer: int) -> tuple[Tensor, Tensor]:
-    """Its rows [layers, length, stride] and index keys [groups, length, stride], as bytes in memory."""
+    """Returns its rows [layers, length, stride] and index keys [groups, length, stride] as bytes."""
     context, key = alone(prompt, answer), SHAPE.key
     assert key is not None
     return _in_bytes(context.rows, SHAPE.row.stride_bytes), _in_bytes(context.keys, key.stride_bytes)
 
 
 def _in_bytes(values: list[list[list[int]]], stride: int) -> Tensor:
-    """Little-endian 16-bit values, then zeros."""
+    """Returns little-endian 16-bit values, padded with zeros to the stride."""
 
     def one(row: list[int]) -> list[int]:
         return list(b"".join(value.to_bytes(2, "little", signed=True) for value in row).ljust(stride, b"\0"))
@@ -227,7 +227,7 @@ class Bench:
 
     @property
     def settled(self) -> bool:
-        """Workers know of every change: no command waits for the next plan."""
+        """Whether every command has been executed: none waits for the next plan."""
         return not self.scheduler._next_plan.commands
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
@@ -238,7 +238,7 @@ class Bench:
         raise AssertionError("the engine makes no progress")
 
     def finish(self) -> None:
-        """Everything runs to its end, with the right tokens, and both pools are whole again."""
+        """Runs every request to its end, and checks that tokens are right and both pools are free again."""
         self.run()
         for name, request in self.requests.items():
             expected = alone(*self._as_asked(request)).tokens[len(request.prompt) :]
@@ -248,18 +248,18 @@ class Bench:
         self.assert_empty()
 
     def assert_empty(self) -> None:
-        assert self.ledger.device.held == 0, f"{self.ledger.device.held} device pages were not given back"
+        assert self.ledger.device.held == 0, f"{self.ledger.device.held} device pages were not released"
         assert self.ledger.host is not None
-        assert self.ledger.host.held == 0, f"{self.ledger.host.held} host pages were not given back"
+        assert self.ledger.host.held == 0, f"{self.ledger.host.held} host pages were not released"
 
     def compare_host(self) -> None:
-        """Full pages are on the host; of streamed prompts every row, of parked requests everything."""
+        """Checks that the host has full pages, every row of streamed prompts, and everything of parked requests."""
         page_rows = self.geometry.page_rows
         for name, request in self.requests.items():
             residence = request.holding.residence
             if residence is Residence.ABSENT or name in self.reasons:
                 continue
-            known = min(request.num_scheduled, len(request.tokens))  # a token that is in flight still is not known here
+            known = min(request.num_scheduled, len(request.tokens))  # tokens of plans in flight are not known here
             full = min(known, request.num_scheduled // page_rows * page_rows)
             rows = known if residence in (Residence.STREAMED, Residence.PARKED) else full
             keys = known if residence is Residence.PARKED else full
