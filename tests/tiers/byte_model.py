@@ -1,4 +1,4 @@
-"""Plain models of memory: every byte that each request wrote, by position, and what lies in the slots of each seat."""
+"""Plain models of memory: every byte that each request wrote, by position, and the contents of each seat's slots."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from hotset.tiers.residence import Residence
 
 POISON = 0xAB
 
-# Rows of 10 bytes in strides of 12, of 26 in 32, of 144 in fp8 (two scales), of 13 in 16; then one that never selects.
+# Rows of 10 bytes in strides of 12, of 26 in 32, of 144 in fp8 (two scales), of 13 in 16; then no selection.
 SHAPES = {
     "shared": KvShape(4, RowLayout(5, torch.bfloat16, align=4), (0, 2), index_key_row(3, torch.bfloat16), topk=3),
     "uneven": KvShape(4, mla_row(9, 4, torch.bfloat16), (0, 1, 3), index_key_row(5, torch.float32), topk=4),
@@ -31,7 +31,7 @@ SHAPES = {
 
 
 class Written:
-    """The rows and index keys of one request, as they should lie in memory, and the positions that it chose last."""
+    """The expected rows and index keys of one request, and the positions that it selected last."""
 
     def __init__(self, shape: KvShape, context: int) -> None:
         self._shape = shape
@@ -42,7 +42,7 @@ class Written:
         self.last_chosen: list[set[int]] = [set() for _ in range(shape.groups)]
 
     def values(self, layer: int, length: int) -> Tensor:
-        """Bytes of the values of rows [0, length), as `PagedRows.gather` should give them."""
+        """Returns the bytes of rows [0, length) as `PagedRows.gather` should return them."""
         return _decoded_bytes(self.rows[layer, :length], self._shape.row)
 
     def key_values(self, group: int, length: int) -> Tensor:
@@ -51,7 +51,7 @@ class Written:
 
 
 class Attention:
-    """Stands in for a model: writes random rows, chooses random positions, and compares all it reads with the model."""
+    """Replaces a model: writes random rows, selects random positions, and checks everything it reads."""
 
     def __init__(self, shape: KvShape, seed: int) -> None:
         self._shape = shape
@@ -59,7 +59,7 @@ class Attention:
         self._generator = torch.Generator().manual_seed(seed)
 
     def forward(self, view: View, batch: Sequence[Written]) -> None:
-        """One step: `batch[i]` is the request of the view's segment i. Calls the view as a decoder does."""
+        """Runs one step and calls the view as a decoder does. `batch[i]` is the request of the view's segment i."""
         positions: Tensor | None = None
         for layer in range(self._shape.layers):
             self._append(view, batch, layer)
@@ -103,17 +103,17 @@ class Attention:
     def _compare_selected(self, view: View, batch: Sequence[Written], layer: int, positions: Tensor) -> None:
         selected = view.select(layer, positions)
         there = positions != EMPTY
-        assert torch.equal(selected.row_ids != EMPTY, there), "padding became rows, or rows padding"
+        assert torch.equal(selected.row_ids != EMPTY, there), "padding became rows, or rows became padding"
         got = as_bytes(selected.rows[selected.row_ids[there]])
         wanted = [
             batch[segment].rows[layer, positions[first:last][there[first:last]]]
             for segment, first, last, _length in view.segments
         ]
         same = (got == torch.cat(wanted)).all(1)
-        assert bool(same.all()), f"layer {layer}: rows differ, of {positions[there][~same].tolist()}"
+        assert bool(same.all()), f"layer {layer}: rows differ at {positions[there][~same].tolist()}"
 
     def _choose(self, segments: Segments, batch: Sequence[Written], group: int) -> Tensor:
-        """[query rows, topk]: ascending, then EMPTY, as an indexer gives them."""
+        """Returns positions [tokens, topk], ascending and EMPTY-padded, as an indexer does."""
         topk, chosen = self._shape.topk, []
         for segment, first, last, length in segments:
             for newest in range(length - (last - first), length):
@@ -122,7 +122,7 @@ class Attention:
         return torch.tensor([row + [EMPTY] * (topk - len(row)) for row in chosen], dtype=torch.int64)
 
     def _choose_from(self, newest: int, last_chosen: set[int]) -> list[int]:
-        """Some chosen before (hits), some recent ones (the tail), some from anywhere (misses), up to top-k."""
+        """Selects some earlier choices (hits), recent positions (the tail) and random ones (misses), up to top-k."""
         count = min(self._shape.topk, newest + 1)
         if self._random.random() < 0.1:
             count = self._random.randint(0, count)
@@ -132,7 +132,7 @@ class Attention:
         return sorted(list(dict.fromkeys(again + recent + anywhere))[:count])
 
     def _values(self, layout: RowLayout, segments: Segments) -> Tensor:
-        """[query rows, width]: any bits at all, or, where they are to be quantised, finite numbers."""
+        """Returns values [tokens, width]: random bits, or finite numbers if they will be quantised."""
         size = (segments.positions.shape[0], layout.width)
         if layout.quantised:
             return torch.randn(size, generator=self._generator).to(layout.dtype)
@@ -142,13 +142,13 @@ class Attention:
 
 @dataclass(slots=True)
 class Slots:
-    """The hot buffer of one seat and index group: exactly the least recently used give way, of equals the lower."""
+    """The hot buffer of one seat and index group. It evicts the least recently used slot, among equals the lower."""
 
     position_of: list[int]
     last_used: list[int]
 
     def use(self, positions: Sequence[int], stamp: int) -> int:
-        """Returns how many of `positions` were missing; those took slots, the lowest of them first."""
+        """Returns how many of `positions` were missing. They are put into slots, the lowest position first."""
         missing = [position for position in positions if position not in self.position_of]
         for slot, position in enumerate(self.position_of):
             if position in positions:
@@ -161,7 +161,7 @@ class Slots:
 
 
 class SlotModel:
-    """What is in the slots of every tiered seat, in plain lists, and what was looked up there."""
+    """The contents of every tiered seat's slots in plain lists, and the lookups there."""
 
     def __init__(self, shape: KvShape, geometry: Geometry, seats: int) -> None:
         self._geometry = geometry
@@ -182,11 +182,11 @@ class SlotModel:
                 self.leave(seat)
 
     def leave(self, seat: int) -> None:
-        """Whoever sits there is not tiered any more."""
+        """Removes the slots of a seat that is not tiered any more."""
         self.slots.pop(seat, None)
 
-    def make_way(self, seat: int, start: int) -> None:
-        """A row at `start` that begins a page: what lay in its tail page goes into slots, as many as may."""
+    def move_tail_to_slots(self, seat: int, start: int) -> None:
+        """Moves rows of the tail page that the row at `start` overwrites into slots, up to the allowed number."""
         page_rows, slots = self._geometry.page_rows, self._geometry.slots
         first = start - TAIL_PAGES * page_rows
         if seat not in self.slots or start % page_rows or first < 0 or start == self._opened_at[seat]:
@@ -196,7 +196,7 @@ class SlotModel:
             each.use(range(first + page_rows - count, first + page_rows), start - 1)
 
     def choose(self, seat: int, newest: int, chosen: Sequence[Iterable[int]]) -> None:
-        """The row at `newest` chose these positions in each index group."""
+        """Looks up the positions that the token at `newest` selected in each index group."""
         self.last_chosen[seat] = [sorted(positions) for positions in chosen]
         tail_first = self._geometry.tail_first(newest)
         for group, each in enumerate(self.slots.get(seat, [])):
@@ -214,7 +214,7 @@ class SlotModel:
         return opened
 
     def _demoted(self, chosen: Sequence[int], length: int, first: int) -> Slots:
-        """Slots hold a stretch in place; what was chosen last and lies elsewhere takes those not chosen."""
+        """Fills slots in place. Rows that were selected last and lie elsewhere replace rows that were not selected."""
         begin, tail_first = first * self._geometry.page_rows, self._geometry.tail_first(length)
         held = list(range(begin, begin + self._geometry.slots))
         demoted = Slots(held, [length - 1 if position in chosen else position for position in held])
@@ -226,7 +226,7 @@ class SlotModel:
 
 
 class Poison:
-    """Fills memory that nobody may read."""
+    """Poisons memory that must not be read."""
 
     def __init__(self, pool: DevicePool, host: HostStore) -> None:
         self._pool, self._host = pool, host

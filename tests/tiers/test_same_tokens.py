@@ -1,4 +1,4 @@
-"""Tiers change where rows are, never what is answered: forced against off, bit for bit."""
+"""Tiers change where rows are, but not the answers: logits with tiers forced and off are equal bit for bit."""
 
 from itertools import product
 from pathlib import Path
@@ -18,7 +18,7 @@ from hotset.models.spec import IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 from hotset.models.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
-VOCAB, TOPK, SLOTS, CONTEXT = 61, 5, 8, 256  # a context of 32 hot buffers
+VOCAB, TOPK, SLOTS, CONTEXT = 61, 5, 8, 256  # a context is 32 times as large as a hot buffer
 
 
 def spec(full_layers: tuple[int, ...], interleaved: bool, rank: int) -> ModelSpec:
@@ -39,7 +39,7 @@ SPECS = {
 def answers(
     model: Recorder, spec: ModelSpec, prompts: list[list[int]], tokens: int, **settings: Any
 ) -> list[list[int]]:
-    """One request after another, so that every product has the same shape whatever the tiers."""
+    """Runs one request after another, so that every matrix product has the same shape with and without tiers."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     engine = make_engine(model, spec, max_num_seqs=1, **settings)
     return [run_all(engine, [prompt], [params])[0].token_ids for prompt in prompts]
@@ -57,7 +57,7 @@ def cases() -> list[Any]:
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in every]
 
 
-@pytest.mark.filterwarnings("ignore:.*mkldnn:UserWarning")  # torch, of bf16 on CPUs without its instructions
+@pytest.mark.filterwarnings("ignore:.*mkldnn:UserWarning")  # torch warns about bf16 on CPUs without bf16 instructions
 @pytest.mark.parametrize(("family", "dtype", "kv_dtype"), cases())
 def test_logits_are_the_same_bits_with_tiers_forced_and_off(family: str, dtype: torch.dtype, kv_dtype: Any) -> None:
     model_spec = SPECS[family]

@@ -36,8 +36,8 @@ CPU = torch.device("cpu")
 
 @dataclass(slots=True, eq=False)
 class Request:
-    prompt: int  # rows that may be computed several at a time
-    limit: int  # rows after which it ends
+    prompt: int  # tokens that may be computed several at a time
+    limit: int  # tokens after which it ends
     written: Written
     holding: Holding = field(default_factory=Holding)
 
@@ -51,7 +51,7 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """Rows that it wants pages for: its whole prompt, then one more at a time."""
+        """Rows that it needs pages for: its whole prompt, then one more at a time."""
         return max(self.prompt, self.length + 1)
 
 
@@ -64,7 +64,7 @@ class Sit:
 
 @dataclass(frozen=True, slots=True)
 class Spoil:
-    """Pages that a change gave back: nobody may read them after its commands."""
+    """Pages that a change has released. They must not be read after its commands."""
 
     device: list[int]
     host: list[int]
@@ -124,7 +124,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(rounds=st.integers(4, 20))
     @precondition(lambda self: self.seated())
     def run(self, rounds: int) -> None:
-        """Several steps; where nobody has room for another, somebody makes room."""
+        """Runs several steps. If no request has pages for another step, one of them makes room."""
         for _ in range(rounds):
             if self.step():
                 self.audit()
@@ -167,7 +167,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.growing())
     def grow(self, data: st.DataObject) -> None:
-        """Room for the next row, which may not come before other changes do."""
+        """Grants pages for the next row, which may be computed only after other changes."""
         self.has_room(data.draw(st.sampled_from(self.growing())))
 
     @rule(data=st.data(), seldom=st.integers(0, 4))
@@ -179,7 +179,10 @@ class TiersMachine(RuleBasedStateMachine):
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """One batch, in any order: some rows of those in prefill, one of the others. False: none of them has room."""
+        """Computes one batch in random order: a chunk of each prompt, one token of the others.
+
+        Returns False if no request has pages for it.
+        """
         batch = [each for each in self.seated() if self.random.random() < 0.85 and self.has_room(each)]
         if not batch:
             return False
@@ -188,7 +191,7 @@ class TiersMachine(RuleBasedStateMachine):
         seats, starts = [each.holding.seat for each in batch], [each.length for each in batch]
         counts = [self.chunk(each) for each in batch]
         for seat, start in zip(seats, starts, strict=True):
-            self.slots.make_way(seat, start)
+            self.slots.move_tail_to_slots(seat, start)
         view = self.kv_memory.view(seats, starts, counts)
         self.attention.forward(view, [each.written for each in batch])
         self.kv_memory.mirror_filled_pages(seats, starts, counts)
@@ -215,7 +218,7 @@ class TiersMachine(RuleBasedStateMachine):
     def demote(self, request: Request) -> None:
         gain, free = self.ledger.pages_freed_by_demotion(request.holding, request.length), self.ledger.device.free
         assert self.change(lambda: self.ledger.demote(request.holding, request.length))
-        assert self.ledger.device.free == free + gain, "a demotion does not free what it promised"
+        assert self.ledger.device.free == free + gain, "a demotion does not free the pages that were predicted"
         SEEN["demotions"] += 1
 
     def park(self, request: Request) -> None:
@@ -224,19 +227,21 @@ class TiersMachine(RuleBasedStateMachine):
         assert self.change(lambda: self.ledger.park(request.holding, request.length))
 
     def has_room(self, request: Request) -> bool:
-        """It has pages for its next row, after growing if need be."""
+        """Grants pages for the next row if necessary. Returns whether the request has them."""
         if request.length < request.holding.capacity:
             return True
         return self.change(lambda: self.ledger.grow(request.holding, request.rows))
 
     def change(self, act: Callable[[], list[Command] | None], *before: Sit) -> bool:
-        """Queues the commands of a change and the spoiling of what it gave back. If there was no room (False), nothing
-        may have changed."""
+        """Queues the commands of a change and the poisoning of the pages that it released.
+
+        Returns False if too few pages were free; then nothing may have changed.
+        """
         books, room = self.books(), self.room()
         held = self.held()
         commands = act()
         if commands is None:
-            assert self.books() == books and self.room() == room, "a change that had no room changed something"
+            assert self.books() == books and self.room() == room, "a change that was refused changed something"
             SEEN["refused"] += 1
             return False
         freed = Spoil(*(sorted(was - now) for was, now in zip(held, self.held(), strict=True)))
@@ -257,7 +262,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @torch.inference_mode()
     def carry_out(self) -> None:
-        """What a page that is granted held before is gone; host pages that a request takes along keep theirs."""
+        """Poisons granted pages, except the host pages that a resumed request already holds."""
         for command in self.pending:
             match command:
                 case Sit(seat):
@@ -273,7 +278,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.pending = []
 
     def compare_host(self) -> None:
-        """The host store is home: full pages are there, of streamed prompts all rows, of parked requests everything."""
+        """The host store must have all full pages, all rows of streamed prompts, and everything of parked requests."""
         page_rows = self.pool.geometry.page_rows
         for request in self.requests:
             residence, length = request.holding.residence, request.length
@@ -291,7 +296,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @invariant()
     def go_on(self) -> None:
-        """Between two changes there are some steps, or none: then several changes reach the workers at once."""
+        """Runs some steps between two changes, or none, so that several changes reach the workers at once."""
         if not hasattr(self, "ledger"):
             return
         self.audit()
@@ -308,7 +313,7 @@ class TiersMachine(RuleBasedStateMachine):
         for seat in tiered:
             for group, slots in enumerate(self.slots.slots[seat]):
                 position_of, last_used, _ = self.kv_memory.hot_buffers.maps(seat, group)
-                assert (position_of, last_used) == (slots.position_of, slots.last_used), "not the least recently used"
+                assert (position_of, last_used) == (slots.position_of, slots.last_used), "not the LRU slot"
 
     def teardown(self) -> None:
         if not hasattr(self, "ledger"):
@@ -316,7 +321,7 @@ class TiersMachine(RuleBasedStateMachine):
         for request in tuple(self.requests):
             self.release(request)
         self.carry_out()
-        assert not any(self.held()) and self.room() == self.capacity, "not everything was given back"
+        assert not any(self.held()) and self.room() == self.capacity, "not all pages were released"
         traffic, slots = self.kv_memory.traffic(), self.slots
         if self.ledger.tiers:
             assert [[*traffic.lookups.values()], [*traffic.misses.values()]] == [slots.lookups, slots.misses]
@@ -342,7 +347,7 @@ class TiersMachine(RuleBasedStateMachine):
         ]
 
     def books(self) -> Books:
-        """Everything that the ledger knows, to see that nothing of it changes."""
+        """Returns the whole state of the ledger, to check that it does not change."""
         holdings = [request.holding for request in self.requests]
         return [(each.residence, each.seat, [[*p] for p in each.pages.values()], each.capacity) for each in holdings]
 
@@ -351,7 +356,7 @@ class TiersMachine(RuleBasedStateMachine):
         return PageCounts(self.ledger.device.free, self.ledger.host.free)
 
     def held(self) -> tuple[set[int], set[int]]:
-        """Pages of the device and of the host that somebody holds."""
+        """Returns the device pages and the host pages that are held."""
         pages = [item for each in self.requests for item in each.holding.pages.items()]
         device = {page for kind, held in pages if kind is not PageUse.HOST for page in held}
         return device, {page for kind, held in pages if kind is PageUse.HOST for page in held}

@@ -75,7 +75,7 @@ def test_defect_19_lookups_misses_bytes_and_flushes_are_those_of_plain_counting(
                 slots.leave(seat)
             case (seats, starts, counts):
                 for seat, start in zip(seats, starts, strict=True):
-                    slots.make_way(seat, start)
+                    slots.move_tail_to_slots(seat, start)
                 for start, count in zip(starts, counts, strict=True):
                     slots.choose(*next(chosen))
                     flushed += ((start + count) // page_rows - start // page_rows) * page_rows
