@@ -208,7 +208,7 @@ def run(agent: HandoffAgent, post: Dictated, clock: Clock, said: list[Said]) -> 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(welcomed() | steps, st.lists(st.sampled_from(PEERS), min_size=1, max_size=2))
-def test_a_decode_worker_survives_whatever_its_peers_say(said: list[Said], asked: list[str]) -> None:
+def test_a_decode_worker_survives_any_message_of_its_peers(said: list[Said], asked: list[str]) -> None:
     post, clock = Dictated(), Clock()
     staging, target = StagingMemory(4096), Memory(8, PAGE_ROWS)
     hello = Hello(OURS, MODEL, {"host": target.store}, "loopback", b"", staging.memory_range)
@@ -240,7 +240,7 @@ def obeyed(agent: HandoffAgent, facts: list[HandoffEvent]) -> int:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(begun() | steps)
-def test_a_prefill_worker_survives_whatever_its_peers_say(said: list[Said]) -> None:
+def test_a_prefill_worker_survives_any_message_of_its_peers(said: list[Said]) -> None:
     hub, post, clock = Hub(), Dictated(), Clock()
     transfer = AtOnce(hub)
     source = Memory(8, PAGE_ROWS)

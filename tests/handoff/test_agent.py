@@ -120,13 +120,13 @@ FAULTS: dict[str, Callable[[FaultyPost, str], None]] = {
 }
 
 
-def test_these_tests_know_every_kind_of_message() -> None:
+def test_every_message_type_is_covered_by_these_tests() -> None:
     assert set(KINDS) == {kind.__name__ for kind in get_args(Message)}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_control_message_is_needed_more_than_its_repetition(world: World, kind: str, fault: str) -> None:
+def test_the_retransmit_of_a_control_message_is_enough(world: World, kind: str, fault: str) -> None:
     posts = [FaultyPost(Channel("127.0.0.1:0"), seed) for seed in range(2)]
     for post in posts:
         FAULTS[fault](post, kind)
@@ -158,7 +158,7 @@ STAGES = ["introduced", "compute", "second chunk", "sample", "landed"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_request_given_up_at_any_stage_ends_once_and_leaves_nothing(world: World, stage: str) -> None:
+def test_a_request_cancelled_at_any_stage_ends_once_and_leaks_nothing(world: World, stage: str) -> None:
     decode, prefill = world.decode(), world.prefill(hold=stage if stage in STAGES[1:4] else "")
     address = prefill.address if stage != "introduced" else "127.0.0.1:1"
     key = decode.fetch(address, prompt(60), "r")
@@ -175,7 +175,7 @@ def test_a_request_given_up_at_any_stage_ends_once_and_leaves_nothing(world: Wor
 
 
 @pytest.mark.parametrize("fate", [Fate.CUT, Fate.LOST, Fate.SILENT, Fate.LATE])
-def test_a_failed_write_harms_its_own_request_only(world: World, fate: Fate) -> None:
+def test_a_failed_write_fails_only_its_own_request(world: World, fate: Fate) -> None:
     decode, prefill = world.decode(), world.prefill()
     prefill.transfer._deadline_s = 0.5
     assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(10), "before")), Landed)
@@ -216,7 +216,7 @@ def test_many_handoffs_under_many_faults_all_end_and_all_bytes_are_right(world: 
     assert outcomes["Landed"] > 20, outcomes
 
 
-def test_of_two_handoffs_with_one_id_one_lands(world: World) -> None:
+def test_two_handoffs_with_the_same_id_land_once(world: World) -> None:
     decode, prefill = world.decode(), world.prefill()
     key = decode.fetch(prefill.address, prompt(30), "same")
     decode.agent.put(Fetch(prefill.address, decode._asks[key]))
@@ -226,7 +226,7 @@ def test_of_two_handoffs_with_one_id_one_lands(world: World) -> None:
     world.audit()
 
 
-def test_a_later_attempt_takes_the_place_of_an_earlier_one(world: World) -> None:
+def test_a_later_attempt_replaces_an_earlier_one(world: World) -> None:
     decode, prefill = world.decode(), world.prefill(hold="sample")
     first = decode.fetch(prefill.address, prompt(30), "same")
     assert until(lambda: prefill.computed == [first])
@@ -244,7 +244,7 @@ def test_two_decode_workers_may_use_the_same_id(world: World) -> None:
     assert all(isinstance(decode.ended(key), Landed) for decode, key in zip(decodes, keys, strict=True))
 
 
-def test_garbage_on_the_control_port_disturbs_no_handoff(world: World) -> None:
+def test_malformed_input_on_the_control_port_disturbs_no_handoff(world: World) -> None:
     decode, prefill = world.decode(), world.prefill()
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
@@ -276,7 +276,7 @@ def test_mismatched_models_are_refused_with_both_sides_values(world: World, capl
     assert not prefill.computed
 
 
-def test_a_decode_worker_judges_for_itself_whether_a_prefill_worker_fits() -> None:
+def test_a_decode_worker_checks_a_prefill_worker_itself() -> None:
     post, peer = Dictated(), "127.0.0.1:2"
     hello = Hello(post.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
     agent = HandoffAgent(Receiver(), hello, post, Loopback(Hub()), wake=lambda: None, clock=Clock())
@@ -305,7 +305,7 @@ def test_another_version_of_the_protocol_is_refused_with_both_versions(world: Wo
         later.close(0.0)
 
 
-def test_a_decode_worker_that_is_asked_for_a_prompt_refuses(world: World) -> None:
+def test_a_decode_worker_refuses_to_prefill(world: World) -> None:
     decode, other = world.decode(), world.decode()
     end = decode.ended(decode.fetch(other.address, prompt(20), "r"))
     assert isinstance(end, FetchFailed) and not end.retry and "is a decode worker" in end.reason
@@ -321,7 +321,7 @@ class Counting(Loopback):
         return super().poll(ticket) if self.polls > 3 else WriteState.PENDING
 
 
-def test_writes_under_way_are_looked_at_now_and_then_not_all_the_time(world: World) -> None:
+def test_writes_in_flight_are_polled_at_intervals(world: World) -> None:
     transfer = Counting(world.hub)
     decode = world.decode()
     prefill = world.prefill(transfer=transfer, event_s=0.5, timing=replace(QUICK, poll_every=0.05))
@@ -335,7 +335,7 @@ class BrokenReceiver(Receiver):
         raise ZeroDivisionError("a bug")
 
 
-def test_an_agent_that_dies_says_so_to_its_engine() -> None:
+def test_an_agent_that_dies_reports_it_to_its_engine() -> None:
     woken = threading.Event()
     post = Channel("127.0.0.1:0")
     hello = Hello(post.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")

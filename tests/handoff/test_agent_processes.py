@@ -114,7 +114,7 @@ def reach(worker: Worker, decode: DecodeEngine, stage: str) -> HandoffKey:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_prefill_worker_killed_at_any_stage_loses_its_requests_and_no_others(tmp_path: Path, stage: str) -> None:
+def test_a_prefill_worker_killed_at_any_stage_fails_only_its_own_requests(tmp_path: Path, stage: str) -> None:
     with (
         workers(Worker("prefill", tmp_path / "doomed", hold=stage)) as [doomed],
         # The limits of its phases are so long that silence ends the handoff first.
@@ -132,7 +132,7 @@ def test_a_prefill_worker_killed_at_any_stage_loses_its_requests_and_no_others(t
         assert isinstance(end, FetchFailed) and end.quiesced
 
 
-def test_a_prefill_worker_killed_before_it_was_told_to_go_costs_no_page(tmp_path: Path) -> None:
+def test_a_prefill_worker_killed_before_start_writes_costs_no_page(tmp_path: Path) -> None:
     with workers(Worker("prefill", tmp_path / "doomed")) as [doomed], decoding(tmp_path) as decode:
         assert isinstance(decode.ended(decode.fetch(doomed.address, prompt(10), "before")), Landed)
         pause(doomed.process.pid)
@@ -143,7 +143,7 @@ def test_a_prefill_worker_killed_before_it_was_told_to_go_costs_no_page(tmp_path
         assert isinstance(end, FetchFailed) and end.quiesced
 
 
-def test_a_prefill_worker_that_returns_at_its_old_address_is_noticed_at_once_and_used(tmp_path: Path) -> None:
+def test_a_restarted_prefill_worker_at_its_old_address_is_noticed_at_once_and_used(tmp_path: Path) -> None:
     with (
         workers(Worker("prefill", tmp_path / "first", hold="sample")) as alive,
         # Silence would give it away much later.
@@ -159,7 +159,7 @@ def test_a_prefill_worker_that_returns_at_its_old_address_is_noticed_at_once_and
         assert decode.quarantined == {old}
 
 
-def test_a_prefill_worker_that_was_replaced_while_idle_costs_no_request(tmp_path: Path) -> None:
+def test_a_prefill_worker_replaced_while_idle_costs_no_request(tmp_path: Path) -> None:
     with workers(Worker("prefill", tmp_path / "first")) as alive, decoding(tmp_path) as decode:
         address = alive[0].address
         assert isinstance(decode.ended(decode.fetch(address, prompt(60), "old")), Landed)
@@ -169,7 +169,7 @@ def test_a_prefill_worker_that_was_replaced_while_idle_costs_no_request(tmp_path
         assert isinstance(decode.ended(decode.fetch(address, prompt(60), "new")), Landed)
 
 
-def test_a_prefill_worker_that_only_sleeps_is_taken_for_lost_and_says_later_that_it_stopped(tmp_path: Path) -> None:
+def test_a_suspended_prefill_worker_is_treated_as_lost_and_confirms_later_that_it_stopped(tmp_path: Path) -> None:
     with workers(Worker("prefill", tmp_path / "sleeper", hold="sample")) as [sleeper], decoding(tmp_path) as decode:
         key = reach(sleeper, decode, "sample")
         pause(sleeper.process.pid)
@@ -180,7 +180,7 @@ def test_a_prefill_worker_that_only_sleeps_is_taken_for_lost_and_says_later_that
         assert until(lambda: not decode.quarantined), "the pages stay in quarantine"
 
 
-def test_a_prefill_worker_killed_after_it_was_given_up_unasked_costs_nothing(tmp_path: Path) -> None:
+def test_a_prefill_worker_killed_after_an_unanswered_request_was_cancelled_costs_nothing(tmp_path: Path) -> None:
     clock = StoppableClock()
     with workers(Worker("prefill", tmp_path / "doomed")) as [doomed], decoding(tmp_path, clock=clock) as decode:
         assert isinstance(decode.ended(decode.fetch(doomed.address, prompt(10), "before")), Landed)
@@ -197,7 +197,7 @@ def test_a_prefill_worker_killed_after_it_was_given_up_unasked_costs_nothing(tmp
         assert until(lambda: decode.stands_in()), "it is told for ever to stop"
 
 
-def test_pages_stay_in_quarantine_when_the_worker_that_nobody_is_sure_of_is_killed_and_returns(tmp_path: Path) -> None:
+def test_pages_stay_in_quarantine_when_their_writer_is_killed_and_restarted(tmp_path: Path) -> None:
     with workers(Worker("prefill", tmp_path / "first", hold="sample")) as alive, decoding(tmp_path) as decode:
         first = alive[0]
         old = reach(first, decode, "sample")
@@ -214,7 +214,7 @@ def test_pages_stay_in_quarantine_when_the_worker_that_nobody_is_sure_of_is_kill
         assert decode.quarantined == {old} and decode.stands_in("quarantined")
 
 
-def test_giving_up_while_the_prefill_worker_dies_ends_once(tmp_path: Path) -> None:
+def test_cancelling_while_the_prefill_worker_dies_ends_once(tmp_path: Path) -> None:
     with workers(Worker("prefill", tmp_path / "doomed", hold="sample")) as [doomed], decoding(tmp_path) as decode:
         key = reach(doomed, decode, "sample")
         pause(doomed.process.pid)
@@ -239,7 +239,7 @@ def test_a_decode_worker_killed_at_any_stage_costs_the_prefill_worker_nothing(tm
         assert alive[1].says("fact") == "Landed"
 
 
-def test_a_decode_worker_killed_before_it_said_go_costs_the_prefill_worker_nothing(tmp_path: Path) -> None:
+def test_a_decode_worker_killed_before_start_writes_costs_the_prefill_worker_nothing(tmp_path: Path) -> None:
     # The time limits of its phases are so long that only the silence of the peer can end the handoff.
     slow = prefilling(tmp_path, scale=30.0)
     with slow as prefill, workers(Worker("decode", tmp_path / "doomed", hold="StartWrites")) as [doomed]:

@@ -25,7 +25,7 @@ def world() -> Iterator[World]:
         yield made
 
 
-def test_a_peer_whose_memory_cannot_be_reached_is_told_so(world: World) -> None:
+def test_a_peer_whose_memory_cannot_be_reached_is_refused_with_the_reason(world: World) -> None:
     prefill, elsewhere = world.prefill(), World()
     try:
         decode = elsewhere.decode()
@@ -78,7 +78,7 @@ class Hanging(Loopback):
         raise TransferError("it never came up")
 
 
-def test_connections_that_hang_bar_nobody_else_for_good() -> None:
+def test_connects_that_hang_do_not_block_other_peers_for_good() -> None:
     post, clock, transfer = Dictated(), Clock(), Hanging(Hub())
     transfer.go = threading.Event()
     store = Memory(4, 8).store
@@ -114,7 +114,7 @@ def test_connections_that_hang_bar_nobody_else_for_good() -> None:
     assert not side._connects_running and not side._connecting
 
 
-def test_a_peer_that_was_idle_for_long_is_asked_who_it_is_before_anything_is_sent(world: World) -> None:
+def test_a_peer_that_was_idle_for_long_is_introduced_again_first(world: World) -> None:
     post = FaultyPost(Channel("127.0.0.1:0"))
     clock = StoppableClock()
     decode, prefill = world.decode(post, clock=clock), world.prefill()
@@ -127,7 +127,7 @@ def test_a_peer_that_was_idle_for_long_is_asked_who_it_is_before_anything_is_sen
     assert post.sent.count("Hello") == 2
 
 
-def test_a_prefill_worker_that_has_forgotten_us_is_introduced_to_again(world: World) -> None:
+def test_a_prefill_worker_that_has_forgotten_its_peer_gets_a_new_introduction(world: World) -> None:
     decode, prefill = world.decode(), world.prefill()
     assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "a")), Landed)
     with prefill.agent._lock:
@@ -138,7 +138,7 @@ def test_a_prefill_worker_that_has_forgotten_us_is_introduced_to_again(world: Wo
     world.audit()
 
 
-def test_a_decode_worker_that_closes_gives_up_what_is_open_and_says_so(world: World) -> None:
+def test_a_closing_decode_worker_cancels_what_is_open_and_reports_it(world: World) -> None:
     decode, prefill = world.decode(), world.prefill(hold="sample")
     keys = [decode.fetch(prefill.address, prompt(60, number), f"r{number}") for number in range(3)]
     assert until(lambda: len(prefill.computed) == 3)
@@ -152,7 +152,7 @@ def test_a_decode_worker_that_closes_gives_up_what_is_open_and_says_so(world: Wo
     decode.agent.close(SECONDS)
 
 
-def test_a_prefill_worker_that_closes_finishes_what_it_began_and_begins_nothing(world: World) -> None:
+def test_a_closing_prefill_worker_finishes_what_it_began_and_begins_nothing(world: World) -> None:
     computed = threading.Event()
     decode, prefill = world.decode(), world.prefill(gate=computed)
     key = decode.fetch(prefill.address, prompt(60), "r")
@@ -170,7 +170,7 @@ def test_a_prefill_worker_that_closes_finishes_what_it_began_and_begins_nothing(
 
 
 @pytest.mark.parametrize("drain_seconds", [0.0, 0.3])
-def test_a_prefill_worker_that_closes_tells_peers_of_what_it_cannot_finish(world: World, drain_seconds: float) -> None:
+def test_a_closing_prefill_worker_notifies_peers_of_unfinished_handoffs(world: World, drain_seconds: float) -> None:
     decode, prefill = world.decode(), world.prefill(hold="sample")
     keys = [decode.fetch(prefill.address, prompt(60, number), f"r{number}") for number in range(3)]
     landed = 3 * 60 * (2 * 48 + 16)  # all rows, so that only the first token is missing
@@ -181,7 +181,7 @@ def test_a_prefill_worker_that_closes_tells_peers_of_what_it_cannot_finish(world
     decode.audit()
 
 
-def test_a_write_under_way_at_the_end_of_a_drain_ends_before_its_peer_is_told(world: World) -> None:
+def test_a_write_in_flight_at_the_end_of_a_drain_ends_before_its_peer_is_notified(world: World) -> None:
     clock, computed = StoppableClock(), threading.Event()
     decode, prefill = world.decode(), world.prefill(hold="sample", gate=computed, clock=clock)
     key = decode.fetch(prefill.address, prompt(20), "r")
@@ -199,7 +199,7 @@ def test_a_write_under_way_at_the_end_of_a_drain_ends_before_its_peer_is_told(wo
     assert not closing.is_alive()
 
 
-def test_a_drain_is_cut_short_by_somebody_who_will_not_wait(world: World) -> None:
+def test_a_second_close_shortens_the_drain(world: World) -> None:
     decode, prefill = world.decode(), world.prefill(hold="sample")
     key = decode.fetch(prefill.address, prompt(20), "r")
     assert until(lambda: bool(prefill.computed))
@@ -211,7 +211,7 @@ def test_a_drain_is_cut_short_by_somebody_who_will_not_wait(world: World) -> Non
     assert not closing.is_alive() and isinstance(decode.ended(key), FetchFailed)
 
 
-def test_closing_is_bounded_where_a_peer_says_nothing(world: World) -> None:
+def test_closing_is_bounded_when_a_peer_is_silent(world: World) -> None:
     post = FaultyPost(Channel("127.0.0.1:0"))
     post.lose = {"HandoffFailed": 100}  # it leaves without a word
     decode = world.decode(timing=replace(QUICK, peer_timeout=60.0), scale=10.0)

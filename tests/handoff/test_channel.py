@@ -87,7 +87,7 @@ def test_a_message_arrives_with_its_senders_address_and_is_answered(secret: str 
         assert (dict(left.dropped), dict(right.dropped)) == ({}, {})
 
 
-def test_an_ask_of_a_long_prompt_arrives_whole() -> None:
+def test_a_request_with_a_long_prompt_arrives_whole() -> None:
     ask = HandoffRequest(KEY, PromptSpec(tuple(range(200_000)), SamplingParams()), "host", tuple(range(5_000)), ())
     with channels(SECRET, SECRET) as (left, right):
         right.send(left.address, Ping(0))
@@ -96,7 +96,7 @@ def test_an_ask_of_a_long_prompt_arrives_whole() -> None:
         assert received(right, 1) == [MessageReceived(left.address, ask)]
 
 
-def test_order_is_kept_and_a_flood_is_taken_in_portions() -> None:
+def test_order_is_kept_and_a_flood_is_received_in_portions() -> None:
     with channels(None, None) as (left, right):
         for number in range(MAX_PER_RECEIVE + 50):
             left.send(right.address, Ping(number))
@@ -109,7 +109,7 @@ def test_order_is_kept_and_a_flood_is_taken_in_portions() -> None:
         assert events == [MessageReceived(left.address, Ping(number)) for number in range(MAX_PER_RECEIVE + 50)]
 
 
-def test_what_is_said_before_the_peer_listens_arrives_when_it_does() -> None:
+def test_a_message_sent_before_the_peer_listens_arrives_later() -> None:
     with channels(None) as [left]:
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -119,7 +119,7 @@ def test_what_is_said_before_the_peer_listens_arrives_when_it_does() -> None:
             assert received(right, 1) == [MessageReceived(left.address, Ping(7))]
 
 
-def test_sending_to_nobody_never_blocks_and_what_overflows_is_counted() -> None:
+def test_sending_without_a_listener_never_blocks_and_overflow_is_counted() -> None:
     with channels(None) as [channel]:
         began = time.monotonic()
         for number in range(MAX_QUEUED + 100):
@@ -129,13 +129,13 @@ def test_sending_to_nobody_never_blocks_and_what_overflows_is_counted() -> None:
 
 
 @pytest.mark.parametrize("address", ["nowhere.invalid:9", "no address", "[::1:9", "127.0.0.1:99999"])
-def test_an_address_that_leads_nowhere_is_no_exception(address: str) -> None:
+def test_an_unusable_address_raises_no_exception(address: str) -> None:
     with channels(None) as [channel]:
         for number in range(3):
             channel.send(address, Ping(number))
 
 
-def test_nothing_but_questions_goes_to_somebody_never_heard() -> None:
+def test_only_hello_and_ping_go_to_an_unknown_peer() -> None:
     with channels(None, None) as (left, right):
         left.send(right.address, HandoffAccepted(KEY))
         assert left.dropped["unknown peer"] == 1
@@ -143,7 +143,7 @@ def test_nothing_but_questions_goes_to_somebody_never_heard() -> None:
         assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
 
 
-def test_a_restarted_peer_is_reported_once_and_hears_nothing_meant_for_the_one_before() -> None:
+def test_a_restarted_peer_is_reported_once_and_gets_no_message_for_its_old_incarnation() -> None:
     with channels(None, None) as (left, first):
         address = first.address
         first.send(left.address, Ping(1))
@@ -160,7 +160,7 @@ def test_a_restarted_peer_is_reported_once_and_hears_nothing_meant_for_the_one_b
             assert received(second, 1) == [MessageReceived(left.address, HandoffAccepted(KEY))]
 
 
-def test_what_the_dead_left_behind_does_not_bring_them_back() -> None:
+def test_messages_of_an_old_incarnation_do_not_revive_it() -> None:
     with channels(None) as [channel], speaker(channel) as dealer:
 
         def say(incarnation: str, number: int) -> None:
@@ -175,7 +175,7 @@ def test_what_the_dead_left_behind_does_not_bring_them_back() -> None:
         assert becomes(channel, lambda: channel.dropped["old incarnation"] == 1)
 
 
-def test_a_channel_that_hears_itself_does_not_answer() -> None:
+def test_a_channel_ignores_its_own_messages() -> None:
     with channels(None) as [channel]:
         channel.send(channel.address, Ping(1))
         assert becomes(channel, lambda: channel.dropped["own message"] == 1)
@@ -213,7 +213,7 @@ def test_bytes_of_another_protocol_do_no_harm(junk: bytes) -> None:
         assert received(right, 1) == [MessageReceived(left.address, Ping(2))]
 
 
-def test_garbage_is_counted_and_logged_once_for_each_address(caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_messages_are_counted_and_logged_once_per_address(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hotset.handoff"), channels(None, None) as (left, right):
         with speaker(right) as dealer:
             for junk in ([b"junk"], [b""], [b"one", b"two"], [MARK + PLAIN + b"\x96"], [MARK * 100]):
@@ -230,7 +230,7 @@ def test_garbage_is_counted_and_logged_once_for_each_address(caplog: pytest.LogC
         assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
 
 
-def test_a_message_beyond_the_limit_is_never_taken_in() -> None:
+def test_a_message_above_the_size_limit_is_never_read() -> None:
     with channels(None, None) as (left, right), speaker(right) as dealer:
         dealer.send(bytes(MAX_BYTES + 1))
         left.send(right.address, Ping(1))
@@ -240,7 +240,7 @@ def test_a_message_beyond_the_limit_is_never_taken_in() -> None:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(None, SECRET), ("another secret, also long", SECRET), (SECRET, None)])
-def test_a_wrong_secret_is_not_heard_and_said_so(
+def test_a_message_with_a_wrong_secret_is_dropped_and_logged(
     theirs: str | None, ours: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "hotset.handoff"), channels(theirs, ours) as (stranger, channel):
@@ -249,7 +249,7 @@ def test_a_wrong_secret_is_not_heard_and_said_so(
         assert "secret" in caplog.text and SECRET not in caplog.text
 
 
-def test_peers_invented_by_a_stranger_take_bounded_memory() -> None:
+def test_invented_peers_take_bounded_memory() -> None:
     with channels(None) as [channel], speaker(channel) as dealer:
         for number in range(MAX_PEERS + 50):
             dealer.send(Codec().encode(Envelope(f"10.0.{number >> 8}.{number & 255}:80", "aa", "", Ping(number))))
@@ -310,7 +310,7 @@ def test_a_wake_before_or_during_the_wait_ends_it() -> None:
         assert time.monotonic() - began >= 0.04
 
 
-def test_last_words_leave_and_closing_is_bounded() -> None:
+def test_queued_messages_leave_on_close_and_closing_is_bounded() -> None:
     with channels(None, None) as (left, right):
         left.send("127.0.0.1:1", Ping(0))
         left.send(right.address, Ping(1))

@@ -106,18 +106,18 @@ def body(kind: str, fields: object, **envelope: Any) -> bytes:
     return packed(*head.values(), kind, fields)
 
 
-def test_these_tests_know_every_kind_of_message() -> None:
+def test_every_message_type_is_covered_by_these_tests() -> None:
     assert {type(message) for message in MESSAGES} == set(get_args(Message))
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_what_is_sent_is_what_is_read(message: Message, secret: bytes | None) -> None:
+def test_messages_survive_a_round_trip(message: Message, secret: bytes | None) -> None:
     sent = letter(message)
     assert Codec(secret).decode(Codec(secret).encode(sent)) == sent
 
 
-def test_an_answer_is_for_anybody_where_nobody_is_named() -> None:
+def test_an_empty_target_incarnation_survives_a_round_trip() -> None:
     assert Codec().decode(Codec().encode(letter(Ping(1), target_incarnation=""))).target_incarnation == ""
 
 
@@ -136,14 +136,14 @@ def test_random_bytes_are_bad_messages_and_nothing_worse(noise: bytes, head: byt
         max_leaves=30,
     )
 )
-def test_sound_msgpack_that_is_no_message_is_bad(value: object) -> None:
+def test_valid_msgpack_that_is_not_a_message_is_bad(value: object) -> None:
     with pytest.raises(BadMessage):
         Codec().decode(MARK + PLAIN + msgspec.msgpack.encode(value))
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(MESSAGES), st.data())
-def test_cut_or_flipped_messages_are_bad_or_well_formed(message: Message, data: st.DataObject) -> None:
+def test_truncated_or_flipped_messages_are_bad_or_well_formed(message: Message, data: st.DataObject) -> None:
     """Without a secret a flipped bit may make another sound message; it never makes anything else."""
     raw = bytearray(Codec().encode(letter(message)))
     if data.draw(st.booleans()):
@@ -174,12 +174,12 @@ def test_with_a_secret_no_bit_can_be_changed(message: Message, data: st.DataObje
         (SECRET, None, "none is configured here"),
     ],
 )
-def test_secrets_that_differ_are_told_apart(sent_with: bytes | None, read_with: bytes | None, complaint: str) -> None:
+def test_different_secrets_are_distinguished(sent_with: bytes | None, read_with: bytes | None, complaint: str) -> None:
     with pytest.raises(BadMessage, match=complaint):
         Codec(read_with).decode(Codec(sent_with).encode(letter(Ping(1))))
 
 
-def test_a_tag_alone_is_no_message() -> None:
+def test_a_tag_without_an_envelope_is_bad() -> None:
     with pytest.raises(BadMessage, match="another secret"):
         Codec(SECRET).decode(MARK + TAGGED + bytes(TAG_BYTES - 1))
 
@@ -229,7 +229,7 @@ SOUND_ASK: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(byte
     ],
     ids=str,
 )
-def test_an_ask_with_a_wrong_field_is_bad(changes: dict[str, Any]) -> None:
+def test_a_request_with_a_wrong_field_is_bad(changes: dict[str, Any]) -> None:
     assert isinstance(Codec().decode(body("HandoffRequest", SOUND_ASK)), Envelope)
     prompt = SOUND_ASK["prompt"] | changes.get("prompt", {})
     with pytest.raises(BadMessage):
@@ -262,7 +262,7 @@ def test_an_ask_with_a_wrong_field_is_bad(changes: dict[str, Any]) -> None:
         packed(),
     ],
 )
-def test_what_no_peer_of_ours_would_say_is_bad(raw: bytes) -> None:
+def test_values_out_of_range_are_bad(raw: bytes) -> None:
     with pytest.raises(BadMessage):
         Codec().decode(raw)
 
@@ -270,7 +270,7 @@ def test_what_no_peer_of_ours_would_say_is_bad(raw: bytes) -> None:
 @pytest.mark.parametrize(
     "flaw", [{"bases": ((-1,),)}, {"bases": ((1 << 63,),)}, {"page_bytes": 1 << 63}, {"row_bytes": -1}]
 )
-def test_memory_beyond_all_addresses_is_bad(flaw: dict[str, Any]) -> None:
+def test_memory_beyond_the_address_range_is_bad(flaw: dict[str, Any]) -> None:
     stores = {"host": Store(whole_rows(SPAN), replace(SPAN, **flaw))}
     for message in (replace(HELLO, stores=stores), Welcome(replace(HELLO, stores=stores))):
         with pytest.raises(BadMessage, match="out of range"):
@@ -278,7 +278,7 @@ def test_memory_beyond_all_addresses_is_bad(flaw: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ring", [MemoryRange(-1, 8), MemoryRange(8, -1), MemoryRange(1 << 62, 1 << 62)])
-def test_a_ring_beyond_all_addresses_is_bad(ring: MemoryRange) -> None:
+def test_a_ring_beyond_the_address_range_is_bad(ring: MemoryRange) -> None:
     with pytest.raises(BadMessage, match="out of range"):
         Codec().decode(Codec().encode(letter(replace(HELLO, ring=ring))))
 
@@ -292,7 +292,7 @@ def test_slices_beyond_all_rows_are_bad(slices: Any) -> None:
 
 @pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6"], ids=["array", "map", "text", "bytes"])
 @pytest.mark.parametrize("length", [100_000_000, 0xFFFFFFFF])
-def test_a_length_that_is_a_lie_takes_no_memory(head: bytes, length: int) -> None:
+def test_a_false_length_takes_no_memory(head: bytes, length: int) -> None:
     prefix = msgspec.msgpack.encode((PROTOCOL, ORIGIN, "ab12", "", "HandoffRequest"))
     field = msgspec.msgpack.encode({"prompt": {"token_ids": 0}})[:-1] + head + struct.pack(">I", length) + b"\x01"
     raw = MARK + PLAIN + bytes([prefix[0] + 1]) + prefix[1:] + field

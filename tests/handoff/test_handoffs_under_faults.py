@@ -111,7 +111,7 @@ def test_without_faults_every_handoff_lands(seed: int) -> None:
     assert world.counts["landed"] == world.counts["handoffs"] >= 100
 
 
-def test_lost_doubled_and_late_messages_cost_no_handoff() -> None:
+def test_lost_duplicated_and_delayed_messages_cost_no_handoff() -> None:
     """Defect 11: whatever is lost is said again."""
     world = World(4, replace(QUIET, lose=0.15, duplicate=0.15, delay=0.03))
     run(world, 200)

@@ -127,7 +127,7 @@ def test_index_keys_of_a_host_page_spread_over_the_parts_of_a_device_page() -> N
     np.testing.assert_array_equal(target.without_free_bytes(), expect(source, target, 0, 70, [(0, 0), (1, 1)]))
 
 
-def test_some_layers_travel_alone() -> None:
+def test_a_selection_of_layers_can_be_transferred() -> None:
     source, target = sides(shape(2, 16, 8), shape(5, 64, 8), rows=70, seed=1)
     units = [(0, 3), (1, 4)]
     carry_out(source, target, 5, 70, units)
@@ -156,7 +156,7 @@ def test_a_run_ends_where_either_side_breaks() -> None:
     np.testing.assert_array_equal(target.without_free_bytes(), expect(source, target, 0, 24, [(0, 0)]))
 
 
-def test_neighbours_under_different_bases_stay_apart() -> None:
+def test_adjacent_rows_of_different_bases_are_not_merged() -> None:
     """Each base may begin a registered region of its own: a write across two would be refused as a whole."""
     span = PagedSpan(((0,), (32,)), page_bytes=32, page_rows=4, part_rows=4, row_bytes=8)  # a page after the other
     parts = PagedSpan(((1000, 1016), (1032, 1048)), page_bytes=16, page_rows=4, part_rows=2, row_bytes=8)
@@ -178,7 +178,7 @@ def test_addresses_beyond_32_bits_are_exact() -> None:
     ]
 
 
-def test_nothing_to_carry_is_no_write() -> None:
+def test_an_empty_range_plans_no_write() -> None:
     source, target = sides(shape(2, 16, 8), shape(2, 16, 8), rows=16, seed=0)
     assert carry_out(source, target, 7, 7) == 0 and carry_out(source, target, 0, 16, units=[]) == 0
 
@@ -196,7 +196,7 @@ def test_a_long_context_is_planned_quickly(there: int) -> None:
     assert min(once() for _ in range(5)) < 0.05
 
 
-def test_too_few_pages_are_a_bug_of_the_caller() -> None:
+def test_too_few_pages_raise_an_assertion() -> None:
     with pytest.raises(AssertionError, match="17 rows in 1 pages of 16"):
         plan_writes(shape(1, 16, 8), [0], shape(1, 64, 8), [0], 0, 17)
 
@@ -209,11 +209,11 @@ STORE = Store(whole_rows(ROWS), PagedSpan(((1 << 22,),), 64 * 256, 64, 64, 256))
 HELLO = Hello("127.0.0.1:1", MODEL, {"host": STORE}, "loopback", b"")
 
 
-def test_one_model_under_two_names_is_one_model() -> None:
+def test_the_name_of_a_model_may_differ() -> None:
     assert check_peers(HELLO, replace(HELLO, model=replace(MODEL, name="other"))) is None
 
 
-def test_peers_of_other_page_sizes_fit() -> None:
+def test_page_sizes_of_peers_may_differ() -> None:
     rows = replace(ROWS, page_rows=16, part_rows=16, page_bytes=16 * 1152)
     assert (
         check_peers(
@@ -259,6 +259,6 @@ def test_peers_whose_rows_have_another_size_are_refused_with_both_values() -> No
         (Store(whole_rows(replace(ROWS, bases=((-8,), (8,)))), STORE.keys), "negative address"),
     ],
 )
-def test_a_store_that_would_lead_writes_astray_is_refused(store: Store, complaint: str) -> None:
+def test_an_invalid_store_is_refused(store: Store, complaint: str) -> None:
     reason = check_peers(HELLO, replace(HELLO, stores={"host": store}))
     assert reason is not None and complaint in reason

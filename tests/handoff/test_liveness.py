@@ -13,7 +13,7 @@ def test_watched_peers_are_pinged_every_second_and_others_not_at_all() -> None:
     assert liveness.watch({"a", "b"}, 1.5) == ["b"]
 
 
-def test_a_peer_is_lost_after_four_seconds_without_a_word() -> None:
+def test_a_peer_is_lost_after_four_seconds_of_silence() -> None:
     liveness = Liveness(TIMING)
     liveness.watch({"a"}, 10.0)
     assert liveness.timed_out(14.0) == []
@@ -22,7 +22,7 @@ def test_a_peer_is_lost_after_four_seconds_without_a_word() -> None:
     assert liveness.timed_out(18.1) == ["a"]
 
 
-def test_a_peer_that_was_silent_before_it_was_needed_is_not_lost_for_that() -> None:
+def test_silence_before_a_peer_is_watched_does_not_count() -> None:
     liveness = Liveness(TIMING)
     liveness.mark_heard("a", 0.0)
     liveness.watch({"a"}, 50.0)
@@ -30,7 +30,7 @@ def test_a_peer_that_was_silent_before_it_was_needed_is_not_lost_for_that() -> N
     assert liveness.timed_out(54.1) == ["a"]
 
 
-def test_a_peer_on_which_nothing_depends_any_more_is_not_lost() -> None:
+def test_a_peer_that_is_no_longer_watched_is_not_lost() -> None:
     liveness = Liveness(TIMING)
     liveness.watch({"a"}, 0.0)
     liveness.watch(set(), 1.0)
@@ -39,7 +39,7 @@ def test_a_peer_on_which_nothing_depends_any_more_is_not_lost() -> None:
     assert liveness.timed_out(100.0) == []
 
 
-def test_an_introduction_holds_while_the_peer_is_heard() -> None:
+def test_an_introduction_is_valid_while_messages_arrive() -> None:
     liveness = Liveness(TIMING)
     assert not liveness.heard_recently("a", 0.0)
     liveness.mark_heard("a", 0.0)
@@ -48,7 +48,7 @@ def test_an_introduction_holds_while_the_peer_is_heard() -> None:
     assert not liveness.heard_recently("a", 0.0)
 
 
-def test_only_peers_that_nobody_needs_are_forgotten_for_their_silence() -> None:
+def test_only_unwatched_peers_expire() -> None:
     liveness = Liveness(TIMING)
     liveness.mark_heard("a", 0.0)
     liveness.mark_heard("b", 0.0)

@@ -88,7 +88,7 @@ class Desk:
         return self.receiver.phases().get(KEY)
 
 
-def test_an_ask_is_repeated_until_it_is_answered() -> None:
+def test_a_request_is_retransmitted_until_it_is_answered() -> None:
     desk = Desk()
     desk.fetch()
     assert desk.actions() == [SendMessage(PEER, ask(KEY))]
@@ -100,13 +100,13 @@ def test_an_ask_is_repeated_until_it_is_answered() -> None:
     assert desk.sent() == []
 
 
-def test_go_is_said_again_when_accepted_is() -> None:
+def test_start_writes_answers_every_copy_of_accepted() -> None:
     desk = Desk().landing()
     desk.take(HandoffAccepted(KEY))
     assert desk.actions() == [SendMessage(PEER, StartWrites(KEY))]
 
 
-def test_a_context_lands_once_and_done_is_acknowledged_however_often_it_comes() -> None:
+def test_a_context_lands_once_and_every_copy_of_done_is_acknowledged() -> None:
     desk = Desk().landing()
     desk.take(Progress(KEY, 2))
     desk.take(DONE)
@@ -116,7 +116,7 @@ def test_a_context_lands_once_and_done_is_acknowledged_however_often_it_comes() 
     assert desk.receiver.phases() == {} and desk.receiver.next_deadline() is None
 
 
-def test_progress_that_is_late_does_not_hold_the_request_up() -> None:
+def test_late_progress_does_not_delay_the_request() -> None:
     """Defect 11: an earlier chunk that is heard of after the last one."""
     desk = Desk().landing()
     desk.take(DONE)
@@ -125,14 +125,14 @@ def test_progress_that_is_late_does_not_hold_the_request_up() -> None:
 
 
 @pytest.mark.parametrize("message", [HandoffDone(KEY, 1, None), HandoffFailed(KEY, True, True, "no")])
-def test_what_is_forgotten_is_still_acknowledged(message: Message) -> None:
+def test_the_end_of_a_forgotten_handoff_is_still_acknowledged(message: Message) -> None:
     desk = Desk()
     desk.take(message)
     assert desk.actions() == [SendMessage(PEER, HandoffAck(KEY))]
 
 
 @pytest.mark.parametrize("message", [HandoffAccepted(KEY), Progress(KEY, 3)])
-def test_a_sender_at_work_for_nobody_is_stopped(message: Message) -> None:
+def test_a_sender_of_an_unknown_handoff_is_cancelled(message: Message) -> None:
     desk = Desk()
     desk.take(message)
     assert desk.actions() == [SendMessage(PEER, Cancel(KEY))]
@@ -163,7 +163,7 @@ def test_a_peer_that_never_answers_leaves_the_pages_free() -> None:
     assert desk.actions() == [] and desk.phase is None
 
 
-def test_giving_up_before_anything_may_be_written_is_instant() -> None:
+def test_cancelling_before_start_writes_is_instant() -> None:
     desk = Desk()
     desk.fetch()
     desk.actions()
@@ -174,7 +174,7 @@ def test_giving_up_before_anything_may_be_written_is_instant() -> None:
     assert desk.facts() == []
 
 
-def test_giving_up_while_rows_land_keeps_the_pages_until_the_writer_has_stopped() -> None:
+def test_cancelling_while_rows_land_keeps_the_pages_until_the_writer_has_stopped() -> None:
     """Defect 3: pages that a remote writer still writes are not free."""
     desk = Desk().landing()
     desk.give_up()
@@ -186,14 +186,14 @@ def test_giving_up_while_rows_land_keeps_the_pages_until_the_writer_has_stopped(
     assert desk.receiver.next_deadline() is None
 
 
-def test_giving_up_what_has_just_landed_frees_it() -> None:
+def test_cancelling_what_has_just_landed_frees_it() -> None:
     desk = Desk().landing()
     desk.give_up()
     desk.take(DONE)
     assert desk.facts() == [FetchFailed(KEY, True, False, "cancelled")]
 
 
-def test_a_sender_that_does_not_say_that_it_stopped_leaves_the_pages_in_doubt() -> None:
+def test_a_sender_that_does_not_confirm_that_it_stopped_leaves_the_pages_in_quarantine() -> None:
     desk = Desk().landing()
     desk.give_up()
     desk.pass_time(15)
@@ -208,7 +208,7 @@ def test_a_sender_that_does_not_say_that_it_stopped_leaves_the_pages_in_doubt() 
 
 
 @pytest.mark.parametrize("message", [HandoffFailed(KEY, False, True, "broke"), Cancelled(KEY, False)])
-def test_a_write_that_may_still_go_on_is_told_as_such(message: Message) -> None:
+def test_an_unknown_write_is_reported_as_not_quiesced(message: Message) -> None:
     """Defect 13."""
     desk = Desk().landing()
     desk.take(message)
@@ -218,14 +218,14 @@ def test_a_write_that_may_still_go_on_is_told_as_such(message: Message) -> None:
     assert desk.facts() == []
 
 
-def test_a_write_that_failed_and_stopped_frees_the_pages() -> None:
+def test_a_write_that_failed_quiesced_frees_the_pages() -> None:
     desk = Desk().landing()
     desk.take(HandoffFailed(KEY, True, True, "broke"))
     assert desk.actions() == [SendMessage(PEER, HandoffAck(KEY)), FetchFailed(KEY, True, True, "broke")]
 
 
 @pytest.mark.parametrize("quiesced", [True, False])
-def test_what_a_peer_refuses_was_never_written(quiesced: bool) -> None:
+def test_a_refused_request_was_never_written(quiesced: bool) -> None:
     """A refusal keeps no record, so it vouches for nothing; but no Go was said."""
     desk = Desk()
     desk.fetch()
@@ -233,7 +233,7 @@ def test_what_a_peer_refuses_was_never_written(quiesced: bool) -> None:
     assert desk.facts() == [FetchFailed(KEY, True, False, "too long")] and desk.phase is None
 
 
-def test_a_failed_handoff_harms_no_other_of_the_same_peer() -> None:
+def test_a_failed_handoff_affects_no_other_of_the_same_peer() -> None:
     """Defect 12."""
     desk, second = Desk().landing(), HandoffKey("s", 1)
     desk.landing(second)
@@ -245,7 +245,7 @@ def test_a_failed_handoff_harms_no_other_of_the_same_peer() -> None:
     assert desk.sent() == [ask(HandoffKey("t", 1))]
 
 
-def test_death_of_a_peer_ends_all_that_it_was_asked_and_nothing_else() -> None:
+def test_death_of_a_peer_ends_its_handoffs_and_no_others() -> None:
     desk, asked, elsewhere = Desk().landing(), HandoffKey("s", 1), HandoffKey("t", 1)
     desk.fetch(asked)
     desk.landing(elsewhere, OTHER)
@@ -256,7 +256,7 @@ def test_death_of_a_peer_ends_all_that_it_was_asked_and_nothing_else() -> None:
     assert desk.facts() == [Landed(elsewhere, 3, None)]
 
 
-def test_a_peer_that_was_only_slow_may_still_say_that_it_stopped() -> None:
+def test_a_slow_peer_may_still_confirm_that_it_stopped() -> None:
     desk = Desk().landing()
     desk.receiver.peer_lost(PEER, "silent", desk.now)
     desk.receiver.peer_lost(PEER, "silent", desk.now)
@@ -267,7 +267,7 @@ def test_a_peer_that_was_only_slow_may_still_say_that_it_stopped() -> None:
     assert desk.facts() == [Quiesced(KEY)]
 
 
-def test_death_while_stopping_leaves_the_pages_in_doubt() -> None:
+def test_death_while_cancelling_leaves_the_pages_in_quarantine() -> None:
     desk = Desk().landing()
     desk.give_up()
     desk.receiver.peer_lost(PEER, "it died", desk.now)
@@ -293,14 +293,14 @@ def test_of_one_request_only_the_highest_attempt_counts() -> None:
     assert desk.sent() == [Cancel(HandoffKey("r", 2)), ask(HandoffKey("r", 3))]
 
 
-def test_nobody_else_ends_a_handoff() -> None:
+def test_only_its_own_peer_ends_a_handoff() -> None:
     desk = Desk().landing()
     for message in (DONE, HandoffFailed(KEY, True, True, ""), Cancelled(KEY, True), HandoffAccepted(KEY)):
         desk.take(message, OTHER)
     assert desk.facts() == [] and desk.phase is ReceiverPhase.LANDING
 
 
-def test_messages_of_others_trades_are_ignored() -> None:
+def test_messages_for_the_other_role_are_ignored() -> None:
     desk = Desk().landing()
     for message in (ask(KEY), StartWrites(KEY), HandoffAck(KEY), Cancel(KEY)):
         desk.take(message)

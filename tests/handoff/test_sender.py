@@ -141,7 +141,7 @@ class Desk:
         return self.sender.phases().get((PEER, KEY))
 
 
-def test_an_ask_is_accepted_and_computed_once_however_often_it_comes() -> None:
+def test_a_retransmitted_request_is_accepted_again_and_computed_once() -> None:
     desk = Desk()
     desk.take(ask())
     assert desk.actions() == [
@@ -154,7 +154,7 @@ def test_an_ask_is_accepted_and_computed_once_however_often_it_comes() -> None:
     assert desk.sent() == [HandoffAccepted(KEY)] * 2 and desk.sender.num_retransmits == 2
 
 
-def test_nothing_is_written_before_go() -> None:
+def test_nothing_is_written_before_start_writes() -> None:
     desk = Desk()
     desk.take(ask())
     desk.written(0, 6)
@@ -178,7 +178,7 @@ def test_writes_go_from_our_pages_to_theirs_and_wait_for_the_forward_pass() -> N
     assert submit.after is event and (submit.peer, submit.key) == (PEER, KEY)
 
 
-def test_what_is_told_while_enough_is_under_way_goes_together_when_a_list_ends() -> None:
+def test_rows_announced_while_lists_are_in_flight_are_merged_into_the_next_list() -> None:
     """Engines are paid by the write, and the newest event of a stream happens after all the others."""
     desk = Desk()
     first, second = desk.under_way(2, 4)
@@ -198,7 +198,7 @@ def test_what_is_told_while_enough_is_under_way_goes_together_when_a_list_ends()
     assert desk.sent() == [Progress(KEY, 10), HandoffDone(KEY, 42, {42: (-1.0, 1)})]
 
 
-def test_what_waits_behind_a_write_that_failed_is_never_written() -> None:
+def test_rows_that_wait_behind_a_failed_write_are_never_written() -> None:
     desk = Desk()
     first, second = desk.under_way(2, 4)
     desk.written(4, 10)
@@ -210,7 +210,7 @@ def test_what_waits_behind_a_write_that_failed_is_never_written() -> None:
     )
 
 
-def test_rows_that_move_while_they_wait_are_found_out() -> None:
+def test_rows_that_move_while_they_wait_raise_an_assertion() -> None:
     desk = Desk()
     desk.under_way(2, 4)
     desk.written(4, 6)
@@ -256,7 +256,7 @@ def test_chunks_may_end_in_any_order() -> None:
     assert desk.sent() == [Progress(KEY, 10), HandoffDone(KEY, 42, {42: (-1.0, 1)})]
 
 
-def test_done_is_repeated_until_it_is_acknowledged() -> None:
+def test_done_is_retransmitted_until_it_is_acknowledged() -> None:
     desk = Desk()
     (ticket,) = desk.under_way(10)
     desk.sampled()
@@ -270,7 +270,7 @@ def test_done_is_repeated_until_it_is_acknowledged() -> None:
     assert desk.actions() == [] and desk.sender.next_deadline() is None
 
 
-def test_an_ask_that_was_served_is_not_begun_again() -> None:
+def test_a_late_copy_of_a_served_request_begins_nothing() -> None:
     desk = Desk()
     (ticket,) = desk.under_way(10)
     desk.sampled()
@@ -281,13 +281,13 @@ def test_an_ask_that_was_served_is_not_begun_again() -> None:
     assert desk.actions() == [SendMessage(PEER, Cancelled(KEY, True))]
 
 
-def test_a_request_in_the_queue_is_alive() -> None:
+def test_a_queued_request_sends_progress() -> None:
     desk = Desk().writing()
     desk.pass_time(5.5)
     assert desk.sent() == [Progress(KEY, 0)] * 5
 
 
-def test_cancel_before_go_ends_it_at_once() -> None:
+def test_cancel_before_start_writes_ends_it_at_once() -> None:
     desk = Desk()
     desk.take(ask())
     desk.written(0, 10)
@@ -323,7 +323,7 @@ def test_a_cancelled_handoff_begins_no_further_write() -> None:
     assert desk.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
 
 
-def test_an_ask_that_comes_after_its_cancel_is_not_begun() -> None:
+def test_a_request_that_arrives_after_its_cancel_is_not_begun() -> None:
     desk = Desk()
     desk.take(Cancel(KEY))
     desk.take(ask())
@@ -334,7 +334,7 @@ def test_an_ask_that_comes_after_its_cancel_is_not_begun() -> None:
     )
 
 
-def test_who_knows_nothing_vouches_for_nothing() -> None:
+def test_a_sender_without_a_record_reports_not_quiesced() -> None:
     """Another incarnation answers a Cancel that was meant for the one before, whose writes may go on."""
     desk = Desk()
     desk.take(Cancel(KEY))
@@ -344,7 +344,7 @@ def test_who_knows_nothing_vouches_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("state", "quiesced"), [(WriteState.FAILED_QUIESCED, True), (WriteState.FAILED_UNKNOWN, False)]
 )
-def test_a_failed_write_is_told_when_the_others_have_ended(state: WriteState, quiesced: bool) -> None:
+def test_a_failed_write_is_reported_when_the_others_have_ended(state: WriteState, quiesced: bool) -> None:
     """Defect 13: what ended as unknown may still be writing."""
     desk = Desk()
     first, second = desk.under_way(6, 10)
@@ -364,7 +364,7 @@ def test_a_failed_write_is_told_when_the_others_have_ended(state: WriteState, qu
     assert desk.sent() == [Cancelled(KEY, quiesced)]
 
 
-def test_a_failure_taints_a_handoff_that_is_being_cancelled() -> None:
+def test_an_unknown_write_marks_a_handoff_that_is_being_cancelled() -> None:
     desk = Desk()
     first, second = desk.under_way(6, 10)
     desk.take(Cancel(KEY))
@@ -373,7 +373,7 @@ def test_a_failure_taints_a_handoff_that_is_being_cancelled() -> None:
     assert desk.sent() == [Cancelled(KEY, False)]
 
 
-def test_a_failed_handoff_harms_no_other_of_the_same_peer() -> None:
+def test_a_failed_handoff_affects_no_other_of_the_same_peer() -> None:
     """Defect 12."""
     desk, other = Desk(), HandoffKey("s", 1)
     (ticket,) = desk.under_way(10)
@@ -389,7 +389,7 @@ def test_a_failed_handoff_harms_no_other_of_the_same_peer() -> None:
     assert HandoffAccepted(HandoffKey("t", 1)) in desk.sent()
 
 
-def test_a_write_that_never_ends_is_given_up_and_told_later_if_it_does_end() -> None:
+def test_a_hung_write_is_reported_and_reported_again_if_it_ends() -> None:
     desk = Desk()
     (ticket,) = desk.under_way(10)
     desk.pass_time(40)
@@ -409,7 +409,7 @@ def test_a_write_that_never_ends_is_given_up_and_told_later_if_it_does_end() -> 
     assert desk.sent() == [Cancelled(KEY, True)]
 
 
-def test_a_write_that_ends_before_its_failure_was_heard_changes_what_is_told() -> None:
+def test_a_hung_write_that_ends_before_the_ack_changes_the_report() -> None:
     desk = Desk()
     (ticket,) = desk.under_way(10)
     desk.pass_time(50)
@@ -429,7 +429,7 @@ def test_a_cancelled_write_that_never_ends_is_answered_in_time() -> None:
     assert desk.sent() == [Cancelled(KEY, False)] and desk.phase is None
 
 
-def test_what_the_engine_cannot_compute_is_told() -> None:
+def test_a_prompt_that_cannot_be_computed_is_reported() -> None:
     desk = Desk()
     desk.take(ask())
     desk.actions()
@@ -452,7 +452,7 @@ def test_an_engine_that_fails_midway_waits_for_its_writes() -> None:
     ]
 
 
-def test_a_receiver_that_never_says_go_is_told_that_it_failed() -> None:
+def test_a_receiver_that_never_sends_start_writes_gets_a_failure() -> None:
     desk = Desk()
     desk.take(ask())
     desk.pass_time(10)
@@ -463,7 +463,7 @@ def test_a_receiver_that_never_says_go_is_told_that_it_failed() -> None:
     ]
 
 
-def test_an_engine_that_says_nothing_for_long_is_given_up() -> None:
+def test_an_engine_that_announces_nothing_for_long_times_out() -> None:
     desk = Desk().writing()
     desk.pass_time(599)
     desk.written(0, 10)
@@ -540,7 +540,7 @@ def test_of_one_request_only_the_highest_attempt_counts() -> None:
         (replace(ask(), prompt=prompt(0)), "a prompt without tokens"),
     ],
 )
-def test_an_ask_that_cannot_be_served_is_refused(asked: HandoffRequest, complaint: str) -> None:
+def test_a_request_that_cannot_be_served_is_refused(asked: HandoffRequest, complaint: str) -> None:
     desk = Desk()
     desk.take(asked)
     (message,) = desk.sent()
@@ -548,14 +548,14 @@ def test_an_ask_that_cannot_be_served_is_refused(asked: HandoffRequest, complain
     assert not message.retry and not message.quiesced and desk.phase is None
 
 
-def test_a_stranger_is_asked_to_say_hello() -> None:
+def test_an_unknown_peer_is_asked_for_hello() -> None:
     desk = Desk()
     desk.take(ask(), "10.0.0.3:7000")
     (message,) = desk.sent()
     assert isinstance(message, HandoffFailed) and message.retry and "Hello" in message.reason
 
 
-def test_an_engine_that_skips_rows_is_found_out() -> None:
+def test_an_engine_that_skips_rows_raises_an_assertion() -> None:
     desk = Desk().writing()
     with pytest.raises(AssertionError, match="0 rows are announced"):
         desk.written(2, 10)
@@ -563,7 +563,7 @@ def test_an_engine_that_skips_rows_is_found_out() -> None:
         desk.sampled()
 
 
-def test_tombs_are_bounded_in_number_and_time() -> None:
+def test_tombstones_are_bounded_in_number_and_time() -> None:
     """Defect 14: orphaned ids leak nothing."""
     desk = Desk(max_tombstones=3, tombstone_limit=10.0)
     keys = [HandoffKey(str(number), 0) for number in range(5)]

@@ -76,14 +76,14 @@ def test_a_head_that_many_ranks_hold_is_read_from_all_of_them_in_turn() -> None:
     ]
 
 
-def test_alike_on_both_sides_travels_in_whole_runs() -> None:
+def test_equal_shardings_use_whole_runs() -> None:
     source, target = Sharded(2, 4, page_rows=64), Sharded(2, 4, page_rows=16)
     pages = (range(1, 5), range(2, 18), range(3, 19))
     planned = plan_context_writes(source.store, pages[0], target.store, pages[1], pages[2], 0, 256)
     assert len(planned) == 2 * source.layers + source.groups, "one for each shard and layer, and for each group's keys"
 
 
-def test_whole_rows_travel_as_if_there_were_no_shards() -> None:
+def test_whole_rows_are_planned_as_without_shards() -> None:
     span = PagedSpan(((1 << 20,), (1 << 21,)), 64 * 48, 64, 64, 48)
     there = replace(span, bases=((1 << 22,), (1 << 23,)), page_rows=16, part_rows=16, page_bytes=16 * 48)
     stores = Store(whole_rows(span), None), Store(whole_rows(there), None)
@@ -91,7 +91,7 @@ def test_whole_rows_travel_as_if_there_were_no_shards() -> None:
     np.testing.assert_array_equal(planned, plan_writes(span, (5, 3), there, range(8), 3, 100))
 
 
-def test_layers_of_pipeline_stages_lie_anywhere() -> None:
+def test_layers_of_pipeline_stages_may_be_anywhere() -> None:
     """A stage has a store of its own: each layer's base is all that a span says of where it lies."""
     source, target = Sharded(2, 2, page_rows=8, seed=1), Sharded(1, 2, page_rows=8)
     assert len({parts[0] % 4096 for parts in source.store.shards[0].span.bases}) == source.layers
@@ -110,7 +110,7 @@ def test_heads_of_ranks_are_named_by_their_bytes_in_the_whole_row() -> None:
     assert head_shards(spans[:1], 2, 4)[0].slices == ((0, 8), (8, 8))
 
 
-def test_slices_that_follow_each_other_on_both_sides_are_one_piece() -> None:
+def test_slices_that_are_adjacent_on_both_sides_are_one_range() -> None:
     (found,) = overlaps((((0, 8), (8, 8)),), (((0, 16),),))
     assert found.byte_ranges == ((0, 0, 16),) and found.row_bytes == 16
 
@@ -124,7 +124,7 @@ def hello(store: Store) -> Hello:
 
 @pytest.mark.parametrize("there", RANKS)
 @pytest.mark.parametrize("here", RANKS)
-def test_peers_that_divide_differently_fit(here: int, there: int) -> None:
+def test_peers_with_different_sharding_are_compatible(here: int, there: int) -> None:
     stores = [Sharded(ranks, 4, page_rows=4).store for ranks in (here, there)]
     assert check_peers(hello(stores[0]), hello(stores[1])) is None
     assert {row_bytes(store) for store in stores} == {2 * 4 * HEAD_BYTES} and first_gap(stores[1]) is None
@@ -143,7 +143,7 @@ def _with(store: Store, shard: Shard) -> Store:
     return replace(store, shards=(*store.shards[:-1], shard))
 
 
-def test_a_store_whose_shards_would_lead_rows_astray_is_refused() -> None:
+def test_a_store_with_invalid_shards_is_refused() -> None:
     sound = Sharded(4, 4, page_rows=4).store
     last = sound.shards[-1]
     for store, complaint in (

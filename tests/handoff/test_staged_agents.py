@@ -19,7 +19,7 @@ RING = 1 << 13  # about 70 rows
 
 
 @pytest.mark.parametrize(("here", "there"), [(2, 4), (4, 1)])
-def test_rows_of_other_ranks_land_by_way_of_the_ring(here: int, there: int) -> None:
+def test_rows_of_other_shardings_land_through_the_ring(here: int, there: int) -> None:
     with worlds() as world:
         target = world.decode(ranks=there, staging=StagingMemory(RING))
         source = world.prefill(ranks=here, staging=StagingMemory(RING), event_s=0.02)
@@ -33,7 +33,7 @@ def test_rows_of_other_ranks_land_by_way_of_the_ring(here: int, there: int) -> N
         assert landed.num_pieces == written.num_pieces >= 6 and landed.ring_quarantined_bytes == 0
 
 
-def test_prefills_of_several_divisions_feed_one_decode_worker() -> None:
+def test_prefill_workers_with_different_sharding_serve_one_decode_worker() -> None:
     with worlds() as world:
         target = world.decode(ranks=2, staging=StagingMemory(RING))
         sources = [world.prefill(ranks=ranks, staging=StagingMemory(RING)) for ranks in (1, 2, 4)]

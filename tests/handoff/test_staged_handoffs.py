@@ -65,7 +65,7 @@ def test_a_context_lands_in_a_few_writes_into_the_ring_alone() -> None:
 
 
 @pytest.mark.parametrize(("here", "there"), [(1, 4), (4, 1), (2, 4), (4, 2), (8, 2), (1, 8), (8, 1)])
-def test_any_division_into_any_other(here: int, there: int) -> None:
+def test_any_sharding_into_any_other(here: int, there: int) -> None:
     world = World(ranks=there, prefills=(here,))
     key = begun(world)
     for last in (13, 14, 40, None):
@@ -77,7 +77,7 @@ def test_any_division_into_any_other(here: int, there: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_few_writes_go_straight_to_the_pages(rows: int) -> None:
+def test_few_writes_are_direct(rows: int) -> None:
     world = World()
     key = begun(world, rows)
     world.compute(key)
@@ -86,7 +86,7 @@ def test_few_writes_go_straight_to_the_pages(rows: int) -> None:
     assert not any(isinstance(message, LeaseRequest) for _, _, message in world.every)
 
 
-def test_alike_on_both_sides_goes_straight_to_the_pages() -> None:
+def test_equal_shardings_are_written_directly() -> None:
     world = World(ranks=2)
     key = begun(world, 200)
     world.compute(key)
@@ -112,7 +112,7 @@ def test_a_context_of_sixteen_rings_flows_through() -> None:
     assert world.ring.nbytes // 2 < most <= world.ring.nbytes
 
 
-def test_several_senders_of_different_division_share_a_ring() -> None:
+def test_senders_with_different_sharding_share_a_ring() -> None:
     world = World(prefills=(1, 2, 8))
     keys = [begun(world, 90, f"r{at} {number}", at) for number in range(3) for at in (1, 2, 3)]
     for at, key in enumerate(keys):
@@ -128,7 +128,7 @@ def test_several_senders_of_different_division_share_a_ring() -> None:
     "kind",
     [HandoffAccepted, StartWrites, LeaseRequest, LeaseGranted, PieceWritten, PieceUnpacked, HandoffDone, HandoffAck],
 )
-def test_what_is_lost_is_said_again(kind: type) -> None:
+def test_a_lost_message_is_retransmitted(kind: type) -> None:
     world = World()
     world.lose[kind] = 3
     key = world.fetch(50)
@@ -144,7 +144,7 @@ def test_what_is_lost_is_said_again(kind: type) -> None:
     assert world.lose[kind] == 0
 
 
-def test_what_comes_twice_and_late_changes_nothing() -> None:
+def test_duplicated_and_late_messages_have_no_effect() -> None:
     world = World()
     world.twice = True
     key = begun(world, 100)
@@ -160,7 +160,7 @@ def test_what_comes_twice_and_late_changes_nothing() -> None:
     world.check_calm()
 
 
-def test_messages_of_one_context_leave_another_alone() -> None:
+def test_messages_of_one_context_do_not_affect_another() -> None:
     """Old lease numbers change nothing."""
     world = World()
     first = begun(world, 22, "first")
@@ -178,7 +178,7 @@ def test_messages_of_one_context_leave_another_alone() -> None:
     world.check_calm()
 
 
-def test_a_late_wish_for_a_piece_that_is_there_takes_no_room() -> None:
+def test_a_late_lease_request_for_an_unpacked_piece_takes_no_space() -> None:
     world = World()
     key = begun(world, 44)
     world.compute(key, 11)
@@ -192,7 +192,7 @@ def test_a_late_wish_for_a_piece_that_is_there_takes_no_room() -> None:
     world.check_calm()
 
 
-def test_room_is_given_to_others_when_it_has_been_read() -> None:
+def test_a_lease_is_granted_again_only_after_it_was_read() -> None:
     world = World()
     keys = [begun(world, 44, name) for name in ("first", "second")]
     for key in keys:
@@ -228,7 +228,7 @@ def test_nothing_is_packed_before_its_forward_pass() -> None:
     world.check_calm()
 
 
-def test_room_is_asked_for_what_is_being_computed_and_nothing_else() -> None:
+def test_leases_are_requested_only_for_rows_that_are_being_computed() -> None:
     """A context that holds room and waits for pages of others, which wait for that room, would be a deadlock."""
     world = World()
     key = begun(world, 200)
@@ -245,7 +245,7 @@ def test_room_is_asked_for_what_is_being_computed_and_nothing_else() -> None:
     assert wants == set(range(WINDOW))
 
 
-def test_buffers_are_bounded_and_go_to_those_who_got_room_first() -> None:
+def test_buffers_are_bounded_and_assigned_in_the_order_of_grants() -> None:
     world = World(ring_bytes=1 << 15)
     keys = [begun(world, 60, f"r{number}") for number in range(3)]
     for key in keys:
@@ -259,7 +259,7 @@ def test_buffers_are_bounded_and_go_to_those_who_got_room_first() -> None:
 
 
 @pytest.mark.parametrize("state", [WriteState.FAILED_QUIESCED, WriteState.FAILED_UNKNOWN])
-def test_a_write_that_fails_costs_room_at_the_most_and_never_pages(state: WriteState) -> None:
+def test_a_failed_write_costs_at_most_its_lease_and_never_pages(state: WriteState) -> None:
     world = World()
     key = begun(world)
     world.compute(key)
@@ -276,7 +276,7 @@ def test_a_write_that_fails_costs_room_at_the_most_and_never_pages(state: WriteS
     assert world.prefills[P].dropped == [key]
 
 
-def test_room_under_a_write_that_ends_late_comes_back() -> None:
+def test_the_lease_of_a_late_write_is_freed() -> None:
     world = World()
     key = begun(world, 22)
     world.compute(key)
@@ -292,7 +292,7 @@ def test_room_under_a_write_that_ends_late_comes_back() -> None:
 
 
 @pytest.mark.parametrize("moment", ["waiting for room", "lent", "writing", "staged", "unpacked"])
-def test_given_up_at_any_moment_everything_comes_back(moment: str) -> None:
+def test_cancelling_at_any_moment_frees_everything(moment: str) -> None:
     world = World()
     if moment == "waiting for room":
         other = begun(world, 50, "other")
@@ -321,7 +321,7 @@ def test_given_up_at_any_moment_everything_comes_back(moment: str) -> None:
 
 
 @pytest.mark.parametrize("lent", [False, True])
-def test_room_of_a_sender_that_dies_is_quarantined_and_pages_are_not(lent: bool) -> None:
+def test_leases_of_a_dead_sender_are_quarantined_and_pages_are_not(lent: bool) -> None:
     world = World()
     key = begun(world, 22)
     if lent:
@@ -339,7 +339,7 @@ def test_room_of_a_sender_that_dies_is_quarantined_and_pages_are_not(lent: bool)
         world.check_calm()
 
 
-def test_a_ring_in_quarantine_lets_contexts_go_straight_to_their_pages() -> None:
+def test_with_a_quarantined_ring_contexts_are_written_directly() -> None:
     world = World()
     keys = [begun(world, 44, f"dead{number}") for number in range(2)]
     for key in keys:
@@ -358,7 +358,7 @@ def test_a_ring_in_quarantine_lets_contexts_go_straight_to_their_pages() -> None
     assert (DECODE, P, StartWrites(key, False)) in world.every
 
 
-def test_whoever_waits_too_long_for_room_fails_and_says_why() -> None:
+def test_a_piece_that_waits_too_long_for_a_lease_fails_with_the_reason() -> None:
     world = World(prefills=(1, 1))
     first = begun(world, 44, "first")
     world.compute(first, None, Event(happened=False))
@@ -373,7 +373,7 @@ def test_whoever_waits_too_long_for_room_fails_and_says_why() -> None:
     assert not world.ring.waiting
 
 
-def test_done_before_all_is_unpacked_is_not_believed() -> None:
+def test_done_before_all_pieces_are_unpacked_is_a_failure() -> None:
     world = World()
     key = begun(world, 44)
     world.compute(key)
@@ -385,7 +385,7 @@ def test_done_before_all_is_unpacked_is_not_believed() -> None:
     world.check_calm()
 
 
-def test_a_receiver_that_is_lost_leaves_no_buffer_behind() -> None:
+def test_a_lost_receiver_leaks_no_buffer() -> None:
     world = World()
     key = begun(world, 44)
     world.compute(key)
@@ -407,7 +407,7 @@ def test_staging_that_was_not_offered_fails_the_handoff() -> None:
     assert any(isinstance(message, HandoffFailed) for _, _, message in world.every)
 
 
-def test_progress_tells_how_many_rows_are_in_their_pages() -> None:
+def test_progress_reports_the_rows_in_their_pages() -> None:
     world = World()
     key = begun(world, 44)
     world.compute(key, 33)

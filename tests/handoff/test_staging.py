@@ -92,7 +92,7 @@ def test_index_keys_may_land_in_pages_of_several_parts() -> None:
             assert (found == (wanted if position >= 2 else POISON)).all(), f"key {position} of group {group}"
 
 
-def test_ranks_that_hold_the_same_head_are_sent_it_once() -> None:
+def test_a_head_that_several_ranks_hold_is_sent_once() -> None:
     source, target = (Sharded(ranks, 2, page_rows=4).store for ranks in (1, 8))
     assert [block.targets for block in blocks(source, target)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert packed_row_bytes(source, target) == 3 * 2 * 2 * HEAD_BYTES + 2 * KEY_BYTES
@@ -104,7 +104,7 @@ def ask(rows: int, pages: int) -> HandoffRequest:
 
 
 @pytest.mark.parametrize(("here", "there", "staged"), [(2, 4, True), (4, 2, True), (1, 2, True), (2, 2, False)])
-def test_heads_that_are_divided_otherwise_are_staged(here: int, there: int, staged: bool) -> None:
+def test_different_shardings_of_heads_are_staged(here: int, there: int, staged: bool) -> None:
     shapes = {"page_rows": 64, "pages": 1, "layers": 30, "groups": 0, "head_bytes": 256}
     source, target = (Sharded(ranks, 8, **shapes).store for ranks in (here, there))
     assert should_stage(source, target, ask(1000, 16)) is staged
@@ -142,7 +142,7 @@ def test_pieces_fit_ring_and_buffer() -> None:
     assert memory.region.nbytes == memory.memory_range.nbytes == 5000
 
 
-def test_staging_too_small_for_one_row_is_refused_with_the_least_that_works() -> None:
+def test_staging_memory_too_small_for_one_row_is_refused_with_the_minimum() -> None:
     store = Sharded(2, 8, page_rows=4, pages=1, layers=61, groups=1, head_bytes=9000).store
     least = 4 * (61 * 16 * 9000 // 256 * 256 + 256)
     check_staging(least, store)

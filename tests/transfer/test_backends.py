@@ -65,7 +65,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
     return made
 
 
-def test_defect_12_nixl_tells_that_memory_was_not_registered(agent: Agent) -> None:
+def test_defect_12_nixl_reports_that_memory_was_not_registered(agent: Agent) -> None:
     wire = NixlBackend("127.0.0.1", 1)
     agent.registers = False
     with pytest.raises(StartupError, match="4096 bytes of host memory cannot be registered: NIXL_ERR_BACKEND"):
@@ -89,7 +89,7 @@ def test_a_peer_to_which_nixl_is_slow_to_connect_delays_no_other(agent: Agent) -
     wire.close()
 
 
-def test_nixl_lets_go_of_a_peer_that_it_cannot_reach(agent: Agent) -> None:
+def test_nixl_releases_a_peer_that_it_cannot_reach(agent: Agent) -> None:
     wire = NixlBackend("127.0.0.1", 1)
     with pytest.raises(TransferError, match="nixl cannot connect: NIXL_ERR_REMOTE_DISCONNECT"):
         wire.connect(b"nobody", Regions())
@@ -133,7 +133,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Native:
     return made
 
 
-def test_defect_12_mooncake_tells_that_memory_was_not_registered(native: Native) -> None:
+def test_defect_12_mooncake_reports_that_memory_was_not_registered(native: Native) -> None:
     wire = MooncakeBackend("127.0.0.1", "tcp")
     native.registered = -101
     with pytest.raises(StartupError, match="4096 bytes of host memory cannot be registered: error -101"):
@@ -141,7 +141,7 @@ def test_defect_12_mooncake_tells_that_memory_was_not_registered(native: Native)
     wire.close()
 
 
-def test_mooncake_that_does_not_start_says_so(native: Native) -> None:
+def test_mooncake_that_does_not_start_reports_it(native: Native) -> None:
     native.initialized = -1
     with pytest.raises(StartupError, match=r"does not start on 10\.0\.0\.1 over rdma"):
         MooncakeBackend("10.0.0.1", "rdma")
@@ -151,7 +151,7 @@ def described(instance: str) -> bytes:
     return json.dumps({"address": "10.0.0.1:1", "instance": instance}).encode()
 
 
-def test_a_second_engine_of_mooncakes_that_cannot_be_had_fails_one_connection(native: Native) -> None:
+def test_a_second_mooncake_engine_that_does_not_start_fails_one_connection(native: Native) -> None:
     wire = MooncakeBackend("127.0.0.1", "tcp")
     wire.register(REGION)
     first = wire.connect(described("a"), Regions([REGION]))
@@ -165,7 +165,7 @@ def test_a_second_engine_of_mooncakes_that_cannot_be_had_fails_one_connection(na
 
 
 @pytest.mark.parametrize("status", [-1, 2])
-def test_defect_13_a_write_that_mooncake_says_has_failed_may_still_be_writing(native: Native, status: int) -> None:
+def test_defect_13_a_failed_mooncake_write_may_still_be_writing(native: Native, status: int) -> None:
     wire = MooncakeBackend("127.0.0.1", "tcp")
     remote = wire.connect(described("a"), Regions())
     post = wire.post(remote, np.array([[1, 2, 3], [4, 5, 6]]))

@@ -107,7 +107,7 @@ def random_spans(seed: int, count: int, longest: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("count", "longest"), [(1, 1), (1, NBYTES // 2), (7, 400_000), (300, 9_000), (4500, 700)])
-def test_every_byte_is_there_when_told_done_and_no_other_byte_changed(bench: Bench, count: int, longest: int) -> None:
+def test_after_done_every_byte_is_there_and_no_other_byte_changed(bench: Bench, count: int, longest: int) -> None:
     for seed in range(3):
         bench.far.poison()
         spans = random_spans(seed, count, longest)
@@ -117,7 +117,7 @@ def test_every_byte_is_there_when_told_done_and_no_other_byte_changed(bench: Ben
 
 
 @pytest.mark.parametrize("nbytes", [1, 64 << 10, 5 << 20])
-def test_the_last_byte_is_visible_as_soon_as_it_is_told(bench: Bench, nbytes: int) -> None:
+def test_the_last_byte_is_visible_at_done(bench: Bench, nbytes: int) -> None:
     """An engine for which a write is done when its own socket has taken it would lose this race."""
     for round_ in range(40):
         bench.memory[:nbytes] = round_
@@ -125,14 +125,14 @@ def test_the_last_byte_is_visible_as_soon_as_it_is_told(bench: Bench, nbytes: in
         assert bench.far.read(4096 + nbytes - 1, 4096 + nbytes).tolist() == [round_]
 
 
-def test_neighbours_that_are_one_run_arrive(bench: Bench) -> None:
+def test_adjacent_writes_of_one_run_arrive(bench: Bench) -> None:
     spans = np.stack([np.arange(2000) * 1152, 4096 + np.arange(2000) * 1152, np.full(2000, 1152)], axis=1)
     assert bench.send(spans) is WriteState.DONE
     assert np.array_equal(bench.far.read(), bench.expected(spans))
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_neighbours_on_one_side_only_are_no_run(bench: Bench, side: int) -> None:
+def test_writes_adjacent_on_one_side_only_are_no_run(bench: Bench, side: int) -> None:
     spans = np.stack([np.arange(500) * 1000, np.arange(500) * 1000, np.full(500, 1000)], axis=1)
     spans[:, side] = np.random.default_rng(side).permutation(spans[:, side])
     assert bench.send(spans) is WriteState.DONE
@@ -157,7 +157,7 @@ def test_defect_16_nothing_is_read_before_the_event_that_it_waits_for(bench: Ben
     assert np.array_equal(bench.far.read(), bench.expected(spans))
 
 
-def test_one_that_waits_for_its_event_holds_up_no_other(bench: Bench) -> None:
+def test_a_list_that_waits_for_its_event_delays_no_other(bench: Bench) -> None:
     flag = Flag()
     waits = bench.transfer.submit("far", bench.writes(np.array([[0, 0, 100]])), after=flag)
     assert bench.send(np.array([[0, 200, 100]])) is WriteState.DONE
@@ -187,7 +187,7 @@ def test_the_array_of_writes_may_be_reused_at_once(bench: Bench) -> None:
     assert np.array_equal(bench.far.read(), bench.expected(spans))
 
 
-def test_several_lists_to_one_peer_are_told_apart(bench: Bench) -> None:
+def test_several_lists_to_one_peer_are_distinguished(bench: Bench) -> None:
     spans = random_spans(7, 64, 20_000)
     tickets = [bench.transfer.submit("far", bench.writes(spans[i : i + 1])) for i in range(64)]
     assert len({ticket.number for ticket in tickets}) == 64
@@ -221,7 +221,7 @@ def test_a_write_outside_registered_memory_is_refused_with_its_whole_list(
     assert (bench.far.read() == POISON).all()
 
 
-def test_what_has_ended_stays_as_it_is(bench: Bench) -> None:
+def test_the_final_state_does_not_change(bench: Bench) -> None:
     far = bench.open_far()
     bench.transfer.connect("gone", far.description)
     done = bench.transfer.submit("gone", bench.writes(np.array([[0, 0, 10]]), far))
@@ -299,13 +299,13 @@ def test_a_peer_that_is_gone_cannot_be_connected_or_fails_by_the_deadline(bench:
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{}", b"[]", b"\xff\x00", b'{"version": 1, "engine": "pigeons"}', b"null"])
-def test_a_description_that_makes_no_sense_is_refused(bench: Bench, garbage: bytes) -> None:
+def test_an_invalid_description_is_refused(bench: Bench, garbage: bytes) -> None:
     with pytest.raises(TransferError):
         bench.transfer.connect("garbage", garbage)
     assert bench.send(np.array([[0, 0, 1]]), "garbage") is WriteState.FAILED_QUIESCED
 
 
-def test_a_description_with_garbage_for_the_engine_is_refused(bench: Bench) -> None:
+def test_a_description_with_invalid_native_bytes_is_refused(bench: Bench) -> None:
     from hotset.transfer.regions import Description, decode_description
 
     found = decode_description(bench.far.description, bench.engine)
@@ -335,7 +335,7 @@ def test_defect_12_memory_that_cannot_be_registered_is_fatal(bench: Bench) -> No
 
 
 @pytest.mark.parametrize("engine", ["loopback", "nixl", "mooncake"])
-def test_closing_twice_with_writes_under_way_ends_them(engine: str) -> None:
+def test_closing_twice_with_writes_in_flight_ends_them(engine: str) -> None:
     bench = open_bench(engine)
     spans = random_spans(9, 3000, 2000)
     tickets = [bench.transfer.submit("far", bench.writes(spans), after=None) for _ in range(3)]

@@ -52,7 +52,7 @@ def far() -> Iterator[FarProcess]:
 
 
 @pytest.mark.parametrize(("name", "message"), [("pigeons", "nixl, mooncake, loopback"), ("loopback", "one process")])
-def test_an_engine_that_cannot_be_is_refused_by_name(name: str, message: str) -> None:
+def test_an_unusable_engine_is_refused_by_name(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_transfer(name)
     with pytest.raises(ConfigError, match="lane"):
@@ -101,7 +101,7 @@ far.close()
 """
 
 
-def test_nixl_tells_the_transports_that_it_uses() -> None:
+def test_nixl_reports_the_transports_that_it_uses() -> None:
     """In a process of its own: UCX reads once, when it is loaded, where to log."""
     command = [sys.executable, "-c", TELL_TRANSPORTS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -116,7 +116,7 @@ def test_mooncake_without_cuda_refuses_gpu_memory(mooncake: Transfer) -> None:
         mooncake.register(Region(1 << 30, 4096, MemoryKind.DEVICE))
 
 
-def test_closing_mooncake_gives_its_ports_back(mooncake: Transfer, far: FarProcess, memory: np.ndarray) -> None:
+def test_closing_mooncake_releases_its_ports(mooncake: Transfer, far: FarProcess, memory: np.ndarray) -> None:
     """Also while somebody still has a ticket of it."""
     mooncake.connect("far", far.description)
     ticket = mooncake.submit("far", np.array([[memory.ctypes.data, far.address, 8]]))
@@ -156,7 +156,7 @@ def test_defect_13_a_write_that_failed_by_deadline_still_lands(
     other.close()
 
 
-def test_mooncake_meets_a_new_process_at_an_address_that_it_knows(
+def test_mooncake_connects_to_a_new_process_at_a_known_address(
     mooncake: Transfer, far: FarProcess, memory: np.ndarray
 ) -> None:
     """The description is changed as if the process were another: what the engine remembers is not used."""

@@ -199,7 +199,7 @@ def test_an_engine_that_refuses_has_written_nothing(make: Make) -> None:
     assert bench.ended(bench.submit("peer")) is WriteState.DONE
 
 
-def test_defect_12_an_engine_that_throws_kills_no_lane_and_bars_no_peer(make: Make) -> None:
+def test_defect_12_an_exception_of_the_backend_kills_no_lane_and_blocks_no_peer(make: Make) -> None:
     bench = make(1, SECONDS)
     remote = bench.connect("peer")
     remote.throws = RuntimeError("whatever")
@@ -208,7 +208,7 @@ def test_defect_12_an_engine_that_throws_kills_no_lane_and_bars_no_peer(make: Ma
     assert bench.ended(bench.submit("peer")) is WriteState.DONE
 
 
-def test_an_event_that_throws_fails_its_list_only(make: Make) -> None:
+def test_an_exception_of_an_event_fails_its_list_only(make: Make) -> None:
     class Broken:
         def query(self) -> bool:
             raise RuntimeError("no such device")
@@ -233,7 +233,7 @@ def test_a_failed_part_fails_its_list_and_nothing_more_of_it_is_posted(make: Mak
     assert sum(remote.posts) == 8
 
 
-def test_never_more_in_flight_than_the_engine_takes_even_of_lists_given_up(make: Make) -> None:
+def test_the_in_flight_limit_counts_abandoned_lists(make: Make) -> None:
     bench = make(1, SECONDS)
     remote = bench.connect("peer")
     remote.state = WriteState.PENDING
@@ -275,7 +275,7 @@ def test_a_forgotten_peer_is_disconnected_when_its_writes_have_ended(make: Make)
     assert waited(lambda: remote.disconnected)
 
 
-def test_a_peer_is_let_go_before_it_is_connected_again(make: Make) -> None:
+def test_a_peer_is_disconnected_before_it_is_connected_again(make: Make) -> None:
     """Otherwise an engine that knows it as the same would go on with a connection that may be broken."""
     bench = make(2, SECONDS)
     for _ in range(5):
@@ -285,7 +285,7 @@ def test_a_peer_is_let_go_before_it_is_connected_again(make: Make) -> None:
         assert before.disconnected and not after.disconnected
 
 
-def test_one_whose_writes_do_not_end_is_connected_again_all_the_same(make: Make) -> None:
+def test_a_peer_whose_writes_do_not_end_is_still_connected_again(make: Make) -> None:
     bench = make(2, SECONDS)
     before = bench.connect("peer")
     before.state = WriteState.PENDING
@@ -299,7 +299,7 @@ def test_one_whose_writes_do_not_end_is_connected_again_all_the_same(make: Make)
     assert waited(lambda: before.disconnected)
 
 
-def test_never_more_in_flight_than_the_engine_takes_even_of_a_peer_connected_again_and_again(make: Make) -> None:
+def test_the_in_flight_limit_holds_for_a_peer_that_is_connected_repeatedly(make: Make) -> None:
     bench = make(4, SECONDS)
     bench.wire.one_queue = True
     remote = bench.connect("peer")
@@ -321,7 +321,7 @@ def test_never_more_in_flight_than_the_engine_takes_even_of_a_peer_connected_aga
 
 
 @pytest.mark.parametrize("by", ["forgotten", "connected anew"])
-def test_a_connection_that_was_overtaken_is_not_the_peers(make: Make, by: str) -> None:
+def test_a_superseded_connect_does_not_become_the_peer(make: Make, by: str) -> None:
     bench, failures = make(2, SECONDS), list[Exception]()
     bench.wire.slow.clear()
 
@@ -352,7 +352,7 @@ def test_a_connection_that_was_overtaken_is_not_the_peers(make: Make, by: str) -
     assert not bench.transfer._connecting
 
 
-def test_defect_12_a_registration_that_fails_is_told_and_describes_nothing(make: Make) -> None:
+def test_defect_12_a_failed_registration_is_reported_and_not_described(make: Make) -> None:
     bench = make(1, SECONDS)
     bench.connect("peer")
     bench.wire.refuses = True
@@ -371,7 +371,7 @@ class Later:
         return self.happened
 
 
-def test_defect_16_nothing_is_given_to_the_engine_before_its_event(make: Make) -> None:
+def test_defect_16_nothing_is_posted_before_its_event(make: Make) -> None:
     bench, event = make(1, SECONDS), Later()
     remote = bench.connect("peer")
     writes = np.array([[bench.source.ctypes.data, bench.target.ctypes.data, 8]])

@@ -60,7 +60,7 @@ def test_nothing_moves_until_the_clock_does() -> None:
     assert pair.near.throughput().seconds == 2.0
 
 
-def test_a_cut_list_lands_in_part_and_nothing_of_it_comes_later() -> None:
+def test_a_cut_list_arrives_in_part_and_nothing_of_it_arrives_later() -> None:
     parts = set()
     for seed in range(20):
         pair = Pair(Faults(cut=1.0, delay_s=(0.0, 1.0)), seed)
@@ -75,7 +75,7 @@ def test_a_cut_list_lands_in_part_and_nothing_of_it_comes_later() -> None:
     assert any(part % 64 for part in parts), "no list was cut within a write"
 
 
-def test_a_lost_list_is_told_as_unknown() -> None:
+def test_a_lost_list_is_reported_as_unknown() -> None:
     pair = Pair(Faults(lost=1.0))
     ticket = pair.submit()
     pair.hub.pump()
@@ -104,7 +104,7 @@ def test_defect_13_a_late_list_fails_first_and_lands_afterwards() -> None:
     assert (pair.near.poll(ticket), pair.landed) == (WriteState.FAILED_UNKNOWN, NBYTES)
 
 
-def test_what_comes_after_the_deadline_is_late() -> None:
+def test_bytes_that_arrive_after_the_deadline_are_late() -> None:
     pair = Pair(Faults(delay_s=(20.0, 20.0)))
     ticket = pair.submit()
     pair.hub.advance(15.0)
@@ -173,7 +173,7 @@ def test_fates_can_be_dictated() -> None:
     ]
 
 
-def test_faults_of_one_end_leave_others_alone() -> None:
+def test_faults_of_one_endpoint_do_not_affect_others() -> None:
     pair = Pair()
     bad = Loopback(pair.hub, Faults(lost=1.0))
     memory = np.full(NBYTES, POISON, np.uint8)
@@ -186,7 +186,7 @@ def test_faults_of_one_end_leave_others_alone() -> None:
 
 
 @pytest.mark.parametrize("who", ["near", "far"])
-def test_no_byte_moves_once_an_end_is_closed(who: str) -> None:
+def test_no_byte_moves_once_an_endpoint_is_closed(who: str) -> None:
     """The memory of a closed end may be gone."""
     pair = Pair(Faults(late=0.5, delay_s=(1.0, 1.0)))
     tickets = [pair.submit() for _ in range(8)]
@@ -197,12 +197,12 @@ def test_no_byte_moves_once_an_end_is_closed(who: str) -> None:
     assert pair.landed == 0
 
 
-def test_memory_of_a_gpu_is_refused() -> None:
+def test_gpu_memory_is_refused() -> None:
     with pytest.raises(StartupError, match="host memory only"):
         Loopback(Hub()).register(Region(1 << 40, 4096, MemoryKind.DEVICE))
 
 
-def test_an_end_that_left_or_is_on_another_hub_cannot_be_connected() -> None:
+def test_an_endpoint_that_left_or_is_on_another_hub_cannot_be_connected() -> None:
     pair, other = Pair(), Pair()
     with pytest.raises(TransferError):
         pair.near.connect("other", other.far.describe())
@@ -212,7 +212,7 @@ def test_an_end_that_left_or_is_on_another_hub_cannot_be_connected() -> None:
         pair.near.connect("far", description)
 
 
-def test_closing_the_hub_closes_its_ends_and_its_thread() -> None:
+def test_closing_the_hub_closes_its_endpoints_and_its_thread() -> None:
     hub = Hub(threaded=True)
     end = Loopback(hub)
     hub.close()

@@ -66,7 +66,7 @@ def test_merging_leaves_as_few_writes_as_there_are_runs(spans: Spans) -> None:
 
 
 @given(span_lists(), st.integers(1, 7))
-def test_cutting_moves_the_same_bytes_in_short_pieces(spans: Spans, longest: int) -> None:
+def test_splitting_moves_the_same_bytes_in_short_writes(spans: Spans, longest: int) -> None:
     writes = merge_writes(as_writes(spans))
     found = split_writes(writes, longest)
     assert bytes_of(found) == bytes_of(writes)
@@ -109,7 +109,7 @@ def test_a_span_is_found_in_the_one_region_that_holds_all_of_it(
         assert at in holds if holds else at == OUTSIDE
 
 
-def test_senseless_addresses_are_outside() -> None:
+def test_invalid_addresses_are_outside() -> None:
     regions = Regions([Region(4096, 4096)])
     top = np.iinfo(np.int64).max
     spans = np.array([[4096, top], [top, top], [-top, top], [4097, -1], [0, 0]], np.int64)
