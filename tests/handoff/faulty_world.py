@@ -1,7 +1,7 @@
-"""A world of decode and prefill workers in which everything goes wrong that may: virtual time, real bytes, one seed.
+"""A world of decode and prefill workers in which everything can fail: virtual time, real bytes, one seed.
 
-Each worker has a machine, a loopback transfer, memory and an allocator; this file is its engine and its agent. Memory
-that nobody holds is poisoned and must stay so; a landed context is compared with what was computed, twice.
+Each worker has a state machine, a loopback transfer, memory and an allocator; this file acts as its engine and its
+agent. Free memory is poisoned and must stay so. A landed context is compared twice with what was computed.
 """
 
 import heapq
@@ -60,13 +60,13 @@ POISON = 0xAB
 LAYERS, GROUPS, HEADS, HEAD_BYTES, KEY_BYTES = 3, 2, 2, 3, 5
 ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
 STAGING_BYTES = 2048  # 4 pieces of at most 11 rows
-PACE = 0.2  # of the machines' usual waits
+PACE = 0.2  # scales the timeouts of the state machines
 MODEL = ModelIdentity("toy", LAYERS, f"{ROW_BYTES} bytes", f"{KEY_BYTES} bytes", GROUPS, "w")
 Bytes = NDArray[np.uint8]
 
 
 def content(token_ids: Sequence[int], first: int, last: int, unit: int, width: int) -> Bytes:
-    """What a model would compute: [last - first, width], different for every token, position and unit."""
+    """Returns what a model would compute: [last - first, width], different for every token, position and unit."""
     tokens = np.asarray(token_ids[first:last], np.int64)[:, None]
     positions = np.arange(first, last, dtype=np.int64)[:, None]
     mixed = tokens * 2654435761 + positions * 40503 + unit * 9176 + np.arange(width) * 131
@@ -74,7 +74,7 @@ def content(token_ids: Sequence[int], first: int, last: int, unit: int, width: i
 
 
 class Arena:
-    """All memory of one worker, handed out from its start: in what order its pools lie is not left to chance."""
+    """All memory of one worker, allocated in order, so that the addresses of its pools are deterministic."""
 
     def __init__(self) -> None:
         self._bytes, self._taken = np.full(1 << 17, POISON, np.uint8), 0
@@ -99,7 +99,7 @@ class Pool:
         self.allocator = PageAllocator(pages)
 
     def rows(self, pages: Sequence[int], unit: int, count: int) -> Bytes:
-        """A copy of the first `count` rows of a context: [count, row_bytes]."""
+        """Returns a copy of the first `count` rows of a context: [count, row_bytes]."""
         parts = self.bytes[unit][:, list(pages), : self.part_rows * self.span.row_bytes]
         by_page = parts.swapaxes(0, 1).reshape(len(pages), -1, self.span.row_bytes)[:, : self.span.page_rows]
         return by_page.reshape(-1, self.span.row_bytes)[:count]
@@ -118,7 +118,7 @@ class Pool:
         self.allocator.release(pages)
 
     def audit(self, allocator: PageAllocator | None = None) -> None:
-        """`allocator`: whose pages these are, if not its own."""
+        """`allocator` replaces the pool's own allocator."""
         allocator = allocator or self.allocator
         allocator.audit()
         free = self.bytes[:, :, [page for page in range(allocator.capacity) if not allocator._held[page]]]
@@ -126,7 +126,7 @@ class Pool:
 
 
 class Collectives:
-    """A pool of rows that are divided over ranks by heads: page n is page n of all of them."""
+    """A pool of rows that are sharded over ranks by heads: page n is page n of every rank."""
 
     def __init__(self, arena: Arena, ranks: int, pages: int, page_rows: int) -> None:
         width = 2 * max(1, HEADS // ranks) * HEAD_BYTES
@@ -157,7 +157,7 @@ class Collectives:
 
 
 class Memory:
-    """Rows and index keys of one landing."""
+    """The rows and index keys of one landing."""
 
     def __init__(self, rows: Collectives, keys: Pool) -> None:
         self.rows, self.keys = rows, keys
@@ -174,17 +174,19 @@ class Memory:
             self.rows.allocator.release(rows)
         return None if rows is None or keys is None else (rows, keys)
 
-    def check(self, ask: HandoffRequest) -> None:
-        count = len(ask.prompt)
+    def check(self, request: HandoffRequest) -> None:
+        count = len(request.prompt)
         for layer in range(LAYERS):
-            self.rows.check(ask.row_pages, layer, content(ask.prompt.token_ids, 0, count, layer, ROW_BYTES))
+            self.rows.check(request.row_pages, layer, content(request.prompt.token_ids, 0, count, layer, ROW_BYTES))
         for group in range(GROUPS):
-            expected = content(ask.prompt.token_ids, 0, count, group, KEY_BYTES)
-            assert (self.keys.rows(ask.key_pages, group, count) == expected).all(), f"{ask.key}: wrong keys landed"
+            expected = content(request.prompt.token_ids, 0, count, group, KEY_BYTES)
+            assert (self.keys.rows(request.key_pages, group, count) == expected).all(), (
+                f"{request.key}: wrong keys landed"
+            )
 
-    def release(self, ask: HandoffRequest) -> None:
-        self.rows.release(ask.row_pages)
-        self.keys.release(ask.key_pages)
+    def release(self, request: HandoffRequest) -> None:
+        self.rows.release(request.row_pages)
+        self.keys.release(request.key_pages)
 
     def audit(self) -> None:
         self.rows.audit()
@@ -193,11 +195,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Trouble:
-    """How often what goes wrong: chances of each message, request or step."""
+    """The probability of each fault, per message, request or step."""
 
     lose: float = 0.05
     duplicate: float = 0.05
-    delay: float = 0.05  # of seconds instead of milliseconds
+    delay: float = 0.05  # takes seconds instead of milliseconds
     abort: float = 0.12
     not_computed: float = 0.01
     death: float = 0.0004
@@ -206,14 +208,14 @@ class Trouble:
 
 
 class World:
-    """Owns time, chance, the network and all workers."""
+    """Owns the clock, the random source, the network and all workers."""
 
     def __init__(self, seed: int, trouble: Trouble, decodes: int = 3, prefills: int = 3) -> None:
         self.random, self.trouble, self.now = random.Random(seed), trouble, 0.0
         self.hub = Hub(trouble.writes, seed)
         self.counts: Counter[str] = Counter()
-        self.longest = 0.0  # seconds from asking to the end
-        self.seconds: Counter[str] = Counter()  # in each phase, of all machines that were
+        self.longest = 0.0  # seconds from the request to the end
+        self.seconds: Counter[str] = Counter()  # in each phase, over all state machines so far
         self._due: list[tuple[float, int, Any]] = []
         self._numbers = itertools.count()
         self.serial = itertools.count(1)
@@ -232,7 +234,7 @@ class World:
         return self.random.random() < probability
 
     def send(self, origin: "Worker", to: str, message: Message) -> None:
-        """Over a network that loses, duplicates, delays and so reorders. It is meant for one incarnation."""
+        """Sends to one incarnation, over a network that loses, duplicates, delays and reorders messages."""
         worker = next(each for each in self.workers if each.name == to)
         meant, sender, trouble = origin.knows.get(to), origin.incarnation, self.trouble
         for _ in range(2 if self.chance(trouble.duplicate) else 1):
@@ -248,7 +250,7 @@ class World:
             to.machine.handle_message(name, message, self.now)
 
     def introduce(self, decode: "Decode", prefill: "PrefillWorker") -> None:
-        """Hello and Welcome, which the agents see to; the machines hear of a restart before anything else."""
+        """Does what Hello and Welcome do between agents. The state machines learn of a restart before anything else."""
         if (
             decode.knows.get(prefill.name) == prefill.incarnation
             and prefill.knows.get(decode.name) == decode.incarnation
@@ -276,7 +278,7 @@ class World:
             self.zombies.remove(zombie)
 
     def disturb(self) -> None:
-        """Deaths, and alarms that are false."""
+        """Kills workers at random, and reports living ones as lost."""
         for worker in self.workers:
             if worker.alive and self.chance(self.trouble.death):
                 self.counts["deaths"] += 1
@@ -297,7 +299,7 @@ class World:
 
 
 class Worker(ABC):
-    """What both kinds share: a name that outlives its incarnations, and how it dies."""
+    """What both kinds of workers share: a name that outlives its incarnations, and how it dies."""
 
     machine: Any
 
@@ -322,14 +324,14 @@ class Worker(ABC):
 
     @abstractmethod
     def make_memories(self, arena: Arena) -> list[Memory]:
-        """One for each of `landings`."""
+        """Returns one memory for each of `landings`."""
 
     @abstractmethod
     def step(self) -> None:
-        """Does what is to be done at this time."""
+        """Does the work that is due now."""
 
     def die(self) -> None:
-        """A dead worker's writes may go on for a while, and nobody looks after them; its own memory is gone at once."""
+        """Kills the worker. Its writes may continue for a while without an owner; its own memory is gone at once."""
         world, self.alive = self.world, False
         self.note_seconds()
         if isinstance(self, Decode):
@@ -357,7 +359,7 @@ class Worker(ABC):
 
 
 class Decode(Worker):
-    """Asks for prompts, checks what lands, keeps it for a while, and gives pages back only when it may."""
+    """Requests prompts, checks what lands, keeps it for a while, and releases pages only when that is allowed."""
 
     landings = ("host", "device")
 
@@ -376,13 +378,15 @@ class Decode(Worker):
         super().begin()
         self.ring = ReceiverStaging(self.space, self.hello.stores)
         self.machine = Receiver(scaled(RECEIVER_TIMEOUTS, PACE), self.ring)
-        self.numbers = itertools.count()  # ids begin anew with every incarnation
-        self.waiting: deque[tuple[HandoffKey, tuple[int, ...], int]] = deque()  # for pages; the last: attempts left
+        self.numbers = itertools.count()  # ids start again with every incarnation
+        self.waiting: deque[tuple[HandoffKey, tuple[int, ...], int]] = (
+            deque()
+        )  # for pages; the last item is the number of attempts left
         self.asked: dict[
             HandoffKey, tuple[HandoffRequest, int, float]
-        ] = {}  # its end was not told yet; attempts left, since when
+        ] = {}  # requests without an end; attempts left, since when
         self.kept: dict[HandoffKey, tuple[float, HandoffRequest]] = {}  # landed: until when
-        self.doubtful: dict[HandoffKey, HandoffRequest] = {}  # quarantined
+        self.quarantined: dict[HandoffKey, HandoffRequest] = {}  # pages that must not be used
         self.known_keys: set[HandoffKey] = set()
 
     def request(self) -> None:
@@ -392,11 +396,11 @@ class Decode(Worker):
 
     def step(self) -> None:
         now = self.world.now
-        for key, (until, ask) in list(self.kept.items()):
+        for key, (until, request) in list(self.kept.items()):
             if now >= until:
-                memory = self.memory(ask)
-                memory.check(ask)
-                memory.release(ask)
+                memory = self.memory(request)
+                memory.check(request)
+                memory.release(request)
                 del self.kept[key]
         while self.waiting and self._fetch(*self.waiting[0]):
             self.waiting.popleft()
@@ -410,14 +414,14 @@ class Decode(Worker):
                 case UnpackPiece(piece):
                     unpack(piece)
                     self.world.counts["pieces"] += 1
-                case fact:
-                    self._hear(fact)
+                case event:
+                    self._hear(event)
 
-    def memory(self, ask: HandoffRequest) -> Memory:
-        return self.memories[self.landings.index(ask.landing)]
+    def memory(self, request: HandoffRequest) -> Memory:
+        return self.memories[self.landings.index(request.landing)]
 
     def _fetch(self, key: HandoffKey, token_ids: tuple[int, ...], attempts: int) -> bool:
-        """False: there is no room, or nobody to ask. It waits."""
+        """Returns False if there are no pages or no prefill worker, so that the request waits."""
         prefills = [each for each in self.world.prefills if each.alive or self.knows.get(each.name) is not None]
         at = self.world.random.randrange(2)
         pages = self.memories[at].allocate(len(token_ids)) if prefills else None
@@ -427,13 +431,13 @@ class Decode(Worker):
         prefill = self.world.random.choice(prefills)
         if prefill.alive:
             self.world.introduce(self, prefill)
-        ask = HandoffRequest(
+        request = HandoffRequest(
             key, PromptSpec(token_ids, SamplingParams()), self.landings[at], tuple(pages[0]), tuple(pages[1])
         )
         assert key not in self.known_keys
         self.known_keys.add(key)
-        self.asked[key] = ask, attempts, self.world.now
-        self.machine.fetch(Fetch(prefill.name, ask), self.world.now)
+        self.asked[key] = request, attempts, self.world.now
+        self.machine.fetch(Fetch(prefill.name, request), self.world.now)
         self.world.counts["handoffs"] += 1
         if self.world.chance(self.world.trouble.abort):
             machine = self.machine
@@ -441,35 +445,35 @@ class Decode(Worker):
             self.world.later(seconds, lambda: machine.cancel(key, self.world.now))
         return True
 
-    def _hear(self, fact: Any) -> None:
+    def _hear(self, event: Any) -> None:
         counts = self.world.counts
-        if isinstance(fact, Quiesced):
-            ask = self.doubtful.pop(fact.key)
-            self.memory(ask).release(ask)
+        if isinstance(event, Quiesced):
+            request = self.quarantined.pop(event.key)
+            self.memory(request).release(request)
             counts["calm"] += 1
             return
-        ask, attempts, since = self.asked.pop(fact.key)  # a second end would not be found here
+        request, attempts, since = self.asked.pop(event.key)  # raises KeyError at a second end
         self.world.longest = max(self.world.longest, self.world.now - since)
-        if isinstance(fact, Landed):
-            assert fact.token_id == ask.prompt.token_ids[-1] + 1
-            self.memory(ask).check(ask)
-            self.kept[fact.key] = self.world.now + self.world.random.uniform(0, 1.5), ask
+        if isinstance(event, Landed):
+            assert event.token_id == request.prompt.token_ids[-1] + 1
+            self.memory(request).check(request)
+            self.kept[event.key] = self.world.now + self.world.random.uniform(0, 1.5), request
             counts["landed"] += 1
             return
-        assert isinstance(fact, FetchFailed)
-        counts["lost" if fact.quiesced else "lost, in doubt"] += 1
-        if fact.quiesced:
-            self.memory(ask).release(ask)
+        assert isinstance(event, FetchFailed)
+        counts["lost" if event.quiesced else "lost, in doubt"] += 1
+        if event.quiesced:
+            self.memory(request).release(request)
         else:
-            self.doubtful[fact.key] = ask
-        if attempts > 0 and fact.reason != "cancelled":
-            again = HandoffKey(fact.key.request_id, fact.key.attempt + 1)
-            self.waiting.append((again, ask.prompt.token_ids, attempts - 1))
+            self.quarantined[event.key] = request
+        if attempts > 0 and event.reason != "cancelled":
+            again = HandoffKey(event.key.request_id, event.key.attempt + 1)
+            self.waiting.append((again, request.prompt.token_ids, attempts - 1))
 
 
 @dataclass
 class Job:
-    """A prompt that is computed, chunk by chunk."""
+    """A prompt that is computed chunk by chunk."""
 
     prefill: StartPrefill
     pages: list[int]
@@ -478,7 +482,7 @@ class Job:
 
 @dataclass(eq=False)
 class Forward:
-    """The event of a forward pass: rows [first, last) are there when it has happened, not before."""
+    """The event of a forward pass: rows [first, last) are in their pages only after it has happened."""
 
     incarnation: int
     job: Job
@@ -491,13 +495,13 @@ class Forward:
 
 
 class PrefillWorker(Worker):
-    """Computes prompts in its own pages, which it poisons as soon as it has them back."""
+    """Computes prompts in its own pages, and poisons the pages as soon as they are released."""
 
     def make_memories(self, arena: Arena) -> list[Memory]:
         page, ranks = (16, 4, 10)[int(self.name[-1]) % 3], (2, 1, 4)[int(self.name[-1]) % 3]
         rows = Collectives(arena, ranks, 240 // page, page)
         keys = Pool(arena, GROUPS, 1, 240 // page, page, KEY_BYTES)
-        keys.allocator = rows.allocator  # a page of a host store has both
+        keys.allocator = rows.allocator  # a page of a host store holds both
         return [Memory(rows, keys)]
 
     def begin(self) -> None:
@@ -562,7 +566,7 @@ class PrefillWorker(Worker):
             self.queue.remove(queued[0])
 
     def _compute(self) -> None:
-        """One chunk of up to two requests; the rows appear a little after the sender heard of them."""
+        """Computes one chunk of up to two requests. The rows appear a little after they were announced."""
         while self.queue and (pages := self._room(len(self.queue[0].prompt))) is not None:
             prefill = self.queue.popleft()
             self.jobs[prefill.peer, prefill.key] = Job(prefill, pages)
@@ -586,7 +590,7 @@ class PrefillWorker(Worker):
         return self.memory.rows.allocator.allocate(pages_for(self.memory.rows.span, tokens))
 
     def _pass(self, forward: "Forward") -> None:
-        """The forward pass has run: rows and index keys are in the job's pages, if it still has them."""
+        """Writes rows and index keys to the job's pages, if it still has them, because the forward pass has run."""
         job = forward.job
         if forward.incarnation != self.incarnation or not self.alive:
             return

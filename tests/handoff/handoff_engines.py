@@ -1,4 +1,4 @@
-"""Engines without a model, for tests of the agent: they write bytes that can be foretold, and compare what landed.
+"""Engines without a model, for tests of the agent: they write predictable bytes, and compare what landed.
 
 Everything around them is real: agents, state machines, sockets, a transfer that moves the bytes.
 """
@@ -47,21 +47,21 @@ from hotset.handoff.timers import Timing
 from hotset.transfer.api import DeviceEvent, Region, Throughput, Transfer, Writes, WriteState, WriteTicket
 
 if TYPE_CHECKING:
-    from hotset.handoff.packing import StagingMemory  # which brings torch, and processes are to begin quickly
+    from hotset.handoff.packing import StagingMemory  # imports torch, which would slow the start of processes
 
 LAYERS, HEADS, HEAD_BYTES, GROUPS, KEY_BYTES = 2, 4, 6, 1, 16
 ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
 POISON = 0xAB
 MODEL = ModelIdentity("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
 QUICK = Timing(hello_every=0.1, ping_every=0.2, peer_timeout=1.5, poll_every=0.001)
-SCALE = 0.2  # of the state machines' own times
-SECONDS = 60.0  # for what happens much sooner on a machine that is not overloaded
+SCALE = 0.2  # scales the timeouts of the state machines
+SECONDS = 60.0  # generous: for an overloaded machine
 
 Bytes = NDArray[np.uint8]
 
 
 def until(true: Callable[[], bool], seconds: float = SECONDS) -> bool:
-    """Waits for it; whether it came in time."""
+    """Waits until the condition holds, and returns whether it does."""
     deadline = time.monotonic() + seconds
     while not true() and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -69,7 +69,7 @@ def until(true: Callable[[], bool], seconds: float = SECONDS) -> bool:
 
 
 def contents(token_ids: Sequence[int], units: int, width: int) -> Bytes:
-    """[units, positions, width]: what a model would have made of this prompt."""
+    """Returns what a model would have computed for this prompt: [units, positions, width]."""
     tokens = np.asarray(token_ids, np.int64)
     before = np.cumsum(tokens)[None, :, None]
     unit = np.arange(units)[:, None, None]
@@ -81,7 +81,7 @@ def first_token(token_ids: Sequence[int]) -> int:
 
 
 class Memory:
-    """Rows and index keys in pages, poisoned at first. Rows are divided over ranks by heads."""
+    """Rows and index keys in pages, poisoned at first. Rows are sharded over ranks by heads."""
 
     def __init__(self, pages: int, page_rows: int, buffer: Bytes | None = None, ranks: int = 1) -> None:
         self.pages, self.page_rows = pages, page_rows
@@ -111,7 +111,7 @@ class Memory:
         return PagedSpan(bases, self.page_rows * width, self.page_rows, self.page_rows, width)
 
     def _parts(self, rows: Bytes) -> list[Bytes]:
-        """What each rank has of whole rows."""
+        """Returns each rank's shard of whole rows."""
         return [
             np.concatenate([rows[..., first : first + nbytes] for first, nbytes in shard.slices], axis=-1)
             for shard in self._shards
@@ -140,7 +140,7 @@ class Memory:
 
 
 class StoppableClock:
-    """A monotonic clock that a test can stop or advance: no limit ends a phase while the test looks at it."""
+    """A monotonic clock that a test can stop or advance, so that no timeout ends a phase while the test checks it."""
 
     def __init__(self) -> None:
         self._behind = 0.0
@@ -162,13 +162,13 @@ class StoppableClock:
 
 
 class _Engine(ABC):
-    """What both have in common: an agent, memory, and a thread that obeys facts."""
+    """What both engines have in common: an agent, memory, and a thread that handles events."""
 
     def __init__(
         self,
         machine: Receiver | Sender,
         memory: Memory,
-        post: ControlChannel,
+        channel: ControlChannel,
         transfer: Transfer,
         timing: Timing = QUICK,
         model: ModelIdentity = MODEL,
@@ -180,10 +180,10 @@ class _Engine(ABC):
         if staging is not None:
             transfer.register(staging.region)
         ring = staging.memory_range if staging is not None and isinstance(machine, Receiver) else None
-        hello = Hello(post.address, model, {"host": memory.store}, transfer.name, transfer.describe(), ring)
-        self.address = post.address
+        hello = Hello(channel.address, model, {"host": memory.store}, transfer.name, transfer.describe(), ring)
+        self.address = channel.address
         self._news = threading.Event()
-        self.agent = HandoffAgent(machine, hello, post, transfer, wake=self._news.set, timing=timing, clock=clock)
+        self.agent = HandoffAgent(machine, hello, channel, transfer, wake=self._news.set, timing=timing, clock=clock)
         self.died: BaseException | None = None
         self._closing = self._stopped = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -195,19 +195,19 @@ class _Engine(ABC):
             while not self._stopped:
                 self._news.wait()
                 self._news.clear()
-                for fact in self.agent.take_events():
-                    self.obey(fact)
+                for event in self.agent.take_events():
+                    self.handle_event(event)
         except EngineStopped as error:
             self.died = None if self._closing else error
         except BaseException as error:
             self.died = error
 
     @abstractmethod
-    def obey(self, fact: Any) -> None:
-        """Does what its agent tells it."""
+    def handle_event(self, event: Any) -> None:
+        """Handles an event of its agent."""
 
     def stands_in(self, *phases: str) -> bool:
-        """Whether these, and no others, are the phases of its handoffs."""
+        """Returns whether its handoffs are in exactly these phases."""
         with self.agent._lock:
             return sorted(phase.value for phase in self.machine.phases().values()) == sorted(phases)
 
@@ -224,7 +224,7 @@ class DecodeEngine(_Engine):
     def __init__(
         self,
         memory: Memory,
-        post: ControlChannel,
+        channel: ControlChannel,
         transfer: Transfer,
         *,
         scale: float = SCALE,
@@ -234,12 +234,12 @@ class DecodeEngine(_Engine):
         self.free_rows = list(range(memory.pages))
         self.free_keys = list(reversed(range(memory.pages)))
         self.quarantined: set[HandoffKey] = set()
-        self.facts: dict[HandoffKey, list[ReceiverEvent]] = {}
-        self._asks: dict[HandoffKey, HandoffRequest] = {}
+        self.events: dict[HandoffKey, list[ReceiverEvent]] = {}
+        self._requests: dict[HandoffKey, HandoffRequest] = {}
         self._lock = threading.Lock()
         self.ring = None if staging is None else ReceiverStaging(staging.memory_range, {"host": memory.store})
         machine = Receiver(scaled(receiver.RECEIVER_TIMEOUTS, scale), self.ring)
-        super().__init__(machine, memory, post, transfer, staging=staging, **rest)
+        super().__init__(machine, memory, channel, transfer, staging=staging, **rest)
 
     def fetch(self, peer: str, token_ids: Sequence[int], name: str, attempt: int = 0) -> HandoffKey:
         key, count = HandoffKey(name, attempt), -(-len(token_ids) // self.memory.page_rows)
@@ -248,61 +248,63 @@ class DecodeEngine(_Engine):
             keys, self.free_keys = self.free_keys[:count], self.free_keys[count:]
             assert len(rows) == len(keys) == count, "the test asks for more pages than there are"
         self.memory.poison(rows, keys)
-        ask = HandoffRequest(
+        request = HandoffRequest(
             key, PromptSpec(tuple(token_ids), SamplingParams(), frozenset({2})), "host", tuple(rows), tuple(keys)
         )
-        self._asks[key] = ask
-        self.facts[key] = []
-        self.agent.put(Fetch(peer, ask))
+        self._requests[key] = request
+        self.events[key] = []
+        self.agent.put(Fetch(peer, request))
         return key
 
     def give_up(self, key: HandoffKey) -> None:
         self.agent.put(CancelFetch(key))
 
-    def obey(self, fact: ReceiverEvent) -> None:
-        ask = self._asks[fact.key]
-        match fact:
+    def handle_event(self, event: ReceiverEvent) -> None:
+        request = self._requests[event.key]
+        match event:
             case Landed(key, token_id):
-                assert not self.facts[key], f"{fact} after {self.facts[key]}"
-                token_ids = ask.prompt.token_ids
-                assert self.memory.holds(ask.row_pages, ask.key_pages, token_ids), f"wrong bytes landed for {key}"
+                assert not self.events[key], f"{event} after {self.events[key]}"
+                token_ids = request.prompt.token_ids
+                assert self.memory.holds(request.row_pages, request.key_pages, token_ids), (
+                    f"wrong bytes landed for {key}"
+                )
                 assert token_id == first_token(token_ids)
-                self._give_back(ask)
+                self._give_back(request)
             case FetchFailed(key, quiesced):
-                assert not self.facts[key], f"{fact} after {self.facts[key]}"
+                assert not self.events[key], f"{event} after {self.events[key]}"
                 if quiesced:
-                    self._give_back(ask)
+                    self._give_back(request)
                 else:
                     self.quarantined.add(key)
             case Quiesced(key):
                 self.quarantined.remove(key)
-                self._give_back(ask)
-        self.facts[fact.key].append(fact)
+                self._give_back(request)
+        self.events[event.key].append(event)
 
-    def _give_back(self, ask: HandoffRequest) -> None:
+    def _give_back(self, request: HandoffRequest) -> None:
         with self._lock:
-            self.free_rows += ask.row_pages
-            self.free_keys += ask.key_pages
+            self.free_rows += request.row_pages
+            self.free_keys += request.key_pages
 
     def ended(self, key: HandoffKey, seconds: float = SECONDS) -> ReceiverEvent:
-        """The handoff's terminal fact."""
-        assert until(lambda: bool(self.facts[key]) or self.died is not None, seconds), f"{key} is stuck"
+        """Waits for the handoff's terminal event and returns it."""
+        assert until(lambda: bool(self.events[key]) or self.died is not None, seconds), f"{key} is stuck"
         assert self.died is None, self.died
-        return self.facts[key][0]
+        return self.events[key][0]
 
     def audit(self) -> None:
-        """Every page is free or quarantined, once."""
+        """Asserts that every page is either free or quarantined, exactly once."""
         self.agent.audit()
         assert self.died is None, self.died
         for free, quarantined in (
-            (self.free_rows, [page for key in self.quarantined for page in self._asks[key].row_pages]),
-            (self.free_keys, [page for key in self.quarantined for page in self._asks[key].key_pages]),
+            (self.free_rows, [page for key in self.quarantined for page in self._requests[key].row_pages]),
+            (self.free_keys, [page for key in self.quarantined for page in self._requests[key].key_pages]),
         ):
             assert sorted([*free, *quarantined]) == list(range(self.memory.pages))
 
 
 class _Later:
-    """What a GPU's event is: the bytes are there when it says so, not before, and so are those of `before`."""
+    """Behaves like a GPU event: the bytes, and those of `before`, are there only after it has happened."""
 
     def __init__(self, seconds: float, act: Callable[[], None], before: DeviceEvent | None) -> None:
         self._happened = False
@@ -333,7 +335,7 @@ class PrefillEngine(_Engine):
     def __init__(
         self,
         memory: Memory,
-        post: ControlChannel,
+        channel: ControlChannel,
         transfer: Transfer,
         *,
         scale: float = SCALE,
@@ -356,13 +358,13 @@ class PrefillEngine(_Engine):
         machine = Sender(
             memory.store, scaled(outgoing.SENDER_TIMEOUTS, scale), write_limit=40.0 * scale, buffers=buffers
         )
-        super().__init__(machine, memory, post, transfer, staging=staging, **rest)
+        super().__init__(machine, memory, channel, transfer, staging=staging, **rest)
 
-    def obey(self, fact: Any) -> None:
-        match fact:
+    def handle_event(self, event: Any) -> None:
+        match event:
             case StartPrefill():
-                self.computed.append(fact.key)
-                self._compute(fact)
+                self.computed.append(event.key)
+                self._compute(event)
             case ReleasePages(peer, key):
                 self.free += self.held.pop((peer, key))
 
@@ -407,8 +409,8 @@ class PrefillEngine(_Engine):
 
 
 class FileTransfer:
-    """A transfer between processes on one machine: memory is a file that everybody maps. Writes at once, but says so
-    only when `go` is set."""
+    """A transfer between processes on one machine, whose memory is a file that all of them map. It writes at once, but
+    reports DONE only when `go` is set."""
 
     name = "file"
 

@@ -1,4 +1,4 @@
-"""Workers in one process with real sockets between them, and a channel that mistreats messages."""
+"""Workers in one process with real sockets between them, and a channel that loses and delays messages."""
 
 import random
 import time
@@ -24,13 +24,13 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 class FaultyPost:
-    """A channel that mistreats what is sent, by kind of message."""
+    """A channel that loses, duplicates or delays messages by kind."""
 
     def __init__(self, inner: ControlChannel, seed: int = 0) -> None:
         self.inner, self.address = inner, inner.address
-        self.lose: dict[str, int] = {}  # how many of this kind are still to be lost
+        self.lose: dict[str, int] = {}  # how many messages of this kind will still be lost
         self.twice: set[str] = set()
-        self.late: dict[str, float] = {}  # seconds at most by which one of this kind is late
+        self.late: dict[str, float] = {}  # the longest delay of messages of this kind, in seconds
         self.sent: list[str] = []
         self._random = random.Random(seed)
         self._held: list[tuple[float, str, Message]] = []
@@ -80,22 +80,24 @@ class World:
     hub: Hub = field(default_factory=lambda: Hub(threaded=True))
     engines: list[DecodeEngine | PrefillEngine] = field(default_factory=list)
 
-    def decode(self, post: ControlChannel | None = None, pages: int = 64, ranks: int = 1, **rest: Any) -> DecodeEngine:
+    def decode(
+        self, channel: ControlChannel | None = None, pages: int = 64, ranks: int = 1, **rest: Any
+    ) -> DecodeEngine:
         memory = Memory(pages, 8, ranks=ranks)
-        engine = DecodeEngine(memory, post or Channel("127.0.0.1:0"), Loopback(self.hub), **rest)
+        engine = DecodeEngine(memory, channel or Channel("127.0.0.1:0"), Loopback(self.hub), **rest)
         self.engines.append(engine)
         return engine
 
     def prefill(
-        self, post: ControlChannel | None = None, transfer: Transfer | None = None, ranks: int = 1, **rest: Any
+        self, channel: ControlChannel | None = None, transfer: Transfer | None = None, ranks: int = 1, **rest: Any
     ) -> PrefillEngine:
-        post, transfer = post or Channel("127.0.0.1:0"), transfer or Loopback(self.hub)
-        engine = PrefillEngine(Memory(32, 16, ranks=ranks), post, transfer, **rest)
+        channel, transfer = channel or Channel("127.0.0.1:0"), transfer or Loopback(self.hub)
+        engine = PrefillEngine(Memory(32, 16, ranks=ranks), channel, transfer, **rest)
         self.engines.append(engine)
         return engine
 
     def settled(self) -> bool:
-        """Nobody has anything open any more, and the engines know it."""
+        """Waits until no handoff is open, and all engines have released their pages."""
         for engine in self.engines:
             if engine.agent.stats().num_open or (isinstance(engine, PrefillEngine) and engine.held):
                 return False
@@ -108,7 +110,7 @@ class World:
 
 @contextmanager
 def worlds() -> Iterator[World]:
-    """A world that is taken down in the end, and whose engines must be alive by then."""
+    """Yields a world and closes it at the end. Its engines must be alive by then."""
     made = World()
     try:
         yield made
@@ -121,7 +123,7 @@ def worlds() -> Iterator[World]:
 
 
 class Dictated:
-    """A channel on which a test says what comes."""
+    """A channel whose incoming messages the test supplies."""
 
     def __init__(self) -> None:
         self.address = OURS
@@ -131,8 +133,8 @@ class Dictated:
 
     def send(self, peer: str, message: Message) -> None:
         self.said.append(message)
-        letter = Envelope(OURS, "ab", "cd", message)
-        assert Codec().decode(Codec().encode(letter)) == letter, "what an agent says must be a message"
+        envelope = Envelope(OURS, "ab", "cd", message)
+        assert Codec().decode(Codec().encode(envelope)) == envelope, "what an agent says must be a message"
 
     def receive(self) -> list[ChannelEvent]:
         events, self.coming = self.coming, []

@@ -1,7 +1,7 @@
-"""A worker in a process of its own, for tests that kill it: `peer_process.py prefill|decode ADDRESS FOLDER HOLD`.
+"""A worker in its own process, for tests that kill it: `peer_process.py prefill|decode ADDRESS FOLDER HOLD`.
 
-Prints its address, then what it does, a line each. A decode worker reads from stdin whom to ask, or `give up`, and
-prints the facts; HOLD names a kind of message that it never sends.
+It prints its address and then one line for each action. A decode worker reads from stdin which prefill worker to use,
+or `give up`, and prints the events. HOLD names a kind of message that it never sends.
 """
 
 import sys
@@ -20,22 +20,22 @@ def say(*words: object) -> None:
 
 
 def report(engine: DecodeEngine, key: HandoffKey) -> None:
-    say("fact", type(engine.ended(key)).__name__)
+    say("event", type(engine.ended(key)).__name__)
 
 
 def main(role: str, address: str, folder: str, hold: str) -> None:
     path = Path(folder) / "memory"
-    post = open_channel(address)
+    channel = open_channel(address)
     if role == "prefill":
         memory = FileTransfer.memory(path, 16, 16)
-        PrefillEngine(memory, post, FileTransfer(path), hold=hold, report=lambda stage: say("stage", stage))
-        say("address", post.address)
+        PrefillEngine(memory, channel, FileTransfer(path), hold=hold, report=lambda stage: say("stage", stage))
+        say("address", channel.address)
         sys.stdin.read()
         return
-    faulty = FaultyPost(post)
+    faulty = FaultyPost(channel)
     faulty.lose[hold] = sys.maxsize
     engine = DecodeEngine(FileTransfer.memory(path, 64, 8), faulty, FileTransfer(path))
-    say("address", post.address)
+    say("address", channel.address)
     keys: list[HandoffKey] = []
     for line in sys.stdin:
         if line.strip() == "give up":

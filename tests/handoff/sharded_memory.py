@@ -1,4 +1,4 @@
-"""Memory of an engine whose ranks hold some heads each: filled and checked head by head, poisoned everywhere else."""
+"""Memory of an engine whose ranks hold some heads each. It is filled and checked by head, and poisoned elsewhere."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Sharded:
-    """[layer][page][row] of each rank, with some bytes left free behind each row, and index keys likewise."""
+    """[layer][page][row] for each rank, with some unused bytes after each row, and index keys likewise."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Sharded:
         self.pages, self.head_bytes = pages, head_bytes
         self.per_rank = max(1, heads // ranks)
         width = 2 * self.per_rank * head_bytes
-        # In one block of memory, each unit at a place of its own: shuffled, and never next to another.
+        # All units are in one block of memory, shuffled and never adjacent.
         unit = pages * page_rows * (width + spare) + 64
         key_unit = pages * page_rows * KEY_BYTES + 64
         self.memory = np.full(ranks * layers * unit + groups * key_unit, POISON, np.uint8)
@@ -68,11 +68,11 @@ class Sharded:
         return start <= address and address + nbytes <= start + self.memory.nbytes
 
     def compute(self, pages: Sequence[int], first: int, last: int, seed: int = 0) -> None:
-        """Rows and keys [first, last) of a context, as a model would write them."""
+        """Writes rows and keys [first, last) of a context, as a model would."""
         self._place(self.rows, self.keys, pages, pages, first, last, seed)
 
     def check(self, row_pages: Sequence[int], key_pages: Sequence[int], first: int, last: int, seed: int = 0) -> None:
-        """Exactly these rows are here, and nothing else was touched."""
+        """Asserts that exactly these rows are here, and that nothing else was changed."""
         expected = Sharded(
             self.ranks,
             self.heads,
@@ -89,7 +89,7 @@ class Sharded:
             np.testing.assert_array_equal(keys, wanted_keys)
 
     def check_rows(self, row_pages: Sequence[int], key_pages: Sequence[int], last: int, seed: int = 0) -> None:
-        """Rows [0, last) are here, whatever else is."""
+        """Asserts that rows [0, last) are here."""
         rows = [[np.full_like(unit, POISON) for unit in units] for units in self.rows]
         keys = [np.full_like(unit, POISON) for unit in self.keys]
         self._place(rows, keys, row_pages, key_pages, 0, last, seed)
@@ -145,7 +145,7 @@ def _bytes(count: int, *names: int) -> Bytes:
 def fresh_pages(
     source: Sharded, target: Sharded, *, rows: int, seed: int = 0
 ) -> tuple[list[int], list[int], list[int]]:
-    """Of the source; of the target for rows, and for keys. In no order."""
+    """Returns shuffled pages: of the source, of the target for rows, and of the target for keys."""
     random = np.random.default_rng(seed)
     spans = (source.store.shards[0].span, target.store.shards[0].span, target.store.shards[0].span)
     sides = (source, target, target)

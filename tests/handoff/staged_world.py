@@ -1,4 +1,4 @@
-"""A receiver and senders with real memory between which a test carries messages and writes by hand."""
+"""A receiver and senders with real memory. The test delivers messages and performs writes by hand."""
 
 import ctypes
 from collections import deque
@@ -39,7 +39,7 @@ MODEL = ModelIdentity("m", 3, "any", "5 bytes", 2, "w")
 
 
 class Event:
-    """A forward pass."""
+    """The event of a forward pass."""
 
     def __init__(self, happened: bool = True) -> None:
         self.happened = happened
@@ -57,7 +57,7 @@ class Write:
 
 @dataclass
 class Context:
-    """As the prefill engine has it."""
+    """A context at the prefill engine."""
 
     prompt: StartPrefill
     pages: list[int]
@@ -77,7 +77,7 @@ class PrefillEnd:
 
 
 class World:
-    """Messages wait in `post` until `carry` delivers them, writes in `writes` until `write` ends them."""
+    """Messages wait in `messages` until `carry` delivers them, writes in `writes` until `write` ends them."""
 
     def __init__(self, ring_bytes: int = 8192, ranks: int = 4, prefills: Iterable[int] = (2,)) -> None:
         self.now, self.tickets = 0.0, 0
@@ -92,14 +92,14 @@ class World:
             f"prefill:{at}": PrefillEnd(f"prefill:{at}", each, 8192) for at, each in enumerate(prefills, 1)
         }
         self.pages = PageAllocator(400)
-        self.post: deque[tuple[str, str, Message]] = deque()  # from, to
+        self.messages: deque[tuple[str, str, Message]] = deque()  # from, to
         self.writes: list[Write] = []
         self.written = 0
-        self.facts: dict[HandoffKey, list[ReceiverEvent]] = {}
-        self.asks: dict[HandoffKey, HandoffRequest] = {}
-        self.lose: dict[type, int] = {}  # how many of this kind are still to be lost
+        self.events: dict[HandoffKey, list[ReceiverEvent]] = {}
+        self.requests: dict[HandoffKey, HandoffRequest] = {}
+        self.lose: dict[type, int] = {}  # how many messages of this kind will still be lost
         self.twice = False
-        self.every: list[tuple[str, str, Message]] = []  # that was ever said
+        self.sent: list[tuple[str, str, Message]] = []  # all messages so far
         for end in self.prefills.values():
             self.introduce(end)
 
@@ -117,22 +117,22 @@ class World:
         pages = self.pages.allocate(count)
         assert pages is not None
         self.memory.poison(pages, pages)
-        seed = len(self.asks)
-        ask = HandoffRequest(
+        seed = len(self.requests)
+        request = HandoffRequest(
             key, PromptSpec(tuple(range(seed, seed + rows)), SamplingParams()), "host", tuple(pages), tuple(pages)
         )
-        self.asks[key], self.facts[key] = ask, []
-        self.receiver.fetch(Fetch(f"prefill:{at}", ask), self.now)
+        self.requests[key], self.events[key] = request, []
+        self.receiver.fetch(Fetch(f"prefill:{at}", request), self.now)
         return key
 
     def compute(self, key: HandoffKey, last: int | None = None, after: Event | None = None, at: int = 1) -> None:
-        """The next rows, up to `last`; all, and the first token, without it."""
+        """Computes the next rows, up to `last`. By default it computes all and samples the first token."""
         end = self.prefills[f"prefill:{at}"]
-        context, ask = end.contexts[key], self.asks[key]
-        total, first = len(ask.prompt), context.told
+        context, request = end.contexts[key], self.requests[key]
+        total, first = len(request.prompt), context.told
         until = total if last is None else last
         if first < until:
-            end.memory.compute(context.pages, first, until, seed=ask.prompt.token_ids[0])
+            end.memory.compute(context.pages, first, until, seed=request.prompt.token_ids[0])
             context.told = until
             end.sender.handle_command(RowsComputed(DECODE, key, first, until, tuple(context.pages), after), self.now)
         if until == total:
@@ -140,15 +140,15 @@ class World:
         self.act()
 
     def act(self) -> None:
-        """What the machines want is done, but for what has to travel."""
+        """Runs the actions of the state machines. Messages and writes are only queued."""
         for action in self.receiver.take_actions():
             match action:
                 case SendMessage(peer, message):
                     self._say(DECODE, peer, message)
                 case UnpackPiece(piece):
                     unpack(piece)
-                case fact:
-                    self.facts[fact.key].append(fact)
+                case event:
+                    self.events[event.key].append(event)
         for end in self.prefills.values():
             for action in end.sender.take_actions():
                 self._obey(end, action)
@@ -176,12 +176,12 @@ class World:
                 end.dropped.append(key)
 
     def _say(self, origin: str, to: str, message: Message) -> None:
-        self.every.append((origin, to, message))
+        self.sent.append((origin, to, message))
         if self.lose.get(type(message), 0) > 0:
             self.lose[type(message)] -= 1
             return
         for _ in range(2 if self.twice else 1):
-            self.post.append((origin, to, message))
+            self.messages.append((origin, to, message))
 
     def deliver(self, origin: str, to: str, message: Message) -> None:
         machine = self.receiver if to == DECODE else self.prefills[to].sender
@@ -189,19 +189,19 @@ class World:
         self.act()
 
     def carry(self, *but: type) -> None:
-        """Delivers all messages, and those that come of them, but for some kinds, which stay."""
+        """Delivers all messages, and the answers to them, except for some kinds, which stay queued."""
         self.act()
         kept = []
-        while self.post:
-            letter = self.post.popleft()
-            if isinstance(letter[2], but):
-                kept.append(letter)
+        while self.messages:
+            envelope = self.messages.popleft()
+            if isinstance(envelope[2], but):
+                kept.append(envelope)
             else:
-                self.deliver(*letter)
-        self.post.extend(kept)
+                self.deliver(*envelope)
+        self.messages.extend(kept)
 
     def write(self, state: WriteState = WriteState.DONE, number: int = 0) -> None:
-        """A write ends; the oldest, if not told otherwise."""
+        """Ends a write, by default the oldest."""
         write = self.writes.pop(number)
         if state is WriteState.DONE:
             for here, there, nbytes in write.submit.writes.tolist():
@@ -211,12 +211,12 @@ class World:
         self.act()
 
     def finish(self) -> None:
-        """Everything travels until nothing is left to do."""
+        """Delivers messages and performs writes until nothing is left to do."""
         for _ in range(100_000):
             self.carry()
             if self.writes:
                 self.write()
-            elif not self.post:
+            elif not self.messages:
                 return
         raise AssertionError("it does not end")
 
@@ -226,7 +226,7 @@ class World:
         self.act()
 
     def pass_time(self, seconds: float, *but: type) -> None:
-        """Ticks at every deadline on the way, as drivers do, and delivers what is said."""
+        """Ticks at every deadline on the way, as an agent does, and delivers the messages."""
         end = self.now + seconds
         machines = [self.receiver, *(each.sender for each in self.prefills.values())]
         while True:
@@ -239,13 +239,15 @@ class World:
                 return
 
     def check(self, key: HandoffKey) -> None:
-        """It has landed, byte for byte."""
-        ask = self.asks[key]
-        assert [type(fact).__name__ for fact in self.facts[key]] == ["Landed"], self.facts[key]
-        self.memory.check_rows(ask.row_pages, ask.key_pages, len(ask.prompt), seed=ask.prompt.token_ids[0])
+        """Asserts that the context has landed, byte for byte."""
+        request = self.requests[key]
+        assert [type(event).__name__ for event in self.events[key]] == ["Landed"], self.events[key]
+        self.memory.check_rows(
+            request.row_pages, request.key_pages, len(request.prompt), seed=request.prompt.token_ids[0]
+        )
 
     def check_calm(self) -> None:
-        """Nobody holds anything."""
+        """Asserts that no lease, buffer or handoff is left."""
         assert self.receiver.phases() == {} and self.ring.held == 0 and not self.ring.waiting
         for end in self.prefills.values():
             assert end.sender.phases() == {} and not end.sender._buffers.users

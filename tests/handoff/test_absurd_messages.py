@@ -1,4 +1,4 @@
-"""No message that gets through the wire kills an agent, however little sense it makes."""
+"""No message that the codec accepts kills an agent, however absurd it is."""
 
 import numpy as np
 from handoff_engines import LAYERS, MODEL, POISON, ROW_BYTES, Memory, first_token, until
@@ -60,7 +60,7 @@ PAGE_ROWS = 4
 
 
 class AtOnce(Loopback):
-    """Connects to its own memory, whoever asks; so what a peer claims of its memory is put to the test."""
+    """Connects every peer to its own memory, so that what a peer claims about its memory is really used."""
 
     def connect(self, name: str, description: bytes) -> None:
         super().connect(name, self.describe())
@@ -80,7 +80,7 @@ slices = st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple)
 some_slices = st.lists(st.tuples(st.integers(0, ROW_BYTES), st.integers(0, ROW_BYTES)), max_size=3).map(tuple)
 memory = Memory(8, PAGE_ROWS)
 rings = st.none() | st.builds(MemoryRange, numbers, numbers) | st.just(MemoryRange(memory.buffer.ctypes.data, 1 << 12))
-halves = Store(  # whose memory is too large by half, but nobody writes to it here
+halves = Store(  # larger than its memory, but these tests never write to it
     tuple(Shard(memory.store.shards[0].span, ((first, ROW_BYTES // 2),)) for first in (0, ROW_BYTES // 2)),
     memory.store.keys,
 )
@@ -90,7 +90,7 @@ sound_hellos = st.builds(
     st.sampled_from([memory.store, halves]),
     rings,
 )
-# As it should be, but for where it lies.
+# Valid, except for its address.
 addresses = st.integers(0, (1 << 63) - 1) | st.just(memory.buffer.ctypes.data)
 lost_spans = st.builds(
     lambda bases, page_bytes: PagedSpan(tuple((base,) for base in bases), page_bytes, PAGE_ROWS, PAGE_ROWS, ROW_BYTES),
@@ -117,7 +117,7 @@ wild_hellos = st.builds(
     rings,
 )
 hellos = sound_hellos | wild_hellos
-asks = st.builds(
+requests = st.builds(
     HandoffRequest,
     keys,
     st.builds(PromptSpec, some_ids, st.just(SamplingParams())),
@@ -125,7 +125,7 @@ asks = st.builds(
     pages,
     pages,
 )
-sound_asks = st.builds(
+valid_requests = st.builds(
     lambda key, ids: HandoffRequest(key, PromptSpec(ids, SamplingParams()), "host", (0, 1, 2), (3, 4, 5)),
     keys,
     some_ids,
@@ -135,8 +135,8 @@ messages = st.one_of(
     hellos,
     hellos.map(Welcome),
     st.builds(Refused, st.text(max_size=5)),
-    asks,
-    sound_asks,
+    requests,
+    valid_requests,
     *(st.builds(kind, keys) for kind in (HandoffAck, Cancel)),
     st.builds(HandoffAccepted, keys, st.integers(0, 2000) | numbers),
     st.builds(StartWrites, keys, st.booleans()),
@@ -157,19 +157,19 @@ steps = st.lists(st.tuples(st.sampled_from(PEERS), messages, st.floats(0.0, 3.0)
 
 @st.composite
 def begun(draw: st.DrawFn) -> list[Said]:
-    """A handoff that gets as far as its writes, then anything."""
-    peer, ask = PEERS[0], draw(sound_asks)
+    """Draws a handoff that reaches its writes, then any messages."""
+    peer, request = PEERS[0], draw(valid_requests)
     store = Store(draw(st.just(memory.store.shards) | lost_spans.map(whole_rows)), memory.store.keys)
     ring = draw(rings)
-    first: list[Message] = [Hello(peer, MODEL, {"host": store}, "loopback", b"", ring), ask]
-    first.append(StartWrites(ask.key, staged=draw(st.booleans())))
-    first += [LeaseGranted(ask.key, piece, piece, 256 * piece) for piece in range(draw(few))]
+    first: list[Message] = [Hello(peer, MODEL, {"host": store}, "loopback", b"", ring), request]
+    first.append(StartWrites(request.key, staged=draw(st.booleans())))
+    first += [LeaseGranted(request.key, piece, piece, 256 * piece) for piece in range(draw(few))]
     return [*((peer, message, 0.1, False) for message in first), *draw(steps)]
 
 
 @st.composite
 def welcomed(draw: st.DrawFn) -> list[Said]:
-    """A handoff that gets as far as room in the ring, then anything."""
+    """Draws a handoff that reaches its leases, then any messages."""
     peer, key = PEERS[0], HandoffKey("r", 0)
     store = draw(st.sampled_from([memory.store, halves]))
     first: list[Message] = [Welcome(Hello(peer, MODEL, {"host": store}, "loopback", b"")), HandoffAccepted(key, 1000)]
@@ -182,52 +182,52 @@ def welcomed(draw: st.DrawFn) -> list[Said]:
 
 
 def through_the_wire(peer: str, message: Message) -> list[ChannelEvent]:
-    """As the channel would give it to an agent: nothing, if it does not get through."""
+    """Returns the events that the channel would pass to an agent; none if the codec rejects the message."""
     try:
-        letter = Codec().decode(Codec().encode(Envelope(peer, "ab", "", message)))
+        envelope = Codec().decode(Codec().encode(Envelope(peer, "ab", "", message)))
     except (BadMessage, OverflowError):
         return []
-    assert isinstance(letter, Envelope)
-    return [MessageReceived(peer, letter.message)]
+    assert isinstance(envelope, Envelope)
+    return [MessageReceived(peer, envelope.message)]
 
 
-def run(agent: HandoffAgent, post: Dictated, clock: Clock, said: list[Said]) -> list[HandoffEvent]:
-    """Takes turns of the agent by hand; returns all facts."""
-    facts: list[HandoffEvent] = []
+def run(agent: HandoffAgent, channel: Dictated, clock: Clock, said: list[Said]) -> list[HandoffEvent]:
+    """Runs the agent's loop by hand, and returns all events."""
+    events: list[HandoffEvent] = []
     for peer, message, seconds, restart in said:
         clock.now += seconds
-        post.coming = [*([PeerRestarted(peer)] if restart else []), *through_the_wire(peer, message)]
+        channel.coming = [*([PeerRestarted(peer)] if restart else []), *through_the_wire(peer, message)]
         agent._work()
         if isinstance(agent._role, PrefillRole):
             assert until(lambda: not agent._inbox.empty() or not agent._role._connecting)
             agent._work()
-        facts += agent.take_events()
+        events += agent.take_events()
         agent.audit()
-    return facts
+    return events
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(welcomed() | steps, st.lists(st.sampled_from(PEERS), min_size=1, max_size=2))
 def test_a_decode_worker_survives_any_message_of_its_peers(said: list[Said], asked: list[str]) -> None:
-    post, clock = Dictated(), Clock()
+    channel, clock = Dictated(), Clock()
     staging, target = StagingMemory(4096), Memory(8, PAGE_ROWS)
     hello = Hello(OURS, MODEL, {"host": target.store}, "loopback", b"", staging.memory_range)
     receiver = Receiver(staging=ReceiverStaging(staging.memory_range, hello.stores))
-    agent = HandoffAgent(receiver, hello, post, Loopback(Hub()), wake=lambda: None, clock=clock)
+    agent = HandoffAgent(receiver, hello, channel, Loopback(Hub()), wake=lambda: None, clock=clock)
     wanted = [HandoffKey(name, 0) for name in "rs"[: len(asked)]]
     for peer, key in zip(asked, wanted, strict=True):
         agent.put(Fetch(peer, HandoffRequest(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,))))
-    facts = run(agent, post, clock, said)
+    events = run(agent, channel, clock, said)
     for key in wanted:
         agent.put(CancelFetch(key))
-    facts += run(agent, post, clock, [(PEERS[0], Ping(0), 20.0, False)] * 4)
-    ended = [fact.key for fact in facts if type(fact).__name__ in ("Landed", "FetchFailed")]
+    events += run(agent, channel, clock, [(PEERS[0], Ping(0), 20.0, False)] * 4)
+    ended = [event.key for event in events if type(event).__name__ in ("Landed", "FetchFailed")]
     assert sorted(map(str, ended)) == sorted(map(str, wanted))
 
 
-def obeyed(agent: HandoffAgent, facts: list[HandoffEvent]) -> int:
-    """A prefill engine that does what it is asked; returns how often."""
-    prompts = [fact for fact in facts if isinstance(fact, StartPrefill)]
+def obeyed(agent: HandoffAgent, events: list[HandoffEvent]) -> int:
+    """Acts as a prefill engine that computes every prompt, and returns how many."""
+    prompts = [event for event in events if isinstance(event, StartPrefill)]
     for asked in prompts:
         length, key, peer = len(asked.prompt), asked.key, asked.peer
         if length % 5 == 4:
@@ -241,7 +241,7 @@ def obeyed(agent: HandoffAgent, facts: list[HandoffEvent]) -> int:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(begun() | steps)
 def test_a_prefill_worker_survives_any_message_of_its_peers(said: list[Said]) -> None:
-    hub, post, clock = Hub(), Dictated(), Clock()
+    hub, channel, clock = Hub(), Dictated(), Clock()
     transfer = AtOnce(hub)
     source = Memory(8, PAGE_ROWS)
     transfer.register(source.region)
@@ -251,16 +251,16 @@ def test_a_prefill_worker_survives_any_message_of_its_peers(said: list[Said]) ->
     agent = HandoffAgent(
         Sender(source.store, buffers=staging.buffers, max_direct_writes=2),
         hello,
-        post,
+        channel,
         transfer,
         wake=lambda: None,
         clock=clock,
     )
     prompts = drops = 0
     for step in [*said, *[(PEERS[0], Ping(0), 200.0, False)] * 6]:
-        facts = run(agent, post, clock, [step])
+        events = run(agent, channel, clock, [step])
         hub.advance(clock.now)
-        prompts += obeyed(agent, facts)
-        drops += sum(type(fact).__name__ == "ReleasePages" for fact in facts)
+        prompts += obeyed(agent, events)
+        drops += sum(type(event).__name__ == "ReleasePages" for event in events)
     assert drops == prompts, "pages that are never given back"
     assert np.all(memory.buffer == POISON), "written where nobody had registered anything"

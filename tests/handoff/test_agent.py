@@ -1,4 +1,4 @@
-"""Agents with real sockets, real state machines and bytes that really move."""
+"""Agents with real sockets, real state machines and real bytes."""
 
 import sys
 import threading
@@ -50,7 +50,7 @@ def test_prompts_of_many_lengths_land_byte_for_byte(world: World) -> None:
     decode, prefill = world.decode(), world.prefill(event_s=0.1)
     keys = [decode.fetch(prefill.address, prompt(length, length), f"r{length}") for length in LENGTHS]
     assert [type(decode.ended(key)) for key in keys] == [Landed] * len(LENGTHS)
-    assert decode.facts[keys[0]] == [Landed(keys[0], sum(prompt(1, 1)) % 1009, {5: (-0.5, 1)})]
+    assert decode.events[keys[0]] == [Landed(keys[0], sum(prompt(1, 1)) % 1009, {5: (-0.5, 1)})]
     assert until(world.settled)
     world.audit()
     landed, written = decode.agent.stats(), prefill.agent.stats()
@@ -81,12 +81,12 @@ def test_an_idle_agent_neither_polls_nor_pings(world: World) -> None:
 
     def quiet() -> bool:
         """Returns whether nothing was sent for longer than the interval of pings."""
-        said = [len(post.sent) for post in posts]
+        said = [len(channel.sent) for channel in posts]
         time.sleep(1.5 * QUICK.ping_every)
-        return [len(post.sent) for post in posts] == said
+        return [len(channel.sent) for channel in posts] == said
 
     assert until(lambda: all(engine.agent._seconds_to_wait() > 1.0 for engine in world.engines))
-    assert until(quiet)  # an answer may have been under way
+    assert until(quiet)  # an answer may have been in flight
 
 
 GIVEN_UP, NOT_COMPUTED, MISMATCHED, STAGED = "given up", "not computed", "mismatched", "staged"
@@ -111,12 +111,14 @@ KINDS = {
     "Refused": MISMATCHED,
 }
 FAULTS: dict[str, Callable[[FaultyPost, str], None]] = {
-    "lost": lambda post, kind: post.lose.update({kind: 2}),
-    "twice": lambda post, kind: post.twice.add(kind),
-    "late": lambda post, kind: post.late.update({kind: 0.15}),
-    "all of it": lambda post, kind: (post.lose.update({kind: 1}), post.twice.add(kind), post.late.update({kind: 0.1}))[
-        2
-    ],
+    "lost": lambda channel, kind: channel.lose.update({kind: 2}),
+    "twice": lambda channel, kind: channel.twice.add(kind),
+    "late": lambda channel, kind: channel.late.update({kind: 0.15}),
+    "all of it": lambda channel, kind: (
+        channel.lose.update({kind: 1}),
+        channel.twice.add(kind),
+        channel.late.update({kind: 0.1}),
+    )[2],
 }
 
 
@@ -128,8 +130,8 @@ def test_every_message_type_is_covered_by_these_tests() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_retransmit_of_a_control_message_is_enough(world: World, kind: str, fault: str) -> None:
     posts = [FaultyPost(Channel("127.0.0.1:0"), seed) for seed in range(2)]
-    for post in posts:
-        FAULTS[fault](post, kind)
+    for channel in posts:
+        FAULTS[fault](channel, kind)
     how = KINDS[kind]
     hold = "second chunk" if how == GIVEN_UP else ""
     model = replace(MODEL, layers=3) if how == MISMATCHED else MODEL
@@ -170,7 +172,7 @@ def test_a_request_cancelled_at_any_stage_ends_once_and_leaks_nothing(world: Wor
     end = decode.ended(key)
     assert isinstance(end, Landed) if stage == "landed" else end == FetchFailed(key, True, False, "cancelled")
     assert until(world.settled)
-    assert decode.facts[key] == [end]
+    assert decode.events[key] == [end]
     world.audit()
 
 
@@ -195,10 +197,10 @@ def test_a_failed_write_fails_only_its_own_request(world: World, fate: Fate) -> 
 
 def test_many_handoffs_under_many_faults_all_end_and_all_bytes_are_right(world: World) -> None:
     posts = [FaultyPost(Channel("127.0.0.1:0"), seed) for seed in range(3)]
-    for post in posts:
-        post.late = dict.fromkeys(KINDS, 0.03)
-        post.twice = {"HandoffRequest", "StartWrites", "HandoffDone", "Cancel", "Progress"}
-        post.lose = dict.fromkeys(KINDS, 3)
+    for channel in posts:
+        channel.late = dict.fromkeys(KINDS, 0.03)
+        channel.twice = {"HandoffRequest", "StartWrites", "HandoffDone", "Cancel", "Progress"}
+        channel.lose = dict.fromkeys(KINDS, 3)
     world.hub.faults = Faults(cut=0.03, lost=0.01, late=0.01, reorder=0.3, duplicate=0.3, delay_s=(0.0, 0.01))
     decode, prefills = world.decode(posts[0], pages=256), [world.prefill(posts[1]), world.prefill(posts[2])]
     outcomes: dict[str, int] = {}
@@ -219,10 +221,10 @@ def test_many_handoffs_under_many_faults_all_end_and_all_bytes_are_right(world: 
 def test_two_handoffs_with_the_same_id_land_once(world: World) -> None:
     decode, prefill = world.decode(), world.prefill()
     key = decode.fetch(prefill.address, prompt(30), "same")
-    decode.agent.put(Fetch(prefill.address, decode._asks[key]))
+    decode.agent.put(Fetch(prefill.address, decode._requests[key]))
     assert isinstance(decode.ended(key), Landed)
     assert until(world.settled)
-    assert len(decode.facts[key]) == 1 and prefill.computed == [key]
+    assert len(decode.events[key]) == 1 and prefill.computed == [key]
     world.audit()
 
 
@@ -277,17 +279,17 @@ def test_mismatched_models_are_refused_with_both_sides_values(world: World, capl
 
 
 def test_a_decode_worker_checks_a_prefill_worker_itself() -> None:
-    post, peer = Dictated(), "127.0.0.1:2"
-    hello = Hello(post.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
-    agent = HandoffAgent(Receiver(), hello, post, Loopback(Hub()), wake=lambda: None, clock=Clock())
+    channel, peer = Dictated(), "127.0.0.1:2"
+    hello = Hello(channel.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
+    agent = HandoffAgent(Receiver(), hello, channel, Loopback(Hub()), wake=lambda: None, clock=Clock())
     key = HandoffKey("r", 0)
     agent.put(Fetch(peer, HandoffRequest(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,))))
     agent._work()
-    post.coming = [MessageReceived(peer, Welcome(replace(hello, control=peer, model=replace(MODEL, weights="11"))))]
+    channel.coming = [MessageReceived(peer, Welcome(replace(hello, control=peer, model=replace(MODEL, weights="11"))))]
     agent._work()
     (end,) = agent.take_events()
     assert isinstance(end, FetchFailed) and end.quiesced and "'00' here, '11' there" in end.reason
-    assert not any(isinstance(message, HandoffRequest) for message in post.said)
+    assert not any(isinstance(message, HandoffRequest) for message in channel.said)
 
 
 def test_another_version_of_the_protocol_is_refused_with_both_versions(world: World) -> None:
@@ -337,9 +339,9 @@ class BrokenReceiver(Receiver):
 
 def test_an_agent_that_dies_reports_it_to_its_engine() -> None:
     woken = threading.Event()
-    post = Channel("127.0.0.1:0")
-    hello = Hello(post.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
-    agent = HandoffAgent(BrokenReceiver(), hello, post, None, wake=woken.set)  # type: ignore[arg-type]
+    channel = Channel("127.0.0.1:0")
+    hello = Hello(channel.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
+    agent = HandoffAgent(BrokenReceiver(), hello, channel, None, wake=woken.set)  # type: ignore[arg-type]
     agent.start()
     assert woken.wait(SECONDS)
     for call in (agent.take_events, lambda: agent.put(None)):  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Workers in processes of their own that are killed, stopped and started again, in every stage of a handoff."""
+"""Worker processes that are killed, stopped and restarted in every stage of a handoff."""
 
 import os
 import queue
@@ -25,7 +25,7 @@ STAGES = [pytest.param("compute", marks=pytest.mark.slow), "second chunk", "samp
 
 
 class Worker:
-    """A process of peer_process.py, and what it prints."""
+    """A process of peer_process.py, and its output."""
 
     def __init__(self, role: str, folder: Path, *, address: str = "127.0.0.1:0", hold: str = "") -> None:
         folder.mkdir(exist_ok=True)
@@ -48,7 +48,7 @@ class Worker:
             self._lines.put(line.strip())
 
     def says(self, beginning: str) -> str:
-        """The rest of the next line; it must begin so."""
+        """Returns the rest of the next line, which must begin with these words."""
         line = self._lines.get(timeout=SECONDS)
         assert line.startswith(beginning), line
         return line.removeprefix(beginning).strip()
@@ -59,7 +59,7 @@ class Worker:
         self.process.stdin.flush()
 
     def kill(self) -> None:
-        """As kill -9 does."""
+        """Kills the process with SIGKILL."""
         self.process.kill()
         self.process.wait(SECONDS)
         self._reader.join(SECONDS)
@@ -70,7 +70,7 @@ class Worker:
 
 @contextmanager
 def workers(*wanted: Worker) -> Iterator[list[Worker]]:
-    """Kills those in the list, which may grow."""
+    """Yields a list of workers, which may grow, and kills them at the end."""
     alive = list(wanted)
     try:
         yield alive
@@ -83,8 +83,8 @@ def workers(*wanted: Worker) -> Iterator[list[Worker]]:
 @contextmanager
 def decoding(folder: Path, **rest: Any) -> Iterator[DecodeEngine]:
     path = folder / "decode"
-    memory, post = FileTransfer.memory(path, 64, 8), Channel("127.0.0.1:0")
-    engine = DecodeEngine(memory, post, FileTransfer(path), **rest)
+    memory, channel = FileTransfer.memory(path, 64, 8), Channel("127.0.0.1:0")
+    engine = DecodeEngine(memory, channel, FileTransfer(path), **rest)
     try:
         yield engine
         engine.audit()
@@ -95,8 +95,8 @@ def decoding(folder: Path, **rest: Any) -> Iterator[DecodeEngine]:
 @contextmanager
 def prefilling(folder: Path, **rest: Any) -> Iterator[PrefillEngine]:
     path = folder / "prefill"
-    memory, post = FileTransfer.memory(path, 32, 16), Channel("127.0.0.1:0")
-    engine = PrefillEngine(memory, post, FileTransfer(path), **rest)
+    memory, channel = FileTransfer.memory(path, 32, 16), Channel("127.0.0.1:0")
+    engine = PrefillEngine(memory, channel, FileTransfer(path), **rest)
     try:
         yield engine
         engine.audit()
@@ -105,7 +105,7 @@ def prefilling(folder: Path, **rest: Any) -> Iterator[PrefillEngine]:
 
 
 def reach(worker: Worker, decode: DecodeEngine, stage: str) -> HandoffKey:
-    """A handoff that stands at this stage, and whose receiver has said Go."""
+    """Begins a handoff that stops at this stage, and whose receiver has sent StartWrites."""
     key = decode.fetch(worker.address, prompt(60), "r")
     while worker.says("stage") != stage:
         pass
@@ -146,7 +146,7 @@ def test_a_prefill_worker_killed_before_start_writes_costs_no_page(tmp_path: Pat
 def test_a_restarted_prefill_worker_at_its_old_address_is_noticed_at_once_and_used(tmp_path: Path) -> None:
     with (
         workers(Worker("prefill", tmp_path / "first", hold="sample")) as alive,
-        # Silence would give it away much later.
+        # The timeout of the peer would find out much later.
         decoding(tmp_path, timing=replace(QUICK, peer_timeout=60.0), scale=1.0) as decode,
     ):
         first = alive[0]
@@ -210,7 +210,7 @@ def test_pages_stay_in_quarantine_when_their_writer_is_killed_and_restarted(tmp_
         assert isinstance(decode.ended(decode.fetch(first.address, prompt(60), "new")), Landed)
         asked = decode.agent.stats().num_retransmits
         assert until(lambda: decode.agent.stats().num_retransmits > asked + 1), "it is not asked any more"
-        # The successor knows nothing of it, and so cannot say that it has stopped.
+        # The new process has no record of the handoff, so it cannot confirm that its writes have stopped.
         assert decode.quarantined == {old} and decode.stands_in("quarantined")
 
 
@@ -233,10 +233,10 @@ def test_a_decode_worker_killed_at_any_stage_costs_the_prefill_worker_nothing(tm
         doomed.kill()
         assert until(lambda: not prefill.held and not prefill.agent.stats().num_open)
         prefill._hold = ""
-        # Its successor may use the same id for something else.
+        # The new process may use the same id for another request.
         alive.append(Worker("decode", tmp_path / "next", address=doomed.address))
         alive[1].tell(prefill.address, "r", *prompt(61, 5))
-        assert alive[1].says("fact") == "Landed"
+        assert alive[1].says("event") == "Landed"
 
 
 def test_a_decode_worker_killed_before_start_writes_costs_the_prefill_worker_nothing(tmp_path: Path) -> None:
@@ -261,11 +261,11 @@ def test_a_decode_worker_killed_while_a_write_does_not_end_costs_the_prefill_wor
         assert isinstance(transfer, FileTransfer)
         transfer.go.clear()
         doomed.tell(prefill.address, "r", *prompt(60))
-        # The phase begins when Go arrives, which may be before the first write: a cancelled handoff that writes nothing
+        # The phase begins when StartWrites arrives, perhaps before the first write. A cancelled handoff without writes
         # closes at once.
         assert until(lambda: prefill.agent.stats().nbytes > 0) and prefill.stands_in("writing")
         if phase != "writes hung":
-            clock.stop()  # else the limit of the phase may end it before it was looked at
+            clock.stop()  # otherwise the timeout may end the phase before the check
         if phase != "writing":
             doomed.tell("give up")
         assert until(lambda: prefill.stands_in(phase))
@@ -280,4 +280,4 @@ def test_a_decode_worker_killed_while_a_write_does_not_end_costs_the_prefill_wor
         transfer.go.set()
         alive.append(Worker("decode", tmp_path / "next", address=doomed.address))
         alive[1].tell(prefill.address, "r", *prompt(61, 5))
-        assert alive[1].says("fact") == "Landed"
+        assert alive[1].says("event") == "Landed"

@@ -1,4 +1,4 @@
-"""Agents meet and part: introductions, connections that hang, and what is said at the end."""
+"""Introductions, connects that hang, and closing of agents."""
 
 import threading
 import time
@@ -37,7 +37,7 @@ def test_a_peer_whose_memory_cannot_be_reached_is_refused_with_the_reason(world:
 
 
 class SlowToConnect(Loopback):
-    """Connecting to one peer takes until the test sets `go`."""
+    """Connecting to one peer blocks until the test sets `go`."""
 
     go: threading.Event
     slow: str = ""
@@ -58,7 +58,7 @@ def test_a_peer_that_is_slow_to_connect_delays_no_other(world: World) -> None:
     waiting = decodes[0].fetch(prefill.address, prompt(20), "waits")
     # `go` is not set, so the other connection has not ended.
     assert isinstance(decodes[1].ended(decodes[1].fetch(prefill.address, prompt(20), "r"), SECONDS / 2), Landed)
-    # The prefill worker answers pings meanwhile, so it is not taken for lost, and yet it is not waited for without end.
+    # The prefill worker answers pings, so it is not treated as lost. The wait for it is still bounded.
     end = decodes[0].ended(waiting, SECONDS / 2)
     assert isinstance(end, FetchFailed) and end.quiesced and end.retry and "has not answered Hello" in end.reason
     assert until(lambda: not prefill.agent._role._connecting)
@@ -69,7 +69,7 @@ def test_a_peer_that_is_slow_to_connect_delays_no_other(world: World) -> None:
 
 
 class Hanging(Loopback):
-    """Connecting does not end until the test says so."""
+    """Connecting blocks until the test releases it."""
 
     go: threading.Event
 
@@ -79,17 +79,17 @@ class Hanging(Loopback):
 
 
 def test_connects_that_hang_do_not_block_other_peers_for_good() -> None:
-    post, clock, transfer = Dictated(), Clock(), Hanging(Hub())
+    channel, clock, transfer = Dictated(), Clock(), Hanging(Hub())
     transfer.go = threading.Event()
     store = Memory(4, 8).store
-    hello = Hello(post.address, MODEL, {"host": store}, "loopback", b"")
-    agent = HandoffAgent(Sender(store), hello, post, transfer, wake=lambda: None, clock=clock)
+    hello = Hello(channel.address, MODEL, {"host": store}, "loopback", b"")
+    agent = HandoffAgent(Sender(store), hello, channel, transfer, wake=lambda: None, clock=clock)
     side = agent._role
     assert isinstance(side, PrefillRole)
     peers = [f"127.0.0.1:{9000 + number}" for number in range(MAX_CONNECTING + 1)]
 
     def say_hello(peer: str) -> None:
-        post.coming = [MessageReceived(peer, replace(hello, control=peer))]
+        channel.coming = [MessageReceived(peer, replace(hello, control=peer))]
         agent._work()
 
     for peer in peers:
@@ -105,8 +105,8 @@ def test_connects_that_hang_do_not_block_other_peers_for_good() -> None:
         say_hello(peers[number % 2])
     assert (
         side._connects_running == MAX_HUNG_CONNECTS
-        and isinstance(post.said[-1], Refused)
-        and "hang" in post.said[-1].reason
+        and isinstance(channel.said[-1], Refused)
+        and "hang" in channel.said[-1].reason
     )
     transfer.go.set()
     assert until(lambda: agent._inbox.qsize() == MAX_HUNG_CONNECTS)
@@ -115,16 +115,16 @@ def test_connects_that_hang_do_not_block_other_peers_for_good() -> None:
 
 
 def test_a_peer_that_was_idle_for_long_is_introduced_again_first(world: World) -> None:
-    post = FaultyPost(Channel("127.0.0.1:0"))
+    channel = FaultyPost(Channel("127.0.0.1:0"))
     clock = StoppableClock()
-    decode, prefill = world.decode(post, clock=clock), world.prefill()
+    decode, prefill = world.decode(channel, clock=clock), world.prefill()
     clock.stop()
     assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "a")), Landed)
     assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "b")), Landed)
-    assert post.sent.count("Hello") == 1
+    assert channel.sent.count("Hello") == 1
     clock.advance(1.2 * QUICK.peer_timeout)
     assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "c")), Landed)
-    assert post.sent.count("Hello") == 2
+    assert channel.sent.count("Hello") == 2
 
 
 def test_a_prefill_worker_that_has_forgotten_its_peer_gets_a_new_introduction(world: World) -> None:
@@ -191,7 +191,7 @@ def test_a_write_in_flight_at_the_end_of_a_drain_ends_before_its_peer_is_notifie
     closing.start()
     assert until(lambda: prefill.agent._closing)
     clock.advance(1.0)
-    assert until(lambda: prefill.agent._drained) and not decode.facts[key]
+    assert until(lambda: prefill.agent._drained) and not decode.events[key]
     computed.set()
     assert decode.ended(key) == FetchFailed(key, True, False, STOPPING)
     assert not prefill.agent._role.needs_polling, "told before its last write had ended"
@@ -205,17 +205,17 @@ def test_a_second_close_shortens_the_drain(world: World) -> None:
     assert until(lambda: bool(prefill.computed))
     closing = threading.Thread(target=prefill.agent.close, args=(60.0,))
     closing.start()
-    assert until(lambda: prefill.agent._closing) and not decode.facts[key]
+    assert until(lambda: prefill.agent._closing) and not decode.events[key]
     prefill.agent.close(0.0)
     closing.join(SECONDS)
     assert not closing.is_alive() and isinstance(decode.ended(key), FetchFailed)
 
 
 def test_closing_is_bounded_when_a_peer_is_silent(world: World) -> None:
-    post = FaultyPost(Channel("127.0.0.1:0"))
-    post.lose = {"HandoffFailed": 100}  # it leaves without a word
+    channel = FaultyPost(Channel("127.0.0.1:0"))
+    channel.lose = {"HandoffFailed": 100}  # it closes without notifying its peer
     decode = world.decode(timing=replace(QUICK, peer_timeout=60.0), scale=10.0)
-    prefill = world.prefill(post, hold="sample")
+    prefill = world.prefill(channel, hold="sample")
     decode.fetch(prefill.address, prompt(60), "r")
     assert until(lambda: len(prefill.computed) == 1)
     prefill.close()

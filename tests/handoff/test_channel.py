@@ -1,4 +1,4 @@
-"""Control messages over real sockets: who is heard, who is not, and that nothing on the port does harm."""
+"""Control messages over real sockets: which are received, which are dropped, and malformed input."""
 
 import logging
 import socket
@@ -31,7 +31,7 @@ from hotset.handoff.messages import (
 
 SECRET = "a secret that peers share"
 KEY = HandoffKey("r", 0)
-SECONDS = 60.0  # for what happens much sooner on a machine that is not overloaded
+SECONDS = 60.0  # generous: for an overloaded machine
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def channels(*secrets: str | None, bind: str = "127.0.0.1:0") -> Iterator[list[C
 
 
 def received(channel: Channel, count: int, seconds: float = SECONDS) -> list[ChannelEvent]:
-    """The next `count` events, or those that came in time."""
+    """Returns the next `count` events, or those that arrived in time."""
     events: list[ChannelEvent] = []
     deadline = time.monotonic() + seconds
     while len(events) < count and time.monotonic() < deadline:
@@ -70,7 +70,7 @@ def raw_socket(channel: Channel) -> socket.socket:
 
 @contextmanager
 def speaker(channel: Channel) -> Iterator["zmq.Socket[bytes]"]:
-    """Somebody who speaks ZeroMQ to the control port, and says there what he likes."""
+    """A ZeroMQ client of the control port that can send any bytes."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.connect(f"tcp://{channel.address}")
@@ -88,12 +88,12 @@ def test_a_message_arrives_with_its_senders_address_and_is_answered(secret: str 
 
 
 def test_a_request_with_a_long_prompt_arrives_whole() -> None:
-    ask = HandoffRequest(KEY, PromptSpec(tuple(range(200_000)), SamplingParams()), "host", tuple(range(5_000)), ())
+    request = HandoffRequest(KEY, PromptSpec(tuple(range(200_000)), SamplingParams()), "host", tuple(range(5_000)), ())
     with channels(SECRET, SECRET) as (left, right):
         right.send(left.address, Ping(0))
         assert received(left, 1)
-        left.send(right.address, ask)
-        assert received(right, 1) == [MessageReceived(left.address, ask)]
+        left.send(right.address, request)
+        assert received(right, 1) == [MessageReceived(left.address, request)]
 
 
 def test_order_is_kept_and_a_flood_is_received_in_portions() -> None:
@@ -276,9 +276,9 @@ def test_a_port_open_to_other_machines_needs_a_secret(bind: str) -> None:
     ],
 )
 def test_settings_that_cannot_work_are_refused(
-    bind: str, advertise: str | None, secret: str | None, complaint: str
+    bind: str, advertise: str | None, secret: str | None, error: str
 ) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=error):
         Channel(bind, secret=secret, advertise=advertise)
 
 

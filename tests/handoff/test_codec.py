@@ -1,4 +1,4 @@
-"""Every message survives the wire; nothing else gets through it, and nothing that comes over it can do harm."""
+"""Every message survives a round trip. Any other input raises BadMessage and nothing else."""
 
 import struct
 import tracemalloc
@@ -87,12 +87,12 @@ MESSAGES: list[Message] = [
 ]
 
 
-def letter(message: Message, **changes: Any) -> Envelope:
+def envelope(message: Message, **changes: Any) -> Envelope:
     return replace(Envelope(ORIGIN, "ab12", "cd34", message), **changes)
 
 
 def packed(*fields: object) -> bytes:
-    """A message made by hand, field by field of the envelope."""
+    """Returns a message made by hand from the fields of the envelope."""
     return MARK + PLAIN + msgspec.msgpack.encode(fields)
 
 
@@ -113,12 +113,12 @@ def test_every_message_type_is_covered_by_these_tests() -> None:
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_messages_survive_a_round_trip(message: Message, secret: bytes | None) -> None:
-    sent = letter(message)
+    sent = envelope(message)
     assert Codec(secret).decode(Codec(secret).encode(sent)) == sent
 
 
 def test_an_empty_target_incarnation_survives_a_round_trip() -> None:
-    assert Codec().decode(Codec().encode(letter(Ping(1), target_incarnation=""))).target_incarnation == ""
+    assert Codec().decode(Codec().encode(envelope(Ping(1), target_incarnation=""))).target_incarnation == ""
 
 
 @settings(max_examples=150, deadline=None)
@@ -144,8 +144,8 @@ def test_valid_msgpack_that_is_not_a_message_is_bad(value: object) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(MESSAGES), st.data())
 def test_truncated_or_flipped_messages_are_bad_or_well_formed(message: Message, data: st.DataObject) -> None:
-    """Without a secret a flipped bit may make another sound message; it never makes anything else."""
-    raw = bytearray(Codec().encode(letter(message)))
+    """Without a secret a flipped bit may make another valid message, but nothing else."""
+    raw = bytearray(Codec().encode(envelope(message)))
     if data.draw(st.booleans()):
         del raw[data.draw(st.integers(0, len(raw) - 1)) :]
     else:
@@ -160,7 +160,7 @@ def test_truncated_or_flipped_messages_are_bad_or_well_formed(message: Message, 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(MESSAGES), st.data())
 def test_with_a_secret_no_bit_can_be_changed(message: Message, data: st.DataObject) -> None:
-    raw = bytearray(Codec(SECRET).encode(letter(message)))
+    raw = bytearray(Codec(SECRET).encode(envelope(message)))
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(BadMessage):
         Codec(SECRET).decode(bytes(raw))
@@ -174,9 +174,9 @@ def test_with_a_secret_no_bit_can_be_changed(message: Message, data: st.DataObje
         (SECRET, None, "none is configured here"),
     ],
 )
-def test_different_secrets_are_distinguished(sent_with: bytes | None, read_with: bytes | None, complaint: str) -> None:
-    with pytest.raises(BadMessage, match=complaint):
-        Codec(read_with).decode(Codec(sent_with).encode(letter(Ping(1))))
+def test_different_secrets_are_distinguished(sent_with: bytes | None, read_with: bytes | None, error: str) -> None:
+    with pytest.raises(BadMessage, match=error):
+        Codec(read_with).decode(Codec(sent_with).encode(envelope(Ping(1))))
 
 
 def test_a_tag_without_an_envelope_is_bad() -> None:
@@ -200,7 +200,7 @@ def test_an_envelope_may_grow_in_later_versions() -> None:
     assert isinstance(Codec().decode(longer), Envelope)
 
 
-SOUND_ASK: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(bytes,))
+VALID_REQUEST: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(bytes,))
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,10 @@ SOUND_ASK: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(byte
     ids=str,
 )
 def test_a_request_with_a_wrong_field_is_bad(changes: dict[str, Any]) -> None:
-    assert isinstance(Codec().decode(body("HandoffRequest", SOUND_ASK)), Envelope)
-    prompt = SOUND_ASK["prompt"] | changes.get("prompt", {})
+    assert isinstance(Codec().decode(body("HandoffRequest", VALID_REQUEST)), Envelope)
+    prompt = VALID_REQUEST["prompt"] | changes.get("prompt", {})
     with pytest.raises(BadMessage):
-        Codec().decode(body("HandoffRequest", SOUND_ASK | changes | {"prompt": prompt}))
+        Codec().decode(body("HandoffRequest", VALID_REQUEST | changes | {"prompt": prompt}))
 
 
 @pytest.mark.parametrize(
@@ -274,20 +274,20 @@ def test_memory_beyond_the_address_range_is_bad(flaw: dict[str, Any]) -> None:
     stores = {"host": Store(whole_rows(SPAN), replace(SPAN, **flaw))}
     for message in (replace(HELLO, stores=stores), Welcome(replace(HELLO, stores=stores))):
         with pytest.raises(BadMessage, match="out of range"):
-            Codec().decode(Codec().encode(letter(message)))
+            Codec().decode(Codec().encode(envelope(message)))
 
 
 @pytest.mark.parametrize("ring", [MemoryRange(-1, 8), MemoryRange(8, -1), MemoryRange(1 << 62, 1 << 62)])
 def test_a_ring_beyond_the_address_range_is_bad(ring: MemoryRange) -> None:
     with pytest.raises(BadMessage, match="out of range"):
-        Codec().decode(Codec().encode(letter(replace(HELLO, ring=ring))))
+        Codec().decode(Codec().encode(envelope(replace(HELLO, ring=ring))))
 
 
 @pytest.mark.parametrize("slices", [((-1, 8),), ((0, -8),), ((1 << 63, 8),)])
 def test_slices_beyond_all_rows_are_bad(slices: Any) -> None:
     hello = replace(HELLO, stores={"host": Store((Shard(SPAN, slices),), None)})
     with pytest.raises(BadMessage, match="out of range"):
-        Codec().decode(Codec().encode(letter(hello)))
+        Codec().decode(Codec().encode(envelope(hello)))
 
 
 @pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6"], ids=["array", "map", "text", "bytes"])
@@ -313,7 +313,7 @@ def test_depth_and_size_have_limits() -> None:
 
 
 def test_the_longest_prompts_fit() -> None:
-    ask = HandoffRequest(
+    request = HandoffRequest(
         KEY, PromptSpec((250_000,) * 2_000_000, SamplingParams()), "host", tuple(range(31_250)), tuple(range(31_250))
     )
-    assert len(Codec(SECRET).encode(letter(ask))) < MAX_BYTES
+    assert len(Codec(SECRET).encode(envelope(request))) < MAX_BYTES

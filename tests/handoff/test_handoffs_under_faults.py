@@ -1,4 +1,4 @@
-"""Many handoffs through a world in which everything fails: no wrong byte, no leak, nothing stuck."""
+"""Many handoffs in a world in which everything can fail: no wrong byte, no leak, no handoff without an end."""
 
 from collections import Counter
 from dataclasses import replace
@@ -16,12 +16,12 @@ QUIET = Trouble(0, 0, 0, 0, 0, 0, 0, Faults(delay_s=(0.0, 0.03)))
 WRITES = Faults(
     cut=0.01, lost=0.005, silent=0.004, late=0.01, reorder=0.3, duplicate=0.1, delay_s=(0.0, 0.03), late_s=(0.1, 3.0)
 )
-SLOW = replace(WRITES, delay_s=(0.0, 9.0))  # longer than a sender waits: it ends after it was given up
+SLOW = replace(WRITES, delay_s=(0.0, 9.0))  # longer than a sender waits: the write ends after it counted as hung
 HARD = Trouble(writes=WRITES)
 
 
 def run(world: World, handoffs: int) -> None:
-    """Requests come in bursts until there were so many handoffs; then the trouble ends, and everything must settle."""
+    """Sends requests in bursts up to a number of handoffs. Then the faults end, and every handoff must end too."""
     steps = 0
     while world.counts["handoffs"] < handoffs:
         steps += 1
@@ -42,9 +42,9 @@ def run(world: World, handoffs: int) -> None:
 
 
 def retire(world: World) -> None:
-    """Pages in doubt never come back by themselves: a worker with too many is started anew."""
+    """Restarts workers with too many quarantined pages, which do not return otherwise."""
     for decode in world.decodes:
-        held = [(decode.memory(ask).rows, ask.row_pages) for ask in decode.doubtful.values()]
+        held = [(decode.memory(request).rows, request.row_pages) for request in decode.quarantined.values()]
         shares: Counter[int] = Counter()
         for pool, pages in held:
             shares[id(pool)] += len(pages)
@@ -75,14 +75,14 @@ def check_the_end(world: World) -> None:
 
 
 def check_books(decode: Decode) -> None:
-    """What is not free is in doubt, and nothing has two owners."""
+    """Asserts that every page is free or quarantined, and that none has two owners."""
     ring = decode.ring.ring
     assert ring.held == ring.quarantined and not ring.waiting, "room in the ring leaked"
     for memory in decode.memories:
-        doubtful = [ask for ask in decode.doubtful.values() if decode.memory(ask) is memory]
+        quarantined = [request for request in decode.quarantined.values() if decode.memory(request) is memory]
         for pool, pages in (
-            (memory.rows, [page for ask in doubtful for page in ask.row_pages]),
-            (memory.keys, [page for ask in doubtful for page in ask.key_pages]),
+            (memory.rows, [page for request in quarantined for page in request.row_pages]),
+            (memory.keys, [page for request in quarantined for page in request.key_pages]),
         ):
             assert len(pages) == len(set(pages)) == pool.allocator.held, "pages leaked"
 
@@ -112,7 +112,7 @@ def test_without_faults_every_handoff_lands(seed: int) -> None:
 
 
 def test_lost_duplicated_and_delayed_messages_cost_no_handoff() -> None:
-    """Defect 11: whatever is lost is said again."""
+    """Defect 11: a lost message is retransmitted."""
     world = World(4, replace(QUIET, lose=0.15, duplicate=0.15, delay=0.03))
     run(world, 200)
     check_the_end(world)

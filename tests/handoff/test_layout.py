@@ -1,4 +1,4 @@
-"""The writes of the planner, carried out on poisoned memory, against a copy row by row in plain Python."""
+"""The planned writes, performed on poisoned memory, compared with a row-by-row copy in plain Python."""
 
 import ctypes
 import time
@@ -18,7 +18,7 @@ POISON = 0xAB
 
 
 class Side:
-    """Memory of one side: a block for each unit and part, in no particular order, and pages in any order."""
+    """The memory of one side: shuffled blocks, one for each unit and part, and shuffled pages."""
 
     def __init__(self, span: PagedSpan, pages: Sequence[int], capacity: int, byte: int | None) -> None:
         self.pages = list(pages)
@@ -32,14 +32,14 @@ class Side:
         self.span = replace(span, bases=tuple(map(tuple, bases)))
 
     def row(self, unit: int, position: int) -> NDArray[np.uint8]:
-        """By the words of `PagedSpan`, in plain arithmetic."""
+        """Returns a row, located by the formula of `PagedSpan`."""
         page, row = self.pages[position // self.span.page_rows], position % self.span.page_rows
         start = self.starts[unit][row // self.span.part_rows] + page * self.span.page_bytes
         start += row % self.span.part_rows * self.span.row_bytes
         return self.bytes[start : start + self.span.row_bytes]
 
     def without_free_bytes(self) -> NDArray[np.uint8]:
-        """The memory, poisoned where pages of the context have no row: what is written there does not matter."""
+        """Returns the memory with the unused bytes of the context's pages poisoned: any value is allowed there."""
         span, found = self.span, self.bytes.copy()
         for starts in self.starts.tolist():
             for part, start in enumerate(starts):
@@ -68,7 +68,7 @@ def sides(source: PagedSpan, target: PagedSpan, rows: int, seed: int, *, shuffle
 
 
 def carry_out(source: Side, target: Side, first: int, last: int, units: Units | None = None) -> int:
-    """The planned writes happen; how many they were."""
+    """Performs the planned writes, and returns their number."""
     planned = plan_writes(source.span, source.pages, target.span, target.pages, first, last, units)
     assert planned.dtype == np.int64 and planned.shape[1:] == (3,)
     for here, there, nbytes in planned.tolist():
@@ -79,7 +79,7 @@ def carry_out(source: Side, target: Side, first: int, last: int, units: Units | 
 
 
 def expect(source: Side, target: Side, first: int, last: int, units: Units) -> NDArray[np.uint8]:
-    """The target's memory as it should be: rows [first, last) copied one by one, and nothing else touched."""
+    """Returns the expected memory of the target: rows [first, last) copied one by one, and nothing else changed."""
     was = target.bytes
     target.bytes = np.full_like(was, POISON)
     for unit_here, unit_there in units:
@@ -121,7 +121,7 @@ def test_page_sizes_may_differ_and_chunks_may_end_anywhere(here: int, there: int
 
 
 def test_index_keys_of_a_host_page_spread_over_the_parts_of_a_device_page() -> None:
-    # Device pages as in memory/device_pool.py: 3 parts of 7 keys, and room left over at the end of each.
+    # Device pages as in memory/device_pool.py: 3 parts of 7 keys, with unused bytes at the end of each.
     source, target = sides(shape(2, 16, 8), shape(2, 21, 8, parts=3, spare=6), rows=70, seed=1)
     carry_out(source, target, 0, 70)
     np.testing.assert_array_equal(target.without_free_bytes(), expect(source, target, 0, 70, [(0, 0), (1, 1)]))
@@ -157,8 +157,8 @@ def test_a_run_ends_where_either_side_breaks() -> None:
 
 
 def test_adjacent_rows_of_different_bases_are_not_merged() -> None:
-    """Each base may begin a registered region of its own: a write across two would be refused as a whole."""
-    span = PagedSpan(((0,), (32,)), page_bytes=32, page_rows=4, part_rows=4, row_bytes=8)  # a page after the other
+    """Each base may begin a separate registered region: a write across two would be refused."""
+    span = PagedSpan(((0,), (32,)), page_bytes=32, page_rows=4, part_rows=4, row_bytes=8)  # adjacent pages
     parts = PagedSpan(((1000, 1016), (1032, 1048)), page_bytes=16, page_rows=4, part_rows=2, row_bytes=8)
     assert plan_writes(span, [0], parts, [0], 0, 4).tolist() == [
         *([0, 1000, 16], [16, 1016, 16]),
@@ -259,6 +259,6 @@ def test_peers_whose_rows_have_another_size_are_refused_with_both_values() -> No
         (Store(whole_rows(replace(ROWS, bases=((-8,), (8,)))), STORE.keys), "negative address"),
     ],
 )
-def test_an_invalid_store_is_refused(store: Store, complaint: str) -> None:
+def test_an_invalid_store_is_refused(store: Store, error: str) -> None:
     reason = check_peers(HELLO, replace(HELLO, stores={"host": store}))
-    assert reason is not None and complaint in reason
+    assert reason is not None and error in reason

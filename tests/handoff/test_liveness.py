@@ -1,4 +1,4 @@
-"""Who is taken for lost, and when."""
+"""When peers are treated as lost."""
 
 from hotset.handoff.timers import MAX_PEERS, Liveness, Timing
 

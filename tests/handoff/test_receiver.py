@@ -1,4 +1,4 @@
-"""The decode side's machine: one rule at a time, then any order of events."""
+"""The receiver's state machine: one rule at a time, then any order of events."""
 
 from typing import Any
 
@@ -37,18 +37,18 @@ KEY = HandoffKey("r", 1)
 DONE = HandoffDone(KEY, 7, {7: (-0.1, 1)})
 
 
-def ask(key: HandoffKey) -> HandoffRequest:
+def request(key: HandoffKey) -> HandoffRequest:
     return HandoffRequest(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (4,), (5,))
 
 
 class Desk:
-    """A receiver, the time, and what it wants of the world since it was asked last."""
+    """A receiver, the time, and its actions since the last check."""
 
     def __init__(self) -> None:
         self.receiver, self.now = Receiver(), 0.0
 
     def fetch(self, key: HandoffKey = KEY, peer: str = PEER) -> None:
-        self.receiver.fetch(Fetch(peer, ask(key)), self.now)
+        self.receiver.fetch(Fetch(peer, request(key)), self.now)
 
     def landing(self, key: HandoffKey = KEY, peer: str = PEER) -> "Desk":
         self.fetch(key, peer)
@@ -63,7 +63,7 @@ class Desk:
         self.receiver.cancel(key, self.now)
 
     def pass_time(self, seconds: float) -> None:
-        """Ticks at every deadline on the way, as its driver does."""
+        """Ticks at every deadline on the way, as an agent does."""
         end = self.now + seconds
         while (at := self.receiver.next_deadline()) is not None and at <= end:
             self.now = max(self.now, at)
@@ -76,11 +76,11 @@ class Desk:
         return self.receiver.take_actions()
 
     def sent(self) -> list[Message]:
-        """Drops the facts."""
+        """Returns the sent messages, and drops the events."""
         return [action.message for action in self.actions() if isinstance(action, SendMessage)]
 
-    def facts(self) -> list[ReceiverEvent]:
-        """Drops what was sent."""
+    def events(self) -> list[ReceiverEvent]:
+        """Returns the events, and drops the sent messages."""
         return [action for action in self.actions() if not isinstance(action, SendMessage)]
 
     @property
@@ -91,9 +91,9 @@ class Desk:
 def test_a_request_is_retransmitted_until_it_is_answered() -> None:
     desk = Desk()
     desk.fetch()
-    assert desk.actions() == [SendMessage(PEER, ask(KEY))]
+    assert desk.actions() == [SendMessage(PEER, request(KEY))]
     desk.pass_time(2.5)
-    assert desk.sent() == [ask(KEY), ask(KEY)] and desk.receiver.num_retransmits == 2
+    assert desk.sent() == [request(KEY), request(KEY)] and desk.receiver.num_retransmits == 2
     desk.take(HandoffAccepted(KEY))
     assert desk.sent() == [StartWrites(KEY)]
     desk.pass_time(3)
@@ -117,11 +117,11 @@ def test_a_context_lands_once_and_every_copy_of_done_is_acknowledged() -> None:
 
 
 def test_late_progress_does_not_delay_the_request() -> None:
-    """Defect 11: an earlier chunk that is heard of after the last one."""
+    """Defect 11: the progress of an earlier chunk arrives after the last one."""
     desk = Desk().landing()
     desk.take(DONE)
     desk.take(Progress(KEY, 1))
-    assert [fact for fact in desk.actions() if isinstance(fact, Landed)] and desk.phase is None
+    assert [event for event in desk.actions() if isinstance(event, Landed)] and desk.phase is None
 
 
 @pytest.mark.parametrize("message", [HandoffDone(KEY, 1, None), HandoffFailed(KEY, True, True, "no")])
@@ -147,14 +147,14 @@ def test_signs_of_life_keep_a_landing_open_and_silence_ends_it() -> None:
     desk.pass_time(15)
     assert desk.phase is ReceiverPhase.CANCELLING and desk.actions() == [SendMessage(PEER, Cancel(KEY))]
     desk.take(Cancelled(KEY, True))
-    assert desk.facts() == [FetchFailed(KEY, True, True, f"no message from {PEER} for 15 s")]
+    assert desk.events() == [FetchFailed(KEY, True, True, f"no message from {PEER} for 15 s")]
 
 
 def test_a_peer_that_never_answers_leaves_the_pages_free() -> None:
     desk = Desk()
     desk.fetch()
     desk.pass_time(10)
-    assert desk.facts() == [FetchFailed(KEY, True, True, f"no message from {PEER} for 10 s")]
+    assert desk.events() == [FetchFailed(KEY, True, True, f"no message from {PEER} for 10 s")]
     desk.take(HandoffAccepted(KEY))
     assert desk.sent() == [], "no Go after the engine had its pages back"
     desk.pass_time(3.5)
@@ -171,11 +171,11 @@ def test_cancelling_before_start_writes_is_instant() -> None:
     assert desk.actions() == [FetchFailed(KEY, True, False, "cancelled"), SendMessage(PEER, Cancel(KEY))]
     desk.give_up()
     desk.take(HandoffFailed(KEY, False, True, "whatever"))
-    assert desk.facts() == []
+    assert desk.events() == []
 
 
 def test_cancelling_while_rows_land_keeps_the_pages_until_the_writer_has_stopped() -> None:
-    """Defect 3: pages that a remote writer still writes are not free."""
+    """Defect 3: pages that a remote writer may still write are not free."""
     desk = Desk().landing()
     desk.give_up()
     assert desk.actions() == [SendMessage(PEER, Cancel(KEY))]
@@ -190,14 +190,14 @@ def test_cancelling_what_has_just_landed_frees_it() -> None:
     desk = Desk().landing()
     desk.give_up()
     desk.take(DONE)
-    assert desk.facts() == [FetchFailed(KEY, True, False, "cancelled")]
+    assert desk.events() == [FetchFailed(KEY, True, False, "cancelled")]
 
 
 def test_a_sender_that_does_not_confirm_that_it_stopped_leaves_the_pages_in_quarantine() -> None:
     desk = Desk().landing()
     desk.give_up()
     desk.pass_time(15)
-    assert desk.facts() == [FetchFailed(KEY, False, False, "cancelled")]
+    assert desk.events() == [FetchFailed(KEY, False, False, "cancelled")]
     desk.take(Cancelled(KEY, False))
     assert desk.actions() == []
     desk.pass_time(11)
@@ -212,10 +212,10 @@ def test_an_unknown_write_is_reported_as_not_quiesced(message: Message) -> None:
     """Defect 13."""
     desk = Desk().landing()
     desk.take(message)
-    (fact,) = desk.facts()
-    assert isinstance(fact, FetchFailed) and not fact.quiesced
+    (event,) = desk.events()
+    assert isinstance(event, FetchFailed) and not event.quiesced
     desk.take(message)
-    assert desk.facts() == []
+    assert desk.events() == []
 
 
 def test_a_write_that_failed_quiesced_frees_the_pages() -> None:
@@ -226,11 +226,11 @@ def test_a_write_that_failed_quiesced_frees_the_pages() -> None:
 
 @pytest.mark.parametrize("quiesced", [True, False])
 def test_a_refused_request_was_never_written(quiesced: bool) -> None:
-    """A refusal keeps no record, so it vouches for nothing; but no Go was said."""
+    """A refusal is never quiesced, because it leaves no record. But StartWrites was not sent, so the pages are free."""
     desk = Desk()
     desk.fetch()
     desk.take(HandoffFailed(KEY, quiesced, False, "too long"))
-    assert desk.facts() == [FetchFailed(KEY, True, False, "too long")] and desk.phase is None
+    assert desk.events() == [FetchFailed(KEY, True, False, "too long")] and desk.phase is None
 
 
 def test_a_failed_handoff_affects_no_other_of_the_same_peer() -> None:
@@ -240,9 +240,9 @@ def test_a_failed_handoff_affects_no_other_of_the_same_peer() -> None:
     desk.take(HandoffFailed(KEY, False, True, "broke"))
     desk.actions()
     desk.take(HandoffDone(second, 3, None))
-    assert desk.facts() == [Landed(second, 3, None)]
+    assert desk.events() == [Landed(second, 3, None)]
     desk.fetch(HandoffKey("t", 1))
-    assert desk.sent() == [ask(HandoffKey("t", 1))]
+    assert desk.sent() == [request(HandoffKey("t", 1))]
 
 
 def test_death_of_a_peer_ends_its_handoffs_and_no_others() -> None:
@@ -250,28 +250,28 @@ def test_death_of_a_peer_ends_its_handoffs_and_no_others() -> None:
     desk.fetch(asked)
     desk.landing(elsewhere, OTHER)
     desk.receiver.peer_lost(PEER, "it died", desk.now)
-    assert desk.facts() == [FetchFailed(KEY, False, False, "it died"), FetchFailed(asked, True, False, "it died")]
+    assert desk.events() == [FetchFailed(KEY, False, False, "it died"), FetchFailed(asked, True, False, "it died")]
     assert desk.receiver.open_keys(PEER) == [] and desk.receiver.open_keys(OTHER) == [elsewhere]
     desk.take(HandoffDone(elsewhere, 3, None), OTHER)
-    assert desk.facts() == [Landed(elsewhere, 3, None)]
+    assert desk.events() == [Landed(elsewhere, 3, None)]
 
 
 def test_a_slow_peer_may_still_confirm_that_it_stopped() -> None:
     desk = Desk().landing()
     desk.receiver.peer_lost(PEER, "silent", desk.now)
     desk.receiver.peer_lost(PEER, "silent", desk.now)
-    assert len(desk.facts()) == 1
+    assert len(desk.events()) == 1
     desk.pass_time(5)
     assert desk.sent() == [Cancel(KEY)]
     desk.take(Cancelled(KEY, True))
-    assert desk.facts() == [Quiesced(KEY)]
+    assert desk.events() == [Quiesced(KEY)]
 
 
 def test_death_while_cancelling_leaves_the_pages_in_quarantine() -> None:
     desk = Desk().landing()
     desk.give_up()
     desk.receiver.peer_lost(PEER, "it died", desk.now)
-    assert desk.facts() == [FetchFailed(KEY, False, False, "cancelled")]
+    assert desk.events() == [FetchFailed(KEY, False, False, "cancelled")]
 
 
 def test_two_handoffs_of_one_key_are_one() -> None:
@@ -280,29 +280,29 @@ def test_two_handoffs_of_one_key_are_one() -> None:
     desk.fetch()
     assert desk.actions() == []
     desk.take(DONE)
-    assert len(desk.facts()) == 1
+    assert len(desk.events()) == 1
     desk.fetch()
-    assert desk.sent() == [ask(KEY)], "and when it is over, the key is free"
+    assert desk.sent() == [request(KEY)], "and when it is over, the key is free"
 
 
 def test_of_one_request_only_the_highest_attempt_counts() -> None:
     desk = Desk().landing(HandoffKey("r", 2))
     desk.fetch(HandoffKey("r", 1))
-    assert desk.facts() == [FetchFailed(HandoffKey("r", 1), True, False, "a later attempt is in progress")]
+    assert desk.events() == [FetchFailed(HandoffKey("r", 1), True, False, "a later attempt is in progress")]
     desk.fetch(HandoffKey("r", 3))
-    assert desk.sent() == [Cancel(HandoffKey("r", 2)), ask(HandoffKey("r", 3))]
+    assert desk.sent() == [Cancel(HandoffKey("r", 2)), request(HandoffKey("r", 3))]
 
 
 def test_only_its_own_peer_ends_a_handoff() -> None:
     desk = Desk().landing()
     for message in (DONE, HandoffFailed(KEY, True, True, ""), Cancelled(KEY, True), HandoffAccepted(KEY)):
         desk.take(message, OTHER)
-    assert desk.facts() == [] and desk.phase is ReceiverPhase.LANDING
+    assert desk.events() == [] and desk.phase is ReceiverPhase.LANDING
 
 
 def test_messages_for_the_other_role_are_ignored() -> None:
     desk = Desk().landing()
-    for message in (ask(KEY), StartWrites(KEY), HandoffAck(KEY), Cancel(KEY)):
+    for message in (request(KEY), StartWrites(KEY), HandoffAck(KEY), Cancel(KEY)):
         desk.take(message)
     assert desk.actions() == [] and desk.phase is ReceiverPhase.LANDING
 
@@ -317,7 +317,7 @@ def test_everything_is_forgotten_in_the_end() -> None:
         desk.pass_time(0.1)
     desk.pass_time(sum(wait.limit for wait in RECEIVER_TIMEOUTS.values()))
     assert desk.receiver.phases() == {} and desk.receiver.next_deadline() is None
-    assert len(desk.facts()) == 40
+    assert len(desk.events()) == 40
 
 
 def test_seconds_in_each_phase_are_counted() -> None:
@@ -353,15 +353,15 @@ SAID = st.one_of(
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Whatever is said and whenever: one end for each fetch, and pages are never called free while in doubt."""
+    """For any order of messages: each fetch ends once, and pages are never free while they may be written."""
 
     def __init__(self) -> None:
         super().__init__()
         self.desk = Desk()
-        self.owners: dict[HandoffKey, str] = {}  # fetched, and its end not told
-        self.doubtful: set[HandoffKey] = set()  # lost, not quiesced
-        self.gone: set[HandoffKey] = set()  # Go was said
-        self.sworn: set[HandoffKey] = set()  # the peer said that nothing more will be written
+        self.owners: dict[HandoffKey, str] = {}  # fetched, without an end
+        self.quarantined: set[HandoffKey] = set()  # failed, not quiesced
+        self.gone: set[HandoffKey] = set()  # StartWrites was sent
+        self.quiesced: set[HandoffKey] = set()  # the peer confirmed that nothing more will be written
 
     def settle(self) -> None:
         for action in self.desk.actions():
@@ -371,25 +371,25 @@ class AnyOrder(RuleBasedStateMachine):
                 continue
             self.told(action)
 
-    def told(self, fact: Any) -> None:
-        if isinstance(fact, Quiesced):
-            self.doubtful.remove(fact.key)
-            assert fact.key in self.sworn
+    def told(self, event: Any) -> None:
+        if isinstance(event, Quiesced):
+            self.quarantined.remove(event.key)
+            assert event.key in self.quiesced
             return
-        del self.owners[fact.key]
-        if isinstance(fact, Landed):
-            assert fact.key in self.gone
-        elif fact.quiesced:
-            assert fact.key in self.sworn or fact.key not in self.gone, "called free, and nobody said so"
+        del self.owners[event.key]
+        if isinstance(event, Landed):
+            assert event.key in self.gone
+        elif event.quiesced:
+            assert event.key in self.quiesced or event.key not in self.gone, "called free, and nobody said so"
         else:
-            self.doubtful.add(fact.key)
+            self.quarantined.add(event.key)
 
     @rule(key=KEYS, peer=PEERS)
     def fetch(self, key: HandoffKey, peer: str) -> None:
         if key not in self.desk.receiver.phases():
             self.gone.discard(key)
-            self.sworn.discard(key)
-            self.doubtful.discard(key)
+            self.quiesced.discard(key)
+            self.quarantined.discard(key)
             self.owners[key] = peer
             self.desk.fetch(key, peer)
         else:
@@ -400,7 +400,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(peer=PEERS, message=SAID)
     def take(self, peer: str, message: Any) -> None:
         if isinstance(message, HandoffDone) or (isinstance(message, HandoffFailed | Cancelled) and message.quiesced):
-            self.sworn.add(message.key)
+            self.quiesced.add(message.key)
         self.desk.take(message, peer)
         self.settle()
 

@@ -1,4 +1,4 @@
-"""The prefill side's machine: one rule at a time, then any order of events."""
+"""The sender's state machine: one rule at a time, then any order of events."""
 
 from dataclasses import replace
 from typing import Any
@@ -59,12 +59,12 @@ def prompt(rows: int) -> PromptSpec:
     return PromptSpec(tuple(range(rows)), SamplingParams(), frozenset({3}))
 
 
-def ask(key: HandoffKey = KEY, rows: int = ROWS) -> HandoffRequest:
+def request(key: HandoffKey = KEY, rows: int = ROWS) -> HandoffRequest:
     return HandoffRequest(key, prompt(rows), "host", (2, 9), (4, 1))
 
 
 def carried(first: int, last: int) -> list[list[int]]:
-    """The writes of these rows and their keys."""
+    """Returns the writes of these rows and their keys."""
     assert STORE.keys is not None and TARGET.keys is not None
     rows = plan_writes(STORE.shards[0].span, PAGES, TARGET.shards[0].span, (2, 9), first, last)
     keys = plan_writes(STORE.keys, PAGES, TARGET.keys, (4, 1), first, last)
@@ -72,7 +72,7 @@ def carried(first: int, last: int) -> list[list[int]]:
 
 
 class Desk:
-    """A sender, the time, tickets, and what it wants of the world since it was asked last."""
+    """A sender, the time, tickets, and its actions since the last check."""
 
     def __init__(self, **limits: Any) -> None:
         self.sender, self.now, self.tickets = Sender(STORE, **limits), 0.0, 0
@@ -106,13 +106,13 @@ class Desk:
         self.sender.on_write_ended(peer, key, ticket, state, self.now)
 
     def writing(self, key: HandoffKey = KEY, peer: str = PEER) -> "Desk":
-        self.take(ask(key), peer)
+        self.take(request(key), peer)
         self.take(StartWrites(key), peer)
         self.actions()
         return self
 
     def under_way(self, *ends: int) -> list[WriteTicket]:
-        """A handoff with one chunk up to each of `ends`, submitted."""
+        """Begins a handoff and submits one chunk up to each of `ends`."""
         self.writing()
         for first, last in zip((0, *ends), ends, strict=False):
             self.written(first, last)
@@ -120,7 +120,7 @@ class Desk:
         return [self.submit() for _ in ends]
 
     def pass_time(self, seconds: float) -> None:
-        """Ticks at every deadline on the way, as its driver does."""
+        """Ticks at every deadline on the way, as an agent does."""
         end = self.now + seconds
         while (at := self.sender.next_deadline()) is not None and at <= end:
             self.now = max(self.now, at)
@@ -133,7 +133,7 @@ class Desk:
         return list(self.sender.take_actions())
 
     def sent(self) -> list[Message]:
-        """Drops the rest."""
+        """Returns the sent messages, and drops the other actions."""
         return [action.message for action in self.actions() if isinstance(action, SendMessage)]
 
     @property
@@ -143,12 +143,12 @@ class Desk:
 
 def test_a_retransmitted_request_is_accepted_again_and_computed_once() -> None:
     desk = Desk()
-    desk.take(ask())
+    desk.take(request())
     assert desk.actions() == [
         SendMessage(PEER, HandoffAccepted(KEY)),
         StartPrefill(PEER, KEY, prompt(ROWS)),
     ]
-    desk.take(ask())
+    desk.take(request())
     assert desk.actions() == [SendMessage(PEER, HandoffAccepted(KEY))]
     desk.pass_time(1.2)
     assert desk.sent() == [HandoffAccepted(KEY)] * 2 and desk.sender.num_retransmits == 2
@@ -156,7 +156,7 @@ def test_a_retransmitted_request_is_accepted_again_and_computed_once() -> None:
 
 def test_nothing_is_written_before_start_writes() -> None:
     desk = Desk()
-    desk.take(ask())
+    desk.take(request())
     desk.written(0, 6)
     desk.written(6, 10)
     desk.sampled()
@@ -170,7 +170,7 @@ def test_nothing_is_written_before_start_writes() -> None:
 
 
 def test_writes_go_from_our_pages_to_theirs_and_wait_for_the_forward_pass() -> None:
-    """Defects 7 and 16: each side's pages with its own sizes, and the event of the pass that writes them."""
+    """Defects 7 and 16: each side's own page numbers and sizes, and the event of the forward pass."""
     desk, event = Desk().writing(), Event()
     desk.written(0, 6, after=event)
     (submit,) = desk.actions()
@@ -179,7 +179,7 @@ def test_writes_go_from_our_pages_to_theirs_and_wait_for_the_forward_pass() -> N
 
 
 def test_rows_announced_while_lists_are_in_flight_are_merged_into_the_next_list() -> None:
-    """Engines are paid by the write, and the newest event of a stream happens after all the others."""
+    """The cost is per write, and the newest event of a stream happens after all the others."""
     desk = Desk()
     first, second = desk.under_way(2, 4)
     events = [Event() for _ in range(3)]
@@ -243,7 +243,7 @@ def test_done_waits_for_the_first_token_when_writes_are_quicker() -> None:
 
 
 def test_chunks_may_end_in_any_order() -> None:
-    """Defect 11: an earlier chunk that arrives after the last one hangs nothing, and counts for nothing too early."""
+    """Defect 11: an earlier chunk that ends after the last one blocks nothing, and rows do not count too early."""
     desk = Desk()
     tickets = desk.under_way(4, 8)
     desk.written(8, 10)
@@ -263,7 +263,7 @@ def test_done_is_retransmitted_until_it_is_acknowledged() -> None:
     desk.end(ticket)
     desk.actions()
     desk.pass_time(1.2)
-    desk.take(ask())
+    desk.take(request())
     assert desk.sent() == [HandoffDone(KEY, 42, {42: (-1.0, 1)})] * 3
     desk.take(HandoffAck(KEY))
     desk.take(HandoffAck(KEY))
@@ -277,7 +277,7 @@ def test_a_late_copy_of_a_served_request_begins_nothing() -> None:
     desk.end(ticket)
     desk.take(HandoffAck(KEY))
     desk.actions()
-    desk.take(ask())
+    desk.take(request())
     assert desk.actions() == [SendMessage(PEER, Cancelled(KEY, True))]
 
 
@@ -289,7 +289,7 @@ def test_a_queued_request_sends_progress() -> None:
 
 def test_cancel_before_start_writes_ends_it_at_once() -> None:
     desk = Desk()
-    desk.take(ask())
+    desk.take(request())
     desk.written(0, 10)
     desk.actions()
     desk.take(Cancel(KEY))
@@ -300,7 +300,7 @@ def test_cancel_before_start_writes_ends_it_at_once() -> None:
 
 
 def test_cancel_keeps_the_pages_until_the_last_write_has_ended() -> None:
-    """Defect 3: an abort while rows travel."""
+    """Defect 3: an abort while rows are in flight."""
     desk = Desk()
     first, second = desk.under_way(6, 10)
     desk.take(Cancel(KEY))
@@ -326,16 +326,16 @@ def test_a_cancelled_handoff_begins_no_further_write() -> None:
 def test_a_request_that_arrives_after_its_cancel_is_not_begun() -> None:
     desk = Desk()
     desk.take(Cancel(KEY))
-    desk.take(ask())
+    desk.take(request())
     assert desk.actions() == [SendMessage(PEER, Cancelled(KEY, False))] * 2
-    desk.take(ask(), OTHER)
+    desk.take(request(), OTHER)
     assert SendMessage(OTHER, HandoffAccepted(KEY)) in desk.actions(), (
         "somebody else's request of the same name is another one"
     )
 
 
 def test_a_sender_without_a_record_reports_not_quiesced() -> None:
-    """Another incarnation answers a Cancel that was meant for the one before, whose writes may go on."""
+    """A new incarnation answers a Cancel for the old one, whose writes may continue."""
     desk = Desk()
     desk.take(Cancel(KEY))
     assert desk.sent() == [Cancelled(KEY, False)]
@@ -345,7 +345,7 @@ def test_a_sender_without_a_record_reports_not_quiesced() -> None:
     ("state", "quiesced"), [(WriteState.FAILED_QUIESCED, True), (WriteState.FAILED_UNKNOWN, False)]
 )
 def test_a_failed_write_is_reported_when_the_others_have_ended(state: WriteState, quiesced: bool) -> None:
-    """Defect 13: what ended as unknown may still be writing."""
+    """Defect 13: a write that ended as unknown may still be writing."""
     desk = Desk()
     first, second = desk.under_way(6, 10)
     desk.end(second, state)
@@ -385,7 +385,7 @@ def test_a_failed_handoff_affects_no_other_of_the_same_peer() -> None:
     desk.actions()
     desk.end(second, key=other)
     assert HandoffDone(other, 42, {42: (-1.0, 1)}) in desk.sent()
-    desk.take(ask(HandoffKey("t", 1)))
+    desk.take(request(HandoffKey("t", 1)))
     assert HandoffAccepted(HandoffKey("t", 1)) in desk.sent()
 
 
@@ -431,7 +431,7 @@ def test_a_cancelled_write_that_never_ends_is_answered_in_time() -> None:
 
 def test_a_prompt_that_cannot_be_computed_is_reported() -> None:
     desk = Desk()
-    desk.take(ask())
+    desk.take(request())
     desk.actions()
     desk.tell(PrefillFailed(PEER, KEY, True, "the engine is stopping"))
     assert desk.actions() == [
@@ -454,7 +454,7 @@ def test_an_engine_that_fails_midway_waits_for_its_writes() -> None:
 
 def test_a_receiver_that_never_sends_start_writes_gets_a_failure() -> None:
     desk = Desk()
-    desk.take(ask())
+    desk.take(request())
     desk.pass_time(10)
     actions = desk.actions()
     assert actions[-2:] == [
@@ -490,12 +490,12 @@ def test_a_restarted_receiver_may_use_its_keys_again() -> None:
     (ticket,) = desk.under_way(10)
     desk.sender.peer_lost(PEER, "it came back as another", desk.now)
     desk.sender.add_peer(PEER, replace(HELLO, description=b"second"))
-    desk.take(ask())
+    desk.take(request())
     assert desk.actions() == [], "not while the pages of the one before are being read"
     desk.end(ticket, WriteState.FAILED_QUIESCED)
     desk.sender.peer_lost(PEER, "and again", desk.now)
     desk.sender.add_peer(PEER, replace(HELLO, description=b"third"))
-    desk.take(ask())
+    desk.take(request())
     drop, accepted, prefill = desk.actions()
     assert (
         drop == ReleasePages(PEER, KEY)
@@ -505,52 +505,52 @@ def test_a_restarted_receiver_may_use_its_keys_again() -> None:
 
 
 def test_a_receiver_that_was_only_slow_does_not_get_a_second_writer() -> None:
-    """It takes an Accepted for that of the handoff that it still waits for, and old writes may come late."""
+    """It would take HandoffAccepted for that of the handoff that it waits for, and old writes may arrive late."""
     desk = Desk()
     (ticket,) = desk.under_way(10)
     desk.sender.peer_lost(PEER, "silent", desk.now)
     desk.end(ticket, WriteState.FAILED_UNKNOWN)
-    desk.take(ask())
+    desk.take(request())
     desk.sender.add_peer(PEER, HELLO)
-    desk.take(ask())
+    desk.take(request())
     assert desk.actions() == [ReleasePages(PEER, KEY), *[SendMessage(PEER, Cancelled(KEY, False))] * 2]
 
 
 def test_of_one_request_only_the_highest_attempt_counts() -> None:
     desk, later = Desk().writing(), HandoffKey("r", 2)
-    desk.take(ask(later))
+    desk.take(request(later))
     actions = desk.actions()
     assert actions[:2] == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
     assert actions[2] == SendMessage(PEER, HandoffAccepted(later))
     for stale in (HandoffKey("r", 0), KEY):
-        desk.take(ask(stale))
+        desk.take(request(stale))
         assert desk.actions() == [SendMessage(PEER, Cancelled(stale, stale == KEY))]
     desk.take(Cancel(later))
     desk.actions()
-    desk.take(ask(HandoffKey("r", 0)))
+    desk.take(request(HandoffKey("r", 0)))
     assert desk.actions() == [SendMessage(PEER, Cancelled(HandoffKey("r", 0), False))]
 
 
 @pytest.mark.parametrize(
     ("asked", "complaint"),
     [
-        (replace(ask(), landing="device"), "landing 'device' was not offered"),
-        (replace(ask(), row_pages=(2,)), "1 pages for 10 rows, 8 to a page"),
-        (replace(ask(), key_pages=(2,)), "1 pages for 10 keys, 6 to a page"),
-        (replace(ask(), prompt=prompt(0)), "a prompt without tokens"),
+        (replace(request(), landing="device"), "landing 'device' was not offered"),
+        (replace(request(), row_pages=(2,)), "1 pages for 10 rows, 8 to a page"),
+        (replace(request(), key_pages=(2,)), "1 pages for 10 keys, 6 to a page"),
+        (replace(request(), prompt=prompt(0)), "a prompt without tokens"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused(asked: HandoffRequest, complaint: str) -> None:
+def test_a_request_that_cannot_be_served_is_refused(asked: HandoffRequest, error: str) -> None:
     desk = Desk()
     desk.take(asked)
     (message,) = desk.sent()
-    assert isinstance(message, HandoffFailed) and complaint in message.reason
+    assert isinstance(message, HandoffFailed) and error in message.reason
     assert not message.retry and not message.quiesced and desk.phase is None
 
 
 def test_an_unknown_peer_is_asked_for_hello() -> None:
     desk = Desk()
-    desk.take(ask(), "10.0.0.3:7000")
+    desk.take(request(), "10.0.0.3:7000")
     (message,) = desk.sent()
     assert isinstance(message, HandoffFailed) and message.retry and "Hello" in message.reason
 
@@ -573,12 +573,12 @@ def test_tombstones_are_bounded_in_number_and_time() -> None:
     desk.actions()
     begun = []
     for key in keys:
-        desk.take(ask(key))
+        desk.take(request(key))
         begun += [action.key for action in desk.actions() if isinstance(action, StartPrefill)]
     assert begun == keys[:2], "the oldest gave way"
     desk.pass_time(11)
     desk.actions()
-    desk.take(ask(keys[4]))
+    desk.take(request(keys[4]))
     assert HandoffAccepted(keys[4]) in desk.sent()
 
 
@@ -587,7 +587,7 @@ def test_everything_is_forgotten_in_the_end() -> None:
     desk.under_way(6, 10)
     for number in range(20):
         key = HandoffKey(str(number), 0)
-        desk.take(ask(key))
+        desk.take(request(key))
         if number % 2:
             desk.take(StartWrites(key))
     desk.pass_time(sum(wait.limit for wait in SENDER_TIMEOUTS.values()))
@@ -603,7 +603,7 @@ CHUNK = 2
 
 
 class Work:
-    """One `StartPrefill` as the engine sees it."""
+    """The engine's view of one `StartPrefill`."""
 
     def __init__(self) -> None:
         self.written, self.sampled, self.went, self.dropped = 0, False, False, False
@@ -612,12 +612,12 @@ class Work:
         self.given_up = False
 
     @property
-    def sworn(self) -> bool:
+    def quiesced(self) -> bool:
         return all(state in (WriteState.DONE, WriteState.FAILED_QUIESCED) for state in self.tickets.values())
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Whatever is said and whenever: pages are given back once and in time, and nothing is sworn that is not so."""
+    """For any order of messages: pages are released once and in time, and `quiesced` is never reported wrongly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -656,11 +656,11 @@ class AnyOrder(RuleBasedStateMachine):
             assert work.sampled and work.written == ROWS and set(work.tickets.values()) == {WriteState.DONE}
             assert work.nbytes == sum(nbytes for _, _, nbytes in carried(0, ROWS)), "rows were skipped, or sent twice"
         if isinstance(message, HandoffFailed | Cancelled) and message.quiesced:
-            assert self.work[peer, message.key].sworn, "sworn, and it is not so"
+            assert self.work[peer, message.key].quiesced, "sworn, and it is not so"
 
     @rule(key=KEYS, peer=PEERS)
-    def ask(self, key: HandoffKey, peer: str) -> None:
-        self.desk.take(ask(key), peer)
+    def request(self, key: HandoffKey, peer: str) -> None:
+        self.desk.take(request(key), peer)
         self.settle()
 
     @rule(key=KEYS, peer=PEERS)

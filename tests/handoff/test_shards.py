@@ -1,5 +1,5 @@
-"""Rows that are divided differently on both sides: the writes, carried out on poisoned memory, against heads copied one
-by one in plain Python."""
+"""Rows with different sharding on both sides: the planned writes, performed on poisoned memory, compared with heads
+that are copied one by one in plain Python."""
 
 import ctypes
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ RANKS = (1, 2, 4, 8)
 
 
 def carry(source: Sharded, target: Sharded, pages: Sequence[Sequence[int]], first: int, last: int) -> int:
-    """The planned writes happen, each within memory of its own; how many they were."""
+    """Performs the planned writes, checks that each stays within registered memory, and returns their number."""
     planned = plan_context_writes(source.store, pages[0], target.store, pages[1], pages[2], first, last)
     for here, there, nbytes in planned.tolist():
         assert source.holds(here, nbytes) and target.holds(there, nbytes)
@@ -92,7 +92,7 @@ def test_whole_rows_are_planned_as_without_shards() -> None:
 
 
 def test_layers_of_pipeline_stages_may_be_anywhere() -> None:
-    """A stage has a store of its own: each layer's base is all that a span says of where it lies."""
+    """Each stage has its own store: a span locates a layer by its base alone."""
     source, target = Sharded(2, 2, page_rows=8, seed=1), Sharded(1, 2, page_rows=8)
     assert len({parts[0] % 4096 for parts in source.store.shards[0].span.bases}) == source.layers
     pages = fresh_pages(source, target, rows=20)
@@ -146,7 +146,7 @@ def _with(store: Store, shard: Shard) -> Store:
 def test_a_store_with_invalid_shards_is_refused() -> None:
     sound = Sharded(4, 4, page_rows=4).store
     last = sound.shards[-1]
-    for store, complaint in (
+    for store, error in (
         (_without(sound, 1), "byte 7 of rows of 56 bytes is in none of its 3 shards"),
         (_without(_without(_without(_without(sound, 0), 0), 0), 0), "rows in 0 shards"),
         (_with(sound, replace(last, slices=())), "holds 0 slices"),
@@ -156,4 +156,4 @@ def test_a_store_with_invalid_shards_is_refused() -> None:
         (_with(sound, replace(last, span=replace(last.span, bases=((8,),)))), "rows of 1 units, not 3"),
     ):
         reason = check_peers(hello(sound), hello(store))
-        assert reason is not None and complaint in reason, f"{reason} does not say {complaint}"
+        assert reason is not None and error in reason, f"{reason} does not say {error}"

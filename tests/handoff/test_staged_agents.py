@@ -1,4 +1,4 @@
-"""Contexts that travel packed, between agents: over real sockets, and between processes over real transfer engines."""
+"""Staged contexts between agents: over real sockets, and between processes over real transfer engines."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def test_prefill_workers_with_different_sharding_serve_one_decode_worker() -> No
 
 
 def serve(engine: str, ranks: int, pipe: Connection) -> None:
-    """A prefill worker in a process of its own, until it is asked how much it has written."""
+    """Runs a prefill worker in its own process until the test requests the number of written bytes."""
     memory, staging = Memory(64, 16, ranks=ranks), StagingMemory(RING)
     worker = PrefillEngine(
         memory, Channel("127.0.0.1:0"), open_transfer(engine), staging=staging, scale=1.0, timing=Timing()

@@ -1,4 +1,4 @@
-"""Contexts that come by way of the ring: both machines, real bytes, and every way in which it can go wrong."""
+"""Staged contexts: both state machines, real bytes, and every failure."""
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +34,7 @@ P = "prefill:1"
 
 
 def begun(world: World, rows: int = 50, name: str = "r", at: int = 1) -> HandoffKey:
-    """A handoff that may be written."""
+    """Begins a handoff up to StartWrites."""
     key = world.fetch(rows, name, at)
     world.carry()
     assert world.prefills[f"prefill:{at}"].sender.phases()[DECODE, key] is SenderPhase.WRITING
@@ -42,9 +42,9 @@ def begun(world: World, rows: int = 50, name: str = "r", at: int = 1) -> Handoff
 
 
 def lost(world: World, key: HandoffKey) -> FetchFailed:
-    (fact,) = world.facts[key]
-    assert isinstance(fact, FetchFailed)
-    return fact
+    (event,) = world.events[key]
+    assert isinstance(event, FetchFailed)
+    return event
 
 
 def test_a_context_lands_in_a_few_writes_into_the_ring_alone() -> None:
@@ -52,7 +52,7 @@ def test_a_context_lands_in_a_few_writes_into_the_ring_alone() -> None:
     key = begun(world)
     world.compute(key)
     ring = world.ring_memory.memory_range
-    while world.writes or world.post:
+    while world.writes or world.messages:
         world.carry()
         for write in world.writes:
             ((_, there, nbytes),) = write.submit.writes.tolist()
@@ -73,7 +73,7 @@ def test_any_sharding_into_any_other(here: int, there: int) -> None:
     world.finish()
     world.check(key)
     world.check_calm()
-    assert any(isinstance(message, PieceWritten) for _, _, message in world.every)
+    assert any(isinstance(message, PieceWritten) for _, _, message in world.sent)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -83,7 +83,7 @@ def test_few_writes_are_direct(rows: int) -> None:
     world.compute(key)
     world.finish()
     world.check(key)
-    assert not any(isinstance(message, LeaseRequest) for _, _, message in world.every)
+    assert not any(isinstance(message, LeaseRequest) for _, _, message in world.sent)
 
 
 def test_equal_shardings_are_written_directly() -> None:
@@ -92,7 +92,7 @@ def test_equal_shardings_are_written_directly() -> None:
     world.compute(key)
     world.finish()
     world.check(key)
-    assert not any(isinstance(message, LeaseRequest) for _, _, message in world.every)
+    assert not any(isinstance(message, LeaseRequest) for _, _, message in world.sent)
 
 
 def test_a_context_of_sixteen_rings_flows_through() -> None:
@@ -102,7 +102,7 @@ def test_a_context_of_sixteen_rings_flows_through() -> None:
     for last in (*range(100, rows, 100), None):
         world.compute(key, last)
     most = 0
-    while world.writes or world.post:
+    while world.writes or world.messages:
         world.carry()
         most = max(most, world.ring.held)
         if world.writes:
@@ -117,7 +117,7 @@ def test_senders_with_different_sharding_share_a_ring() -> None:
     keys = [begun(world, 90, f"r{at} {number}", at) for number in range(3) for at in (1, 2, 3)]
     for at, key in enumerate(keys):
         world.compute(key, at=at % 3 + 1)
-    assert world.ring.waiting > 0 or world.post, "the ring has to be short"
+    assert world.ring.waiting > 0 or world.messages, "the ring has to be short"
     world.finish()
     for key in keys:
         world.check(key)
@@ -152,21 +152,21 @@ def test_duplicated_and_late_messages_have_no_effect() -> None:
     world.finish()
     world.check(key)
     world.twice = False
-    late = [each for each in world.every if not isinstance(each[2], HandoffRequest)]
-    for letter in [*late, *reversed(late)]:
-        world.deliver(*letter)
+    late = [each for each in world.sent if not isinstance(each[2], HandoffRequest)]
+    for envelope in [*late, *reversed(late)]:
+        world.deliver(*envelope)
         world.finish()
     world.check(key)
     world.check_calm()
 
 
 def test_messages_of_one_context_do_not_affect_another() -> None:
-    """Old lease numbers change nothing."""
+    """Messages with old lease numbers have no effect."""
     world = World()
     first = begun(world, 22, "first")
     world.compute(first)
     world.finish()
-    old = [message.lease for _, _, message in world.every if isinstance(message, PieceWritten)]
+    old = [message.lease for _, _, message in world.sent if isinstance(message, PieceWritten)]
     second = begun(world, 22, "second")
     world.compute(second)
     world.carry(PieceWritten)
@@ -185,7 +185,7 @@ def test_a_late_lease_request_for_an_unpacked_piece_takes_no_space() -> None:
     world.finish()
     assert world.staging.unpacked_rows(key) == 11 and world.ring.held == 0
     world.deliver(P, DECODE, LeaseRequest(key, 0, 0, 11))
-    assert world.ring.held == 0 and world.every[-1] == (DECODE, P, PieceUnpacked(key, 0))
+    assert world.ring.held == 0 and world.sent[-1] == (DECODE, P, PieceUnpacked(key, 0))
     world.compute(key)
     world.finish()
     world.check(key)
@@ -199,7 +199,7 @@ def test_a_lease_is_granted_again_only_after_it_was_read() -> None:
         world.compute(key)
     world.carry(PieceWritten)
     world.write()
-    (staged,) = (letter for letter in world.post if isinstance(letter[2], PieceWritten))
+    (staged,) = (envelope for envelope in world.messages if isinstance(envelope[2], PieceWritten))
     world.receiver.handle_message(P, staged[2], world.now)
     actions = world.receiver.take_actions()
     assert isinstance(actions[0], UnpackPiece)
@@ -229,7 +229,7 @@ def test_nothing_is_packed_before_its_forward_pass() -> None:
 
 
 def test_leases_are_requested_only_for_rows_that_are_being_computed() -> None:
-    """A context that holds room and waits for pages of others, which wait for that room, would be a deadlock."""
+    """A context with a lease that waits for pages of contexts that wait for that lease would be a deadlock."""
     world = World()
     key = begun(world, 200)
     assert world.ring.held == 0
@@ -241,7 +241,7 @@ def test_leases_are_requested_only_for_rows_that_are_being_computed() -> None:
     assert world.ring.held > 0 and not world.writes, "asked before the forward pass has happened"
     world.compute(key, None, Event(happened=False))
     world.carry()
-    wants = {message.piece for _, _, message in world.every if isinstance(message, LeaseRequest)}
+    wants = {message.piece for _, _, message in world.sent if isinstance(message, LeaseRequest)}
     assert wants == set(range(WINDOW))
 
 
@@ -269,8 +269,8 @@ def test_a_failed_write_costs_at_most_its_lease_and_never_pages(state: WriteStat
     for _ in range(under_way - 1):
         world.write()
     world.finish()
-    fact = lost(world, key)
-    assert fact.quiesced and fact.retry and state.value in fact.reason
+    event = lost(world, key)
+    assert event.quiesced and event.retry and state.value in event.reason
     assert world.ring.held == world.ring.quarantined
     assert (world.ring.quarantined > 0) == (state is WriteState.FAILED_UNKNOWN)
     assert world.prefills[P].dropped == [key]
@@ -287,7 +287,7 @@ def test_the_lease_of_a_late_write_is_freed() -> None:
         world.write()
     world.finish()
     world.pass_time(20)
-    assert len(world.facts[key]) == 1, "there is no Calm: its pages never were in doubt"
+    assert len(world.events[key]) == 1, "there is no Calm: its pages never were in doubt"
     world.check_calm()
 
 
@@ -334,7 +334,7 @@ def test_leases_of_a_dead_sender_are_quarantined_and_pages_are_not(lent: bool) -
     world.carry(Cancelled)
     if lent:
         world.pass_time(6, Cancelled)
-        assert any(isinstance(message, Cancel) for _, _, message in world.every), "it may only have been slow"
+        assert any(isinstance(message, Cancel) for _, _, message in world.sent), "it may only have been slow"
         world.finish()
         world.check_calm()
 
@@ -348,14 +348,14 @@ def test_with_a_quarantined_ring_contexts_are_written_directly() -> None:
     world.receiver.peer_lost(P, "it died", world.now)
     world.prefills[P].sender.peer_lost(DECODE, "it died", world.now)
     world.act()
-    world.post.clear()
+    world.messages.clear()
     assert not world.ring.fits(2000)
     world.introduce(world.prefills[P])
     key = begun(world, 30, "next")
     world.compute(key)
     world.finish()
     world.check(key)
-    assert (DECODE, P, StartWrites(key, False)) in world.every
+    assert (DECODE, P, StartWrites(key, False)) in world.sent
 
 
 def test_a_piece_that_waits_too_long_for_a_lease_fails_with_the_reason() -> None:
@@ -379,8 +379,8 @@ def test_done_before_all_pieces_are_unpacked_is_a_failure() -> None:
     world.compute(key)
     world.carry()
     world.deliver(P, DECODE, HandoffDone(key, 7, None))
-    fact = lost(world, key)
-    assert fact.retry and "after 0 rows" in fact.reason
+    event = lost(world, key)
+    assert event.retry and "after 0 rows" in event.reason
     world.finish()
     world.check_calm()
 
@@ -402,9 +402,9 @@ def test_staging_that_was_not_offered_fails_the_handoff() -> None:
     world = World()
     key = world.fetch(1)
     world.carry(StartWrites)
-    world.post.clear()
+    world.messages.clear()
     world.deliver(DECODE, P, StartWrites(key, staged=True))
-    assert any(isinstance(message, HandoffFailed) for _, _, message in world.every)
+    assert any(isinstance(message, HandoffFailed) for _, _, message in world.sent)
 
 
 def test_progress_reports_the_rows_in_their_pages() -> None:
@@ -415,7 +415,7 @@ def test_progress_reports_the_rows_in_their_pages() -> None:
     world.write()
     world.carry()
     world.pass_time(1.1)
-    told = [message.rows for _, _, message in world.every if isinstance(message, Progress)]
+    told = [message.rows for _, _, message in world.sent if isinstance(message, Progress)]
     assert told[-1] == 11
 
 
@@ -435,13 +435,13 @@ def test_in_any_order_of_events_what_lands_is_right_and_nothing_is_left(data: st
     for what in data.draw(st.lists(st.sampled_from("gah"), max_size=2)):
         usual.insert(data.draw(st.integers(0, len(usual))), what)
     for what in usual:
-        if what in "mdl" and world.post:
-            at = data.draw(st.integers(0, min(5, len(world.post) - 1)))
-            letter = world.post[at]
-            if what != "d":  # else it comes again
-                del world.post[at]
+        if what in "mdl" and world.messages:
+            at = data.draw(st.integers(0, min(5, len(world.messages) - 1)))
+            envelope = world.messages[at]
+            if what != "d":  # otherwise it is delivered again
+                del world.messages[at]
             if what != "l":
-                world.deliver(*letter)
+                world.deliver(*envelope)
         elif what == "w" and world.writes:
             world.write(data.draw(STATES), data.draw(st.integers(0, len(world.writes) - 1)))
         elif what in "ceg":
@@ -458,7 +458,7 @@ def test_in_any_order_of_events_what_lands_is_right_and_nothing_is_left(data: st
             world.pass_time(data.draw(st.sampled_from([0.3, 2.0])))
         elif what == "h":
             world.pass_time(30.0)
-        elif what == "a":  # an alarm, perhaps false
+        elif what == "a":  # a report that the peer is lost, perhaps false
             peer = data.draw(st.sampled_from(list(world.prefills)))
             world.receiver.peer_lost(peer, "silent", world.now)
             world.act()
@@ -470,15 +470,15 @@ def compute_some(world: World, key: HandoffKey, at: int, events: list[Event], ro
     end = world.prefills[f"prefill:{at}"]
     if key not in end.contexts or key in end.dropped:
         return
-    told, total = end.contexts[key].told, len(world.asks[key].prompt)
+    told, total = end.contexts[key].told, len(world.requests[key].prompt)
     if told < total:
         events.append(Event(happened=False))
-        events[-2].happened = True  # events are of one stream
+        events[-2].happened = True  # events happen in the order of one stream
         world.compute(key, min(total, told + rows), events[-1], at)
 
 
 def settle(world: World, keys: dict[HandoffKey, int], events: dict[HandoffKey, list[Event]]) -> None:
-    """All that is left to do is done."""
+    """Runs everything that is left to do."""
     for _ in range(8):
         world.finish()
         for key, at in keys.items():
@@ -489,8 +489,8 @@ def settle(world: World, keys: dict[HandoffKey, int], events: dict[HandoffKey, l
         world.pass_time(5.0)
     world.pass_time(1300.0)
     for key in keys:
-        (fact,) = (each for each in world.facts[key] if not isinstance(each, Quiesced))
-        if isinstance(fact, Landed):
+        (event,) = (each for each in world.events[key] if not isinstance(each, Quiesced))
+        if isinstance(event, Landed):
             world.check(key)
     assert world.receiver.phases() == {} and not world.ring.waiting
     assert world.ring.held == world.ring.quarantined, "room that nobody has"

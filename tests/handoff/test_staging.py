@@ -1,4 +1,4 @@
-"""What is packed, when, and how large: against heads copied one by one."""
+"""Packing, its conditions and its sizes, compared with heads that are copied one by one."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ RANKS = (1, 2, 4, 8)
 def through(
     source: Sharded, target: Sharded, pages: tuple[list[int], list[int], list[int]], first: int, last: int
 ) -> None:
-    """One piece, packed, carried and unpacked; nothing is written beside its bytes."""
+    """Packs, copies and unpacks one piece, and checks that nothing else was written."""
     nbytes = (last - first) * packed_row_bytes(source.store, target.store)
     memory = StagingMemory(nbytes + 9)
     memory._bytes.fill_(POISON)
@@ -70,7 +70,7 @@ def test_any_pages_and_any_rows(data: st.DataObject) -> None:
 
 
 def test_index_keys_may_land_in_pages_of_several_parts() -> None:
-    """As on a device: 3 parts of 4 keys to a page, and room left over at the end of each."""
+    """As on a device: 3 parts of 4 keys per page, with unused bytes at the end of each."""
     source, target = Sharded(2, 2, page_rows=16, seed=1), Sharded(1, 2, page_rows=8)
     pages, page_bytes, part_rows = 8, 4 * KEY_BYTES + 3, 4
     memory = np.full((2, 3, pages, page_bytes), POISON, np.uint8)
@@ -98,8 +98,8 @@ def test_a_head_that_several_ranks_hold_is_sent_once() -> None:
     assert packed_row_bytes(source, target) == 3 * 2 * 2 * HEAD_BYTES + 2 * KEY_BYTES
 
 
-def ask(rows: int, pages: int) -> HandoffRequest:
-    some = tuple(range(0, 2 * pages, 2))  # none follows another
+def request(rows: int, pages: int) -> HandoffRequest:
+    some = tuple(range(0, 2 * pages, 2))  # not adjacent
     return HandoffRequest(HandoffKey("r", 0), PromptSpec((1,) * rows, SamplingParams()), "host", some, some)
 
 
@@ -107,7 +107,7 @@ def ask(rows: int, pages: int) -> HandoffRequest:
 def test_different_shardings_of_heads_are_staged(here: int, there: int, staged: bool) -> None:
     shapes = {"page_rows": 64, "pages": 1, "layers": 30, "groups": 0, "head_bytes": 256}
     source, target = (Sharded(ranks, 8, **shapes).store for ranks in (here, there))
-    assert should_stage(source, target, ask(1000, 16)) is staged
+    assert should_stage(source, target, request(1000, 16)) is staged
 
 
 def test_writes_are_counted_as_they_would_be_planned() -> None:
@@ -126,9 +126,9 @@ def test_large_or_few_writes_are_not_staged() -> None:
         )
 
     large, small = store(SMALL_WRITE_BYTES // 16), store(SMALL_WRITE_BYTES // 32)
-    assert not should_stage(large, large, ask(160, 10)), "pages are large enough"
-    assert should_stage(small, small, ask(160, 10))
-    assert not should_stage(small, small, ask(32, 2)), f"no more than {MAX_DIRECT_WRITES}"
+    assert not should_stage(large, large, request(160, 10)), "pages are large enough"
+    assert should_stage(small, small, request(160, 10))
+    assert not should_stage(small, small, request(32, 2)), f"no more than {MAX_DIRECT_WRITES}"
 
 
 def test_pieces_fit_ring_and_buffer() -> None:

@@ -1,4 +1,4 @@
-"""The other end of a transfer: another process with memory of its own, or a stand-in within this one for loopback."""
+"""The other end of a transfer: another process with its own memory, or a stand-in in this process for loopback."""
 
 import multiprocessing
 import os
@@ -15,12 +15,12 @@ from hotset.transfer.loopback import Hub
 
 NBYTES = 8 << 20
 POISON = 0xAB
-POISONED = slice(0, 0)  # an order to poison, among spans to read
+POISONED = slice(0, 0)  # a command to poison, sent in place of a span to read
 ANSWER_S = 30.0
 
 
 def serve(engine: str, pipe: Connection) -> None:
-    """What the process does: answers from its memory until it is told to end, or has nobody to talk to."""
+    """Answers reads of its memory until it receives the command to end, or the pipe closes."""
     memory = np.full(NBYTES, POISON, np.uint8)
     transfer = open_transfer(engine)
     transfer.register(Region(memory.ctypes.data, NBYTES))
@@ -36,10 +36,10 @@ def serve(engine: str, pipe: Connection) -> None:
 
 
 class FarProcess:
-    """`description` and `address` of a real process's memory."""
+    """A real process, with the `description` and `address` of its memory."""
 
     def __init__(self, engine: str) -> None:
-        # Real processes, forked from one that has imported what takes seconds and has not loaded an engine.
+        # Real processes, forked from one that has done the slow imports and has not loaded an engine.
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "nixl"])
         self._pipe, theirs = context.Pipe()
@@ -50,14 +50,14 @@ class FarProcess:
         self.description, self.address = self._pipe.recv()
 
     def read(self, first: int = 0, last: int = NBYTES) -> np.ndarray:
-        """Bytes [first, last) of its memory, as they are when the process hears of this."""
+        """Returns bytes [first, last) of its memory at the time when the process handles this."""
         self._pipe.send(slice(first, last))
         assert self._pipe.poll(ANSWER_S), "the far end does not answer"
         return np.frombuffer(self._pipe.recv_bytes(), np.uint8)
 
     def poison(self) -> None:
         self.read(0, 0)
-        self.read(0, 1)  # it has answered this: it has done that
+        self.read(0, 1)  # the answer proves that the poisoning is done
 
     def pause(self) -> None:
         pause(self._process.pid)
@@ -78,7 +78,7 @@ class FarProcess:
 
 
 class FarStandIn:
-    """The same for loopback."""
+    """The same interface for loopback."""
 
     def __init__(self, hub: Hub) -> None:
         self._memory = np.full(NBYTES, POISON, np.uint8)

@@ -1,4 +1,4 @@
-"""NIXL's and Mooncake's wires over native engines that refuse and hang: faults that real ones cannot be asked for."""
+"""The NIXL and Mooncake backends over fake native engines, for faults that real ones do not produce on demand."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ REGION = Region(1 << 20, 4096)
 
 
 class Agent:
-    """NIXL's. Connecting to `stuck` ends when the test says so, to `nobody` never well."""
+    """A fake NIXL agent. Connecting to `stuck` blocks until the test releases it; connecting to `nobody` fails."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -98,10 +98,10 @@ def test_nixl_releases_a_peer_that_it_cannot_reach(agent: Agent) -> None:
 
 
 class Native:
-    """Mooncake's engine."""
+    """A fake Mooncake engine."""
 
     def __init__(self) -> None:
-        self.initialized = self.registered = 0  # statuses
+        self.initialized = self.registered = 0  # status codes
         self.batch, self.status = 7, ENDED_WELL
 
     def initialize(self, *settings: str) -> int:

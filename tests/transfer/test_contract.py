@@ -1,4 +1,4 @@
-"""What every transfer engine must do, between two real processes where it is made for that."""
+"""The contract of every transfer engine, between two real processes unless it is loopback."""
 
 import time
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ Far = FarProcess | FarStandIn
 
 
 class Flag:
-    """An event that happens when the test says so."""
+    """An event that happens when the test sets it."""
 
     def __init__(self) -> None:
         self.happened = False
@@ -31,14 +31,14 @@ class Flag:
 
 @dataclass
 class Bench:
-    """This process's end, with random memory, and as many others as a test opens."""
+    """This process's endpoint, with random memory, and any number of others that a test opens."""
 
     engine: str
     hub: Hub
     transfer: Transfer
     memory: np.ndarray
     opened: list[Far] = field(default_factory=list)
-    far: Far = field(init=False)  # one that stays connected, as 'far'
+    far: Far = field(init=False)  # stays connected under the name 'far'
 
     def __post_init__(self) -> None:
         self.far = self.open_far()
@@ -49,7 +49,7 @@ class Bench:
         return self.opened[-1]
 
     def writes(self, spans: np.ndarray, far: Far | None = None) -> np.ndarray:
-        """`spans` [n, 3] are offsets here, offsets there, bytes."""
+        """`spans` [n, 3] are local offsets, remote offsets and bytes."""
         return spans.astype(np.int64) + np.array([self.memory.ctypes.data, (far or self.far).address, 0])
 
     def ended(self, ticket: WriteTicket, seconds: float = DEADLINE_S + 1) -> WriteState:
@@ -88,7 +88,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 @pytest.fixture
 def bench(shared: Bench) -> Iterator[Bench]:
-    """The shared one, its memory random and the far end poisoned; ends that the test opened are closed again."""
+    """Yields the shared bench with random memory and a poisoned far end, and closes what the test opened."""
     shared.memory[:] = np.random.default_rng(1).integers(0, 256, NBYTES, np.uint8)
     shared.far.poison()
     yield shared
@@ -97,7 +97,7 @@ def bench(shared: Bench) -> Iterator[Bench]:
 
 
 def random_spans(seed: int, count: int, longest: int) -> np.ndarray:
-    """Spans whose targets do not touch, in any order; sources anywhere."""
+    """Returns spans in any order, with targets that do not touch and sources anywhere."""
     random = np.random.default_rng(seed)
     nbytes = random.integers(1, longest + 1, count)
     gaps = random.integers(1, 1 + (NBYTES - nbytes.sum()) // (count + 1), count)
@@ -118,7 +118,7 @@ def test_after_done_every_byte_is_there_and_no_other_byte_changed(bench: Bench, 
 
 @pytest.mark.parametrize("nbytes", [1, 64 << 10, 5 << 20])
 def test_the_last_byte_is_visible_at_done(bench: Bench, nbytes: int) -> None:
-    """An engine for which a write is done when its own socket has taken it would lose this race."""
+    """An engine that reports DONE when its own socket has accepted the bytes would lose this race."""
     for round_ in range(40):
         bench.memory[:nbytes] = round_
         assert bench.send(np.array([[0, 4096, nbytes]])) is WriteState.DONE
@@ -253,7 +253,7 @@ def test_a_peer_that_was_restarted_is_connected_again_under_its_name(bench: Benc
 
 
 def test_a_peer_that_was_not_restarted_is_connected_again(bench: Bench) -> None:
-    """Whether under its name or under another, forgetting one connection must not cut the other."""
+    """Under the same or another name, forgetting one connection must not break the other."""
     for name in ("far", "far", "twin"):
         bench.transfer.connect(name, bench.far.description)
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Opening engines, and what holds for one of them only."""
+"""Opening engines, and properties of single engines."""
 
 import builtins
 import json
@@ -102,7 +102,7 @@ far.close()
 
 
 def test_nixl_reports_the_transports_that_it_uses() -> None:
-    """In a process of its own: UCX reads once, when it is loaded, where to log."""
+    """Runs in its own process, because UCX reads its log settings once, when it is loaded."""
     command = [sys.executable, "-c", TELL_TRANSPORTS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -117,7 +117,7 @@ def test_mooncake_without_cuda_refuses_gpu_memory(mooncake: Transfer) -> None:
 
 
 def test_closing_mooncake_releases_its_ports(mooncake: Transfer, far: FarProcess, memory: np.ndarray) -> None:
-    """Also while somebody still has a ticket of it."""
+    """This also holds while a ticket still exists."""
     mooncake.connect("far", far.description)
     ticket = mooncake.submit("far", np.array([[memory.ctypes.data, far.address, 8]]))
     assert ended(mooncake, ticket) is WriteState.DONE
@@ -138,7 +138,7 @@ def test_mooncake_refuses_a_protocol_without_acknowledgements(monkeypatch: pytes
 def test_defect_13_a_write_that_failed_by_deadline_still_lands(
     mooncake: Transfer, far: FarProcess, memory: np.ndarray
 ) -> None:
-    """Why FAILED_UNKNOWN is what it is: the peer was only slow. Others are written to meanwhile."""
+    """Shows why FAILED_UNKNOWN exists: the peer was only slow. Writes to other peers continue."""
     other = FarProcess("mooncake")
     mooncake.connect("slow", far.description)
     mooncake.connect("other", other.description)
@@ -159,7 +159,7 @@ def test_defect_13_a_write_that_failed_by_deadline_still_lands(
 def test_mooncake_connects_to_a_new_process_at_a_known_address(
     mooncake: Transfer, far: FarProcess, memory: np.ndarray
 ) -> None:
-    """The description is changed as if the process were another: what the engine remembers is not used."""
+    """The description is changed as if it came from another process: the engine's cache must not be used."""
     mooncake.connect("far", far.description)
     assert ended(mooncake, mooncake.submit("far", np.array([[memory.ctypes.data, far.address, 8]]))) is WriteState.DONE
     found = decode_description(far.description, "mooncake")
@@ -172,7 +172,7 @@ def test_mooncake_connects_to_a_new_process_at_a_known_address(
 
 @pytest.mark.slow
 def test_the_contract_holds_for_nixl_over_tcp() -> None:
-    """Between processes of one machine UCX would copy memory directly; between machines without RDMA it does not."""
+    """Between processes of one machine UCX would copy memory directly; between machines without RDMA it uses TCP."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/transfer/test_contract.py", "-k", "nixl"]
     done = subprocess.run(
         command,

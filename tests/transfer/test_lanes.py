@@ -1,4 +1,4 @@
-"""Lanes over an engine that hangs, throws and never ends: faults that a real engine cannot be asked for."""
+"""Lanes over a fake backend that hangs, raises and never ends, which a real one does not do on demand."""
 
 import ctypes
 import threading
@@ -16,12 +16,12 @@ from hotset.transfer.lanes import Lanes, Limits
 from hotset.transfer.regions import Description, Regions, decode_description
 
 NBYTES, POISON = 4096, 0xAB
-SECONDS = 15.0  # a deadline for what happens much sooner on a machine that is not overloaded
+SECONDS = 15.0  # a generous deadline: these events happen much sooner
 
 
 @dataclass
 class Remote:
-    """What writes to one peer meet. `hang` holds the lane's thread within `post` until the test opens it."""
+    """How writes to one peer behave. `hang` blocks the lane's thread within `post` until the test sets it."""
 
     hang: threading.Event = field(default_factory=threading.Event)
     throws: Exception | None = None
@@ -40,8 +40,8 @@ class TroubledWire:
     def __init__(self) -> None:
         self.remotes: dict[bytes, Remote] = {}
         self.closed = 0
-        self.one_queue = False  # to a peer, however often it is connected
-        self.slow = threading.Event()  # holds `connect` until the test opens it
+        self.one_queue = False  # all connections to a peer share one
+        self.slow = threading.Event()  # blocks `connect` until the test sets it
         self.slow.set()
         self.refuses = False
 
@@ -104,7 +104,7 @@ class Bench:
         return self.wire.remotes[name.encode()]
 
     def submit(self, peer: str, count: int = 1, nbytes: int = 10) -> WriteTicket:
-        """`count` writes that are no run."""
+        """Returns `count` writes that cannot be merged."""
         starts = np.arange(count) * 2 * nbytes
         spans = np.stack([starts, starts, np.full(count, nbytes)], axis=1)
         addresses = np.array([self.source.ctypes.data, self.target.ctypes.data, 0])
@@ -140,7 +140,7 @@ def make() -> Iterator[Callable[[int, float], Bench]]:
         for remote in bench.wire.remotes.values():
             remote.hang.set()
         bench.transfer.close()
-        # One that hung goes on to write: the memory must last as long as its lane.
+        # A write that hung continues later: the memory must live as long as its lane.
         assert all(lane.join(SECONDS) for lane in bench.transfer._lanes)
 
 
@@ -164,7 +164,7 @@ def test_a_peer_on_which_the_engine_hangs_delays_no_other(make: Make) -> None:
 def test_submit_and_poll_do_not_wait_for_a_lane_that_hangs(make: Make) -> None:
     bench = make(1, SECONDS)
     bench.connect("stuck").hang.clear()
-    # A call that waited for the lane would never return: it hangs until the test has ended.
+    # The lane hangs until the test has ended, so a call that waited for it would never return.
     tickets = [bench.submit("stuck", 50) for _ in range(50)]
     assert {bench.transfer.poll(ticket) for ticket in tickets} == {WriteState.PENDING}
 
@@ -276,7 +276,7 @@ def test_a_forgotten_peer_is_disconnected_when_its_writes_have_ended(make: Make)
 
 
 def test_a_peer_is_disconnected_before_it_is_connected_again(make: Make) -> None:
-    """Otherwise an engine that knows it as the same would go on with a connection that may be broken."""
+    """Otherwise a backend that identifies both would continue with a connection that may be broken."""
     bench = make(2, SECONDS)
     for _ in range(5):
         before = bench.connect("peer")
@@ -409,7 +409,7 @@ def test_closing_closes_the_engine_once(make: Make) -> None:
 
 
 def test_peers_are_spread_over_lanes(make: Make) -> None:
-    """Any two of four peers on four lanes: neither waits for the other."""
+    """Of four peers on four lanes, no two wait for each other."""
     bench = make(4, SECONDS)
     remotes = {name: bench.connect(name) for name in "abcd"}
     for name, remote in remotes.items():

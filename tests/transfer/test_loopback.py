@@ -1,4 +1,4 @@
-"""Loopback's faults: each does what it says, none does more, and the same seed gives the same run."""
+"""The faults of loopback: each has its documented effect and no other, and the same seed gives the same run."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ NBYTES, POISON = 4096, 0xAB
 
 @dataclass
 class Pair:
-    """Two ends of a hub whose clock the test moves."""
+    """Two endpoints of a hub whose clock the test moves."""
 
     faults: Faults = field(default_factory=Faults)
     seed: int = 0
@@ -23,14 +23,14 @@ class Pair:
     def __post_init__(self) -> None:
         self.hub = Hub(self.faults, self.seed)
         self.near, self.far = Loopback(self.hub, deadline_s=self.deadline_s), Loopback(self.hub)
-        self.source = np.random.default_rng(3).integers(1, POISON, NBYTES).astype(np.uint8)  # nowhere the poison
+        self.source = np.random.default_rng(3).integers(1, POISON, NBYTES).astype(np.uint8)  # contains no poison
         self.target = np.full(NBYTES, POISON, np.uint8)
         self.near.register(Region(self.source.ctypes.data, NBYTES))
         self.far.register(Region(self.target.ctypes.data, NBYTES))
         self.near.connect("far", self.far.describe())
 
     def submit(self, first: int = 0, last: int = NBYTES, step: int = 64) -> WriteTicket:
-        """Writes [first, last) in pieces that are no run: the second half of each goes before the first."""
+        """Writes [first, last) in pieces that cannot be merged: the second half of each comes before the first."""
         starts = np.arange(first, last, step)
         offsets = np.stack([starts, NBYTES - step - starts], axis=1)
         spans = np.concatenate([offsets, np.full((len(starts), 1), step)], axis=1)
@@ -42,7 +42,7 @@ class Pair:
 
     @property
     def landed(self) -> int:
-        """Bytes written so far. Each must be the right one."""
+        """Returns the number of bytes written so far, and asserts that each is correct."""
         written = self.target != POISON
         assert np.array_equal(self.target[written], self.expected[written])
         return int(written.sum())
@@ -187,7 +187,7 @@ def test_faults_of_one_endpoint_do_not_affect_others() -> None:
 
 @pytest.mark.parametrize("who", ["near", "far"])
 def test_no_byte_moves_once_an_endpoint_is_closed(who: str) -> None:
-    """The memory of a closed end may be gone."""
+    """The memory of a closed endpoint may be gone."""
     pair = Pair(Faults(late=0.5, delay_s=(1.0, 1.0)))
     tickets = [pair.submit() for _ in range(8)]
     pair.hub.advance(0.5)

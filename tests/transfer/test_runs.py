@@ -1,4 +1,4 @@
-"""Merging writes, and finding the regions that they lie in, against plain loops over bytes."""
+"""Merging writes and locating their regions, compared with plain loops over bytes."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ Spans = list[tuple[int, int, int]]
 
 @st.composite
 def span_lists(draw: st.DrawFn) -> Spans:
-    """Targets that do not overlap, many of them neighbours; sources that often go on where the last one ended."""
+    """Draws targets that do not overlap, many of them adjacent, and sources that often continue the previous one."""
     spans, here, there = [], 0, 0
     for nbytes in draw(st.lists(st.integers(0, 6), max_size=24)):
         here = draw(st.sampled_from([here, here, here + 1, draw(st.integers(0, 60))]))
@@ -29,7 +29,7 @@ def as_writes(spans: Spans) -> np.ndarray:
 
 
 def bytes_of(writes: np.ndarray) -> dict[int, int]:
-    """Target of every byte -> its source."""
+    """Returns a map from the target of every byte to its source."""
     found: dict[int, int] = {}
     for here, there, nbytes in writes.tolist():
         for i in range(nbytes):
@@ -39,7 +39,7 @@ def bytes_of(writes: np.ndarray) -> dict[int, int]:
 
 
 def fewest(spans: Spans, edges_here: set[int], edges_there: set[int]) -> int:
-    """Runs, byte by byte: one begins wherever a byte does not go on from the one before it, or is at an edge."""
+    """Counts runs byte by byte: a run begins where a byte does not continue the previous one, or is at an edge."""
     of = bytes_of(as_writes(spans))
     starts = edges_there | {there for there, here in of.items() if here in edges_here}
     return sum(there in starts or of.get(there - 1) != here - 1 for there, here in of.items())
@@ -47,7 +47,7 @@ def fewest(spans: Spans, edges_here: set[int], edges_there: set[int]) -> int:
 
 @given(span_lists(), st.sets(st.integers(0, 80), max_size=3), st.sets(st.integers(0, 80), max_size=3))
 def test_merging_moves_the_same_bytes_and_crosses_no_edge(spans: Spans, here: set[int], there: set[int]) -> None:
-    """Edges are where regions begin; a write as it is submitted crosses none, so the spans are cut at them first."""
+    """Edges are the starts of regions. A submitted write crosses none, so the spans are split there first."""
     edges_here, edges_there = np.array(sorted(here | {-1}), np.int64), np.array(sorted(there | {-1}), np.int64)
     whole = [(a, b, 1) for b, a in bytes_of(as_writes(spans)).items()]
     found = merge_writes(as_writes(whole), edges_here, edges_there)
