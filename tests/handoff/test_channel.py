@@ -264,7 +264,7 @@ def test_a_port_open_to_other_machines_needs_a_secret(bind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bind", "advertise", "secret", "complaint"),
+    ("bind", "advertise", "secret", "error"),
     [
         ("127.0.0.1", None, None, "host:port"),
         ("127.0.0.1:http", None, None, "host:port"),

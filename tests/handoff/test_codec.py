@@ -167,7 +167,7 @@ def test_with_a_secret_no_bit_can_be_changed(message: Message, data: st.DataObje
 
 
 @pytest.mark.parametrize(
-    ("sent_with", "read_with", "complaint"),
+    ("sent_with", "read_with", "error"),
     [
         (b"another", SECRET, "another secret"),
         (None, SECRET, "not signed"),

@@ -249,7 +249,7 @@ def test_peers_whose_rows_have_another_size_are_refused_with_both_values() -> No
 
 
 @pytest.mark.parametrize(
-    ("store", "complaint"),
+    ("store", "error"),
     [
         (Store(whole_rows(ROWS), None), "no span for them"),
         (Store(whole_rows(replace(ROWS, bases=((8,),))), STORE.keys), "rows of 1 units, not 2"),

@@ -532,7 +532,7 @@ def test_of_one_request_only_the_highest_attempt_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "complaint"),
+    ("asked", "error"),
     [
         (replace(request(), landing="device"), "landing 'device' was not offered"),
         (replace(request(), row_pages=(2,)), "1 pages for 10 rows, 8 to a page"),
