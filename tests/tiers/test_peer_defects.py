@@ -146,6 +146,11 @@ def test_defect_04_a_parked_request_releases_its_host_pages_before_anything_rais
     bench = Bench(18, 22, tiers="always")
     bench.add("old", 20, 60)
     bench.add("young", 20, 50)
+    old, scheduled = bench.requests["old"], 0
+    while not bench.engine.idle:
+        bench.step()
+        assert old.num_scheduled >= scheduled, "the running request was recomputed, not the parked one"
+        scheduled = old.num_scheduled
     bench.finish()
     counters = bench.scheduler.counters
     assert counters.parks > 0 and counters.recomputes > 0, f"{counters}: the test has lost its point"
