@@ -3,24 +3,27 @@
 import pytest
 
 LONG = (
-    "tiers/test_state_machine.py",
-    "engine/test_invariance.py",
     "serve/test_disaggregated.py",
-    "kernels/test_interpreted.py",
-    "models/test_parity.py",
-    "evaluate/test_retrieval.py",
-    "tiers/test_same_tokens.py",
     "engine/test_handoff_processes.py",
-    "engine/test_worker_processes.py",
+    "kernels/test_interpreted.py",
+    "tiers/test_same_tokens.py",
+    "evaluate/test_retrieval.py",
     "tiers/test_peer_defects.py",
+    "engine/test_handoff.py",
+    "engine/test_invariance.py",
+    "models/test_parity.py",
+    "tiers/test_state_machine.py",
     "engine/test_workers.py",
+    "engine/test_worker_processes.py",
     "test_cli.py",
     "serve/test_shutdown.py",
-    "models/test_demo_model.py",
     "serve/test_workers_die.py",
     "kernels/test_swap_in.py",
+    "engine/test_client.py",
+    "benchmarks/test_serving_demo.py",
     "kernels/test_sparse_attention_cuda.py",
     "schedule/test_scheduler.py",
+    "models/test_demo_model.py",
 )
 
 

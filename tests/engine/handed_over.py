@@ -41,7 +41,7 @@ from hotset.models.decoder import Decoder
 from hotset.models.spec import AS_COMPUTED, KvStorage
 from hotset.transfer.loopback import Hub, Loopback
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
 DSA_CONFIG = {
     "vocab_size": 96,

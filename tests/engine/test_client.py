@@ -17,7 +17,7 @@ from hotset.engine.client import EngineClient
 from hotset.engine.llm import LLM
 from hotset.engine.outputs import Delta
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
 

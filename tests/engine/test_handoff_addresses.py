@@ -26,7 +26,7 @@ from hotset.transfer.loopback import Hub, Loopback
 
 SECRET = "a secret that both share"
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-SCENARIO_S = 60.0
+SCENARIO_S = 200.0
 
 
 class Registered(Loopback):

@@ -34,8 +34,8 @@ ROOM_FOR = LONG[:1100]
 SHORT = LONG[:100]
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 MANY = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-SCENARIO_S = 60.0
-SILENCE_S = Timing().peer_timeout + 3.0  # until a dead peer is given up, and the engine has heard of it
+SCENARIO_S = 200.0
+SILENCE_S = Timing().peer_timeout + 30.0  # until a dead peer is given up, and the engine has heard of it
 
 
 class Workers:
@@ -94,7 +94,7 @@ async def answer(
     return [token async for delta in deltas for token in delta.token_ids]
 
 
-async def until(client: EngineClient, true: Callable[[EngineStats], bool], seconds: float = 10.0) -> EngineStats:
+async def until(client: EngineClient, true: Callable[[EngineStats], bool], seconds: float = 60.0) -> EngineStats:
     """Its stats, once that is true of them."""
     deadline = time.monotonic() + seconds
     while not true(stats := await client.stats()):

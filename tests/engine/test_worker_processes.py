@@ -24,7 +24,7 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.models.checkpoint import find_model
 
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 TINY = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
