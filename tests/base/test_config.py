@@ -1,4 +1,4 @@
-"""Settings that cannot be met are refused by the name of their flag."""
+"""Invalid settings are refused with the name of their flag."""
 
 import math
 from typing import Any
@@ -11,13 +11,13 @@ from hotset.base.errors import ConfigError
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0, -1])
 @pytest.mark.parametrize("name", ["max_body_mib", "max_queue", "max_concurrency", "drain_seconds"])
-def test_numbers_of_the_server_are_finite_and_above_zero(name: str, value: Any) -> None:
+def test_limits_of_the_server_must_be_finite_and_above_zero(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^--{flag_name(name)} must be a finite number above 0, got"):
         ServeConfig(**{name: value})
 
 
 @pytest.mark.parametrize("port", [math.inf, math.nan, -1, 65536])
-def test_a_port_is_one_of_those_that_exist(port: Any) -> None:
+def test_a_port_must_exist(port: Any) -> None:
     with pytest.raises(ConfigError, match=r"^--port"):
         ServeConfig(port=port)
 
@@ -26,7 +26,7 @@ SECRET = "sixteen or more letters"
 
 
 @pytest.mark.parametrize(
-    ("settings", "complaint"),
+    ("settings", "message"),
     [
         ({"control": "127.0.0.1:7001"}, "--control is for --role prefill and decode"),
         ({"advertise": "10.0.0.1:0"}, "--advertise is for"),
@@ -41,16 +41,16 @@ SECRET = "sixteen or more letters"
         ({"role": "decode", "handoff_secret": "short"}, "at least 16 characters"),
     ],
 )
-def test_what_a_worker_could_not_use_is_refused_before_a_model_is_loaded(settings: Any, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_settings_that_a_worker_cannot_use_are_refused_before_a_model_is_loaded(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
 
 
-def test_workers_take_what_they_need() -> None:
-    reached = {"control": "0.0.0.0:1", "advertise": "10.0.0.1:0", "handoff_secret": SECRET}
-    EngineConfig(role="prefill", transfer="mooncake", transfer_protocol="rdma", **reached)
+def test_handoff_settings_are_accepted_for_workers() -> None:
+    reachable = {"control": "0.0.0.0:1", "advertise": "10.0.0.1:0", "handoff_secret": SECRET}
+    EngineConfig(role="prefill", transfer="mooncake", transfer_protocol="rdma", **reachable)
 
 
-def test_an_empty_key_is_no_key() -> None:
+def test_an_empty_api_key_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^--api-key must not be empty"):
         ServeConfig(api_key="")

@@ -41,21 +41,21 @@ def with_client(config: EngineConfig, scenario: Any) -> None:
 
 
 class Shared(NamedTuple):
-    """An engine process for all tests that leave it as it was."""
+    """One engine process for all tests that leave it idle."""
 
     runner: asyncio.Runner
     config: EngineConfig
     client: EngineClient
 
     def run(self, scenario: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
-        async def whole() -> None:
+        async def run_and_check() -> None:
             async with asyncio.timeout(DEADLINE_S):
                 await scenario(self.client)
                 await pages_held(self.client, 0)
                 stats = await self.client.stats()
                 assert (stats.running, stats.waiting, self.client.waiting) == (0, 0, 0)
 
-        self.runner.run(whole())
+        self.runner.run(run_and_check())
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_a_dead_engine_fails_its_requests_at_once(tmp_path: Path) -> None:
     with_client(config_of(tmp_path), scenario)
 
 
-def test_draining_lets_what_runs_finish_and_takes_nothing_new(tmp_path: Path) -> None:
+def test_draining_finishes_running_requests_and_accepts_no_new_ones(tmp_path: Path) -> None:
     async def scenario(client: EngineClient) -> None:
         running = asyncio.create_task(collect(client.generate("r", [5, 6], LONG)))
         await asyncio.sleep(0)
@@ -149,7 +149,7 @@ def test_draining_lets_what_runs_finish_and_takes_nothing_new(tmp_path: Path) ->
     with_client(config_of(tmp_path), scenario)
 
 
-def test_start_up_errors_come_through_as_they_are(tmp_path: Path) -> None:
+def test_start_up_errors_reach_the_caller_unchanged(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         EngineClient.start(EngineConfig(model=str(tmp_path / "nowhere")))
     with pytest.raises(ConfigError, match="exceeds the 128"):

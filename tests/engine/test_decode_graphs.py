@@ -1,4 +1,4 @@
-"""Captured decode steps: which sizes there are, and, beside a GPU, that replaying them changes nothing."""
+"""Captured decode steps: their sizes and, on a GPU, that replaying them gives the same tokens."""
 
 import json
 from pathlib import Path
@@ -21,16 +21,16 @@ DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 64, 65, 100, 256, 1000, 4096])
-def test_every_batch_has_a_captured_size_that_is_hardly_larger(most: int) -> None:
+def test_every_batch_has_a_captured_size_that_is_little_larger(most: int) -> None:
     sizes = batch_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[-1] == most
-    for rows in range(1, most + 1):
-        size = next(size for size in sizes if size >= rows)
-        assert size - rows < max(8, -(-rows // 4)), f"{rows} rows run as {size}"
+    for tokens in range(1, most + 1):
+        size = next(size for size in sizes if size >= tokens)
+        assert size - tokens < max(8, -(-tokens // 4)), f"{tokens} tokens run as {size}"
 
 
-def asked(tasks: list[str]) -> tuple[Tokenizer, list[Question], list[dict[str, list[int]]]]:
-    """Six questions of about a thousand tokens, and their prompts."""
+def make_prompts(tasks: list[str]) -> tuple[Tokenizer, list[Question], list[dict[str, list[int]]]]:
+    """Returns a tokenizer, six questions of about a thousand tokens, and their prompts."""
     tokenizer = Tokenizer.load(find_model(DEMO), None)
     assert tokenizer is not None
     questions = make_questions(tasks, 1024, 6, 3, lambda text: 1 + len(tokenizer.encode(text)))
@@ -51,10 +51,10 @@ def answers(
 
 
 @pytest.mark.gpu
-def test_graphs_eager_steps_and_the_cpu_answer_alike() -> None:
-    """Forty tokens after each question: the answer, then whatever the model goes on to say. All prompts are computed in
-    one step, so that every batch has a captured size: eager steps of that size run the same kernels."""
-    tokenizer, questions, prompts = asked(["lookup", "several", "chain"])
+def test_graphs_eager_steps_and_the_cpu_give_the_same_answers() -> None:
+    """Compares forty tokens after each question: the answer and what follows it. All prompts are computed in one step,
+    so every batch has a captured size, and eager steps of that size run the same kernels."""
+    tokenizer, questions, prompts = make_prompts(["lookup", "several", "chain"])
     on_cpu = answers(prompts, device="cpu")
     small: dict[str, Any] = {"device_kv_tokens": 8192, "host_kv_tokens": 32768}
     for tiers in ("off", "auto", "always"):
@@ -68,7 +68,8 @@ def test_graphs_eager_steps_and_the_cpu_answer_alike() -> None:
 
 
 def sharing_model(folder: Path) -> str:
-    """The demo model's weights, with one indexer for three layers. It answers nothing right, but not by chance."""
+    """Makes a model of the demo model's weights, with one indexer for three layers. Its answers are wrong, but
+    deterministic."""
     for path in Path(DEMO).iterdir():
         (folder / path.name).symlink_to(path)
     fields = json.loads((Path(DEMO) / "config.json").read_text())
@@ -80,8 +81,8 @@ def sharing_model(folder: Path) -> str:
 
 @pytest.mark.gpu
 def test_rows_copied_ahead_for_layers_that_share_a_selection_are_the_right_ones(tmp_path: Path) -> None:
-    """One request after the other: so steps have as many rows, and sums come out alike, with tiers and without."""
-    _, _, prompts = asked(["lookup", "several", "chain"])
+    """Requests run one after another, so batch sizes are the same and sums round alike with and without tiers."""
+    _, _, prompts = make_prompts(["lookup", "several", "chain"])
     settings: dict[str, Any] = {"model": sharing_model(tmp_path), "device": "cuda", "together": False}
     resident = answers(prompts, tiers="off", device_kv_tokens=8192, **settings)
     assert len({token for tokens in resident for token in tokens}) > 40
@@ -94,7 +95,7 @@ def test_rows_copied_ahead_for_layers_that_share_a_selection_are_the_right_ones(
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("tiers", ["off", "always"])
 def test_no_decode_step_makes_the_host_wait(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over two page ends: then rows enter slots and pages are mirrored."""
+    """The answers cross two page ends, where rows enter slots and pages are mirrored."""
     submit, decoded = Runner.submit, 0
 
     def watched(runner: Runner, plan: Plan) -> SubmittedStep:
@@ -109,7 +110,7 @@ def test_no_decode_step_makes_the_host_wait(tiers: str, monkeypatch: pytest.Monk
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(Runner, "submit", watched)
-    _, _, prompts = asked(["lookup"])
+    _, _, prompts = make_prompts(["lookup"])
     memory = {"device_kv_tokens": 8192} | ({} if tiers == "off" else {"host_kv_tokens": 32768})
     answers(prompts, tokens=140, tiers=tiers, device="cuda", **memory)
     assert decoded > 130

@@ -1,4 +1,4 @@
-"""The engine's end of handoffs: names, events, what registration failed for, and the order in which things close."""
+"""The engine's end of handoffs: request ids, events, failed registrations, and the order of closing."""
 
 import queue
 import threading
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.handed_over import decoder_of
+from engine.handoff_pair import decoder_of
 from harness import CPU
 
 from hotset.base.config import EngineConfig
@@ -30,8 +30,8 @@ SIZES: dict[str, Any] = {"max_model_len": 144, "max_num_batched_tokens": 16, "pa
 PEER, KEY, SEEDED = "127.0.0.1:1", HandoffKey("r", 0), SamplingParams(seed=1)
 
 
-class Watched(Loopback):
-    """Says when it is closed."""
+class RecordingTransfer(Loopback):
+    """Records the order in which things are closed."""
 
     def __init__(self, hub: Hub) -> None:
         super().__init__(hub)
@@ -45,7 +45,7 @@ class Watched(Loopback):
         super().close()
 
 
-class Refusing(Watched):
+class FailingTransfer(RecordingTransfer):
     def register(self, region: Region) -> None:
         raise StartupError("no locked memory is left")
 
@@ -56,22 +56,22 @@ def make(role: Any, transfer: Loopback | None = None, **settings: Any) -> Engine
     budget = kv_budget(config, decoder.kv_shape, decoder.spec.context, CPU)
     card = model_card(config, decoder.spec, budget, CPU, torch.float64)
     executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
-    return assemble(config, card, decoder.kv_shape, budget, executor, transfer=transfer or Watched(Hub()))
+    return assemble(config, card, decoder.kv_shape, budget, executor, transfer=transfer or RecordingTransfer(Hub()))
 
 
-class Dictated:
-    """Stands in an agent's place: what peers want is said by the test."""
+class FakeAgent:
+    """Replaces a handoff agent. The test sets its events and reads the commands it received."""
 
     def __init__(self) -> None:
-        self.coming: list[Any] = []
-        self.told: list[Any] = []
+        self.events: list[Any] = []
+        self.commands: list[Any] = []
 
     def take_events(self) -> list[Any]:
-        events, self.coming = self.coming, []
+        events, self.events = self.events, []
         return events
 
     def put(self, command: Any) -> None:
-        self.told.append(command)
+        self.commands.append(command)
 
 
 @pytest.fixture
@@ -88,28 +88,28 @@ def decode() -> Iterator[Engine]:
     engine.close()
 
 
-def dictated(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Dictated:
-    agent = Dictated()
+def replace_agent(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> FakeAgent:
+    agent = FakeAgent()
     assert isinstance(engine._endpoint, PrefillEndpoint | DecodeEndpoint)
     monkeypatch.setattr(engine._endpoint, "_agent", agent)
     return agent
 
 
-def test_defect_14_one_key_asked_again_while_its_plan_is_in_flight_is_another_request(
+def test_defect_14_a_key_reused_while_its_plan_is_in_flight_is_another_request(
     prefill: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        agent = dictated(prefill, patch)
-        agent.coming = [StartPrefill(PEER, KEY, PromptSpec((7,) * 64, SEEDED))]
+        agent = replace_agent(prefill, patch)
+        agent.events = [StartPrefill(PEER, KEY, PromptSpec((7,) * 64, SEEDED))]
         prefill.step()
-        assert prefill._pending, "nothing of it is in flight: the test tests nothing"
-        agent.told.clear()
-        agent.coming = [ReleasePages(PEER, KEY), StartPrefill(PEER, KEY, PromptSpec((9,) * 32, SEEDED))]
+        assert prefill._pending, "nothing is in flight, so the test has lost its point"
+        agent.commands.clear()
+        agent.events = [ReleasePages(PEER, KEY), StartPrefill(PEER, KEY, PromptSpec((9,) * 32, SEEDED))]
         for _ in range(8):
             prefill.step()
-        rows = [(told.first, told.last) for told in agent.told if isinstance(told, RowsComputed)]
-        assert rows == [(0, 16), (16, 32)], "rows of both were told under one key"
-        agent.coming = [ReleasePages(PEER, KEY), ReleasePages(PEER, KEY)]
+        rows = [(command.first, command.last) for command in agent.commands if isinstance(command, RowsComputed)]
+        assert rows == [(0, 16), (16, 32)], "rows of both requests were reported under one key"
+        agent.events = [ReleasePages(PEER, KEY), ReleasePages(PEER, KEY)]
         prefill.step()
         assert prefill.idle
     assert not prefill.stats().host_pages_held
@@ -121,17 +121,17 @@ def test_defect_14_one_key_asked_again_while_its_plan_is_in_flight_is_another_re
     [((10**6,), SEEDED), ((), SEEDED), ((7,) * 144, SEEDED), ((7,), SamplingParams())],
     ids=["unknown token", "empty", "too long", "no seed"],
 )
-def test_a_prompt_that_cannot_be_computed_is_refused_and_dropped_like_any_other(
+def test_a_prompt_that_cannot_be_computed_is_refused(
     prefill: Engine, monkeypatch: pytest.MonkeyPatch, token_ids: tuple[int, ...], params: SamplingParams
 ) -> None:
     with monkeypatch.context() as patch:
-        agent = dictated(prefill, patch)
-        agent.coming = [StartPrefill(PEER, KEY, PromptSpec(token_ids, params)), ReleasePages(PEER, KEY)]
+        agent = replace_agent(prefill, patch)
+        agent.events = [StartPrefill(PEER, KEY, PromptSpec(token_ids, params)), ReleasePages(PEER, KEY)]
         prefill.step()
-        assert [type(told) for told in agent.told] == [PrefillFailed] and prefill.idle
+        assert [type(command) for command in agent.commands] == [PrefillFailed] and prefill.idle
 
 
-class Later:
+class FakeEvent:
     happened = False
 
     def query(self) -> bool:
@@ -142,34 +142,35 @@ def test_pages_are_offered_to_a_peer_after_the_copies_that_may_still_write_them(
     decode: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        agent, copies = dictated(decode, patch), Later()
+        agent, copies = replace_agent(decode, patch), FakeEvent()
         patch.setattr(decode.executor, "mirrored_event", lambda: copies)
-        for name in ("given up", "kept"):
+        for name in ("aborted", "kept"):
             (choice,) = InputProcessor(decode.card, seed=0).accept(name, [1, 2, 3], SamplingParams(), prefill_at=PEER)
             decode.add(choice)
         for _ in range(3):
             decode.step()
-        assert not agent.told, "a peer may write to pages that a copy still writes to"
-        decode.abort("given up/0")
+        assert not agent.commands, "a peer may write to pages that a copy still writes to"
+        decode.abort("aborted/0")
         decode.step()
         copies.happened = True
         decode.step()
-        assert [type(told) for told in agent.told] == [Fetch] and "kept" in agent.told[0].request.key.request_id
+        (command,) = agent.commands
+        assert isinstance(command, Fetch) and "kept" in command.request.key.request_id
         decode.abort("kept/0")
         decode.step()
-        assert len(agent.told) == 2, "it was given to a peer, who must be told"
+        assert len(agent.commands) == 2, "the peer that received the request must receive its cancellation"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_registration_that_fails_is_fatal_and_leaves_no_engine_open(role: str) -> None:
-    transfer = Refusing(Hub())
+def test_a_failed_registration_is_fatal_and_closes_the_transfer_engine(role: str) -> None:
+    transfer = FailingTransfer(Hub())
     with pytest.raises(StartupError, match="no locked memory"):
         make(role, transfer)
     assert transfer.order == ["transfer"]
 
 
-def test_a_control_port_that_cannot_be_had_leaves_no_engine_open(decode: Engine) -> None:
-    transfer = Watched(Hub())
+def test_a_control_port_in_use_is_fatal_and_closes_the_transfer_engine(decode: Engine) -> None:
+    transfer = RecordingTransfer(Hub())
     with pytest.raises(StartupError, match="cannot listen"):
         make("decode", transfer, control=decode.card.control)
     assert transfer.order == ["transfer"]
@@ -177,10 +178,10 @@ def test_a_control_port_that_cannot_be_had_leaves_no_engine_open(decode: Engine)
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("broken", [False, True])
-def test_defect_18_peers_are_told_before_the_transfer_closes_and_that_before_memory_goes(
+def test_defect_18_the_agent_closes_before_the_transfer_and_that_before_memory_is_released(
     role: str, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfer = Watched(Hub())
+    transfer = RecordingTransfer(Hub())
     engine = make(role, transfer)
     assert isinstance(engine._endpoint, PrefillEndpoint | DecodeEndpoint)
     transfer.agent, engine._broken = engine._endpoint._agent._thread, broken
@@ -189,8 +190,8 @@ def test_defect_18_peers_are_told_before_the_transfer_closes_and_that_before_mem
     assert transfer.order == ["transfer", "memory"]
 
 
-def test_a_step_that_fails_at_the_end_does_not_keep_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    transfer = Watched(Hub())
+def test_a_step_that_fails_during_closing_does_not_keep_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = RecordingTransfer(Hub())
     engine = make("prefill", transfer)
     monkeypatch.setattr(engine.executor, "close", lambda: transfer.order.append("memory"))
     monkeypatch.setattr(engine.replicas[0].scheduler, "plan", lambda: 1 // 0)
@@ -198,29 +199,29 @@ def test_a_step_that_fails_at_the_end_does_not_keep_memory(monkeypatch: pytest.M
     assert transfer.order == ["transfer", "memory"]
 
 
-class _Port:
+class FakeEndpoint:
     def __init__(self) -> None:
-        self.given: list[float] = []
+        self.drains: list[float] = []
         self.over = threading.Event()
 
     def poll(self) -> None: ...
 
     def close(self, drain_seconds: float) -> None:
-        self.given.append(drain_seconds)
-        if len(self.given) > 1:
+        self.drains.append(drain_seconds)
+        if len(self.drains) > 1:
             self.over.set()
         self.over.wait(10.0)
 
 
-def test_what_peers_wait_for_gets_the_time_that_is_given_until_somebody_will_not_wait() -> None:
-    engine, port = make("both"), _Port()
-    engine._endpoint = port  # type: ignore[assignment]
-    asked = iter([False, True])
-    engine.close(30.0, lambda: next(asked))
-    assert port.given == [30.0, core.HURRIED_SECONDS]
+def test_handoffs_get_their_drain_time_unless_closing_is_hurried() -> None:
+    engine, endpoint = make("both"), FakeEndpoint()
+    engine._endpoint = endpoint  # type: ignore[assignment]
+    hurried = iter([False, True])
+    engine.close(30.0, lambda: next(hurried))
+    assert endpoint.drains == [30.0, core.HURRIED_SECONDS]
 
 
-def test_a_child_is_killed_only_after_all_that_it_may_need_to_close() -> None:
+def test_a_child_is_killed_only_after_the_time_it_may_need_to_close() -> None:
     small, large = make("decode"), make("decode", host_kv_tokens=8192)
     try:
         least = core.DRAIN_SECONDS + NOTIFY_SECONDS + STOP_SECONDS + CLOSE_S
@@ -234,7 +235,7 @@ def test_a_child_is_killed_only_after_all_that_it_may_need_to_close() -> None:
         large.close()
 
 
-def test_only_a_second_order_to_stop_hurries() -> None:
+def test_only_a_second_stop_command_hurries() -> None:
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     assert not _stop_requested(inbox)
     inbox.put(AddRequests(()))

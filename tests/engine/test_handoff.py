@@ -1,18 +1,18 @@
-"""A prefill worker and a decode worker in one process: the tokens of one engine alone, and the bytes of every row."""
+"""A prefill worker and a decode worker in one process answer like a single engine, and every row arrives unchanged."""
 
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
-from engine.handed_over import SAMPLED, Prompts, answers_alone, decoder_of, pair
+from engine.handoff_pair import SAMPLED, Prompts, answers_alone, decoder_of, pair
 
 from hotset.base.config import EMBEDDED, LandingChoice, TiersChoice, TiersMode
 
 Case = tuple[str, str, LandingChoice, tuple[int, int]]
 
 TRANSFERS = ("loopback", "nixl", "mooncake")
-# Around the edges of pages, of 16 and of 64 rows, and of prefill chunks.
+# Lengths around the ends of pages (of 16 and 64 rows) and of prefill chunks.
 EDGES = (1, 15, 16, 17, 63, 64, 65, 95, 96, 97, 127, 128, 129)
 LENGTHS = {
     **dict.fromkeys(("gqa", "dsa", "shared", "deepseek_v32", "glm_moe_dsa"), EDGES),
@@ -23,7 +23,7 @@ LENGTHS = {
 LANDINGS: tuple[LandingChoice, ...] = ("host", "device", "auto")
 PAGES = ((64, 64), (64, 16), (16, 64))
 SIZES = {"max_model_len": 144, "max_num_batched_tokens": 96, "device_kv_tokens": 800, "host_kv_tokens": 4096}
-# Every value of every axis is among them; the rest of the product is slow.
+# Every value of every axis occurs here; the other combinations are marked slow.
 SAMPLE: list[Case] = [
     ("loopback", "gqa", "host", (64, 64)),
     ("loopback", "deepseek_v32", "device", (16, 64)),
@@ -36,16 +36,16 @@ SAMPLE: list[Case] = [
 
 
 def cases() -> list[Any]:
-    found = []
+    params = []
     for case in product(TRANSFERS, LENGTHS, LANDINGS, PAGES):
         *words, (sent, landed) = case
         marks = [] if case in SAMPLE else [pytest.mark.slow]
-        found.append(pytest.param(*case, id="-".join([*words, f"{sent}to{landed}"]), marks=marks))
-    return found
+        params.append(pytest.param(*case, id="-".join([*words, f"{sent}to{landed}"]), marks=marks))
+    return params
 
 
 @pytest.mark.parametrize(("transfer", "model", "landing", "pages"), cases())
-def test_a_handoff_answers_as_one_engine_does(
+def test_a_handoff_answers_like_a_single_engine(
     transfer: str, model: str, landing: LandingChoice, pages: tuple[int, int]
 ) -> None:
     if transfer != "loopback":
@@ -55,23 +55,23 @@ def test_a_handoff_answers_as_one_engine_does(
     with pair(model, transfer, pages, **SIZES) as workers:
         assert workers.answers(prompts.of(decoder_of(model)), SAMPLED, landing) == alone
         assert workers.decode.stats().landed == workers.compared.contexts == len(alone)
-        assert workers.moved_by == transfer
-    assert len(workers.compared.dropped) == len(alone)
+        assert workers.transfer_name == transfer
+    assert len(workers.compared.released) == len(alone)
 
 
-def test_the_sample_leaves_no_value_of_an_axis_to_the_slow_tests_but_the_embedded_model() -> None:
+def test_the_sample_has_every_value_of_every_axis_except_the_embedded_model() -> None:
     seen = [set(values) for values in zip(*SAMPLE, strict=True)]
     assert seen == [set(TRANSFERS), LENGTHS.keys() - {EMBEDDED}, set(LANDINGS), set(PAGES)]
 
 
 SMALL = {"max_model_len": 56, "max_num_batched_tokens": 16}
 ROOMY = {"device_kv_tokens": 400, "host_kv_tokens": 1200}
-CROWDED = {"device_kv_tokens": 60, "host_kv_tokens": 400, "hot_slots": 8}  # of nine, some must park
+CROWDED = {"device_kv_tokens": 60, "host_kv_tokens": 400, "hot_slots": 8}  # so small that some requests must park
 
 
 @pytest.mark.parametrize("model", ["dsa", "glm_moe_dsa", pytest.param("shared", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("landing", "tiers"), [("host", "always"), ("device", "auto")])
-def test_what_landed_is_parked_and_comes_back_like_what_was_computed_here(
+def test_landed_requests_are_parked_and_resumed_like_local_ones(
     model: str, landing: LandingChoice, tiers: TiersMode
 ) -> None:
     prompts, params = Prompts((3, 4, 13, 16, 21, 30)), replace(SAMPLED, max_tokens=22)
@@ -81,11 +81,11 @@ def test_what_landed_is_parked_and_comes_back_like_what_was_computed_here(
         stats = workers.decode.stats()
         assert stats.landed == workers.compared.contexts == len(alone)
         assert stats.parks > 0 and stats.resumes > 0, "there was room for all, so the test has lost its point"
-        assert sum(stats.slot_misses.values()) > 0, "nobody was tiered"
+        assert sum(stats.slot_misses.values()) > 0, "no request was tiered"
 
 
 @pytest.mark.parametrize(("landing", "tiers"), [("device", "auto"), ("host", "resident"), ("auto", "resident")])
-def test_a_request_that_is_to_be_resident_lands_where_all_others_are_tiered(
+def test_a_resident_request_lands_on_an_engine_whose_other_requests_are_tiered(
     landing: LandingChoice, tiers: TiersChoice
 ) -> None:
     prompts, params = Prompts((5, 16)), replace(SAMPLED, max_tokens=4)

@@ -1,4 +1,4 @@
-"""Workers that other machines reach: where they listen, what they tell peers, and what a client is told of refusals."""
+"""Workers that other machines can reach: where they listen, what they announce, and the errors that clients get."""
 
 import asyncio
 import socket
@@ -30,24 +30,24 @@ SCENARIO_S = 200.0
 
 
 class Registered(Loopback):
-    """Notes what was registered."""
+    """Records the registered regions."""
 
     def __init__(self) -> None:
         super().__init__(Hub())
-        self.found: list[Region] = []
+        self.registered: list[Region] = []
 
     def register(self, region: Region) -> None:
-        self.found.append(region)
+        self.registered.append(region)
         super().register(region)
 
 
-def made(transfer_of_its_own: Loopback | None = None, **settings: Any) -> Engine:
+def make(loopback: Loopback | None = None, **settings: Any) -> Engine:
     spec, decoder = MODELS["dsa"]
     config = EngineConfig(max_model_len=96, device_kv_tokens=400, **settings)
     budget = kv_budget(config, decoder.kv_shape, spec.context, CPU)
     card = build.model_card(config, spec, budget, CPU, torch.float64)
     executor = build.in_process_executor(config, decoder, budget, CPU, card.vocab)
-    return build.assemble(config, card, decoder.kv_shape, budget, executor, transfer=transfer_of_its_own)
+    return build.assemble(config, card, decoder.kv_shape, budget, executor, transfer=loopback)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def made(transfer_of_its_own: Loopback | None = None, **settings: Any) -> Engine
     ],
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_transfer_engine_is_where_peers_look_for_it(
+def test_a_transfer_engine_listens_at_the_advertised_address(
     role: Literal["prefill", "decode"], settings: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[dict[str, Any]] = []
@@ -70,53 +70,54 @@ def test_a_transfer_engine_is_where_peers_look_for_it(
         return transfer
 
     monkeypatch.setattr(build, "open_transfer", open_transfer)
-    engine = made(role=role, transfer="mooncake", transfer_protocol="rdma", **settings)
+    engine = make(role=role, transfer="mooncake", transfer_protocol="rdma", **settings)
     try:
         assert opened == [{"name": "mooncake", "host": address, "protocol": "rdma"}]
         assert engine.card.control is not None and engine.card.control.rpartition(":")[0] == address
         assert engine.executor.pool is not None
         pool = engine.executor.pool.bytes
         on_device = Region(pool.data_ptr(), pool.nbytes)
-        *of_stores, of_staging = transfer.found
-        assert of_stores == regions(engine.executor.hosts(), engine.executor.pool if role == "decode" else None)
-        assert of_staging.nbytes == 64 << 20
-        assert (on_device in transfer.found) == (role == "decode"), "a prefill worker sends from the host store alone"
+        *stores, staging = transfer.registered
+        assert stores == regions(engine.executor.hosts(), engine.executor.pool if role == "decode" else None)
+        assert staging.nbytes == 64 << 20
+        assert (on_device in transfer.registered) == (role == "decode"), "only a decode worker registers its device pool"
     finally:
         engine.close()
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_a_loss_is_logged_with_its_reason_unless_the_client_has_left(
+def test_a_lost_handoff_is_logged_with_its_reason_unless_the_client_has_left(
     aborted: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The peer refuses at once: it is no prefill worker."""
-    asking, asked = (made(Loopback(Hub()), role="decode") for _ in range(2))
+    """The peer refuses at once, because it is a decode worker."""
+    decode, peer = (make(Loopback(Hub()), role="decode") for _ in range(2))
     try:
-        (choice,) = InputProcessor(asking.card, 0).accept("r", [5] * 9, FEW, prefill_at=asked.card.control)
-        asking.add(choice)
-        asking.step()
-        asking.step()  # the prompt is being asked for now
+        (choice,) = InputProcessor(decode.card, 0).accept("r", [5] * 9, FEW, prefill_at=peer.card.control)
+        decode.add(choice)
+        decode.step()
+        decode.step()  # the peer has received the request now
         if aborted:
-            asking.abort(choice.request_id)
-        ends, why = {}, {}
+            decode.abort(choice.request_id)
+        finished, errors = {}, {}
         deadline = time.monotonic() + 10.0
-        while not asking.idle and time.monotonic() < deadline:
-            news = asking.step()
-            ends |= news.finished
-            why |= news.errors
+        while not decode.idle and time.monotonic() < deadline:
+            outputs = decode.step()
+            finished |= outputs.finished
+            errors |= outputs.errors
         warned = [record.getMessage() for record in caplog.records if "did not arrive" in record.getMessage()]
-        assert ends == {"r/0": "abort" if aborted else "lost"} and bool(warned) == bool(why) == (not aborted)
-        assert aborted or (why["r/0"] in warned[0] and "is a decode worker" in why["r/0"])
+        assert finished == {"r/0": "abort" if aborted else "lost"}
+        assert bool(warned) == bool(errors) == (not aborted)
+        assert aborted or (errors["r/0"] in warned[0] and "is a decode worker" in errors["r/0"])
     finally:
-        asking.close()
-        asked.close()
+        decode.close()
+        peer.close()
 
 
 CARD = ModelCard("m", "a", 100, 50, (), True, 100, "cpu", "float32", role="decode", host_store=True)
 
 
 @pytest.mark.parametrize(
-    ("named", "known"),
+    ("given", "normalized"),
     [
         ("127.0.0.1:7", "127.0.0.1:7"),
         ("localhost:07", "127.0.0.1:7"),
@@ -124,15 +125,15 @@ CARD = ModelCard("m", "a", 100, 50, (), True, 100, "cpu", "float32", role="decod
         ("[0::1]:7", "[::1]:7"),
     ],
 )
-def test_a_prefill_worker_is_known_by_one_spelling(named: str, known: str) -> None:
-    (choice,) = InputProcessor(CARD, 0).accept("r", [1], FEW, prefill_at=named)
-    assert choice.prefill_at == known
+def test_the_address_of_a_prefill_worker_is_normalized(given: str, normalized: str) -> None:
+    (choice,) = InputProcessor(CARD, 0).accept("r", [1], FEW, prefill_at=given)
+    assert choice.prefill_at == normalized
 
 
 @pytest.mark.parametrize(
     "named", ["", "nonsense", "tcp://127.0.0.1:7", "127.0.0.1:0", "0.0.0.0:7", "*:7", "h:70000", "h:7\n"]
 )
-def test_what_no_peer_could_answer_from_is_refused(named: str) -> None:
+def test_an_address_that_no_peer_can_have_is_refused(named: str) -> None:
     with pytest.raises(RequestError, match="control address"):
         InputProcessor(CARD, 0).accept("r", [1], FEW, prefill_at=named)
 
@@ -144,20 +145,21 @@ def test_a_landing_without_a_prefill_worker_is_refused(landing: Literal["host", 
 
 
 def own_address() -> str:
-    """Of this machine, as others see it. No packet is sent for it."""
+    """Returns this machine's address as other machines see it. No packet is sent for that."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
-            found: str = probe.getsockname()[0]
+            address: str = probe.getsockname()[0]
         except OSError:
-            found = "127.0.0.1"
-    if found.startswith("127."):
-        pytest.skip("this machine has no address but loopback")
-    return found
+            address = "127.0.0.1"
+    if address.startswith("127."):
+        pytest.skip("this machine has only a loopback address")
+    return address
 
 
-def test_workers_hand_over_at_an_address_of_this_machine(tmp_path: Path) -> None:
-    """One that other machines reach, too. Then a prompt that the prefill worker refuses, and the client hears why."""
+def test_workers_hand_over_through_an_address_of_this_machine(tmp_path: Path) -> None:
+    """Other machines could reach this address too. Then the prefill worker refuses a prompt, and the client gets its
+    reason."""
     pytest.importorskip("nixl")
     address, model = own_address(), tiny_directory(tmp_path)
     common: dict[str, Any] = {"model": model, "load_format": "dummy", "device": "cpu", "device_kv_tokens": 256}

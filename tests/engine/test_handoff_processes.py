@@ -1,4 +1,4 @@
-"""Prefill and decode engines in their own processes, over NIXL: one is killed, or a client leaves, while rows land."""
+"""Prefill and decode engines in processes, over NIXL. One is killed, or a client leaves, while rows land."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pytest
-from engine.handed_over import DSA_CONFIG
+from engine.handoff_pair import DSA_CONFIG
 from harness import tiny_directory
 
 from hotset.base.config import EngineConfig
@@ -28,27 +28,27 @@ TINY = {"model_type": "deepseek_v32", **DSA_CONFIG, "first_k_dense_replace": 3, 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 CHUNK = 16
-LONG = [3 + position % 90 for position in range(3000)]  # so many chunks that there is time to kill somebody
+LONG = [3 + position % 90 for position in range(3000)]  # enough chunks for the test to kill a worker meanwhile
 MIDDLE = LONG[:1000]
-ROOM_FOR = LONG[:1100]
+LONGEST = LONG[:1100]
 SHORT = LONG[:100]
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 MANY = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SCENARIO_S = 200.0
-SILENCE_S = Timing().peer_timeout + 30.0  # until a dead peer is given up, and the engine has heard of it
+SILENCE_S = Timing().peer_timeout + 30.0  # until a peer is declared dead and the engine knows it
 
 
 class Workers:
-    """Engines of one tiny model. All of them are closed at the end, the dead ones too."""
+    """Starts engines of one tiny model, and closes all of them at the end, dead ones included."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        """`settings` of all of them."""
+        """`settings` apply to all engines."""
         self._model = tiny_directory(folder, **TINY)
         self._settings = settings
         self._clients: list[EngineClient] = []
 
     async def start(self, *roles: Role, **settings: Any) -> list[EngineClient]:
-        """All at once: most of it is loading libraries."""
+        """Starts all engines at the same time, because loading libraries takes most of it."""
         configs = [replace(self._config(role), **self._settings, **settings) for role in roles]
         processes = [EngineProcess(config) for config in configs]
         started = [
@@ -95,7 +95,7 @@ async def answer(
 
 
 async def until(client: EngineClient, true: Callable[[EngineStats], bool], seconds: float = 60.0) -> EngineStats:
-    """Its stats, once that is true of them."""
+    """Waits until `true(stats)`, and returns these stats."""
     deadline = time.monotonic() + seconds
     while not true(stats := await client.stats()):
         assert time.monotonic() < deadline, f"still {stats}"
@@ -104,13 +104,13 @@ async def until(client: EngineClient, true: Callable[[EngineStats], bool], secon
 
 
 async def landing(prefill: EngineClient) -> None:
-    """Until rows of the long prompt have been written to the peer. Much of it is still to be computed then."""
+    """Waits until rows of the long prompt have been written to the peer, while much of it is not computed yet."""
 
     def written(stats: EngineStats) -> bool:
         return stats.handoff is not None and stats.handoff.nbytes > 0
 
     stats = await until(prefill, written)
-    assert stats.tokens_prefilled < len(LONG) / 2, "it was quicker than this test"
+    assert stats.tokens_prefilled < len(LONG) / 2, "the worker was faster than this test"
 
 
 def kill(client: EngineClient) -> None:
@@ -122,27 +122,27 @@ def held(stats: EngineStats) -> int:
     return stats.device_pages_held + stats.host_pages_held
 
 
-def opened(stats: EngineStats) -> int:
-    """Handoffs whose end is not known to all that must know it."""
+def num_open(stats: EngineStats) -> int:
+    """Returns the number of open handoffs."""
     assert stats.handoff is not None
     return stats.handoff.num_open
 
 
 async def audited(client: EngineClient) -> EngineStats:
-    """An engine audits itself when it has been idle for a while, and dies of what it finds."""
+    """Waits for the audit of an idle engine, which would end the engine if it found a flaw."""
     await asyncio.sleep(AUDIT_AFTER_IDLE_S + 0.3)
     return await client.stats()
 
 
 def run(folder: Path, scenario: Callable[[Workers], Awaitable[None]]) -> None:
-    async def whole() -> None:
+    async def run_scenario() -> None:
         async with workers(folder) as made:
             await scenario(made)
 
-    asyncio.run(whole())
+    asyncio.run(run_scenario())
 
 
-def test_a_prefill_worker_killed_while_rows_land_costs_one_request_and_its_pages_and_may_return(tmp_path: Path) -> None:
+def test_a_prefill_worker_killed_while_rows_land_loses_one_request_and_its_pages_and_may_return(tmp_path: Path) -> None:
     async def scenario(made: Workers) -> None:
         prefill, decode = await made.start("prefill", "decode")
         expected = await answer(decode, "before", SHORT, None)
@@ -178,8 +178,8 @@ def test_a_prefill_worker_whose_decode_worker_was_killed_keeps_no_pages_for_it(t
         with pytest.raises(EngineStopped):
             await landed
         coming = asyncio.create_task(made.start("decode"))
-        # A write may fail before the peer is missed: then it is told so, until it is.
-        await until(prefill, lambda stats: held(stats) == 0 and opened(stats) == 0, SILENCE_S)
+        # A write may fail before the peer is declared dead. Then the failure is retransmitted until that time.
+        await until(prefill, lambda stats: held(stats) == 0 and num_open(stats) == 0, SILENCE_S)
 
         (successor,) = await coming
         expected = await answer(successor, "alone", SHORT, None)
@@ -194,31 +194,31 @@ def test_a_prefill_worker_whose_decode_worker_was_killed_keeps_no_pages_for_it(t
 
 
 class Crowded(NamedTuple):
-    """Workers that nobody kills, for all tests that leave them as they were."""
+    """One pair of workers for all tests that leave them idle."""
 
     runner: asyncio.Runner
     prefill: EngineClient
     decode: EngineClient
 
     def run(self, scenario: Coroutine[Any, Any, None]) -> None:
-        async def whole() -> None:
+        async def run_and_check() -> None:
             async with asyncio.timeout(SCENARIO_S):
                 await scenario
                 for client in (self.prefill, self.decode):
-                    await until(client, lambda stats: held(stats) == opened(stats) == 0)
+                    await until(client, lambda stats: held(stats) == num_open(stats) == 0)
                 both = await asyncio.gather(audited(self.prefill), audited(self.decode))
                 assert [held(stats) + stats.quarantined_pages for stats in both] == [0, 0]
 
-        self.runner.run(whole())
+        self.runner.run(run_and_check())
 
 
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowded]:
     """The prefill worker's host store holds one long prompt, the decode worker's two."""
-    made = Workers(tmp_path_factory.mktemp("crowded"), max_model_len=len(ROOM_FOR), device_kv_tokens=len(ROOM_FOR))
+    made = Workers(tmp_path_factory.mktemp("crowded"), max_model_len=len(LONGEST), device_kv_tokens=len(LONGEST))
 
     async def start() -> list[EngineClient]:
-        sizes = {"prefill": len(ROOM_FOR) + 200, "decode": 2 * len(ROOM_FOR)}
+        sizes = {"prefill": len(LONGEST) + 200, "decode": 2 * len(LONGEST)}
         both = await asyncio.gather(*(made.start(role, host_kv_tokens=sizes[role]) for role in ROLES))
         return [client for (client,) in both]
 
@@ -230,7 +230,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowded]:
 
 
 async def highest(client: EngineClient, of: Callable[[EngineStats], int], tasks: Sequence[asyncio.Task[Any]]) -> int:
-    """The most that this was before the tasks had ended."""
+    """Returns the highest value of `of(stats)` until all tasks have ended."""
     most = 0
     while not all(task.done() for task in tasks):
         most = max(most, of(await client.stats()))
@@ -238,7 +238,7 @@ async def highest(client: EngineClient, of: Callable[[EngineStats], int], tasks:
     return most
 
 
-def test_pages_come_back_on_both_sides_when_the_client_leaves_while_rows_land(crowded: Crowded) -> None:
+def test_both_workers_free_their_pages_when_the_client_leaves_while_rows_land(crowded: Crowded) -> None:
     _runner, prefill, decode = crowded
 
     async def scenario() -> None:
@@ -249,13 +249,13 @@ def test_pages_come_back_on_both_sides_when_the_client_leaves_while_rows_land(cr
         with pytest.raises(asyncio.CancelledError):
             await landed
         stats = await until(prefill, lambda stats: held(stats) == 0)
-        assert stats.tokens_prefilled < before + len(MIDDLE), "what nobody wants was computed to its end"
+        assert stats.tokens_prefilled < before + len(MIDDLE), "an aborted prompt was computed to its end"
         assert await answer(decode, "handed", SHORT, prefill) == await answer(decode, "alone", SHORT, None)
 
     crowded.run(scenario())
 
 
-def test_where_both_workers_are_full_prompts_wait_and_one_may_leave_meanwhile(crowded: Crowded) -> None:
+def test_prompts_wait_while_both_workers_are_full_and_may_be_aborted_meanwhile(crowded: Crowded) -> None:
     _runner, prefill, decode = crowded
 
     async def scenario() -> None:
@@ -267,26 +267,26 @@ def test_where_both_workers_are_full_prompts_wait_and_one_may_leave_meanwhile(cr
         ]
         leaves = asyncio.create_task(answer(decode, "leaves", MIDDLE[9:], prefill))
         await until(decode, lambda stats: stats.waiting > 0 and held(stats) > 0)
-        leaves.cancel()  # it stands in the queue, and nobody was told of it
-        waited_there, waited_here = await asyncio.gather(
+        leaves.cancel()  # it is still in the queue, so no peer has received it
+        waiting_prefill, waiting_decode = await asyncio.gather(
             highest(prefill, lambda stats: stats.waiting, tasks), highest(decode, lambda stats: stats.waiting, tasks)
         )
-        assert waited_here > 0 and waited_there > 0, "there was room for all, so the test has lost its point"
+        assert waiting_decode > 0 and waiting_prefill > 0, "there was room for all, so the test has lost its point"
         answers = [await task for task in tasks]
         computed = (await prefill.stats()).tokens_prefilled - before.tokens_prefilled
-        assert computed == sum(map(len, prompts)), "prompts were computed twice, or for nobody"
+        assert computed == sum(map(len, prompts)), "prompts were computed twice, or after their abort"
         assert await answer(decode, "again", prompts[2], None) == answers[2]
 
     crowded.run(scenario())
 
 
-def test_a_prefill_worker_that_is_told_to_stop_tells_its_peers_and_costs_no_page(crowded: Crowded) -> None:
-    """The last of these: that worker is gone afterwards. The second order is one not to wait any longer."""
+def test_a_stopping_prefill_worker_notifies_its_peers_and_loses_no_page(crowded: Crowded) -> None:
+    """This test must be the last: the worker is gone afterwards. The second stop command cuts the drain short."""
     runner, prefill, decode = crowded
 
     async def scenario() -> None:
         tasks = [asyncio.create_task(answer(decode, f"stops {n}", MIDDLE[n:], prefill)) for n in range(2)]
-        await until(prefill, lambda stats: opened(stats) == 2)
+        await until(prefill, lambda stats: num_open(stats) == 2)
         patient = asyncio.create_task(prefill.close(SCENARIO_S))
         await asyncio.sleep(0.1)
         patient.cancel()
@@ -294,7 +294,7 @@ def test_a_prefill_worker_that_is_told_to_stop_tells_its_peers_and_costs_no_page
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         for end in ends:  # a quick machine may have finished
             assert isinstance(end, list) or "the prefill worker is stopping" in str(end), end
-        stats = await until(decode, lambda stats: held(stats) == opened(stats) == 0)
+        stats = await until(decode, lambda stats: held(stats) == num_open(stats) == 0)
         assert stats.quarantined_pages == 0
         assert await answer(decode, "alone", SHORT, None)
 

@@ -1,4 +1,4 @@
-"""Handoffs between engines that are divided differently: tokens as of one process, and every landed byte as it was."""
+"""Handoffs between engines with different parallelism: the tokens of a single process, and every byte unchanged."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.handed_over import Pair
+from engine.handoff_pair import Pair
 from engine.threaded import split_engine
 from harness import CPU, RandomWeights, make_engine, run_all
 from models.split_workers import SPECS
@@ -25,9 +25,9 @@ from hotset.transfer.loopback import Hub, Loopback
 
 SEED = 5
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
-LENGTHS = (1, 15, 16, 17, 31, 33, 48)  # around the edges of pages and chunks
+LENGTHS = (1, 15, 16, 17, 31, 33, 48)  # around the ends of pages and chunks
 COMMON = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "device_kv_tokens": 256, "host_kv_tokens": 768}
-WAYS = {
+PARALLELISM = {
     "TP1": {},
     "TP2": {"tensor_parallel_size": 2},
     "TP4": {"tensor_parallel_size": 4},
@@ -58,12 +58,12 @@ def alone(model: str) -> list[list[int]]:
     return [answer.token_ids for answer in run_all(engine, prompts(), [PARAMS] * len(LENGTHS))]
 
 
-def engine_of(model: str, way: str, role: str, transfer: Transfer, **settings: Any) -> Engine:
+def engine_of(model: str, parallelism: str, role: str, transfer: Transfer, **settings: Any) -> Engine:
     spec = SPECS[model]
-    settings = {"page_rows": 16, **COMMON, **WAYS[way], "role": role, **settings}
+    settings = {"page_rows": 16, **COMMON, **PARALLELISM[parallelism], "role": role, **settings}
     if isinstance(spec.attention, GqaSpec):
         settings["staging_mib"] = 1
-    if way != "TP1":
+    if parallelism != "TP1":
         return split_engine(spec, SEED, transfer, **settings)
     config, decoder = EngineConfig(**settings), Decoder(spec, RandomWeights(torch.float64, SEED))
     budget = kv_budget(config, decoder.kv_shape, spec.context, CPU)
@@ -73,12 +73,12 @@ def engine_of(model: str, way: str, role: str, transfer: Transfer, **settings: A
 
 
 @contextmanager
-def pair(model: str, sender: str, receiver: str, moved_by: str, *others: str) -> Iterator[Pair]:
-    """`others`: how further prefill workers are divided."""
+def pair(model: str, sender: str, receiver: str, transfer_name: str, *others: str) -> Iterator[Pair]:
+    """Yields a pair. `others` is the parallelism of further prefill workers."""
     hub = Hub(threaded=True)
 
     def transfer() -> Transfer:
-        return Loopback(hub) if moved_by == "loopback" else open_transfer("nixl", host="127.0.0.1", protocol="tcp")
+        return Loopback(hub) if transfer_name == "loopback" else open_transfer("nixl", host="127.0.0.1", protocol="tcp")
 
     with ExitStack() as stack:
         prefill = engine_of(model, sender, "prefill", transfer())
@@ -94,20 +94,23 @@ def pair(model: str, sender: str, receiver: str, moved_by: str, *others: str) ->
 def cases() -> list[Any]:
     return [
         pytest.param(
-            *(model, sender, receiver, moved_by),
-            marks=() if (model, sender, receiver, moved_by) in QUICK else (pytest.mark.slow,),
+            model,
+            sender,
+            receiver,
+            transfer_name,
+            marks=() if (model, sender, receiver, transfer_name) in QUICK else (pytest.mark.slow,),
         )
         for model in ("llama", "llama with biases", "deepseek_v32", "glm_moe_dsa")
         for sender, receiver in CROSSINGS
-        for moved_by in ("loopback", "nixl")
+        for transfer_name in ("loopback", "nixl")
     ]
 
 
-@pytest.mark.parametrize(("model", "sender", "receiver", "moved_by"), cases())
-def test_contexts_cross_between_engines_that_are_divided_otherwise(
-    model: str, sender: str, receiver: str, moved_by: str
+@pytest.mark.parametrize(("model", "sender", "receiver", "transfer_name"), cases())
+def test_contexts_cross_between_engines_with_different_parallelism(
+    model: str, sender: str, receiver: str, transfer_name: str
 ) -> None:
-    with pair(model, sender, receiver, moved_by) as both:
+    with pair(model, sender, receiver, transfer_name) as both:
         assert both.answers(prompts(), PARAMS, "auto") == alone(model)
         assert both.compared.contexts == len(LENGTHS)
         stats = both.decode.stats()
@@ -115,8 +118,8 @@ def test_contexts_cross_between_engines_that_are_divided_otherwise(
 
 
 @pytest.mark.parametrize("model", ["llama", "deepseek_v32"])
-def test_one_decode_engine_is_fed_by_prefills_of_different_degrees(model: str) -> None:
-    with pair(model, "TP1", "TP2", "loopback", "TP4") as all_of_them:
-        assert all_of_them.answers(prompts(), PARAMS, "auto") == alone(model)
-        (of_other,) = all_of_them.compared_others
-        assert (all_of_them.compared.contexts, of_other.contexts) == (4, 3)
+def test_one_decode_engine_receives_from_prefill_engines_of_different_degrees(model: str) -> None:
+    with pair(model, "TP1", "TP2", "loopback", "TP4") as workers:
+        assert workers.answers(prompts(), PARAMS, "auto") == alone(model)
+        (other,) = workers.compared_others
+        assert (workers.compared.contexts, other.contexts) == (4, 3)

@@ -44,7 +44,7 @@ MODELS = {
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
     chance = random.Random(7)
-    found = []
+    drawn = []
     for number in range(20):
         prompt = [chance.randrange(VOCAB) for _ in range((1, 7, 16, 25, 30)[number % 5])]
         params = SamplingParams(
@@ -57,8 +57,8 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
             min_tokens=chance.choice([0, 1]),
             ignore_eos=chance.random() < 0.5,
         )
-        found.append((prompt, params))
-    return found
+        drawn.append((prompt, params))
+    return drawn
 
 
 REQUESTS = requests()  # every prompt length with every length of answer
@@ -100,7 +100,7 @@ def workload(chance: random.Random, tiers: TiersMode, selects: bool) -> Workload
 
 @pytest.mark.parametrize("workloads", [15, pytest.param(90, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_do_not_depend_on_the_company_a_request_keeps(name: str, workloads: int) -> None:
+def test_tokens_do_not_depend_on_other_requests(name: str, workloads: int) -> None:
     spec, model = MODELS[name]
     modes: list[TiersMode] = ["auto", "off"] if name == "gqa" else ["auto", "off", "always"]
     seen = dict.fromkeys(CHANGES[:3] if name == "gqa" else CHANGES, 0)
@@ -119,7 +119,7 @@ def test_tokens_do_not_depend_on_the_company_a_request_keeps(name: str, workload
     assert all(seen.values()), f"{seen}: something never happened, so the test has lost its point"
 
 
-def test_an_abort_at_any_step_gives_everything_back_and_disturbs_nobody() -> None:
+def test_an_abort_at_any_step_frees_all_pages_and_disturbs_no_other_request() -> None:
     spec, model = MODELS["dsa"]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
@@ -128,25 +128,26 @@ def test_an_abort_at_any_step_gives_everything_back_and_disturbs_nobody() -> Non
         engine = make_engine(
             model, spec, device_kv_tokens=96, page_rows=4, max_num_seqs=2, max_num_batched_tokens=4, plans_in_flight=2
         )
-        intake = InputProcessor(engine.card, seed=0)
+        processor = InputProcessor(engine.card, seed=0)
         for name, prompt in zip("ab", prompts, strict=True):
-            for choice in intake.accept(name, prompt, params):
+            for choice in processor.accept(name, prompt, params):
                 engine.add(choice)
         tokens, step = [], 0
         while not engine.idle:
             if step == abort_at:
                 engine.abort("b/0")
                 engine.abort("b/0")
-            news = engine.step()
+            outputs = engine.step()
             engine.audit()
-            tokens += [token for name, token in zip(news.request_ids, news.token_ids, strict=True) if name == "a/0"]
+            answered = zip(outputs.request_ids, outputs.token_ids, strict=True)
+            tokens += [token for name, token in answered if name == "a/0"]
             step += 1
         assert tokens == expected.token_ids
         assert engine.stats().device_pages_held == 0
 
 
 class FailingModel:
-    """Works for some steps, then raises as a real device might."""
+    """Works for some steps, then raises like a failing device."""
 
     def __init__(self, steps: int) -> None:
         self._inner = MODELS["gqa"][1]
@@ -161,10 +162,10 @@ class FailingModel:
         return self._inner.forward(token_ids, view, wanted)
 
 
-def test_a_step_that_fails_goes_up_and_ends_the_engine_instead_of_hanging() -> None:
+def test_a_failed_step_raises_and_ends_the_engine_instead_of_hanging() -> None:
     engine = make_engine(FailingModel(3), MODELS["gqa"][0], device_kv_tokens=96, plans_in_flight=2)
     with pytest.raises(RuntimeError, match="device is gone"):
         run_all(engine, [[1, 2]], [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)])
-    assert engine.idle, "whoever drains this engine would wait for ever"
+    assert engine.idle, "draining this engine would never end"
     with pytest.raises(EngineStopped):
         engine.step()

@@ -38,7 +38,7 @@ def test_a_model_without_a_tokenizer_serves_token_ids(tiny: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "error", "says"),
+    ("prompt", "params", "error", "message"),
     [
         ("text", {}, RequestError, "tokenizer"),
         (IDS, {"stop": ["x"]}, RequestError, "tokenizer"),
@@ -53,10 +53,10 @@ def test_a_model_without_a_tokenizer_serves_token_ids(tiny: LLM) -> None:
         (IDS, {"logit_bias": {50: 1.0}}, RequestError, "logit_bias"),
     ],
 )
-def test_bad_prompts_are_refused_by_name_and_nothing_is_held(
-    tiny: LLM, prompt: object, params: dict[str, object], error: type[Exception], says: str
+def test_bad_prompts_are_refused_with_a_reason_and_hold_no_pages(
+    tiny: LLM, prompt: object, params: dict[str, object], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         tiny.generate([IDS, prompt], SamplingParams(**params))  # type: ignore[list-item, arg-type]
     assert tiny.stats().device_pages_held == tiny.stats().waiting == 0
 
@@ -91,7 +91,7 @@ def test_closing_a_stream_aborts_its_request(tiny: LLM) -> None:
     assert tiny.stats().requests_finished == {"abort": 2}
 
 
-def test_two_streams_may_be_read_in_turns(tiny: LLM) -> None:
+def test_two_streams_can_be_read_alternately(tiny: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     expected = [list(output.outputs[0].token_ids) for output in tiny.generate([IDS, {"prompt_token_ids": [9]}], params)]
     streams = [tiny.stream(IDS, params), tiny.stream({"prompt_token_ids": [9]}, params)]
@@ -112,7 +112,7 @@ def test_a_seeded_draw_repeats_and_choices_differ(tiny: LLM) -> None:
     assert single.token_ids == first[0].token_ids
 
 
-def test_stop_ids_end_and_min_tokens_holds_them_off(tiny: LLM) -> None:
+def test_stop_ids_end_the_answer_but_not_before_min_tokens(tiny: LLM) -> None:
     free = tiny.generate(IDS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids
     stop = free[2]
     at = free.index(stop)
@@ -121,21 +121,21 @@ def test_stop_ids_end_and_min_tokens_holds_them_off(tiny: LLM) -> None:
     ].outputs[0]
     assert ended.token_ids == free[: at + 1]
     assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
-    held_off = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[stop], min_tokens=8)
-    assert stop not in tiny.generate(IDS, held_off)[0].outputs[0].token_ids[:7]
+    delayed = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[stop], min_tokens=8)
+    assert stop not in tiny.generate(IDS, delayed)[0].outputs[0].token_ids[:7]
 
 
-def test_logprobs_hold_the_chosen_token_and_the_likeliest(tiny: LLM) -> None:
+def test_logprobs_include_the_sampled_token_and_the_most_likely_ones(tiny: LLM) -> None:
     output = tiny.generate(IDS, SamplingParams(seed=1, max_tokens=4, logprobs=3, ignore_eos=True))[0].outputs[0]
     assert output.logprobs is not None and len(output.logprobs) == 4
-    for token, found in zip(output.token_ids, output.logprobs, strict=True):
-        assert token in found
-        assert {1, 2, 3} <= {entry.rank for entry in found.values()}
-        ranked = sorted(found.values(), key=lambda entry: entry.rank)
+    for token, logprobs in zip(output.token_ids, output.logprobs, strict=True):
+        assert token in logprobs
+        assert {1, 2, 3} <= {entry.rank for entry in logprobs.values()}
+        ranked = sorted(logprobs.values(), key=lambda entry: entry.rank)
         assert [entry.logprob for entry in ranked] == sorted((entry.logprob for entry in ranked), reverse=True)
 
 
-def test_after_close_nothing_more_is_answered(tmp_path: Path) -> None:
+def test_a_closed_llm_answers_no_more_requests(tmp_path: Path) -> None:
     llm = LLM(tiny_directory(tmp_path), load_format="dummy", device="cpu", device_kv_tokens=128)
     stream = llm.stream(IDS, SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
@@ -148,7 +148,7 @@ def test_after_close_nothing_more_is_answered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"device": "tpu"}, "--device"),
         ({"device": "cuda:99"}, "--device"),
@@ -159,21 +159,21 @@ def test_after_close_nothing_more_is_answered(tmp_path: Path) -> None:
         ({"max_num_seqs": 0}, "--max-num-seqs"),
     ],
 )
-def test_settings_that_cannot_be_met_stop_the_start_with_the_flag(
-    tmp_path: Path, settings: dict[str, object], says: str
+def test_settings_that_cannot_be_met_are_refused_with_their_flag(
+    tmp_path: Path, settings: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         LLM(tiny_directory(tmp_path), load_format="dummy", **settings)
     assert "\n" not in str(caught.value)
 
 
-def test_sampling_defaults_that_no_request_could_use_stop_the_start(tmp_path: Path) -> None:
+def test_invalid_sampling_defaults_of_a_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": 50}')
     with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature"):
         LLM(tiny_directory(tmp_path), load_format="dummy", device="cpu", device_kv_tokens=64)
 
 
-def test_the_context_shrinks_to_what_memory_holds_unless_it_was_asked_for(tmp_path: Path) -> None:
+def test_the_context_shrinks_to_the_memory_unless_it_is_configured(tmp_path: Path) -> None:
     with LLM(tiny_directory(tmp_path), load_format="dummy", device="cpu", device_kv_tokens=64) as llm:
         assert llm.card.max_model_len == 64
 
@@ -192,4 +192,4 @@ def test_a_stop_string_cuts_the_text_and_frees_the_pages(embedded: LLM) -> None:
     assert answer.text == "The capital of "
     assert (answer.finish_reason, answer.stop_reason) == ("stop", "France")
     assert embedded.stats().device_pages_held == 0
-    assert "abort" not in embedded.stats().requests_finished, "a stop string is no abort"
+    assert "abort" not in embedded.stats().requests_finished, "a stop string must not count as an abort"

@@ -1,5 +1,5 @@
-"""Choosing a device: what a user is told on a machine whose GPU does not serve. torch's answers are set by hand, since
-no machine has all of these GPUs."""
+"""Choosing a device, and the messages on machines without a usable GPU. torch's answers are faked, since no machine has
+all of these GPUs."""
 
 import logging
 import warnings
@@ -22,7 +22,7 @@ def old_driver() -> bool:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A torch with CUDA, beside two GPUs that serve."""
+    """A torch with CUDA and two usable GPUs."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -31,7 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_gpu_that_serves_is_taken_without_a_word(
+def test_a_usable_gpu_is_chosen_without_a_warning(
     machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert choose_device(None) == torch.device("cuda")
@@ -48,7 +48,7 @@ def test_a_gpu_that_serves_is_taken_without_a_word(
         ("get_device_capability", lambda index: (7, 0), "Old GPU is older than compute capability 8.0"),
     ],
 )
-def test_without_a_gpu_that_serves_there_is_one_line_and_the_cpu(
+def test_without_a_usable_gpu_the_cpu_is_chosen_with_one_warning(
     machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, attribute: str, answer: object, reason: str
 ) -> None:
     machine.setattr(torch.cuda, attribute, answer)
@@ -59,7 +59,7 @@ def test_without_a_gpu_that_serves_there_is_one_line_and_the_cpu(
         choose_device("cuda")
 
 
-def test_a_torch_without_cuda_says_so_where_a_gpu_was_asked_for(
+def test_a_torch_without_cuda_is_named_as_the_reason_if_a_gpu_is_requested(
     machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.setattr(torch.version, "cuda", None)
@@ -70,12 +70,12 @@ def test_a_torch_without_cuda_says_so_where_a_gpu_was_asked_for(
         choose_device("cuda")
 
 
-def test_a_gpu_that_is_not_there_is_refused_by_number(machine: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_refused_by_its_number(machine: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no GPU 2, only 2"):
         choose_device("cuda:2")
 
 
 @pytest.mark.parametrize("name", ["gpu", "mps"])
-def test_what_is_no_device_is_refused_by_name(name: str) -> None:
+def test_an_unknown_device_is_refused_by_its_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--device '{name}'"):
         choose_device(name)

@@ -1,4 +1,4 @@
-"""How the pools are sized: tiers never cost a request, and what cannot be met is refused with the numbers."""
+"""Sizing of the pools: tiers never lower concurrency, and sizes that do not fit are refused with the numbers."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def test_defect_20_tiers_never_lower_concurrency(
 
 
 def least_host_tokens(shape: KvShape, changes: dict[str, Any]) -> int:
-    """The smallest host store that is accepted beside this device pool."""
+    """Returns the smallest host store that is accepted with this device pool."""
     low, high = 1, 1 << 16
     while low < high:
         middle = (low + high) // 2
@@ -81,7 +81,7 @@ def test_defect_20_the_device_pool_does_not_depend_on_the_host_store(shape: KvSh
     assert len(pools) == 1
 
 
-def test_tiers_let_a_longer_context_in_than_the_device_holds() -> None:
+def test_tiers_allow_a_longer_context_than_the_device_holds() -> None:
     off = budget(DSA, "off", page_rows=4, device_kv_tokens=200)
     auto = budget(DSA, "auto", page_rows=4, device_kv_tokens=200, host_kv_tokens=2000)
     assert auto.resident_len == off.max_model_len < auto.max_model_len
@@ -114,15 +114,15 @@ REFUSED: list[tuple[str, KvShape, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "changes", "said"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED]
+    ("shape", "changes", "quoted"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
 )
-def test_what_cannot_be_met_is_refused_in_one_line_with_the_numbers_and_the_flag(
-    shape: KvShape, changes: dict[str, Any], said: list[str]
+def test_sizes_that_do_not_fit_are_refused_in_one_line_with_the_numbers_and_the_flag(
+    shape: KvShape, changes: dict[str, Any], quoted: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
         kv_budget(EngineConfig(**changes), shape, 4000, CPU)
     assert "\n" not in str(refusal.value)
-    for part in said:
+    for part in quoted:
         assert part in str(refusal.value)
 
 
@@ -143,7 +143,7 @@ def gqa_spec() -> ModelSpec:
 
 
 @pytest.mark.parametrize("setting", ["kv_dtype", "index_dtype"])
-def test_fp8_is_refused_where_rows_have_no_latent(setting: str) -> None:
+def test_fp8_is_refused_for_models_without_a_latent_kv(setting: str) -> None:
     flag = f"--{setting.replace('_', '-')} fp8"
     with pytest.raises(ConfigError, match=flag):
         kv_storage(EngineConfig(**{setting: "fp8"}), gqa_spec())
@@ -163,28 +163,28 @@ REQUESTS: list[tuple[str, dict[str, Any], int, int, str, list[str]]] = [
 
 
 @pytest.mark.parametrize(
-    ("changes", "prompt", "answer", "tiers", "said"),
-    [each[1:] for each in REQUESTS],
-    ids=[each[0] for each in REQUESTS],
+    ("changes", "prompt", "answer", "tiers", "quoted"),
+    [case[1:] for case in REQUESTS],
+    ids=[case[0] for case in REQUESTS],
 )
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers(
-    changes: dict[str, Any], prompt: int, answer: int, tiers: Any, said: list[str]
+    changes: dict[str, Any], prompt: int, answer: int, tiers: Any, quoted: list[str]
 ) -> None:
     with pytest.raises(RequestError) as refusal:
         InputProcessor(card(**changes), seed=0).accept("r", [1] * prompt, SamplingParams(max_tokens=answer), tiers)
-    assert isinstance(refusal.value, ContextLengthExceeded) == (len(said) > 2 and tiers != "warm")
+    assert isinstance(refusal.value, ContextLengthExceeded) == (len(quoted) > 2 and tiers != "warm")
     assert "\n" not in str(refusal.value)
-    for part in said:
+    for part in quoted:
         assert part in str(refusal.value)
 
 
-def test_a_resident_request_without_a_limit_ends_where_the_device_does() -> None:
+def test_a_resident_request_without_a_limit_ends_at_the_resident_length() -> None:
     choices = InputProcessor(card(), seed=0).accept("r", [1] * 20, SamplingParams(max_tokens=None), "resident")
     assert [choice.max_length for choice in choices] == [200]
 
 
-def test_whatever_the_intake_lets_in_the_scheduler_can_hold() -> None:
-    """The engine's card and its scheduler agree on what fits: nothing that was accepted may fail an assertion later."""
+def test_the_scheduler_has_room_for_every_accepted_request() -> None:
+    """The engine's card and its scheduler agree on what fits, so no accepted request fails an assertion later."""
     model = Decoder(gqa_spec(), RandomWeights(torch.float32, seed=1))
     for tokens in (8, 9, 30, 33):
         engine = make_engine(model, gqa_spec(), page_rows=4, device_kv_tokens=tokens, host_kv_tokens=96)

@@ -1,3 +1,5 @@
+"""Text of a choice, piece by piece, with stop strings."""
+
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +11,7 @@ from hotset.engine.text import TextAssembler
 
 
 class Pieces:
-    """A text source whose token i reads as `texts[i]`, and which flushes `last`."""
+    """A text stream whose token i has the text `texts[i]`, and which flushes `last`."""
 
     def __init__(self, texts: Sequence[str], last: str = "") -> None:
         self._texts = texts
@@ -24,7 +26,7 @@ class Pieces:
 
 
 def cut(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
-    """The definition, by trying every end: the first end of any stop string, the longest of those that end there."""
+    """Finds the cut by trying every end: the first end of any stop string, and the longest of those that end there."""
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -46,55 +48,55 @@ stop_lists = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size
 @given(texts=st.lists(words, max_size=8), stops=stop_lists, include=st.booleans(), last=words)
 @example(texts=["aa", "ab"], stops=["aab"], include=False, last="")
 @example(texts=["ab", "abb"], stops=["ababb", "ba"], include=False, last="")
-def test_deltas_add_up_to_the_brute_force_cut_and_nothing_is_shown_too_early(
+def test_pieces_add_up_to_the_brute_force_cut_and_none_is_released_too_early(
     texts: list[str], stops: list[str], include: bool, last: str
 ) -> None:
     assembler = TextAssembler(Pieces(texts, last), SamplingParams(stop=stops, include_stop_str_in_output=include))
-    shown, so_far = "", ""
+    released, so_far = "", ""
     for token, text in enumerate(texts):
-        shown, so_far = shown + assembler.push(token), so_far + text
+        released, so_far = released + assembler.push(token), so_far + text
         whole, stop = cut(so_far, stops, include)
         assert assembler.stopped_by == stop
         if stop is not None:
-            assert shown == whole
+            assert released == whole
             continue
-        # Held back is exactly the longest end of the text that some stop string begins with: no less and no more.
+        # The text held back is exactly the longest prefix of a stop string that the text ends with.
         held = max(
             (n for n in range(len(so_far) + 1) for s in stops if n < len(s) and so_far.endswith(s[:n])), default=0
         )
-        assert shown == so_far[: len(so_far) - held]
+        assert released == so_far[: len(so_far) - held]
     whole, stop = cut(so_far + last, stops, include)
-    assert (shown + assembler.finish(), assembler.stopped_by) == (whole, stop)
+    assert (released + assembler.finish(), assembler.stopped_by) == (whole, stop)
     assert assembler.finish() == ""
 
 
-def test_a_stop_string_across_tokens_never_shows_in_part() -> None:
+def test_no_part_of_a_stop_string_across_tokens_is_released() -> None:
     assert assembled(["Hello wo", "rl", "d! more", "even more"], ["world"]) == ["Hello ", "", "", "", ""]
 
 
-def test_text_held_back_in_vain_is_shown_once_it_is_certain() -> None:
+def test_text_held_back_is_released_once_it_cannot_be_a_stop_string() -> None:
     assert assembled(["a\n", "b", "c\n"], ["\n\n"]) == ["a", "\nb", "c", "\n"]
 
 
-def test_the_first_stop_string_to_be_complete_wins_whatever_the_token_bounds() -> None:
+def test_the_first_complete_stop_string_wins_wherever_tokens_end() -> None:
     for texts in (["xabc"], ["xa", "bc"], ["x", "a", "b", "c"]):
         assert "".join(assembled(texts, ["abc", "b"])) == "xa"
         assert "".join(assembled(texts, ["bc", "abc"])) == "x"
 
 
-def test_the_stop_string_is_kept_and_what_follows_dropped_when_asked() -> None:
+def test_an_included_stop_string_ends_the_text() -> None:
     assert "".join(assembled(["one. t", "wo"], ["."], include=True)) == "one."
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "hi"), (True, "hi<end>")])
-def test_a_stop_tokens_own_text_shows_only_when_asked(include: bool, text: str) -> None:
+def test_the_text_of_a_stop_token_is_released_only_if_requested(include: bool, text: str) -> None:
     params = SamplingParams(stop=["iii"], include_stop_str_in_output=include)
     assembler = TextAssembler(Pieces(["hi", "<end>"]), params)
-    shown = assembler.push(0) + assembler.push(1, is_stop_token=True) + assembler.finish()
-    assert (shown, assembler.stopped_by) == (text, None)
+    released = assembler.push(0) + assembler.push(1, is_stop_token=True) + assembler.finish()
+    assert (released, assembler.stopped_by) == (text, None)
 
 
-def test_unfinished_characters_come_with_the_end() -> None:
+def test_incomplete_characters_are_released_at_the_end() -> None:
     assert assembled(["caf", ""], [], last="\ufffd") == ["caf", "", "\ufffd"]
 
 

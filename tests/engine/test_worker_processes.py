@@ -1,4 +1,4 @@
-"""Workers as real processes: they answer alike, and when one of them or their controller dies, nothing is left."""
+"""Workers as real processes: they answer like one process, and if one of them or the controller dies, none remains."""
 
 import os
 import re
@@ -62,7 +62,7 @@ def wait_until(done: Callable[[], bool], what: str) -> None:
 
 
 def runs(pid: int) -> bool:
-    """A process that has ended and was not waited for does not run."""
+    """Returns True unless the process has ended. A zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -74,7 +74,7 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_ranks_in_two_stages_answer_as_one_process(tmp_path: Path, ranks: int) -> None:
+def test_ranks_in_two_stages_answer_like_one_process(tmp_path: Path, ranks: int) -> None:
     model, before = tiny_directory(tmp_path, **TINY), shared_memory()
     with LLM(model, **SETTINGS) as alone:
         expected = tokens(alone)
@@ -96,7 +96,7 @@ def test_ranks_in_two_stages_answer_as_one_process(tmp_path: Path, ranks: int) -
         pytest.param("prefill", "pipeline", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_or_stage_that_is_killed_ends_the_engine_with_its_name(tmp_path: Path, when: str, split: str) -> None:
+def test_a_killed_rank_or_stage_ends_the_engine_with_its_name(tmp_path: Path, when: str, split: str) -> None:
     name = "stage 0 of 1, rank 1 of 2" if split == "tensor" else "stage 1 of 2, rank 0 of 1"
     degree = {f"{split}_parallel_size": 2}
     with LLM(tiny_directory(tmp_path, **TINY), **SETTINGS, **degree) as llm:
@@ -126,7 +126,7 @@ def test_a_rank_that_is_killed_while_rows_land_ends_the_engine_and_leaves_its_pe
         for choice in InputProcessor(decode.card, 0).accept("a", [1] * 300, params, "auto", prefill.card.control):
             decode.add(choice)
         deadline = time.monotonic() + DEADLINE_S
-        while prefill.idle:  # it has been asked when it is not
+        while prefill.idle:  # until it has received the request
             decode.step()
             prefill.step()
             assert time.monotonic() < deadline
@@ -147,7 +147,7 @@ def test_a_rank_that_is_killed_while_rows_land_ends_the_engine_and_leaves_its_pe
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_while_nothing_is_asked_is_noticed(tmp_path: Path) -> None:
+def test_a_worker_that_dies_while_the_engine_is_idle_is_noticed(tmp_path: Path) -> None:
     woken = threading.Event()
     settings = {name: value for name, value in SETTINGS.items() if name != "progress"}
     config = EngineConfig(tiny_directory(tmp_path, **TINY), **settings, data_parallel_size=2)
@@ -179,7 +179,7 @@ def test_workers_end_when_their_controller_is_killed(tmp_path: Path) -> None:
     pids = here.recv()
     controller.kill()
     controller.join()
-    wait_until(lambda: not any(runs(pid) for pid in pids), "the end of orphans")
+    wait_until(lambda: not any(runs(pid) for pid in pids), "the end of orphaned workers")
 
 
 def _forgetful(model: str) -> None:
@@ -187,14 +187,14 @@ def _forgetful(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_does_not_close_its_engine_ends_all_the_same(tmp_path: Path) -> None:
+def test_a_program_that_does_not_close_its_engine_still_ends(tmp_path: Path) -> None:
     program = get_context("spawn").Process(target=_forgetful, args=(tiny_directory(tmp_path, **TINY),))
     program.start()
     program.join(2 * DEADLINE_S)
-    assert program.exitcode == 0, "it hangs, or failed"
+    assert program.exitcode == 0, "the program hangs or failed"
 
 
-def test_a_worker_that_cannot_start_is_told_of_in_one_line(tmp_path: Path) -> None:
+def test_a_split_that_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
     model = tiny_directory(tmp_path, **TINY)
     with pytest.raises(ConfigError, match="nearest that works: 2"):
         LLM(model, **SETTINGS, tensor_parallel_size=3)

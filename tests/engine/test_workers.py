@@ -1,4 +1,4 @@
-"""Engines of several workers answer as one process does: every split, with tiers off, as needed and forced."""
+"""Engines with several workers answer like one process: every split, with tiers off, automatic and forced."""
 
 import random
 import threading
@@ -27,7 +27,7 @@ SPLITS: dict[str, dict[str, Any]] = {
     "DP 2": {"data_parallel_size": 2},
 }
 TIERS = ("off", "auto", "always")
-QUICK = (  # of all, what every run of the tests takes
+QUICK = (  # the other combinations are marked slow
     ("llama with biases", "TP 4", "auto"),
     ("deepseek_v32", "TP 2", "always"),
     ("glm_moe_dsa", "TP 2 x PP 2", "auto"),
@@ -35,7 +35,7 @@ QUICK = (  # of all, what every run of the tests takes
     ("qwen3", "PP 2", "off"),
     ("deepseek_v32", "DP 2", "auto"),
 )
-# Pools so small that some requests give way: parked, or demoted first where the model selects.
+# Pools so small that some requests are preempted: parked, or demoted first with sparse attention.
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "page_rows": 4, "max_model_len": 64}
 COUNT = 7
 
@@ -52,39 +52,39 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 @lru_cache
 def alone(model: str) -> list[list[int]]:
-    """What one process answers, with room for all."""
+    """Returns the answers of one process that has room for all requests."""
     spec = SPECS[model]
     engine = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, **SMALL, device_kv_tokens=2000)
     return [answer.token_ids for answer in run_all(engine, *requests())]
 
 
 def cases() -> list[Any]:
-    found = []
+    params = []
     for model, spec in SPECS.items():
         for split in SPLITS:
             for tiers in TIERS:
                 if tiers == "always" and isinstance(spec.attention, GqaSpec):
-                    continue  # its attention reads all rows: it is never tiered
+                    continue  # a model that attends to all rows is never tiered
                 marks = () if (model, split, tiers) in QUICK else (pytest.mark.slow,)
-                found.append(pytest.param(model, split, tiers, marks=marks))
-    return found
+                params.append(pytest.param(model, split, tiers, marks=marks))
+    return params
 
 
 @pytest.mark.parametrize(("model", "split", "tiers"), cases())
-def test_tokens_are_those_of_one_process(model: str, split: str, tiers: str) -> None:
+def test_tokens_equal_those_of_one_process(model: str, split: str, tiers: str) -> None:
     settings = SPLITS[split] | SMALL | {"device_kv_tokens": 96, "tiers": tiers}
     if tiers != "off":
         settings["host_kv_tokens"] = 600
     with closing(split_engine(SPECS[model], SEED, **settings)) as engine:
         assert [answer.token_ids for answer in run_all(engine, *requests())] == alone(model)
         stats = engine.stats()
-    gave_way = {"off": stats.recomputes, "auto": stats.parks, "always": stats.bytes_swapped}
-    assert gave_way[tiers] > 0, f"nobody gave way, so nothing was tested: {stats}"
+    preemptions = {"off": stats.recomputes, "auto": stats.parks, "always": stats.bytes_swapped}
+    assert preemptions[tiers] > 0, f"no request was preempted, so the test has lost its point: {stats}"
     assert stats.device_pages_held == stats.host_pages_held == 0
 
 
 class Copies:
-    """What a GPU still copies to the host: an event that happens when it is told to."""
+    """An event for copies from a GPU to the host. It occurs when the test sets `done`."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -93,32 +93,32 @@ class Copies:
         assert self.done.wait(30)
 
 
-def test_a_shared_store_is_read_after_every_writer_has_said_that_its_pages_are_there(
+def test_a_shared_store_is_read_only_after_every_writer_has_reported_its_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copies = Copies()
 
-    def stored(memory: KvMemory) -> Copies | None:
+    def mirrored_event(memory: KvMemory) -> Copies | None:
         return copies if memory.host is not None and memory.host.writer == 1 else None
 
-    monkeypatch.setattr(KvMemory, "mirrored_event", stored)
+    monkeypatch.setattr(KvMemory, "mirrored_event", mirrored_event)
     engine = split_engine(SPECS["deepseek_v32"], SEED, **SMALL, host_kv_tokens=600, tensor_parallel_size=2)
     with closing(engine):
         workers = engine.executor
         writes, resident, reads = (Plan(n, (), (), (), (), (), reads_host=n == 2) for n in range(3))
-        tickets = [workers.submit([writes]), workers.submit([resident])]
-        on_host = workers.mirrored_event()
-        later = threading.Thread(target=lambda: tickets.append(workers.submit([reads])), daemon=True)
+        futures = [workers.submit([writes]), workers.submit([resident])]
+        event = workers.mirrored_event()
+        later = threading.Thread(target=lambda: futures.append(workers.submit([reads])), daemon=True)
         later.start()
         later.join(0.3)
-        assert later.is_alive() and on_host is not None and not on_host.query()
+        assert later.is_alive() and event is not None and not event.query()
         copies.done.set()
         later.join(30)
-        assert on_host.query() and len(tickets) == 3
-        assert [ticket.results() for ticket in tickets] == [[StepResult(n, ())] for n in range(3)]
+        assert event.query() and len(futures) == 3
+        assert [future.results() for future in futures] == [[StepResult(n, ())] for n in range(3)]
 
 
-def test_a_request_goes_where_the_fewest_tokens_are() -> None:
+def test_a_request_goes_to_the_replica_with_the_fewest_tokens() -> None:
     spec, (prompts, params) = SPECS["deepseek_v32"], requests()
     with closing(split_engine(spec, SEED, **SMALL, device_kv_tokens=400, tiers="off", data_parallel_size=2)) as engine:
         run = run_all(engine, prompts, params)

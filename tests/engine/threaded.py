@@ -1,4 +1,4 @@
-"""Workers in threads of the test's own process: everything is real but the processes and what joins them."""
+"""Workers in threads of the test's process. Only the processes and their connections are replaced."""
 
 import os
 import queue
@@ -49,7 +49,7 @@ class ThreadWorld:
 
 
 class ThreadProcess:
-    """A thread that looks like a process. It cannot be killed: `kill` breaks what it waits for."""
+    """A thread with the interface of a process. It cannot be killed, so `kill` breaks the barriers it waits for."""
 
     def __init__(self, target: Callable[[], None], broken: Callable[[], None]) -> None:
         self.sentinel, self._end = os.pipe()
@@ -75,13 +75,13 @@ class ThreadProcess:
 
 
 class ThreadWorkers(MultiprocessExecutor):
-    """`load` is that of a model with random weights."""
+    """Runs the workers of a model with random weights in threads."""
 
-    def __init__(self, config: EngineConfig, parts: Sequence[Split], kv_heads: int) -> None:
-        stages = len(parts) // parts[0].size
-        self._groups = [ThreadGroup(parts[0].size) for _ in range(stages)]
+    def __init__(self, config: EngineConfig, splits: Sequence[Split], kv_heads: int) -> None:
+        stages = len(splits) // splits[0].size
+        self._groups = [ThreadGroup(splits[0].size) for _ in range(stages)]
         self._lines: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
-        super().__init__(config, parts, stages, kv_heads, CPU)
+        super().__init__(config, splits, stages, kv_heads, CPU)
 
     def _start(self, rank: WorkerRank) -> tuple[Connection, Any]:
         pipe, far_end = Pipe()
@@ -104,7 +104,7 @@ class ThreadWorkers(MultiprocessExecutor):
 
 
 def split_engine(spec: ModelSpec, seed: int, transfer: Transfer | None = None, **settings: Any) -> Engine:
-    """An engine of several workers around a model with random weights, in float64; settings as in EngineConfig."""
+    """Returns an engine with several workers and random weights, in float64. Settings are those of EngineConfig."""
     config = EngineConfig(**settings)
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
 

@@ -1,6 +1,6 @@
-"""A prefill worker and a decode worker in one process, and the models that tests hand over between them.
+"""A prefill worker and a decode worker in one process, and the models that the handoff tests use.
 
-Every context that lands is compared with its source, byte by byte, and every answer with that of one engine alone.
+Every context that lands is compared with its source, byte by byte, and every answer with that of a single engine.
 """
 
 import ctypes
@@ -75,8 +75,8 @@ SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True
 
 @lru_cache
 def decoder_of(model: str) -> Decoder:
-    """By name: the tiny ones of the other tests, random ones as `config.json` describes them, the demo model (as
-    computed or in fp8), or the embedded one. In float64, where a token hardly hangs on how a step was batched."""
+    """Returns a decoder by name: a tiny model of other tests, a model with random weights and a `config.json`, the demo
+    model (as computed or in fp8), or the embedded one. In float64, tokens hardly depend on how steps are batched."""
     if model in MODELS:
         return Decoder(replace(MODELS[model][0], context=256), RandomWeights(torch.float64, seed=5))
     if model in CONFIGS:
@@ -91,7 +91,7 @@ def decoder_of(model: str) -> Decoder:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Random ones, of these lengths."""
+    """Random prompts of these lengths."""
 
     lengths: tuple[int, ...]
 
@@ -111,24 +111,24 @@ def make(decoder: Decoder, hub: Hub | None = None, **settings: Any) -> Engine:
 
 @lru_cache
 def answers_alone(model: str, prompts: Prompts, params: SamplingParams, **settings: Any) -> list[list[int]]:
-    """What one engine answers, with room for everybody."""
+    """Returns the answers of a single engine that has room for all requests."""
     decoder = decoder_of(model)
     engine = make(decoder, **settings)
-    asked = prompts.of(decoder)
-    return [answer.token_ids for answer in run_all(engine, asked, [params] * len(asked))]
+    token_ids = prompts.of(decoder)
+    return [answer.token_ids for answer in run_all(engine, token_ids, [params] * len(token_ids))]
 
 
 class Compared:
-    """Stands before the agents' events: when a context has landed, its bytes are compared with their source, which the
-    prefill worker is made to keep until the end."""
+    """Intercepts the events of both agents. When a context has landed, it compares its bytes with their source, which
+    the prefill worker keeps until the end because `ReleasePages` events are withheld."""
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
         assert isinstance(prefill._endpoint, PrefillEndpoint) and isinstance(decode._endpoint, DecodeEndpoint)
         self.source = host_stores(prefill.executor.hosts())["host"]
         self.targets = decode._endpoint._agent._role._hello.stores
-        self.asks: dict[HandoffKey, HandoffRequest] = {}
+        self.requests: dict[HandoffKey, HandoffRequest] = {}
         self.sent: dict[HandoffKey, tuple[int, ...]] = {}  # pages at the prefill worker
-        self.dropped: list[ReleasePages] = []
+        self.released: list[ReleasePages] = []
         self.contexts = 0
         sender, receiver = prefill._endpoint._agent, decode._endpoint._agent
         self._take_sender_events, self._take_receiver_events = sender.take_events, receiver.take_events
@@ -143,12 +143,12 @@ class Compared:
 
     def put_to_receiver(self, command: Any) -> None:
         if isinstance(command, Fetch):
-            self.asks[command.request.key] = command.request
+            self.requests[command.request.key] = command.request
         self._put_of_receiver(command)
 
     def sender_events(self) -> list[Any]:
         events = list(self._take_sender_events())
-        self.dropped += [event for event in events if isinstance(event, ReleasePages)]
+        self.released += [event for event in events if isinstance(event, ReleasePages)]
         return [event for event in events if not isinstance(event, ReleasePages)]
 
     def receiver_events(self) -> list[Any]:
@@ -159,20 +159,20 @@ class Compared:
         return events
 
     def compare(self, key: HandoffKey) -> None:
-        ask, pages = self.asks[key], self.sent.get(key)
+        request, pages = self.requests[key], self.sent.get(key)
         if pages is None:
-            return  # it came from another prefill worker
-        target = self.targets[ask.landing]
-        rows = len(ask.prompt)
-        assert rows_of(self.source, pages, rows) == rows_of(target, ask.row_pages, rows), "rows differ"
+            return  # it was computed by another prefill worker
+        target = self.targets[request.landing]
+        rows = len(request.prompt)
+        assert rows_of(self.source, pages, rows) == rows_of(target, request.row_pages, rows), "rows differ"
         if self.source.keys is not None and target.keys is not None:
-            keys = bytes_of(target.keys, ask.key_pages, rows)
+            keys = bytes_of(target.keys, request.key_pages, rows)
             assert bytes_of(self.source.keys, pages, rows) == keys, "index keys differ"
         self.contexts += 1
 
 
 def rows_of(store: Store, pages: tuple[int, ...], rows: int) -> list[bytes]:
-    """Whole rows, put together from the shards that hold parts of them. Shards that hold the same must agree."""
+    """Assembles whole rows from the shards that hold parts of them. Shards that hold the same part must agree."""
     size = max(first + nbytes for shard in store.shards for first, nbytes in shard.slices)
     whole: list[list[int | None]] = [[None] * size for _ in range(rows * len(store.shards[0].span.bases))]
     for shard in store.shards:
@@ -185,19 +185,19 @@ def rows_of(store: Store, pages: tuple[int, ...], rows: int) -> list[bytes]:
                 row[first : first + nbytes] = here
                 at += nbytes
     assert not any(None in row for row in whole), "bytes that no shard holds"
-    return [bytes(each for each in row if each is not None) for row in whole]
+    return [bytes(byte for byte in row if byte is not None) for row in whole]
 
 
 def bytes_of(span: PagedSpan, pages: tuple[int, ...], rows: int) -> list[bytes]:
-    """Every row of every unit, found one by one."""
-    found = []
+    """Reads every row of every unit, one by one."""
+    stored = []
     for parts in span.bases:
         for position in range(rows):
             page, row = divmod(position, span.page_rows)
             base = parts[row // span.part_rows]
             at = base + pages[page] * span.page_bytes + row % span.part_rows * span.row_bytes
-            found.append(ctypes.string_at(at, span.row_bytes))
-    return found
+            stored.append(ctypes.string_at(at, span.row_bytes))
+    return stored
 
 
 def _steps(engine: Engine, until: threading.Event, died: Callable[[BaseException], None]) -> None:
@@ -212,7 +212,7 @@ def _steps(engine: Engine, until: threading.Event, died: Callable[[BaseException
 
 
 class Pair:
-    """The prefill workers, mostly one, step in threads of their own, the decode worker where `answers` is called."""
+    """Prefill workers, usually one, and a decode worker. The former step in threads, the latter within `answers`."""
 
     def __init__(self, prefill: Engine, decode: Engine, *others: Engine) -> None:
         self.prefill, self.decode, self.compared = prefill, decode, Compared(prefill, decode)
@@ -220,7 +220,7 @@ class Pair:
         self.compared_others = [Compared(other, decode) for other in others]
         self._over, self._died = threading.Event(), list[BaseException]()
         self._threads = [
-            threading.Thread(target=_steps, args=(each, self._over, self._died.append)) for each in self.prefills
+            threading.Thread(target=_steps, args=(prefill, self._over, self._died.append)) for prefill in self.prefills
         ]
         for thread in self._threads:
             thread.start()
@@ -232,26 +232,26 @@ class Pair:
         landing: LandingChoice,
         tiers: TiersChoice = "auto",
     ) -> list[list[int]]:
-        intake = InputProcessor(self.decode.card, seed=0)
+        processor = InputProcessor(self.decode.card, seed=0)
         answers: dict[str, list[int]] = {f"{number}/0": [] for number in range(len(prompts))}
         for number, prompt in enumerate(prompts):
             prefill_at = self.prefills[number % len(self.prefills)].card.control
-            for choice in intake.accept(str(number), prompt, params, tiers, prefill_at, landing):
+            for choice in processor.accept(str(number), prompt, params, tiers, prefill_at, landing):
                 self.decode.add(choice)
         deadline = time.monotonic() + DEADLINE_S
         while not self.decode.idle:
             assert not self._died, self._died
-            assert time.monotonic() < deadline, "a handoff never ends"
-            news = self.decode.step()
+            assert time.monotonic() < deadline, "a handoff does not end"
+            outputs = self.decode.step()
             self.decode.audit()
-            for name, token in zip(news.request_ids, news.token_ids, strict=True):
+            for name, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
                 answers[name].append(token)
             if self.decode.waiting_for_peers:
                 time.sleep(0.001)
         return list(answers.values())
 
     @property
-    def moved_by(self) -> str:
+    def transfer_name(self) -> str:
         assert isinstance(self.prefill._endpoint, PrefillEndpoint)
         return self.prefill._endpoint._resources.transfer.name
 
@@ -268,15 +268,15 @@ class Pair:
 def pair(
     model: str, transfer: str, pages: tuple[int, int], decoding: dict[str, Any] | None = None, **settings: Any
 ) -> Iterator[Pair]:
-    """Workers of one model: `pages` holds the rows of a page at the sender and at the receiver, `decoding` what only
-    the decode worker is told."""
+    """Yields workers of one model. `pages` are the rows per page at the sender and at the receiver; `decoding` are
+    settings of the decode worker alone."""
     decoder = decoder_of(model)
     hub = Hub(threaded=True) if transfer == "loopback" else None
-    told = settings if hub else {**settings, "transfer": transfer}
+    common = settings if hub else {**settings, "transfer": transfer}
     sent, landed = pages
-    prefill = make(decoder, hub, role="prefill", page_rows=sent, **told)
+    prefill = make(decoder, hub, role="prefill", page_rows=sent, **common)
     try:
-        decode = make(decoder, hub, role="decode", page_rows=landed, **{**told, **(decoding or {})})
+        decode = make(decoder, hub, role="decode", page_rows=landed, **{**common, **(decoding or {})})
     except BaseException:
         prefill.close()
         raise
