@@ -80,7 +80,7 @@ def test_a_transfer_engine_listens_at_the_advertised_address(
         *stores, staging = transfer.registered
         assert stores == regions(engine.executor.hosts(), engine.executor.pool if role == "decode" else None)
         assert staging.nbytes == 64 << 20
-        assert (on_device in transfer.registered) == (role == "decode"), "only a decode worker registers its device pool"
+        assert (on_device in transfer.registered) == (role == "decode"), "only decode workers register the device pool"
     finally:
         engine.close()
 
