@@ -120,7 +120,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class HandoffRequest:
-    """Asks to compute this prompt and to write its rows and index keys to these pages of the requesting worker."""
+    """Requests that this prompt be computed and its rows and index keys written to these pages of the sender."""
 
     key: HandoffKey
     prompt: PromptSpec

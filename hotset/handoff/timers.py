@@ -88,11 +88,11 @@ class Timing:
 
 
 class Liveness:
-    """When each peer was last heard. Peers that a handoff depends on are pinged, and lost if they stay silent."""
+    """Records when a message last came from each peer. Watched peers are pinged, and are lost if they stay silent."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
-        self._heard: dict[str, float] = {}  # the most recently heard peer is last
+        self._heard: dict[str, float] = {}  # time of the last message; the most recent peer is last
         self._pinged: dict[str, float] = {}  # watched peers: when the last ping was sent
         self._watched_since: dict[str, float] = {}
 
