@@ -23,7 +23,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout, mla_row
 from hotset.kernels.sparse_attention import sparse_attention
-from hotset.kernels.sparse_attention.launch import HOPPER, MOST_SPLITS, PORTABLE, Gpu, Launch, Work, choose, with_splits
+from hotset.kernels.sparse_attention.launch import HOPPER, MAX_SPLITS, PORTABLE, Gpu, Launch, Work, choose, with_splits
 
 TOPK, RANK, ROPE = 2048, 512, 64
 SCALE = (RANK + ROPE) ** -0.5
@@ -150,7 +150,7 @@ def sweep_rows(launch: Launch, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     rows = []
     for cell in cells:
         taken = with_splits(launch, cell.work, gpu()).splits
-        for splits in sorted({max(1, taken // 2), taken, min(MOST_SPLITS, 2 * taken)}):
+        for splits in sorted({max(1, taken // 2), taken, min(MAX_SPLITS, 2 * taken)}):
             tried = replace(launch, splits=splits)
             try:
                 spent = seconds(cell, tried)

@@ -46,7 +46,7 @@ PAGE_ROWS, PAGES = 64, 1024
 LAYERS = 40
 EPS = 1e-6
 INPUTS = 3  # that calls rotate among
-MOST_FLOORS, LEAST_FRACTION = 3.0, 0.6
+MAX_FLOORS, LEAST_FRACTION = 3.0, 0.6
 
 Call = Callable[[], object]
 
@@ -275,7 +275,7 @@ def main() -> None:
         return
     small = small_ops((16,) if options.quick else (1, 16, 128))
     attention = [decode(batch, 32_768) for batch in ((16,) if options.quick else (1, 16, 64))]
-    notes = f"floor: {floor() * 1e6:.2f} us; bar: at most {MOST_FLOORS} floors at batch 16, products aside"
+    notes = f"floor: {floor() * 1e6:.2f} us; bar: at most {MAX_FLOORS} floors at batch 16, products aside"
     report("Small ops of a decode step, bf16", small, options.json, notes)
     ceiling = f"copy bandwidth {copy_bandwidth() * 1e-12:.2f} TB/s; bar: {LEAST_FRACTION} of it at batch 16 and 64"
     beside = None if options.json is None else options.json.with_stem(f"{options.json.stem}_gqa")

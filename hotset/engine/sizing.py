@@ -11,7 +11,7 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
 from hotset.base.memory_shares import cpu_pool_bytes, gpu_pool_bytes, host_store_bytes
 from hotset.base.units import GIB, ceil_div, show_bytes
-from hotset.kernels.swap_in import MOST_SLOTS
+from hotset.kernels.swap_in import MAX_SLOTS
 from hotset.memory.device_pool import KvShape
 from hotset.memory.geometry import Geometry
 
@@ -113,8 +113,8 @@ def _slots(config: EngineConfig, shape: KvShape) -> int:
     slots = SLOTS_PER_TOPK * shape.topk if config.hot_slots is None else config.hot_slots
     if slots < shape.topk:
         raise ConfigError(f"--hot-slots {slots} cannot hold the {shape.topk} rows that one step selects; raise it")
-    if slots > MOST_SLOTS:
-        raise ConfigError(f"--hot-slots {slots} exceeds the maximum of {MOST_SLOTS}; lower it")
+    if slots > MAX_SLOTS:
+        raise ConfigError(f"--hot-slots {slots} exceeds the maximum of {MAX_SLOTS}; lower it")
     return slots
 
 

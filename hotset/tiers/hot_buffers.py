@@ -14,7 +14,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.device_copies import list_to_device
 from hotset.kernels.save_last_topk import save_last_topk
-from hotset.kernels.swap_in import MOST_SLOTS, Copies, SeatTables, Swap, copy, plan
+from hotset.kernels.swap_in import MAX_SLOTS, Copies, SeatTables, Swap, copy, plan
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.geometry import TAIL_PAGES
 from hotset.memory.host_store import HostStore
@@ -32,7 +32,7 @@ class HotBuffers:
 
     def __init__(self, pool: DevicePool, host: HostStore, tables: PageTables, seats: int) -> None:
         geometry = pool.geometry
-        assert pool.shape.topk <= geometry.slots <= MOST_SLOTS, f"{geometry.slots} slots for top-{pool.shape.topk}"
+        assert pool.shape.topk <= geometry.slots <= MAX_SLOTS, f"{geometry.slots} slots for top-{pool.shape.topk}"
         self._pool, self._host, self._tables, self._geometry = pool, host, tables, geometry
         self._seat_tables = SeatTables(
             tables.rows, tables.host, tables.slots, tables.tail, tables.maps, tables.tiered,

@@ -55,18 +55,18 @@ struct Fibre {
     unsigned waits;     // for it
     bool began;
 };
-enum { MOST_THREADS = 1024, MOST_ARGUMENTS = 32, STACK_BYTES = 256 << 10 };
+enum { MAX_THREADS = 1024, MAX_ARGUMENTS = 32, STACK_BYTES = 256 << 10 };
 
-static Fibre fibres[CLUSTER * MOST_THREADS];  // of all blocks, one after another
+static Fibre fibres[CLUSTER * MAX_THREADS];  // of all blocks, one after another
 static unsigned threads;                       // of a block
 static unsigned current;                       // the running fibre
 static ucontext_t scheduler;
 static const char *failure;
-static int64_t lanes[CLUSTER * MOST_THREADS / 32][32];  // values exchanged by the threads of each warp
+static int64_t lanes[CLUSTER * MAX_THREADS / 32][32];  // values exchanged by the threads of each warp
 static int votes[CLUSTER][3];
 static int4 *shared_of_block[CLUSTER];  // of the blocks that are not running
 static void *kernel;
-static int64_t arguments[MOST_ARGUMENTS];
+static int64_t arguments[MAX_ARGUMENTS];
 static uint64_t random_state;
 static unsigned char poison = 0xAB;  // the value of every unwritten byte of shared memory
 
@@ -134,7 +134,7 @@ static bool release_from_cluster(unsigned first, unsigned last) {
 
 // Runs one block until all its threads wait. Returns false if none could run.
 static bool run_block(unsigned member) {
-    static unsigned order[MOST_THREADS];
+    static unsigned order[MAX_THREADS];
     const unsigned first = member * threads, last = first + threads;
     unsigned ready = 0;
     for (unsigned i = first; i < last; ++i) {
@@ -198,7 +198,7 @@ template <class T> static T exchange(T value, unsigned from) {
 extern "C" const char *run_on_cpu(void *kernel, int blocks, int threads, int shared_bytes, const int64_t *arguments,
                                   int count, unsigned seed) {
     using namespace emulated;
-    if (count > MOST_ARGUMENTS || threads > MOST_THREADS || threads % 32) return "this is not provided for";
+    if (count > MAX_ARGUMENTS || threads > MAX_THREADS || threads % 32) return "this is not provided for";
     if (blocks % CLUSTER) return "a cluster lacks blocks";
     emulated::kernel = kernel, emulated::threads = threads;
     memcpy(emulated::arguments, arguments, count * sizeof *arguments);

@@ -42,11 +42,11 @@ struct Copy {
     bool there;
 };
 struct Copies {
-    enum { MOST = 512, MOST_GROUPS = 64 };
-    Copy begun[MOST];
-    int count, groups[MOST_GROUPS], group_count;
+    enum { MAX_COPIES = 512, MAX_GROUPS = 64 };
+    Copy begun[MAX_COPIES];
+    int count, groups[MAX_GROUPS], group_count;
 };
-static Copies copies[MOST_THREADS];
+static Copies copies[MAX_THREADS];
 
 static float from_bfloat(unsigned half) { return __uint_as_float(half << 16); }
 static float from_half(unsigned half) {
@@ -81,8 +81,8 @@ static unsigned from_e4m3(unsigned code) {
     return to_half(code >> 7 ? -size : size);
 }
 
-static unsigned words[MOST_THREADS][8];  // operands of the threads of a warp in a matrix product
-static const unsigned char *row_at[MOST_THREADS];
+static unsigned words[MAX_THREADS][8];  // operands of the threads of a warp in a matrix product
+static const unsigned char *row_at[MAX_THREADS];
 
 static unsigned of_matrix(unsigned matrix, unsigned row, unsigned column) {
     uint16_t half;
@@ -96,13 +96,13 @@ static inline void copy_unit(void *to, const unsigned char *at, bool there) {
     using namespace emulated;
     Copies &mine = copies[current];
     if (reinterpret_cast<uintptr_t>(to) % 16 || (there && reinterpret_cast<uintptr_t>(at) % 16)) fail("a misaligned copy");
-    if (mine.count == Copies::MOST) fail("too many copies under way");
+    if (mine.count == Copies::MAX_COPIES) fail("too many copies under way");
     memset(to, 0xFF, 16);
     mine.begun[mine.count++] = Copy{to, at, there};
 }
 static inline void end_copies() {
     emulated::Copies &mine = emulated::copies[emulated::current];
-    if (mine.group_count == emulated::Copies::MOST_GROUPS) emulated::fail("too many groups of copies under way");
+    if (mine.group_count == emulated::Copies::MAX_GROUPS) emulated::fail("too many groups of copies under way");
     mine.groups[mine.group_count++] = mine.count;
 }
 template <int left> static inline void wait_for_copies() {

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY
-from hotset.kernels.experts import MOST_EXPERTS, experts, reference
+from hotset.kernels.experts import MAX_EXPERTS, experts, reference
 
 interpreted = pytest.mark.interpreted
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -311,6 +311,6 @@ def test_on_a_gpu_a_graph_serves_what_is_chosen_at_replay(production: tuple[Tens
 
 @pytest.mark.gpu
 def test_on_a_gpu_too_many_experts_are_refused_before_launch() -> None:
-    gate_up, down = draw_weights(MOST_EXPERTS + 1, 8, 8, torch.bfloat16, "cuda")
-    with pytest.raises(ConfigError, match=f"{MOST_EXPERTS + 1} experts are more than the {MOST_EXPERTS}"):
+    gate_up, down = draw_weights(MAX_EXPERTS + 1, 8, 8, torch.bfloat16, "cuda")
+    with pytest.raises(ConfigError, match=f"{MAX_EXPERTS + 1} experts are more than the {MAX_EXPERTS}"):
         experts(*draw_case(2, 2, gate_up, down).arguments)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_SHARED = 227 << 10  # bytes that one program may have
+MAX_SHARED = 227 << 10  # bytes that one program may have
 SHARED_OF_TWO = (228 << 10) // 2 - 1024  # of which this much leaves room for a second one on a multiprocessor
 
 POINTERS = {
@@ -120,7 +120,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
 def test_every_kernel_compiles_for_sm_90_within_its_registers_and_shared_memory(made: dict[str, Made]) -> None:
     for name, each in made.items():
         assert ".target sm_90" in each.ptx, name
-        assert each.stack == 0 and each.shared <= MOST_SHARED, f"{name}: {each.stack} B stack, {each.shared} B shared"
+        assert each.stack == 0 and each.shared <= MAX_SHARED, f"{name}: {each.stack} B stack, {each.shared} B shared"
 
 
 def test_products_use_wide_matrix_instructions_and_asynchronous_16_byte_copies(made: dict[str, Made]) -> None:

@@ -83,7 +83,7 @@ def test_kernel_equals_the_reference(
 @only_interpreted
 def test_contexts_are_cut_into_parts_where_the_batch_is_small() -> None:
     impl = triton_impl("paged_attention")
-    assert impl._parts(8, 131_072, 132) == impl.MOST_PARTS and impl._parts(128, 131_072, 132) > 1
+    assert impl._parts(8, 131_072, 132) == impl.MAX_PARTS and impl._parts(128, 131_072, 132) > 1
     assert impl._parts(100_000, 131_072, 132) == 1 and impl._parts(8, 100, 132) == 1
 
 

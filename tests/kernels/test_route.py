@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY
-from hotset.kernels.route import MOST_EXPERTS, Routes, RoutingRule, reference, route
+from hotset.kernels.route import MAX_EXPERTS, Routes, RoutingRule, reference, route
 
 EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 if INTERPRETED:  # slow: an example that fails is not made smaller
@@ -217,7 +217,7 @@ def test_on_a_gpu_a_graph_routes_what_is_there_at_replay() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_too_many_experts_are_refused_before_launch() -> None:
-    experts = MOST_EXPERTS + 1
+    experts = MAX_EXPERTS + 1
     router = torch.randn(experts, 8, device="cuda")
-    with pytest.raises(ConfigError, match=f"{experts} experts are more than the {MOST_EXPERTS}"):
+    with pytest.raises(ConfigError, match=f"{experts} experts are more than the {MAX_EXPERTS}"):
         route(torch.randn(2, 8, device="cuda"), router, router[:, 0], RoutingRule(experts, 2))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_SHARED_BYTES = 227 << 10  # that a program may use on sm_90
+MAX_SHARED_BYTES = 227 << 10  # that a program may use on sm_90
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
 def test_kernel_compiles_for_sm_90_within_its_shared_memory(
     compiled: dict[str, dict[str, str | int]], name: str
 ) -> None:
-    assert ".target sm_90" in str(compiled[name]["ptx"]) and int(compiled[name]["shared"]) <= MOST_SHARED_BYTES
+    assert ".target sm_90" in str(compiled[name]["ptx"]) and int(compiled[name]["shared"]) <= MAX_SHARED_BYTES
 
 
 def test_decoding_copies_rows_16_bytes_at_a_time_ahead_of_the_matrix_units(

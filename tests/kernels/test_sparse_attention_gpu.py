@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GLUON_FILE = ROOT / "hotset" / "kernels" / "sparse_attention" / "gluon_impl.py"
 GLUON_KERNELS = ("_attend_plain_kernel", "_attend_fp8_kernel")
 H200 = Gpu(132, hopper=True)
-MOST_SHARED = 227 << 10  # bytes that one program may have
+MAX_SHARED = 227 << 10  # bytes that one program may have
 SHARED_OF_TWO = (228 << 10) // 2 - 1024
 
 if INTERPRETED:  # numpy warns of NaN, which are meant
@@ -385,7 +385,7 @@ def test_kernel_compiles_for_sm_90_as_it_is_meant_to(made: dict[str, Made], name
     launch, fp8 = launch_for(name)
     each = made[name]
     assert ".target sm_90" in each.ptx
-    assert each.shared <= (SHARED_OF_TWO if launch.programs_per_sm == 2 else MOST_SHARED), f"{each.shared} B shared"
+    assert each.shared <= (SHARED_OF_TWO if launch.programs_per_sm == 2 else MAX_SHARED), f"{each.shared} B shared"
     assert each.stack <= 384, f"{each.stack} B of registers spilled"  # by Triton 3.6: 40 at the most
     assert each.waits <= 6, "ptxas makes the products wait for each other"
     assert ("wgmma.mma_async" in each.ptx) == (launch.kernel == "gluon")

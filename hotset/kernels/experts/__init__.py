@@ -7,7 +7,7 @@ from hotset.base.errors import ConfigError
 from hotset.kernels.experts import reference
 from hotset.kernels.fast_path import kernels_of, served_fast
 
-MOST_EXPERTS = 512  # that the fast path counts: every program holds the rows of all
+MAX_EXPERTS = 512  # that the fast path counts: every program holds the rows of all
 
 
 def experts(
@@ -31,8 +31,8 @@ def experts(
         raise ConfigError(f"rows of {x.dtype} cannot meet experts of {gate_up.dtype} and {down.dtype}")
     if not served_fast(x):
         return reference.experts(x, chosen, weights, gate_up, down)
-    if gate_up.shape[0] > MOST_EXPERTS:
-        raise ConfigError(f"{gate_up.shape[0]} experts are more than the {MOST_EXPERTS} that can be served on a GPU")
+    if gate_up.shape[0] > MAX_EXPERTS:
+        raise ConfigError(f"{gate_up.shape[0]} experts are more than the {MAX_EXPERTS} that can be served on a GPU")
     if chosen.numel() == 0:
         return torch.zeros_like(x)
     out: Tensor = kernels_of("experts").experts(x, chosen, weights, gate_up, down)

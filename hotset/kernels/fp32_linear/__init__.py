@@ -6,7 +6,7 @@ from torch import Tensor
 from hotset.kernels.fast_path import kernels_of, served_fast
 from hotset.kernels.fp32_linear import reference
 
-MOST_FAST_ROWS = 256  # beyond, torch's product is better than one that reads the weight once for a few rows
+MAX_FAST_ROWS = 256  # beyond, torch's product is better than one that reads the weight once for a few rows
 
 
 def fp32_linear(
@@ -15,7 +15,7 @@ def fp32_linear(
     scale: float,
 ) -> Tensor:  # [rows, out], accumulation dtype
     """scale * x @ weight.T, each product and sum in the accumulation dtype."""
-    if served_fast(x) and weight.dtype == torch.float32 and x.shape[0] <= MOST_FAST_ROWS:
+    if served_fast(x) and weight.dtype == torch.float32 and x.shape[0] <= MAX_FAST_ROWS:
         out: Tensor = kernels_of("fp32_linear").fp32_linear(x, weight, scale)
         return out
     return reference.fp32_linear(x, weight, scale)

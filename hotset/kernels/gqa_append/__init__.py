@@ -11,7 +11,7 @@ from hotset.kernels.rows import RowLayout
 
 __all__ = ["HeadNorms", "gqa_append"]
 
-MOST_FAST_DIM = 512  # one program holds a head in registers
+MAX_FAST_DIM = 512  # one program holds a head in registers
 
 
 def gqa_append(
@@ -34,7 +34,7 @@ def gqa_append(
         return reference.gqa_append(qkv, kv_heads, norms, rotation, layout, device_rows, new_rows)
     if layout.quantised:
         raise ConfigError(f"{layout.quantised} values of a row in fp8: rows of grouped heads are stored plain")
-    if dim > MOST_FAST_DIM:
-        raise ConfigError(f"heads of {dim} values are more than the {MOST_FAST_DIM} that a GPU appends")
+    if dim > MAX_FAST_DIM:
+        raise ConfigError(f"heads of {dim} values are more than the {MAX_FAST_DIM} that a GPU appends")
     q: Tensor = kernels_of("gqa_append").gqa_append(qkv, kv_heads, norms, rotation, layout, device_rows, new_rows)
     return q

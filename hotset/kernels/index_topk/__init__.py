@@ -11,8 +11,8 @@ from hotset.kernels.segments import Segments
 
 FAST = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (32, 64, 128)  # that the fast path serves
-MOST_HEADS = 128
-MOST_TOPK = 4096
+MAX_HEADS = 128
+MAX_TOPK = 4096
 
 
 def index_topk(
@@ -47,10 +47,10 @@ def _check_sizes(q: Tensor, keys: PagedRows, k: int) -> None:
     assert head_dim == layout.width, f"queries of {head_dim} values, index keys of {layout.width}"
     if head_dim not in HEAD_DIMS:
         raise ConfigError(f"an index_head_dim of {head_dim} cannot be served on a GPU; one of {HEAD_DIMS} can")
-    if heads > MOST_HEADS:
-        raise ConfigError(f"{heads} index heads are more than the {MOST_HEADS} that can be served on a GPU")
-    if k > MOST_TOPK:
-        raise ConfigError(f"a top-k of {k} is more than the {MOST_TOPK} that can be served on a GPU")
+    if heads > MAX_HEADS:
+        raise ConfigError(f"{heads} index heads are more than the {MAX_HEADS} that can be served on a GPU")
+    if k > MAX_TOPK:
+        raise ConfigError(f"a top-k of {k} is more than the {MAX_TOPK} that can be served on a GPU")
     if layout.quantised not in (0, head_dim) or (not layout.quantised and layout.dtype not in FAST):
         raise ConfigError(
             f"index keys of {layout.dtype}, {layout.quantised} of {head_dim} values in fp8, are not served"

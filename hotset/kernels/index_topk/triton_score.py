@@ -43,7 +43,7 @@ ALONE = {
 PLAIN_ALONE = {64: Tuning(stages=3, per_processor=3), 128: Tuning(stages=3, per_processor=2)}  # keys of 16 bits
 TOGETHER = Tuning(columns=128, per_processor=2)  # query rows that share a context: bound by arithmetic
 FEWEST_HEADS = 16  # of the matrix instructions; fewer are padded with heads of weight 0
-MOST_SPLITS = 1024  # programs that may share one context
+MAX_SPLITS = 1024  # programs that may share one context
 OPERAND = {torch.float8_e4m3fn: tl.float16, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}  # by stored key
 INTERPRETED_PROCESSORS = 2
 OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns where this is left open
@@ -83,7 +83,7 @@ def score(
     tile_rows = max(1, tuning.columns // padded_heads)
     tiles = triton.cdiv(rows, tile_rows)
     splits = processors(q.device) * tuning.per_processor // tiles
-    splits = max(1, min(splits, triton.cdiv(context, tuning.keys), MOST_SPLITS))
+    splits = max(1, min(splits, triton.cdiv(context, tuning.keys), MAX_SPLITS))
     values = torch.empty(rows, context, dtype=torch.float32, device=q.device)
     moments = torch.empty(rows, splits, 2, dtype=torch.float32, device=q.device)
     q = q if q.stride(2) == 1 else q.contiguous()

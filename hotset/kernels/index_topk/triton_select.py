@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.index_topk.triton_score import MOST_SPLITS, Scores, processors
+from hotset.kernels.index_topk.triton_score import MAX_SPLITS, Scores, processors
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ OPTIONS = {"enable_fp_fusion": False}  # two kernels must sort a score into the 
 
 _EMPTY = tl.constexpr(EMPTY)
 _NEVER = tl.constexpr(-(2**31))  # the order of a score that is not selected: -inf or NaN
-_MOST_PARTS = tl.constexpr(MOST_SPLITS)
+_MOST_PARTS = tl.constexpr(MAX_SPLITS)
 _SMALLEST_SPAN = tl.constexpr(1e-30)
 _LARGEST = tl.constexpr(1e30)
 

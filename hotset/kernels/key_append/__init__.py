@@ -8,7 +8,7 @@ from hotset.kernels.key_append import reference
 from hotset.kernels.rope.rotation import Rotation
 from hotset.kernels.rows import SCALE_BLOCK, PagedRows
 
-MOST_FAST_DIM = 1024  # one program holds a key in registers
+MAX_FAST_DIM = 1024  # one program holds a key in registers
 
 
 def key_append(
@@ -36,6 +36,6 @@ def key_append(
             f"an index key with {keys.layout.quantised} of {dim} values in fp8: "
             f"a GPU stores none or all, in multiples of 4 up to {SCALE_BLOCK}"
         )
-    if dim > MOST_FAST_DIM:
-        raise ConfigError(f"an index key of {dim} values is more than the {MOST_FAST_DIM} that a GPU appends")
+    if dim > MAX_FAST_DIM:
+        raise ConfigError(f"an index key of {dim} values is more than the {MAX_FAST_DIM} that a GPU appends")
     kernels_of("key_append").key_append(key, weight, bias, eps, rotation, interleaved, keys, positions)

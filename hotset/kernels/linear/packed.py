@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 ROWS_HINT = 8  # the batch for which the blocked order is chosen; other batches run from the same order
-MOST_ROWS = 64  # beyond this BLAS amortises its own packing
+MAX_ROWS = 64  # beyond this BLAS amortises its own packing
 
 
 def usable(weight: Tensor) -> bool:
@@ -18,7 +18,7 @@ def usable(weight: Tensor) -> bool:
 
 
 def pays(x: Tensor) -> bool:
-    return 2 <= x.shape[0] <= MOST_ROWS
+    return 2 <= x.shape[0] <= MAX_ROWS
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from hotset.kernels.mla_append import reference
 from hotset.kernels.rope.rotation import Rotation
 from hotset.kernels.rows import RowLayout
 
-MOST_FAST_RANK = 4096  # one program holds a row's latent in registers
+MAX_FAST_RANK = 4096  # one program holds a row's latent in registers
 
 
 def mla_append(
@@ -33,6 +33,6 @@ def mla_append(
         return
     if layout.quantised not in (0, rank) or layout.quantised % 4:
         raise ConfigError(f"{layout.quantised} of {rank} latents in fp8: a GPU stores none or all, in multiples of 4")
-    if rank > MOST_FAST_RANK:
-        raise ConfigError(f"a latent of {rank} values is more than the {MOST_FAST_RANK} that a GPU appends")
+    if rank > MAX_FAST_RANK:
+        raise ConfigError(f"a latent of {rank} values is more than the {MAX_FAST_RANK} that a GPU appends")
     kernels_of("mla_append").mla_append(kv, weight, eps, rotation, layout, device_rows, new_rows)

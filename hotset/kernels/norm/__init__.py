@@ -9,7 +9,7 @@ from torch import Tensor
 from hotset.kernels.fast_path import kernels_of, served_fast
 from hotset.kernels.norm import reference
 
-MOST_FAST_WIDTH = 32_768  # one program holds a whole row in registers
+MAX_FAST_WIDTH = 32_768  # one program holds a whole row in registers
 
 
 def rms_norm(
@@ -38,4 +38,4 @@ def add_rms_norm(
 
 
 def _fast(x: Tensor) -> bool:
-    return served_fast(x) and x.shape[-1] <= MOST_FAST_WIDTH
+    return served_fast(x) and x.shape[-1] <= MAX_FAST_WIDTH

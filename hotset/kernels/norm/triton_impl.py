@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 VALUES_PER_WARP = 512  # 16 per thread: two accesses of 16 bytes in bf16
-MOST_WARPS = 16
+MAX_WARPS = 16
 OPTIONS = {"enable_fp_fusion": False}  # each product is rounded as torch rounds it
 
 
@@ -50,7 +50,7 @@ def _launch(
         width=width,
         block=block,
         adds=adds,
-        num_warps=min(MOST_WARPS, max(1, block // VALUES_PER_WARP)),
+        num_warps=min(MAX_WARPS, max(1, block // VALUES_PER_WARP)),
         **OPTIONS,
     )
 

@@ -12,8 +12,8 @@ from hotset.kernels.paged_attention import reference
 from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
 
-MOST_FAST_DIM = 256
-MOST_FAST_GROUP = 64
+MAX_FAST_DIM = 256
+MAX_FAST_GROUP = 64
 
 
 def paged_attention(
@@ -32,9 +32,9 @@ def paged_attention(
     assert context.layout.width == 2 * kv_heads * head_dim, f"row width {context.layout.width} is not K + V"
     if not (served_fast(q) and segments.decoding):
         return reference.paged_attention(q, context, segments, kv_heads, scale)
-    if head_dim > MOST_FAST_DIM or head_dim % 8:
-        raise ConfigError(f"heads of {head_dim} values: a GPU decodes multiples of 8 up to {MOST_FAST_DIM}")
-    if heads // kv_heads > MOST_FAST_GROUP:
-        raise ConfigError(f"{heads // kv_heads} heads share a KV head: a GPU decodes up to {MOST_FAST_GROUP}")
+    if head_dim > MAX_FAST_DIM or head_dim % 8:
+        raise ConfigError(f"heads of {head_dim} values: a GPU decodes multiples of 8 up to {MAX_FAST_DIM}")
+    if heads // kv_heads > MAX_FAST_GROUP:
+        raise ConfigError(f"{heads // kv_heads} heads share a KV head: a GPU decodes up to {MAX_FAST_GROUP}")
     out: Tensor = kernels_of("paged_attention").decode(q, context, segments.positions, kv_heads, scale)
     return out

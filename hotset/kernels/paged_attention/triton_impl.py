@@ -20,7 +20,7 @@ from hotset.kernels.rows import PagedRows
 SHAPES = {torch.bfloat16: (64, 4, 3), torch.float32: (32, 8, 2)}  # rows of a context read at once, warps, stages
 PROGRAMS_PER_SM = 8  # what the cutting of contexts aims at
 LEAST_PART_ROWS = 256  # a shorter part is not worth its merging
-MOST_PARTS = 64
+MAX_PARTS = 64
 SMS_ELSEWHERE = 132  # under the interpreter
 LOG2_E = 1.4426950408889634
 OPTIONS = {"enable_fp_fusion": True}
@@ -69,7 +69,7 @@ def decode(q: Tensor, context: PagedRows, positions: Tensor, kv_heads: int, scal
 
 def _parts(programs: int, longest: int, multiprocessors: int) -> int:
     wanted = multiprocessors * PROGRAMS_PER_SM // programs
-    return max(1, min(wanted, longest // LEAST_PART_ROWS, MOST_PARTS))
+    return max(1, min(wanted, longest // LEAST_PART_ROWS, MAX_PARTS))
 
 
 @cache

@@ -10,7 +10,7 @@ from hotset.kernels.route.rule import Routes, RoutingRule
 
 __all__ = ["Routes", "RoutingRule", "route"]
 
-MOST_EXPERTS = 512  # that the fast path ranks: a row's scores are held by one program
+MAX_EXPERTS = 512  # that the fast path ranks: a row's scores are held by one program
 
 
 def route(
@@ -30,8 +30,8 @@ def route(
     assert router.shape == (experts, x.shape[1]), f"a router {tuple(router.shape)} for rows of {x.shape[1]} values"
     assert correction.shape == (experts,), f"corrections {tuple(correction.shape)} for {experts} experts"
     fast = served_fast(x) and router.dtype == torch.float32
-    if fast and experts > MOST_EXPERTS:
-        raise ConfigError(f"{experts} experts are more than the {MOST_EXPERTS} that can be ranked on a GPU")
+    if fast and experts > MAX_EXPERTS:
+        raise ConfigError(f"{experts} experts are more than the {MAX_EXPERTS} that can be ranked on a GPU")
     op = kernels_of("route") if fast else reference
     routes: Routes = op.route(x, router, correction, rule, seats)
     return routes

@@ -1,7 +1,7 @@
 """route in Triton: the product with the router, cut along `hidden`; then a program per row adds it up and chooses.
 
 The router is float32. Each factor is cut into two tf32 parts, whose products are as exact as float32's own. The cut of
-`hidden` depends on nothing else, so a row gets the same bits in every batch up to `MOST_ROWS`; above, torch multiplies.
+`hidden` depends on nothing else, so a row gets the same bits in every batch up to `MAX_ROWS`; above, torch multiplies.
 """
 
 import torch
@@ -14,7 +14,7 @@ from hotset.kernels import EMPTY
 from hotset.kernels.route.reference import SMALLEST_SUM
 from hotset.kernels.route.rule import Routes, RoutingRule
 
-MOST_ROWS = 1024  # for which the product is made here
+MAX_ROWS = 1024  # for which the product is made here
 PARTS = 32  # that `hidden` is cut into, at most
 TILE_ROWS, TILE_EXPERTS, TILE_IN = 16, 64, 64  # what one program of the product makes, so many terms at a time
 SUMS_PER_WARP = 2048  # partial sums that a warp of the second kernel holds: 64 registers
@@ -25,7 +25,7 @@ _SMALLEST_SUM = tl.constexpr(SMALLEST_SUM)
 
 
 def route(x: Tensor, router: Tensor, correction: Tensor, rule: RoutingRule, seats: Tensor | None) -> Routes:
-    if x.shape[0] > MOST_ROWS:
+    if x.shape[0] > MAX_ROWS:
         return choose(F.linear(x.to(router.dtype), router)[None], correction, rule, seats)
     return choose(partial_logits(x, router), correction, rule, seats)
 

@@ -10,7 +10,7 @@ from hotset.kernels.sparse_attention import cpu_impl, reference
 
 RANKS = (64, 128, 256, 512)  # that the kernels for GPUs can take, as the next two
 ROPES = (16, 32, 64, 128)
-MOST_ROWS = 2**31 - 1
+MAX_ROWS = 2**31 - 1
 
 
 def sparse_attention(
@@ -54,8 +54,8 @@ def check(rows: Tensor, layout: RowLayout, rank: int, scale: float) -> None:
         raise ConfigError(f"sparse attention on a GPU takes bfloat16 rows or rows of bytes, not {rows.dtype}")
     if not scale > 0:
         raise ConfigError(f"a softmax scale of {scale} is not positive")
-    if not 0 < rows.shape[0] <= MOST_ROWS:
-        raise ConfigError(f"sparse attention on a GPU takes 1 to {MOST_ROWS} device rows, not {rows.shape[0]}")
+    if not 0 < rows.shape[0] <= MAX_ROWS:
+        raise ConfigError(f"sparse attention on a GPU takes 1 to {MAX_ROWS} device rows, not {rows.shape[0]}")
     assert rows.stride(1) == 1, f"the values of a row are {rows.stride(1)} apart"
     for name, number in (("stride", rows.stride(0) * rows.element_size()), ("address", rows.data_ptr())):
         if number % ROW_ALIGN:

@@ -8,12 +8,12 @@ from torch import Tensor
 from hotset.base.units import ceil_div
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
-from hotset.kernels.sparse_attention.launch import MOST_SPLITS, RANK, ROPE, Launch, Work
+from hotset.kernels.sparse_attention.launch import MAX_SPLITS, RANK, ROPE, Launch, Work
 
 ATTEND, MERGE = (Path(__file__).with_name(name) for name in ("kernel.cu", "merge.cu"))
 WARPS = 4
 GROUP = 8  # rows that are waited for together
-MOST_AHEAD = 128  # rows that can be asked for before the first step
+MAX_AHEAD = 128  # rows that can be asked for before the first step
 SHARED_OF_SM, SHARED_OF_BLOCK, UNUSABLE = 228 << 10, 227 << 10, 1 << 10  # bytes; every block costs the last ones more
 
 
@@ -45,7 +45,7 @@ def attend(work: Work, launch: Launch, tensors: tuple[Tensor, ...], scale: float
 
 def merge(work: Work, launch: Launch, partial: Tensor, lse: Tensor, out: Tensor) -> None:
     """Joins the splits. May begin while `attend` ends, and waits for it."""
-    assert launch.splits <= MOST_SPLITS, f"{launch.splits} splits: a warp weighs one in each lane"
+    assert launch.splits <= MAX_SPLITS, f"{launch.splits} splits: a warp weighs one in each lane"
     threads = work.rank // 4
     kernel = cuda_source.kernel(MERGE, "merge", THREADS=threads)
     shape = LaunchShape(work.rows * work.heads, threads, early=True)
@@ -55,7 +55,7 @@ def merge(work: Work, launch: Launch, partial: Tensor, lse: Tensor, out: Tensor)
 def _ring(work: Work, launch: Launch) -> int:
     """Rows that a block holds: as many as fit."""
     room = min(SHARED_OF_BLOCK, SHARED_OF_SM // launch.programs_per_sm - UNUSABLE) - _shared_bytes(work, launch, 0)
-    rows = min(room // _bytes_of_row(work), launch.block_keys + MOST_AHEAD) // GROUP * GROUP
+    rows = min(room // _bytes_of_row(work), launch.block_keys + MAX_AHEAD) // GROUP * GROUP
     assert rows >= 2 * launch.block_keys, f"{launch} leaves room for {rows} rows"
     return rows
 

@@ -10,7 +10,7 @@ Kernel = Literal["triton", "gluon", "cuda"]
 
 RANK, ROPE = 512, 64  # what the kernels for Hopper are written for
 GLUON_HEADS, GLUON_KEYS = 64, 128  # of a program of the Gluon kernel, and of one turn of its loop
-MOST_SPLITS = 32  # that the merge can join
+MAX_SPLITS = 32  # that the merge can join
 # By these the number of splits is decided; they explain times of an H200. Keys stand for the time that a program which
 # has a multiprocessor for itself takes for as many.
 TWO_AT_ONCE = 1.7  # times as long take two programs that share a multiprocessor
@@ -90,7 +90,7 @@ def choose(work: Work, gpu: Gpu) -> Launch:
 
 def with_splits(launch: Launch, work: Work, gpu: Gpu) -> Launch:
     """As many splits as make the busiest multiprocessor end soonest; of equals the fewest."""
-    tried = (replace(launch, splits=splits) for splits in range(1, MOST_SPLITS + 1))
+    tried = (replace(launch, splits=splits) for splits in range(1, MAX_SPLITS + 1))
     return min((each for each in tried if each.leaves_none_empty(work)), key=lambda at: _cost(at, work, gpu))
 
 

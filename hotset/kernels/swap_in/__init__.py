@@ -12,9 +12,9 @@ from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.swap_in import reference
 from hotset.kernels.swap_in.tables import Copies, SeatTables, Swap
 
-__all__ = ["MOST_SLOTS", "Copies", "SeatTables", "Swap", "copy", "plan"]
+__all__ = ["MAX_SLOTS", "Copies", "SeatTables", "Swap", "copy", "plan"]
 
-MOST_SLOTS = 32_767  # slot numbers are int16 in the maps
+MAX_SLOTS = 32_767  # slot numbers are int16 in the maps
 
 
 def plan(
@@ -43,8 +43,8 @@ def plan(
     batch, k = positions.shape
     if k > tables.slots:
         raise ConfigError(f"{k} positions cannot be held in {tables.slots} slots; there must be at least as many")
-    if tables.slots > MOST_SLOTS:
-        raise ConfigError(f"{tables.slots} slots are more than the {MOST_SLOTS} that the maps can number")
+    if tables.slots > MAX_SLOTS:
+        raise ConfigError(f"{tables.slots} slots are more than the {MAX_SLOTS} that the maps can number")
     if tables.page_rows < 1:
         raise ConfigError(f"a page of {tables.page_rows} rows holds nothing; page_rows must be at least 1")
     for name, each in (("seats", seats), ("stamps", stamps)):

@@ -14,11 +14,11 @@ from hotset.kernels.swap_in.tables import Copies, SeatTables, Swap
 
 PLAN, COPY = (Path(__file__).with_name(name) for name in ("plan.cu", "copy.cu"))
 UNITS = (16, 8, 4, 2, 1)  # bytes that one access of a copy may span
-MOST_UNITS = 4  # of rows that one lane of the planning kernel holds: more would not fit its registers
+MAX_UNITS = 4  # of rows that one lane of the planning kernel holds: more would not fit its registers
 HISTOGRAM_BYTES = (1024 + 22 * 64) * 4
 ROOMY_TABLE = 4096  # up to this size the hash table has twice as many places as it may need
 LINE = 128  # bytes
-MOST_POSITIONS = 8_192  # of one batch row: lists of them lie in shared memory
+MAX_POSITIONS = 8_192  # of one batch row: lists of them lie in shared memory
 CLUSTERS_SINCE = 9  # compute capability, major
 
 
@@ -68,8 +68,8 @@ def plan(
     tuning: Tuning = TUNED,
 ) -> Swap:
     batch, k = positions.shape
-    if k > MOST_POSITIONS:
-        raise ConfigError(f"top-{k} is more than the {MOST_POSITIONS} positions that a plan on a GPU can take")
+    if k > MAX_POSITIONS:
+        raise ConfigError(f"top-{k} is more than the {MAX_POSITIONS} positions that a plan on a GPU can take")
     device = positions.device
     pages = (tables.row_pages, tables.host_pages, tables.slot_pages, tables.tail_pages, tables.map_pages)
     for table in pages:
@@ -173,7 +173,7 @@ def _cluster_constants(cluster: Cluster | None, layer: _Layer | None, lists_at_o
         "COPIES": 1,
         "CLUSTER": cluster.blocks,
         "LISTS_AT_ONCE": lists_at_once,
-        "ROWS_AT_ONCE": max(1, min(cluster.rows_at_once, MOST_UNITS // reading["LOADS"])),
+        "ROWS_AT_ONCE": max(1, min(cluster.rows_at_once, MAX_UNITS // reading["LOADS"])),
     } | reading
 
 
