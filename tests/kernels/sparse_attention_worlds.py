@@ -32,6 +32,7 @@ class Case:
     fp8: bool = False
     used: int | None = None
     magnitude: float = 1.0  # of the latents; those of q are as much smaller
+    uneven: bool = False  # in each row, one block of 128 latents is 2**18 times as large as the others
     spare_bytes: int = 0  # between one row and the next
 
     @property
@@ -77,7 +78,12 @@ def make_world(case: Case, seed: int = 0, device: torch.device = DEVICE, pool_ro
     count = pool_rows or max(64, min(live * case.k, 1 << 15))
     usable = count // 2
     values = torch.randn(usable, layout.width, device=device, generator=generator)
-    values[:, : case.rank] *= case.magnitude
+    latents = values[:, : case.rank]
+    latents *= case.magnitude
+    if case.uneven:
+        blocks = latents.unflatten(1, (-1, 128))  # with one fp8 scale each
+        largest = torch.arange(usable, device=device) % blocks.shape[1]
+        blocks[torch.arange(blocks.shape[1], device=device) != largest[:, None]] *= 2.0**-18
     stride = layout.stride_bytes + case.spare_bytes
     memory = torch.full((count, stride), 0xFF, dtype=torch.uint8, device=device)  # NaN, in fp8 and in bfloat16
     pool = memory.view(layout.stored_dtype)[:, : layout.stored_width]

@@ -79,6 +79,7 @@ CASES = {
     "fp8, large, 4 splits": (Case(2, 8, 130, fp8=True, magnitude=3e4), replace(FP8_16, splits=4)),
     "fp8, small": (Case(2, 8, 130, fp8=True, magnitude=1e-4), FP8_16),
     "fp8, small, 4 splits": (Case(2, 8, 130, fp8=True, magnitude=1e-4), replace(FP8_16, splits=4)),
+    "fp8, uneven scales": (Case(2, 8, 40, fp8=True, uneven=True), FP8_16),
     "fp8, rows apart": (Case(2, 16, 40, fp8=True, spare_bytes=48), FP8_16),
 }
 

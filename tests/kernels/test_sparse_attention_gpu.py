@@ -75,6 +75,7 @@ SMALL_CASES = {
     "fp8, empty splits": (Case(2, 4, 96, 64, 16, fp8=True, used=3), Launch("triton", 16, 16, splits=4)),
     "fp8, large": (Case(2, 4, 40, 256, 64, fp8=True, magnitude=3e4), Launch("triton", 16, 32)),
     "fp8, small": (Case(2, 4, 40, 256, 64, fp8=True, magnitude=1e-4), Launch("triton", 16, 32)),
+    "fp8, uneven scales": (Case(2, 4, 20, 256, 16, fp8=True, uneven=True), Launch("triton", 16, 32)),
     "one entry": (Case(2, 1, 1, 64, 16), Launch("triton", 16, 16)),
     "rows apart": (Case(2, 3, 20, 64, 16, fp8=True, spare_bytes=48), Launch("triton", 16, 16)),
 }
@@ -100,6 +101,7 @@ GLUON_CASES = {
     "fp8, empty splits": (Case(2, 33, 512, fp8=True, used=9), Launch("gluon", 64, 128, splits=4)),
     "fp8, large": (Case(2, 33, 130, fp8=True, magnitude=3e4), Launch("gluon", 64, 128)),
     "fp8, small": (Case(2, 33, 130, fp8=True, magnitude=1e-4), Launch("gluon", 64, 128)),
+    "fp8, uneven scales": (Case(2, 33, 40, fp8=True, uneven=True), Launch("gluon", 64, 128)),
     "rows apart": (Case(2, 33, 130, spare_bytes=48), Launch("gluon", 64, 128)),
 }
 
@@ -211,6 +213,7 @@ GPU_CASES = [
     *(Case(3, 16, 4096, fp8=fp8, used=700) for fp8 in (False, True)),
     *(Case(2, 128, 1, fp8=fp8) for fp8 in (False, True)),
     *(Case(2, 128, 130, fp8=True, magnitude=magnitude) for magnitude in (1e-4, 3e4)),
+    *(Case(2, heads, 130, fp8=True, uneven=True) for heads in (16, 128)),
     *(Case(3, 40, 500, 256, 64, fp8=fp8, spare_bytes=48) for fp8 in (False, True)),
 ]
 

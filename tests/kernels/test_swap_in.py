@@ -118,6 +118,25 @@ def test_the_oldest_slots_give_way_and_of_equally_old_ones_the_lower(op: Op) -> 
 
 
 @with_each_op
+@pytest.mark.parametrize(
+    ("stamp", "last_used"),
+    [
+        (3000, [5, 2, 7, 2, 3, 6, 2, 4]),
+        (2**18 + 12_000, [1, 9, 1025, 1026, 1024, 1, 2049, 3]),
+        (2**28 - 1, [1, 2**20, 2**20 + 4097, 2**20 + 4097, 2**20 + 4096, 1, 2**20 + 1, 3]),
+    ],
+    ids=["one round", "two rounds", "three rounds"],
+)
+def test_the_oldest_slots_are_evicted_when_all_ages_are_similar(op: Op, stamp: int, last_used: list[int]) -> None:
+    """All ages fall into one bucket of the CUDA kernel, which divides it in one to three rounds."""
+    for misses in range(1, 9):
+        world = World(Shape(k=8, slots=8, page_rows=4, words_per_page=16, context_pages=8), seed=24)
+        world.maps[0].position_of[:], world.maps[0].last_used[:] = range(8), last_used
+        world.write_maps(world.words)
+        world.check_step(op, one_seat(world, list(range(8, 8 + misses)), stamp=stamp))
+
+
+@with_each_op
 def test_a_second_plan_with_the_same_stamp_spares_the_slots_of_the_first(op: Op) -> None:
     world = World(Shape(k=3, slots=6, page_rows=4, words_per_page=16, context_pages=8), seed=3)
     world.check_step(op, one_seat(world, [7, 8, 9], stamp=5))
