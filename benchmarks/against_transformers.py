@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 import transformers
-from gpu import require_gpu
-from report import parser, report
+from gpu_timing import require_gpu
+from report import make_parser, report
 from transformers import AutoModelForCausalLM, DynamicCache, cache_utils
 
 from hotset.base.sampling import SamplingParams
@@ -158,11 +158,11 @@ def make_prompts(length: int, count: int) -> tuple[Answers, Answers]:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--length", type=int, default=8192)
-    arguments.add_argument("--prompts", type=int, default=8)
-    arguments.add_argument("--tokens", type=int, default=64)
-    options = arguments.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    options = parser.parse_args()
     require_gpu()
     prompts, right = make_prompts(options.length, options.prompts)
     runs = {

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import copy_bandwidth, matrix_rate, require_gpu, seconds_of
-from report import parser, report
+from gpu_timing import copy_bandwidth, matrix_rate, require_gpu, seconds_of
+from report import make_parser, report
 from torch import Tensor
 
 from hotset.kernels import EMPTY
@@ -198,13 +198,13 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--png", type=Path, help="also draw the results to this file")
-    arguments.add_argument("--quick", action="store_true", help="only the cells with a bar, and those of 32 heads")
-    arguments.add_argument("--sweep", action="store_true", help="try other launches instead, and print their times")
-    arguments.add_argument("--heads", type=int, nargs="*", default=SWEPT_HEADS, help="of the sweep")
-    arguments.add_argument("--batches", type=int, nargs="*", default=SWEPT_BATCHES, help="of the sweep")
-    options = arguments.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--png", type=Path, help="also draw the results to this file")
+    parser.add_argument("--quick", action="store_true", help="only the cells with a bar, and those of 32 heads")
+    parser.add_argument("--sweep", action="store_true", help="try other launches instead, and print their times")
+    parser.add_argument("--heads", type=int, nargs="*", default=SWEPT_HEADS, help="of the sweep")
+    parser.add_argument("--batches", type=int, nargs="*", default=SWEPT_BATCHES, help="of the sweep")
+    options = parser.parse_args()
     require_gpu()
     torch.manual_seed(0)
     if options.sweep:

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import hardware, parser, report
-from stand_in import Demo, Watched
+from report import hardware, make_parser, report
+from synthetic_model import Demo, Watched
 
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import HotsetError
@@ -308,11 +308,11 @@ def write_json(path: Path, parts: dict[str, Rows], loads: tuple[float, float]) -
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--model", default="models/demo-dsa", help="directory of a sparse-attention model")
-    arguments.add_argument("--png", type=Path, help="also draw the results into this file (needs matplotlib)")
-    arguments.add_argument("--quick", action="store_true", help="a smaller run, less sure of its ratios")
-    options = arguments.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", default="models/demo-dsa", help="directory of a sparse-attention model")
+    parser.add_argument("--png", type=Path, help="also draw the results into this file (needs matplotlib)")
+    parser.add_argument("--quick", action="store_true", help="a smaller run, less sure of its ratios")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     sizes = QUICK if options.quick else Sizes()
     started, load_before = time.perf_counter(), os.getloadavg()[0]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import torch
-from report import parser, report
+from report import make_parser, report
 from safetensors.torch import save_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -59,10 +59,10 @@ def oracle() -> LlamaForCausalLM:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--tokens", type=int, default=64, help="answer tokens per prompt")
-    arguments.add_argument("--rounds", type=int, default=5)
-    options = arguments.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=64, help="answer tokens per prompt")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
     llm, model = LLM("embedded", progress=False), oracle()
     assert llm.tokenizer is not None
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]

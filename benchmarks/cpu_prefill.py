@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from report import parser, report
+from report import make_parser, report
 
 from hotset.base.sampling import SamplingParams
 from hotset.engine.llm import LLM
@@ -91,10 +91,10 @@ def measure(llm: LLM, length: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--quick", action="store_true", help="one short prompt, one round")
-    arguments.add_argument("--rounds", type=int, default=3)
-    options = arguments.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help="one short prompt, one round")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     lengths, rounds = ((1024,), 1) if options.quick else ((1024, 2048, 4096, 8192), options.rounds)
     rows = []

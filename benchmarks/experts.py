@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gpu import copy_bandwidth, matrix_rate, require_gpu, seconds_of
-from report import parser, report
+from gpu_timing import copy_bandwidth, matrix_rate, require_gpu, seconds_of
+from report import make_parser, report
 from torch import Tensor
 
 from hotset.kernels.experts import experts
@@ -164,11 +164,11 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--quick", action="store_true", help=f"only batches of {QUICK}")
-    arguments.add_argument("--sweep", action="store_true", help="try other tiles at batches of 16 and 256, and stop")
-    arguments.add_argument("--png", type=Path, help="also draw the results into this file (needs matplotlib)")
-    options = arguments.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help=f"only batches of {QUICK}")
+    parser.add_argument("--sweep", action="store_true", help="try other tiles at batches of 16 and 256, and stop")
+    parser.add_argument("--png", type=Path, help="also draw the results into this file (needs matplotlib)")
+    options = parser.parse_args()
     require_gpu()
     torch.manual_seed(0)
     layer = make_layer()

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import copy_bandwidth, matrix_rate, require_gpu, seconds_of
-from report import parser, report
+from gpu_timing import copy_bandwidth, matrix_rate, require_gpu, seconds_of
+from report import make_parser, report
 from torch import Tensor
 
 from hotset.kernels.index_topk import index_topk
@@ -233,11 +233,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--png", type=Path, help="also draw the results to this file")
-    arguments.add_argument("--quick", action="store_true", help="only the cells with a bar, and batch 1")
-    arguments.add_argument("--sweep", action="store_true", help="try other sizes instead, and print their times")
-    options = arguments.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--png", type=Path, help="also draw the results to this file")
+    parser.add_argument("--quick", action="store_true", help="only the cells with a bar, and batch 1")
+    parser.add_argument("--sweep", action="store_true", help="try other sizes instead, and print their times")
+    options = parser.parse_args()
     require_gpu()
     torch.manual_seed(0)
     if options.sweep:

@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 from landing_workers import Case, DecodeWorker, ask, prefill_process
-from report import hardware, parser, report
+from report import hardware, make_parser, report
 from rich.progress import Progress
 
 from hotset.base.config import EngineConfig
@@ -248,19 +248,19 @@ def write_json(path: Path, parts: dict[str, Table], load: tuple[float, float]) -
 
 
 def main() -> None:
-    flags = parser(__doc__)
-    flags.add_argument("--png", type=Path, help="also draw the results into this file (needs matplotlib)")
-    flags.add_argument("--engines", nargs="+", default=["nixl", "mooncake"], choices=["nixl", "mooncake"])
-    flags.add_argument("--contexts", nargs="+", type=int, default=[4096, 8192, 16384, 32768, 65536])
-    flags.add_argument(
+    parser = make_parser(__doc__)
+    parser.add_argument("--png", type=Path, help="also draw the results into this file (needs matplotlib)")
+    parser.add_argument("--engines", nargs="+", default=["nixl", "mooncake"], choices=["nixl", "mooncake"])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 8192, 16384, 32768, 65536])
+    parser.add_argument(
         "--chunk", type=int, default=EngineConfig().max_num_batched_tokens, help="tokens announced at once"
     )
-    flags.add_argument("--keys", choices=["device", "host"], help="where index keys land; default: as in the engine")
-    flags.add_argument("--store-gib", type=float, default=1.0, help="memory on each side, for as many layers")
-    flags.add_argument("--rounds", type=int, default=5)
-    flags.add_argument("--model", default="models/demo-dsa", help="directory of the model that computes prompts")
-    flags.add_argument("--quick", action="store_true", help="two contexts, two rounds, one prompt")
-    options = flags.parse_args()
+    parser.add_argument("--keys", choices=["device", "host"], help="where index keys land; default: as in the engine")
+    parser.add_argument("--store-gib", type=float, default=1.0, help="memory on each side, for as many layers")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", default="models/demo-dsa", help="directory of the model that computes prompts")
+    parser.add_argument("--quick", action="store_true", help="two contexts, two rounds, one prompt")
+    options = parser.parse_args()
     chunks = [5, 8, 16]
     if options.quick:
         options.contexts, options.rounds, options.store_gib, chunks = [4096, 16384], 2, 0.4, [5]

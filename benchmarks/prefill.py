@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import copy_bandwidth, matrix_rate, require_gpu, seconds_of
-from report import parser, report
+from gpu_timing import copy_bandwidth, matrix_rate, require_gpu, seconds_of
+from report import make_parser, report
 from torch import Tensor
 
 from hotset.kernels.rows import mla_row
@@ -96,11 +96,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--png", type=Path, help="also draw the results to this file")
-    arguments.add_argument("--quick", action="store_true", help="few cells")
-    arguments.add_argument("--parts", nargs="*", choices=sorted(PARTS), default=sorted(PARTS), help="what to measure")
-    options = arguments.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--png", type=Path, help="also draw the results to this file")
+    parser.add_argument("--quick", action="store_true", help="few cells")
+    parser.add_argument("--parts", nargs="*", choices=sorted(PARTS), default=sorted(PARTS), help="what to measure")
+    options = parser.parse_args()
     require_gpu()
     torch.manual_seed(0)
     rows = [PARTS[part](cell) for part in options.parts for cell in (QUICK if options.quick else ALL)]

@@ -1,10 +1,11 @@
-"""Records which rows a sparse-attention model selects while it decodes long contexts, as a trace file.
+"""Records the rows that a sparse-attention model selects while it decodes long contexts, and writes a trace file.
 
     python benchmarks/record_topk.py --model models/demo-dsa --out data/topk/demo-dsa.topk
 
-The prompts are questions of `hotset/evaluate/tasks.py`, one task after another: real text with records hidden in it and
-a question at its end. Decoding is sampled and goes on past the end of the answer, so the model keeps writing text,
-records and questions of its own. All requests decode together.
+The prompts are questions of hotset/evaluate/tasks.py, one task after another: real text with hidden records, and a
+question at the end. Tokens are sampled, and decoding continues past the end of the answer: the model then writes more
+text, records and questions. All requests decode in one batch. Nothing is timed and there is no bar. topk_trace.py
+describes the file format, topk_locality.py evaluates a trace.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from report import hardware
+from report import HelpFormatter, hardware
 from rich.console import Console
 from rich.progress import Progress
 from topk_trace import TopkTrace, TraceHeader, write_trace
@@ -32,11 +33,9 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.engine.loading import choose_device, choose_dtype
 from hotset.engine.sizing import kv_budget
 from hotset.evaluate.tasks import TASKS, make_questions
-from hotset.kernels.rows import PagedRows
-from hotset.kernels.segments import Segments
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
-from hotset.memory.view import NewRows, Selected, View
+from hotset.memory.view import Selected, View, ViewWrapper
 from hotset.models.checkpoint import ModelFiles, find_model, open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.spec import MlaSpec
@@ -44,7 +43,7 @@ from hotset.models.tokenizer import Tokenizer
 
 
 def make_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int) -> list[list[int]]:
-    """A question of each length (of prompt and answer together), in tokens, as the model's chat template writes it."""
+    """Returns one question per length (tokens of prompt and answer together), rendered with the chat template."""
 
     def encode(prompt: str) -> list[int]:
         return tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": prompt}]), add_special=False)
@@ -58,55 +57,40 @@ def make_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int) -> lis
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """The decode rows of one call of `select`."""
+class DecodeSelections:
+    """The selections of all decoding requests in one layer of one step."""
 
     layer: int
-    seats: Tensor  # [rows] int64
-    lengths: Sequence[int]  # of each row's context, its own row included
-    positions: Tensor  # [rows, k] int32, EMPTY-padded
+    seats: Tensor  # [requests] int64
+    lengths: Sequence[int]  # of each request's context, including the new token
+    positions: Tensor  # [requests, k] int32, EMPTY-padded
 
 
-@dataclass(frozen=True, slots=True)
-class RecordingView:
-    """A view that keeps what is selected for segments of one query row, and hands every call on."""
+class RecordingView(ViewWrapper):
+    """Appends the selections of decoding requests (segments of one token) to `recorded`."""
 
-    inner: ResidentView
-    seen: list[Seen]
-
-    @property
-    def segments(self) -> Segments:
-        return self.inner.segments
-
-    @property
-    def padded_seats(self) -> Tensor | None:
-        return self.inner.padded_seats
-
-    def new_rows(self, layer: int) -> NewRows:
-        return self.inner.new_rows(layer)
-
-    def context(self, layer: int) -> PagedRows:
-        return self.inner.context(layer)
-
-    def keys(self, group: int) -> PagedRows:
-        return self.inner.keys(group)
+    def __init__(self, inner: ResidentView, recorded: list[DecodeSelections]) -> None:
+        super().__init__(inner)
+        self._seat_of = inner.seat_of
+        self._recorded = recorded
 
     def select(self, layer: int, positions: Tensor) -> Selected:
         single = [span for span in self.segments if span.last - span.first == 1]
         if single:
-            rows = torch.tensor([span.first for span in single], device=positions.device)
+            tokens = torch.tensor([span.first for span in single], device=positions.device)
             lengths = [span.length for span in single]
-            self.seen.append(Seen(layer, self.inner.seat_of[rows], lengths, positions[rows].to(torch.int32)))
-        return self.inner.select(layer, positions)
+            chosen = positions[tokens].to(torch.int32)
+            self._recorded.append(DecodeSelections(layer, self._seat_of[tokens], lengths, chosen))
+        return self._inner.select(layer, positions)
 
 
 class RecordingModel:
-    """A decoder whose selections are kept, on its device, until they are asked for."""
+    """Wraps a decoder and keeps its selections, on its device, until `selections` is called."""
 
     def __init__(self, inner: Decoder) -> None:
         self.inner = inner
         self.device = inner.device
-        self.seen: list[Seen] = []
+        self._recorded: list[DecodeSelections] = []
 
     @property
     def kv_shape(self) -> KvShape:
@@ -114,33 +98,34 @@ class RecordingModel:
 
     def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
         assert isinstance(view, ResidentView)
-        return self.inner.forward(token_ids, RecordingView(view, self.seen), wanted)
+        return self.inner.forward(token_ids, RecordingView(view, self._recorded), wanted)
 
     def selections(self, prompt_lengths: Sequence[int], steps: int, k: int) -> np.ndarray:
-        """[requests, steps, layers, k] int32. Requests are told apart by their lengths, which must differ."""
+        """Returns [requests, steps, layers, k] int32. Prompt lengths identify requests and must differ."""
         by_seat: dict[int, dict[tuple[int, int], np.ndarray]] = {}  # seat -> (context length, layer) -> positions
-        for seen in self.seen:
-            for seat, length, row in zip(seen.seats.tolist(), seen.lengths, seen.positions.cpu().numpy(), strict=True):
-                by_seat.setdefault(seat, {})[length, seen.layer] = row
+        for step in self._recorded:
+            chosen = step.positions.cpu().numpy()
+            for seat, length, positions in zip(step.seats.tolist(), step.lengths, chosen, strict=True):
+                by_seat.setdefault(seat, {})[length, step.layer] = positions
         layers = self.inner.spec.layers
         out = np.empty((len(prompt_lengths), steps, layers, k), dtype=np.int32)
-        for rows in by_seat.values():
-            longest = max(length for length, _layer in rows)
+        for selected in by_seat.values():
+            longest = max(length for length, _layer in selected)
             request = prompt_lengths.index(longest - steps)
             first = prompt_lengths[request] + 1
-            for step in range(steps):
+            for number in range(steps):
                 for layer in range(layers):
-                    out[request, step, layer] = rows[first + step, layer]
+                    out[request, number, layer] = selected[first + number, layer]
         assert len(by_seat) == len(prompt_lengths), "a seat was used twice, or a request never ran"
         return out
 
 
 def load(config: EngineConfig) -> tuple[ModelFiles, RecordingModel, Engine]:
-    """An engine around a recording model. StartupError where that cannot be done."""
+    """Returns the model's files and an engine that runs it as a recording model. Raises StartupError on failure."""
     device = choose_device(config.device)
     files = find_model(config.model)
     if not isinstance(files.spec.attention, MlaSpec):
-        raise ConfigError(f"{config.model} has no indexer: its attention selects nothing that could be recorded")
+        raise ConfigError(f"{config.model} has no indexer: it makes no selections to record")
     dtype = choose_dtype(config.dtype, files.spec, device)
     weights = open_weights(files, dtype, device, load_format=config.load_format)
     model = RecordingModel(Decoder(files.spec, weights))
@@ -152,10 +137,10 @@ def load(config: EngineConfig) -> tuple[ModelFiles, RecordingModel, Engine]:
 
 
 def decode(engine: Engine, prompts: Sequence[list[int]], steps: int, temperature: float, seed: int) -> None:
-    """Runs every request for `steps` decode steps, all at once."""
+    """Decodes all prompts in one batch, `steps` steps each."""
     intake = InputProcessor(engine.card, seed=seed)
     for number, prompt in enumerate(prompts):
-        # One token more than steps: the prefill yields the first.
+        # One more token than steps: the prefill produces the first.
         params = SamplingParams(temperature=temperature, max_tokens=steps + 1, ignore_eos=True, seed=seed + number)
         for choice in intake.accept(str(number), prompt, params):
             engine.add(choice)
@@ -166,28 +151,28 @@ def decode(engine: Engine, prompts: Sequence[list[int]], steps: int, temperature
             engine.step()
             stats = engine.stats()
             progress.update(task, completed=stats.tokens_prefilled + stats.tokens_generated)
-    assert not engine.stats().recomputes, "the pool was sized for every request"
+    assert not engine.stats().recomputes, "the pool is too small for all requests"
 
 
 def record(options: argparse.Namespace) -> TopkTrace:
     span = options.longest - options.shortest
-    wanted = [options.shortest + span * at // max(1, options.requests - 1) for at in range(options.requests)]
+    targets = [options.shortest + span * n // max(1, options.requests - 1) for n in range(options.requests)]
     config = EngineConfig(
         model=options.model,
         device=options.device,
         max_num_seqs=options.requests,
-        device_kv_tokens=sum(wanted) + options.requests * (options.steps + 128),
+        device_kv_tokens=sum(targets) + options.requests * (options.steps + 128),
         max_model_len=options.longest + options.steps + 1,
-        cuda_graphs="off",  # a captured step runs no Python that could keep anything
+        cuda_graphs="off",  # replaying a captured step runs no Python, so nothing would be recorded
     )
     files, model, engine = load(config)
     tokenizer = Tokenizer.load(files, None)
     if tokenizer is None:
-        raise ConfigError(f"{options.model} has no tokenizer.json: prompts cannot be made")
-    prompts = make_prompts(tokenizer, wanted, options.seed)
+        raise ConfigError(f"{options.model} has no tokenizer.json, which the prompts require")
+    prompts = make_prompts(tokenizer, targets, options.seed)
     lengths = [len(prompt) for prompt in prompts]
     if len(set(lengths)) < len(lengths):
-        raise ConfigError("requests are told apart by their lengths: move --shortest and --longest further apart")
+        raise ConfigError("two prompts have the same length, which must identify them: increase --longest")
     decode(engine, prompts, options.steps, options.temperature, options.seed)
     attention = files.spec.attention
     assert isinstance(attention, MlaSpec)
@@ -198,7 +183,7 @@ def record(options: argparse.Namespace) -> TopkTrace:
         k=k,
         requests=options.requests,
         steps=options.steps,
-        context_lengths=tuple(each + 1 for each in lengths),
+        context_lengths=tuple(length + 1 for length in lengths),
         page_rows=config.page_rows,
         recorded={
             "command": shlex.join(["python", *sys.argv]),
@@ -211,17 +196,17 @@ def record(options: argparse.Namespace) -> TopkTrace:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    arguments.add_argument("--model", default="models/demo-dsa", help="directory of a sparse-attention model")
-    arguments.add_argument("--out", type=Path, default=Path("data/topk/demo-dsa.topk"))
-    arguments.add_argument("--device", help="'cpu', 'cuda' or 'cuda:N'; by default the GPU if there is one")
-    arguments.add_argument("--requests", type=int, default=8)
-    arguments.add_argument("--steps", type=int, default=512, help="decode steps of each request")
-    arguments.add_argument("--shortest", type=int, default=4608, help="tokens of the shortest question")
-    arguments.add_argument("--longest", type=int, default=8192, help="tokens of the longest question")
-    arguments.add_argument("--temperature", type=float, default=0.7)
-    arguments.add_argument("--seed", type=int, default=0)
-    options = arguments.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--model", default="models/demo-dsa", help="directory of a sparse-attention model")
+    parser.add_argument("--out", type=Path, default=Path("data/topk/demo-dsa.topk"), help="trace file to write")
+    parser.add_argument("--device", help="'cpu', 'cuda' or 'cuda:N'; default: the GPU if there is one")
+    parser.add_argument("--requests", type=int, default=8, help="number of requests")
+    parser.add_argument("--steps", type=int, default=512, help="decode steps per request")
+    parser.add_argument("--shortest", type=int, default=4608, help="tokens of the shortest question")
+    parser.add_argument("--longest", type=int, default=8192, help="tokens of the longest question")
+    parser.add_argument("--temperature", type=float, default=0.7, help="sampling temperature")
+    parser.add_argument("--seed", type=int, default=0, help="seed of questions and sampling")
+    options = parser.parse_args()
     try:
         trace = record(options)
     except HotsetError as error:

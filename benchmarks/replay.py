@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from report import parser, report
+from report import make_parser, report
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 BLOCK_TOKENS = 512  # of the trace
@@ -174,16 +174,16 @@ def row(url: str, requests: Sequence[Request], answers: Sequence[Answer], second
 
 
 def main() -> None:
-    flags = parser(__doc__)
-    flags.add_argument("trace", type=Path, help="a trace as Mooncake's, in JSON lines")
-    flags.add_argument("url", help="a server, without /v1")
-    flags.add_argument("--beside", help="another one, for comparison")
-    flags.add_argument("--requests", type=int, default=200)
-    flags.add_argument("--context", type=int, default=4096, help="tokens of the longest request")
-    flags.add_argument("--faster", type=float, default=1.0, help="how much faster requests arrive")
-    flags.add_argument("--vocab", type=int, default=1000, help="token ids are below this")
-    flags.add_argument("--timeout", type=float, default=300.0, help="seconds without a byte until a request has failed")
-    options = flags.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("trace", type=Path, help="a trace as Mooncake's, in JSON lines")
+    parser.add_argument("url", help="a server, without /v1")
+    parser.add_argument("--beside", help="another one, for comparison")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--context", type=int, default=4096, help="tokens of the longest request")
+    parser.add_argument("--faster", type=float, default=1.0, help="how much faster requests arrive")
+    parser.add_argument("--vocab", type=int, default=1000, help="token ids are below this")
+    parser.add_argument("--timeout", type=float, default=300.0, help="read timeout of a request, in seconds")
+    options = parser.parse_args()
     try:
         requests = read_trace(options.trace, options.requests, options.context, options.faster, options.vocab)
     except (OSError, ValueError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: a table for people, JSON for programs, the hardware and the command."""
+"""The command line and the output that all benchmarks share: tables, and JSON with hardware, command and date."""
 
 import argparse
 import datetime
@@ -17,19 +17,29 @@ from rich.console import Console
 from rich.table import Table
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    made.add_argument("--json", type=Path, help="also write the results to this file")
-    return made
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Prints the description as it is written, and the defaults of options that have one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False):
+            return action.help
+        return super()._get_help_string(action)
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser with the option `--json`. `description` is the module docstring of the benchmark."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the results as JSON to this file")
+    return parser
 
 
 def hardware() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    listed = (
+    """Describes the machine and the versions of Python and torch."""
+    lscpu = (
         subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout if shutil.which("lscpu") else ""
     )
-    named = [line.partition(":")[2].strip() for line in listed.splitlines() if line.startswith("Model name")]
-    cpu = f"{named[0] if named else 'unknown'} ({platform.machine()})"
+    models = [line.partition(":")[2].strip() for line in lscpu.splitlines() if line.startswith("Model name")]
+    cpu = f"{models[0] if models else 'unknown'} ({platform.machine()})"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": cpu,
@@ -40,8 +50,21 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def write_json(json_path: Path, title: str, results: Any, **extra: Any) -> None:
+    """Writes `results` with title, hardware, command and date; `extra` are more fields."""
+    context = {
+        "title": title,
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(),
+        "hardware": hardware(),
+        **extra,
+        "results": results,
+    }
+    json_path.write_text(json.dumps(context, indent=2) + "\n")
+
+
 def report(title: str, rows: list[dict[str, Any]], json_path: Path | None, notes: str = "") -> None:
-    """Prints `rows` (dicts with the same keys) as a table and writes them, with hardware, command and date, as JSON."""
+    """Prints `rows` (dicts with the same keys) as a table. Writes them as JSON if `json_path` is given."""
     console = Console(width=120)
     table = Table(title=title, caption=notes or None)
     for key in rows[0]:
@@ -49,13 +72,6 @@ def report(title: str, rows: list[dict[str, Any]], json_path: Path | None, notes
     for row in rows:
         table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
     console.print(table)
-    context = {
-        "title": title,
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "hardware": hardware(),
-        "results": rows,
-    }
-    console.print(f"{context['hardware']}", style="dim")
+    console.print(f"{hardware()}", style="dim")
     if json_path is not None:
-        json_path.write_text(json.dumps(context, indent=2) + "\n")
+        write_json(json_path, title, rows)

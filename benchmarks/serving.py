@@ -32,9 +32,9 @@ from typing import Any
 
 import matplotlib
 import torch
-from gpu import copy_bandwidth, replayed, require_gpu, seconds_of
-from landed import LandedModel, Selection
-from report import parser, report
+from gpu_timing import copy_bandwidth, replayed, require_gpu, seconds_of
+from report import make_parser, report
+from synthetic_prefill import LandedModel, Selection
 from torch import Tensor
 
 from hotset.base.config import EngineConfig, TiersMode
@@ -414,17 +414,17 @@ def plot(rows: Rows, path: Path) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--png", type=Path, help="a picture of the results")
-    arguments.add_argument("--models", nargs="+", default=["dsa-50b", "dsa-50b-dense"])
-    arguments.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072])
-    arguments.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16, 32], help="and the most that fit")
-    arguments.add_argument("--share", type=int, default=1, help="layers that one indexer serves")
-    arguments.add_argument("--device-gib", type=float, default=16)
-    arguments.add_argument("--host-gib", type=float, default=80)
-    arguments.add_argument("--steps", type=int, default=64, help="timed, of the answers' 256 tokens")
-    arguments.add_argument("--quick", action="store_true", help="the dense twin at 32k alone, with a small host store")
-    options = arguments.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--png", type=Path, help="a picture of the results")
+    parser.add_argument("--models", nargs="+", default=["dsa-50b", "dsa-50b-dense"])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072])
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16, 32], help="and the most that fit")
+    parser.add_argument("--share", type=int, default=1, help="layers that one indexer serves")
+    parser.add_argument("--device-gib", type=float, default=16)
+    parser.add_argument("--host-gib", type=float, default=80)
+    parser.add_argument("--steps", type=int, default=64, help="timed, of the answers' 256 tokens")
+    parser.add_argument("--quick", action="store_true", help="the dense twin at 32k alone, with a small host store")
+    options = parser.parse_args()
     require_gpu()
     if options.quick:
         options.models, options.contexts, options.host_gib, options.requests = ["dsa-50b-dense"], [32768], 34, [1, 16]

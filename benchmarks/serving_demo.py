@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import parser, report
+from report import make_parser, report
 
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import ConfigError, HotsetError
@@ -287,12 +287,12 @@ def draw(path: Path, rows: Rows) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--model", default=DEMO, help="directory of a sparse-attention model")
-    arguments.add_argument("--device", help="'cpu', 'cuda' or 'cuda:N'; by default the GPU if there is one")
-    arguments.add_argument("--png", type=Path, help="also draw the results into this file (needs matplotlib)")
-    arguments.add_argument("--quick", action="store_true", help="short prompts and few requests")
-    options = arguments.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", default=DEMO, help="directory of a sparse-attention model")
+    parser.add_argument("--device", help="'cpu', 'cuda' or 'cuda:N'; by default the GPU if there is one")
+    parser.add_argument("--png", type=Path, help="also draw the results into this file (needs matplotlib)")
+    parser.add_argument("--quick", action="store_true", help="short prompts and few requests")
+    options = parser.parse_args()
     torch.set_num_threads(1)  # of several, each waits for all: other load on the machine would be measured
     sizes = QUICK if options.quick else Sizes()
     start = time.perf_counter()

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import copy_bandwidth, require_gpu, seconds_of
-from report import parser, report
+from gpu_timing import copy_bandwidth, require_gpu, seconds_of
+from report import make_parser, report
 from torch import Tensor
 
 from hotset.kernels.fast_path import kernels_of
@@ -264,11 +264,11 @@ def draw(small: list[dict[str, Any]], attention: list[dict[str, Any]], path: Pat
 
 @torch.inference_mode()
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--png", type=Path, help="also draw the results to this file")
-    arguments.add_argument("--quick", action="store_true", help="only what the bars are about")
-    arguments.add_argument("--sweep", action="store_true", help="instead: try other constants of the kernels")
-    options = arguments.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--png", type=Path, help="also draw the results to this file")
+    parser.add_argument("--quick", action="store_true", help="only what the bars are about")
+    parser.add_argument("--sweep", action="store_true", help="instead: try other constants of the kernels")
+    options = parser.parse_args()
     require_gpu()
     if options.sweep:
         report("Constants of the small ops", sweep(), options.json)

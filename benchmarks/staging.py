@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import hardware, parser, report
+from report import hardware, make_parser, report
 from rich.progress import Progress
 from staging_workers import ROW_BYTES, Case, DecodeWorker, ask, prefill_process
 
@@ -121,17 +121,17 @@ def write_json(path: Path, parts: dict[str, Table]) -> None:
 
 
 def main() -> None:
-    flags = parser(__doc__)
-    flags.add_argument("--engines", nargs="+", default=["mooncake", "nixl"], choices=["nixl", "mooncake"])
-    flags.add_argument("--contexts", nargs="+", type=int, default=[8192, 16384, 32768, 65536])
-    flags.add_argument("--at-once", type=int, default=32)
-    flags.add_argument("--staging-mib", type=int, default=64)
-    flags.add_argument("--chunk", type=int, default=1024, help="tokens announced at once")
-    flags.add_argument("--store-gib", type=float, default=1.0, help="memory on each side, for as many layers")
-    flags.add_argument("--many-gib", type=float, default=0.25, help="the same, where many contexts travel at once")
-    flags.add_argument("--rounds", type=int, default=3)
-    flags.add_argument("--quick", action="store_true", help="few layers, two contexts, 8 at once")
-    options = flags.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--engines", nargs="+", default=["mooncake", "nixl"], choices=["nixl", "mooncake"])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[8192, 16384, 32768, 65536])
+    parser.add_argument("--at-once", type=int, default=32)
+    parser.add_argument("--staging-mib", type=int, default=64)
+    parser.add_argument("--chunk", type=int, default=1024, help="tokens announced at once")
+    parser.add_argument("--store-gib", type=float, default=1.0, help="memory on each side, for as many layers")
+    parser.add_argument("--many-gib", type=float, default=0.25, help="the same, where many contexts travel at once")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="few layers, two contexts, 8 at once")
+    options = parser.parse_args()
     if options.quick:
         options.contexts, options.at_once, options.store_gib, options.many_gib = [8192, 16384], 8, 0.07, 0.07
     torch.set_num_threads(1)

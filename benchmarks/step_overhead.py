@@ -8,7 +8,7 @@ import statistics
 import time
 
 import torch
-from report import parser, report
+from report import make_parser, report
 from torch import Tensor
 
 from hotset.base.config import EngineConfig
@@ -64,9 +64,9 @@ def measure(requests: int, steps: int) -> list[float]:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--steps", type=int, default=300)
-    options = arguments.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for requests in (1, 64, 256, 512, 1024):

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import require_gpu, seconds_of
-from report import parser, report
+from gpu_timing import require_gpu, seconds_of
+from report import make_parser, report
 from swap_in_state import PAGE_ROWS, TOP_K, HostRows, State, make_state, pinned_host_rows
 
 from hotset.kernels import cuda_source
@@ -268,11 +268,11 @@ def draw(measured: list[Measured], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def cells_of(arguments: argparse.Namespace) -> list[Cell]:
-    batches = (8, 32) if arguments.quick else BATCHES
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    batches = (8, 32) if options.quick else BATCHES
     return [
         Cell(size, slots, batch, m)
-        for size in arguments.row_bytes
+        for size in options.row_bytes
         for slots in SLOTS
         for batch in batches
         for m in MISSES
@@ -280,30 +280,30 @@ def cells_of(arguments: argparse.Namespace) -> list[Cell]:
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--png", type=Path, help="also draw the 656-byte grid")
-    options.add_argument("--quick", action="store_true", help="batches 8 and 32 only")
-    options.add_argument("--row-bytes", type=int, nargs="+", default=[656, 1152], choices=[656, 1152])
-    options.add_argument("--sweep", action="store_true", help="try launch shapes instead")
-    arguments = options.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--png", type=Path, help="also draw the 656-byte grid")
+    parser.add_argument("--quick", action="store_true", help="batches 8 and 32 only")
+    parser.add_argument("--row-bytes", type=int, nargs="+", default=[656, 1152], choices=[656, 1152])
+    parser.add_argument("--sweep", action="store_true", help="try launch shapes instead")
+    options = parser.parse_args()
     require_gpu()
-    most = 32 if arguments.quick else 128
+    most = 32 if options.quick else 128
     with pinned_host_rows(most * 656) as host:
-        if arguments.sweep:
+        if options.sweep:
             sweep(host)
             return
-        measured = [measure(cell, host) for cell in cells_of(arguments)]
+        measured = [measure(cell, host) for cell in cells_of(options)]
         pages = measure_pages(host)
     notes = (
         f"{host.gib:.1f} GiB of pinned rows; contexts of 1152-byte rows share it from batch 73 on. "
         "x gather: ours over the bare gather."
     )
-    report("Swap-in", [each.shown() for each in measured], arguments.json, notes)
+    report("Swap-in", [each.shown() for each in measured], options.json, notes)
     report("Whole pages by one kernel, 656-byte rows, 8 layers", pages, None)
     for text, kept in bars(measured):
         print(f"{'met   ' if kept else 'MISSED'}  {text}")
-    if arguments.png is not None:
-        draw(measured, arguments.png)
+    if options.png is not None:
+        draw(measured, options.png)
 
 
 if __name__ == "__main__":

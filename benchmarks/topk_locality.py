@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from report import parser, report
+from report import make_parser, report
 from topk_trace import TopkTrace, read_trace
 
 from hotset.base.errors import HotsetError
@@ -143,9 +143,9 @@ def mean(of: list[Locality]) -> Locality:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("trace", type=Path, nargs="?", default=Path("data/topk/demo-dsa.topk"))
-    options = arguments.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("trace", type=Path, nargs="?", default=Path("data/topk/demo-dsa.topk"))
+    options = parser.parse_args()
     try:
         trace = read_trace(options.trace)
     except HotsetError as error:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 from capacity import AUTO, OFF, Bar, Sizes, crowd, draw, overload, recovery
-from stand_in import Demo
+from synthetic_model import Demo
 
 from hotset.kernels import EMPTY
 

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from hotset.evaluate.tasks import Question
-from hotset.kernels.rows import PagedRows
-from hotset.kernels.segments import Segments
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.resident import ResidentView, make_batch
 from hotset.memory.tables import PageTables
-from hotset.memory.view import NewRows, Selected, View
+from hotset.memory.view import Selected, View, ViewWrapper
 from hotset.models.checkpoint import find_model, open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.tokenizer import Tokenizer
@@ -33,29 +31,12 @@ CHUNK = 1024
 Damage = Callable[[Tensor, View], Tensor]  # positions that the indexer chose -> positions whose rows are read
 
 
-class DamagedView:
-    """A view whose selections read other rows than those selected."""
+class DamagedView(ViewWrapper):
+    """Replaces the selected positions by those that `damage` returns."""
 
     def __init__(self, inner: View, damage: Damage) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._damage = damage
-
-    @property
-    def segments(self) -> Segments:
-        return self._inner.segments
-
-    @property
-    def padded_seats(self) -> Tensor | None:
-        return self._inner.padded_seats
-
-    def new_rows(self, layer: int) -> NewRows:
-        return self._inner.new_rows(layer)
-
-    def context(self, layer: int) -> PagedRows:
-        return self._inner.context(layer)
-
-    def keys(self, group: int) -> PagedRows:
-        return self._inner.keys(group)
 
     def select(self, layer: int, positions: Tensor) -> Selected:
         return self._inner.select(layer, self._damage(positions, self._inner))

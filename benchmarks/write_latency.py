@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from report import parser, report
+from report import make_parser, report
 
 from hotset.transfer.api import Region, Transfer, WriteState, WriteTicket
 from hotset.transfer.engines import open_transfer
@@ -115,10 +115,10 @@ def measure(engine: str, lanes: int, case: str, seconds: float) -> dict[str, Any
 
 
 def main() -> None:
-    flags = parser(__doc__)
-    flags.add_argument("--engines", nargs="+", default=["nixl", "mooncake"])
-    flags.add_argument("--seconds", type=float, default=3.0)
-    chosen = flags.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--engines", nargs="+", default=["nixl", "mooncake"])
+    parser.add_argument("--seconds", type=float, default=3.0)
+    chosen = parser.parse_args()
     rows = [
         measure(engine, lanes, case, chosen.seconds)
         for engine in chosen.engines
