@@ -1,4 +1,4 @@
-"""Configuration: frozen values whose fields are both the keywords of `LLM` and the flags of the command line."""
+"""Configuration. Fields of `EngineConfig` are keywords of `LLM` and flags; fields of `ServeConfig` are flags only."""
 
 import difflib
 import os

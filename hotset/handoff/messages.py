@@ -120,7 +120,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class HandoffRequest:
-    """Requests that this prompt be computed and its rows and index keys written to these pages of the sender."""
+    """Requests that the prefill worker compute this prompt and write its rows and index keys to these pages."""
 
     key: HandoffKey
     prompt: PromptSpec

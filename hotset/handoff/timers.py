@@ -14,7 +14,7 @@ MAX_PEERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimeout:
-    """How long a phase may last, in seconds, and how often its message is retransmitted."""
+    """How long a phase may last, in seconds, and how often it sends its message again (a retransmit, or Progress)."""
 
     limit: float
     retransmit_every: float | None = None

@@ -9,7 +9,7 @@ from torch import Tensor
 class Collectives(Protocol):
     """Collective operations among the ranks that share one model, or one pipeline stage of it.
 
-    Every rank must make the same calls in the same order, and every rank receives the same bits. `all_reduce` and
+    Every rank must make the same calls in the same order. A sum has the same bits on every rank. `all_reduce` and
     `reduce_scatter` may overwrite their argument; the result belongs to the caller.
     """
 

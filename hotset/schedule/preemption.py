@@ -1,8 +1,8 @@
-"""Which requests are demoted, parked or recomputed when pages are short, and which is promoted when they are not.
+"""Decides which requests are demoted, parked or recomputed when pages are short, and promoted when pages are free.
 
-The functions choose and change nothing. `Preemptor` carries the choices out. A request's residence changes only while
-no plan in flight uses the request; until then the change is pending, and no other victim is chosen. Pages that are
-freed can be granted in the same plan. `running` is in order of arrival.
+The functions only choose; they change nothing. `Preemptor` carries the choices out. A request's residence changes only
+while no plan in flight uses the request; until then the change is pending, and no other victim is chosen. Pages that
+are freed can be granted in the same plan. `running` is in order of arrival.
 """
 
 from collections.abc import Iterable, Sequence

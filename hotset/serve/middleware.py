@@ -93,7 +93,7 @@ class ApiKey:
 
 
 class ConcurrencyLimit:
-    """Rejects completion requests above the limit on requests in progress, before their bodies take up memory.
+    """Rejects POST requests to `/v1/` above the limit on requests in progress, before their bodies take up memory.
 
     A request is in progress until its response has been sent or its client has disconnected.
     """

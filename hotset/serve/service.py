@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hotset.base.config import ServeConfig
@@ -16,24 +16,9 @@ from hotset.models.tokenizer import Tokenizer
 from hotset.serve.metrics import Metrics
 from hotset.serve.protocol import PREFILL_HEADER, ChatMessage, SamplingFields, WorkerState
 
-# Fields that have the same name and meaning in a request body and in SamplingParams.
-SHARED_FIELDS = (
-    "n",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-)
+# The sampling parameters that mean the same in a request body; `sampling_params` converts the others.
+CONVERTED_FIELDS = frozenset({"max_tokens", "logprobs", "logit_bias"})
+SHARED_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in CONVERTED_FIELDS)
 
 
 class Load:
@@ -122,7 +107,7 @@ class Service:
     def prefill_at(self, headers: Mapping[str, str]) -> str | None:
         """Returns the control address of the prefill worker that the router chose, or None without a router.
 
-        The engine's intake checks the address.
+        The engine checks the address.
         """
         address = headers.get(PREFILL_HEADER)
         if address is None:
@@ -160,7 +145,7 @@ class Service:
         return await asyncio.to_thread(lambda: self.tokenizer.decode(token_ids, skip_special=False))
 
     def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
-        """Raises RequestError for an id outside the vocabulary. The engine's intake checks those of prompts."""
+        """Raises RequestError for an id outside the vocabulary. Ids of prompts are checked by the engine."""
         vocab = self.client.model.vocab
         invalid = next((token for token in token_ids if not 0 <= token < vocab), None)
         if invalid is not None:
