@@ -23,7 +23,16 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout, mla_row
 from hotset.kernels.sparse_attention import sparse_attention
-from hotset.kernels.sparse_attention.launch import HOPPER, MAX_SPLITS, PORTABLE, Gpu, Launch, Work, choose, with_splits
+from hotset.kernels.sparse_attention.launch import (
+    HOPPER,
+    MAX_SPLITS,
+    PORTABLE,
+    AttentionShape,
+    GpuTraits,
+    LaunchConfig,
+    choose_launch,
+    with_splits,
+)
 
 TOPK, RANK, ROPE = 2048, 512, 64
 SCALE = (RANK + ROPE) ** -0.5
@@ -47,8 +56,8 @@ class Cell:
         return mla_row(RANK, ROPE, torch.bfloat16, self.fp8)
 
     @property
-    def work(self) -> Work:
-        return Work(self.batch, self.heads, TOPK, RANK, ROPE, self.fp8)
+    def shape(self) -> AttentionShape:
+        return AttentionShape(self.batch, self.heads, TOPK, RANK, ROPE, self.fp8)
 
     @property
     def row_bytes(self) -> int:
@@ -70,7 +79,7 @@ def pool(fp8: bool) -> Tensor:
     return rows.repeat(POOL_BYTES // layout.stride_bytes // ROWS_ENCODED, 1)
 
 
-def seconds(cell: Cell, launch: Launch | None = None, *, empty: bool = False) -> float:
+def seconds(cell: Cell, launch: LaunchConfig | None = None, *, empty: bool = False) -> float:
     """`empty`: nothing is chosen, so what is left is what every call costs."""
     rows = pool(cell.fp8)
     inputs = [
@@ -81,18 +90,18 @@ def seconds(cell: Cell, launch: Launch | None = None, *, empty: bool = False) ->
         for _ in range(INPUTS)
     ]
 
-    def call(q: Tensor, chosen: Tensor) -> object:
+    def call(q: Tensor, row_ids: Tensor) -> object:
         if launch is None:
-            return sparse_attention(q, rows, chosen, cell.layout, RANK, SCALE)
+            return sparse_attention(q, rows, row_ids, cell.layout, RANK, SCALE)
         from hotset.kernels.sparse_attention import triton_impl
 
-        return triton_impl.sparse_attention(q, rows, chosen, cell.layout, RANK, SCALE, launch)
+        return triton_impl.sparse_attention(q, rows, row_ids, cell.layout, RANK, SCALE, launch)
 
-    return seconds_of([lambda q=q, chosen=chosen: call(q, chosen) for q, chosen in inputs])
+    return seconds_of([lambda q=q, row_ids=row_ids: call(q, row_ids) for q, row_ids in inputs])
 
 
 def measured(cell: Cell) -> dict[str, Any]:
-    spent, launch = seconds(cell), choose(cell.work, gpu())
+    spent, launch = seconds(cell), choose_launch(cell.shape, gpu())
     of_copy, of_matrix = (cell.row_bytes / spent / copy_bandwidth(), cell.flops / spent / matrix_rate())
     return {
         "batch": cell.batch,
@@ -119,12 +128,12 @@ def verdict(cell: Cell, of_copy: float, of_matrix: float) -> str:
     return "-"
 
 
-def gpu() -> Gpu:
+def gpu() -> GpuTraits:
     found = torch.cuda.get_device_properties(0)
-    return Gpu(found.multi_processor_count, found.major == 9)
+    return GpuTraits(found.multi_processor_count, found.major == 9)
 
 
-def candidates(heads: int, fp8: bool) -> list[Launch]:
+def candidates(heads: int, fp8: bool) -> list[LaunchConfig]:
     """The launch in use and that of the Triton kernel."""
     group = 16 if heads <= 16 else 32 if heads <= 32 else 64
     return [HOPPER[fp8, group], PORTABLE[fp8, group]]
@@ -146,10 +155,10 @@ def sweep(heads: Iterable[int], batches: Sequence[int]) -> None:
             report(f"{count} heads, {'fp8' if fp8 else 'bf16'} rows", rows, None)
 
 
-def sweep_rows(launch: Launch, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def sweep_rows(launch: LaunchConfig, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     rows = []
     for cell in cells:
-        taken = with_splits(launch, cell.work, gpu()).splits
+        taken = with_splits(launch, cell.shape, gpu()).splits
         for splits in sorted({max(1, taken // 2), taken, min(MAX_SPLITS, 2 * taken)}):
             tried = replace(launch, splits=splits)
             try:

@@ -63,9 +63,9 @@ class Inputs:
     @property
     def room(self) -> int:
         """Scores of a row: its context, rounded up as index_topk does."""
-        from hotset.kernels.index_topk.triton_select import ROW_MULTIPLE
+        from hotset.kernels.index_topk.triton_select import CONTEXT_MULTIPLE
 
-        return -(-max(self.segments.lengths) // ROW_MULTIPLE) * ROW_MULTIPLE
+        return -(-max(self.segments.lengths) // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
 
 
 @cache
@@ -105,7 +105,7 @@ def score(given: Inputs, tuning: Any = None, part: slice = slice(None)) -> Any:
     return triton_impl.score(
         *(given.q[part], given.weights[part], given.keys, given.keys.seat_of[part], given.segments.positions[part]),
         *(given.room, TOPK, HEAD_DIM**-0.5),
-        alone=given.segments.decoding,
+        share_context=not given.segments.decoding,
         tuning=tuning,
     )
 
@@ -184,7 +184,7 @@ def sweep() -> None:
         return sorted(rows, key=lambda row: sum(value for value in row.values() if isinstance(value, float)))
 
     decode = [Cell(32, 32 << 10), Cell(128, 32 << 10), Cell(32, 128 << 10)]
-    alone = triton_score.ALONE[32]
+    alone = triton_score.OWN_CONTEXT[32]
     scoring = [replace(alone, per_processor=each) for each in (4, 5, 6, 10)]
     scoring += [replace(alone, stages=each) for each in (3, 5, 6)]
     scoring += [replace(alone, registers=None), replace(alone, keys=128, registers=None, per_processor=3)]
@@ -196,7 +196,7 @@ def sweep() -> None:
     selecting += [replace(plain, finish_warps=each) for each in (4, 16)]
     few = [Cell(1, 128 << 10), *decode]
     report("top-k", times(selecting, few, lambda given, tuning: topk_seconds(given, tuning=tuning)), None)
-    together = triton_score.TOGETHER
+    together = triton_score.SHARED_CONTEXT
     wide = [together, replace(together, stages=3), replace(together, columns=64, per_processor=3)]
     wide += [
         replace(together, keys=128, warps=8, per_processor=1),

@@ -20,7 +20,7 @@ from report import make_parser, report
 from torch import Tensor
 
 from hotset.kernels.fast_path import kernels_of
-from hotset.kernels.slice_pack import Slices, slice_pack, slice_unpack
+from hotset.kernels.slice_pack import RowSlices, slice_pack, slice_unpack
 
 TOKENS, LAYERS, HEADS, HEAD_BYTES, PAGE_ROWS = 8192, 30, 8, 128 * 2, 64
 INPUTS = 2  # that calls rotate among: contexts in pages of their own
@@ -47,10 +47,10 @@ class Passage:
     def nbytes(self) -> int:
         return LAYERS * TOKENS * 2 * self.heads * HEAD_BYTES
 
-    def slices(self, ranks: int) -> Slices:
+    def slices(self, ranks: int) -> RowSlices:
         """K and V of the last heads of a row that holds those of one rank of `ranks`."""
         held, moved = HEADS // ranks * HEAD_BYTES, self.heads * HEAD_BYTES
-        return Slices(((held - moved, moved), (2 * held - moved, moved)))
+        return RowSlices(((held - moved, moved), (2 * held - moved, moved)))
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Measured:
         }
 
 
-def tuned(cluster: cuda_impl.Cluster) -> cuda_impl.Tuning:
+def tuned(cluster: cuda_impl.Cluster) -> cuda_impl.SwapInTuning:
     """Whatever the batch."""
     return replace(cuda_impl.TUNED, clusters=((1, cluster),))
 
@@ -109,7 +109,7 @@ def states_of(cell: Cell, host: HostRows, sets: int = INPUT_SETS) -> list[State]
     return [make_state(cell.slots, cell.batch, cell.misses, rows, seed) for seed in range(sets)]
 
 
-def us_of(states: list[State], tuning: cuda_impl.Tuning) -> float:
+def us_of(states: list[State], tuning: cuda_impl.SwapInTuning) -> float:
     calls = [partial(state.swap_in, tuning) for state in states]
     return 1e6 * seconds_of(calls, clean=False, before=[state.restore for state in states])
 
@@ -180,7 +180,7 @@ def measure_pages(host: HostRows, blocks: int = page_copy_cuda.TUNED.blocks) -> 
     on_device = torch.zeros(layers, 2 * rows, 656, dtype=torch.uint8, device="cuda")
     order = torch.randperm(2 * pages)[:pages] * PAGE_ROWS
     pieces = torch.stack([order, order.flip(0), torch.full_like(order, PAGE_ROWS)], dim=1).cuda()
-    tuning = page_copy_cuda.Tuning(blocks=blocks)
+    tuning = page_copy_cuda.PageCopyTuning(blocks=blocks)
     shown = []
     for name, to_host in (("to host", True), ("to device", False)):
         copy = partial(page_copy_cuda.copy, pieces, on_device, on_host, to_host=to_host, tuning=tuning)
@@ -223,7 +223,7 @@ SWEEP = {
 
 
 def sweep(host: HostRows) -> None:
-    """Tries launches at 4096 slots; the best for each batch go into `cuda_impl.Tuning`."""
+    """Tries launches at 4096 slots; the best for each batch go into `cuda_impl.SwapInTuning`."""
     for batch, tunings in SWEEP.items():
         cells = [Cell(656, 4096, batch, misses) for misses in MISSES]
         states = {cell: states_of(cell, host, 3) for cell in cells}

@@ -74,11 +74,11 @@ class State:
     def restore(self) -> None:
         self.words.copy_(self.words_before)
 
-    def swap_in(self, tuning: cuda_impl.Tuning) -> Swap:
+    def swap_in(self, tuning: cuda_impl.SwapInTuning) -> Swap:
         inputs = (self.positions, self.seats, self.stamps, self.tables, self.words, self.words_per_page, self.counts)
         return cuda_impl.plan(*inputs, host_rows=self.host_rows, device_rows=self.device_rows, tuning=tuning)
 
-    def check(self, tuning: cuda_impl.Tuning) -> None:
+    def check(self, tuning: cuda_impl.SwapInTuning) -> None:
         """What is timed is also right: so many misses, and every byte of them."""
         self.restore()
         self.device_rows.zero_()

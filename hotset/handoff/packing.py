@@ -11,7 +11,7 @@ from torch import Tensor
 from hotset.handoff.layout import plan_writes
 from hotset.handoff.messages import MemoryRange, PackedPiece, PagedSpan
 from hotset.handoff.staging import Block, blocks, sender_buffers
-from hotset.kernels.slice_pack import Slices, slice_pack, slice_unpack
+from hotset.kernels.slice_pack import RowSlices, slice_pack, slice_unpack
 from hotset.transfer.api import Region
 
 
@@ -36,7 +36,7 @@ def pack(piece: PackedPiece) -> None:
     """Copies a piece from the source's pages to `piece.address`, a buffer of this process."""
     for packed, block in _located_blocks(piece):
         stores = _unit_views(piece.source.shards[block.source].span, piece.row_pages)
-        slices = Slices(tuple((source, nbytes) for source, _, nbytes in block.byte_ranges))
+        slices = RowSlices(tuple((source, nbytes) for source, _, nbytes in block.byte_ranges))
         slice_pack(stores, piece.row_pages, piece.first, piece.last, slices, packed)
     if (keys := piece.source.keys) is not None:
         _copy(plan_writes(keys, piece.key_pages, _packed_keys(piece, keys), (0,), piece.first, piece.last))
@@ -45,7 +45,7 @@ def pack(piece: PackedPiece) -> None:
 def unpack(piece: PackedPiece) -> None:
     """Copies a piece from `piece.address`, a lease of this process, to the target's pages, and nowhere else."""
     for packed, block in _located_blocks(piece):
-        slices = Slices(tuple((target, nbytes) for _, target, nbytes in block.byte_ranges))
+        slices = RowSlices(tuple((target, nbytes) for _, target, nbytes in block.byte_ranges))
         for shard in block.targets:
             stores = _unit_views(piece.target.shards[shard].span, piece.row_pages)
             slice_unpack(packed, stores, piece.row_pages, piece.first, piece.last, slices)

@@ -271,18 +271,20 @@ class Kernel:
         self._function, self._machine = function, machine
 
     def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any) -> None:
+        def launch(*, num_warps: int, enable_fp_fusion: bool, **arguments: Any) -> None:
             self._machine.grid = grid
             for x in range(grid[0]):
                 for y in range(grid[1]):
                     self._machine.program = (x, y)
-                    self._function(*(_argument(each) for each in args), **constants)
+                    self._function(**{name: _argument(given) for name, given in arguments.items()})
                     assert not self._machine.copies, "a copy was never waited for"
 
         return launch
 
 
-def _argument(given: Any) -> Value:
+def _argument(given: Any) -> Any:
+    if isinstance(given, bool):
+        return given  # a constexpr
     if not isinstance(given, Tensor):
         return Value(given)
     base = torch.as_strided(given, (given.untyped_storage().nbytes() // given.element_size(),), (1,), 0)

@@ -9,7 +9,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout, mla_row
 from hotset.kernels.sparse_attention import reference
-from hotset.kernels.sparse_attention.launch import Work
+from hotset.kernels.sparse_attention.launch import AttentionShape
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 # Operands and results have 8 bits of mantissa: each is off by at most 1/512, by 1/900 in the mean.
@@ -40,8 +40,8 @@ class Case:
         return mla_row(self.rank, self.rope, torch.bfloat16, self.fp8)
 
     @property
-    def work(self) -> Work:
-        return Work(self.rows, self.heads, self.k, self.rank, self.rope, self.fp8)
+    def shape(self) -> AttentionShape:
+        return AttentionShape(self.rows, self.heads, self.k, self.rank, self.rope, self.fp8)
 
     @property
     def scale(self) -> float:
@@ -53,15 +53,15 @@ class World:
     case: Case
     q: Tensor
     pool: Tensor
-    chosen: Tensor
+    row_ids: Tensor
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, RowLayout, int, float]:
-        return self.q, self.pool, self.chosen, self.case.layout, self.case.rank, self.case.scale
+        return self.q, self.pool, self.row_ids, self.case.layout, self.case.rank, self.case.scale
 
     def expected(self) -> Tensor:
-        q, pool, chosen, layout, rank, scale = self.arguments
-        return reference.sparse_attention(q.float(), pool, chosen, layout, rank, scale)
+        q, pool, row_ids, layout, rank, scale = self.arguments
+        return reference.sparse_attention(q.float(), pool, row_ids, layout, rank, scale)
 
     def check(self, out: Tensor) -> None:
         live = max(1, self.case.rows - 1)
@@ -89,12 +89,12 @@ def make_world(case: Case, seed: int = 0, device: torch.device = DEVICE, pool_ro
     pool = memory.view(layout.stored_dtype)[:, : layout.stored_width]
     where = 1 + torch.randperm(count - 1, device=device, generator=generator)[:usable]  # row 0 is what EMPTY might read
     pool[where] = layout.encode(values.to(torch.bfloat16))
-    chosen = where[torch.randint(usable, (case.rows, case.k), device=device, generator=generator)]
-    chosen[torch.rand(chosen.shape, device=device, generator=generator) < 0.2] = EMPTY
-    chosen[:, 0] = where[0]
-    chosen[:, case.k if case.used is None else case.used :] = EMPTY
-    chosen[live:] = EMPTY
+    row_ids = where[torch.randint(usable, (case.rows, case.k), device=device, generator=generator)]
+    row_ids[torch.rand(row_ids.shape, device=device, generator=generator) < 0.2] = EMPTY
+    row_ids[:, 0] = where[0]
+    row_ids[:, case.k if case.used is None else case.used :] = EMPTY
+    row_ids[live:] = EMPTY
     q = torch.randn(case.rows, case.heads, layout.width, device=device, generator=generator)
     q[:, :, : case.rank] /= case.magnitude
     q[live:] = float("nan")
-    return World(case, q.to(torch.bfloat16), pool, chosen)
+    return World(case, q.to(torch.bfloat16), pool, row_ids)

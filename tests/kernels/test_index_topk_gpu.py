@@ -145,12 +145,13 @@ def reference_scores(world: World) -> list[Tensor]:
     return rows
 
 
-def scored(impl: ModuleType, world: World, k: int = 0, *, alone: bool = True) -> Any:
+def scored(impl: ModuleType, world: World, k: int = 0, *, share_context: bool = False) -> Any:
     context = -(-int(world.segments.positions.max() + 1) // 4096) * 4096
     poison = torch.full((world.q.shape[0], context), NAN, device=DEVICE)
     del poison  # on a GPU the next tensor of this size lies where it was
     seats, positions = world.keys.seat_of, world.segments.positions
-    return impl.score(world.q, world.weights, world.keys, seats, positions, context, k, SCALE, alone=alone)
+    arguments = (world.q, world.weights, world.keys, seats, positions, context, k, SCALE)
+    return impl.score(*arguments, share_context=share_context)
 
 
 SMALL = [
@@ -180,7 +181,7 @@ def test_scores_are_those_of_the_reference(impl: ModuleType, case: Case) -> None
     # Products of 16-bit (or e4m3) operands are exact in float32: only the order of the sums differs.
     world = make_world(case, seed=1)
     expected = reference_scores(world)
-    scores = scored(impl, world, alone=case.decoding)
+    scores = scored(impl, world, share_context=not case.decoding)
     for row, (position, right) in enumerate(zip(world.segments.positions.tolist(), expected, strict=True)):
         got = scores.values[row, : position + 1]
         assert float((got - right).norm() / right.norm()) < 1e-3
@@ -297,7 +298,7 @@ def test_index_topk_takes_the_best_of_its_own_scores(impl: ModuleType, case: Cas
     op = impl.index_topk if INTERPRETED else index_topk
     given = world.captured() if captured else world
     out = op(given.q, given.weights, given.keys, given.segments, k, SCALE)
-    values = scored(impl, world, alone=captured or case.decoding).values
+    values = scored(impl, world, share_context=not captured and not case.decoding).values
     for row, position in enumerate(world.segments.positions.tolist()):
         mine = values[row : row + 1, : position + 1]
         best = stable_topk(mine, k)[0].cpu() if position + 1 > k else _all(position + 1, k)
@@ -391,7 +392,7 @@ POINTERS = {
     "*i64": "table seat_of positions out",
     "*i32": "counts listed_positions totals",
 }
-MULTIPLES_OF_16 = ["heads", "q_row_stride", "q_head_stride", "part_stride", "page_stride", "value_stride", "room"]
+MULTIPLES_OF_16 = ["heads", "query_stride", "head_stride", "part_stride", "page_stride", "value_stride", "room"]
 
 
 def compile_for_sm90(kernel: Any, constants: dict[str, Any], blocks: str = "*u8", **options: Any) -> dict[str, Any]:
@@ -424,7 +425,7 @@ def compile_all() -> dict[str, dict[str, Any]]:
 
     def scoring(tuning: Any, fp8: bool) -> dict[str, Any]:
         constants = {
-            "tile_rows": max(1, tuning.columns // 32),
+            "tile_queries": max(1, tuning.columns // 32),
             "heads_padded": 32,
             "head_dim": 128,
             "key_stride": 132 if fp8 else 128,
@@ -444,9 +445,9 @@ def compile_all() -> dict[str, dict[str, Any]]:
     options = select.OPTIONS | {"num_warps": tuning.warps}
     finish = select.OPTIONS | {"num_warps": tuning.finish_warps}
     return {
-        "score fp8": scoring(score.ALONE[32], fp8=True),
-        "score bf16": scoring(score.PLAIN_ALONE[64], fp8=False),
-        "score together": scoring(score.TOGETHER, fp8=True),
+        "score fp8": scoring(score.OWN_CONTEXT[32], fp8=True),
+        "score bf16": scoring(score.OWN_CONTEXT_PLAIN[64], fp8=False),
+        "score together": scoring(score.SHARED_CONTEXT, fp8=True),
         "count": compile_for_sm90(select._count_kernel, sizes, **options),
         "gather": compile_for_sm90(select._gather_kernel, sizes | {"most_splits": 8}, **options),
         "finish": compile_for_sm90(select._finish_kernel, {"block": 4096}, **finish),

@@ -19,7 +19,7 @@ Copy = Callable[..., None]
 
 def cuda_on_cpu_copy(pieces: Tensor, device_rows: Tensor, host_rows: Tensor, *, to_host: bool) -> None:
     with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
-        tuning = cuda_impl.Tuning(blocks=3, threads=64)
+        tuning = cuda_impl.PageCopyTuning(blocks=3, threads=64)
         cuda_impl.copy(pieces, device_rows, host_rows, to_host=to_host, tuning=tuning)
 
 

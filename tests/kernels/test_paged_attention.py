@@ -67,14 +67,14 @@ def error(got: Tensor, expected: Tensor) -> float:
 
 @only_interpreted
 @pytest.mark.parametrize(
-    ("page_rows", "heads", "kv_heads", "dim", "least_part_rows"),
+    ("page_rows", "heads", "kv_heads", "dim", "min_part_rows"),
     matrix([5, 16, 32], [(4, 2, 16), (3, 1, 24), (2, 2, 8)], [32, 10**6]),
 )
 def test_kernel_equals_the_reference(
-    page_rows: int, heads: int, kv_heads: int, dim: int, least_part_rows: int, monkeypatch: pytest.MonkeyPatch
+    page_rows: int, heads: int, kv_heads: int, dim: int, min_part_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     impl = triton_impl("paged_attention")
-    monkeypatch.setattr(impl, "LEAST_PART_ROWS", least_part_rows)
+    monkeypatch.setattr(impl, "MIN_PART_ROWS", min_part_rows)
     batch = Batch([1, 33, 100, 64], heads, kv_heads, dim, page_rows, torch.float32)
     got = impl.decode(batch.q, batch.context(CPU), batch.positions, kv_heads, batch.scale)
     torch.testing.assert_close(got.double(), batch.expect(torch.float64), atol=1e-5, rtol=1e-5)

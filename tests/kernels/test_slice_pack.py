@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
-from hotset.kernels.slice_pack import Slices, reference, slice_pack, slice_unpack
+from hotset.kernels.slice_pack import RowSlices, reference, slice_pack, slice_unpack
 
 POISON = 0xAB
 GUARD = 48  # bytes beside a packed buffer that must stay as they are
@@ -40,8 +40,8 @@ class Case:
     offset: int = 0
 
     @property
-    def slices(self) -> Slices:
-        return Slices(self.spans)
+    def slices(self) -> RowSlices:
+        return RowSlices(self.spans)
 
     def stores(self) -> list[Tensor]:
         """Each unit in memory of its own, full of random bytes."""
@@ -179,10 +179,10 @@ def in_pages(rows: Bytes, pages: Sequence[int], count: int, page_rows: int) -> B
     return result
 
 
-def slices_of(held: Sequence[int], moved: Sequence[int], head_bytes: int) -> Slices:
+def slices_of(held: Sequence[int], moved: Sequence[int], head_bytes: int) -> RowSlices:
     """K, then V, of the heads that move, in a row of the heads that are held."""
     spans = [((half * len(held) + held.index(head)) * head_bytes, head_bytes) for half in range(2) for head in moved]
-    return Slices(tuple(spans))
+    return RowSlices(tuple(spans))
 
 
 def hand_over(heads: int, source_ranks: int, target_ranks: int, head_bytes: int) -> None:
@@ -233,8 +233,8 @@ class Recorder:
     def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
         return self.launch
 
-    def launch(self, table: Tensor, pages: Tensor, packed: Tensor, *numbers: int, **constants: int) -> None:
-        self.width = packed.element_size() * constants["vector"]
+    def launch(self, *, packed: Tensor, vector: int, **others: Any) -> None:
+        self.width = packed.element_size() * vector
 
 
 MISALIGNED = {
@@ -278,12 +278,12 @@ def test_what_was_packed_is_unpacked_through_the_op_itself() -> None:
 @pytest.mark.parametrize("spans", [((0, 0),), ((-1, 4),), ((0, 4), (3, 4)), ((4, -2),)])
 def test_slices_that_make_no_sense_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ConfigError, match="slices"):
-        Slices(spans)
+        RowSlices(spans)
 
 
 def test_slices_outside_the_row_are_refused() -> None:
     with pytest.raises(ConfigError, match="leave a row of 8 bytes"):
-        slice_pack([torch.zeros(2, 4, 8, dtype=torch.uint8)], [0], 0, 4, Slices(((4, 5),)), torch.zeros(20))
+        slice_pack([torch.zeros(2, 4, 8, dtype=torch.uint8)], [0], 0, 4, RowSlices(((4, 5),)), torch.zeros(20))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_slices_outside_the_row_are_refused() -> None:
 def test_units_that_differ_are_refused(other: Tensor) -> None:
     stores = [torch.zeros(2, 4, 8, dtype=torch.uint8), other]
     with pytest.raises(ConfigError, match="not alike"):
-        slice_pack(stores, [0], 0, 4, Slices(((0, 4),)), torch.zeros(32, dtype=torch.uint8))
+        slice_pack(stores, [0], 0, 4, RowSlices(((0, 4),)), torch.zeros(32, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -319,9 +319,9 @@ def test_wrong_pages_and_buffers_are_named_before_anything_is_written(
     stores, packed = [torch.zeros(2, 4, 8, dtype=torch.uint8)], torch.ones(nbytes, dtype=torch.uint8)
     with pytest.raises(AssertionError, match=message):
         if unpack:
-            slice_unpack(packed, stores, pages, first, last, Slices(((0, 4),)))
+            slice_unpack(packed, stores, pages, first, last, RowSlices(((0, 4),)))
         else:
-            slice_pack(stores, pages, first, last, Slices(((0, 4),)), packed)
+            slice_pack(stores, pages, first, last, RowSlices(((0, 4),)), packed)
     assert not stores[0].any() and packed.all()
 
 
@@ -374,10 +374,10 @@ def test_defect_07_on_a_gpu_bytes_beyond_8_gib_are_where_they_should_be() -> Non
     store[pages] = torch.randint(0, 256, (len(pages), 64, 2048), dtype=torch.uint8, device="cuda")
     rows, units = len(pages) * 64, 144
     packed = torch.full((units * rows * 2048,), POISON, dtype=torch.uint8, device="cuda")
-    slice_pack([store] * units, pages, 0, rows, Slices(((0, 2048),)), packed)
+    slice_pack([store] * units, pages, 0, rows, RowSlices(((0, 2048),)), packed)
     wanted = store[pages].flatten()
     for gathered in packed.view(units, -1):
         assert torch.equal(gathered, wanted)
     packed.view(units, rows, 2048)[-1].random_()
-    slice_unpack(packed.view(units, -1)[-1], [store], pages, 0, rows, Slices(((0, 2048),)))
+    slice_unpack(packed.view(units, -1)[-1], [store], pages, 0, rows, RowSlices(((0, 2048),)))
     assert torch.equal(store[pages].flatten(), packed.view(units, -1)[-1])

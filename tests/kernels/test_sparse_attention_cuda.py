@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hotset.kernels import cuda_source
 from hotset.kernels.sparse_attention import cuda_impl
-from hotset.kernels.sparse_attention.launch import HOPPER, Launch
+from hotset.kernels.sparse_attention.launch import HOPPER, LaunchConfig
 
 HEADER = Path(__file__).with_name("matrix_units_on_cpu.h")
 NVCC = shutil.which("nvcc")
@@ -41,17 +41,17 @@ def emulated(source: Path, name: str, **constants: int) -> cuda_on_cpu.EmulatedK
     return cuda_on_cpu.kernel(with_matrix_units(source), name, **constants)
 
 
-def run(world: World, launch: Launch) -> Tensor:
+def run(world: World, launch: LaunchConfig) -> Tensor:
     case = world.case
     shape = (case.rows, launch.splits, case.heads)
     out = torch.full((*shape[::2], 512), float("nan"), dtype=torch.bfloat16)
     partial, lse = torch.full((*shape, 512), float("nan")), torch.full(shape, float("nan"))
-    tensors = (world.q, world.pool.view(torch.uint8), world.chosen, partial if launch.splits > 1 else out, lse)
+    tensors = (world.q, world.pool.view(torch.uint8), world.row_ids, partial if launch.splits > 1 else out, lse)
     with mock.patch.object(cuda_source, "kernel", emulated):
-        cuda_impl.attend(case.work, launch, tensors, case.scale * 1.4426950408889634)
+        cuda_impl.attend(case.shape, launch, tensors, case.scale * 1.4426950408889634)
         if launch.splits > 1:
             assert bool((partial.isnan().all(-1) == (lse == float("-inf"))).all()), "sums of a split without a row"
-            cuda_impl.merge(case.work, launch, partial, lse, out)
+            cuda_impl.merge(case.shape, launch, partial, lse, out)
     return out
 
 
@@ -125,7 +125,7 @@ def test_kernel_compiles_for_sm_90_and_as_many_blocks_fit_as_are_meant_to(
     recorder = mock.Mock()
     world = make_world(Case(2, heads, 40, fp8=fp8), device=torch.device("cpu"))
     with mock.patch.object(cuda_source, "kernel", recorder):
-        cuda_impl.attend(world.case.work, launch, (world.q, world.pool, world.chosen, world.q, world.q), 1.0)
+        cuda_impl.attend(world.case.shape, launch, (world.q, world.pool, world.row_ids, world.q, world.q), 1.0)
     (source, _), constants = recorder.call_args
     macros = [f"-D{name}={value}" for name, value in constants.items()]
     options = ["-arch=sm_90", "-std=c++17", "-Xptxas", "-v", "-Werror", "all-warnings", "-cubin"]

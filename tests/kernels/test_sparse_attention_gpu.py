@@ -32,12 +32,19 @@ from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout, mla_row
 from hotset.kernels.sparse_attention import check, sparse_attention
-from hotset.kernels.sparse_attention.launch import HOPPER, PORTABLE, Gpu, Launch, Work, choose
+from hotset.kernels.sparse_attention.launch import (
+    HOPPER,
+    PORTABLE,
+    AttentionShape,
+    GpuTraits,
+    LaunchConfig,
+    choose_launch,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 GLUON_FILE = ROOT / "hotset" / "kernels" / "sparse_attention" / "gluon_impl.py"
 GLUON_KERNELS = ("_attend_plain_kernel", "_attend_fp8_kernel")
-H200 = Gpu(132, hopper=True)
+H200 = GpuTraits(132, hopper=True)
 MAX_SHARED = 227 << 10  # bytes that one program may have
 SHARED_OF_TWO = (228 << 10) // 2 - 1024
 
@@ -49,7 +56,7 @@ def on_device(test: Callable[..., None]) -> Callable[..., None]:
     return test if INTERPRETED else pytest.mark.gpu(test)
 
 
-def run(world: World, launch: Launch | None = None) -> Tensor:
+def run(world: World, launch: LaunchConfig | None = None) -> Tensor:
     """The fast path, with NaN in all that it allocates."""
     impl = interpreted_impl("sparse_attention") if INTERPRETED else fast_path()
     torch.use_deterministic_algorithms(True)  # for its effect on fresh memory
@@ -65,19 +72,19 @@ def fast_path() -> ModuleType:
 
 
 SMALL_CASES = {
-    "plain": (Case(3, 5, 70, 128, 32), Launch("triton", 16, 32)),
-    "fp8": (Case(3, 5, 70, 128, 32, fp8=True), Launch("triton", 16, 32)),
-    "plain, more heads than a block": (Case(2, 20, 40, 64, 16), Launch("triton", 16, 16, splits=2)),
-    "fp8, masked heads": (Case(2, 20, 40, 64, 16, fp8=True), Launch("triton", 32, 32, splits=2)),
-    "plain, the sizes of models": (Case(2, 8, 50), Launch("triton", 16, 32)),
-    "fp8, the sizes of models": (Case(2, 8, 50, fp8=True), Launch("triton", 16, 32)),
-    "plain, empty splits": (Case(2, 4, 96, 64, 16, used=3), Launch("triton", 16, 16, splits=4)),
-    "fp8, empty splits": (Case(2, 4, 96, 64, 16, fp8=True, used=3), Launch("triton", 16, 16, splits=4)),
-    "fp8, large": (Case(2, 4, 40, 256, 64, fp8=True, magnitude=3e4), Launch("triton", 16, 32)),
-    "fp8, small": (Case(2, 4, 40, 256, 64, fp8=True, magnitude=1e-4), Launch("triton", 16, 32)),
-    "fp8, uneven scales": (Case(2, 4, 20, 256, 16, fp8=True, uneven=True), Launch("triton", 16, 32)),
-    "one entry": (Case(2, 1, 1, 64, 16), Launch("triton", 16, 16)),
-    "rows apart": (Case(2, 3, 20, 64, 16, fp8=True, spare_bytes=48), Launch("triton", 16, 16)),
+    "plain": (Case(3, 5, 70, 128, 32), LaunchConfig("triton", 16, 32)),
+    "fp8": (Case(3, 5, 70, 128, 32, fp8=True), LaunchConfig("triton", 16, 32)),
+    "plain, more heads than a block": (Case(2, 20, 40, 64, 16), LaunchConfig("triton", 16, 16, splits=2)),
+    "fp8, masked heads": (Case(2, 20, 40, 64, 16, fp8=True), LaunchConfig("triton", 32, 32, splits=2)),
+    "plain, the sizes of models": (Case(2, 8, 50), LaunchConfig("triton", 16, 32)),
+    "fp8, the sizes of models": (Case(2, 8, 50, fp8=True), LaunchConfig("triton", 16, 32)),
+    "plain, empty splits": (Case(2, 4, 96, 64, 16, used=3), LaunchConfig("triton", 16, 16, splits=4)),
+    "fp8, empty splits": (Case(2, 4, 96, 64, 16, fp8=True, used=3), LaunchConfig("triton", 16, 16, splits=4)),
+    "fp8, large": (Case(2, 4, 40, 256, 64, fp8=True, magnitude=3e4), LaunchConfig("triton", 16, 32)),
+    "fp8, small": (Case(2, 4, 40, 256, 64, fp8=True, magnitude=1e-4), LaunchConfig("triton", 16, 32)),
+    "fp8, uneven scales": (Case(2, 4, 20, 256, 16, fp8=True, uneven=True), LaunchConfig("triton", 16, 32)),
+    "one entry": (Case(2, 1, 1, 64, 16), LaunchConfig("triton", 16, 16)),
+    "rows apart": (Case(2, 3, 20, 64, 16, fp8=True, spare_bytes=48), LaunchConfig("triton", 16, 16)),
 }
 
 
@@ -91,18 +98,18 @@ def test_triton_kernel_equals_the_reference_under_the_interpreter(name: str) -> 
 
 # Each kernel with one program and with several to a query row.
 GLUON_CASES = {
-    "plain": (Case(2, 64, 200), Launch("gluon", 64, 64)),
-    "fp8": (Case(2, 64, 200, fp8=True), Launch("gluon", 64, 64)),
-    "plain, splits": (Case(2, 70, 300), Launch("gluon", 64, 64, splits=3)),
-    "fp8, splits": (Case(2, 70, 300, fp8=True), Launch("gluon", 64, 64, splits=3)),
-    "plain, one tile": (Case(2, 40, 37), Launch("gluon", 64, 128)),
-    "fp8, one tile": (Case(2, 40, 37, fp8=True), Launch("gluon", 64, 128)),
-    "plain, empty splits": (Case(2, 33, 512, used=9), Launch("gluon", 64, 128, splits=4)),
-    "fp8, empty splits": (Case(2, 33, 512, fp8=True, used=9), Launch("gluon", 64, 128, splits=4)),
-    "fp8, large": (Case(2, 33, 130, fp8=True, magnitude=3e4), Launch("gluon", 64, 128)),
-    "fp8, small": (Case(2, 33, 130, fp8=True, magnitude=1e-4), Launch("gluon", 64, 128)),
-    "fp8, uneven scales": (Case(2, 33, 40, fp8=True, uneven=True), Launch("gluon", 64, 128)),
-    "rows apart": (Case(2, 33, 130, spare_bytes=48), Launch("gluon", 64, 128)),
+    "plain": (Case(2, 64, 200), LaunchConfig("gluon", 64, 64)),
+    "fp8": (Case(2, 64, 200, fp8=True), LaunchConfig("gluon", 64, 64)),
+    "plain, splits": (Case(2, 70, 300), LaunchConfig("gluon", 64, 64, splits=3)),
+    "fp8, splits": (Case(2, 70, 300, fp8=True), LaunchConfig("gluon", 64, 64, splits=3)),
+    "plain, one tile": (Case(2, 40, 37), LaunchConfig("gluon", 64, 128)),
+    "fp8, one tile": (Case(2, 40, 37, fp8=True), LaunchConfig("gluon", 64, 128)),
+    "plain, empty splits": (Case(2, 33, 512, used=9), LaunchConfig("gluon", 64, 128, splits=4)),
+    "fp8, empty splits": (Case(2, 33, 512, fp8=True, used=9), LaunchConfig("gluon", 64, 128, splits=4)),
+    "fp8, large": (Case(2, 33, 130, fp8=True, magnitude=3e4), LaunchConfig("gluon", 64, 128)),
+    "fp8, small": (Case(2, 33, 130, fp8=True, magnitude=1e-4), LaunchConfig("gluon", 64, 128)),
+    "fp8, uneven scales": (Case(2, 33, 40, fp8=True, uneven=True), LaunchConfig("gluon", 64, 128)),
+    "rows apart": (Case(2, 33, 130, spare_bytes=48), LaunchConfig("gluon", 64, 128)),
 }
 
 
@@ -114,8 +121,8 @@ def test_gluon_kernels_equal_the_reference_in_a_stand_in_for_gluon(name: str) ->
     splits, shape = launch.splits, (case.rows, launch.splits, case.heads)
     out = torch.full((*shape, case.rank), float("nan"), dtype=torch.bfloat16 if splits == 1 else torch.float32)
     lse = torch.full(shape, float("nan"))
-    tensors = (world.q, world.pool.view(torch.uint8), world.chosen, out, lse)
-    load_module(GLUON_FILE, GLUON_KERNELS).attend(case.work, launch, tensors, case.scale * 1.4426950408889634)
+    tensors = (world.q, world.pool.view(torch.uint8), world.row_ids, out, lse)
+    load_module(GLUON_FILE, GLUON_KERNELS).attend(case.shape, launch, tensors, case.scale * 1.4426950408889634)
     world.check(out[:, 0] if splits == 1 else merged(out, lse))
 
 
@@ -135,11 +142,11 @@ def test_a_query_row_without_chosen_rows_gives_zeros_whatever_its_q_holds() -> N
 @pytest.mark.parametrize("k", [1, 64, 100, 2048, 4096])
 def test_splits_hold_every_entry_once_and_leave_no_program_without_any(k: int) -> None:
     for rows, heads, fp8 in itertools.product((1, 3, 8, 32, 128, 500, 4096), (8, 32, 128), (False, True)):
-        work = Work(rows, heads, k, 512, 64, fp8)
-        launch = choose(work, H200)
-        each = launch.split_keys(work)
+        shape = AttentionShape(rows, heads, k, 512, 64, fp8)
+        launch = choose_launch(shape, H200)
+        each = launch.split_keys(shape)
         assert each % launch.block_keys == 0
-        assert (launch.splits - 1) * each < k <= launch.splits * each, f"{launch} for {work}"
+        assert (launch.splits - 1) * each < k <= launch.splits * each, f"{launch} for {shape}"
 
 
 # For 1, 2, 4 ... query rows. For 16, 32 and 64 of them with 16 or 32 heads, no other number that was tried on an H200
@@ -155,24 +162,24 @@ SPLITS = {
 @pytest.mark.parametrize("heads", SPLITS)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_splits_are_those_that_measurements_led_to(heads: int, fp8: bool) -> None:
-    works = [Work(1 << n, heads, 2048, 512, 64, fp8) for n in range(len(SPLITS[heads]))]
-    assert tuple(choose(work, H200).splits for work in works) == SPLITS[heads]
-    assert choose(Work(2048, heads, 2048, 512, 64, fp8), H200).splits == 1
+    shapes = [AttentionShape(1 << n, heads, 2048, 512, 64, fp8) for n in range(len(SPLITS[heads]))]
+    assert tuple(choose_launch(shape, H200).splits for shape in shapes) == SPLITS[heads]
+    assert choose_launch(AttentionShape(2048, heads, 2048, 512, 64, fp8), H200).splits == 1
 
 
 def test_splits_do_not_store_more_sums_than_they_save_time() -> None:
     """Where programs are slightly more than multiprocessors, ever more splits would fill these ever better."""
     for rows in range(67, 132):
-        assert choose(Work(rows, 128, 2048, 512, 64, False), H200).splits <= 4, f"{rows} rows"
+        assert choose_launch(AttentionShape(rows, 128, 2048, 512, 64, False), H200).splits <= 4, f"{rows} rows"
 
 
 def test_only_hopper_at_the_sizes_of_models_takes_the_kernels_made_for_it() -> None:
-    work = Work(4, 128, 2048, 512, 64, True)
-    assert choose(work, H200).kernel == "gluon"
-    assert choose(replace(work, heads=32), H200).kernel == "cuda"
-    assert choose(work, Gpu(108, hopper=False)).kernel == "triton"
-    assert choose(replace(work, rank=256), H200).kernel == "triton"
-    assert choose(replace(work, rope=32), H200).kernel == "triton"
+    shape = AttentionShape(4, 128, 2048, 512, 64, True)
+    assert choose_launch(shape, H200).kernel == "gluon"
+    assert choose_launch(replace(shape, heads=32), H200).kernel == "cuda"
+    assert choose_launch(shape, GpuTraits(108, hopper=False)).kernel == "triton"
+    assert choose_launch(replace(shape, rank=256), H200).kernel == "triton"
+    assert choose_launch(replace(shape, rope=32), H200).kernel == "triton"
 
 
 @pytest.mark.parametrize(
@@ -247,12 +254,12 @@ def test_inputs_that_are_not_contiguous_are_read_where_they_are(heads: int, fp8:
     world = make_world(Case(6, heads, 333, fp8=fp8))
     q = torch.full((6, heads + 3, 2 * world.q.shape[2]), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     q[:, 1:-2, : world.q.shape[2]] = world.q
-    chosen = torch.full((6, 1000), 1 << 40, device=DEVICE)
-    chosen[:, 7:340] = world.chosen
-    apart = replace(world, q=q[:, 1:-2, : world.q.shape[2]], chosen=chosen[:, 7:340])
+    row_ids = torch.full((6, 1000), 1 << 40, device=DEVICE)
+    row_ids[:, 7:340] = world.row_ids
+    apart = replace(world, q=q[:, 1:-2, : world.q.shape[2]], row_ids=row_ids[:, 7:340])
     apart.check(run(apart))
     turned = replace(
-        world, q=world.q.transpose(1, 2).contiguous().transpose(1, 2), chosen=world.chosen.T.contiguous().T
+        world, q=world.q.transpose(1, 2).contiguous().transpose(1, 2), row_ids=world.row_ids.T.contiguous().T
     )
     turned.check(run(turned))
     odd = torch.full((6, heads, world.q.shape[2] + 1), float("nan"), dtype=torch.bfloat16, device=DEVICE)
@@ -270,8 +277,8 @@ def test_rows_beyond_32_bits_of_bytes_are_reached(heads: int, fp8: bool) -> None
     pool = torch.empty(count, layout.stored_width, dtype=layout.stored_dtype, device=DEVICE)
     near = make_world(case, pool_rows=4096)
     pool[-4096:] = near.pool
-    chosen = torch.where(near.chosen == EMPTY, EMPTY, near.chosen + (count - 4096))
-    out = run(replace(near, pool=pool, chosen=chosen))
+    row_ids = torch.where(near.row_ids == EMPTY, EMPTY, near.row_ids + (count - 4096))
+    out = run(replace(near, pool=pool, row_ids=row_ids))
     near.check(out)
 
 
@@ -280,8 +287,8 @@ def test_rows_beyond_32_bits_of_bytes_are_reached(heads: int, fp8: bool) -> None
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_captured_call_follows_its_inputs(heads: int, fp8: bool) -> None:
     worlds = [make_world(Case(5, heads, 512, fp8=fp8), seed) for seed in range(3)]
-    q, pool, chosen = (each.clone() for each in (worlds[0].q, worlds[0].pool, worlds[0].chosen))
-    static = replace(worlds[0], q=q, pool=pool, chosen=chosen)
+    q, pool, row_ids = (each.clone() for each in (worlds[0].q, worlds[0].pool, worlds[0].row_ids))
+    static = replace(worlds[0], q=q, pool=pool, row_ids=row_ids)
     run(static)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -289,7 +296,7 @@ def test_a_captured_call_follows_its_inputs(heads: int, fp8: bool) -> None:
     for world in worlds:
         q.copy_(world.q)
         pool.copy_(world.pool)
-        chosen.copy_(world.chosen)
+        row_ids.copy_(world.row_ids)
         out.fill_(float("nan"))
         graph.replay()
         world.check(out)
@@ -307,7 +314,7 @@ def test_the_same_call_gives_the_same_bits() -> None:
 @pytest.mark.gpu
 def test_an_empty_batch_and_other_dtypes_are_served() -> None:
     world = make_world(Case(2, 4, 9))
-    empty = sparse_attention(world.q[:0], world.pool, world.chosen[:0], *world.arguments[3:])
+    empty = sparse_attention(world.q[:0], world.pool, world.row_ids[:0], *world.arguments[3:])
     assert empty.shape == (0, 4, 512)
     wide = sparse_attention(world.q.double(), world.pool, *world.arguments[2:])
     assert wide.dtype == torch.float64 and bool((wide[1] == 0).all())
@@ -323,7 +330,7 @@ class Made:
     waits: int  # for matrix products, in machine code
 
 
-def launch_for(name: str) -> tuple[Launch, bool]:
+def launch_for(name: str) -> tuple[LaunchConfig, bool]:
     fp8, heads = name.endswith("fp8"), int(name.split()[0])
     return (PORTABLE if heads < 64 else HOPPER)[fp8, heads], fp8
 
@@ -345,9 +352,9 @@ def compile_for_sm90(name: str) -> Made:
     if not gluon:
         constants |= {"rank": 512, "rope": 64, "group": 128, "fp8": fp8, "interpreted": False, "scan": impl.SCAN}
         constants |= {"block_h": launch.block_heads, "block_k": launch.block_keys, "stages": launch.stages}
-    types = {"q": "*bf16", "rows": "*u8", "chosen": "*i64", "out": "*fp32", "lse": "*fp32", "scale": "fp32"}
+    types = {"q": "*bf16", "rows": "*u8", "row_ids": "*i64", "out": "*fp32", "lse": "*fp32", "scale": "fp32"}
     signature = {each: "constexpr" if each in constants else types.get(each, "i32") for each in kernel.arg_names}
-    strides = ("q_row_stride", "q_head_stride", "row_stride")  # what varies is not specialised
+    strides = ("query_stride", "head_stride", "row_stride")  # what varies is not specialised
     aligned = [kind.startswith("*") or each in strides for each, kind in signature.items()]
     attributes = {(i,): [["tt.divisibility", 16]] for i, is_aligned in enumerate(aligned) if is_aligned}
     source = (GluonASTSource if gluon else ASTSource)(kernel, signature, constants, attributes)

@@ -24,7 +24,7 @@ from hotset.kernels.swap_in import Copies, SeatTables, Swap, copy, cuda_impl, pl
 class CudaOnCpu:
     """The CUDA kernels on CPU tensors, in small blocks: a barrier costs as much as there are threads."""
 
-    def __init__(self, tuning: cuda_impl.Tuning) -> None:
+    def __init__(self, tuning: cuda_impl.SwapInTuning) -> None:
         self._tuning = tuning
 
     def plan(self, *inputs: Any, ignore_tail: bool, **rows: Tensor) -> Swap:
@@ -36,9 +36,9 @@ class CudaOnCpu:
             cuda_impl.copy(copies, host_rows, device_rows, tuning=self._tuning)
 
 
-def small(*clusters: tuple[int, cuda_impl.Cluster | None]) -> cuda_impl.Tuning:
+def small(*clusters: tuple[int, cuda_impl.Cluster | None]) -> cuda_impl.SwapInTuning:
     smaller = tuple((most, cluster and replace(cluster, threads=64)) for most, cluster in clusters)
-    return cuda_impl.Tuning(
+    return cuda_impl.SwapInTuning(
         plan_threads=64, clusters=smaller, lists_at_once=2, copy_blocks=3, copy_threads=64, rows_at_once=2
     )
 

@@ -12,9 +12,9 @@ from hotset.kernels.swap_in import SeatTables, Swap, copy, cuda_impl, plan, refe
 pytestmark = pytest.mark.gpu
 
 
-def together(cluster: cuda_impl.Cluster | None) -> cuda_impl.Tuning:
+def together(cluster: cuda_impl.Cluster | None) -> cuda_impl.SwapInTuning:
     """Whatever the batch; its rows take turns."""
-    return cuda_impl.Tuning(clusters=((1, cluster),), lists_at_once=2)
+    return cuda_impl.SwapInTuning(clusters=((1, cluster),), lists_at_once=2)
 
 
 def on_gpu(tables: SeatTables) -> SeatTables:
@@ -55,7 +55,7 @@ def on_gpu(tables: SeatTables) -> SeatTables:
     ],
     ids=lambda each: str(each) if isinstance(each, Shape) else "",
 )
-def test_on_a_gpu_every_step_equals_the_reference(shape: Shape, stamp: int, tuning: cuda_impl.Tuning) -> None:
+def test_on_a_gpu_every_step_equals_the_reference(shape: Shape, stamp: int, tuning: cuda_impl.SwapInTuning) -> None:
     world = World(shape, seed=15, full=shape.context >= shape.slots, stamp=stamp)
     tables, words, counts = on_gpu(world.tables), world.words.cuda(), world.counts.cuda()
     host_rows, device_rows = world.host_rows.pin_memory(), world.device_rows.cuda()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hotset.base.units import ceil_div
 from hotset.kernels.index_topk.triton_score import Scores, score
-from hotset.kernels.index_topk.triton_select import ROW_MULTIPLE, select
+from hotset.kernels.index_topk.triton_select import CONTEXT_MULTIPLE, select
 from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
 
@@ -19,15 +19,16 @@ WORKSPACE_BYTES = 256 << 20  # of scores held at once
 
 
 def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, k: int, scale: float) -> Tensor:
-    rows = q.shape[0]
-    out = torch.empty(rows, k, dtype=torch.int64, device=q.device)
-    context = ceil_div(_context(keys, segments), ROW_MULTIPLE) * ROW_MULTIPLE
+    queries = q.shape[0]
+    out = torch.empty(queries, k, dtype=torch.int64, device=q.device)
+    context = ceil_div(_context(keys, segments), CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
     at_once = max(1, WORKSPACE_BYTES // (4 * context))
-    alone = segments.decoding or not segments.counts  # query rows that follow each other share no context
-    for first in range(0, rows, at_once):
+    # In a decode step, and in a captured graph, each query has its own context.
+    share_context = not segments.decoding and len(segments.counts) > 0
+    for first in range(0, queries, at_once):
         part = slice(first, first + at_once)
         seats, positions = keys.seat_of[part], segments.positions[part]
-        scores = score(q[part], weights[part], keys, seats, positions, context, k, scale, alone=alone)
+        scores = score(q[part], weights[part], keys, seats, positions, context, k, scale, share_context=share_context)
         select(scores, seats, positions, k, out[part])
     return out
 

@@ -23,7 +23,7 @@ from hotset.kernels.rows import PagedRows
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class ScoreTuning:
     """How a program scores, and how many of them are wanted."""
 
     columns: int = 0  # heads x query rows of a tile, which has one query row at least
@@ -35,13 +35,16 @@ class Tuning:
 
 
 # One query row for every context: bound by memory. By heads, the first entry that holds them.
-ALONE = {
-    32: Tuning(registers=104),
-    64: Tuning(registers=128, per_processor=4),
-    128: Tuning(stages=3, per_processor=2),
+OWN_CONTEXT = {
+    32: ScoreTuning(registers=104),
+    64: ScoreTuning(registers=128, per_processor=4),
+    128: ScoreTuning(stages=3, per_processor=2),
 }
-PLAIN_ALONE = {64: Tuning(stages=3, per_processor=3), 128: Tuning(stages=3, per_processor=2)}  # keys of 16 bits
-TOGETHER = Tuning(columns=128, per_processor=2)  # query rows that share a context: bound by arithmetic
+OWN_CONTEXT_PLAIN = {  # index keys of 16 bits
+    64: ScoreTuning(stages=3, per_processor=3),
+    128: ScoreTuning(stages=3, per_processor=2),
+}
+SHARED_CONTEXT = ScoreTuning(columns=128, per_processor=2)  # query rows that share a context: bound by arithmetic
 FEWEST_HEADS = 16  # of the matrix instructions; fewer are padded with heads of weight 0
 MAX_SPLITS = 1024  # programs that may share one context
 OPERAND = {torch.float8_e4m3fn: tl.float16, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}  # by stored key
@@ -69,29 +72,46 @@ def score(
     k: int,  # a row with at most so many positions is not scored: it selects them all
     scale: float,
     *,
-    alone: bool = True,  # False: neighbouring query rows mostly share a context
-    tuning: Tuning | None = None,
+    share_context: bool = False,  # True: neighbouring queries mostly share a context
+    tuning: ScoreTuning | None = None,
 ) -> Scores:
-    rows, heads, head_dim = q.shape
+    num_queries, heads, head_dim = q.shape
     blocks = keys.blocks.view(torch.float8_e4m3fn) if keys.layout.quantised else keys.blocks
     parts, _, block_rows, width = blocks.shape
     assert blocks.stride(3) == 1 and blocks.stride(2) == width, f"index keys lie {blocks.stride()} apart"
-    if tuning is None:
-        by_heads = ALONE if keys.layout.quantised else PLAIN_ALONE
-        tuning = next(each for most, each in by_heads.items() if heads <= most) if alone else TOGETHER
+    if tuning is None and share_context:
+        tuning = SHARED_CONTEXT
+    elif tuning is None:
+        by_heads = OWN_CONTEXT if keys.layout.quantised else OWN_CONTEXT_PLAIN
+        tuning = next(tuning for max_heads, tuning in by_heads.items() if heads <= max_heads)
     padded_heads = max(FEWEST_HEADS, triton.next_power_of_2(heads))
-    tile_rows = max(1, tuning.columns // padded_heads)
-    tiles = triton.cdiv(rows, tile_rows)
+    tile_queries = max(1, tuning.columns // padded_heads)
+    tiles = triton.cdiv(num_queries, tile_queries)
     splits = processors(q.device) * tuning.per_processor // tiles
     splits = max(1, min(splits, triton.cdiv(context, tuning.keys), MAX_SPLITS))
-    values = torch.empty(rows, context, dtype=torch.float32, device=q.device)
-    moments = torch.empty(rows, splits, 2, dtype=torch.float32, device=q.device)
+    values = torch.empty(num_queries, context, dtype=torch.float32, device=q.device)
+    moments = torch.empty(num_queries, splits, 2, dtype=torch.float32, device=q.device)
     q = q if q.stride(2) == 1 else q.contiguous()
     _score_kernel[(tiles, splits)](
-        *(q, weights.float().contiguous(), blocks, keys.table, seats.contiguous(), positions.contiguous()),
-        *(values, moments, scale, k, rows, heads),
-        *(q.stride(0), q.stride(1), keys.table.stride(0), blocks.stride(0), blocks.stride(1), context),
-        tile_rows=tile_rows,
+        q=q,
+        weights=weights.float().contiguous(),
+        blocks=blocks,
+        table=keys.table,
+        seat_of=seats.contiguous(),
+        positions=positions.contiguous(),
+        values=values,
+        moments=moments,
+        scale=scale,
+        k=k,
+        num_queries=num_queries,
+        heads=heads,
+        query_stride=q.stride(0),
+        head_stride=q.stride(1),
+        table_stride=keys.table.stride(0),
+        part_stride=blocks.stride(0),
+        page_stride=blocks.stride(1),
+        value_stride=context,
+        tile_queries=tile_queries,
         heads_padded=padded_heads,
         head_dim=head_dim,
         key_stride=width,
@@ -107,7 +127,7 @@ def score(
     return Scores(values, moments)
 
 
-def launch_options(tuning: Tuning) -> dict[str, Any]:
+def launch_options(tuning: ScoreTuning) -> dict[str, Any]:
     return OPTIONS if tuning.registers is None else OPTIONS | {"maxnreg": tuning.registers}
 
 
@@ -119,7 +139,7 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@triton.jit(do_not_specialize=["k", "rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["k", "num_queries"])  # type: ignore[untyped-decorator]
 def _score_kernel(
     q: tl.tensor,
     weights: tl.tensor,
@@ -131,15 +151,15 @@ def _score_kernel(
     moments: tl.tensor,
     scale: tl.tensor,
     k: tl.tensor,
-    rows: tl.tensor,
+    num_queries: tl.tensor,
     heads: tl.tensor,
-    q_row_stride: tl.tensor,
-    q_head_stride: tl.tensor,
+    query_stride: tl.tensor,
+    head_stride: tl.tensor,
     table_stride: tl.tensor,
     part_stride: tl.tensor,
     page_stride: tl.tensor,
     value_stride: tl.tensor,
-    tile_rows: tl.constexpr,
+    tile_queries: tl.constexpr,
     heads_padded: tl.constexpr,
     head_dim: tl.constexpr,
     key_stride: tl.constexpr,
@@ -150,27 +170,27 @@ def _score_kernel(
     tile_keys: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
-    first_row = tl.program_id(0).to(tl.int64) * tile_rows
+    first_query = tl.program_id(0).to(tl.int64) * tile_queries
     split = tl.program_id(1)
     splits = tl.num_programs(1)
-    row = first_row + tl.arange(0, tile_rows)
-    seats = tl.load(seat_of + row, mask=row < rows, other=_EMPTY)
-    lengths = tl.load(positions + row, mask=row < rows, other=_EMPTY).to(tl.int32) + 1
+    query = first_query + tl.arange(0, tile_queries)
+    seats = tl.load(seat_of + query, mask=query < num_queries, other=_EMPTY)
+    lengths = tl.load(positions + query, mask=query < num_queries, other=_EMPTY).to(tl.int32) + 1
     seats = tl.where(lengths > k, seats, _EMPTY)
-    sums = tl.zeros([tile_keys, tile_rows], tl.float32)
-    squares = tl.zeros([tile_keys, tile_rows], tl.float32)
+    sums = tl.zeros([tile_keys, tile_queries], tl.float32)
+    squares = tl.zeros([tile_keys, tile_queries], tl.float32)
     seat = tl.max(seats, 0)
     if seat != _EMPTY:
-        queries, head_weights = _queries(
+        q_tile, head_weights = _load_queries(
             q,
             weights,
             scale,
-            first_row,
-            rows,
+            first_query,
+            num_queries,
             heads,
-            q_row_stride,
-            q_head_stride,
-            tile_rows,
+            query_stride,
+            head_stride,
+            tile_queries,
             heads_padded,
             head_dim,
             operand,
@@ -204,8 +224,8 @@ def _score_kernel(
                         stored = tl.load(key_at[:, None] + dim[None, :], mask=fresh[:, None], other=0.0)
                     else:
                         stored = tl.load(key_at[:, None] + dim[None, :])
-                    each = tl.maximum(tl.dot(stored.to(operand), queries), 0.0) * head_weights[None, :]
-                    score = tl.sum(tl.reshape(each, [tile_keys, tile_rows, heads_padded]), 2)
+                    each = tl.maximum(tl.dot(stored.to(operand), q_tile), 0.0) * head_weights[None, :]
+                    score = tl.sum(tl.reshape(each, [tile_keys, tile_queries, heads_padded]), 2)
                     if scaled:
                         scale_at = (key_at + head_dim).to(tl.pointer_type(tl.float32))
                         if block_rows < tile_keys:
@@ -215,43 +235,43 @@ def _score_kernel(
                     page = tl.load(pages + tl.minimum(tile + 1, last - 1) // block_tiles // parts)
                     position = block * block_rows + from_key + key
                     seen = (position[:, None] < mine[None, :]) & fresh[:, None]
-                    tl.store(values + row[None, :] * value_stride + position[:, None], score, mask=seen)
+                    tl.store(values + query[None, :] * value_stride + position[:, None], score, mask=seen)
                     score = tl.where(seen, score, 0.0)
                     sums += score
                     squares += score * score
             seat = tl.max(tl.where(seats < seat, seats, _EMPTY), 0)
-    mine = moments + (row * splits + split) * 2
-    tl.store(mine, tl.sum(sums, 0), mask=row < rows)
-    tl.store(mine + 1, tl.sum(squares, 0), mask=row < rows)
+    mine = moments + (query * splits + split) * 2
+    tl.store(mine, tl.sum(sums, 0), mask=query < num_queries)
+    tl.store(mine + 1, tl.sum(squares, 0), mask=query < num_queries)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _queries(
+def _load_queries(
     q: tl.tensor,
     weights: tl.tensor,
     scale: tl.tensor,
-    first_row: tl.tensor,
-    rows: tl.tensor,
+    first_query: tl.tensor,
+    num_queries: tl.tensor,
     heads: tl.tensor,
-    q_row_stride: tl.tensor,
-    q_head_stride: tl.tensor,
-    tile_rows: tl.constexpr,
+    query_stride: tl.tensor,
+    head_stride: tl.tensor,
+    tile_queries: tl.constexpr,
     heads_padded: tl.constexpr,
     head_dim: tl.constexpr,
     operand: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """[head_dim, query rows x heads] queries in [-2, 2], and weights of these columns that make up for it."""
-    column = tl.arange(0, tile_rows * heads_padded)
-    row = first_row + column // heads_padded
+    column = tl.arange(0, tile_queries * heads_padded)
+    query = first_query + column // heads_padded
     head = column % heads_padded
-    there = (row < rows) & (head < heads)
+    there = (query < num_queries) & (head < heads)
     dim = tl.arange(0, head_dim)
-    at = q + row[None, :] * q_row_stride + head[None, :] * q_head_stride + dim[:, None]
-    queries = tl.load(at, mask=there[None, :], other=0.0).to(tl.float32)
+    at = q + query[None, :] * query_stride + head[None, :] * head_stride + dim[:, None]
+    q_tile = tl.load(at, mask=there[None, :], other=0.0).to(tl.float32)
     # The power of two at or below the largest value, as bits; its exponent is kept such that 1 / unit is normal too.
-    unit = tl.max(tl.abs(queries), 0).to(tl.int32, bitcast=True) & 0x7F800000
+    unit = tl.max(tl.abs(q_tile), 0).to(tl.int32, bitcast=True) & 0x7F800000
     unit = tl.minimum(tl.maximum(unit, 0x0D800000), 0x71000000)
     inverse = (0x7F000000 - unit).to(tl.float32, bitcast=True)
-    head_weights = tl.load(weights + row * heads + head, mask=there, other=0.0)
+    head_weights = tl.load(weights + query * heads + head, mask=there, other=0.0)
     head_weights = head_weights * scale * unit.to(tl.float32, bitcast=True)
-    return (queries * inverse[None, :]).to(operand), head_weights
+    return (q_tile * inverse[None, :]).to(operand), head_weights

@@ -22,7 +22,7 @@ from hotset.kernels.index_topk.triton_score import MAX_SPLITS, Scores, processor
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class SelectTuning:
     """How the scores of a row are looked through."""
 
     block: int = 2048  # scores that a program of the first two kernels holds at a time
@@ -32,10 +32,10 @@ class Tuning:
     finish_warps: int = 8
 
 
-TUNING = Tuning()
-ROW_MULTIPLE = 4096  # a row of scores is so many times as long: a multiple of every block
+TUNING = SelectTuning()
+CONTEXT_MULTIPLE = 4096  # a row of scores is so many times as long: a multiple of every block
 SPLITS = (1, 8, 64)  # programs that may share a row; `_gather_kernel` is compiled for each of these
-LEAST_HELD = 1024  # scores that `_finish_kernel` holds in registers, or the next power of two above k
+MIN_HELD = 1024  # scores that `_finish_kernel` holds in registers, or the next power of two above k
 LIST_ROOM = 2  # in multiples of what it holds
 OPTIONS = {"enable_fp_fusion": False}  # two kernels must sort a score into the same bin
 
@@ -52,40 +52,69 @@ def select(
     positions: Tensor,  # [rows] int64: a row has scores for the positions up to this one
     k: int,
     out: Tensor,  # [rows, k] int64, written: positions in ascending order, then EMPTY
-    tuning: Tuning = TUNING,
+    tuning: SelectTuning = TUNING,
 ) -> None:
     """The k largest scores of each row as `stable_topk` chooses them; all positions of a row that has at most k.
 
     Scores of -inf or NaN are never selected in a row of more than k.
     """
     values = scores.values
-    rows, context = values.shape
-    assert context % ROW_MULTIPLE == 0, f"rows of {context} scores are not a multiple of {ROW_MULTIPLE} long"
+    queries, context = values.shape
+    assert context % CONTEXT_MULTIPLE == 0, f"rows of {context} scores are not a multiple of {CONTEXT_MULTIPLE} long"
     assert out.is_contiguous(), f"selected positions lie {out.stride()} apart"
-    held = max(LEAST_HELD, triton.next_power_of_2(k + 1))
+    held = max(MIN_HELD, triton.next_power_of_2(k + 1))
     room = LIST_ROOM * held
     listed, listed_positions = (
-        torch.empty(rows, room, dtype=dtype, device=values.device) for dtype in (torch.float32, torch.int32)
+        torch.empty(queries, room, dtype=dtype, device=values.device) for dtype in (torch.float32, torch.int32)
     )
-    totals = torch.empty(rows, dtype=torch.int32, device=values.device)
-    where = (seats.contiguous(), positions.contiguous())
+    totals = torch.empty(queries, dtype=torch.int32, device=values.device)
+    seats, positions = seats.contiguous(), positions.contiguous()
     if context > k:  # else no row has more than k positions
-        splits = processors(values.device) * tuning.per_processor // rows
+        splits = processors(values.device) * tuning.per_processor // queries
         splits = max(1, min(splits, context // tuning.block, SPLITS[-1]))
-        counts = torch.empty(rows, splits, tuning.bins, dtype=torch.int32, device=values.device)
-        bins = torch.empty(rows, 2, dtype=torch.float32, device=values.device)
+        counts = torch.empty(queries, splits, tuning.bins, dtype=torch.int32, device=values.device)
+        bins = torch.empty(queries, 2, dtype=torch.float32, device=values.device)
         sizes = {"block": tuning.block, "bins": tuning.bins, "num_warps": tuning.warps}
-        _count_kernel[(rows, splits)](
-            *(values, *where, scores.moments, counts, bins, context, k, scores.moments.shape[1]), **sizes, **OPTIONS
+        _count_kernel[(queries, splits)](
+            values=values,
+            seat_of=seats,
+            positions=positions,
+            moments=scores.moments,
+            counts=counts,
+            bins_at=bins,
+            value_stride=context,
+            k=k,
+            parts=scores.moments.shape[1],
+            **sizes,
+            **OPTIONS,
         )
-        _gather_kernel[(rows, splits)](
-            *(values, *where, counts, bins, listed, listed_positions, totals, context, k, room),
+        _gather_kernel[(queries, splits)](
+            values=values,
+            seat_of=seats,
+            positions=positions,
+            counts=counts,
+            bins_at=bins,
+            listed=listed,
+            listed_positions=listed_positions,
+            totals=totals,
+            value_stride=context,
+            k=k,
+            room=room,
             most_splits=next(most for most in SPLITS if splits <= most),
             **sizes,
             **OPTIONS,
         )
-    _finish_kernel[(rows,)](
-        *(values, *where, listed, listed_positions, totals, out, context, k, room),
+    _finish_kernel[(queries,)](
+        values=values,
+        seat_of=seats,
+        positions=positions,
+        listed=listed,
+        listed_positions=listed_positions,
+        totals=totals,
+        out=out,
+        value_stride=context,
+        k=k,
+        room=room,
         block=held,
         num_warps=tuning.finish_warps,
         **OPTIONS,
@@ -106,22 +135,22 @@ def _count_kernel(
     block: tl.constexpr,
     bins: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
+    query = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
-    length = _length(seat_of, positions, row)
+    length = _length(seat_of, positions, query)
     if length > k:
-        per_score, offset = _bins(moments + row * parts * 2, parts, length, k, bins)
+        per_score, offset = _bins(moments + query * parts * 2, parts, length, k, bins)
         if split == 0:
-            tl.store(bins_at + row * 2, per_score)
-            tl.store(bins_at + row * 2 + 1, offset)
+            tl.store(bins_at + query * 2, per_score)
+            tl.store(bins_at + query * 2 + 1, offset)
         share = tl.cdiv(tl.cdiv(length, block), splits) * block
         last = tl.minimum(split * share + share, length)
         count = tl.zeros([bins], tl.int32)
         for start in range(split * share, last, block):
-            score = _scores(values + row * value_stride, start, last, block)
+            score = _scores(values + query * value_stride, start, last, block)
             count += tl.histogram(_bin(score, per_score, offset, bins), bins, mask=score > float("-inf"))
-        tl.store(counts + (row * splits + split) * bins + tl.arange(0, bins), count)
+        tl.store(counts + (query * splits + split) * bins + tl.arange(0, bins), count)
 
 
 @triton.jit(do_not_specialize=["k"])  # type: ignore[untyped-decorator]
@@ -141,32 +170,32 @@ def _gather_kernel(
     bins: tl.constexpr,
     most_splits: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
+    query = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
-    length = _length(seat_of, positions, row)
+    length = _length(seat_of, positions, query)
     if length > k:
-        per_score = tl.load(bins_at + row * 2)
-        offset = tl.load(bins_at + row * 2 + 1)
+        per_score = tl.load(bins_at + query * 2)
+        offset = tl.load(bins_at + query * 2 + 1)
         each = tl.arange(0, most_splits)
         bin_number = tl.arange(0, bins)
-        count_at = counts + (row * splits + each[:, None]) * bins + bin_number[None, :]
+        count_at = counts + (query * splits + each[:, None]) * bins + bin_number[None, :]
         count = tl.load(count_at, mask=(each < splits)[:, None], other=0)
         from_bin_on = tl.cumsum(tl.sum(count, 0), 0, reverse=True)
         cut_bin = tl.sum((from_bin_on >= k).to(tl.int32), 0) - 1  # EMPTY: fewer than k can be selected, all are listed
         chosen = tl.sum(tl.where(bin_number[None, :] >= cut_bin, count, 0), 1)
         total = tl.sum(chosen, 0)
         if split == 0:
-            tl.store(totals + row, total)
+            tl.store(totals + query, total)
         if total <= room:
             entries = tl.sum(tl.where(each < split, chosen, 0), 0)  # before the next one, of the row
             share = tl.cdiv(tl.cdiv(length, block), splits) * block
             last = tl.minimum(split * share + share, length)
             for start in range(split * share, last, block):
-                score = _scores(values + row * value_stride, start, last, block)
+                score = _scores(values + query * value_stride, start, last, block)
                 taken = (_bin(score, per_score, offset, bins) >= cut_bin) & (score > float("-inf"))
                 upto = tl.cumsum(taken.to(tl.int32), 0)
-                entry = row * room + entries + upto - 1
+                entry = query * room + entries + upto - 1
                 tl.store(listed + entry, score, mask=taken)
                 tl.store(listed_positions + entry, start + tl.arange(0, block), mask=taken)
                 entries += tl.max(upto, 0)
@@ -186,19 +215,19 @@ def _finish_kernel(
     room: tl.tensor,
     block: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    length = _length(seat_of, positions, row)
+    query = tl.program_id(0).to(tl.int64)
+    length = _length(seat_of, positions, query)
     index = tl.arange(0, block)
     everything = length  # a row of at most k positions selects this many, the first
     written = tl.full([], 0, tl.int32)
     if length > k:
         everything = tl.full([], 0, tl.int32)
-        total = tl.load(totals + row)
+        total = tl.load(totals + query)
         from_list = total <= room
-        source = values + row * value_stride
+        source = values + query * value_stride
         entries = length
         if from_list:
-            source = listed + row * room
+            source = listed + query * room
             entries = total
         cut = tl.full([], _NEVER, tl.int32)
         places_left = tl.full([], 0, tl.int32)  # for scores that equal the cut
@@ -215,8 +244,8 @@ def _finish_kernel(
             column = above_before + (upto & 0xFFFF) + tl.minimum(equal, places_left) - 1
             position = start + index
             if from_list:
-                position = tl.load(listed_positions + row * room + position, mask=taken, other=0)
-            tl.store(out + row * k + column, position.to(tl.int64), mask=taken)
+                position = tl.load(listed_positions + query * room + position, mask=taken, other=0)
+            tl.store(out + query * k + column, position.to(tl.int64), mask=taken)
             ends = tl.max(upto, 0)
             above_before += ends & 0xFFFF
             equal_before += ends >> 16
@@ -224,14 +253,14 @@ def _finish_kernel(
     for start in range(0, k, block):
         column = start + index
         rest = tl.where(column < everything, column, _EMPTY)
-        tl.store(out + row * k + column, rest.to(tl.int64), mask=(column >= written) & (column < k))
+        tl.store(out + query * k + column, rest.to(tl.int64), mask=(column >= written) & (column < k))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _length(seat_of: tl.tensor, positions: tl.tensor, row: tl.tensor) -> tl.tensor:
+def _length(seat_of: tl.tensor, positions: tl.tensor, query: tl.tensor) -> tl.tensor:
     """Positions that a row has scores for; none if it is padded."""
-    length = tl.load(positions + row).to(tl.int32) + 1
-    return tl.where(tl.load(seat_of + row) == _EMPTY, 0, length)
+    length = tl.load(positions + query).to(tl.int32) + 1
+    return tl.where(tl.load(seat_of + query) == _EMPTY, 0, length)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -14,17 +14,19 @@ CHUNK_BYTES = 16 << 10  # what a block copies at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class PageCopyTuning:
     """Few blocks fill the bus; the rest of the GPU is left to others."""
 
     blocks: int = 32
     threads: int = 256
 
 
-TUNED = Tuning()
+TUNED = PageCopyTuning()
 
 
-def copy(pieces: Tensor, device_rows: Tensor, host_rows: Tensor, *, to_host: bool, tuning: Tuning = TUNED) -> None:
+def copy(
+    pieces: Tensor, device_rows: Tensor, host_rows: Tensor, *, to_host: bool, tuning: PageCopyTuning = TUNED
+) -> None:
     device, host = device_rows.view(torch.uint8), host_rows.view(torch.uint8)
     source, target = (device, host) if to_host else (host, device)
     layers, row_bytes = device.shape[0], device.shape[2]
@@ -34,7 +36,17 @@ def copy(pieces: Tensor, device_rows: Tensor, host_rows: Tensor, *, to_host: boo
     kernel = cuda_source.kernel(SOURCE, "copy_pieces", THREADS=tuning.threads, SHARED_BYTES=shared_bytes)
     kernel.launch(
         LaunchShape(tuning.blocks, tuning.threads, shared_bytes),
-        *(pieces, pieces.shape[0], layers, row_bytes, max(1, CHUNK_BYTES // row_bytes)),
-        *(source, source.stride(0), source.stride(1), 0 if to_host else 1),
-        *(target, target.stride(0), target.stride(1), 1 if to_host else 0),
+        pieces,
+        pieces.shape[0],
+        layers,
+        row_bytes,
+        max(1, CHUNK_BYTES // row_bytes),
+        source,
+        source.stride(0),
+        source.stride(1),
+        0 if to_host else 1,
+        target,
+        target.stride(0),
+        target.stride(1),
+        1 if to_host else 0,
     )

@@ -19,37 +19,50 @@ from hotset.kernels.rows import PagedRows
 
 SHAPES = {torch.bfloat16: (64, 4, 3), torch.float32: (32, 8, 2)}  # rows of a context read at once, warps, stages
 PROGRAMS_PER_SM = 8  # what the cutting of contexts aims at
-LEAST_PART_ROWS = 256  # a shorter part is not worth its merging
+MIN_PART_ROWS = 256  # a shorter part is not worth its merging
 MAX_PARTS = 64
 SMS_ELSEWHERE = 132  # under the interpreter
 LOG2_E = 1.4426950408889634
 OPTIONS = {"enable_fp_fusion": True}
 
 _EMPTY = tl.constexpr(EMPTY)
-_LEAST_WEIGHT = tl.constexpr(-1e30)  # stands for -inf, which could not be subtracted from itself
+_MIN_WEIGHT = tl.constexpr(-1e30)  # stands for -inf, which could not be subtracted from itself
 
 
 def decode(q: Tensor, context: PagedRows, positions: Tensor, kv_heads: int, scale: float) -> Tensor:
-    rows, heads, dim = q.shape
+    queries, heads, dim = q.shape
     blocks, table = context.blocks, context.table
     assert blocks.shape[0] == 1 and blocks.stride(3) == 1 and table.stride(1) == 1, "rows of one layer, values adjacent"
     assert q.stride(2) == 1 and context.seat_of.is_contiguous() and positions.is_contiguous()
-    out = torch.empty(rows, heads, dim, dtype=q.dtype, device=q.device)
-    if rows == 0:
+    out = torch.empty(queries, heads, dim, dtype=q.dtype, device=q.device)
+    if queries == 0:
         return out
     page_rows = blocks.shape[2]
-    parts = _parts(rows * kv_heads, table.shape[1] * page_rows, _multiprocessors(q.device))
+    parts = _parts(queries * kv_heads, table.shape[1] * page_rows, _multiprocessors(q.device))
     partial, weight = out, out
     if parts > 1:
-        partial = torch.empty(rows, heads, parts, dim, dtype=torch.float32, device=q.device)
-        weight = torch.empty(rows, heads, parts, dtype=torch.float32, device=q.device)
+        partial = torch.empty(queries, heads, parts, dim, dtype=torch.float32, device=q.device)
+        weight = torch.empty(queries, heads, parts, dtype=torch.float32, device=q.device)
     block_rows, warps, stages = SHAPES[q.dtype]
     if page_rows % block_rows == block_rows // 2:
         block_rows //= 2  # then each block lies in one page
     sizes: dict[str, Any] = {"heads": heads, "dim": dim, "block_dim": triton.next_power_of_2(dim)}
-    _decode_kernel[(kv_heads, rows, parts)](
-        *(q, blocks, table, context.seat_of, positions, out, partial, weight, scale * LOG2_E, LEAST_PART_ROWS),
-        *(q.stride(0), q.stride(1), blocks.stride(1), blocks.stride(2), table.stride(0)),
+    _decode_kernel[(kv_heads, queries, parts)](
+        q=q,
+        blocks=blocks,
+        table=table,
+        seat_of=context.seat_of,
+        positions=positions,
+        out=out,
+        partial=partial,
+        weight=weight,
+        scale=scale * LOG2_E,
+        min_part_rows=MIN_PART_ROWS,
+        query_stride=q.stride(0),
+        head_stride=q.stride(1),
+        page_stride=blocks.stride(1),
+        row_stride=blocks.stride(2),
+        table_stride=table.stride(0),
         **sizes,
         group=heads // kv_heads,
         page_rows=page_rows,
@@ -61,15 +74,22 @@ def decode(q: Tensor, context: PagedRows, positions: Tensor, kv_heads: int, scal
         **OPTIONS,
     )
     if parts > 1:
-        _merge_kernel[(rows, heads)](
-            *(partial, weight, out, parts), **sizes, block_parts=triton.next_power_of_2(parts), num_warps=4, **OPTIONS
+        _merge_kernel[(queries, heads)](
+            partial=partial,
+            weight=weight,
+            out=out,
+            parts=parts,
+            **sizes,
+            block_parts=triton.next_power_of_2(parts),
+            num_warps=4,
+            **OPTIONS,
         )
     return out
 
 
 def _parts(programs: int, longest: int, multiprocessors: int) -> int:
     wanted = multiprocessors * PROGRAMS_PER_SM // programs
-    return max(1, min(wanted, longest // LEAST_PART_ROWS, MAX_PARTS))
+    return max(1, min(wanted, longest // MIN_PART_ROWS, MAX_PARTS))
 
 
 @cache
@@ -88,12 +108,12 @@ def _decode_kernel(
     seat_of: tl.tensor,
     positions: tl.tensor,
     out: tl.tensor,  # written if `whole`, otherwise the next two are
-    partial: tl.tensor,  # [rows, heads, parts, dim]: each part's own softmax applied to its V
-    weight: tl.tensor,  # [rows, heads, parts]: log2 of the sum of each part's exponentials; -inf: nothing in it
+    partial: tl.tensor,  # [queries, heads, parts, dim]: each part's own softmax applied to its V
+    weight: tl.tensor,  # [queries, heads, parts]: log2 of the sum of each part's exponentials; -inf: nothing in it
     scale: tl.tensor,  # of scores that are powers of 2
-    least_part_rows: tl.tensor,
-    q_row_stride: tl.tensor,
-    q_head_stride: tl.tensor,
+    min_part_rows: tl.tensor,
+    query_stride: tl.tensor,
+    head_stride: tl.tensor,
     page_stride: tl.tensor,
     row_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -106,12 +126,12 @@ def _decode_kernel(
     block_group: tl.constexpr,
     block_rows: tl.constexpr,
 ) -> None:
-    kv_head, row, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    kv_head, query, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     kv_heads: tl.constexpr = heads // group
-    seat = tl.load(seat_of + row)
-    length = tl.where(seat == _EMPTY, 0, tl.load(positions + row) + 1).to(tl.int32)
+    seat = tl.load(seat_of + query)
+    length = tl.where(seat == _EMPTY, 0, tl.load(positions + query) + 1).to(tl.int32)
     part_rows = tl.cdiv(tl.cdiv(length, tl.num_programs(2)), block_rows) * block_rows
-    part_rows = tl.maximum(part_rows, least_part_rows)
+    part_rows = tl.maximum(part_rows, min_part_rows)
     begin = part * part_rows
     end = tl.minimum(begin + part_rows, length)
 
@@ -119,8 +139,8 @@ def _decode_kernel(
     value = tl.arange(0, block_dim)
     head = kv_head * group + member
     real = (member < group)[:, None] & (value < dim)[None, :]
-    query = q + row * q_row_stride + head[:, None] * q_head_stride + value[None, :]
-    q_tile = tl.load(query, mask=real, other=0)
+    q_at = q + query * query_stride + head[:, None] * head_stride + value[None, :]
+    q_tile = tl.load(q_at, mask=real, other=0)
     pages = table + tl.maximum(seat, 0) * table_stride
     k_values = blocks + kv_head * dim + value[None, :]
 
@@ -149,10 +169,10 @@ def _decode_kernel(
     total = tl.where(begin < end, total, 1)  # of nothing: zeros
     result = sums / total[:, None]
     if whole:
-        target = out + (row * heads + head)[:, None] * dim + value[None, :]
+        target = out + (query * heads + head)[:, None] * dim + value[None, :]
         tl.store(target, result.to(out.dtype.element_ty), mask=real)
     else:
-        number = (row * heads + head) * tl.num_programs(2) + part
+        number = (query * heads + head) * tl.num_programs(2) + part
         tl.store(weight + number, largest + tl.log2(total), mask=member < group)
         # A part with nothing in it is not stored: the merge does not read it.
         held = member < tl.where(begin < end, group, 0)
@@ -187,7 +207,7 @@ def _merge_kernel(
     value = tl.arange(0, block_dim)
     weights = tl.load(weight + number * parts + part, mask=part < parts, other=float("-inf"))
     held = weights > float("-inf")
-    largest = tl.maximum(tl.max(weights, 0), _LEAST_WEIGHT)
+    largest = tl.maximum(tl.max(weights, 0), _MIN_WEIGHT)
     shares = tl.exp2(weights - largest)
     inside = held[:, None] & (value < dim)[None, :]
     each = tl.load(partial + (number * parts + part)[:, None] * dim + value[None, :], mask=inside, other=0)

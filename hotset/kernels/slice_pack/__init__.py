@@ -9,9 +9,9 @@ from torch import Tensor
 from hotset.base.errors import ConfigError
 from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.slice_pack import reference
-from hotset.kernels.slice_pack.slices import Slices
+from hotset.kernels.slice_pack.reference import RowSlices
 
-__all__ = ["Slices", "slice_pack", "slice_unpack"]
+__all__ = ["RowSlices", "slice_pack", "slice_unpack"]
 
 
 def slice_pack(
@@ -19,7 +19,7 @@ def slice_pack(
     pages: Tensor | Sequence[int],  # int64: the context's pages, from its first
     first: int,
     last: int,
-    slices: Slices,
+    slices: RowSlices,
     out: Tensor,  # [units * (last - first) * slices.nbytes] uint8: [unit][row][slices], no gaps
 ) -> None:
     """Gathers the slices of the rows at positions [first, last) of a context; writes all of `out` and nothing else.
@@ -37,7 +37,7 @@ def slice_pack(
 
 
 def slice_unpack(
-    packed: Tensor, stores: Sequence[Tensor], pages: Tensor | Sequence[int], first: int, last: int, slices: Slices
+    packed: Tensor, stores: Sequence[Tensor], pages: Tensor | Sequence[int], first: int, last: int, slices: RowSlices
 ) -> None:
     """The way back, into those slices of those rows; arguments and rules are those of `slice_pack`.
 
@@ -47,7 +47,7 @@ def slice_unpack(
 
 
 def _checked(
-    stores: Sequence[Tensor], pages: Tensor | Sequence[int], first: int, last: int, slices: Slices, packed: Tensor
+    stores: Sequence[Tensor], pages: Tensor | Sequence[int], first: int, last: int, slices: RowSlices, packed: Tensor
 ) -> ModuleType:
     """What does the copy."""
     assert len(stores) > 0, "no units"

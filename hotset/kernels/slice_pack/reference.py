@@ -1,14 +1,42 @@
 """The specification of slice_pack and slice_unpack. The CPU engine runs it: one call per unit and run of pages."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from hotset.kernels.slice_pack.slices import Slices
+from hotset.base.errors import ConfigError
 
 Strip = tuple[int, int, int, int]  # first byte of a row, slices, bytes from one to the next, bytes of each
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlices:
+    """Parts of each row: `spans[i]` is (first byte in the stored row, bytes). They are packed one after another.
+
+    Raises ConfigError for spans that are empty, begin before the row, or share bytes.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        end = 0
+        for first, nbytes in sorted(self.spans):
+            if nbytes < 1 or first < end:
+                raise ConfigError(f"slices {self.spans} of a row: bytes must be taken, and none of them twice")
+            end = first + nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of one packed row."""
+        return sum(nbytes for _, nbytes in self.spans)
+
+    @property
+    def end(self) -> int:
+        """The bytes that a row must have."""
+        return max((first + nbytes for first, nbytes in self.spans), default=0)
 
 
 def copy(
@@ -16,7 +44,7 @@ def copy(
     pages: Tensor | Sequence[int],
     first: int,
     last: int,
-    slices: Slices,
+    slices: RowSlices,
     packed: Tensor,
     *,
     unpack: bool,
@@ -37,7 +65,7 @@ def copy(
                 begin_packed += count * nbytes
 
 
-def _strips(slices: Slices) -> list[Strip]:
+def _strips(slices: RowSlices) -> list[Strip]:
     """Slices as long as each other and evenly apart, as K and V of some heads are, go as one."""
     begins, lengths = [begin for begin, _ in slices.spans], {nbytes for _, nbytes in slices.spans}
     steps = {after - before for before, after in pairwise(begins)}

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.kernels.device_copies import to_device
-from hotset.kernels.slice_pack.slices import Slices
+from hotset.kernels.slice_pack.reference import RowSlices
 
 PIECE_BYTES = 512  # a warp moves as much with one instruction
 PROGRAM_BYTES = 16 << 10  # that a program has under way
@@ -29,7 +29,7 @@ def copy(
     pages: Tensor | Sequence[int],
     first: int,
     last: int,
-    slices: Slices,
+    slices: RowSlices,
     packed: Tensor,
     *,
     unpack: bool,
@@ -48,12 +48,16 @@ def copy(
     block_words = triton.next_power_of_2(max(nbytes for _, _, nbytes in pieces) // word)
     block_rows = max(1, PROGRAM_BYTES // (block_words * word))
     _copy_kernel[(len(pieces) * triton.cdiv(rows, block_rows), units)](
-        *(
-            _table(addresses, pieces, word, device),
-            used if used.is_cuda else to_device(used, device),
-            packed.view(WORDS[word]),
-        ),
-        *(first % page_rows, rows, units, len(pieces), page_stride // word, row_stride // word, slices.nbytes // word),
+        table=_table(addresses, pieces, word, device),
+        pages=used if used.is_cuda else to_device(used, device),
+        packed=packed.view(WORDS[word]),
+        first=first % page_rows,
+        rows=rows,
+        units=units,
+        pieces=len(pieces),
+        page_stride=page_stride // word,
+        row_stride=row_stride // word,
+        packed_stride=slices.nbytes // word,
         page_rows=page_rows,
         vector=width // word,
         unpack=unpack,
@@ -64,7 +68,7 @@ def copy(
     )
 
 
-def _pieces(slices: Slices, width: int) -> tuple[tuple[int, int, int], ...]:
+def _pieces(slices: RowSlices, width: int) -> tuple[tuple[int, int, int], ...]:
     """(byte of the stored row, byte of the packed row, bytes), in multiples of `width`."""
     pieces, column = [], 0
     for begin, nbytes in slices.spans:

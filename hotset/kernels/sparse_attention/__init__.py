@@ -16,7 +16,7 @@ MAX_ROWS = 2**31 - 1
 def sparse_attention(
     q: Tensor,  # [rows, heads, rank + rope]: latent part absorbed through the key up-projection, then the rope part
     rows: Tensor,  # [device rows, stored width]: latent | rope key, as `layout` stores them
-    chosen: Tensor,  # [rows, k] int64 device rows, EMPTY-padded anywhere
+    row_ids: Tensor,  # [rows, k] int64 device rows, EMPTY-padded anywhere
     layout: RowLayout,
     rank: int,
     scale: float,
@@ -29,13 +29,13 @@ def sparse_attention(
     Other dtypes take the reference there.
     """
     assert q.shape[2] == layout.width, f"queries of {q.shape[2]} values cannot score rows of {layout.width}"
-    assert chosen.shape[0] == q.shape[0], f"{chosen.shape[0]} selections for {q.shape[0]} query rows"
+    assert row_ids.shape[0] == q.shape[0], f"{row_ids.shape[0]} selections for {q.shape[0]} query rows"
     if q.device.type == "cpu":
-        return cpu_impl.sparse_attention(q, rows, chosen, layout, rank, scale)
+        return cpu_impl.sparse_attention(q, rows, row_ids, layout, rank, scale)
     if q.dtype != torch.bfloat16:
-        return reference.sparse_attention(q, rows, chosen, layout, rank, scale)
+        return reference.sparse_attention(q, rows, row_ids, layout, rank, scale)
     check(rows, layout, rank, scale)
-    attended: Tensor = kernels_of("sparse_attention").sparse_attention(q, rows, chosen, layout, rank, scale)
+    attended: Tensor = kernels_of("sparse_attention").sparse_attention(q, rows, row_ids, layout, rank, scale)
     return attended
 
 

@@ -9,17 +9,17 @@ from hotset.kernels.rows import RowLayout, accumulation_dtype
 BLOCK_VALUES = 1 << 22  # gathered values held at once: 16 MiB of float32 stay in a last-level cache
 
 
-def sparse_attention(q: Tensor, rows: Tensor, chosen: Tensor, layout: RowLayout, rank: int, scale: float) -> Tensor:
+def sparse_attention(q: Tensor, rows: Tensor, row_ids: Tensor, layout: RowLayout, rank: int, scale: float) -> Tensor:
     accumulate = accumulation_dtype(q.dtype)
-    rows, chosen, layout = _decoded_once(rows, chosen, layout, accumulate)
+    rows, row_ids, layout = _decoded_once(rows, row_ids, layout, accumulate)
     queries, heads, width = q.shape
-    k = chosen.shape[1]
+    k = row_ids.shape[1]
     out = q.new_empty(queries, heads, rank)
     block = max(1, min(queries, BLOCK_VALUES // (k * width)))
     memory = rows.new_empty(block * k, rows.shape[1])  # reused by every block: fresh memory is slow
     for first in range(0, queries, block):
         part = slice(first, min(first + block, queries))
-        readable, empty = chosen[part], chosen[part] == EMPTY
+        readable, empty = row_ids[part], row_ids[part] == EMPTY
         some_empty = bool(empty.any())
         if some_empty:
             # An EMPTY entry reads a row that was chosen, with weight 0: any other might hold NaN, and 0 * NaN is NaN.
@@ -36,7 +36,7 @@ def sparse_attention(q: Tensor, rows: Tensor, chosen: Tensor, layout: RowLayout,
 
 
 def _decoded_once(
-    rows: Tensor, chosen: Tensor, layout: RowLayout, accumulate: torch.dtype
+    rows: Tensor, row_ids: Tensor, layout: RowLayout, accumulate: torch.dtype
 ) -> tuple[Tensor, Tensor, RowLayout]:
     """Rows, selections and layout with every chosen row decoded, where queries share enough rows for that to pay.
 
@@ -44,12 +44,12 @@ def _decoded_once(
     the accumulation dtype stay where they are.
     """
     if layout.dtype == accumulate and not layout.quantised:
-        return rows, chosen, layout
-    lowest = int(torch.where(chosen == EMPTY, rows.shape[0], chosen).min())
-    span = int(chosen.max()) + 1 - lowest  # negative if every entry is EMPTY
-    if not 0 < span < chosen.numel():
-        return rows, chosen, layout
-    entries = torch.where(chosen == EMPTY, span, chosen - lowest)
+        return rows, row_ids, layout
+    lowest = int(torch.where(row_ids == EMPTY, rows.shape[0], row_ids).min())
+    span = int(row_ids.max()) + 1 - lowest  # negative if every entry is EMPTY
+    if not 0 < span < row_ids.numel():
+        return rows, row_ids, layout
+    entries = torch.where(row_ids == EMPTY, span, row_ids - lowest)
     used = torch.zeros(span + 1, dtype=torch.bool)
     used[entries] = True
     used[span] = False

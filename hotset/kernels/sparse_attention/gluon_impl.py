@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from hotset.base.units import ceil_div
-from hotset.kernels.sparse_attention.launch import GLUON_HEADS, RANK, ROPE, Launch, Work
+from hotset.kernels.sparse_attention.launch import GLUON_HEADS, RANK, ROPE, AttentionShape, LaunchConfig
 
-VARYING = ["chosen_stride", "k", "heads", "split_keys"]  # arguments whose values make no kernels of their own
+VARYING = ["row_ids_stride", "k", "heads", "split_keys"]  # arguments whose values make no kernels of their own
 # Triton 3.6 had other names.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -70,14 +70,25 @@ _DEQUANTISE = gl.constexpr(
 )
 
 
-def attend(work: Work, launch: Launch, tensors: tuple[Tensor, ...], scale: float) -> None:
+def attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, ...], scale: float) -> None:
     """As the kernel of triton_impl, for ranks and ropes of 512 and 64 and blocks of 64 heads."""
-    assert (work.rank, work.rope, launch.block_heads) == (RANK, ROPE, GLUON_HEADS), f"{launch} for {work}"
-    q, rows, chosen, out, lse = tensors
-    kernel = _attend_fp8_kernel if work.fp8 else _attend_plain_kernel
-    kernel[ceil_div(work.heads, launch.block_heads) * work.rows, launch.splits](
-        *(q, rows, chosen, out, lse, q.stride(0), q.stride(1), rows.stride(0), chosen.stride(0)),
-        *(work.k, work.heads, launch.split_keys(work), scale),
+    assert (shape.rank, shape.rope, launch.block_heads) == (RANK, ROPE, GLUON_HEADS), f"{launch} for {shape}"
+    q, rows, row_ids, out, lse = tensors
+    kernel = _attend_fp8_kernel if shape.fp8 else _attend_plain_kernel
+    kernel[ceil_div(shape.heads, launch.block_heads) * shape.queries, launch.splits](
+        q=q,
+        rows=rows,
+        row_ids=row_ids,
+        out=out,
+        lse=lse,
+        query_stride=q.stride(0),
+        head_stride=q.stride(1),
+        row_stride=rows.stride(0),
+        row_ids_stride=row_ids.stride(0),
+        k=shape.k,
+        heads=shape.heads,
+        split_keys=launch.split_keys(shape),
+        scale=scale,
         split=launch.splits > 1,
         num_warps=8,
         enable_fp_fusion=True,
@@ -88,21 +99,21 @@ def attend(work: Work, launch: Launch, tensors: tuple[Tensor, ...], scale: float
 def _attend_plain_kernel(
     q: gl.tensor,
     rows: gl.tensor,
-    chosen: gl.tensor,
+    row_ids: gl.tensor,
     out: gl.tensor,
     lse: gl.tensor,
-    q_row_stride: gl.tensor,
-    q_head_stride: gl.tensor,
+    query_stride: gl.tensor,
+    head_stride: gl.tensor,
     row_stride: gl.tensor,
-    chosen_stride: gl.tensor,
+    row_ids_stride: gl.tensor,
     k: gl.tensor,
     heads: gl.tensor,
     split_keys: gl.tensor,
     scale: gl.tensor,
     split: gl.constexpr,
 ) -> None:
-    row, head_first, first, stop = _place(heads, split_keys, k)
-    my_chosen = chosen + row * chosen_stride
+    query, head_first, first, stop = _work_of_program(heads, split_keys, k)
+    my_row_ids = row_ids + query * row_ids_stride
 
     q_latent = gl.allocate_shared_memory(gl.bfloat16, [_HEADS, _RANK], _SHARED)
     q_rope = gl.allocate_shared_memory(gl.bfloat16, [_HEADS, _ROPE], _SHARED)
@@ -115,18 +126,18 @@ def _attend_plain_kernel(
     key = gl.arange(0, _KEYS, gl.SliceLayout(1, _PART_LAYOUT))
     rope_key = gl.arange(0, _KEYS, gl.SliceLayout(1, _ROPE_LAYOUT))
 
-    index = _load_index(my_chosen, first, key, stop)
-    rope_index = _load_index(my_chosen, first, rope_key, stop)
+    index = _load_index(my_row_ids, first, key, stop)
+    rope_index = _load_index(my_row_ids, first, rope_key, stop)
     _copy_values(even_tile, rows, row_stride, index, 0, _PART_LAYOUT)
     _copy_values(even_rope, rows, row_stride, rope_index, _RANK * 2, _ROPE_LAYOUT)
     async_copy.commit_group()
     biases.index(0).store(_bias(rope_index))
-    index = _load_index(my_chosen, first + _KEYS, key, stop)
-    rope_index = _load_index(my_chosen, first + _KEYS, rope_key, stop)
-    end = _end(my_chosen, first, stop)
-    my_q = q + row * q_row_stride
-    q_latent.store(_load_q(my_q, q_head_stride, head_first, heads, _RANK, _WIDE_LAYOUT))
-    q_rope.store(_load_q(my_q + _RANK, q_head_stride, head_first, heads, _ROPE, _ROPE_LAYOUT))
+    index = _load_index(my_row_ids, first + _KEYS, key, stop)
+    rope_index = _load_index(my_row_ids, first + _KEYS, rope_key, stop)
+    end = _end(my_row_ids, first, stop)
+    my_q = q + query * query_stride
+    q_latent.store(_load_q(my_q, head_stride, head_first, heads, _RANK, _WIDE_LAYOUT))
+    q_rope.store(_load_q(my_q + _RANK, head_stride, head_first, heads, _ROPE, _ROPE_LAYOUT))
 
     zero = gl.zeros([_HEADS, _KEYS], gl.float32, _SCORES)
     mass = _sums_of_threads(zero)
@@ -147,8 +158,8 @@ def _attend_plain_kernel(
             _copy_values(other_rope, rows, row_stride, rope_index, _RANK * 2, _ROPE_LAYOUT)
             async_copy.commit_group()
             next_bias = _bias(rope_index)
-            index = _load_index(my_chosen, start + 2 * _KEYS, key, stop)
-            rope_index = _load_index(my_chosen, start + 2 * _KEYS, rope_key, stop)
+            index = _load_index(my_row_ids, start + 2 * _KEYS, key, stop)
+            rope_index = _load_index(my_row_ids, start + 2 * _KEYS, rope_key, stop)
             bias = biases.index(use).load(_BY_KEY).to(gl.float32)
             s = warpgroup_mma_wait(0, deps=[s])
             s = s * scale + gl.expand_dims(bias, 0)
@@ -163,28 +174,28 @@ def _attend_plain_kernel(
             sums = warpgroup_mma_wait(0, deps=[begun])
             async_copy.wait_group(0)
             _finish_step()
-    _store(out, lse, row, head_first, heads, sums, most, mass, end > first, split)
+    _store(out, lse, query, head_first, heads, sums, most, mass, end > first, split)
 
 
 @gluon.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def _attend_fp8_kernel(
     q: gl.tensor,
     rows: gl.tensor,
-    chosen: gl.tensor,
+    row_ids: gl.tensor,
     out: gl.tensor,
     lse: gl.tensor,
-    q_row_stride: gl.tensor,
-    q_head_stride: gl.tensor,
+    query_stride: gl.tensor,
+    head_stride: gl.tensor,
     row_stride: gl.tensor,
-    chosen_stride: gl.tensor,
+    row_ids_stride: gl.tensor,
     k: gl.tensor,
     heads: gl.tensor,
     split_keys: gl.tensor,
     scale: gl.tensor,
     split: gl.constexpr,
 ) -> None:
-    row, head_first, first, stop = _place(heads, split_keys, k)
-    my_chosen = chosen + row * chosen_stride
+    query, head_first, first, stop = _work_of_program(heads, split_keys, k)
+    my_row_ids = row_ids + query * row_ids_stride
 
     q_latent = gl.allocate_shared_memory(gl.float16, [_HEADS, _RANK], _SHARED)
     q_rope = gl.allocate_shared_memory(gl.bfloat16, [_HEADS, _ROPE], _SHARED)
@@ -201,32 +212,32 @@ def _attend_fp8_kernel(
     rope_key = gl.arange(0, _KEYS, gl.SliceLayout(1, _ROPE_LAYOUT))
 
     # Tile 0 is made at once; of tile 1 the codes go to registers and the scales to shared memory.
-    index = _load_index(my_chosen, first, key, stop)
-    rope_index = _load_index(my_chosen, first, rope_key, stop)
-    line_index = _load_index(my_chosen, first, line_key, stop)
-    next_line_index = _load_index(my_chosen, first + _KEYS, line_key, stop)
+    index = _load_index(my_row_ids, first, key, stop)
+    rope_index = _load_index(my_row_ids, first, rope_key, stop)
+    line_index = _load_index(my_row_ids, first, line_key, stop)
+    next_line_index = _load_index(my_row_ids, first + _KEYS, line_key, stop)
     _copy_scales(even_scales, rows, row_stride, line_index)
     _copy_scales(odd_scales, rows, row_stride, next_line_index)
     _copy_values(even_rope, rows, row_stride, rope_index, _ROPE_AT, _ROPE_LAYOUT)
     async_copy.commit_group()
     codes = _load_codes(rows, row_stride, index)
-    my_q = q + row * q_row_stride
-    values = _load_q(my_q, q_head_stride, head_first, heads, _RANK, _WIDE_LAYOUT).to(gl.float32)
+    my_q = q + query * query_stride
+    values = _load_q(my_q, head_stride, head_first, heads, _RANK, _WIDE_LAYOUT).to(gl.float32)
     q_unit = _unit(gl.max(gl.abs(values), 1))
     q_latent.store((values * gl.expand_dims(_inverse(q_unit), 1)).to(gl.float16))
-    q_rope.store(_load_q(my_q + _RANK, q_head_stride, head_first, heads, _ROPE, _ROPE_LAYOUT))
+    q_rope.store(_load_q(my_q + _RANK, head_stride, head_first, heads, _ROPE, _ROPE_LAYOUT))
     factor = gl.convert_layout(q_unit, _BY_HEAD)
-    index = _load_index(my_chosen, first + _KEYS, key, stop)
-    rope_index = _load_index(my_chosen, first + _KEYS, rope_key, stop)
-    end = _end(my_chosen, first, stop)
+    index = _load_index(my_row_ids, first + _KEYS, key, stop)
+    rope_index = _load_index(my_row_ids, first + _KEYS, rope_key, stop)
+    end = _end(my_row_ids, first, stop)
     async_copy.wait_group(0)
     _make_ratios(even_scales, units.index(0), line_index)
     _make_ratios(odd_scales, units.index(1), next_line_index)
-    line_index = _load_index(my_chosen, first + 2 * _KEYS, line_key, stop)
+    line_index = _load_index(my_row_ids, first + 2 * _KEYS, line_key, stop)
     _fill(even_tile, 0, codes[0], codes[1], even_scales)
     _fill(even_tile, 1, codes[2], codes[3], even_scales)
     code0, code1, code2, code3 = _load_codes(rows, row_stride, index)
-    index = _load_index(my_chosen, first + 2 * _KEYS, key, stop)
+    index = _load_index(my_row_ids, first + 2 * _KEYS, key, stop)
 
     zero = gl.zeros([_HEADS, _KEYS], gl.float32, _SCORES)
     mass = _sums_of_threads(zero)
@@ -244,9 +255,9 @@ def _attend_fp8_kernel(
             _copy_scales(spent_scales, rows, row_stride, line_index)
             _copy_values(other_rope, rows, row_stride, rope_index, _ROPE_AT, _ROPE_LAYOUT)
             async_copy.commit_group()
-            rope_index = _load_index(my_chosen, start + 2 * _KEYS, rope_key, stop)
-            next_line_index = _load_index(my_chosen, start + 3 * _KEYS, line_key, stop)
-            next_index = _load_index(my_chosen, start + 3 * _KEYS, key, stop)
+            rope_index = _load_index(my_row_ids, start + 2 * _KEYS, rope_key, stop)
+            next_line_index = _load_index(my_row_ids, start + 3 * _KEYS, line_key, stop)
+            next_index = _load_index(my_row_ids, start + 3 * _KEYS, key, stop)
             _fill(other, 0, code0, code1, next_scales)
             s = _score_part(q_latent, tile, 1, s, False)
             s = _score_part(q_latent, tile, 2, s, False)
@@ -270,33 +281,33 @@ def _attend_fp8_kernel(
             line_index = next_line_index
             sums = warpgroup_mma_wait(0, deps=[begun])
             _finish_step()
-    _store(out, lse, row, head_first, heads, sums, most, mass, end > first, split)
+    _store(out, lse, query, head_first, heads, sums, most, mass, end > first, split)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _place(heads: gl.tensor, split_keys: gl.tensor, k: gl.tensor) -> gl.tensor:
+def _work_of_program(heads: gl.tensor, split_keys: gl.tensor, k: gl.tensor) -> gl.tensor:
     """(query row, first head, first entry, entry to stop before) of this program."""
     head_blocks = gl.cdiv(heads, _HEADS)
-    row = (gl.program_id(0) // head_blocks).to(gl.int64)
+    query = (gl.program_id(0) // head_blocks).to(gl.int64)
     first = gl.program_id(1) * split_keys
-    return row, gl.program_id(0) % head_blocks * _HEADS, first, gl.minimum(first + split_keys, k)
+    return query, gl.program_id(0) % head_blocks * _HEADS, first, gl.minimum(first + split_keys, k)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _end(chosen: gl.tensor, first: gl.tensor, stop: gl.tensor) -> gl.tensor:
+def _end(row_ids: gl.tensor, first: gl.tensor, stop: gl.tensor) -> gl.tensor:
     """All entries in [end, stop) are EMPTY; end <= first where none is left."""
     entry = gl.arange(0, _SCAN, _FLAT_LAYOUT)
     last = gl.full([_SCAN], 0, gl.int32, _FLAT_LAYOUT)
     for start in range(first, stop, _SCAN):
-        found = _load_index(chosen, start, entry, stop)
+        found = _load_index(row_ids, start, entry, stop)
         last = gl.maximum(last, gl.where(found < 0, 0, start + entry + 1))
     return gl.max(last, 0)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load_index(chosen: gl.tensor, start: gl.tensor, key: gl.tensor, stop: gl.tensor) -> gl.tensor:
+def _load_index(row_ids: gl.tensor, start: gl.tensor, key: gl.tensor, stop: gl.tensor) -> gl.tensor:
     """Entries start + key, EMPTY from `stop` on. Row numbers fit 32 bits; the offsets made from them do not."""
-    return gl.load(chosen + start + key, mask=start + key < stop, other=-1).to(gl.int32)
+    return gl.load(row_ids + start + key, mask=start + key < stop, other=-1).to(gl.int32)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -467,7 +478,7 @@ def _finish_step() -> None:
 def _store(
     out: gl.tensor,
     lse: gl.tensor,
-    row: gl.tensor,
+    query: gl.tensor,
     head_first: gl.tensor,
     heads: gl.tensor,
     sums: gl.tensor,
@@ -480,7 +491,7 @@ def _store(
     inverse = gl.convert_layout(1 / total, gl.SliceLayout(1, _SUMS))
     sums = sums * gl.expand_dims(inverse, 1)
     if split:
-        part = (row * gl.num_programs(1) + gl.program_id(1)) * heads
+        part = (query * gl.num_programs(1) + gl.program_id(1)) * heads
         head = head_first + gl.arange(0, _HEADS, _BY_HEAD)
         gl.store(lse + part + head, gl.where(filled, most + gl.log2(total), float("-inf")), mask=head < heads)
         # In the layout that it has: 4 threads fill a sector of memory. Nothing where nothing was chosen.
@@ -491,7 +502,7 @@ def _store(
     else:
         head = head_first + gl.arange(0, _HEADS, gl.SliceLayout(1, _WIDE_LAYOUT))
         latent = gl.arange(0, _RANK, gl.SliceLayout(0, _WIDE_LAYOUT))
-        at = gl.expand_dims((row * heads + head) * _RANK, 1) + gl.expand_dims(latent, 0)
+        at = gl.expand_dims((query * heads + head) * _RANK, 1) + gl.expand_dims(latent, 0)
         result = gl.convert_layout(sums.to(gl.bfloat16), _WIDE_LAYOUT)
         gl.store(out + at, result, mask=gl.expand_dims(head, 1) < heads)
 

@@ -21,12 +21,12 @@
 #include "results.cu"
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
-    const u16 *q,       // [rows, heads, 576] bfloat16; heads begin at multiples of 8 bytes
-    const u8 *rows,     // [device rows, row_stride bytes]
-    const i64 *chosen,  // [rows, k], EMPTY-padded anywhere
-    void *out,          // [rows, heads, 512] bfloat16; with several splits: [rows, splits, heads, 512] float32
-    float *lse,         // [rows, splits, heads]: log2 of the sum of 2**score; written only with several splits
-    i64 q_row_stride, i64 q_head_stride, i64 row_stride, i64 chosen_stride, i64 k, i64 all_heads, i64 splits,
+    const u16 *q,        // [queries, heads, 576] bfloat16; heads begin at multiples of 8 bytes
+    const u8 *rows,      // [device rows, row_stride bytes]
+    const i64 *row_ids,  // [queries, k], EMPTY-padded anywhere
+    void *out,           // [queries, heads, 512] bfloat16; with several splits: [queries, splits, heads, 512] float32
+    float *lse,          // [queries, splits, heads]: log2 of the sum of 2**score; written only with several splits
+    i64 query_stride, i64 head_stride, i64 row_stride, i64 row_ids_stride, i64 k, i64 all_heads, i64 splits,
     i64 split_keys, i64 scale_bits) {
     extern __shared__ int4 shared_memory[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_memory);
@@ -34,18 +34,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
     if (splits > 1) let_next_launch_begin();  // the merge
     const Place place = place_of(k, all_heads, splits, split_keys);
     const int first = place.first, stop = place.stop, heads = static_cast<int>(all_heads) - place.head_first;
-    const i64 *my_chosen = chosen + place.row * chosen_stride;
+    const i64 *my_row_ids = row_ids + place.query * row_ids_stride;
     const float scale = __uint_as_float(static_cast<u32>(scale_bits));
 
-    const int first_entry = load_entry<AHEAD / WARPS>(my_chosen, first, stop);
-    int entry = load_entry<ROWS_OF_WARP>(my_chosen, first + AHEAD, stop);
-    int next_entry = load_entry<ROWS_OF_WARP>(my_chosen, first + AHEAD + KEYS, stop);
+    const int first_entry = load_entry<AHEAD / WARPS>(my_row_ids, first, stop);
+    int entry = load_entry<ROWS_OF_WARP>(my_row_ids, first + AHEAD, stop);
+    int next_entry = load_entry<ROWS_OF_WARP>(my_row_ids, first + AHEAD + KEYS, stop);
     int found[PEEKED];
-    peek(found, my_chosen, first, stop);
+    peek(found, my_row_ids, first, stop);
     Query query;
-    load_query(query, q + place.row * q_row_stride + place.head_first * q_head_stride, q_head_stride, heads);
+    load_query(query, q + place.query * query_stride + place.head_first * head_stride, head_stride, heads);
     begin_rows<AHEAD / WARPS>(shared, 0, first_entry, rows, row_stride);
-    const int steps = (end_of(shared, found, my_chosen, first, stop) - first + KEYS - 1) / KEYS;
+    const int steps = (end_of(shared, found, my_row_ids, first, stop) - first + KEYS - 1) / KEYS;
     if (FP8) quantise_query(shared, query, scale);
     __syncthreads();
     const int weighed_head = warp * HEADS_OF_WARP + lane / LANES_OF_HEAD;
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
             begin_nothing();
         }
         entry = next_entry;
-        next_entry = load_entry<ROWS_OF_WARP>(my_chosen, first + AHEAD + (n + 2) * KEYS, stop);
+        next_entry = load_entry<ROWS_OF_WARP>(my_row_ids, first + AHEAD + (n + 2) * KEYS, stop);
         note_rows(shared, at);
 #pragma unroll
         for (int key = 0; key < KEYS; key += 8 * EIGHTS) score(shared, at, key, query);
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
     leave_totals(shared, weighed_head, most, mass);
     wait_for_copies<0>();  // the zeros after the last row
     __syncthreads();
-    const i64 part = (place.row * splits + place.split) * all_heads + place.head_first;
+    const i64 part = (place.query * splits + place.split) * all_heads + place.head_first;
     if (splits == 1) {
         store_sums(shared, sums, static_cast<u16 *>(out) + part * RANK, heads);
         return;

@@ -20,10 +20,10 @@ MERGE_KEYS = 96  # the merge otherwise
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class AttentionShape:
     """The sizes of one call."""
 
-    rows: int  # query rows
+    queries: int
     heads: int
     k: int
     rank: int
@@ -32,13 +32,13 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuTraits:
     multiprocessors: int
     hopper: bool  # and a Triton that has the Gluon of gluon_impl
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchConfig:
     """One way to run a call: a program takes one query row, `block_heads` of its heads and one split of its keys."""
 
     kernel: Kernel
@@ -49,54 +49,54 @@ class Launch:
     programs_per_sm: int = 1  # that are resident together
     splits: int = 1
 
-    def programs(self, work: Work) -> int:
-        return work.rows * ceil_div(work.heads, self.block_heads) * self.splits
+    def programs(self, shape: AttentionShape) -> int:
+        return shape.queries * ceil_div(shape.heads, self.block_heads) * self.splits
 
-    def split_keys(self, work: Work) -> int:
+    def split_keys(self, shape: AttentionShape) -> int:
         """Keys of every split but the last: whole tiles."""
-        return ceil_div(ceil_div(work.k, self.splits), self.block_keys) * self.block_keys
+        return ceil_div(ceil_div(shape.k, self.splits), self.block_keys) * self.block_keys
 
-    def leaves_none_empty(self, work: Work) -> bool:
+    def every_split_has_entries(self, shape: AttentionShape) -> bool:
         """Every split has an entry."""
-        return (self.splits - 1) * self.split_keys(work) < work.k
+        return (self.splits - 1) * self.split_keys(shape) < shape.k
 
 
 # By (fp8 rows, class of heads). HOPPER is for the sizes that production models have.
 PORTABLE = {
-    (False, 16): Launch("triton", 16, 32, warps=4, stages=3, programs_per_sm=2),
-    (False, 32): Launch("triton", 32, 32, warps=8, stages=4),
-    (False, 64): Launch("triton", 64, 32, warps=8, stages=3),
-    (True, 16): Launch("triton", 16, 32, warps=4, stages=3, programs_per_sm=2),
-    (True, 32): Launch("triton", 32, 32, warps=8, stages=3),
-    (True, 64): Launch("triton", 64, 32, warps=8, stages=3),
+    (False, 16): LaunchConfig("triton", 16, 32, warps=4, stages=3, programs_per_sm=2),
+    (False, 32): LaunchConfig("triton", 32, 32, warps=8, stages=4),
+    (False, 64): LaunchConfig("triton", 64, 32, warps=8, stages=3),
+    (True, 16): LaunchConfig("triton", 16, 32, warps=4, stages=3, programs_per_sm=2),
+    (True, 32): LaunchConfig("triton", 32, 32, warps=8, stages=3),
+    (True, 64): LaunchConfig("triton", 64, 32, warps=8, stages=3),
 }
 HOPPER = {
-    (False, 16): Launch("cuda", 16, 32, warps=4, programs_per_sm=2),
-    (False, 32): Launch("cuda", 32, 32, warps=4, programs_per_sm=2),
-    (False, 64): Launch("gluon", GLUON_HEADS, GLUON_KEYS),
-    (True, 16): Launch("cuda", 16, 32, warps=4, programs_per_sm=2),
-    (True, 32): Launch("cuda", 32, 32, warps=4, programs_per_sm=2),
-    (True, 64): Launch("gluon", GLUON_HEADS, GLUON_KEYS),
+    (False, 16): LaunchConfig("cuda", 16, 32, warps=4, programs_per_sm=2),
+    (False, 32): LaunchConfig("cuda", 32, 32, warps=4, programs_per_sm=2),
+    (False, 64): LaunchConfig("gluon", GLUON_HEADS, GLUON_KEYS),
+    (True, 16): LaunchConfig("cuda", 16, 32, warps=4, programs_per_sm=2),
+    (True, 32): LaunchConfig("cuda", 32, 32, warps=4, programs_per_sm=2),
+    (True, 64): LaunchConfig("gluon", GLUON_HEADS, GLUON_KEYS),
 }
 
 
 @lru_cache(maxsize=1024)  # it is asked for in every layer
-def choose(work: Work, gpu: Gpu) -> Launch:
+def choose_launch(shape: AttentionShape, gpu: GpuTraits) -> LaunchConfig:
     """The launch for this work. It depends on sizes alone, so a captured graph stays right."""
-    heads = 16 if work.heads <= 16 else 32 if work.heads <= 32 else 64
-    table = HOPPER if gpu.hopper and (work.rank, work.rope) == (RANK, ROPE) else PORTABLE
-    return with_splits(table[work.fp8, heads], work, gpu)
+    heads = 16 if shape.heads <= 16 else 32 if shape.heads <= 32 else 64
+    table = HOPPER if gpu.hopper and (shape.rank, shape.rope) == (RANK, ROPE) else PORTABLE
+    return with_splits(table[shape.fp8, heads], shape, gpu)
 
 
-def with_splits(launch: Launch, work: Work, gpu: Gpu) -> Launch:
+def with_splits(launch: LaunchConfig, shape: AttentionShape, gpu: GpuTraits) -> LaunchConfig:
     """As many splits as make the busiest multiprocessor end soonest; of equals the fewest."""
     tried = (replace(launch, splits=splits) for splits in range(1, MAX_SPLITS + 1))
-    return min((each for each in tried if each.leaves_none_empty(work)), key=lambda at: _cost(at, work, gpu))
+    return min((each for each in tried if each.every_split_has_entries(shape)), key=lambda at: _cost(at, shape, gpu))
 
 
-def _cost(launch: Launch, work: Work, gpu: Gpu) -> float:
-    programs = ceil_div(launch.programs(work), gpu.multiprocessors)  # of the busiest multiprocessor
+def _cost(launch: LaunchConfig, shape: AttentionShape, gpu: GpuTraits) -> float:
+    programs = ceil_div(launch.programs(shape), gpu.multiprocessors)  # of the busiest multiprocessor
     pairs, singles = divmod(programs, 2) if launch.programs_per_sm > 1 else (0, programs)
-    keys = launch.split_keys(work) + PROGRAM_KEYS // launch.block_heads
+    keys = launch.split_keys(shape) + PROGRAM_KEYS // launch.block_heads
     attend = (pairs * TWO_AT_ONCE + singles) * keys
     return attend if launch.splits == 1 else attend + programs * launch.block_heads * SUMS_KEYS + MERGE_KEYS

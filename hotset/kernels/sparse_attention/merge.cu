@@ -20,15 +20,15 @@ __device__ __forceinline__ void wait_for_earlier_launches() {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) merge(
-    const float *partial,  // [rows, splits, heads, RANK]; undefined for empty splits
-    const float *lse,      // [rows, splits, heads]: minus infinity for empty splits
-    u16 *out,              // [rows, heads, RANK] bfloat16
+    const float *partial,  // [queries, splits, heads, RANK]; undefined for empty splits
+    const float *lse,      // [queries, splits, heads]: minus infinity for empty splits
+    u16 *out,              // [queries, heads, RANK] bfloat16
     i64 heads, i64 splits  // at most 32 splits
 ) {
     const int lane = threadIdx.x % 32;
-    const i64 row = blockIdx.x / heads, head = blockIdx.x % heads;
+    const i64 query = blockIdx.x / heads, head = blockIdx.x % heads;
     wait_for_earlier_launches();
-    const float mass = lane < splits ? lse[(row * splits + lane) * heads + head] : minus_infinity();
+    const float mass = lane < splits ? lse[(query * splits + lane) * heads + head] : minus_infinity();
     float most = fmaxf(mass, LOWEST);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(ALL, total, step);
     const float share = weight / fmaxf(total, LEAST);
-    const float *mine = partial + (row * splits * heads + head) * RANK + 4 * threadIdx.x;
+    const float *mine = partial + (query * splits * heads + head) * RANK + 4 * threadIdx.x;
     float4 sum = {0, 0, 0, 0};
 #pragma unroll 8
     for (int split = 0; split < splits; ++split) {
@@ -47,6 +47,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(
         sum.x += of_split * more.x, sum.y += of_split * more.y;
         sum.z += of_split * more.z, sum.w += of_split * more.w;
     }
-    u16 *to = out + (row * heads + head) * RANK + 4 * threadIdx.x;
+    u16 *to = out + (query * heads + head) * RANK + 4 * threadIdx.x;
     *reinterpret_cast<uint2 *>(to) = uint2{packed_bfloat(sum.x, sum.y), packed_bfloat(sum.z, sum.w)};
 }

@@ -9,20 +9,20 @@ from hotset.kernels.rows import RowLayout, accumulation_dtype
 BLOCK_VALUES = 1 << 24  # gathered values held at once, so that a long prefill chunk does not copy all its rows together
 
 
-def sparse_attention(q: Tensor, rows: Tensor, chosen: Tensor, layout: RowLayout, rank: int, scale: float) -> Tensor:
+def sparse_attention(q: Tensor, rows: Tensor, row_ids: Tensor, layout: RowLayout, rank: int, scale: float) -> Tensor:
     out = q.new_empty(*q.shape[:2], rank)
-    block = max(1, BLOCK_VALUES // (chosen.shape[1] * layout.width))
+    block = max(1, BLOCK_VALUES // (row_ids.shape[1] * layout.width))
     for first in range(0, q.shape[0], block):
         part = slice(first, first + block)
-        out[part] = _attend(q[part], rows, chosen[part], layout, rank, scale)
+        out[part] = _attend(q[part], rows, row_ids[part], layout, rank, scale)
     return out
 
 
-def _attend(q: Tensor, rows: Tensor, chosen: Tensor, layout: RowLayout, rank: int, scale: float) -> Tensor:
+def _attend(q: Tensor, rows: Tensor, row_ids: Tensor, layout: RowLayout, rank: int, scale: float) -> Tensor:
     accumulate = accumulation_dtype(q.dtype)
-    empty = chosen == EMPTY
+    empty = row_ids == EMPTY
     # An EMPTY entry reads a row that was chosen, with weight 0: any other might hold NaN, and 0 * NaN is NaN.
-    readable = torch.where(empty, chosen.amax(-1, keepdim=True).clamp_min(0), chosen)
+    readable = torch.where(empty, row_ids.amax(-1, keepdim=True).clamp_min(0), row_ids)
     gathered = layout.decode(rows[readable], accumulate)  # [rows, k, rank + rope]
     scores = torch.matmul(q.to(accumulate), gathered.transpose(1, 2)) * scale
     weights = torch.softmax(scores.masked_fill_(empty[:, None, :], float("-inf")), dim=-1)

@@ -43,7 +43,7 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "the launch and the kernel disagre
 
 // The work of a block.
 struct Place {
-    int row;  // index of the query
+    int query;  // its index
     int split;
     int head_first;
     int first, stop;  // entries of the selection
@@ -54,7 +54,7 @@ __device__ __forceinline__ Place place_of(int k, unsigned heads, unsigned splits
     Place place;
     place.split = static_cast<int>(blockIdx.x % splits);
     place.head_first = static_cast<int>(blockIdx.x / splits % head_blocks) * HEADS;
-    place.row = static_cast<int>(blockIdx.x / splits / head_blocks);
+    place.query = static_cast<int>(blockIdx.x / splits / head_blocks);
     place.first = place.split * split_keys;
     place.stop = min(place.first + split_keys, k);
     return place;
@@ -68,9 +68,9 @@ __device__ __forceinline__ int key_of(int n) {
 }
 
 // Loads the entries of `count` rows that this warp copies, one per lane; EMPTY from `stop` on.
-template <int count> __device__ __forceinline__ int load_entry(const i64 *chosen, int start, int stop) {
+template <int count> __device__ __forceinline__ int load_entry(const i64 *row_ids, int start, int stop) {
     const int lane = threadIdx.x % 32, at = start + key_of(lane);
-    return lane < count && at < stop ? static_cast<int>(chosen[at]) : -1;
+    return lane < count && at < stop ? static_cast<int>(row_ids[at]) : -1;
 }
 
 // Begins to copy these rows to the ring, starting at `at`.
@@ -99,20 +99,20 @@ __device__ __forceinline__ void begin_nothing() {
 }
 
 // Loads entries from `start` on, PEEKED per thread with the stride of a block. `end_of` inspects them.
-__device__ __forceinline__ void peek(int (&found)[PEEKED], const i64 *chosen, int start, int stop) {
+__device__ __forceinline__ void peek(int (&found)[PEEKED], const i64 *row_ids, int start, int stop) {
 #pragma unroll
     for (int n = 0; n < PEEKED; ++n) {
         const int at = start + n * 32 * WARPS + threadIdx.x;
-        found[n] = at < stop ? static_cast<int>(chosen[at]) : -1;
+        found[n] = at < stop ? static_cast<int>(row_ids[at]) : -1;
     }
 }
 
 // Returns the end of the entries, up to `stop`, without the trailing EMPTY ones. `found` are the first. Contains a barrier.
-__device__ __forceinline__ int end_of(Shared &shared, int (&found)[PEEKED], const i64 *chosen, int first, int stop) {
+__device__ __forceinline__ int end_of(Shared &shared, int (&found)[PEEKED], const i64 *row_ids, int first, int stop) {
     int end = first;
 #pragma unroll 1
     for (int start = first; start < stop; start += PEEKED * 32 * WARPS) {
-        if (start > first) peek(found, chosen, start, stop);
+        if (start > first) peek(found, row_ids, start, stop);
 #pragma unroll
         for (int n = 0; n < PEEKED; ++n) {
             if (found[n] >= 0) end = start + n * 32 * WARPS + threadIdx.x + 1;

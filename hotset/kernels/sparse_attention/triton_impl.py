@@ -18,15 +18,15 @@ from torch import Tensor
 from hotset.base.units import ceil_div
 from hotset.kernels.rows import SCALE_BLOCK, RowLayout
 from hotset.kernels.sparse_attention import cuda_impl
-from hotset.kernels.sparse_attention.launch import Gpu, Launch, Work, choose
+from hotset.kernels.sparse_attention.launch import AttentionShape, GpuTraits, LaunchConfig, choose_launch
 
-Attend = Callable[[Work, Launch, tuple[Tensor, ...], float], None]
-Merge = Callable[[Work, Launch, Tensor, Tensor, Tensor], None]
+Attend = Callable[[AttentionShape, LaunchConfig, tuple[Tensor, ...], float], None]
+Merge = Callable[[AttentionShape, LaunchConfig, Tensor, Tensor, Tensor], None]
 
 LOG2_E = 1.4426950408889634
 SCAN = 1024  # entries that are looked at together to find the last that is not EMPTY
 OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns where this is left open
-VARYING = ["chosen_stride", "k", "heads", "split_keys"]  # arguments whose values make no kernels of their own
+VARYING = ["row_ids_stride", "k", "heads", "split_keys"]  # arguments whose values make no kernels of their own
 MERGE_VALUES = 4096  # partial sums in one program of the merge
 # The interpreter computes neither products in bfloat16 nor inline assembly.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -50,30 +50,30 @@ _DEQUANTISE = tl.constexpr(
 def sparse_attention(
     q: Tensor,
     rows: Tensor,
-    chosen: Tensor,
+    row_ids: Tensor,
     layout: RowLayout,
     rank: int,
     scale: float,
-    launch: Launch | None = None,  # None: the one that `choose` takes
+    launch: LaunchConfig | None = None,  # None: the one that `choose_launch` takes
 ) -> Tensor:
-    q, chosen = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, chosen))
+    q, row_ids = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, row_ids))
     count, heads, width = q.shape
     out = q.new_empty(count, heads, rank)
-    work = Work(count, heads, chosen.shape[1], rank, width - rank, layout.quantised > 0)
+    shape = AttentionShape(count, heads, row_ids.shape[1], rank, width - rank, layout.quantised > 0)
     if out.numel() == 0:
         return out
-    launch = launch or choose(work, _gpu(q.device))
+    launch = launch or choose_launch(shape, _gpu(q.device))
     splits = launch.splits
     partial = q.new_empty(count, splits, heads, rank, dtype=torch.float32) if splits > 1 else out
     lse = q.new_empty(count, splits, heads, dtype=torch.float32)
-    tensors = (q, rows.view(torch.uint8), chosen, partial, lse)
-    _attend_of(launch)(work, launch, tensors, scale * LOG2_E)
+    tensors = (q, rows.view(torch.uint8), row_ids, partial, lse)
+    _attend_of(launch)(shape, launch, tensors, scale * LOG2_E)
     if splits > 1:
-        _merge_of(launch)(work, launch, partial, lse, out)
+        _merge_of(launch)(shape, launch, partial, lse, out)
     return out
 
 
-def _attend_of(launch: Launch) -> Attend:
+def _attend_of(launch: LaunchConfig) -> Attend:
     if launch.kernel == "gluon":
         from hotset.kernels.sparse_attention import gluon_impl  # never in the interpreter
 
@@ -81,17 +81,17 @@ def _attend_of(launch: Launch) -> Attend:
     return cuda_impl.attend if launch.kernel == "cuda" else _attend
 
 
-def _merge_of(launch: Launch) -> Merge:
+def _merge_of(launch: LaunchConfig) -> Merge:
     """On Hopper the one that begins early."""
     return _merge if launch.kernel == "triton" else cuda_impl.merge
 
 
 @cache
-def _gpu(device: torch.device) -> Gpu:
+def _gpu(device: torch.device) -> GpuTraits:
     if device.type != "cuda":
-        return Gpu(multiprocessors=1, hopper=False)  # the interpreter
+        return GpuTraits(multiprocessors=1, hopper=False)  # the interpreter
     found = torch.cuda.get_device_properties(device)
-    return Gpu(found.multi_processor_count, found.major == 9 and _gluon_is_known())
+    return GpuTraits(found.multi_processor_count, found.major == 9 and _gluon_is_known())
 
 
 def _gluon_is_known() -> bool:
@@ -103,15 +103,26 @@ def _gluon_is_known() -> bool:
     return True
 
 
-def _attend(work: Work, launch: Launch, tensors: tuple[Tensor, ...], scale: float) -> None:
-    q, rows, chosen, out, lse = tensors
-    _attend_kernel[ceil_div(work.heads, launch.block_heads) * work.rows, launch.splits](
-        *(q, rows, chosen, out, lse, q.stride(0), q.stride(1), rows.stride(0), chosen.stride(0)),
-        *(work.k, work.heads, launch.split_keys(work), scale),
-        rank=work.rank,
-        rope=work.rope,
-        group=min(work.rank, SCALE_BLOCK),
-        fp8=work.fp8,
+def _attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, ...], scale: float) -> None:
+    q, rows, row_ids, out, lse = tensors
+    _attend_kernel[ceil_div(shape.heads, launch.block_heads) * shape.queries, launch.splits](
+        q=q,
+        rows=rows,
+        row_ids=row_ids,
+        out=out,
+        lse=lse,
+        query_stride=q.stride(0),
+        head_stride=q.stride(1),
+        row_stride=rows.stride(0),
+        row_ids_stride=row_ids.stride(0),
+        k=shape.k,
+        heads=shape.heads,
+        split_keys=launch.split_keys(shape),
+        scale=scale,
+        rank=shape.rank,
+        rope=shape.rope,
+        group=min(shape.rank, SCALE_BLOCK),
+        fp8=shape.fp8,
         split=launch.splits > 1,
         block_h=launch.block_heads,
         block_k=launch.block_keys,
@@ -123,12 +134,16 @@ def _attend(work: Work, launch: Launch, tensors: tuple[Tensor, ...], scale: floa
     )
 
 
-def _merge(work: Work, launch: Launch, partial: Tensor, lse: Tensor, out: Tensor) -> None:
+def _merge(shape: AttentionShape, launch: LaunchConfig, partial: Tensor, lse: Tensor, out: Tensor) -> None:
     block_s = triton.next_power_of_2(launch.splits)
-    block = min(work.rank, max(64, MERGE_VALUES // block_s))
-    _merge_kernel[work.rows * work.heads, work.rank // block](
-        *(partial, lse, out, work.heads, launch.splits),
-        rank=work.rank,
+    block = min(shape.rank, max(64, MERGE_VALUES // block_s))
+    _merge_kernel[shape.queries * shape.heads, shape.rank // block](
+        partial=partial,
+        lse=lse,
+        out=out,
+        heads=shape.heads,
+        splits=launch.splits,
+        rank=shape.rank,
         block_s=block_s,
         block=block,
         num_warps=4,
@@ -140,13 +155,13 @@ def _merge(work: Work, launch: Launch, partial: Tensor, lse: Tensor, out: Tensor
 def _attend_kernel(
     q: tl.tensor,
     rows: tl.tensor,  # bytes
-    chosen: tl.tensor,
+    row_ids: tl.tensor,
     out: tl.tensor,  # [rows, heads, rank] bfloat16; if split: [rows, splits, heads, rank] float32
     lse: tl.tensor,  # [rows, splits, heads] float32: log2 of the sum of 2**score; written if split
-    q_row_stride: tl.tensor,
-    q_head_stride: tl.tensor,
+    query_stride: tl.tensor,
+    head_stride: tl.tensor,
     row_stride: tl.tensor,  # in bytes
-    chosen_stride: tl.tensor,
+    row_ids_stride: tl.tensor,
     k: tl.tensor,
     heads: tl.tensor,
     split_keys: tl.tensor,
@@ -163,16 +178,16 @@ def _attend_kernel(
     interpreted: tl.constexpr,
 ) -> None:
     head_blocks = tl.cdiv(heads, block_h)
-    row = (tl.program_id(0) // head_blocks).to(tl.int64)
+    query = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * block_h + tl.arange(0, block_h)
     there = head < heads
     latent, turned = tl.arange(0, rank), tl.arange(0, rope)
-    my_q = q + row * q_row_stride + head[:, None] * q_head_stride
+    my_q = q + query * query_stride + head[:, None] * head_stride
     q_latent = tl.load(my_q + latent[None, :], mask=there[:, None], other=0.0)
     q_rope = tl.load(my_q + rank + turned[None, :], mask=there[:, None], other=0.0)
-    my_chosen = chosen + row * chosen_stride
+    my_row_ids = row_ids + query * row_ids_stride
     first = tl.program_id(1) * split_keys
-    end, spare = _extent(my_chosen, first, tl.minimum(first + split_keys, k), scan)
+    end, spare = _extent(my_row_ids, first, tl.minimum(first + split_keys, k), scan)
 
     if fp8:
         q_unit = _unit(tl.max(tl.abs(q_latent.to(tl.float32)), 1))
@@ -181,11 +196,11 @@ def _attend_kernel(
     mass = tl.zeros([block_h], tl.float32)
     sums = tl.zeros([block_h, rank], tl.float32)
     key = tl.arange(0, block_k)
-    index = tl.load(my_chosen + first + key, mask=first + key < end, other=-1)
+    index = tl.load(my_row_ids + first + key, mask=first + key < end, other=-1)
     for start in tl.range(first, end, block_k, num_stages=stages):
         # One tile ahead of the rows, so that no row waits for its index.
         coming = start + block_k + key
-        following = tl.load(my_chosen + coming, mask=coming < end, other=-1)
+        following = tl.load(my_row_ids + coming, mask=coming < end, other=-1)
         at = rows + tl.where(index < 0, spare, index) * row_stride
         bias = tl.where(index < 0, float("-inf"), 0.0)
         if fp8:
@@ -213,18 +228,18 @@ def _attend_kernel(
         index = following
     result = sums * (1 / tl.maximum(mass, _LEAST))[:, None]  # a mass of 0 has sums of 0
     if split:
-        part = (row * tl.num_programs(1) + tl.program_id(1)) * heads + head
+        part = (query * tl.num_programs(1) + tl.program_id(1)) * heads + head
         tl.store(lse + part, _lse(most, mass), mask=there)
         # A split without a row stores no sums: the merge does not read them.
         filled = head < tl.where(end > first, heads, 0)
         tl.store(out + part[:, None] * rank + latent[None, :], result, mask=filled[:, None])
     else:
-        at_out = out + (row * heads + head[:, None]) * rank + latent[None, :]
+        at_out = out + (query * heads + head[:, None]) * rank + latent[None, :]
         tl.store(at_out, result.to(tl.bfloat16), mask=there[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _extent(chosen: tl.tensor, first: tl.tensor, stop: tl.tensor, scan: tl.constexpr) -> tl.tensor:
+def _extent(row_ids: tl.tensor, first: tl.tensor, stop: tl.tensor, scan: tl.constexpr) -> tl.tensor:
     """(end, spare): all entries in [end, stop) are EMPTY, and row `spare` may be read in place of an EMPTY one.
 
     It is one of the chosen rows, since any other might hold NaN, which a weight of 0 does not undo. Where no row was
@@ -233,7 +248,7 @@ def _extent(chosen: tl.tensor, first: tl.tensor, stop: tl.tensor, scan: tl.const
     entry = tl.arange(0, scan)
     last, some = tl.zeros([scan], tl.int32), tl.zeros([scan], tl.int32)
     for start in tl.range(first, stop, scan, num_stages=1):
-        found = tl.load(chosen + start + entry, mask=start + entry < stop, other=-1).to(tl.int32)
+        found = tl.load(row_ids + start + entry, mask=start + entry < stop, other=-1).to(tl.int32)
         last = tl.maximum(last, tl.where(found < 0, 0, start + entry + 1))
         some = tl.maximum(some, found)
     return tl.max(last, 0), tl.max(some, 0)
@@ -302,15 +317,15 @@ def _merge_kernel(
     block: tl.constexpr,
 ) -> None:
     """Joins the splits of one query row and head: a mean of their results, weighted by the mass of each."""
-    row = (tl.program_id(0) // heads).to(tl.int64)
+    query = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
     split = tl.arange(0, block_s)
     value = tl.program_id(1) * block + tl.arange(0, block)
-    part = (row * splits + split) * heads + head
+    part = (query * splits + split) * heads + head
     mass = tl.load(lse + part, mask=split < splits, other=float("-inf"))
     filled = mass > float("-inf")
     weight = tl.where(filled, tl.exp2(mass - tl.maximum(tl.max(mass, 0), _LOWEST)), 0.0)
     results = tl.load(partial + part[:, None] * rank + value[None, :], mask=filled[:, None], other=0.0)
     total = tl.sum(weight, 0)
     merged = tl.sum(results * weight[:, None], 0) * (1 / tl.maximum(total, _LEAST))
-    tl.store(out + (row * heads + head) * rank + value, merged.to(tl.bfloat16))
+    tl.store(out + (query * heads + head) * rank + value, merged.to(tl.bfloat16))

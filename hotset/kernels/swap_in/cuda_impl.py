@@ -32,7 +32,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class SwapInTuning:
     """What was found best by `benchmarks/swap_in.py --sweep`."""
 
     plan_threads: int = 512  # where plan and copy are two launches
@@ -50,7 +50,7 @@ class Tuning:
         return next((cluster for most, cluster in self.clusters if batch <= most), self.clusters[-1][1])
 
 
-TUNED = Tuning()
+TUNED = SwapInTuning()
 
 
 def plan(
@@ -65,7 +65,7 @@ def plan(
     ignore_tail: bool = False,
     host_rows: Tensor | None = None,
     device_rows: Tensor | None = None,
-    tuning: Tuning = TUNED,
+    tuning: SwapInTuning = TUNED,
 ) -> Swap:
     batch, k = positions.shape
     if k > MAX_POSITIONS:
@@ -81,26 +81,39 @@ def plan(
     threads = tuning.plan_threads if cluster is None else cluster.threads
     constants = _plan_constants(k, tables, words, words_per_page, threads)
     constants |= _cluster_constants(cluster, layer, tuning.lists_at_once if batch > tuning.lists_at_once else 0)
+    copied = layer.arguments() if layer is not None and cluster is not None else (0,) * 5
     kernel = cuda_source.kernel(PLAN, "plan", **constants)
     kernel.launch(
         LaunchShape(batch * constants["CLUSTER"], threads, constants["SHARED_BYTES"]),
-        *(positions.contiguous(), seats.contiguous(), stamps.contiguous(), tables.tiered.contiguous()),
+        positions.contiguous(),
+        seats.contiguous(),
+        stamps.contiguous(),
+        tables.tiered.contiguous(),
         *pages,
         *(table.stride(0) for table in pages),
-        *(words, counts, k, tables.slot_pages.shape[1], tables.map_pages.shape[1], int(ignore_tail)),
-        *(rows, from_host, to_device, copies.counts, _turns(device)),
-        *(layer.arguments() if layer is not None and cluster is not None else (0,) * 5),
+        words,
+        counts,
+        k,
+        tables.slot_pages.shape[1],
+        tables.map_pages.shape[1],
+        int(ignore_tail),
+        rows,
+        from_host,
+        to_device,
+        copies.counts,
+        _turns(device),
+        *copied,
     )
     if layer is not None and cluster is None:
         _launch_copy(copies, layer, early=True, tuning=tuning)
     return Swap(rows, copies)
 
 
-def copy(copies: Copies, host_rows: Tensor, device_rows: Tensor, *, tuning: Tuning = TUNED) -> None:
+def copy(copies: Copies, host_rows: Tensor, device_rows: Tensor, *, tuning: SwapInTuning = TUNED) -> None:
     _launch_copy(copies, _Layer(host_rows, device_rows), early=False, tuning=tuning)
 
 
-def _launch_copy(copies: Copies, layer: "_Layer", *, early: bool, tuning: Tuning) -> None:
+def _launch_copy(copies: Copies, layer: "_Layer", *, early: bool, tuning: SwapInTuning) -> None:
     """`early`: the launch before it is the plan that made `copies`."""
     batch, most = copies.host_rows.shape
     teams, warps = max(1, min(batch, tuning.lists_at_once)), tuning.copy_threads // 32
@@ -110,8 +123,12 @@ def _launch_copy(copies: Copies, layer: "_Layer", *, early: bool, tuning: Tuning
     )
     kernel.launch(
         LaunchShape(teams * team, tuning.copy_threads, early=early),
-        *(copies.host_rows.contiguous(), copies.device_rows.contiguous(), copies.counts.contiguous()),
-        *(batch, most, team),
+        copies.host_rows.contiguous(),
+        copies.device_rows.contiguous(),
+        copies.counts.contiguous(),
+        batch,
+        most,
+        team,
         *layer.arguments(),
     )
 

@@ -51,8 +51,8 @@ def _plan(
         tail_first = (stamps[at, None] // tables.page_rows - 1).clamp_min(0) * tables.page_rows
         if ignore_tail:
             tail_first = torch.full_like(tail_first, torch.iinfo(torch.int64).max)
-        chosen = _Chosen(positions[at], seat[at], stamps[at, None], tail_first)
-        swap = _plan_tiered(chosen, tables, maps, counts)
+        topk = _TieredTopk(positions[at], seat[at], stamps[at, None], tail_first)
+        swap = _plan_tiered(topk, tables, maps, counts)
         rows[at] = swap.rows
         copies.host_rows[at], copies.device_rows[at] = swap.copies.host_rows, swap.copies.device_rows
         copies.counts[at] = swap.copies.counts
@@ -68,7 +68,7 @@ def copy(copies: Copies, host_rows: Tensor, device_rows: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class _TieredTopk:
     """What the tiered seats of a batch chose, one seat to a row; all four broadcast to [seats, k]."""
 
     positions: Tensor
@@ -106,27 +106,27 @@ class _Maps:
         return self.pages.gather(1, index // per_page) * per_page + index % per_page
 
 
-def _plan_tiered(chosen: _Chosen, tables: SeatTables, maps: _Maps, counts: Tensor) -> Swap:
+def _plan_tiered(topk: _TieredTopk, tables: SeatTables, maps: _Maps, counts: Tensor) -> Swap:
     """Rows and copies for tiered seats only, [seats, k] each; updates their maps."""
-    there = chosen.positions != EMPTY
-    in_tail = there & (chosen.positions >= chosen.tail_first)
+    there = topk.positions != EMPTY
+    in_tail = there & (topk.positions >= topk.tail_first)
     looked_up = there & ~in_tail
-    slot_of = maps.slot_of(torch.where(looked_up, chosen.positions, 0))
+    slot_of = maps.slot_of(torch.where(looked_up, topk.positions, 0))
     slot = maps.halves[slot_of].long()
     hit = looked_up & (slot != EMPTY)
-    maps.words[maps.last_used(slot.clamp_min(0))[hit]] = chosen.stamp.expand_as(hit)[hit].int()
+    maps.words[maps.last_used(slot.clamp_min(0))[hit]] = topk.stamp.expand_as(hit)[hit].int()
     first = looked_up & ~hit
     if first.any():
-        first = _first_occurrences(chosen.positions, first)
-        _bring_in(first, chosen, maps)
+        first = _first_occurrences(topk.positions, first)
+        _bring_in(first, topk, maps)
         slot = maps.halves[slot_of].long()
     counts += torch.stack([looked_up.sum(), first.sum()])
 
-    in_slots = _rows_in(tables.slot_pages, chosen.seat, slot, looked_up, tables.page_rows)
-    tail_page = tables.tail_pages[chosen.seat, chosen.positions // tables.page_rows % 2]
-    tail_rows = tail_page * tables.page_rows + chosen.positions % tables.page_rows
+    in_slots = _rows_in(tables.slot_pages, topk.seat, slot, looked_up, tables.page_rows)
+    tail_page = tables.tail_pages[topk.seat, topk.positions // tables.page_rows % 2]
+    tail_rows = tail_page * tables.page_rows + topk.positions % tables.page_rows
     rows = torch.where(looked_up, in_slots, torch.where(in_tail, tail_rows, EMPTY))
-    host_rows = _rows_in(tables.host_pages, chosen.seat, chosen.positions, first, tables.page_rows)
+    host_rows = _rows_in(tables.host_pages, topk.seat, topk.positions, first, tables.page_rows)
     return Swap(rows, _listed(first, host_rows, rows))
 
 
@@ -137,11 +137,11 @@ def _listed(first: Tensor, host_rows: Tensor, device_rows: Tensor) -> Copies:
     return Copies(on_host, on_device, first.sum(1, dtype=torch.int32))
 
 
-def _bring_in(first: Tensor, chosen: _Chosen, maps: _Maps) -> None:
+def _bring_in(first: Tensor, topk: _TieredTopk, maps: _Maps) -> None:
     """The maps after the positions at `first` [seats, k] have taken the least recently used slots of their seats."""
-    at_seat, victim = _least_recently_used(first.sum(1, keepdim=True), chosen.stamp, maps).nonzero(as_tuple=True)
+    at_seat, victim = _least_recently_used(first.sum(1, keepdim=True), topk.stamp, maps).nonzero(as_tuple=True)
     # Both are walked seat by seat, misses in list order and victims in ascending order: they match one to one.
-    position = chosen.positions[first]
+    position = topk.positions[first]
     assert victim.shape == position.shape, f"{position.shape[0]} misses, but {victim.shape[0]} slots may give way"
     mine = _Maps(maps.pages[at_seat], maps.slots, maps.words, maps.words_per_page)
     victim, position = victim[:, None], position[:, None]
@@ -149,7 +149,7 @@ def _bring_in(first: Tensor, chosen: _Chosen, maps: _Maps) -> None:
     mine.halves[mine.slot_of(before.clamp_min(0))[before != EMPTY]] = EMPTY
     mine.halves[mine.slot_of(position)] = victim.short()
     mine.words[mine.position_of(victim)] = position.int()
-    mine.words[mine.last_used(victim)] = chosen.stamp[at_seat].int()
+    mine.words[mine.last_used(victim)] = topk.stamp[at_seat].int()
 
 
 def _first_occurrences(positions: Tensor, among: Tensor) -> Tensor:
