@@ -50,12 +50,12 @@ class Rows:
     """One step's input to the layer, and where each row goes."""
 
     x: Tensor
-    chosen: Tensor
+    expert_ids: Tensor
     weights: Tensor
 
     @property
     def touched(self) -> int:
-        return self.chosen.unique().numel()
+        return self.expert_ids.unique().numel()
 
 
 def make_layer() -> Layer:
@@ -72,14 +72,14 @@ def make_rows(batch: int) -> list[Rows]:
     made = []
     for _ in range(4 if batch <= 1024 else 2):
         x = torch.randn(batch, HIDDEN, device="cuda").bfloat16()
-        chosen = torch.rand(batch, EXPERTS, device="cuda").argsort(1)[:, :CHOSEN].contiguous()
-        made.append(Rows(x, chosen, torch.rand(batch, CHOSEN, device="cuda")))
+        expert_ids = torch.rand(batch, EXPERTS, device="cuda").argsort(1)[:, :CHOSEN].contiguous()
+        made.append(Rows(x, expert_ids, torch.rand(batch, CHOSEN, device="cuda")))
     return made
 
 
 def seconds(serve: Callable[..., object], layer: Layer, inputs: list[Rows]) -> float:
     weights = (layer.gate_up, layer.down)
-    return seconds_of([partial(serve, rows.x, rows.chosen, rows.weights, *weights) for rows in inputs])
+    return seconds_of([partial(serve, rows.x, rows.expert_ids, rows.weights, *weights) for rows in inputs])
 
 
 def route_seconds(by: Callable[..., object], layer: Layer, inputs: list[Rows]) -> float:
@@ -116,7 +116,7 @@ def candidates(tiles: "Tiles") -> list[tuple[str, "Tiles"]]:
     from hotset.kernels.experts.triton_impl import Tile
 
     def fits(tile: "Tile", weights: int) -> bool:
-        stage_bytes = 2 * tile.inputs * (weights * tile.outputs + tiles.rows)
+        stage_bytes = 2 * tile.inputs * (weights * tile.outputs + tiles.block_pairs)
         return stage_bytes * tile.stages <= 113 << 10
 
     gate_up = [Tile(64, 128, 4, 3), Tile(64, 64, 4, 5), Tile(64, 64, 4, 4), Tile(64, 128, 4, 2), Tile(128, 64, 8, 3)]
@@ -134,12 +134,14 @@ def sweep(layer: Layer, batches: tuple[int, ...]) -> None:
     for batch in batches:
         inputs = make_rows(batch)
         mine = tiles_for(torch.bfloat16, -(-batch * CHOSEN // EXPERTS))
-        tried = candidates(mine) + [(f"blocks of {other.rows}", other) for other in TILES.values() if other != mine]
+        tried = candidates(mine) + [
+            (f"blocks of {other.block_pairs}", other) for other in TILES.values() if other != mine
+        ]
         found = []
         for name, tiles in tried:
             spent = seconds(partial(experts_in_tiles, tiles=tiles), layer, inputs)
             found.append((spent * 1e6, name))
-        print(f"batch {batch}, blocks of {mine.rows}:")
+        print(f"batch {batch}, blocks of {mine.block_pairs}:")
         print(*(f"  {spent:8.1f} us  {name}" for spent, name in sorted(found)), sep="\n")
 
 

@@ -154,7 +154,7 @@ class Worker:
         channel = open_channel(f"{HOST}:0")
         source = host_stores(whole_host_store(self.memory))["host"]
         assert shape.key is not None
-        model = ModelIdentity("stand-in", case.layers, shape.row.described, shape.key.described, shape.groups, "")
+        model = ModelIdentity("stand-in", case.layers, shape.row.description, shape.key.description, shape.groups, "")
         in_host = prefill or case.keys == "host"
         stores: Mapping[Landing, Store] = (
             {"host": source}

@@ -250,7 +250,7 @@ def bytes_touched(setting: Setting, requests: int, context: int) -> float:
     moe = spec.moe
     if moe is not None:
         each = 3 * moe.width * spec.hidden * 2
-        touched = moe.experts * (1 - (1 - moe.chosen / moe.experts) ** requests)
+        touched = moe.experts * (1 - (1 - moe.experts_per_token / moe.experts) ** requests)
         total -= len(moe.layers) * (moe.experts - touched) * each
     return total + keys + rows
 

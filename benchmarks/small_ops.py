@@ -19,23 +19,19 @@ from report import make_parser, report
 from torch import Tensor
 
 from hotset.kernels.fast_path import kernels_of
-from hotset.kernels.fp32_linear import fp32_linear
-from hotset.kernels.fp32_linear import reference as wide_reference
 from hotset.kernels.gqa_append import gqa_append
 from hotset.kernels.gqa_append import reference as gqa_reference
 from hotset.kernels.key_append import key_append
 from hotset.kernels.key_append.reference import index_keys
+from hotset.kernels.linear import fp32_linear, per_head_matmul
+from hotset.kernels.linear import reference as linear_reference
 from hotset.kernels.mla_append import mla_append
 from hotset.kernels.mla_append import reference as mla_reference
 from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.norm import reference as norm_reference
 from hotset.kernels.paged_attention import paged_attention
-from hotset.kernels.per_head_matmul import per_head_matmul
-from hotset.kernels.per_head_matmul import reference as head_reference
-from hotset.kernels.rope import Rotation, rotate
+from hotset.kernels.rope import Rotation, rope_query, rotate
 from hotset.kernels.rope import reference as rope_reference
-from hotset.kernels.rope_query import reference as query_reference
-from hotset.kernels.rope_query import rope_query
 from hotset.kernels.rows import PagedRows, gqa_row, index_key_row, mla_row
 from hotset.kernels.segments import Segments
 
@@ -116,13 +112,13 @@ def queries(batch: int) -> tuple[tuple[Call, Call], ...]:
     x, wide = values(batch, HIDDEN), values(INDEX_HEADS, HIDDEN, dtype=torch.float32)
     scale = INDEX_HEADS**-0.5
     return (
-        (partial(rope_query, q, up, rotation), partial(query_reference.rope_query, q, up, rotation)),
+        (partial(rope_query, q, up, rotation), partial(rope_reference.rope_query, q, up, rotation)),
         (partial(rotate, index_q, rotation, False), partial(rope_reference.rotate, index_q, rotation, False)),
         (
             partial(per_head_matmul, attended, value_up),
-            lambda: head_reference.per_head_matmul(attended, value_up).reshape(batch, -1),
+            lambda: linear_reference.per_head_matmul(attended, value_up).reshape(batch, -1),
         ),
-        (partial(fp32_linear, x, wide, scale), partial(wide_reference.fp32_linear, x, wide, scale)),
+        (partial(fp32_linear, x, wide, scale), partial(linear_reference.fp32_linear, x, wide, scale)),
     )
 
 
@@ -234,10 +230,11 @@ def sweep() -> list[dict[str, Any]]:
         tried("norm", added, False, VALUES_PER_WARP=per_warp)
     turned = {f"batch {batch}": [queries(batch)[1][0] for _ in range(INPUTS)] for batch in (1, 16, 128)}
     for heads, warps in ((4, 1), (8, 2), (32, 4)):
-        tried("rope", turned, False, HEADS_AT_ONCE=heads, WARPS=warps)
+        tried("rope", turned, False, HEADS_PER_PROGRAM=heads, WARPS=warps)
     wide = {f"batch {batch}": [queries(batch)[3][0] for _ in range(INPUTS)] for batch in (1, 16, 128)}
-    for rows, outputs, at_once in ((8, 2, 1024), (4, 2, 1024), (4, 4, 1024), (8, 4, 512), (16, 2, 512)):
-        tried("fp32_linear", wide, False, ROWS_AT_ONCE=rows, OUTPUTS_AT_ONCE=outputs, VALUES_AT_ONCE=at_once)
+    for tokens, outputs, per_block in ((8, 2, 1024), (4, 2, 1024), (4, 4, 1024), (8, 4, 512), (16, 2, 512)):
+        sizes = {"TOKENS_PER_PROGRAM": tokens, "OUTPUTS_PER_PROGRAM": outputs, "VALUES_PER_BLOCK": per_block}
+        tried("linear", wide, False, **sizes)
     return results
 
 

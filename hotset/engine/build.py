@@ -101,8 +101,8 @@ def assemble(
     plans_in_flight = config.plans_in_flight or max(config.pipeline_parallel_size, 1 if card.device == "cpu" else 2)
     endpoint = None
     if config.role != "both":
-        key = None if kv_shape.key is None else kv_shape.key.described
-        identity = ModelIdentity(card.name, kv_shape.layers, kv_shape.row.described, key, kv_shape.groups, weights)
+        key = None if kv_shape.key is None else kv_shape.key.description
+        identity = ModelIdentity(card.name, kv_shape.layers, kv_shape.row.description, key, kv_shape.groups, weights)
         host = control_port(config.control, config.advertise, config.handoff_secret).peers.host
         transfer = transfer or open_transfer(config.transfer, host=host, protocol=config.transfer_protocol or "tcp")
         schedulers = [replica.scheduler for replica in replicas]

@@ -1,4 +1,4 @@
-"""Numbers that pass between host and device without either waiting for the other."""
+"""Copies between host and device that make neither side wait."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,20 +7,23 @@ from torch import Tensor
 
 
 def list_to_device(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`numbers` as a tensor on `device`, ready for work queued on the current stream from now on."""
+    """Returns `numbers` as a tensor on `device`. Work queued on the current stream after this call can use it."""
     return to_device(torch.tensor(numbers, dtype=dtype), device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`, ready for work queued on the current stream from now on."""
+    """Copies a host tensor to `device`. Work queued on the current stream after this call can use the copy."""
     if device.type != "cuda":
         return tensor
-    # From pageable memory the copy would wait until the stream is empty.
+    # A copy from pageable memory would wait until the stream is empty.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def to_host_async(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """A copy on the host, and what waits until it has arrived: for the work queued so far, not for what comes after."""
+    """Starts a copy to the host. Returns the copy and a function that waits until it is complete.
+
+    That function waits for the work queued before this call, but not for work queued later.
+    """
     if tensor.device.type != "cuda":
         return tensor, lambda: None
     on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

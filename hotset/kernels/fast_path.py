@@ -1,7 +1,7 @@
-"""Decides which calls take a kernel for GPUs, and imports the module that has it.
+"""Decides which calls use a GPU kernel, and imports the module that contains it.
 
-An op's `__init__.py` dispatches between `reference.py`, `cpu_impl.py` (torch alone, imported as usual) and the module
-that `kernels_of` returns.
+An op's `__init__.py` dispatches between `reference.py`, `cpu_impl.py` (which needs only torch and is imported as usual)
+and the module that `kernels_of` returns.
 """
 
 from importlib import import_module
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from hotset.base.errors import MissingDependency
 
-FAST_DTYPES = (torch.bfloat16, torch.float32)  # float64 is for tests: the references serve it everywhere
+FAST_DTYPES = (torch.bfloat16, torch.float32)  # float64 is for tests and always uses the references
 
 
-def served_fast(x: Tensor) -> bool:
+def has_fast_path(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in FAST_DTYPES
 
 
 def kernels_of(op: str, module: str = "triton_impl") -> ModuleType:
-    """Returns a module of the op's kernels for GPUs, imported on first use: a CPU needs neither Triton nor CUDA.
+    """Returns a module with the op's GPU kernels. It is imported on first use: a CPU needs neither Triton nor CUDA.
 
     The import sets the module as an attribute of the op's package, so the package must not use that name for anything
     else. Raises MissingDependency if the module needs a package that is not installed.

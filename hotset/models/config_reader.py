@@ -38,7 +38,7 @@ class _DsaDefaults:
     v_dim: int
     index_heads: int
     groups: int
-    chosen_groups: int
+    topk_group: int
     interleaved_index_rope: bool
     shares_indexers: bool
 
@@ -56,7 +56,7 @@ DSA_DEFAULTS = {
         v_dim=128,
         index_heads=64,
         groups=8,
-        chosen_groups=4,
+        topk_group=4,
         interleaved_index_rope=False,
         shares_indexers=False,
     ),
@@ -68,7 +68,7 @@ DSA_DEFAULTS = {
         v_dim=256,
         index_heads=32,
         groups=1,
-        chosen_groups=1,
+        topk_group=1,
         interleaved_index_rope=True,
         shares_indexers=True,
     ),
@@ -227,23 +227,23 @@ def _read_moe(fields: ConfigFields, defaults: _DsaDefaults, layers: int) -> MoeS
     name = next((candidate for candidate in names if candidate in fields), "n_routed_experts")
     experts = fields.count(name, 256)
     groups = fields.count("n_group", defaults.groups)
-    chosen_groups = fields.count("topk_group", defaults.chosen_groups)
-    chosen = fields.count("num_experts_per_tok", 8)
+    topk_group = fields.count("topk_group", defaults.topk_group)
+    experts_per_token = fields.count("num_experts_per_tok", 8)
     if experts % groups:
         fields.refuse("n_group", f"a divisor of {name} ({experts})")
     if groups > 1 and experts // groups < 2:
         fields.refuse("n_group", f"groups of at least two experts ({name} is {experts})")
-    if chosen_groups > groups:
+    if topk_group > groups:
         fields.refuse("topk_group", f"at most n_group ({groups})")
-    if chosen > chosen_groups * (experts // groups):
-        fields.refuse("num_experts_per_tok", f"at most the {chosen_groups * (experts // groups)} experts of topk_group")
+    if experts_per_token > topk_group * (experts // groups):
+        fields.refuse("num_experts_per_tok", f"at most the {topk_group * (experts // groups)} experts of topk_group")
     return MoeSpec(
         experts=experts,
-        chosen=chosen,
+        experts_per_token=experts_per_token,
         width=fields.count("moe_intermediate_size", 2048),
         shared=fields.count("n_shared_experts", 1, low=0),
         groups=groups,
-        chosen_groups=chosen_groups,
+        topk_group=topk_group,
         scale=fields.number("routed_scaling_factor", 2.5),
         normalise=fields.flag("norm_topk_prob", True),
         layers=sparse,

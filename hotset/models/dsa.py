@@ -3,14 +3,11 @@
 import torch
 from torch import Tensor
 
-from hotset.kernels.fp32_linear import fp32_linear
 from hotset.kernels.index_topk import index_topk
 from hotset.kernels.key_append import key_append
-from hotset.kernels.linear import Linear
+from hotset.kernels.linear import Linear, fp32_linear, per_head_matmul
 from hotset.kernels.mla_append import mla_append
-from hotset.kernels.per_head_matmul import per_head_matmul
-from hotset.kernels.rope import Rotation, rotate
-from hotset.kernels.rope_query import rope_query
+from hotset.kernels.rope import Rotation, rope_query, rotate
 from hotset.kernels.rows import index_key_row, mla_row
 from hotset.kernels.sparse_attention import sparse_attention
 from hotset.memory.device_pool import KvShape

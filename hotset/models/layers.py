@@ -115,7 +115,7 @@ class Mlp:
 
 
 class Moe:
-    """Routed experts and shared ones. Each token chooses `chosen` experts within its best `chosen_groups` groups.
+    """Routed experts and shared ones. Each token uses `experts_per_token` experts of its best `topk_group` groups.
 
     This rank holds a run of the experts and the whole router, so every rank computes the same routes. A token's output
     is the sum over ranks. `seats` has an entry for each token that this rank's experts see: those of all data parallel
@@ -124,7 +124,14 @@ class Moe:
 
     def __init__(self, loader: ShardLoader, prefix: str, hidden: int, spec: MoeSpec, like: Tensor) -> None:
         weights, split = loader.weights, loader.split
-        self._rule = RoutingRule(spec.experts, spec.chosen, spec.groups, spec.chosen_groups, spec.normalise, spec.scale)
+        self._rule = RoutingRule(
+            experts=spec.experts,
+            experts_per_token=spec.experts_per_token,
+            groups=spec.groups,
+            topk_group=spec.topk_group,
+            normalise=spec.normalise,
+            scale=spec.scale,
+        )
         self._router = load_fp32(weights, f"{prefix}.gate.weight", (spec.experts, hidden), like)
         self._correction = load_fp32(weights, f"{prefix}.gate.e_score_correction_bias", (spec.experts,), like)
         self._data_parallel, self._collectives = split.dp_size > 1, loader.collectives
@@ -159,8 +166,8 @@ class Moe:
 
     def _local_experts(self, x: Tensor, seats: Tensor | None) -> Tensor:
         routes = route(x, self._router, self._correction, self._rule, seats)
-        chosen = routes.chosen if self._local_ids is None else self._local_ids[routes.chosen]
-        return experts(x, chosen, routes.weights, self._gate_up, self._down)
+        expert_ids = routes.expert_ids if self._local_ids is None else self._local_ids[routes.expert_ids]
+        return experts(x, expert_ids, routes.weights, self._gate_up, self._down)
 
 
 def _load_expert(weights: WeightSource, name: str, gate_up: Tensor, down: Tensor) -> None:
@@ -174,7 +181,7 @@ def _load_expert(weights: WeightSource, name: str, gate_up: Tensor, down: Tensor
 def _local_expert_ids(local: range, experts: int, device: torch.device) -> Tensor:
     """Returns [experts + 1] int64: the index of each expert among the local ones, EMPTY for the others.
 
-    The choice EMPTY (-1) indexes the last entry, which is EMPTY as well.
+    The id EMPTY (-1) indexes the last entry, which is EMPTY as well.
     """
     ids = torch.full((experts + 1,), EMPTY, dtype=torch.int64, device=device)
     ids[local.start : local.stop] = torch.arange(len(local), device=device)

@@ -65,11 +65,11 @@ class MoeSpec:
     """Routed experts with group-limited, bias-corrected sigmoid routing, plus shared experts."""
 
     experts: int
-    chosen: int
+    experts_per_token: int
     width: int
     shared: int  # shared experts, run as one MLP of width * shared
     groups: int
-    chosen_groups: int
+    topk_group: int
     scale: float
     normalise: bool
     layers: tuple[int, ...]  # the MoE layers; the others have a dense MLP

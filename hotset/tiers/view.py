@@ -6,7 +6,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.device_copies import list_to_device
 from hotset.kernels.rows import PagedRows
-from hotset.kernels.segments import Span
+from hotset.kernels.segments import SegmentSpan
 from hotset.kernels.swap_in import Swap
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.resident import Batch, ResidentView
@@ -19,7 +19,7 @@ from hotset.tiers.mirror import Mirror, TokenRange
 class StreamedSegment:
     """One segment whose rows pass through a workspace, layer by layer."""
 
-    def __init__(self, pool: DevicePool, tables: PageTables, mirror: Mirror, seat: int, span: Span) -> None:
+    def __init__(self, pool: DevicePool, tables: PageTables, mirror: Mirror, seat: int, span: SegmentSpan) -> None:
         layers, page_rows = pool.geometry.layers, pool.geometry.page_rows
         self.tokens = slice(span.first, span.last)  # of the batch
         self.start = span.length - (span.last - span.first)

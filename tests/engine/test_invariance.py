@@ -28,9 +28,7 @@ def gqa_spec() -> ModelSpec:
 def dsa_spec(layers: int, full_layers: tuple[int, ...]) -> ModelSpec:
     index = IndexSpec(heads=2, head_dim=8, topk=6, interleaved_rope=False, full_layers=full_layers)
     attention = MlaSpec(2, 12, 16, 8, 4, 8, False, index)
-    moe = MoeSpec(
-        6, 2, 8, shared=1, groups=2, chosen_groups=1, scale=1.5, normalise=True, layers=tuple(range(1, layers))
-    )
+    moe = MoeSpec(6, 2, 8, shared=1, groups=2, topk_group=1, scale=1.5, normalise=True, layers=tuple(range(1, layers)))
     return ModelSpec(
         "deepseek_v32", VOCAB, 24, layers, 32, False, 1e-6, False, 96, RopeSpec(4), attention, moe, "float64", (3,)
     )

@@ -108,7 +108,7 @@ class Prepared:
                 view = ResidentView(self.pool, self.tables, make_batch([seat], [0], [1], CPU))
                 for group in range(self.pool.shape.groups):
                     keys = view.keys(group)
-                    here, there = (keys.places(seat, each) for each in (positions, later))
+                    here, there = (keys.locations(seat, each) for each in (positions, later))
                     keys.blocks[there] = keys.blocks[here].clone()
         yield
         self.pool.bytes.copy_(before)

@@ -48,14 +48,14 @@ class Case:
     """One call of the op."""
 
     x: Tensor
-    chosen: Tensor
+    expert_ids: Tensor
     weights: Tensor
     gate_up: Tensor
     down: Tensor
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:
-        return self.x, self.chosen, self.weights, self.gate_up, self.down
+        return self.x, self.expert_ids, self.weights, self.gate_up, self.down
 
     def widened(self) -> "Case":
         return Case(*(each.float() if each.is_floating_point() else each for each in self.arguments))
@@ -71,13 +71,13 @@ def draw_case(rows: int, k: int, gate_up: Tensor, down: Tensor) -> Case:
     """Random rows, each with k distinct experts of those there are."""
     device = gate_up.device
     x = torch.randn(rows, gate_up.shape[2], device=device).to(gate_up.dtype)
-    chosen = torch.rand(rows, gate_up.shape[0], device=device).argsort(dim=1)[:, :k]
-    return Case(x, chosen, torch.rand(rows, k, device=device), gate_up, down)
+    expert_ids = torch.rand(rows, gate_up.shape[0], device=device).argsort(dim=1)[:, :k]
+    return Case(x, expert_ids, torch.rand(rows, k, device=device), gate_up, down)
 
 
 def row_by_row(case: Case) -> Tensor:
     out = torch.zeros_like(case.x, dtype=torch.float64)
-    for row, ids in enumerate(case.chosen.tolist()):
+    for row, ids in enumerate(case.expert_ids.tolist()):
         for expert, weight in zip(ids, case.weights[row].tolist(), strict=True):
             if expert != EMPTY:
                 gate, up = (case.gate_up[expert].double() @ case.x[row].double()).chunk(2)
@@ -103,9 +103,9 @@ def test_empty_choices_add_nothing_and_touch_no_expert(rows: int, count: int, se
     torch.manual_seed(seed)
     k = data.draw(st.integers(1, count))
     case = draw_case(rows, k, *draw_weights(count, 12, 5, torch.float32, "cpu"))
-    case.chosen[torch.rand(rows, k) < 0.4] = EMPTY
-    case.chosen[0] = EMPTY  # a padded row
-    unused = sorted(set(range(count)) - set(case.chosen.flatten().tolist()))
+    case.expert_ids[torch.rand(rows, k) < 0.4] = EMPTY
+    case.expert_ids[0] = EMPTY  # a padded row
+    unused = sorted(set(range(count)) - set(case.expert_ids.flatten().tolist()))
     case.gate_up[unused], case.down[unused] = float("nan"), float("nan")
     out = served(case)
     torch.testing.assert_close(out.double(), row_by_row(case), atol=1e-5, rtol=1e-5)
@@ -114,7 +114,7 @@ def test_empty_choices_add_nothing_and_touch_no_expert(rows: int, count: int, se
 
 def test_a_batch_of_padded_rows_only_is_zero() -> None:
     case = draw_case(3, 2, *draw_weights(4, 8, 6, torch.float32, "cpu"))
-    case.chosen[:] = EMPTY
+    case.expert_ids[:] = EMPTY
     case.gate_up[:], case.down[:] = float("nan"), float("nan")
     assert torch.equal(served(case), torch.zeros(3, 8))
 
@@ -122,8 +122,8 @@ def test_a_batch_of_padded_rows_only_is_zero() -> None:
 def test_experts_of_another_dtype_are_refused() -> None:
     gate_up, down = draw_weights(2, 8, 6, torch.bfloat16, "cpu")
     case = draw_case(3, 2, gate_up, down)
-    with pytest.raises(ConfigError, match=r"torch\.float32 cannot meet experts of torch\.bfloat16"):
-        experts(case.x.float(), case.chosen, case.weights, gate_up, down)
+    with pytest.raises(ConfigError, match=r"x is torch\.float32, but the experts are torch\.bfloat16"):
+        experts(case.x.float(), case.expert_ids, case.weights, gate_up, down)
 
 
 @interpreted
@@ -142,7 +142,7 @@ def test_products_in_tiles_equal_one_row_at_a_time(rows: int, hidden: int, width
 def test_an_expert_that_every_row_chose_is_served_in_several_blocks() -> None:
     torch.manual_seed(1)
     case = draw_case(37, 1, *draw_weights(5, 20, 12, torch.float32, "cpu"))
-    case.chosen[:] = 3
+    case.expert_ids[:] = 3
     case.gate_up[[0, 1, 2, 4]] = float("nan")
     torch.testing.assert_close(served(case).double(), row_by_row(case), atol=1e-5, rtol=1e-5)
 
@@ -151,7 +151,7 @@ def test_an_expert_that_every_row_chose_is_served_in_several_blocks() -> None:
 def test_torchs_grouped_product_serves_the_same() -> None:
     torch.manual_seed(2)
     case = draw_case(40, 3, *draw_weights(5, 16, 8, torch.float32, "cpu"))
-    case.chosen[torch.rand(40, 3) < 0.3] = EMPTY
+    case.expert_ids[torch.rand(40, 3) < 0.3] = EMPTY
     out = triton_impl().experts_by_torch(*case.arguments)
     torch.testing.assert_close(out.double(), row_by_row(case), atol=1e-5, rtol=1e-5)
 
@@ -168,17 +168,17 @@ def test_inputs_that_are_not_contiguous_are_read_where_they_lie() -> None:
 @pytest.mark.parametrize(("rows", "k", "count"), [(1, 1, 1), (3, 2, 7), (90, 6, 64), (1300, 4, 3)], ids=str)
 def test_order_is_that_of_a_stable_sort_cut_into_blocks(rows: int, k: int, count: int) -> None:
     torch.manual_seed(rows)
-    chosen = torch.randint(EMPTY, count, (rows, k))
-    pairs = chosen.flatten().tolist()
-    block_rows = 16
-    order = triton_impl().order_by_expert(chosen, count, block_rows)
+    expert_ids = torch.randint(EMPTY, count, (rows, k))
+    pairs = expert_ids.flatten().tolist()
+    block_pairs = 16
+    order = triton_impl().sort_by_expert(expert_ids, count, block_pairs)
     by_expert = {e: [pair for pair, expert in enumerate(pairs) if expert == e] for e in range(EMPTY, count)}
     runs = [by_expert[e] for e in range(count)]
     assert order.pairs.tolist() == [pair for run in runs for pair in run] + by_expert[EMPTY]
-    assert order.pairs[order.places.long()].tolist() == list(range(rows * k))
+    assert order.pairs[order.sorted_index.long()].tolist() == list(range(rows * k))
     ends = [sum(len(run) for run in runs[: e + 1]) for e in range(count)]
     assert order.ends.tolist() == ends
-    blocks = [(e, ends[e] - len(run) + at) for e, run in enumerate(runs) for at in range(0, len(run), block_rows)]
+    blocks = [(e, ends[e] - len(run) + at) for e, run in enumerate(runs) for at in range(0, len(run), block_pairs)]
     found = zip(order.block_expert.tolist(), order.block_first.tolist(), strict=True)
     assert [(e, first) for e, first in found if e != EMPTY] == blocks
     assert (order.block_expert[len(blocks) :] == EMPTY).all()
@@ -192,7 +192,7 @@ def scattered(case: Case, *, transposed: bool = False) -> Case:
             return each.t().contiguous().t()
         return torch.stack((torch.full_like(each, 77), each), dim=1)[:, 1]
 
-    return Case(apart(case.x), apart(case.chosen), apart(case.weights), case.gate_up, case.down)
+    return Case(apart(case.x), apart(case.expert_ids), apart(case.weights), case.gate_up, case.down)
 
 
 def poison_free_memory() -> None:
@@ -226,7 +226,7 @@ def test_on_a_gpu_production_sizes_equal_float32(production: tuple[Tensor, Tenso
 @pytest.mark.gpu
 def test_on_a_gpu_both_products_serve_a_long_prefill(production: tuple[Tensor, Tensor]) -> None:
     case = draw_case(1500, 6, *production)
-    case.chosen[::7] = EMPTY
+    case.expert_ids[::7] = EMPTY
     expected = reference.experts(*case.widened().arguments)
     impl = triton_impl()
     for serve in (
@@ -265,8 +265,8 @@ def test_on_a_gpu_odd_sizes_equal_float32(
 def test_on_a_gpu_one_expert_for_all_rows_is_read_alone(production: tuple[Tensor, Tensor]) -> None:
     gate_up, down = (each[:4].clone() for each in production)
     case = draw_case(70, 1, gate_up, down)
-    case.chosen[:] = 2
-    case.chosen[::5] = EMPTY
+    case.expert_ids[:] = 2
+    case.expert_ids[::5] = EMPTY
     gate_up[[0, 1, 3]], down[[0, 1, 3]] = float("nan"), float("nan")
     out = check_on_gpu(case)
     assert not out[::5].any()
@@ -276,7 +276,7 @@ def test_on_a_gpu_one_expert_for_all_rows_is_read_alone(production: tuple[Tensor
 def test_on_a_gpu_padded_rows_only_is_zero() -> None:
     gate_up, down = draw_weights(4, 256, 160, torch.bfloat16, "cuda")
     case = draw_case(16, 2, gate_up.fill_(float("nan")), down.fill_(float("nan")))
-    case.chosen[:] = EMPTY
+    case.expert_ids[:] = EMPTY
     poison_free_memory()
     assert not experts(*case.arguments).any()
     assert experts(*(each[:0] for each in case.arguments[:3]), gate_up, down).shape == (0, 256)
@@ -301,7 +301,7 @@ def test_on_a_gpu_a_graph_serves_what_is_chosen_at_replay(production: tuple[Tens
         out = experts(*case.arguments)
     for _ in range(2):
         other = draw_case(rows, 6, *production)
-        other.chosen[::3] = EMPTY
+        other.expert_ids[::3] = EMPTY
         for static, fresh in zip(case.arguments[:3], other.arguments[:3], strict=True):
             static.copy_(fresh)
         out.fill_(float("nan"))

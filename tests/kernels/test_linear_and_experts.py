@@ -15,7 +15,7 @@ from hotset.kernels.linear import Linear, packed, reference
 def test_packed_linear_equals_the_reference(rows: int, outputs: int, inputs: int, bias: bool) -> None:
     weight, x = torch.randn(outputs, inputs), torch.randn(rows, 2 * inputs)[:, :inputs]  # x is not contiguous
     added = torch.randn(outputs) if bias else None
-    if not packed.usable(weight):
+    if not packed.supports(weight):
         assert not torch.backends.mkldnn.is_available()
         return
     torch.testing.assert_close(
@@ -33,14 +33,14 @@ def test_experts_sum_exactly_those_chosen(rows: int, count: int, seed: int, data
     x = torch.randn(rows, hidden, dtype=torch.float64)
     gate_up = torch.randn(count, 2 * width, hidden, dtype=torch.float64)
     down = torch.randn(count, hidden, width, dtype=torch.float64)
-    chosen = torch.stack([torch.randperm(count)[:k] for _ in range(rows)])
-    unused = sorted(set(range(count)) - set(chosen.flatten().tolist()))
+    expert_ids = torch.stack([torch.randperm(count)[:k] for _ in range(rows)])
+    unused = sorted(set(range(count)) - set(expert_ids.flatten().tolist()))
     gate_up[unused], down[unused] = float("nan"), float("nan")
     weights = torch.rand(rows, k, dtype=torch.float64)
-    out = experts(x, chosen, weights, gate_up, down)
+    out = experts(x, expert_ids, weights, gate_up, down)
     for row in range(rows):
         expected = torch.zeros(hidden, dtype=torch.float64)
-        for expert, weight in zip(chosen[row].tolist(), weights[row], strict=True):
+        for expert, weight in zip(expert_ids[row].tolist(), weights[row], strict=True):
             gate, up = gate_up[expert, :width] @ x[row], gate_up[expert, width:] @ x[row]
             expected += weight * (down[expert] @ (gate * torch.sigmoid(gate) * up))
         torch.testing.assert_close(out[row], expected)

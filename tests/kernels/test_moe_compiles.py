@@ -22,8 +22,8 @@ MAX_SHARED = 227 << 10  # bytes that one program may have
 SHARED_OF_TWO = (228 << 10) // 2 - 1024  # of which this much leaves room for a second one on a multiprocessor
 
 POINTERS = {
-    "*i64": "chosen seats",
-    "*i32": "pairs places ends block_expert block_first",
+    "*i64": "expert_ids seats",
+    "*i32": "pairs sorted_index ends block_expert block_first",
     "*fp32": "weights router partial correction",
     "*bf16": "x gate_up down activation results",
 }
@@ -55,31 +55,32 @@ class Made:
 def product_cases(name: str, tiles: Any, hidden: int, width: int) -> dict[str, Case]:
     cases = {}
     for which, tile in (("gate_up", tiles.gate_up), ("down", tiles.down)):
-        sizes = {"hidden": hidden, "width": width, "block_rows": tiles.rows}
+        sizes = {"hidden": hidden, "width": width, "block_pairs": tiles.block_pairs}
         sizes |= {"tile_out": tile.outputs, "tile_in": tile.inputs} | ({"k": 6} if which == "gate_up" else {})
         cases[f"{which} {name}"] = Case("experts", f"_{which}_kernel", sizes, tile.warps, tile.stages)
     return cases
 
 
-def choose_case(parts: int, groups: int, group_size: int, chosen_groups: int, count: int, warps: int) -> Case:
-    sizes = {"parts": parts, "groups": groups, "group_size": group_size, "chosen_groups": chosen_groups, "count": count}
-    tile = {"tile_parts": parts, "tile_groups": groups, "tile_size": group_size}  # powers of two here
-    return Case("route", "_choose_kernel", sizes | tile | {"normalise": 1, "with_seats": 1}, warps)
+def select_case(parts: int, groups: int, group_size: int, topk_group: int, k: int, warps: int) -> Case:
+    sizes = {"parts": parts, "groups": groups, "group_size": group_size, "topk_group": topk_group}
+    sizes |= {"experts_per_token": k}
+    tile = {"tile_parts": parts, "tile_groups": groups, "tile_group_size": group_size}  # powers of two here
+    return Case("route", "_select_kernel", sizes | tile | {"normalise": 1, "with_seats": 1}, warps)
 
 
 def all_cases() -> dict[str, Case]:
     impl = importlib.import_module("hotset.kernels.experts.triton_impl")
     small, *_, large = impl.TILES.values()
-    product = {"hidden": 4096, "part": 128, "experts": 64, "tile_rows": 16, "tile_experts": 64, "tile_in": 64}
+    product = {"hidden": 4096, "part": 128, "experts": 64, "tile_tokens": 16, "tile_experts": 64, "tile_in": 64}
     return {
         **product_cases("of 4096 x 1536, decoding", small, 4096, 1536),
         **product_cases("of 4096 x 1536, many rows", large, 4096, 1536),
         **product_cases("of the demo model", small, 256, 160),
-        "order": Case("experts", "_order_kernel", {"experts": 64, "bins": 128, "chunk": 4096}, 16),
+        "sort": Case("experts", "_sort_kernel", {"experts": 64, "bins": 128, "chunk": 4096}, 16),
         "sum": Case("experts", "_sum_kernel", {"hidden": 4096, "k": 6, "block": 1024}, 4),
         "router": Case("route", "_product_kernel", product, 4, out="*fp32"),
-        "choose of 64": choose_case(32, 1, 64, 1, 6, warps=1),
-        "choose of 256 in groups": choose_case(32, 8, 32, 4, 8, warps=4),
+        "select of 64": select_case(32, 1, 64, 1, 6, warps=1),
+        "select of 256 in groups": select_case(32, 8, 32, 4, 8, warps=4),
         "swiglu": Case("swiglu", "_swiglu_kernel", {"block": 1024}, 4),
     }
 

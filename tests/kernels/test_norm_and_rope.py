@@ -5,16 +5,12 @@ import torch
 from interpreted import triton_impl
 from torch import Tensor
 
-from hotset.kernels.fp32_linear import fp32_linear
-from hotset.kernels.fp32_linear import reference as wide_reference
+from hotset.kernels.linear import fp32_linear, per_head_matmul
+from hotset.kernels.linear import reference as linear_reference
 from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.norm import reference as norm_reference
-from hotset.kernels.per_head_matmul import per_head_matmul
-from hotset.kernels.per_head_matmul import reference as head_reference
-from hotset.kernels.rope import Rotation, rotate
+from hotset.kernels.rope import Rotation, rope_query, rotate
 from hotset.kernels.rope import reference as rope_reference
-from hotset.kernels.rope_query import reference as query_reference
-from hotset.kernels.rope_query import rope_query
 
 EPS = 1e-6
 BF16 = torch.bfloat16
@@ -131,15 +127,15 @@ def test_rope_kernel_writes_into_a_slice_and_spares_what_is_beside_it() -> None:
 @pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 1, 3), (5, 3, 40), (9, 4, 1500)])
 def test_wide_kernel_equals_the_reference(dtype: torch.dtype, rows: int, outputs: int, width: int) -> None:
     x, weight = torch.randn(rows, width + 1).to(dtype)[:, 1:], torch.randn(outputs, width)
-    got = triton_impl("fp32_linear").fp32_linear(x, weight, 0.3)
-    torch.testing.assert_close(got, wide_reference.fp32_linear(x, weight, 0.3), atol=1e-4, rtol=1e-4)
+    got = triton_impl("linear").fp32_linear(x, weight, 0.3)
+    torch.testing.assert_close(got, linear_reference.fp32_linear(x, weight, 0.3), atol=1e-4, rtol=1e-4)
 
 
 @only_interpreted
 def test_op_reaches_its_kernels_again_after_they_were_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing `triton_impl` sets that name in the op's package, so nothing else there may be called so."""
     impl = triton_impl("norm")
-    monkeypatch.setattr("hotset.kernels.norm.served_fast", lambda x: True)
+    monkeypatch.setattr("hotset.kernels.norm.has_fast_path", lambda x: True)
     x, weight = exact(2, 8, dtype=BF16), torch.randn(8).bfloat16()
     for _ in range(2):
         assert torch.equal(rms_norm(x, weight, EPS), impl.rms_norm(x, weight, EPS))
@@ -198,13 +194,13 @@ def test_query_on_a_gpu_equals_the_reference(
     q, rotation = torch.randn(rows, heads, nope + rope).to(dtype), angles(rows, rope, dtype)
     key_up = torch.randn(heads, nope + 16, rank).to(dtype)[:, :nope]
     got = rope_query(q.cuda(), key_up.cuda(), on("cuda", rotation)).cpu()
-    expected = query_reference.rope_query(q.double(), key_up.double(), Rotation(rotation.cos, rotation.sin))
+    expected = rope_reference.rope_query(q.double(), key_up.double(), Rotation(rotation.cos, rotation.sin))
     assert error(got[..., :rank], expected[..., :rank]) < 1e-2  # products of bf16 operands, rounded once
     assert torch.equal(got[..., rank:], rope_reference.rotate(q[..., nope:], rotation, True))
     value_up = torch.randn(heads, 16, rank).to(dtype).transpose(1, 2)
     values = per_head_matmul(got.cuda()[..., :rank], value_up.cuda())
     assert values.is_contiguous()
-    assert error(values, head_reference.per_head_matmul(got[..., :rank].double(), value_up.double())) < 1e-2
+    assert error(values, linear_reference.per_head_matmul(got[..., :rank].double(), value_up.double())) < 1e-2
 
 
 @pytest.mark.gpu
@@ -217,7 +213,7 @@ def test_wide_products_on_a_gpu_keep_the_weight_unrounded(
     dtype: torch.dtype, rows: int, outputs: int, width: int
 ) -> None:
     x, weight = torch.randn(rows, width + 8).to(dtype), torch.randn(outputs, width)
-    expected = wide_reference.fp32_linear(x[:, 8:].double(), weight.double(), 0.3)
+    expected = linear_reference.fp32_linear(x[:, 8:].double(), weight.double(), 0.3)
     assert error(fp32_linear(x.cuda()[:, 8:], weight.cuda(), 0.3), expected) < 1e-5  # float32 throughout
 
 

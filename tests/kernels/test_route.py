@@ -28,8 +28,8 @@ if INTERPRETED:  # slow: an example that fails is not made smaller
 LEVELS = [*(step / 2 for step in range(-6, 7)), 30.0, 40.0]
 
 PLAIN = RoutingRule(64, 6, scale=2.5)
-GROUPED = RoutingRule(256, 8, groups=8, chosen_groups=4, scale=2.5)
-ODD = RoutingRule(60, 5, groups=5, chosen_groups=2, normalise=False)
+GROUPED = RoutingRule(256, 8, groups=8, topk_group=4, scale=2.5)
+ODD = RoutingRule(60, 5, groups=5, topk_group=2, normalise=False)
 
 
 def triton_impl() -> Any:
@@ -48,10 +48,10 @@ def fresh_memory_is_poisoned() -> Iterator[None]:
 def rules(draw: st.DrawFn) -> RoutingRule:
     groups = draw(st.integers(1, 5))
     group_size = draw(st.integers(2, 7))
-    chosen_groups = draw(st.integers(1, groups))
-    chosen = draw(st.integers(1, chosen_groups * group_size))
+    topk_group = draw(st.integers(1, groups))
+    chosen = draw(st.integers(1, topk_group * group_size))
     normalise, scale = draw(st.booleans()), draw(st.sampled_from([1.0, 2.5]))
-    return RoutingRule(groups * group_size, chosen, groups, chosen_groups, normalise, scale)
+    return RoutingRule(groups * group_size, chosen, groups, topk_group, normalise, scale)
 
 
 def best(scores: dict[int, float], count: int) -> list[int]:
@@ -69,8 +69,8 @@ def by_hand(logits: Tensor, correction: Tensor, rule: RoutingRule) -> tuple[list
         group: float(torch.tensor(sorted((corrected[e] for e in of), reverse=True)[:2], dtype=logits.dtype).sum())
         for group, of in members.items()
     }
-    allowed = best(two_best, rule.chosen_groups) if rule.groups > 1 else [0]
-    chosen = best({e: corrected[e] for group in allowed for e in members[group]}, rule.chosen)
+    allowed = best(two_best, rule.topk_group) if rule.groups > 1 else [0]
+    chosen = best({e: corrected[e] for group in allowed for e in members[group]}, rule.experts_per_token)
     weights = [float(scores[e]) for e in chosen]
     total = sum(weights) if rule.normalise else 1.0
     return chosen, [weight / total * rule.scale for weight in weights]
@@ -80,9 +80,9 @@ def choose(logits: Tensor, correction: Tensor, rule: RoutingRule, seats: Tensor 
     """By the path under test."""
     if INTERPRETED:
         parts = torch.stack((logits - 1, torch.ones_like(logits)))  # both exact
-        routes: Routes = triton_impl().choose(parts, correction, rule, seats)
+        routes: Routes = triton_impl().select_experts(parts, correction, rule, seats)
         return routes
-    return reference.choose(logits, correction, rule, seats)
+    return reference.select_experts(logits, correction, rule, seats)
 
 
 def draw_logits(rows: int, rule: RoutingRule, levels: int) -> tuple[Tensor, Tensor]:
@@ -102,29 +102,31 @@ def test_choice_and_weights_are_those_made_by_hand_with_ties_for_the_lower(
     routes = choose(logits, correction, rule)
     for row in range(rows):
         chosen, weights = by_hand(logits[row], correction, rule)
-        assert routes.chosen[row].tolist() == chosen
+        assert routes.expert_ids[row].tolist() == chosen
         torch.testing.assert_close(routes.weights[row], torch.tensor(weights), rtol=1e-5, atol=1e-7)
 
 
 def test_the_correction_bears_on_the_choice_and_not_on_the_weights() -> None:
     routes = choose(torch.zeros(1, 4), torch.tensor([0.0, 0.25, 0.0, 0.5]), RoutingRule(4, 2, normalise=False))
-    assert routes.chosen.tolist() == [[1, 3]] and routes.weights.tolist() == [[0.5, 0.5]]
+    assert routes.expert_ids.tolist() == [[1, 3]] and routes.weights.tolist() == [[0.5, 0.5]]
 
 
 def test_padded_rows_go_to_no_expert() -> None:
-    rule = RoutingRule(8, 3, groups=2, chosen_groups=1)
+    rule = RoutingRule(8, 3, groups=2, topk_group=1)
     logits, correction = draw_logits(4, rule, 5)
     whole = choose(logits, correction, rule)
     seats = torch.tensor([3, EMPTY, 0, EMPTY])
     routes = choose(logits, correction, rule, seats)
-    assert (routes.chosen[1::2] == EMPTY).all() and not routes.weights[1::2].any()
-    assert torch.equal(routes.chosen[::2], whole.chosen[::2]) and torch.equal(routes.weights[::2], whole.weights[::2])
+    assert (routes.expert_ids[1::2] == EMPTY).all() and not routes.weights[1::2].any()
+    assert torch.equal(routes.expert_ids[::2], whole.expert_ids[::2]) and torch.equal(
+        routes.weights[::2], whole.weights[::2]
+    )
 
 
 def test_a_row_without_numbers_goes_nowhere() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0], [float("nan")] * 3])
     routes = choose(logits, torch.zeros(3), RoutingRule(3, 2))
-    assert routes.chosen.tolist() == [[1, 2], [EMPTY, EMPTY]]
+    assert routes.expert_ids.tolist() == [[1, 2], [EMPTY, EMPTY]]
     assert not routes.weights[1].any()
 
 
@@ -133,9 +135,9 @@ def test_scores_are_products_with_the_router(hidden: int, experts: int, rows: in
     torch.manual_seed(hidden)
     x, router = torch.randn(rows, hidden + 3)[:, :hidden], torch.randn(experts, hidden)
     correction, rule = torch.randn(experts), RoutingRule(experts, experts - 1)
-    expected = reference.choose((x.double() @ router.double().t()).float(), correction, rule, None)
+    expected = reference.select_experts((x.double() @ router.double().t()).float(), correction, rule, None)
     routes = (triton_impl().route if INTERPRETED else reference.route)(x, router, correction, rule, None)
-    assert torch.equal(routes.chosen, expected.chosen)
+    assert torch.equal(routes.expert_ids, expected.expert_ids)
     torch.testing.assert_close(routes.weights, expected.weights, rtol=1e-5, atol=1e-6)
 
 
@@ -144,9 +146,9 @@ def test_scores_are_products_with_the_router(hidden: int, experts: int, rows: in
     [
         ({"groups": 5}, "64 experts cannot be divided into 5 groups"),
         ({"groups": 64}, "groups of 1 expert cannot be ranked"),
-        ({"groups": 4, "chosen_groups": 5}, "5 groups cannot be chosen of 4"),
-        ({"groups": 32, "chosen_groups": 2}, "6 experts cannot be chosen of 2 groups of 2"),
-        ({"chosen": 0}, "0 experts cannot be chosen of 1 groups of 64"),
+        ({"groups": 4, "topk_group": 5}, "5 groups cannot be selected from 4"),
+        ({"groups": 32, "topk_group": 2}, "6 experts cannot be selected from 2 groups of 2"),
+        ({"experts_per_token": 0}, "0 experts cannot be selected from 1 groups of 64"),
     ],
 )
 def test_a_rule_that_no_row_can_meet_is_refused(rule: dict[str, int], message: str) -> None:
@@ -161,10 +163,10 @@ def test_on_a_gpu_ties_are_decided_as_in_the_reference(rule: RoutingRule, levels
     torch.manual_seed(levels)
     logits, correction = draw_logits(333, rule, levels)
     seats = torch.arange(333) % 7 - 1
-    expected = reference.choose(logits, correction, rule, seats)
+    expected = reference.select_experts(logits, correction, rule, seats)
     parts = torch.stack((logits - 1, torch.ones_like(logits))).cuda()
-    routes = triton_impl().choose(parts, correction.cuda(), rule, seats.cuda())
-    assert torch.equal(routes.chosen.cpu(), expected.chosen)
+    routes = triton_impl().select_experts(parts, correction.cuda(), rule, seats.cuda())
+    assert torch.equal(routes.expert_ids.cpu(), expected.expert_ids)
     torch.testing.assert_close(routes.weights.cpu(), expected.weights, rtol=1e-5, atol=1e-7)
 
 
@@ -181,9 +183,9 @@ def test_on_a_gpu_routes_are_those_of_float32(rule: RoutingRule, hidden: int, dt
     router = torch.randn(rule.experts, hidden, device="cuda") * hidden**-0.5
     correction = torch.rand(rule.experts, device="cuda") * 0.1
     routes = route(x, router, correction, rule)
-    exact = reference.choose(x.double() @ router.double().t(), correction.double(), rule, None)
+    exact = reference.select_experts(x.double() @ router.double().t(), correction.double(), rule, None)
     # float32 cannot tell scores apart that differ in the seventh digit: a few rows may choose the other of such two.
-    same = (routes.chosen == exact.chosen).all(1)
+    same = (routes.expert_ids == exact.expert_ids).all(1)
     assert float(same.float().mean()) > 0.99 or (rows < 100 and int((~same).sum()) <= 1)
     torch.testing.assert_close(routes.weights[same], exact.weights[same].float(), rtol=1e-4, atol=1e-6)
 
@@ -195,7 +197,7 @@ def test_on_a_gpu_a_row_is_routed_alike_in_every_decode_batch() -> None:
     whole = route(x, router, correction, PLAIN)
     for rows in (1, 16, 100):
         part = route(x[:rows], router, correction, PLAIN)
-        assert torch.equal(part.chosen, whole.chosen[:rows]) and torch.equal(part.weights, whole.weights[:rows])
+        assert torch.equal(part.expert_ids, whole.expert_ids[:rows]) and torch.equal(part.weights, whole.weights[:rows])
 
 
 @pytest.mark.gpu
@@ -208,11 +210,11 @@ def test_on_a_gpu_a_graph_routes_what_is_there_at_replay() -> None:
         routes = route(x, router, correction, PLAIN, seats)
     x.copy_(torch.randn(16, 4096))
     seats[10:] = EMPTY
-    routes.chosen.fill_(77)
+    routes.expert_ids.fill_(77)
     graph.replay()
     again = route(x, router, correction, PLAIN, seats)
-    assert torch.equal(routes.chosen, again.chosen) and torch.equal(routes.weights, again.weights)
-    assert (routes.chosen[10:] == EMPTY).all() and int(routes.chosen[:10].min()) >= 0
+    assert torch.equal(routes.expert_ids, again.expert_ids) and torch.equal(routes.weights, again.weights)
+    assert (routes.expert_ids[10:] == EMPTY).all() and int(routes.expert_ids[:10].min()) >= 0
 
 
 @pytest.mark.gpu

@@ -49,16 +49,16 @@ CASES = {
     "key append": Case(
         "key_append", "_append_kernel",
         {"*bf16": "key weight bias cos sin", "*u8": "blocks", "*i64": "table seat_of positions"},
-        ROTATED | {"parts": 1, "per_block": 318, "plain": 64, "row_bytes": 132, "stride_bytes": 132, "fp8": True,
+        ROTATED | {"parts": 1, "block_rows": 318, "plain": 64, "row_bytes": 132, "stride_bytes": 132, "fp8": True,
                    "block_plain": 64}, 1,
     ),
     "gqa append": Case(
         "gqa_append", "_append_kernel", {"*bf16": "qkv q_gain k_gain cos sin q device_rows", "*i64": "new_rows"},
-        {"heads": 32, "kv_heads": 8, "half": 64, "spare": 0, "normed": True, "block_half": 64}, 1,
+        {"heads": 32, "kv_heads": 8, "half": 64, "padding": 0, "normed": True, "block_half": 64}, 1,
     ),
     "wide linear": Case(
-        "fp32_linear", "_product_kernel", {"*bf16": "x", "*fp32": "weight out"},
-        {"width": 4096, "outputs": 32, "block_rows": 8, "block_outputs": 2, "block_values": 1024}, 8,
+        "linear", "_fp32_linear_kernel", {"*bf16": "x", "*fp32": "weight out"},
+        {"width": 4096, "outputs": 32, "block_tokens": 8, "block_outputs": 2, "block_values": 1024}, 8,
         floats=("scale",), fusion=True,
     ),
     "decode": Case(

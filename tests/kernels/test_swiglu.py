@@ -23,7 +23,7 @@ def test_gate_comes_first_and_rows_may_lie_apart(rows: int, width: int) -> None:
 
 
 def test_a_row_that_has_no_halves_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a row of 5 values"):
+    with pytest.raises(ConfigError, match="5 values per token"):
         swiglu(torch.zeros(2, 5))
 
 

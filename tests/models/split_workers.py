@@ -33,7 +33,7 @@ def gqa_spec(architecture: str, attention: GqaSpec, tied: bool, mlp_bias: bool =
 def dsa_spec(architecture: str, layers: int, full_layers: tuple[int, ...], bias: bool, tied: bool) -> ModelSpec:
     index = IndexSpec(2, 8, topk=6, interleaved_rope=architecture == "glm_moe_dsa", full_layers=full_layers)
     attention = MlaSpec(4, 12, 16, 8, 4, 8, bias, index)
-    moe = MoeSpec(8, 3, 8, shared=1, groups=2, chosen_groups=1, scale=1.5, normalise=True, layers=(1, 2, layers - 1))
+    moe = MoeSpec(8, 3, 8, shared=1, groups=2, topk_group=1, scale=1.5, normalise=True, layers=(1, 2, layers - 1))
     return ModelSpec(
         architecture, 61, 24, layers, 32, False, 1e-6, tied, 96, RopeSpec(4), attention, moe, "float64", (3,)
     )

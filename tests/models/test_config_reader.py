@@ -82,7 +82,14 @@ def test_dsa_fields_are_those_that_transformers_wrote(kind: Any) -> None:
     assert index.interleaved_rope == (kind is GlmMoeDsaConfig)
     assert index.full_layers == (0, 1, 2, 3)
     assert moe.layers == (1, 2, 3)
-    assert (moe.experts, moe.chosen, moe.groups, moe.chosen_groups, moe.width, moe.shared) == (8, 2, 2, 1, 24, 1)
+    assert (moe.experts, moe.experts_per_token, moe.groups, moe.topk_group, moe.width, moe.shared) == (
+        8,
+        2,
+        2,
+        1,
+        24,
+        1,
+    )
     assert (moe.scale, moe.normalise, spec.rope.dim) == (oracle.routed_scaling_factor, True, 8)
 
 

@@ -107,7 +107,7 @@ def dsa_fields(draw: st.DrawFn) -> dict[str, Any]:
     layers = draw(st.integers(1, 4))
     groups = draw(st.sampled_from([1, 2, 4]))
     experts = groups * draw(st.sampled_from([2, 3]))
-    chosen_groups = draw(st.integers(1, groups))
+    topk_group = draw(st.integers(1, groups))
     rope_dim = draw(st.sampled_from([4, 8]))
     heads = draw(st.sampled_from([1, 2, 4]))
     return {
@@ -121,8 +121,8 @@ def dsa_fields(draw: st.DrawFn) -> dict[str, Any]:
         "n_shared_experts": draw(st.integers(1, 2)),
         "n_routed_experts": experts,
         "n_group": groups,
-        "topk_group": chosen_groups,
-        "num_experts_per_tok": draw(st.integers(1, chosen_groups * experts // groups)),
+        "topk_group": topk_group,
+        "num_experts_per_tok": draw(st.integers(1, topk_group * experts // groups)),
         "norm_topk_prob": draw(st.booleans()),
         "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
         "first_k_dense_replace": draw(st.integers(0, layers)),

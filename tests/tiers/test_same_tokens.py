@@ -24,7 +24,7 @@ VOCAB, TOPK, SLOTS, CONTEXT = 61, 5, 8, 256  # a context is 32 times as large as
 def spec(full_layers: tuple[int, ...], interleaved: bool, rank: int) -> ModelSpec:
     index = IndexSpec(heads=2, head_dim=8, topk=TOPK, interleaved_rope=interleaved, full_layers=full_layers)
     attention = MlaSpec(2, 12, rank, 8, 4, 8, False, index)
-    moe = MoeSpec(6, 2, 8, shared=1, groups=2, chosen_groups=1, scale=1.5, normalise=True, layers=(1, 2))
+    moe = MoeSpec(6, 2, 8, shared=1, groups=2, topk_group=1, scale=1.5, normalise=True, layers=(1, 2))
     return ModelSpec(
         "deepseek_v32", VOCAB, 24, 4, 32, False, 1e-6, False, CONTEXT, RopeSpec(4), attention, moe, "float32", (3,)
     )

@@ -1,12 +1,12 @@
-"""gqa_append: this step's K and V rows of grouped heads to their places on the device, and the queries beside them."""
+"""gqa_append: writes this step's rows of grouped-query attention to the device and returns the queries."""
 
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
-from hotset.kernels.fast_path import kernels_of, served_fast
+from hotset.kernels.fast_path import has_fast_path, kernels_of
 from hotset.kernels.gqa_append import reference
-from hotset.kernels.gqa_append.norms import HeadNorms
-from hotset.kernels.rope.rotation import Rotation
+from hotset.kernels.gqa_append.reference import HeadNorms
+from hotset.kernels.rope import Rotation
 from hotset.kernels.rows import RowLayout
 
 __all__ = ["HeadNorms", "gqa_append"]
@@ -15,26 +15,26 @@ MAX_FAST_DIM = 512  # one program holds a head in registers
 
 
 def gqa_append(
-    qkv: Tensor,  # [rows, heads + 2 * kv_heads, dim]: queries | K | V; heads may lie apart
+    qkv: Tensor,  # [tokens, heads + 2 * kv_heads, dim]: queries | K | V; tokens and heads may have any stride
     kv_heads: int,
-    norms: HeadNorms | None,  # on Q and K, before they turn
-    rotation: Rotation,  # of all dim values; pairs (i, i + dim / 2)
+    norms: HeadNorms | None,  # of Q and K, before the rotation
+    rotation: Rotation,  # of all dim values, in pairs (i, i + dim / 2)
     layout: RowLayout,  # plain: [K of every head | V of every head]
     device_rows: Tensor,  # [device rows, stored width]
-    new_rows: Tensor,  # [rows] int64: where each row goes, all different; EMPTY: nowhere
-) -> Tensor:  # [rows, heads, dim]: the queries, normed and turned
-    """Stores K, normed and turned, and V into `device_rows`; nothing else is written. `qkv` is not changed.
+    new_rows: Tensor,  # [tokens] int64: the device row of each token, all different; EMPTY: the row is not stored
+) -> Tensor:  # [tokens, heads, dim]: the queries, normalised and rotated
+    """Writes K, normalised and rotated, and V into `device_rows` and nothing else. `qkv` is not changed.
 
-    Raises ConfigError before launch for a layout that the fast path cannot write.
+    Raises ConfigError before launch if the fast path cannot write the layout.
     """
     dim = qkv.shape[2]
     assert layout.width == 2 * kv_heads * dim, f"rows of {layout.width} values for {kv_heads} heads of {dim}"
-    assert rotation.dim == dim, f"{rotation.dim} values of {dim} turn"
-    if not served_fast(qkv):
+    assert rotation.dim == dim, f"the rotation is of {rotation.dim} values instead of {dim}"
+    if not has_fast_path(qkv):
         return reference.gqa_append(qkv, kv_heads, norms, rotation, layout, device_rows, new_rows)
     if layout.quantised:
-        raise ConfigError(f"{layout.quantised} values of a row in fp8: rows of grouped heads are stored plain")
+        raise ConfigError(f"{layout.quantised} values of a row are in fp8, but GQA rows on a GPU cannot be in fp8")
     if dim > MAX_FAST_DIM:
-        raise ConfigError(f"heads of {dim} values are more than the {MAX_FAST_DIM} that a GPU appends")
+        raise ConfigError(f"heads have {dim} values; on a GPU, at most {MAX_FAST_DIM} are supported")
     q: Tensor = kernels_of("gqa_append").gqa_append(qkv, kv_heads, norms, rotation, layout, device_rows, new_rows)
     return q

@@ -1,13 +1,22 @@
-"""The specification of gqa_append, but for padded rows: these are met in captured graphs only."""
+"""The specification of gqa_append, except for padding tokens, which occur only in captured graphs."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hotset.kernels.gqa_append.norms import HeadNorms
 from hotset.kernels.norm.reference import rms_norm
-from hotset.kernels.rope.reference import rotate_halves
-from hotset.kernels.rope.rotation import Rotation
+from hotset.kernels.rope.reference import Rotation, rotate_halves
 from hotset.kernels.rows import RowLayout
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The RMS norms that some models apply to each head of Q and K."""
+
+    q: Tensor  # [dim]
+    k: Tensor  # [dim]
+    eps: float
 
 
 def gqa_append(
@@ -25,6 +34,7 @@ def gqa_append(
 
 
 def gqa_rows(qkv: Tensor, kv_heads: int, norms: HeadNorms | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Returns the queries and the rows, which are not encoded yet."""
     heads = qkv.shape[1] - 2 * kv_heads
     if norms is None:
         q, k = rotate_halves(qkv[:, : heads + kv_heads], rotation).split([heads, kv_heads], dim=1)

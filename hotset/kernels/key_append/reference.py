@@ -3,8 +3,7 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotset.kernels.rope.reference import rotate
-from hotset.kernels.rope.rotation import Rotation
+from hotset.kernels.rope.reference import Rotation, rotate
 from hotset.kernels.rows import PagedRows
 
 
@@ -24,6 +23,6 @@ def key_append(
 
 def index_keys(
     key: Tensor, weight: Tensor, bias: Tensor, eps: float, rotation: Rotation, interleaved: bool
-) -> Tensor:  # [rows, dim], not yet encoded
+) -> Tensor:  # [tokens, dim], not encoded yet
     normed = F.layer_norm(key, weight.shape, weight, bias, eps)
     return rotate(normed[:, None], rotation, interleaved)[:, 0]

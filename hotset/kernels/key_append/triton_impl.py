@@ -1,7 +1,7 @@
-"""key_append in Triton: one program per key.
+"""key_append in Triton, with one program per key.
 
-A key is held in three pieces, the two of each pair that turns and the values that stay, so that no value has to move
-between threads.
+A key is held in three pieces: the first values of all rotated pairs, their second values, and the values that are not
+rotated. So no value has to move between threads.
 """
 
 import torch
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from hotset.kernels import EMPTY
 from hotset.kernels.mla_append.triton_impl import e4m3_codes, e4m3_scale
-from hotset.kernels.rope.rotation import Rotation
-from hotset.kernels.rope.triton_impl import first_of, second_of, turned_first, turned_second
+from hotset.kernels.rope import Rotation
+from hotset.kernels.rope.triton_impl import first_of_pair, rotated_first, rotated_second, second_of_pair
 from hotset.kernels.rows import PagedRows
 
 WARPS = 1
 OPTIONS = {"enable_fp_fusion": False}  # each product is rounded as torch rounds it
 
 _EMPTY = tl.constexpr(EMPTY)
-_MOST_SPARE = tl.constexpr(8)  # bytes between a key and the next: fewer than the alignment of keys
+_MAX_ALIGN = tl.constexpr(8)  # the padding after a key has fewer bytes than the alignment of keys
 
 
 def key_append(
@@ -32,21 +32,35 @@ def key_append(
     keys: PagedRows,
     positions: Tensor,
 ) -> None:
-    rows, dim = key.shape
+    tokens, dim = key.shape
     cos, sin, blocks, layout = rotation.cos, rotation.sin, keys.blocks, keys.layout
     assert key.stride(1) == cos.stride(2) == blocks.stride(3) == keys.table.stride(1) == 1, "values must be adjacent"
     assert cos.stride() == sin.stride() and weight.is_contiguous() and bias.is_contiguous()
     assert keys.seat_of.is_contiguous() and positions.is_contiguous() and keys.seat_of.shape == positions.shape
-    assert layout.align <= _MOST_SPARE.value, f"keys aligned to {layout.align} bytes"
-    if rows == 0:
+    assert layout.align <= _MAX_ALIGN.value, f"keys are aligned to {layout.align} bytes"
+    if tokens == 0:
         return
     half, plain = rotation.dim // 2, dim - rotation.dim
-    _append_kernel[(rows,)](
-        *(key, weight, bias, cos, sin, blocks.view(torch.uint8), keys.table, keys.seat_of, positions),
-        *(key.stride(0), cos.stride(0), *(stride * blocks.element_size() for stride in blocks.stride()[:3])),
-        *(keys.table.stride(0), eps),
+    part_stride, page_stride, row_stride, _ = (stride * blocks.element_size() for stride in blocks.stride())
+    _append_kernel[(tokens,)](
+        key=key,
+        weight=weight,
+        bias=bias,
+        cos=cos,
+        sin=sin,
+        blocks=blocks.view(torch.uint8),
+        table=keys.table,
+        seat_of=keys.seat_of,
+        positions=positions,
+        key_stride=key.stride(0),
+        angle_stride=cos.stride(0),
+        part_stride=part_stride,
+        page_stride=page_stride,
+        row_stride=row_stride,
+        table_stride=keys.table.stride(0),
+        eps=eps,
         parts=blocks.shape[0],
-        per_block=blocks.shape[2],
+        block_rows=blocks.shape[2],
         half=half,
         plain=plain,
         interleaved=interleaved,
@@ -73,13 +87,13 @@ def _append_kernel(
     positions: tl.tensor,
     key_stride: tl.tensor,
     angle_stride: tl.tensor,
-    part_stride: tl.tensor,  # in bytes, as the next two
+    part_stride: tl.tensor,  # in bytes, like the next two
     page_stride: tl.tensor,
     row_stride: tl.tensor,
     table_stride: tl.tensor,
     eps: tl.tensor,
     parts: tl.constexpr,
-    per_block: tl.constexpr,
+    block_rows: tl.constexpr,
     half: tl.constexpr,
     plain: tl.constexpr,
     interleaved: tl.constexpr,
@@ -89,65 +103,65 @@ def _append_kernel(
     block_half: tl.constexpr,
     block_plain: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    seat = tl.load(seat_of + row)
+    token = tl.program_id(0).to(tl.int64)
+    seat = tl.load(seat_of + token)
     if seat == _EMPTY:
         return
-    position = tl.load(positions + row)
-    per_page: tl.constexpr = parts * per_block
-    page = tl.load(table + seat * table_stride + position // per_page)
-    within = position % per_page
-    target = blocks + within // per_block * part_stride + page * page_stride + within % per_block * row_stride
+    position = tl.load(positions + token)
+    page_rows: tl.constexpr = parts * block_rows
+    page = tl.load(table + seat * table_stride + position // page_rows)
+    within = position % page_rows
+    target = blocks + within // block_rows * part_stride + page * page_stride + within % block_rows * row_stride
 
-    source = key + row * key_stride
+    source = key + token * key_stride
     pair = tl.arange(0, block_half)
-    paired = pair < half
+    in_pairs = pair < half
     rest = tl.arange(0, block_plain)
-    kept = rest < plain
-    first = tl.load(first_of(source, pair, interleaved), mask=paired, other=0)
-    second = tl.load(second_of(source, pair, half, interleaved), mask=paired, other=0)
-    third = tl.load(source + 2 * half + rest, mask=kept, other=0)
-    c = tl.load(cos + row * angle_stride + pair, mask=paired, other=0)
-    s = tl.load(sin + row * angle_stride + pair, mask=paired, other=0)
-    first_gain = tl.load(first_of(weight, pair, interleaved), mask=paired, other=0)
-    second_gain = tl.load(second_of(weight, pair, half, interleaved), mask=paired, other=0)
-    third_gain = tl.load(weight + 2 * half + rest, mask=kept, other=0)
-    first_bias = tl.load(first_of(bias, pair, interleaved), mask=paired, other=0)
-    second_bias = tl.load(second_of(bias, pair, half, interleaved), mask=paired, other=0)
-    third_bias = tl.load(bias + 2 * half + rest, mask=kept, other=0)
+    in_rest = rest < plain
+    first = tl.load(first_of_pair(source, pair, interleaved), mask=in_pairs, other=0)
+    second = tl.load(second_of_pair(source, pair, half, interleaved), mask=in_pairs, other=0)
+    third = tl.load(source + 2 * half + rest, mask=in_rest, other=0)
+    c = tl.load(cos + token * angle_stride + pair, mask=in_pairs, other=0)
+    s = tl.load(sin + token * angle_stride + pair, mask=in_pairs, other=0)
+    first_gain = tl.load(first_of_pair(weight, pair, interleaved), mask=in_pairs, other=0)
+    second_gain = tl.load(second_of_pair(weight, pair, half, interleaved), mask=in_pairs, other=0)
+    third_gain = tl.load(weight + 2 * half + rest, mask=in_rest, other=0)
+    first_bias = tl.load(first_of_pair(bias, pair, interleaved), mask=in_pairs, other=0)
+    second_bias = tl.load(second_of_pair(bias, pair, half, interleaved), mask=in_pairs, other=0)
+    third_bias = tl.load(bias + 2 * half + rest, mask=in_rest, other=0)
 
     dim: tl.constexpr = 2 * half + plain
     first_wide, second_wide, third_wide = first.to(tl.float32), second.to(tl.float32), third.to(tl.float32)
     mean = (tl.sum(first_wide + second_wide, 0) + tl.sum(third_wide, 0)) * (1.0 / dim)
-    first_off = tl.where(paired, first_wide - mean, 0)
-    second_off = tl.where(paired, second_wide - mean, 0)
-    third_off = tl.where(kept, third_wide - mean, 0)
+    first_off = tl.where(in_pairs, first_wide - mean, 0)
+    second_off = tl.where(in_pairs, second_wide - mean, 0)
+    third_off = tl.where(in_rest, third_wide - mean, 0)
     squares = tl.sum(first_off * first_off + second_off * second_off, 0) + tl.sum(third_off * third_off, 0)
-    spread = tl.rsqrt(squares * (1.0 / dim) + eps)
-    first = _scaled(first_off * spread, first_gain, first_bias)
-    second = _scaled(second_off * spread, second_gain, second_bias)
-    third = _scaled(third_off * spread, third_gain, third_bias)
-    first_out, second_out = turned_first(first, second, c, s), turned_second(first, second, c, s)
+    inverse_std = tl.rsqrt(squares * (1.0 / dim) + eps)
+    first = _gain_and_bias(first_off * inverse_std, first_gain, first_bias)
+    second = _gain_and_bias(second_off * inverse_std, second_gain, second_bias)
+    third = _gain_and_bias(third_off * inverse_std, third_gain, third_bias)
+    first_out, second_out = rotated_first(first, second, c, s), rotated_second(first, second, c, s)
 
     if fp8:
-        turned = tl.maximum(tl.abs(first_out.to(tl.float32)), tl.abs(second_out.to(tl.float32)))
-        largest = tl.maximum(tl.max(turned, 0), tl.max(tl.abs(third.to(tl.float32)), 0))
+        rotated = tl.maximum(tl.abs(first_out.to(tl.float32)), tl.abs(second_out.to(tl.float32)))
+        largest = tl.maximum(tl.max(rotated, 0), tl.max(tl.abs(third.to(tl.float32)), 0))
         scale = e4m3_scale(largest)
-        tl.store(target + pair, e4m3_codes(first_out, scale), mask=paired)
-        tl.store(target + half + pair, e4m3_codes(second_out, scale), mask=paired)
-        tl.store(target + 2 * half + rest, e4m3_codes(third, scale), mask=kept)
+        tl.store(target + pair, e4m3_codes(first_out, scale), mask=in_pairs)
+        tl.store(target + half + pair, e4m3_codes(second_out, scale), mask=in_pairs)
+        tl.store(target + 2 * half + rest, e4m3_codes(third, scale), mask=in_rest)
         tl.store((target + dim).to(tl.pointer_type(tl.float32)), scale)
     else:
         values = target.to(tl.pointer_type(first_out.dtype))
-        tl.store(values + pair, first_out, mask=paired)
-        tl.store(values + half + pair, second_out, mask=paired)
-        tl.store(values + 2 * half + rest, third, mask=kept)
+        tl.store(values + pair, first_out, mask=in_pairs)
+        tl.store(values + half + pair, second_out, mask=in_pairs)
+        tl.store(values + 2 * half + rest, third, mask=in_rest)
     if row_bytes < stride_bytes:
-        spare = row_bytes + tl.arange(0, _MOST_SPARE)
-        tl.store(target + spare, tl.zeros([_MOST_SPARE], tl.uint8), mask=spare < stride_bytes)
+        padding = row_bytes + tl.arange(0, _MAX_ALIGN)
+        tl.store(target + padding, tl.zeros([_MAX_ALIGN], tl.uint8), mask=padding < stride_bytes)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scaled(normed: tl.tensor, gain: tl.tensor, bias: tl.tensor) -> tl.tensor:
-    """Layer norm rounds once, at the end."""
+def _gain_and_bias(normed: tl.tensor, gain: tl.tensor, bias: tl.tensor) -> tl.tensor:
+    """Applies the gain and bias of the layer norm, which rounds once, at the end."""
     return (normed * gain.to(tl.float32) + bias.to(tl.float32)).to(gain.dtype)

@@ -1,25 +1,66 @@
-"""linear: x @ weight.T + bias.
+"""Matrix products with a fixed weight: `Linear`, `fp32_linear` and `per_head_matmul`."""
 
-`reference.py` is `torch.nn.functional.linear`. On a CPU in float32 a small batch (2 to about 64 rows) is served by
-oneDNN from a copy of the weight in blocked order (`packed.py`): BLAS re-packs the weight at every call, which at those
-sizes costs more than the product (8 rows, 3072 x 576, two Neoverse-N1 cores: 0.87 ms against 0.62 ms, 2026-11-15).
-The price is a second copy of the weight in memory.
-"""
-
+import torch
 from torch import Tensor
 
+from hotset.kernels.fast_path import has_fast_path, kernels_of
 from hotset.kernels.linear import packed, reference
+
+MAX_FP32_TOKENS = 256  # the largest batch for which the kernel of `fp32_linear` is faster than torch
 
 
 class Linear:
-    """A weight [out, in] with an optional bias [out], ready to be applied to [rows, in]."""
+    """Computes x @ weight.T + bias for a weight [out, in] and an optional bias [out].
+
+    On a CPU in float32, oneDNN serves small batches (2 to 64 tokens) from a copy of the weight in blocked order
+    (`packed.py`). BLAS would pack the weight again at every call, which at these sizes costs more than the product
+    (8 tokens, 3072 x 576, two Neoverse-N1 cores: 0.87 ms against 0.62 ms, 2026-11-15). The price is a second copy of
+    the weight in memory.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
-        self._packed = packed.pack(weight) if packed.usable(weight) else None
+        self._packed = packed.pack(weight) if packed.supports(weight) else None
 
-    def __call__(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]
-        if self._packed is not None and packed.pays(x):
+    def __call__(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, out]
+        if self._packed is not None and packed.is_faster(x):
             return packed.linear(x, self._packed, self.bias)
         return reference.linear(x, self.weight, self.bias)
+
+
+def fp32_linear(
+    x: Tensor,  # [tokens, in]; tokens may have any stride
+    weight: Tensor,  # [out, in] in the accumulation dtype; meant for a few dozen outputs
+    scale: float,
+) -> Tensor:  # [tokens, out] in the accumulation dtype
+    """Returns scale * x @ weight.T. The weight is never rounded: all products and sums use the accumulation dtype."""
+    if has_fast_path(x) and weight.dtype == torch.float32 and x.shape[0] <= MAX_FP32_TOKENS:
+        out: Tensor = kernels_of("linear").fp32_linear(x, weight, scale)
+        return out
+    return reference.fp32_linear(x, weight, scale)
+
+
+def per_head_matmul(
+    x: Tensor,  # [tokens, heads, in]; tokens and heads may have any stride
+    weight: Tensor,  # [heads, in, out]
+) -> Tensor:  # [tokens, heads, out]
+    """Computes out[t, h] = x[t, h] @ weight[h].
+
+    On a GPU the result is contiguous, so that its heads can be flattened without a copy.
+    """
+    if x.is_cuda:
+        out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[2])
+        per_head_matmul_into(out, x, weight)
+        return out
+    return reference.per_head_matmul(x, weight)
+
+
+def per_head_matmul_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Writes the product to `out` [tokens, heads, out], which may be a slice of a wider tensor.
+
+    cuBLAS accepts any stride between the matrices of a batch and between the rows of a matrix. In `out`, the heads of
+    one token are adjacent, so neither a transposed copy nor a concatenation is needed.
+    """
+    assert out.stride(2) == 1, f"the values of a head have stride {out.stride(2)}; they must be adjacent"
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

@@ -1,13 +1,13 @@
-"""linear on a CPU from a weight that oneDNN has put into blocked order once, at load time."""
+"""linear on a CPU, with a weight that oneDNN has packed into blocked order once, at load time."""
 
 import torch
 from torch import Tensor
 
-ROWS_HINT = 8  # the batch for which the blocked order is chosen; other batches run from the same order
-MAX_ROWS = 64  # beyond this BLAS amortises its own packing
+TOKENS_HINT = 8  # the batch size for which oneDNN chooses the blocked order; it works for every batch size
+MAX_TOKENS = 64  # in larger batches, BLAS amortises its own packing
 
 
-def usable(weight: Tensor) -> bool:
+def supports(weight: Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
@@ -17,13 +17,13 @@ def usable(weight: Tensor) -> bool:
     )
 
 
-def pays(x: Tensor) -> bool:
-    return 2 <= x.shape[0] <= MAX_ROWS
+def is_faster(x: Tensor) -> bool:
+    return 2 <= x.shape[0] <= MAX_TOKENS
 
 
 def pack(weight: Tensor) -> Tensor:
-    """An opaque copy of the weight; only `linear` below can read it."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+    """Returns an opaque copy of the weight, which only `linear` below can read."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, TOKENS_HINT)
     return packed
 
 

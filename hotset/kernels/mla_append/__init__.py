@@ -1,38 +1,40 @@
-"""mla_append: this step's MLA rows, from the down-projection's output to their places on the device."""
+"""mla_append: computes this step's MLA rows from the output of the down-projection and writes them to the device."""
 
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
-from hotset.kernels.fast_path import kernels_of, served_fast
+from hotset.kernels.fast_path import has_fast_path, kernels_of
 from hotset.kernels.mla_append import reference
-from hotset.kernels.rope.rotation import Rotation
+from hotset.kernels.rope import Rotation
 from hotset.kernels.rows import RowLayout
 
-MAX_FAST_RANK = 4096  # one program holds a row's latent in registers
+MAX_FAST_RANK = 4096  # one program holds the latent of a row in registers
 
 
 def mla_append(
-    kv: Tensor,  # [rows, rank + rope]: latent | rope key; rows may lie apart
-    weight: Tensor,  # [rank]: of the RMS norm on latents
+    kv: Tensor,  # [tokens, rank + rope]: latent | rope key; tokens may have any stride
+    weight: Tensor,  # [rank], of the RMS norm of latents
     eps: float,
     rotation: Rotation,  # of the rope key
     layout: RowLayout,
     device_rows: Tensor,  # [device rows, stored width]
-    new_rows: Tensor,  # [rows] int64: where each row goes, all different; EMPTY: nowhere
+    new_rows: Tensor,  # [tokens] int64: the device row of each token, all different; EMPTY: the row is not stored
 ) -> None:
-    """Stores [normed latent | rope key turned], encoded by `layout`, into `device_rows`; nothing else is written.
+    """Writes [normalised latent | rotated rope key], encoded by `layout`, into `device_rows`, and nothing else.
 
-    Pairs of the rope key are (2i, 2i + 1), written as two halves. Raises ConfigError before launch for a layout that
-    the fast path cannot write.
+    The pairs of the rope key are (2i, 2i + 1), written as two halves. Raises ConfigError before launch if the fast path
+    cannot write the layout.
     """
     rank = weight.shape[0]
     assert kv.shape[1] == layout.width == rank + rotation.dim, f"{kv.shape[1]} values for rows of {layout.width}"
     assert device_rows.shape[1] == layout.stored_width, f"device rows of {device_rows.shape[1]} values"
-    if not served_fast(kv):
+    if not has_fast_path(kv):
         reference.mla_append(kv, weight, eps, rotation, layout, device_rows, new_rows)
         return
     if layout.quantised not in (0, rank) or layout.quantised % 4:
-        raise ConfigError(f"{layout.quantised} of {rank} latents in fp8: a GPU stores none or all, in multiples of 4")
+        raise ConfigError(
+            f"{layout.quantised} of {rank} latents are in fp8, but on a GPU none or all must be, and a multiple of 4"
+        )
     if rank > MAX_FAST_RANK:
-        raise ConfigError(f"a latent of {rank} values is more than the {MAX_FAST_RANK} that a GPU appends")
+        raise ConfigError(f"a latent has {rank} values; on a GPU, at most {MAX_FAST_RANK} are supported")
     kernels_of("mla_append").mla_append(kv, weight, eps, rotation, layout, device_rows, new_rows)

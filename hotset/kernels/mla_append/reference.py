@@ -1,11 +1,10 @@
-"""The specification of mla_append, but for padded rows: these are met in captured graphs only."""
+"""The specification of mla_append, except for padding tokens, which occur only in captured graphs."""
 
 import torch
 from torch import Tensor
 
 from hotset.kernels.norm.reference import rms_norm
-from hotset.kernels.rope.reference import rotate_pairs
-from hotset.kernels.rope.rotation import Rotation
+from hotset.kernels.rope.reference import Rotation, rotate_pairs
 from hotset.kernels.rows import RowLayout
 
 

@@ -1,4 +1,4 @@
-"""mla_append in Triton: one program per row."""
+"""mla_append in Triton, with one program per token."""
 
 import torch
 import triton
@@ -6,18 +6,18 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.norm.triton_impl import rms_scaled
-from hotset.kernels.rope.rotation import Rotation
-from hotset.kernels.rope.triton_impl import turned_first, turned_second
-from hotset.kernels.rows import E4M3_LARGEST, ROW_ALIGN, SCALE_BLOCK, SMALLEST_SCALE, RowLayout
+from hotset.kernels.norm.triton_impl import rms_normed
+from hotset.kernels.rope import Rotation
+from hotset.kernels.rope.triton_impl import rotated_first, rotated_second
+from hotset.kernels.rows import E4M3_MAX, MIN_SCALE, ROW_ALIGN, SCALE_BLOCK, RowLayout
 
 WARPS = 4
 OPTIONS = {"enable_fp_fusion": False}  # each product is rounded as torch rounds it
 
 _EMPTY = tl.constexpr(EMPTY)
 _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
-_E4M3_LARGEST = tl.constexpr(E4M3_LARGEST)
-_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_MIN_SCALE = tl.constexpr(MIN_SCALE)
 _ROW_ALIGN = tl.constexpr(ROW_ALIGN)
 
 
@@ -37,8 +37,16 @@ def mla_append(
     if kv.shape[0] == 0:
         return
     _append_kernel[(kv.shape[0],)](
-        *(kv, weight, cos, sin, device_rows.view(torch.uint8), new_rows),
-        *(kv.stride(0), cos.stride(0), device_rows.stride(0) * device_rows.element_size(), eps),
+        kv=kv,
+        weight=weight,
+        cos=cos,
+        sin=sin,
+        device_rows=device_rows.view(torch.uint8),
+        new_rows=new_rows,
+        kv_stride=kv.stride(0),
+        angle_stride=cos.stride(0),
+        device_stride=device_rows.stride(0) * device_rows.element_size(),
+        eps=eps,
         rank=rank,
         half=rotation.dim // 2,
         row_bytes=layout.row_bytes,
@@ -71,54 +79,60 @@ def _append_kernel(
     blocks: tl.constexpr,
     block_half: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.load(new_rows + row)
-    if place == _EMPTY:
+    token = tl.program_id(0).to(tl.int64)
+    device_row = tl.load(new_rows + token)
+    if device_row == _EMPTY:
         return
-    source = kv + row * kv_stride
-    target = device_rows + place * device_stride
+    source = kv + token * kv_stride
+    target = device_rows + device_row * device_stride
 
-    # Latents as [scale blocks, 128]: the norm sums over all of them, a scale over its own 128.
+    # The latent is held as [scale blocks, 128]: the norm is a sum over all blocks, a scale belongs to one block.
     index = tl.arange(0, blocks)[:, None] * _SCALE_BLOCK + tl.arange(0, _SCALE_BLOCK)[None, :]
     inside = index < rank
     gain = tl.load(weight + index, mask=inside, other=0)
     wide = tl.load(source + index, mask=inside, other=0).to(tl.float32)
     pair = tl.arange(0, block_half)
-    paired = pair < half
-    c = tl.load(cos + row * angle_stride + pair, mask=paired, other=0)
-    s = tl.load(sin + row * angle_stride + pair, mask=paired, other=0)
-    first = tl.load(source + rank + 2 * pair, mask=paired, other=0)
-    second = tl.load(source + rank + 2 * pair + 1, mask=paired, other=0)
+    in_pairs = pair < half
+    c = tl.load(cos + token * angle_stride + pair, mask=in_pairs, other=0)
+    s = tl.load(sin + token * angle_stride + pair, mask=in_pairs, other=0)
+    first = tl.load(source + rank + 2 * pair, mask=in_pairs, other=0)
+    second = tl.load(source + rank + 2 * pair + 1, mask=in_pairs, other=0)
 
-    latent = rms_scaled(wide, tl.sum(tl.sum(wide * wide, 1), 0), gain, eps, rank)
-    first_out, second_out = turned_first(first, second, c, s), turned_second(first, second, c, s)
+    latent = rms_normed(wide, tl.sum(tl.sum(wide * wide, 1), 0), gain, eps, rank)
+    first_out, second_out = rotated_first(first, second, c, s), rotated_second(first, second, c, s)
     if fp8:
         scales: tl.constexpr = (rank + _SCALE_BLOCK - 1) // _SCALE_BLOCK
         scale = e4m3_scale(tl.max(tl.abs(latent.to(tl.float32)), 1))
         tl.store(target + index, e4m3_codes(latent, scale[:, None]), mask=inside)
-        number = tl.arange(0, blocks)
-        tl.store((target + rank).to(tl.pointer_type(tl.float32)) + number, scale, mask=number < scales)
+        block = tl.arange(0, blocks)
+        tl.store((target + rank).to(tl.pointer_type(tl.float32)) + block, scale, mask=block < scales)
         rope = (target + rank + 4 * scales).to(tl.pointer_type(tl.bfloat16))
-        tl.store(rope + pair, first_out.to(tl.bfloat16), mask=paired)
-        tl.store(rope + half + pair, second_out.to(tl.bfloat16), mask=paired)
+        tl.store(rope + pair, first_out.to(tl.bfloat16), mask=in_pairs)
+        tl.store(rope + half + pair, second_out.to(tl.bfloat16), mask=in_pairs)
     else:
         values = target.to(tl.pointer_type(latent.dtype))
         tl.store(values + index, latent, mask=inside)
-        tl.store(values + rank + pair, first_out, mask=paired)
-        tl.store(values + rank + half + pair, second_out, mask=paired)
+        tl.store(values + rank + pair, first_out, mask=in_pairs)
+        tl.store(values + rank + half + pair, second_out, mask=in_pairs)
     if row_bytes < stride_bytes:  # fewer than ROW_ALIGN bytes
-        spare = row_bytes + tl.arange(0, _ROW_ALIGN)
-        tl.store(target + spare, tl.zeros([_ROW_ALIGN], tl.uint8), mask=spare < stride_bytes)
+        padding = row_bytes + tl.arange(0, _ROW_ALIGN)
+        tl.store(target + padding, tl.zeros([_ROW_ALIGN], tl.uint8), mask=padding < stride_bytes)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def e4m3_scale(largest: tl.tensor) -> tl.tensor:
-    """The scale of a block whose largest value is `largest`. Divided, not multiplied: to the last bit as on a CPU."""
-    return tl.maximum(tl.div_rn(largest, tl.full(largest.shape, _E4M3_LARGEST, tl.float32)), _SMALLEST_SCALE)
+    """Returns the scale of a block whose largest absolute value is `largest`.
+
+    It divides instead of multiplying by the inverse, so that the result is the same as on a CPU to the last bit.
+    """
+    return tl.maximum(tl.div_rn(largest, tl.full(largest.shape, _E4M3_MAX, tl.float32)), _MIN_SCALE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def e4m3_codes(values: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Nearest e4m3, ties to even, as bytes. No value exceeds the largest code: its own block's scale sees to that."""
-    wide, each = tl.broadcast(values.to(tl.float32), scale)
-    return tl.div_rn(wide, each).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    """Returns the nearest e4m3 values as bytes, with ties to even.
+
+    The scale comes from the largest value of the block, so no quotient exceeds the largest e4m3 value.
+    """
+    wide, wide_scale = tl.broadcast(values.to(tl.float32), scale)
+    return tl.div_rn(wide, wide_scale).to(tl.float8e4nv).to(tl.uint8, bitcast=True)

@@ -1,41 +1,41 @@
-"""norm: RMS norm of rows, alone or after a residual was added.
+"""norm: RMS norm, alone or after the addition of a residual.
 
-For values narrower than the accumulation dtype the order of roundings is: the scaled row is rounded to the values'
-dtype, then multiplied by the weight and rounded again.
+If the values are narrower than the accumulation dtype, the scaled vector is rounded to the dtype of the values, then
+multiplied by the weight and rounded again.
 """
 
 from torch import Tensor
 
-from hotset.kernels.fast_path import kernels_of, served_fast
+from hotset.kernels.fast_path import has_fast_path, kernels_of
 from hotset.kernels.norm import reference
 
-MAX_FAST_WIDTH = 32_768  # one program holds a whole row in registers
+MAX_FAST_WIDTH = 32_768  # one program holds a whole vector in registers
 
 
 def rms_norm(
-    x: Tensor,  # [rows, width] or [rows, heads, width]; rows may lie apart, the values of one are adjacent
+    x: Tensor,  # [tokens, width] or [tokens, heads, width]; vectors may have any stride, their values are adjacent
     weight: Tensor,  # [width]
     eps: float,
-) -> Tensor:  # as x, contiguous where Triton makes it
-    """x / rms(x) * weight; the mean square is taken in the accumulation dtype."""
-    if _fast(x):
+) -> Tensor:  # like x, contiguous in the fast path
+    """Returns x / rms(x) * weight, with the mean square in the accumulation dtype."""
+    if _has_fast_path(x):
         out: Tensor = kernels_of("norm").rms_norm(x, weight, eps)
         return out
     return reference.rms_norm(x, weight, eps)
 
 
 def add_rms_norm(
-    x: Tensor,  # [rows, width]
-    delta: Tensor,  # [rows, width]
+    x: Tensor,  # [tokens, width]
+    delta: Tensor,  # [tokens, width]
     weight: Tensor,  # [width]
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # x + delta, and its norm
-    """The residual and what the next part of the layer reads of it, in one pass. Neither input is changed."""
-    if _fast(x) and delta.dtype == x.dtype:
+    """Adds a delta to the residual and normalises the sum, in one pass. Neither input is changed."""
+    if _has_fast_path(x) and delta.dtype == x.dtype:
         out: tuple[Tensor, Tensor] = kernels_of("norm").add_rms_norm(x, delta, weight, eps)
         return out
     return reference.add_rms_norm(x, delta, weight, eps)
 
 
-def _fast(x: Tensor) -> bool:
-    return served_fast(x) and x.shape[-1] <= MAX_FAST_WIDTH
+def _has_fast_path(x: Tensor) -> bool:
+    return has_fast_path(x) and x.shape[-1] <= MAX_FAST_WIDTH

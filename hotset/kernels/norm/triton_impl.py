@@ -1,4 +1,4 @@
-"""norm in Triton: one program per row, which it holds in registers between the sum and the product."""
+"""norm in Triton. One program per vector, which stays in registers between the sum and the product."""
 
 import torch
 import triton
@@ -11,19 +11,17 @@ OPTIONS = {"enable_fp_fusion": False}  # each product is rounded as torch rounds
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    assert x.dim() in (2, 3) and x.stride(-1) == 1, f"rows of strides {x.stride()}"
+    assert x.dim() in (2, 3) and x.stride(-1) == 1, f"x has strides {x.stride()}; its values must be adjacent"
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    heads = x.shape[1] if x.dim() == 3 else 1
-    strides = (x.stride(0), x.stride(1) if x.dim() == 3 else 0)
-    _launch(x, x, weight, normed, normed, heads, strides, 0, eps, adds=False)
+    _launch(x, x, weight, normed, normed, eps, adds=False)
     return normed
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     assert x.dim() == 2 and delta.shape == x.shape, f"{tuple(delta.shape)} cannot be added to {tuple(x.shape)}"
-    assert x.stride(1) == delta.stride(1) == 1, "the values of a row must be adjacent"
+    assert x.stride(1) == delta.stride(1) == 1, "the values of a vector must be adjacent"
     total, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _launch(x, delta, weight, total, normed, 1, (x.stride(0), 0), delta.stride(0), eps, adds=True)
+    _launch(x, delta, weight, total, normed, eps, adds=True)
     return total, normed
 
 
@@ -33,20 +31,28 @@ def _launch(
     weight: Tensor,
     total: Tensor,
     normed: Tensor,
-    heads: int,
-    strides: tuple[int, int],
-    delta_stride: int,
     eps: float,
     adds: bool,
 ) -> None:
+    """Launches the kernel. Without `adds`, it neither reads `delta` nor writes `total`."""
     width = x.shape[-1]
-    assert weight.shape == (width,) and weight.is_contiguous(), f"a weight {tuple(weight.shape)} for rows of {width}"
-    rows = x.numel() // width
-    if rows == 0:
+    heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    assert weight.shape == (width,) and weight.is_contiguous(), f"a weight {tuple(weight.shape)} for a width of {width}"
+    vectors = x.numel() // width
+    if vectors == 0:
         return
     block = triton.next_power_of_2(width)
-    _rms_norm_kernel[(rows,)](
-        *(x, delta, weight, total, normed, heads, *strides, delta_stride, eps),
+    _rms_norm_kernel[(vectors,)](
+        x=x,
+        delta=delta,
+        weight=weight,
+        total=total,
+        normed=normed,
+        heads=heads,
+        token_stride=x.stride(0),
+        head_stride=head_stride,
+        delta_stride=delta.stride(0) if adds else 0,
+        eps=eps,
         width=width,
         block=block,
         adds=adds,
@@ -63,7 +69,7 @@ def _rms_norm_kernel(
     total: tl.tensor,
     normed: tl.tensor,
     heads: tl.tensor,
-    row_stride: tl.tensor,
+    token_stride: tl.tensor,
     head_stride: tl.tensor,
     delta_stride: tl.tensor,
     eps: tl.tensor,
@@ -71,25 +77,25 @@ def _rms_norm_kernel(
     block: tl.constexpr,
     adds: tl.constexpr,
 ) -> None:
-    number = tl.program_id(0).to(tl.int64)
+    vector = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < width
     gain = tl.load(weight + column, mask=inside, other=0)
-    source = x + number // heads * row_stride + number % heads * head_stride
+    source = x + vector // heads * token_stride + vector % heads * head_stride
     value = tl.load(source + column, mask=inside, other=0)
     if adds:
-        added = tl.load(delta + number * delta_stride + column, mask=inside, other=0)
+        added = tl.load(delta + vector * delta_stride + column, mask=inside, other=0)
         value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
-        tl.store(total + number * width + column, value, mask=inside)
+        tl.store(total + vector * width + column, value, mask=inside)
     wide = value.to(tl.float32)
-    result = rms_scaled(wide, tl.sum(wide * wide, 0), gain, eps, width)
-    tl.store(normed + number * width + column, result, mask=inside)
+    result = rms_normed(wide, tl.sum(wide * wide, 0), gain, eps, width)
+    tl.store(normed + vector * width + column, result, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def rms_scaled(
+def rms_normed(
     wide: tl.tensor, square_sum: tl.tensor, gain: tl.tensor, eps: tl.tensor, width: tl.constexpr
 ) -> tl.tensor:
-    """A row in float32, given the sum of its squares, normed and rounded as the reference rounds: in `gain`'s dtype."""
+    """Normalises a float32 vector, given the sum of its squares, and rounds to `gain`'s dtype as the reference does."""
     scaled = (wide * tl.rsqrt(square_sum * (1.0 / width) + eps)).to(gain.dtype)
     return (gain.to(tl.float32) * scaled.to(tl.float32)).to(gain.dtype)

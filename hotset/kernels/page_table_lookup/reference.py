@@ -7,7 +7,7 @@ from hotset.kernels import EMPTY
 
 
 def page_table_lookup(positions: Tensor, seat_of: Tensor, table: Tensor, page_rows: int) -> Tensor:
-    there = (positions != EMPTY) & (seat_of != EMPTY)[:, None]
-    at = positions.clamp_min(0)
-    rows = table[seat_of.clamp_min(0)[:, None], at // page_rows] * page_rows + at % page_rows
-    return torch.where(there, rows, EMPTY)
+    exists = (positions != EMPTY) & (seat_of != EMPTY)[:, None]
+    position = positions.clamp_min(0)
+    rows = table[seat_of.clamp_min(0)[:, None], position // page_rows] * page_rows + position % page_rows
+    return torch.where(exists, rows, EMPTY)

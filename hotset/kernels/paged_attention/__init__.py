@@ -7,7 +7,7 @@ captured in a graph; a padded query row (seat EMPTY) gets zeros. Everything else
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
-from hotset.kernels.fast_path import kernels_of, served_fast
+from hotset.kernels.fast_path import has_fast_path, kernels_of
 from hotset.kernels.paged_attention import reference
 from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
@@ -30,7 +30,7 @@ def paged_attention(
     heads, head_dim = q.shape[1:]
     assert heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} KV heads"
     assert context.layout.width == 2 * kv_heads * head_dim, f"row width {context.layout.width} is not K + V"
-    if not (served_fast(q) and segments.decoding):
+    if not (has_fast_path(q) and segments.decoding):
         return reference.paged_attention(q, context, segments, kv_heads, scale)
     if head_dim > MAX_FAST_DIM or head_dim % 8:
         raise ConfigError(f"heads of {head_dim} values: a GPU decodes multiples of 8 up to {MAX_FAST_DIM}")

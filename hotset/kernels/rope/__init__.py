@@ -1,26 +1,47 @@
-"""rope: rotation of the first values of each head, by the angles of its row's position."""
+"""rope: rotary position embedding of queries and keys."""
 
 from torch import Tensor
 
-from hotset.kernels.fast_path import kernels_of, served_fast
+from hotset.kernels.fast_path import has_fast_path, kernels_of
+from hotset.kernels.linear import per_head_matmul_into
 from hotset.kernels.rope import reference
-from hotset.kernels.rope.rotation import Rotation
+from hotset.kernels.rope.reference import Rotation
 
-__all__ = ["Rotation", "rotate"]
+__all__ = ["Rotation", "rope_query", "rotate"]
 
 
 def rotate(
-    x: Tensor,  # [rows, heads, dim]; heads may lie apart, the values of one are adjacent
+    x: Tensor,  # [tokens, heads, dim]; tokens and heads may have any stride, the values of a head are adjacent
     rotation: Rotation,  # of `rotation.dim` values, at most dim
     interleaved: bool,
-) -> Tensor:  # as x
-    """Turns the first `rotation.dim` values of every head; the others stay. x is not changed.
+) -> Tensor:  # like x
+    """Rotates the first `rotation.dim` values of every head and copies the others. x is not changed.
 
-    Pairs are (i, i + half), or (2i, 2i + 1) if `interleaved`; these too are written as two halves, an order that
-    queries and keys share, so that their products are the same.
+    The pairs are (i, i + half), or (2i, 2i + 1) if `interleaved`. Both are written as two halves. Queries and keys use
+    the same order, so their dot products do not change.
     """
-    assert rotation.dim <= x.shape[-1], f"{rotation.dim} angles' values of {x.shape[-1]}"
-    if served_fast(x):
+    assert rotation.dim <= x.shape[-1], f"{rotation.dim} values cannot be rotated in a head of {x.shape[-1]}"
+    if has_fast_path(x):
         out: Tensor = kernels_of("rope").rotate(x, rotation, interleaved)
         return out
     return reference.rotate(x, rotation, interleaved)
+
+
+def rope_query(
+    q: Tensor,  # [tokens, heads, nope + rope]
+    key_up: Tensor,  # [heads, nope, rank]
+    rotation: Rotation,  # of the rope values
+) -> Tensor:  # [tokens, heads, rank + rope]
+    """Computes MLA queries in the absorbed form, as `sparse_attention` expects them.
+
+    Each head's matrix maps the nope part into the latent space, and the rope part is rotated. The pairs are
+    (2i, 2i + 1), written as two halves.
+    """
+    heads, nope, rank = key_up.shape
+    assert q.shape[1:] == (heads, nope + rotation.dim), f"queries {tuple(q.shape)} for matrices {tuple(key_up.shape)}"
+    if not has_fast_path(q):
+        return reference.rope_query(q, key_up, rotation)
+    out = q.new_empty(q.shape[0], heads, rank + rotation.dim)
+    kernels_of("rope").rotate_into(out[..., rank:], q[..., nope:], rotation, True)
+    per_head_matmul_into(out[..., :rank], q[..., :nope], key_up)
+    return out

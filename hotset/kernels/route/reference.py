@@ -1,22 +1,59 @@
-"""The specification of route."""
+"""The specification of route, and its types."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY
-from hotset.kernels.route.rule import Routes, RoutingRule
 from hotset.kernels.stable_topk import stable_topk
 
-SMALLEST_SUM = 1e-20  # added to the sum of a row's weights, which may all be 0
+SUM_EPSILON = 1e-20  # is added to the sum of a token's weights, because all of them may be 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """The rule that selects `experts_per_token` experts from the best `topk_group` of `groups` groups of equal size."""
+
+    experts: int
+    experts_per_token: int
+    groups: int = 1
+    topk_group: int = 1
+    normalise: bool = True  # the weights of a token sum to 1 before they are scaled
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError if the numbers contradict each other."""
+        groups, topk_group = self.groups, self.topk_group
+        if groups < 1 or self.experts % groups:
+            raise ConfigError(f"{self.experts} experts cannot be divided into {groups} groups")
+        group_size = self.experts // groups
+        if groups > 1 and group_size < 2:
+            raise ConfigError(f"groups of {group_size} expert cannot be ranked by their two best")
+        if not 1 <= topk_group <= groups:
+            raise ConfigError(f"{topk_group} groups cannot be selected from {groups}")
+        if not 1 <= self.experts_per_token <= topk_group * group_size:
+            raise ConfigError(
+                f"{self.experts_per_token} experts cannot be selected from {topk_group} groups of {group_size}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts of each token and their weights."""
+
+    expert_ids: Tensor  # [tokens, experts per token] int64, ascending; padding has EMPTY only
+    weights: Tensor  # [tokens, experts per token], in the router's dtype; 0 where the expert is EMPTY
 
 
 def route(x: Tensor, router: Tensor, correction: Tensor, rule: RoutingRule, seats: Tensor | None) -> Routes:
-    return choose(F.linear(x.to(router.dtype), router), correction, rule, seats)
+    return select_experts(F.linear(x.to(router.dtype), router), correction, rule, seats)
 
 
-def choose(
-    logits: Tensor,  # [rows, experts]
+def select_experts(
+    logits: Tensor,  # [tokens, experts]
     correction: Tensor,
     rule: RoutingRule,
     seats: Tensor | None,
@@ -26,15 +63,15 @@ def choose(
     if rule.groups > 1:
         by_group = corrected.view(-1, rule.groups, rule.experts // rule.groups)
         group_scores = by_group.topk(2, dim=-1).values.sum(-1)
-        best_groups = stable_topk(group_scores, rule.chosen_groups)
-        barred = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best_groups, False)
-        corrected = by_group.masked_fill(barred[:, :, None], float("-inf")).view_as(corrected)
-    chosen = stable_topk(corrected, rule.chosen)
-    weights = scores.gather(1, chosen.clamp_min(0)).masked_fill(chosen == EMPTY, 0.0)
+        best_groups = stable_topk(group_scores, rule.topk_group)
+        excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best_groups, False)
+        corrected = by_group.masked_fill(excluded[:, :, None], float("-inf")).view_as(corrected)
+    expert_ids = stable_topk(corrected, rule.experts_per_token)
+    weights = scores.gather(1, expert_ids.clamp_min(0)).masked_fill(expert_ids == EMPTY, 0.0)
     if rule.normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
+        weights = weights / (weights.sum(-1, keepdim=True) + SUM_EPSILON)
     weights = weights * rule.scale
     if seats is None:
-        return Routes(chosen, weights)
-    padded = (seats == EMPTY)[:, None]
-    return Routes(chosen.masked_fill(padded, EMPTY), weights.masked_fill(padded, 0.0))
+        return Routes(expert_ids, weights)
+    padding = (seats == EMPTY)[:, None]
+    return Routes(expert_ids.masked_fill(padding, EMPTY), weights.masked_fill(padding, 0.0))

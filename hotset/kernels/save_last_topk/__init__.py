@@ -1,4 +1,4 @@
-"""save_last_topk: every seat's newest selection is kept."""
+"""save_last_topk: saves the newest selection of every seat."""
 
 from torch import Tensor
 
@@ -7,12 +7,12 @@ from hotset.kernels.save_last_topk import reference
 
 
 def save_last_topk(
-    kept: Tensor,  # [seats, k] int32, written; rows may lie apart
-    seat_of: Tensor,  # [query rows] int64, no seat twice; EMPTY: a padded query row, which is not kept
-    positions: Tensor,  # [query rows, k] int64, EMPTY-padded anywhere
+    last_topk: Tensor,  # [seats, k] int32, written; any strides
+    seat_of: Tensor,  # [tokens] int64, no seat twice; EMPTY: a padding token, which is not saved
+    positions: Tensor,  # [tokens, k] int64, EMPTY-padded anywhere
 ) -> None:
-    assert positions.shape == (seat_of.shape[0], kept.shape[1]), (
-        f"{positions.shape} for {kept.shape} and {seat_of.shape}"
+    assert positions.shape == (seat_of.shape[0], last_topk.shape[1]), (
+        f"positions {tuple(positions.shape)} for {seat_of.shape[0]} tokens and a top-k of {last_topk.shape[1]}"
     )
     op = kernels_of("save_last_topk") if positions.is_cuda else reference
-    op.save_last_topk(kept, seat_of, positions)
+    op.save_last_topk(last_topk, seat_of, positions)

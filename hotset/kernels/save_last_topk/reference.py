@@ -5,6 +5,6 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 
 
-def save_last_topk(kept: Tensor, seat_of: Tensor, positions: Tensor) -> None:
-    there = seat_of != EMPTY
-    kept[seat_of[there]] = positions[there].int()
+def save_last_topk(last_topk: Tensor, seat_of: Tensor, positions: Tensor) -> None:
+    real = seat_of != EMPTY
+    last_topk[seat_of[real]] = positions[real].int()

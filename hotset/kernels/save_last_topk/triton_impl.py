@@ -1,4 +1,4 @@
-"""save_last_topk in Triton: one program for a block of one query row's positions."""
+"""save_last_topk in Triton, with one program per token and block of positions."""
 
 import triton
 import triton.language as tl
@@ -7,16 +7,23 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 
 BLOCK = 1024
-OPTIONS = {"enable_fp_fusion": False}  # nothing here is a float; Triton 3.9 warns where this is left open
+OPTIONS = {"enable_fp_fusion": False}  # there are no floats here, but Triton 3.9 warns if this is not set
 
 _EMPTY = tl.constexpr(EMPTY)
 
 
-def save_last_topk(kept: Tensor, seat_of: Tensor, positions: Tensor) -> None:
-    rows, k = positions.shape
+def save_last_topk(last_topk: Tensor, seat_of: Tensor, positions: Tensor) -> None:
+    tokens, k = positions.shape
     block = min(BLOCK, triton.next_power_of_2(k))
-    _save_last_topk_kernel[(rows, triton.cdiv(k, block))](
-        *(kept, seat_of, positions, *kept.stride(), *positions.stride(), k),
+    _save_last_topk_kernel[(tokens, triton.cdiv(k, block))](
+        last_topk=last_topk,
+        seat_of=seat_of,
+        positions=positions,
+        seat_stride=last_topk.stride(0),
+        saved_stride=last_topk.stride(1),
+        token_stride=positions.stride(0),
+        position_stride=positions.stride(1),
+        k=k,
         block=block,
         num_warps=4,
         **OPTIONS,
@@ -25,19 +32,19 @@ def save_last_topk(kept: Tensor, seat_of: Tensor, positions: Tensor) -> None:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _save_last_topk_kernel(
-    kept: tl.tensor,
+    last_topk: tl.tensor,
     seat_of: tl.tensor,
     positions: tl.tensor,
-    kept_stride: tl.tensor,
-    kept_position_stride: tl.tensor,
-    positions_stride: tl.tensor,
+    seat_stride: tl.tensor,
+    saved_stride: tl.tensor,
+    token_stride: tl.tensor,
     position_stride: tl.tensor,
     k: tl.tensor,
     block: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * block + tl.arange(0, block)
-    seat = tl.load(seat_of + row)
-    there = index < tl.where(seat == _EMPTY, 0, k)
-    position = tl.load(positions + row * positions_stride + index * position_stride, mask=there)
-    tl.store(kept + seat * kept_stride + index * kept_position_stride, position.to(tl.int32), mask=there)
+    seat = tl.load(seat_of + token)
+    inside = index < tl.where(seat == _EMPTY, 0, k)
+    position = tl.load(positions + token * token_stride + index * position_stride, mask=inside)
+    tl.store(last_topk + seat * seat_stride + index * saved_stride, position.to(tl.int32), mask=inside)
