@@ -51,20 +51,20 @@ struct Fibre {
     char *stack;
     State state;
     unsigned votes;     // calls of __syncthreads_or
-    unsigned arrivals;  // at the barrier of the cluster
-    unsigned waits;     // for it
+    unsigned arrivals;  // arrivals at the cluster's barrier
+    unsigned waits;     // waits at the cluster's barrier
     bool began;
 };
 enum { MAX_THREADS = 1024, MAX_ARGUMENTS = 32, STACK_BYTES = 256 << 10 };
 
-static Fibre fibres[CLUSTER * MAX_THREADS];  // of all blocks, one after another
-static unsigned threads;                       // of a block
+static Fibre fibres[CLUSTER * MAX_THREADS];  // all blocks of the cluster, one after another
+static unsigned threads;                       // per block
 static unsigned current;                       // the running fibre
 static ucontext_t scheduler;
 static const char *failure;
 static int64_t lanes[CLUSTER * MAX_THREADS / 32][32];  // values exchanged by the threads of each warp
 static int votes[CLUSTER][3];
-static int4 *shared_of_block[CLUSTER];  // of the blocks that are not running
+static int4 *shared_of_block[CLUSTER];  // shared memory of the blocks that are not running
 static void *kernel;
 static int64_t arguments[MAX_ARGUMENTS];
 static uint64_t random_state;
@@ -172,7 +172,7 @@ static void run_cluster(unsigned first_block, int shared_bytes) {
         }
     }
     for (unsigned i = 0; i < CLUSTER * threads && !failure; ++i) {
-        if (fibres[i].state != DONE) failure = "threads wait for others that never come";
+        if (fibres[i].state != DONE) failure = "deadlock: threads wait at a barrier that not all threads reach";
     }
 }
 
@@ -198,8 +198,8 @@ template <class T> static T exchange(T value, unsigned from) {
 extern "C" const char *run_on_cpu(void *kernel, int blocks, int threads, int shared_bytes, const int64_t *arguments,
                                   int count, unsigned seed) {
     using namespace emulated;
-    if (count > MAX_ARGUMENTS || threads > MAX_THREADS || threads % 32) return "this is not provided for";
-    if (blocks % CLUSTER) return "a cluster lacks blocks";
+    if (count > MAX_ARGUMENTS || threads > MAX_THREADS || threads % 32) return "unsupported launch";
+    if (blocks % CLUSTER) return "the number of blocks is not a multiple of the cluster size";
     emulated::kernel = kernel, emulated::threads = threads;
     memcpy(emulated::arguments, arguments, count * sizeof *arguments);
     failure = nullptr, random_state = seed;
@@ -226,7 +226,7 @@ extern "C" const char *run_on_cpu(void *kernel, int blocks, int threads, int sha
         run_cluster(order[n] * CLUSTER, shared_bytes);
         const unsigned char *bytes = reinterpret_cast<unsigned char *>(shared_memory);
         for (int i = shared_bytes; i < SHARED_LIMIT && !failure; ++i) {
-            if (bytes[i] != poison) failure = "shared memory was written past what the launch asked for";
+            if (bytes[i] != poison) failure = "the kernel wrote past the shared memory of its launch";
         }
     }
     for (int i = 0; i < CLUSTER; ++i) free(shared_of_block[i]);
@@ -244,8 +244,9 @@ static inline int __syncthreads_or(int vote) {
 }
 static inline unsigned take_turn(unsigned *turns) { return turns[0]++; }
 static inline void end_turn(unsigned *turns) { ++turns[1]; }
-static inline void wait_until_over(const unsigned *turns, unsigned number) {  // clusters run one after another
-    if (static_cast<int>(turns[1] - number) <= 0) emulated::fail("a turn that never comes");
+// Clusters run one after another, so a ticket that is not finished yet will never be.
+static inline void wait_until_over(const unsigned *turns, unsigned number) {
+    if (static_cast<int>(turns[1] - number) <= 0) emulated::fail("deadlock: the ticket waited for is never finished");
 }
 static inline void arrive_in_cluster(bool) {
     emulated::Fibre &self = emulated::fibres[emulated::current];
@@ -253,7 +254,7 @@ static inline void arrive_in_cluster(bool) {
 }
 static inline void wait_in_cluster() {
     emulated::Fibre &self = emulated::fibres[emulated::current];
-    if (++self.waits != self.arrivals) emulated::fail("a thread waits without having arrived");
+    if (++self.waits != self.arrivals) emulated::fail("a thread waited without having arrived");
     emulated::wait(emulated::IN_CLUSTER);
 }
 // Maps an address to the shared memory of another block of the cluster.
@@ -264,7 +265,7 @@ template <class T> static T *in_block(unsigned member, T *address) {
         began |= fibres[i].began;
         ended &= fibres[i].state == DONE;
     }
-    if (!began || ended) fail("shared memory of a block that has not begun or has ended");
+    if (!began || ended) fail("access to the shared memory of a block that has not begun or has ended");
     const size_t offset = reinterpret_cast<const char *>(address) - reinterpret_cast<char *>(shared_memory);
     int4 *const there = member == current / threads ? shared_memory : shared_of_block[member];
     return reinterpret_cast<T *>(reinterpret_cast<char *>(there) + offset);
@@ -298,7 +299,7 @@ static inline unsigned __reduce_add_sync(unsigned, unsigned value) {
 }
 static inline int __popc(unsigned value) { return __builtin_popcount(value); }
 static inline int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
-static inline void __trap() { emulated::fail("the kernel stopped itself"); }
+static inline void __trap() { emulated::fail("the kernel trapped"); }
 template <class T> static T __ldcg(const T *address) { return *address; }
 template <class T, class U> static T atomicAdd(T *address, U value) {
     const T before = *address;

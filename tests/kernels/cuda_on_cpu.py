@@ -1,6 +1,6 @@
-"""Runs the kernels of `.cu` files on CPU tensors: a host compiler builds them with `cuda_on_cpu.h`.
+"""Runs the kernels of `.cu` files on CPU tensors: a host compiler builds them together with `cuda_on_cpu.h`.
 
-`kernel` stands in for `hotset.kernels.cuda_source.kernel`.
+`kernel` replaces `hotset.kernels.cuda_source.kernel`.
 """
 
 import ctypes
@@ -18,11 +18,11 @@ from hotset.kernels.cuda_source import LaunchShape
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 COMPILER = shutil.which("g++") or shutil.which("c++")
 
-# Constants that only take part in arithmetic: they are variables here, so that few programs serve many sizes.
+# These constants occur only in arithmetic. Here they are variables, so that one compilation serves many sizes.
 VARIABLES = ("SLOTS", "PAGE_ROWS", "WORDS_PER_PAGE")
 
-_folder = tempfile.TemporaryDirectory(prefix="cuda-on-cpu-")
-_seeds = itertools.count()
+_build_folder = tempfile.TemporaryDirectory(prefix="cuda-on-cpu-")
+_seeds = itertools.count()  # for the order in which fibres run
 
 
 class EmulatedKernel:
@@ -32,7 +32,7 @@ class EmulatedKernel:
     def launch(self, shape: LaunchShape, *arguments: Tensor | int) -> None:
         for name, value in self._variables.items():
             ctypes.c_int.in_dll(self._library, f"given_{name}").value = value
-        words = [each.data_ptr() if isinstance(each, Tensor) else int(each) for each in arguments]
+        words = [argument.data_ptr() if isinstance(argument, Tensor) else int(argument) for argument in arguments]
         run = self._library.run_on_cpu
         run.restype = ctypes.c_char_p
         entry = ctypes.cast(self._entry, ctypes.c_void_p)
@@ -42,19 +42,19 @@ class EmulatedKernel:
 
 
 def kernel(source: Path, name: str, **constants: int) -> EmulatedKernel:
-    variables = {each: value for each, value in constants.items() if each in VARIABLES}
-    fixed = tuple(sorted((each, value) for each, value in constants.items() if each not in VARIABLES))
-    return EmulatedKernel(_library(source, fixed), name, variables)
+    variables = {name: value for name, value in constants.items() if name in VARIABLES}
+    macros = tuple(sorted((name, value) for name, value in constants.items() if name not in VARIABLES))
+    return EmulatedKernel(_library(source, macros), name, variables)
 
 
 @cache
-def _library(source: Path, constants: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+def _library(source: Path, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     assert COMPILER is not None
-    folder = Path(tempfile.mkdtemp(dir=_folder.name))
-    given = "".join(f'extern "C" {{ int given_{each}; }}\n#define {each} given_{each}\n' for each in VARIABLES)
-    (folder / "given.h").write_text(f'#include "{HEADER}"\n{given}')
-    defined = [f"-D{each}={value}" for each, value in constants]
-    options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-include", str(folder / "given.h")]
-    command = [COMPILER, *options, *defined, "-x", "c++", str(source), "-o", str(folder / "kernel.so")]
+    folder = Path(tempfile.mkdtemp(dir=_build_folder.name))
+    variables = "".join(f'extern "C" {{ int given_{name}; }}\n#define {name} given_{name}\n' for name in VARIABLES)
+    (folder / "prelude.h").write_text(f'#include "{HEADER}"\n{variables}')
+    options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-include", str(folder / "prelude.h")]
+    options += [f"-D{name}={value}" for name, value in macros]
+    command = [COMPILER, *options, "-x", "c++", str(source), "-o", str(folder / "kernel.so")]
     subprocess.run(command, check=True, timeout=120)
     return ctypes.CDLL(str(folder / "kernel.so"))

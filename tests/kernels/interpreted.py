@@ -1,7 +1,7 @@
-"""Running Triton kernels on CPU tensors, with conversions that round.
+"""Runs Triton kernels on CPU tensors under Triton's interpreter, with correct rounding.
 
-Triton's interpreter truncates float32 to bfloat16 and loses the smallest e4m3 numbers; the hardware rounds both to the
-nearest, as torch does. So in an interpreted process conversions are made by torch, and bits can be compared.
+The interpreter truncates float32 to bfloat16 and loses the smallest e4m3 numbers. The hardware rounds both to nearest, as
+torch does. In an interpreted process, torch therefore does the conversions, so that results can be compared bit by bit.
 """
 
 import importlib
@@ -16,7 +16,7 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 
 def triton_impl(op: str) -> ModuleType:
-    """The op's kernels, to be called with CPU tensors; only in an interpreted process."""
+    """Returns the Triton implementation of an op, for CPU tensors. Requires TRITON_INTERPRET=1."""
     assert INTERPRETED, "start the process with TRITON_INTERPRET=1"
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     interpreter._convert_float = _convert
@@ -24,8 +24,8 @@ def triton_impl(op: str) -> ModuleType:
 
 
 def _convert(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-    """numpy in, numpy out: the bits of `values`, of Triton dtype `source`, in Triton dtype `target`."""
-    bits = torch.from_numpy(values.reshape(-1).copy()).view(TORCH_DTYPES[str(source)])
-    converted = bits.to(TORCH_DTYPES[str(target)])
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[converted.element_size()]
-    return converted.view(whole).numpy().reshape(values.shape)
+    """Converts numpy bits of Triton dtype `source` to numpy bits of Triton dtype `target`."""
+    tensor = torch.from_numpy(values.reshape(-1).copy()).view(TORCH_DTYPES[str(source)])
+    converted = tensor.to(TORCH_DTYPES[str(target)])
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[converted.element_size()]
+    return converted.view(bits).numpy().reshape(values.shape)

@@ -96,13 +96,13 @@ static inline void copy_unit(void *to, const unsigned char *at, bool there) {
     using namespace emulated;
     Copies &mine = copies[current];
     if (reinterpret_cast<uintptr_t>(to) % 16 || (there && reinterpret_cast<uintptr_t>(at) % 16)) fail("a misaligned copy");
-    if (mine.count == Copies::MAX_COPIES) fail("too many copies under way");
+    if (mine.count == Copies::MAX_COPIES) fail("too many copies in flight");
     memset(to, 0xFF, 16);
     mine.begun[mine.count++] = Copy{to, at, there};
 }
 static inline void end_copies() {
     emulated::Copies &mine = emulated::copies[emulated::current];
-    if (mine.group_count == emulated::Copies::MAX_GROUPS) emulated::fail("too many groups of copies under way");
+    if (mine.group_count == emulated::Copies::MAX_GROUPS) emulated::fail("too many groups of copies in flight");
     mine.groups[mine.group_count++] = mine.count;
 }
 template <int left> static inline void wait_for_copies() {
