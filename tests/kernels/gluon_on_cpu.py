@@ -1,8 +1,8 @@
-"""Just enough of Gluon to run the kernels of sparse_attention on the CPU, program by program, with torch.
+"""Emulates the parts of Gluon that sparse_attention uses: programs run one after another on the CPU, with torch.
 
-It checks values, and the order of what is asynchronous: a copy arrives when it is waited for and leaves NaN until
-then; a matrix product takes its operands when it is waited for, and fails if they changed since it began. It knows
-nothing of layouts and threads: those are the compiler's part, and the GPU's.
+The emulation checks values and the order of asynchronous operations. The target of a copy holds NaN until the kernel
+waits for the copy. A matrix product reads its operands when the kernel waits for it, and fails if they have changed
+since it began. Layouts and threads are not emulated.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ class Pointer:
 
 
 class Value:
-    """A tensor or scalar in registers; of `memory` (flat bytes) where it is a pointer, holding byte offsets."""
+    """A tensor or scalar in registers. A pointer holds byte offsets into `memory`, which is flat bytes."""
 
     def __init__(self, data: Any, memory: Tensor | None = None, pointee: torch.dtype | None = None) -> None:
         self.data = data if isinstance(data, Tensor) else torch.tensor(data)
@@ -37,12 +37,12 @@ class Value:
         return self.data.shape
 
     def _with(self, other: Any, function: Callable[[Any, Any], Tensor], swap: bool = False) -> "Value":
-        theirs = other.data if isinstance(other, Value) else other
+        operand = other.data if isinstance(other, Value) else other
         if self.pointee is not None:
-            return Value(self.data + theirs * self.pointee.itemsize, self.memory, self.pointee)
+            return Value(self.data + operand * self.pointee.itemsize, self.memory, self.pointee)
         if isinstance(other, Value) and other.pointee is not None:
             return other._with(self, function)
-        return Value(function(theirs, self.data) if swap else function(self.data, theirs))
+        return Value(function(operand, self.data) if swap else function(self.data, operand))
 
     def __add__(self, other: Any) -> "Value":
         return self._with(other, lambda a, b: a + b)
@@ -106,8 +106,8 @@ class Shared:
     def shape(self) -> Sequence[int]:
         return self.data.shape
 
-    def index(self, at: int | Value) -> "Shared":
-        return Shared(self.data[int(at)])
+    def index(self, i: int | Value) -> "Shared":
+        return Shared(self.data[int(i)])
 
     def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
         return Shared(self.data.narrow(dim, start, length))
@@ -125,7 +125,7 @@ class Shared:
 
 @dataclass
 class Product:
-    """A matrix product that was begun."""
+    """A matrix product in flight."""
 
     a: Shared
     b: Shared
@@ -139,7 +139,7 @@ class Product:
     def result(self) -> Tensor:
         for operand, before in zip((self.a, self.b), self.begun_with, strict=True):
             same = torch.equal(operand.data.contiguous().view(torch.int16), before.contiguous().view(torch.int16))
-            assert same, "an operand changed before its product was waited for"
+            assert same, "an operand changed while the product was in flight"
         product = self.a.data.float() @ self.b.data.float()
         if not self.use_acc:
             return product
@@ -147,7 +147,7 @@ class Product:
 
 
 class Machine:
-    """What the programs share: where each is in the grid, and the copies under way."""
+    """The state of the emulation: the running program's position in the grid, and the copies in flight."""
 
     def __init__(self) -> None:
         self.program, self.grid = (0, 0), (1, 1)
@@ -166,21 +166,22 @@ class Machine:
         self.copies.clear()
 
 
-def load(at: Value, mask: Value | None = None, other: float = 0) -> Value:
-    assert at.memory is not None and at.pointee is not None
-    flat = at.memory.view(at.pointee)
-    allowed = torch.ones_like(at.data, dtype=torch.bool) if mask is None else mask.data.expand_as(at.data)
-    where = at.data[allowed]
-    assert bool((where % at.pointee.itemsize == 0).all()), "a misaligned load"
-    result = torch.full(at.data.shape, other, dtype=at.pointee)
-    result[allowed] = flat[where // at.pointee.itemsize]
+def load(pointer: Value, mask: Value | None = None, other: float = 0) -> Value:
+    assert pointer.memory is not None and pointer.pointee is not None
+    itemsize = pointer.pointee.itemsize
+    allowed = torch.ones_like(pointer.data, dtype=torch.bool) if mask is None else mask.data.expand_as(pointer.data)
+    offsets = pointer.data[allowed]
+    assert bool((offsets % itemsize == 0).all()), "a misaligned load"
+    result = torch.full(pointer.data.shape, other, dtype=pointer.pointee)
+    result[allowed] = pointer.memory.view(pointer.pointee)[offsets // itemsize]
     return Value(result)
 
 
-def store(at: Value, value: Value, mask: Value) -> None:
-    assert at.memory is not None and at.pointee is not None and value.data.dtype == at.pointee
-    allowed = mask.data.expand_as(at.data)
-    at.memory.view(at.pointee)[at.data[allowed] // at.pointee.itemsize] = value.data.expand_as(at.data)[allowed]
+def store(pointer: Value, value: Value, mask: Value) -> None:
+    assert pointer.memory is not None and pointer.pointee is not None and value.data.dtype == pointer.pointee
+    allowed = mask.data.expand_as(pointer.data)
+    targets = pointer.data[allowed] // pointer.pointee.itemsize
+    pointer.memory.view(pointer.pointee)[targets] = value.data.expand_as(pointer.data)[allowed]
 
 
 def inline_asm(asm: str, constraints: str, args: Sequence[Value], dtype: object, is_pure: bool, pack: int) -> Any:
@@ -196,7 +197,7 @@ def inline_asm(asm: str, constraints: str, args: Sequence[Value], dtype: object,
 
 def wait_for(left: int, deps: Sequence[Product]) -> Any:
     assert left == 0
-    results = tuple(Value(each.result()) for each in deps)
+    results = tuple(Value(product.result()) for product in deps)
     return results[0] if len(results) == 1 else results
 
 
@@ -236,14 +237,14 @@ def language(machine: Machine) -> ModuleType:
         "split": lambda x: (Value(x.data[..., 0]), Value(x.data[..., 1])),
         "join": lambda a, b: Value(torch.stack((a.data, b.data), -1)),
     }
-    named = {name: lambda *given: None for name in layouts} | {name: getattr(torch, name) for name in types}
-    for name, value in (named | identity | functions).items():
+    names = {name: lambda *arguments: None for name in layouts} | {name: getattr(torch, name) for name in types}
+    for name, value in (names | identity | functions).items():
         setattr(gl, name, value)
     return gl
 
 
 def _jit(function: Any = None, **options: Any) -> Any:
-    return function or (lambda given: given)
+    return function or (lambda decorated: decorated)
 
 
 def fake_modules(machine: Machine) -> Iterator[ModuleType]:
@@ -265,7 +266,7 @@ def fake_modules(machine: Machine) -> Iterator[ModuleType]:
 
 
 class Kernel:
-    """A kernel that is started like one of Gluon."""
+    """Launches a kernel with the syntax of Gluon: `kernel[grid](...)`."""
 
     def __init__(self, function: Callable[..., None], machine: Machine) -> None:
         self._function, self._machine = function, machine
@@ -276,23 +277,25 @@ class Kernel:
             for x in range(grid[0]):
                 for y in range(grid[1]):
                     self._machine.program = (x, y)
-                    self._function(**{name: _argument(given) for name, given in arguments.items()})
-                    assert not self._machine.copies, "a copy was never waited for"
+                    self._function(**{name: _to_value(argument) for name, argument in arguments.items()})
+                    assert not self._machine.copies, "the program ended while copies were in flight"
 
         return launch
 
 
-def _argument(given: Any) -> Any:
-    if isinstance(given, bool):
-        return given  # a constexpr
-    if not isinstance(given, Tensor):
-        return Value(given)
-    base = torch.as_strided(given, (given.untyped_storage().nbytes() // given.element_size(),), (1,), 0)
-    return Value(given.storage_offset() * given.element_size(), base.view(torch.uint8), given.dtype)
+def _to_value(argument: Any) -> Any:
+    """Turns a tensor into a pointer to its first element, and a number into a scalar. A bool is a constexpr."""
+    if isinstance(argument, bool):
+        return argument
+    if not isinstance(argument, Tensor):
+        return Value(argument)
+    itemsize = argument.element_size()
+    base = torch.as_strided(argument, (argument.untyped_storage().nbytes() // itemsize,), (1,), 0)
+    return Value(argument.storage_offset() * itemsize, base.view(torch.uint8), argument.dtype)
 
 
 def load_module(path: Path, kernels: Sequence[str]) -> ModuleType:
-    """The module at `path`, whose `kernels` run here."""
+    """Imports the file at `path` with the emulated Gluon, so that its `kernels` run on the CPU."""
     machine = Machine()
     modules = {module.__name__: module for module in fake_modules(machine)}
     before = {name: sys.modules.get(name) for name in modules}
@@ -303,10 +306,10 @@ def load_module(path: Path, kernels: Sequence[str]) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     finally:
-        for name, was in before.items():
+        for name, previous in before.items():
             sys.modules.pop(name)
-            if was is not None:
-                sys.modules[name] = was
+            if previous is not None:
+                sys.modules[name] = previous
     for name in kernels:
         setattr(module, name, Kernel(getattr(module, name), machine))
     return module

@@ -1,7 +1,7 @@
 """Runs Triton kernels on CPU tensors under Triton's interpreter, with correct rounding.
 
-The interpreter truncates float32 to bfloat16 and loses the smallest e4m3 numbers. The hardware rounds both to nearest, as
-torch does. In an interpreted process, torch therefore does the conversions, so that results can be compared bit by bit.
+The interpreter truncates float32 to bfloat16 and loses the smallest e4m3 numbers. The hardware rounds both to nearest,
+as torch does. In an interpreted process, torch does the conversions, so that results can be compared bit by bit.
 """
 
 import importlib

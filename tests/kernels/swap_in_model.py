@@ -1,4 +1,4 @@
-"""swap_in in plain Python: lists, dictionaries and one sort; and a world of seats over poisoned memory to run it in."""
+"""Models swap_in in plain Python (lists, dictionaries and one sort), and compares an implementation with the model."""
 
 import random
 from collections.abc import Sequence
@@ -11,23 +11,23 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.swap_in import Copies, SeatTables, Swap
 
-NOWHERE = 10**15  # a page that no pool has: whoever follows it is caught
+NOWHERE = 10**15  # a page that no pool has: reading it fails
 POISON = 0xAB
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a world."""
+    """The sizes of a `SwapInModel`."""
 
     k: int
     slots: int
     page_rows: int
     words_per_page: int
     context_pages: int
-    tiered: int = 2  # seats of each kind
-    resident: int = 1
-    width: int = 5  # bytes of a row
+    tiered: int = 2  # number of tiered seats
+    resident: int = 1  # number of resident seats
+    width: int = 5  # bytes per row
 
     @property
     def seats(self) -> int:
@@ -46,13 +46,13 @@ class Shape:
         return -(-(2 * self.slots + -(-self.context // 2)) // self.words_per_page)
 
 
-# k and slots are no powers of two, slots fill their pages only in part, pages have 5 rows.
+# k and slots are not powers of two, the last page of slots is not full, and pages have 5 rows.
 ODD = Shape(k=6, slots=11, page_rows=5, words_per_page=7, context_pages=9)
 
 
 @dataclass
 class SeatMaps:
-    """The residency of one tiered seat. Which slot holds a position is searched for, never stored twice."""
+    """The residency maps of one tiered seat. `slot_of` searches, so nothing is stored twice."""
 
     slots: int
     position_of: list[int] = field(init=False)
@@ -65,8 +65,8 @@ class SeatMaps:
     def slot_of(self, position: int) -> int:
         return self.position_of.index(position) if position in self.position_of else EMPTY
 
-    def page_table_lookup(self, positions: Sequence[int], stamp: int) -> list[int]:
-        """Brings `positions` into slots; returns those that were missing, once each, in list order."""
+    def swap_in(self, positions: Sequence[int], stamp: int) -> list[int]:
+        """Assigns slots to `positions`. Returns the missing ones, once each, in list order."""
         for position in positions:
             if position in self.position_of:
                 self.last_used[self.slot_of(position)] = stamp
@@ -90,18 +90,18 @@ class Batch:
 
 
 class Op(Protocol):
-    """The two functions of swap_in."""
+    """The two functions of an implementation of swap_in."""
 
-    def plan(self, *inputs: Any, ignore_tail: bool, **rows: Tensor) -> Swap: ...
+    def plan(self, **arguments: Any) -> Swap: ...
 
     def copy(self, copies: Copies, host_rows: Tensor, device_rows: Tensor) -> None: ...
 
 
-class World:
-    """Seats, their pages in shuffled order, poisoned pools, and the model that says what every word must be.
+class SwapInModel:
+    """Seats with shuffled pages in poisoned pools, and the expected contents of every word and row.
 
-    Host and device pages are numbered over different ranges, and every table entry that must not be read is NOWHERE.
-    `full` slots hold positions from the beginning; the stamp of a step must then be `stamp` at least.
+    Host and device pages have different ranges of numbers, and every table entry that must not be read is NOWHERE.
+    If `full`, slots hold positions from the beginning, and the stamps of all steps must be at least `stamp`.
     """
 
     def __init__(self, shape: Shape, seed: int, *, full: bool = False, stamp: int = 6) -> None:
@@ -109,8 +109,8 @@ class World:
         self.random = random.Random(seed)
         self.stamp = stamp
         generator = torch.Generator().manual_seed(seed)
-        each = 2 + shape.slot_page_count + shape.map_page_count
-        device_pages = shape.tiered * each + shape.resident * shape.context_pages + 3
+        tiered_pages = 2 + shape.slot_page_count + shape.map_page_count  # per seat; 2 are tail pages
+        device_pages = shape.tiered * tiered_pages + shape.resident * shape.context_pages + 3
         host_pages = shape.tiered * shape.context_pages + device_pages
         self.free_device = self.random.sample(range(device_pages), device_pages)
         self.free_host = self.random.sample(range(host_pages), host_pages)
@@ -130,7 +130,7 @@ class World:
                 if position != EMPTY:
                     self.device_rows[self.slot_row(seat, slot)] = self.host_rows[self.host_row(seat, position)]
         self.counts = torch.zeros(2, dtype=torch.int64)
-        self.counted = [0, 0]  # what `counts` must hold
+        self.expected_counts = [0, 0]
 
     def _make_tables(self) -> SeatTables:
         shape = self.shape
@@ -151,7 +151,7 @@ class World:
         return SeatTables(**tables, tiered=is_tiered, page_rows=shape.page_rows, slots=shape.slots)
 
     def _fill_slots(self) -> None:
-        """As after a long run: slots hold positions in any order; some were used long ago, many at the same time."""
+        """Fills the slots as after many steps: positions in any order, some used long ago, many in the same step."""
         for maps in self.maps:
             held = min(self.shape.slots, self.shape.context)
             for slot, position in enumerate(self.random.sample(range(self.shape.context), held)):
@@ -161,7 +161,7 @@ class World:
                 maps.last_used[slot] = max(-1, self.stamp - 1 - age)
 
     def write_maps(self, words: Tensor) -> None:
-        """Writes every entry of every seat's maps, and nothing else, where the documented layout puts it."""
+        """Writes every entry of every seat's maps in the documented layout, and nothing else."""
         slots, halves = self.shape.slots, words.view(torch.int16)
         for seat, maps in enumerate(self.maps):
             slot_of = {position: slot for slot, position in enumerate(maps.position_of)}
@@ -171,11 +171,11 @@ class World:
 
     def _write(self, memory: Tensor, seat: int, first: int, values: list[int], per_page: int) -> None:
         pages = self.tables.map_pages[seat].tolist()
-        at = [pages[i // per_page] * per_page + i % per_page for i in range(first, first + len(values))]
-        memory[torch.tensor(at)] = torch.tensor(values, dtype=memory.dtype)
+        indices = [pages[i // per_page] * per_page + i % per_page for i in range(first, first + len(values))]
+        memory[torch.tensor(indices)] = torch.tensor(values, dtype=memory.dtype)
 
     def draw_batch(self) -> Batch:
-        """Tiered seats once at most, resident ones any number of times, padded rows with garbage, all shuffled."""
+        """Draws queries in random order: tiered seats at most once, resident seats any number of times, padding."""
         shape, draw = self.shape, self.random
         seats = draw.sample(range(shape.tiered), draw.randint(0, shape.tiered))
         seats += [draw.randrange(shape.tiered, shape.seats) for _ in range(draw.randint(0, 2)) if shape.resident]
@@ -183,11 +183,11 @@ class World:
         draw.shuffle(seats)
         self.stamp += draw.randint(3, 5)
         length = draw.randint(1, shape.context)
-        positions = [self._draw_positions(length if seat != EMPTY else 2**40) for seat in seats]
+        positions = [self.draw_positions(length if seat != EMPTY else 2**40) for seat in seats]
         return Batch(positions, seats, [self.stamp + draw.randrange(3) for _ in seats], draw.random() < 0.3)
 
-    def _draw_positions(self, length: int) -> list[int]:
-        """k positions: some EMPTY, some twice, many from a range that is asked for again and again."""
+    def draw_positions(self, length: int) -> list[int]:
+        """Draws k positions: some EMPTY, some duplicates, many from a range that is selected repeatedly."""
         draw = self.random
         popular = min(length, self.shape.slots)
         empties, repeats = draw.choice([0.0, 0.2, 0.9]), draw.choice([0.0, 0.3])
@@ -202,35 +202,43 @@ class World:
         return chosen
 
     def run(self, op: Op, batch: Batch, **rows: Tensor) -> Swap:
-        """Plans `batch` with `op`, on this world's tensors; with `rows` (of both tiers) it also copies."""
-        columns = [torch.tensor(column) for column in (batch.positions, batch.seats, batch.stamps)]
-        maps = (self.tables, self.words, self.shape.words_per_page)
-        return op.plan(*columns, *maps, self.counts, ignore_tail=batch.ignore_tail, **rows)
+        """Plans `batch` with `op` on this model's tensors. Given `rows` of both tiers, `op` also copies."""
+        return op.plan(
+            positions=torch.tensor(batch.positions),
+            seats=torch.tensor(batch.seats),
+            stamps=torch.tensor(batch.stamps),
+            tables=self.tables,
+            words=self.words,
+            words_per_page=self.shape.words_per_page,
+            counts=self.counts,
+            ignore_tail=batch.ignore_tail,
+            **rows,
+        )
 
     def expect(self, batch: Batch) -> "Expected":
-        """What `run` must do, by the model; moves the model on."""
+        """Returns the expected results of `run`, and applies the step to the model."""
         expected = Expected()
         for positions, seat, stamp in zip(batch.positions, batch.seats, batch.stamps, strict=True):
             if seat == EMPTY:
                 positions = [EMPTY] * len(positions)
             looked_up = [position for position in positions if self.is_looked_up(batch, seat, stamp, position)]
-            missing = self.maps[seat].page_table_lookup(looked_up, stamp) if looked_up else []
-            self.counted[0] += len(looked_up)
-            self.counted[1] += len(missing)
+            missing = self.maps[seat].swap_in(looked_up, stamp) if looked_up else []
+            self.expected_counts[0] += len(looked_up)
+            self.expected_counts[1] += len(missing)
             tail_stamp = None if batch.ignore_tail else stamp
             expected.rows.append([self.device_row(seat, position, tail_stamp) for position in positions])
-            copies = [(self.device_row(seat, each, None), self.host_row(seat, each)) for each in missing]
+            copies = [(self.device_row(seat, position, None), self.host_row(seat, position)) for position in missing]
             expected.copies.append(copies)
         return expected
 
     def is_looked_up(self, batch: Batch, seat: int, stamp: int, position: int) -> bool:
-        """Whether the maps are asked for it."""
+        """Returns whether the step looks the position up in the maps."""
         if seat not in self.tiered_seats or position == EMPTY:
             return False
         return batch.ignore_tail or position < self.tail_first(stamp)
 
     def tail_first(self, stamp: int) -> int:
-        """The tail holds the page of the newest row, whose position is the stamp, and the page before it."""
+        """Returns the first position in the tail: the page of the newest row (position `stamp`) and the page before."""
         return max(0, stamp // self.shape.page_rows - 1) * self.shape.page_rows
 
     @property
@@ -238,7 +246,7 @@ class World:
         return range(self.shape.tiered)
 
     def device_row(self, seat: int, position: int, stamp: int | None) -> int:
-        """`stamp`: None: not in the tail."""
+        """Returns the device row of a position. If `stamp` is None, the tail is ignored."""
         if position == EMPTY:
             return EMPTY
         page, offset = divmod(position, self.shape.page_rows)
@@ -257,47 +265,47 @@ class World:
         return int(self.tables.host_pages[seat, page]) * self.shape.page_rows + offset
 
     def check_step(self, op: Op, batch: Batch) -> Swap:
-        """One step of `op` equals the model in rows, copies, counts, every word of memory and every byte of rows."""
+        """Runs one step and compares rows, copies, counts, every word of the maps and every byte of the rows."""
         words, rows = self.words.clone(), self.device_rows.clone()
         swap = self.run(op, batch, host_rows=self.host_rows, device_rows=self.device_rows)
         expected = self.expect(batch)
         assert swap.rows.tolist() == expected.rows
-        assert listed(swap.copies) == expected.copies
-        assert self.counts.tolist() == self.counted
+        assert pairs_by_query(swap.copies) == expected.copies
+        assert self.counts.tolist() == self.expected_counts
         self.write_maps(words)
-        assert torch.equal(self.words, words), "words of maps, or words beside them"
+        assert torch.equal(self.words, words), "words of the maps, or words outside them"
         for device_row, host_row in (pair for pairs in expected.copies for pair in pairs):
             rows[device_row] = self.host_rows[host_row]
-        assert torch.equal(self.device_rows, rows), "rows that were missing, or rows beside them"
+        assert torch.equal(self.device_rows, rows), "missing rows, or other rows"
         self._check_rows_read(batch, swap)
         return swap
 
     def _check_rows_read(self, batch: Batch, swap: Swap) -> None:
-        """What attention reads from slots is what the host store holds for those positions."""
-        for row, (seat, stamp) in enumerate(zip(batch.seats, batch.stamps, strict=True)):
-            for i, position in enumerate(batch.positions[row]):
+        """Checks that slots hold the same bytes as the host store, for every position that was looked up."""
+        for query, (seat, stamp) in enumerate(zip(batch.seats, batch.stamps, strict=True)):
+            for i, position in enumerate(batch.positions[query]):
                 if self.is_looked_up(batch, seat, stamp, position):
-                    read = self.device_rows[swap.rows[row, i]]
+                    read = self.device_rows[swap.rows[query, i]]
                     assert torch.equal(read, self.host_rows[self.host_row(seat, position)])
 
 
-def listed(copies: Copies) -> list[list[tuple[int, int]]]:
-    """(device row, host row) of each copy, by batch row."""
+def pairs_by_query(copies: Copies) -> list[list[tuple[int, int]]]:
+    """Returns (device row, host row) of each copy, by query."""
     rows = zip(copies.device_rows.tolist(), copies.host_rows.tolist(), copies.counts.tolist(), strict=True)
     return [list(zip(device[:count], host[:count], strict=True)) for device, host, count in rows]
 
 
-def copies_of(*lists: list[tuple[int, int]], device: torch.device = CPU) -> Copies:
-    """Lists of (host row, device row), and what must not be read after the end of each."""
-    most = max(map(len, lists)) + 1
-    padded = torch.tensor([pairs + [(NOWHERE, NOWHERE)] * (most - len(pairs)) for pairs in lists], device=device)
+def make_copies(*lists: list[tuple[int, int]], device: torch.device = CPU) -> Copies:
+    """Makes `Copies` from lists of (host row, device row). The padding at the end of each list must not be read."""
+    width = max(map(len, lists)) + 1
+    padded = torch.tensor([pairs + [(NOWHERE, NOWHERE)] * (width - len(pairs)) for pairs in lists], device=device)
     counts = torch.tensor([len(pairs) for pairs in lists], dtype=torch.int32, device=device)
     return Copies(padded[:, :, 0], padded[:, :, 1], counts)
 
 
-def check_row_bytes(op: Op, width: int, device: torch.device) -> None:
-    """Two rows of `width` bytes are copied, and no byte beside them, however rows are spaced and aligned."""
-    copies = copies_of([(1, 5)], [], [(6, 2)], device=device)
+def check_copied_bytes(op: Op, width: int, device: torch.device) -> None:
+    """Checks that `op` copies two rows of `width` bytes and no other byte, for several strides and alignments."""
+    copies = make_copies([(1, 5)], [], [(6, 2)], device=device)
     aligned = -(-width // 16) * 16
     for stride, offset in ((width, 0), (aligned, 0), (aligned, 8), (width + 4, 4), (width + 1, 1)):
         host = torch.arange(7 * stride + offset).mul(37).remainder(251).to(torch.uint8)
@@ -307,13 +315,14 @@ def check_row_bytes(op: Op, width: int, device: torch.device) -> None:
             source = host[offset + host_row * stride :][:width]
             expected[offset + device_row * stride :][:width] = source
         readable = host if device == CPU else host.pin_memory()
-        op.copy(copies, *(torch.as_strided(flat, (7, width), (stride, 1), offset) for flat in (readable, written)))
-        assert torch.equal(written.to(CPU), expected), f"rows of {width} bytes, {stride} apart, from byte {offset}"
+        host_rows, device_rows = (flat.as_strided((7, width), (stride, 1), offset) for flat in (readable, written))
+        op.copy(copies, host_rows, device_rows)
+        assert torch.equal(written.to(CPU), expected), f"rows of {width} bytes, stride {stride}, offset {offset}"
 
 
 @dataclass
 class Expected:
-    """The outputs of one plan, by the model."""
+    """The expected outputs of one plan."""
 
     rows: list[list[int]] = field(default_factory=list)
-    copies: list[list[tuple[int, int]]] = field(default_factory=list)  # as `listed` gives them
+    copies: list[list[tuple[int, int]]] = field(default_factory=list)  # in the form of `pairs_by_query`

@@ -1,6 +1,6 @@
-"""sparse_attention's CUDA kernels: on the CPU, built by a host compiler, and compiled for sm_90; no GPU is needed.
+"""Tests sparse_attention's CUDA kernels without a GPU: emulated on the CPU, and compiled for sm_90.
 
-On a GPU they are tested with the others, in test_sparse_attention_gpu.py.
+test_sparse_attention_gpu.py tests them on a GPU.
 """
 
 import shutil
@@ -14,7 +14,8 @@ from unittest import mock
 import cuda_on_cpu
 import pytest
 import torch
-from sparse_attention_worlds import Case, World, make_world
+from matrix import slow_if
+from sparse_attention_cases import Case, Inputs, make_inputs
 from torch import Tensor
 
 from hotset.kernels import cuda_source
@@ -23,7 +24,7 @@ from hotset.kernels.sparse_attention.launch import HOPPER, LaunchConfig
 
 HEADER = Path(__file__).with_name("matrix_units_on_cpu.h")
 NVCC = shutil.which("nvcc")
-SHARED_OF_SM = 228 << 10  # of which every block costs 1 KiB more than it asks for
+SHARED_OF_SM = 228 << 10  # each block takes 1 KiB more than it requests
 REGISTERS_OF_SM = 64 << 10
 THREADS = 32 * cuda_impl.WARPS
 
@@ -41,16 +42,17 @@ def emulated(source: Path, name: str, **constants: int) -> cuda_on_cpu.EmulatedK
     return cuda_on_cpu.kernel(with_matrix_units(source), name, **constants)
 
 
-def run(world: World, launch: LaunchConfig) -> Tensor:
-    case = world.case
-    shape = (case.rows, launch.splits, case.heads)
+def run(inputs: Inputs, launch: LaunchConfig) -> Tensor:
+    case = inputs.case
+    shape = (case.queries, launch.splits, case.heads)
     out = torch.full((*shape[::2], 512), float("nan"), dtype=torch.bfloat16)
     partial, lse = torch.full((*shape, 512), float("nan")), torch.full(shape, float("nan"))
-    tensors = (world.q, world.pool.view(torch.uint8), world.row_ids, partial if launch.splits > 1 else out, lse)
+    tensors = (inputs.q, inputs.pool.view(torch.uint8), inputs.row_ids, partial if launch.splits > 1 else out, lse)
     with mock.patch.object(cuda_source, "kernel", emulated):
         cuda_impl.attend(case.shape, launch, tensors, case.scale * 1.4426950408889634)
         if launch.splits > 1:
-            assert bool((partial.isnan().all(-1) == (lse == float("-inf"))).all()), "sums of a split without a row"
+            written = ~partial.isnan().all(-1)
+            assert torch.equal(written, lse != float("-inf")), "sums are written exactly for splits that have rows"
             cuda_impl.merge(case.shape, launch, partial, lse, out)
     return out
 
@@ -84,7 +86,7 @@ CASES = {
 }
 
 
-# Each shows again, in another combination, what other cases show.
+# Each of these combines properties that other cases test one by one.
 SLOW = {
     "plain, more heads than a block",
     "plain, long tiles",
@@ -98,34 +100,32 @@ SLOW = {
 
 
 @pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in CASES]
-)
-def test_kernel_equals_the_reference_on_a_cpu(name: str) -> None:
+@pytest.mark.parametrize("name", slow_if(CASES, SLOW))
+def test_emulated_kernel_equals_the_reference(name: str) -> None:
     case, launch = CASES[name]
-    world = make_world(case, device=torch.device("cpu"))
-    world.check(run(world, launch))
+    inputs = make_inputs(case, device=torch.device("cpu"))
+    inputs.check(run(inputs, launch))
 
 
 @pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no host compiler for C++")
-def test_queries_that_cannot_be_read_eight_bytes_at_a_time_are_copied() -> None:
-    world = make_world(Case(2, 3, 20, fp8=True), device=torch.device("cpu"))
-    apart = torch.full((2, 3, 577), float("nan"), dtype=torch.bfloat16)
-    apart[:, :, 1:] = world.q
-    world.check(run(replace(world, q=apart[:, :, 1:]), FP8_16))
+def test_queries_that_are_not_aligned_to_eight_bytes_are_copied_first() -> None:
+    inputs = make_inputs(Case(2, 3, 20, fp8=True), device=torch.device("cpu"))
+    misaligned = torch.full((2, 3, 577), float("nan"), dtype=torch.bfloat16)[:, :, 1:]
+    misaligned.copy_(inputs.q)
+    inputs.check(run(replace(inputs, q=misaligned), FP8_16))
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.parametrize("heads", [16, 32])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_kernel_compiles_for_sm_90_and_as_many_blocks_fit_as_are_meant_to(
+def test_kernel_compiles_for_sm_90_and_the_intended_number_of_blocks_fits(
     fp8: bool, heads: int, tmp_path: Path
 ) -> None:
     launch = HOPPER[fp8, heads]
     recorder = mock.Mock()
-    world = make_world(Case(2, heads, 40, fp8=fp8), device=torch.device("cpu"))
+    inputs = make_inputs(Case(2, heads, 40, fp8=fp8), device=torch.device("cpu"))
     with mock.patch.object(cuda_source, "kernel", recorder):
-        cuda_impl.attend(world.case.shape, launch, (world.q, world.pool, world.row_ids, world.q, world.q), 1.0)
+        cuda_impl.attend(inputs.case.shape, launch, (inputs.q, inputs.pool, inputs.row_ids, inputs.q, inputs.q), 1.0)
     (source, _), constants = recorder.call_args
     macros = [f"-D{name}={value}" for name, value in constants.items()]
     options = ["-arch=sm_90", "-std=c++17", "-Xptxas", "-v", "-Werror", "all-warnings", "-cubin"]
@@ -136,12 +136,12 @@ def test_kernel_compiles_for_sm_90_and_as_many_blocks_fit_as_are_meant_to(
     registers = int(done.stderr.split(" registers")[0].split()[-1])
     assert spilled <= 64, f"{spilled} B of registers spilled"
     assert launch.programs_per_sm * THREADS * -(-registers // 8) * 8 <= REGISTERS_OF_SM, f"{registers} registers"
-    each = -(-(constants["SHARED_BYTES"] + 1024) // 128) * 128  # as shared memory is handed out
-    assert launch.programs_per_sm * each <= SHARED_OF_SM
+    shared_bytes = -(-(constants["SHARED_BYTES"] + 1024) // 128) * 128  # allocated in units of 128 bytes
+    assert launch.programs_per_sm * shared_bytes <= SHARED_OF_SM
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
-def test_merge_compiles(tmp_path: Path) -> None:
+def test_merge_compiles_for_sm_90(tmp_path: Path) -> None:
     options = ["-arch=sm_90", "-std=c++17", "-Werror", "all-warnings", "-DTHREADS=128", "-cubin"]
     command = [str(NVCC), *options, str(cuda_impl.MERGE), "-o", str(tmp_path / "merge.cubin")]
     subprocess.run(command, check=True, timeout=240)

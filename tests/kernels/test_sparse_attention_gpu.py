@@ -1,9 +1,8 @@
-"""sparse_attention: its Triton kernel, its Gluon kernels for Hopper, and how a call is cut into programs.
+"""Tests sparse_attention's Triton and Gluon kernels, and how a call is divided into programs.
 
-The tests of the kernels are marked `gpu`. Started with TRITON_INTERPRET=1 the Triton kernel runs on CPU tensors
-instead; Triton reads that variable once per process, so one test starts a second process with it. The Gluon kernels
-run on the CPU in a stand-in for Gluon. Run as a program, this file compiles the kernels for sm_90, without a GPU, and
-prints what the compiler made.
+The tests on a GPU are marked `gpu`. Without a GPU, the Triton kernel runs under Triton's interpreter (see
+test_interpreted.py) and the Gluon kernels run in an emulation of Gluon. Run as a program, this file compiles the
+kernels for sm_90, without a GPU, and prints the compiler's results.
 """
 
 import importlib
@@ -25,7 +24,7 @@ import torch
 from gluon_on_cpu import load_module
 from interpreted import INTERPRETED
 from interpreted import triton_impl as interpreted_impl
-from sparse_attention_worlds import DEVICE, Case, World, make_world
+from sparse_attention_cases import DEVICE, Case, Inputs, make_inputs
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
@@ -45,10 +44,10 @@ ROOT = Path(__file__).resolve().parents[2]
 GLUON_FILE = ROOT / "hotset" / "kernels" / "sparse_attention" / "gluon_impl.py"
 GLUON_KERNELS = ("_attend_plain_kernel", "_attend_fp8_kernel")
 H200 = GpuTraits(132, hopper=True)
-MAX_SHARED = 227 << 10  # bytes that one program may have
-SHARED_OF_TWO = (228 << 10) // 2 - 1024
+MAX_SHARED = 227 << 10  # bytes per program
+SHARED_OF_TWO = (228 << 10) // 2 - 1024  # bytes per program if two share a multiprocessor
 
-if INTERPRETED:  # numpy warns of NaN, which are meant
+if INTERPRETED:  # numpy warns of NaN, but these are intended
     pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -56,12 +55,12 @@ def on_device(test: Callable[..., None]) -> Callable[..., None]:
     return test if INTERPRETED else pytest.mark.gpu(test)
 
 
-def run(world: World, launch: LaunchConfig | None = None) -> Tensor:
-    """The fast path, with NaN in all that it allocates."""
+def run(inputs: Inputs, launch: LaunchConfig | None = None) -> Tensor:
+    """Runs the fast path, with NaN in all memory that it allocates."""
     impl = interpreted_impl("sparse_attention") if INTERPRETED else fast_path()
-    torch.use_deterministic_algorithms(True)  # for its effect on fresh memory
+    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
     try:
-        out: Tensor = impl.sparse_attention(*world.arguments, launch=launch)
+        out: Tensor = impl.sparse_attention(*inputs.arguments, launch=launch)
     finally:
         torch.use_deterministic_algorithms(False)
     return out
@@ -76,8 +75,8 @@ SMALL_CASES = {
     "fp8": (Case(3, 5, 70, 128, 32, fp8=True), LaunchConfig("triton", 16, 32)),
     "plain, more heads than a block": (Case(2, 20, 40, 64, 16), LaunchConfig("triton", 16, 16, splits=2)),
     "fp8, masked heads": (Case(2, 20, 40, 64, 16, fp8=True), LaunchConfig("triton", 32, 32, splits=2)),
-    "plain, the sizes of models": (Case(2, 8, 50), LaunchConfig("triton", 16, 32)),
-    "fp8, the sizes of models": (Case(2, 8, 50, fp8=True), LaunchConfig("triton", 16, 32)),
+    "plain, model sizes": (Case(2, 8, 50), LaunchConfig("triton", 16, 32)),
+    "fp8, model sizes": (Case(2, 8, 50, fp8=True), LaunchConfig("triton", 16, 32)),
     "plain, empty splits": (Case(2, 4, 96, 64, 16, used=3), LaunchConfig("triton", 16, 16, splits=4)),
     "fp8, empty splits": (Case(2, 4, 96, 64, 16, fp8=True, used=3), LaunchConfig("triton", 16, 16, splits=4)),
     "fp8, large": (Case(2, 4, 40, 256, 64, fp8=True, magnitude=3e4), LaunchConfig("triton", 16, 32)),
@@ -92,11 +91,11 @@ SMALL_CASES = {
 @pytest.mark.parametrize("name", SMALL_CASES)
 def test_triton_kernel_equals_the_reference_under_the_interpreter(name: str) -> None:
     case, launch = SMALL_CASES[name]
-    world = make_world(case)
-    world.check(run(world, launch))
+    inputs = make_inputs(case)
+    inputs.check(run(inputs, launch))
 
 
-# Each kernel with one program and with several to a query row.
+# Each kernel with one and with several programs per query.
 GLUON_CASES = {
     "plain": (Case(2, 64, 200), LaunchConfig("gluon", 64, 64)),
     "fp8": (Case(2, 64, 200, fp8=True), LaunchConfig("gluon", 64, 64)),
@@ -115,42 +114,42 @@ GLUON_CASES = {
 
 @pytest.mark.not_interpreted
 @pytest.mark.parametrize("name", GLUON_CASES)
-def test_gluon_kernels_equal_the_reference_in_a_stand_in_for_gluon(name: str) -> None:
+def test_emulated_gluon_kernels_equal_the_reference(name: str) -> None:
     case, launch = GLUON_CASES[name]
-    world = make_world(case, device=torch.device("cpu"))
-    splits, shape = launch.splits, (case.rows, launch.splits, case.heads)
+    inputs = make_inputs(case, device=torch.device("cpu"))
+    splits, shape = launch.splits, (case.queries, launch.splits, case.heads)
     out = torch.full((*shape, case.rank), float("nan"), dtype=torch.bfloat16 if splits == 1 else torch.float32)
     lse = torch.full(shape, float("nan"))
-    tensors = (world.q, world.pool.view(torch.uint8), world.row_ids, out, lse)
+    tensors = (inputs.q, inputs.pool.view(torch.uint8), inputs.row_ids, out, lse)
     load_module(GLUON_FILE, GLUON_KERNELS).attend(case.shape, launch, tensors, case.scale * 1.4426950408889634)
-    world.check(out[:, 0] if splits == 1 else merged(out, lse))
+    inputs.check(out[:, 0] if splits == 1 else merged(out, lse))
 
 
 def merged(partial: Tensor, lse: Tensor) -> Tensor:
-    """What the merge makes of partial results: those of a split without a row were never written."""
+    """Merges partial results in torch. The kernel writes no sums for a split without rows."""
     weights = torch.softmax(lse * 0.6931471805599453, dim=1).nan_to_num(0)
     assert bool((partial.isnan().all(-1) == (lse == float("-inf"))).all())
     return (partial.nan_to_num(0) * weights[..., None]).sum(1)
 
 
-def test_a_query_row_without_chosen_rows_gives_zeros_whatever_its_q_holds() -> None:
-    world = make_world(Case(3, 2, 7, 64, 16), device=torch.device("cpu"))
-    out = sparse_attention(*world.arguments)
+def test_a_query_without_selected_rows_results_in_zeros_even_if_its_q_is_nan() -> None:
+    inputs = make_inputs(Case(3, 2, 7, 64, 16), device=torch.device("cpu"))
+    out = sparse_attention(*inputs.arguments)
     assert bool((out[2] == 0).all()) and bool((out[:2] != 0).any())
 
 
 @pytest.mark.parametrize("k", [1, 64, 100, 2048, 4096])
-def test_splits_hold_every_entry_once_and_leave_no_program_without_any(k: int) -> None:
-    for rows, heads, fp8 in itertools.product((1, 3, 8, 32, 128, 500, 4096), (8, 32, 128), (False, True)):
-        shape = AttentionShape(rows, heads, k, 512, 64, fp8)
+def test_splits_cover_every_entry_once_and_none_is_empty(k: int) -> None:
+    for queries, heads, fp8 in itertools.product((1, 3, 8, 32, 128, 500, 4096), (8, 32, 128), (False, True)):
+        shape = AttentionShape(queries, heads, k, 512, 64, fp8)
         launch = choose_launch(shape, H200)
-        each = launch.split_keys(shape)
-        assert each % launch.block_keys == 0
-        assert (launch.splits - 1) * each < k <= launch.splits * each, f"{launch} for {shape}"
+        split_keys = launch.split_keys(shape)
+        assert split_keys % launch.block_keys == 0
+        assert (launch.splits - 1) * split_keys < k <= launch.splits * split_keys, f"{launch} for {shape}"
 
 
-# For 1, 2, 4 ... query rows. For 16, 32 and 64 of them with 16 or 32 heads, no other number that was tried on an H200
-# was faster, but for noise; the rest follows from the rule that explains these.
+# Splits for 1, 2, 4 ... queries, by heads. For 16, 32 and 64 queries with 16 or 32 heads, no other number that was
+# tried on an H200 was faster beyond noise. The other numbers follow from the rule that explains these.
 SPLITS = {
     16: (32, 32, 32, 16, 8, 4, 4, 2, 1),
     32: (32, 32, 32, 16, 8, 8, 4, 2, 1),
@@ -161,19 +160,20 @@ SPLITS = {
 
 @pytest.mark.parametrize("heads", SPLITS)
 @pytest.mark.parametrize("fp8", [False, True])
-def test_splits_are_those_that_measurements_led_to(heads: int, fp8: bool) -> None:
+def test_numbers_of_splits_are_the_measured_optimum(heads: int, fp8: bool) -> None:
     shapes = [AttentionShape(1 << n, heads, 2048, 512, 64, fp8) for n in range(len(SPLITS[heads]))]
     assert tuple(choose_launch(shape, H200).splits for shape in shapes) == SPLITS[heads]
     assert choose_launch(AttentionShape(2048, heads, 2048, 512, 64, fp8), H200).splits == 1
 
 
-def test_splits_do_not_store_more_sums_than_they_save_time() -> None:
-    """Where programs are slightly more than multiprocessors, ever more splits would fill these ever better."""
-    for rows in range(67, 132):
-        assert choose_launch(AttentionShape(rows, 128, 2048, 512, 64, False), H200).splits <= 4, f"{rows} rows"
+def test_splits_stay_few_if_there_are_slightly_more_programs_than_multiprocessors() -> None:
+    """More splits would use the multiprocessors more evenly, but storing their sums takes longer than that saves."""
+    for queries in range(67, 132):
+        shape = AttentionShape(queries, 128, 2048, 512, 64, False)
+        assert choose_launch(shape, H200).splits <= 4, f"{queries} queries"
 
 
-def test_only_hopper_at_the_sizes_of_models_takes_the_kernels_made_for_it() -> None:
+def test_kernels_for_hopper_run_only_there_and_only_at_model_sizes() -> None:
     shape = AttentionShape(4, 128, 2048, 512, 64, True)
     assert choose_launch(shape, H200).kernel == "gluon"
     assert choose_launch(replace(shape, heads=32), H200).kernel == "cuda"
@@ -192,14 +192,14 @@ def test_only_hopper_at_the_sizes_of_models_takes_the_kernels_made_for_it() -> N
     ],
     ids=str,
 )
-def test_sizes_that_no_kernel_takes_are_refused_by_name(changes: dict[str, int], message: str) -> None:
+def test_sizes_that_no_kernel_supports_are_refused(changes: dict[str, int], message: str) -> None:
     sizes = {"rank": 512, "rope": 64} | changes
     layout = mla_row(sizes["rank"], sizes["rope"], torch.bfloat16)
     with pytest.raises(ConfigError, match=message):
         check(torch.zeros(4, layout.stored_width, dtype=torch.bfloat16), layout, sizes["rank"], 0.1)
 
 
-def test_rows_that_no_kernel_can_read_are_refused_by_name() -> None:
+def test_rows_that_no_kernel_can_read_are_refused() -> None:
     layout = mla_row(512, 64, torch.bfloat16)
     pool = torch.zeros(5, layout.stored_width + 4, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="stride 1160: it must be a multiple of 16"):
@@ -229,53 +229,53 @@ GPU_CASES = [
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_fast_path_on_a_gpu_equals_the_reference(case: Case) -> None:
     for seed in range(2):
-        world = make_world(case, seed)
-        world.check(run(world))
+        inputs = make_inputs(case, seed)
+        inputs.check(run(inputs))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
 def test_every_kernel_on_a_gpu_equals_the_reference(fp8: bool) -> None:
-    """With and without splits if it is in use on Hopper; the others with splits."""
-    in_use = {launch for (of_fp8, _), launch in HOPPER.items() if of_fp8 == fp8}
-    others = {launch for (of_fp8, _), launch in PORTABLE.items() if of_fp8 == fp8}
+    """Kernels that are in use on Hopper run with and without splits, the others with splits only."""
+    in_use = {launch for (is_fp8, _), launch in HOPPER.items() if is_fp8 == fp8}
+    others = {launch for (is_fp8, _), launch in PORTABLE.items() if is_fp8 == fp8}
     for launch in sorted(in_use | others, key=str):
         if launch.kernel != "triton" and torch.cuda.get_device_capability()[0] != 9:
             continue
-        world = make_world(Case(3, launch.block_heads + 4, 700, fp8=fp8))
+        inputs = make_inputs(Case(3, launch.block_heads + 4, 700, fp8=fp8))
         for splits in (1, 5) if launch in in_use else (5,):
-            world.check(run(world, replace(launch, splits=splits)))
+            inputs.check(run(inputs, replace(launch, splits=splits)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_inputs_that_are_not_contiguous_are_read_where_they_are(heads: int, fp8: bool) -> None:
-    world = make_world(Case(6, heads, 333, fp8=fp8))
-    q = torch.full((6, heads + 3, 2 * world.q.shape[2]), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-    q[:, 1:-2, : world.q.shape[2]] = world.q
+def test_inputs_need_not_be_contiguous(heads: int, fp8: bool) -> None:
+    inputs = make_inputs(Case(6, heads, 333, fp8=fp8))
+    q = torch.full((6, heads + 3, 2 * inputs.q.shape[2]), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    q[:, 1:-2, : inputs.q.shape[2]] = inputs.q
     row_ids = torch.full((6, 1000), 1 << 40, device=DEVICE)
-    row_ids[:, 7:340] = world.row_ids
-    apart = replace(world, q=q[:, 1:-2, : world.q.shape[2]], row_ids=row_ids[:, 7:340])
-    apart.check(run(apart))
-    turned = replace(
-        world, q=world.q.transpose(1, 2).contiguous().transpose(1, 2), row_ids=world.row_ids.T.contiguous().T
+    row_ids[:, 7:340] = inputs.row_ids
+    strided = replace(inputs, q=q[:, 1:-2, : inputs.q.shape[2]], row_ids=row_ids[:, 7:340])
+    strided.check(run(strided))
+    transposed = replace(
+        inputs, q=inputs.q.transpose(1, 2).contiguous().transpose(1, 2), row_ids=inputs.row_ids.T.contiguous().T
     )
-    turned.check(run(turned))
-    odd = torch.full((6, heads, world.q.shape[2] + 1), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-    odd[:, :, 1:] = world.q
-    world.check(run(replace(world, q=odd[:, :, 1:])))
+    transposed.check(run(transposed))
+    odd = torch.full((6, heads, inputs.q.shape[2] + 1), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    odd[:, :, 1:] = inputs.q
+    inputs.check(run(replace(inputs, q=odd[:, :, 1:])))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_rows_beyond_32_bits_of_bytes_are_reached(heads: int, fp8: bool) -> None:
+def test_byte_offsets_beyond_32_bits_are_exact(heads: int, fp8: bool) -> None:
     case = Case(2, heads, 100, fp8=fp8)
     layout = case.layout
     count = (5 << 30) // layout.stride_bytes
     pool = torch.empty(count, layout.stored_width, dtype=layout.stored_dtype, device=DEVICE)
-    near = make_world(case, pool_rows=4096)
+    near = make_inputs(case, pool_rows=4096)
     pool[-4096:] = near.pool
     row_ids = torch.where(near.row_ids == EMPTY, EMPTY, near.row_ids + (count - 4096))
     out = run(replace(near, pool=pool, row_ids=row_ids))
@@ -285,38 +285,38 @@ def test_rows_beyond_32_bits_of_bytes_are_reached(heads: int, fp8: bool) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_captured_call_follows_its_inputs(heads: int, fp8: bool) -> None:
-    worlds = [make_world(Case(5, heads, 512, fp8=fp8), seed) for seed in range(3)]
-    q, pool, row_ids = (each.clone() for each in (worlds[0].q, worlds[0].pool, worlds[0].row_ids))
-    static = replace(worlds[0], q=q, pool=pool, row_ids=row_ids)
+def test_a_captured_call_reads_its_inputs_at_replay(heads: int, fp8: bool) -> None:
+    all_inputs = [make_inputs(Case(5, heads, 512, fp8=fp8), seed) for seed in range(3)]
+    q, pool, row_ids = (tensor.clone() for tensor in (all_inputs[0].q, all_inputs[0].pool, all_inputs[0].row_ids))
+    static = replace(all_inputs[0], q=q, pool=pool, row_ids=row_ids)
     run(static)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = sparse_attention(*static.arguments)
-    for world in worlds:
-        q.copy_(world.q)
-        pool.copy_(world.pool)
-        row_ids.copy_(world.row_ids)
+    for inputs in all_inputs:
+        q.copy_(inputs.q)
+        pool.copy_(inputs.pool)
+        row_ids.copy_(inputs.row_ids)
         out.fill_(float("nan"))
         graph.replay()
-        world.check(out)
+        inputs.check(out)
 
 
 @pytest.mark.gpu
-def test_the_same_call_gives_the_same_bits() -> None:
+def test_repeated_calls_return_the_same_bits() -> None:
     for fp8 in (False, True):
         for heads in (16, 32, 128):
-            world = make_world(Case(9, heads, 2048, fp8=fp8))
-            first = run(world)
-            assert all(torch.equal(run(world), first) for _ in range(20)), f"{heads} heads, fp8 {fp8}: a race"
+            inputs = make_inputs(Case(9, heads, 2048, fp8=fp8))
+            first = run(inputs)
+            assert all(torch.equal(run(inputs), first) for _ in range(20)), f"{heads} heads, fp8 {fp8}: a race"
 
 
 @pytest.mark.gpu
-def test_an_empty_batch_and_other_dtypes_are_served() -> None:
-    world = make_world(Case(2, 4, 9))
-    empty = sparse_attention(world.q[:0], world.pool, world.row_ids[:0], *world.arguments[3:])
+def test_an_empty_batch_and_other_dtypes_are_supported() -> None:
+    inputs = make_inputs(Case(2, 4, 9))
+    empty = sparse_attention(inputs.q[:0], inputs.pool, inputs.row_ids[:0], *inputs.arguments[3:])
     assert empty.shape == (0, 4, 512)
-    wide = sparse_attention(world.q.double(), world.pool, *world.arguments[2:])
+    wide = sparse_attention(inputs.q.double(), inputs.pool, *inputs.arguments[2:])
     assert wide.dtype == torch.float64 and bool((wide[1] == 0).all())
 
 

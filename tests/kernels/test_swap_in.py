@@ -1,6 +1,6 @@
-"""swap_in against a plain-Python model, over poisoned memory. Defects are those of the peers, by their numbers.
+"""Compares swap_in with a plain-Python model, over poisoned memory. Defect numbers refer to scripts/sabotage.d.
 
-Every test runs with the reference and with the CUDA kernels, which a host compiler builds for the CPU.
+Most tests run with the reference and with the CUDA kernels, which a host compiler builds for the CPU.
 """
 
 from dataclasses import replace
@@ -13,7 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrix import slow_if
-from swap_in_model import CPU, ODD, POISON, Batch, Op, Shape, World, check_row_bytes, copies_of, listed
+from swap_in_model import (
+    CPU,
+    ODD,
+    POISON,
+    Batch,
+    Op,
+    Shape,
+    SwapInModel,
+    check_copied_bytes,
+    make_copies,
+    pairs_by_query,
+)
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
@@ -22,14 +33,14 @@ from hotset.kernels.swap_in import Copies, SeatTables, Swap, copy, cuda_impl, pl
 
 
 class CudaOnCpu:
-    """The CUDA kernels on CPU tensors, in small blocks: a barrier costs as much as there are threads."""
+    """Runs the CUDA kernels on CPU tensors. Blocks are small, because every thread costs time at every barrier."""
 
     def __init__(self, tuning: cuda_impl.SwapInTuning) -> None:
         self._tuning = tuning
 
-    def plan(self, *inputs: Any, ignore_tail: bool, **rows: Tensor) -> Swap:
+    def plan(self, **arguments: Any) -> Swap:
         with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
-            return cuda_impl.plan(*inputs, ignore_tail=ignore_tail, **rows, tuning=self._tuning)
+            return cuda_impl.plan(**arguments, tuning=self._tuning)
 
     def copy(self, copies: Copies, host_rows: Tensor, device_rows: Tensor) -> None:
         with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
@@ -55,7 +66,7 @@ with_each_op = pytest.mark.parametrize("op", OPS)
 with_each_copy = pytest.mark.parametrize("op", COPIES)
 EXAMPLES = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
-# The quick ones have every remainder by 16, the widest copy. Each width is a compilation.
+# The quick widths have every remainder modulo 16 bytes, the widest access of a copy.
 QUICK_WIDTHS = {1, 2, 3, 4, 7, 8, 12, 15, 16, 17, 21, 22, 25, 26, 27, 29, 30, 37, 40, 656, 1152}
 WIDTHS = slow_if([*range(1, 41), 656, 1152], set(range(41)) - QUICK_WIDTHS)
 
@@ -74,21 +85,19 @@ def shapes(draw: st.DrawFn) -> Shape:
     )
 
 
-def one_seat(world: World, positions: list[int], *, stamp: int, ignore_tail: bool = True) -> Batch:
-    """Seat 0, which is tiered, alone; positions are padded with EMPTY to k."""
-    padded = positions + [EMPTY] * (world.shape.k - len(positions))
+def one_seat(model: SwapInModel, positions: list[int], *, stamp: int, ignore_tail: bool = True) -> Batch:
+    """Returns a batch of one query on seat 0, which is tiered. Positions are padded with EMPTY to k."""
+    padded = positions + [EMPTY] * (model.shape.k - len(positions))
     return Batch([padded], [0], [stamp], ignore_tail)
 
 
 @with_each_op
 @EXAMPLES
 @given(shapes(), st.integers(0, 2**31), st.booleans(), st.sampled_from([6, 40, 300, 150_000, 2**31 - 100]))
-def test_every_step_equals_the_model_in_rows_copies_counts_and_every_map_word(
-    op: Op, shape: Shape, seed: int, full: bool, stamp: int
-) -> None:
-    world = World(shape, seed, full=full, stamp=stamp)
+def test_random_steps_equal_the_model(op: Op, shape: Shape, seed: int, full: bool, stamp: int) -> None:
+    model = SwapInModel(shape, seed, full=full, stamp=stamp)
     for _ in range(10):
-        world.check_step(op, world.draw_batch())
+        model.check_step(op, model.draw_batch())
 
 
 @with_each_op
@@ -101,20 +110,20 @@ def test_every_step_equals_the_model_in_rows_copies_counts_and_every_map_word(
     ],
     ids=["130 of 300 slots", "100 of 2500 slots", "stamps far apart"],
 )
-def test_sequences_over_many_slots_equal_the_model(op: Op, shape: Shape, stamp: int) -> None:
-    world = World(shape, seed=1, full=True, stamp=stamp)
+def test_random_steps_over_many_slots_equal_the_model(op: Op, shape: Shape, stamp: int) -> None:
+    model = SwapInModel(shape, seed=1, full=True, stamp=stamp)
     for _ in range(12):
-        world.check_step(op, world.draw_batch())
+        model.check_step(op, model.draw_batch())
 
 
 @with_each_op
-def test_the_oldest_slots_give_way_and_of_equally_old_ones_the_lower(op: Op) -> None:
-    world = World(Shape(k=4, slots=6, page_rows=4, words_per_page=16, context_pages=8), seed=2)
+def test_the_oldest_slots_are_evicted_and_among_equals_the_lower_ones(op: Op) -> None:
+    model = SwapInModel(Shape(k=4, slots=6, page_rows=4, words_per_page=16, context_pages=8), seed=2)
     for stamp, positions in enumerate([[10, 11], [12, 13], [14, 15], [11, 14]]):
-        world.check_step(op, one_seat(world, positions, stamp=stamp))
-    assert world.maps[0].last_used == [0, 3, 1, 1, 3, 2]
-    world.check_step(op, one_seat(world, [20, 21], stamp=4))
-    assert world.maps[0].position_of == [20, 11, 21, 13, 14, 15]
+        model.check_step(op, one_seat(model, positions, stamp=stamp))
+    assert model.maps[0].last_used == [0, 3, 1, 1, 3, 2]
+    model.check_step(op, one_seat(model, [20, 21], stamp=4))
+    assert model.maps[0].position_of == [20, 11, 21, 13, 14, 15]
 
 
 @with_each_op
@@ -130,34 +139,34 @@ def test_the_oldest_slots_give_way_and_of_equally_old_ones_the_lower(op: Op) -> 
 def test_the_oldest_slots_are_evicted_when_all_ages_are_similar(op: Op, stamp: int, last_used: list[int]) -> None:
     """All ages fall into one bucket of the CUDA kernel, which divides it in one to three rounds."""
     for misses in range(1, 9):
-        world = World(Shape(k=8, slots=8, page_rows=4, words_per_page=16, context_pages=8), seed=24)
-        world.maps[0].position_of[:], world.maps[0].last_used[:] = range(8), last_used
-        world.write_maps(world.words)
-        world.check_step(op, one_seat(world, list(range(8, 8 + misses)), stamp=stamp))
+        model = SwapInModel(Shape(k=8, slots=8, page_rows=4, words_per_page=16, context_pages=8), seed=24)
+        model.maps[0].position_of[:], model.maps[0].last_used[:] = range(8), last_used
+        model.write_maps(model.words)
+        model.check_step(op, one_seat(model, list(range(8, 8 + misses)), stamp=stamp))
 
 
 @with_each_op
-def test_a_second_plan_with_the_same_stamp_spares_the_slots_of_the_first(op: Op) -> None:
-    world = World(Shape(k=3, slots=6, page_rows=4, words_per_page=16, context_pages=8), seed=3)
-    world.check_step(op, one_seat(world, [7, 8, 9], stamp=5))
-    world.check_step(op, one_seat(world, [1, 8, 2], stamp=5))
-    assert world.maps[0].position_of == [7, 8, 9, 1, 2, EMPTY]
+def test_a_second_plan_with_the_same_stamp_evicts_no_slot_of_the_first(op: Op) -> None:
+    model = SwapInModel(Shape(k=3, slots=6, page_rows=4, words_per_page=16, context_pages=8), seed=3)
+    model.check_step(op, one_seat(model, [7, 8, 9], stamp=5))
+    model.check_step(op, one_seat(model, [1, 8, 2], stamp=5))
+    assert model.maps[0].position_of == [7, 8, 9, 1, 2, EMPTY]
 
 
 @with_each_op
-def test_k_positions_take_every_slot_when_there_are_no_more_than_k(op: Op) -> None:
-    world = World(Shape(k=5, slots=5, page_rows=3, words_per_page=4, context_pages=9), seed=4)
+def test_k_positions_can_use_every_slot(op: Op) -> None:
+    model = SwapInModel(Shape(k=5, slots=5, page_rows=3, words_per_page=4, context_pages=9), seed=4)
     for stamp in range(4):
-        world.check_step(op, one_seat(world, [(7 * stamp + 4 * i) % 27 for i in range(5)], stamp=stamp))
+        model.check_step(op, one_seat(model, [(7 * stamp + 4 * i) % 27 for i in range(5)], stamp=stamp))
 
 
 @with_each_op
-def test_a_context_that_fits_the_slots_misses_every_position_once_only(op: Op) -> None:
-    world = World(Shape(k=6, slots=20, page_rows=5, words_per_page=8, context_pages=4), seed=5)
+def test_a_context_that_fits_the_slots_misses_every_position_at_most_once(op: Op) -> None:
+    model = SwapInModel(Shape(k=6, slots=20, page_rows=5, words_per_page=8, context_pages=4), seed=5)
     for stamp in range(40):
-        chosen = world.random.sample(range(20), 6)
-        world.check_step(op, one_seat(world, chosen, stamp=stamp))
-    assert int(world.counts[1]) <= 20
+        chosen = model.random.sample(range(20), 6)
+        model.check_step(op, one_seat(model, chosen, stamp=stamp))
+    assert int(model.counts[1]) <= 20
 
 
 @with_each_op
@@ -175,107 +184,107 @@ def test_a_context_that_fits_the_slots_misses_every_position_once_only(op: Op) -
     ids=str,
 )
 def test_empty_padding_and_duplicates_do_not_corrupt_counts_defect_5(op: Op, positions: list[int]) -> None:
-    world = World(ODD, seed=6)
-    world.check_step(op, one_seat(world, positions, stamp=1))  # all miss
-    there = [position for position in positions if position != EMPTY]
-    assert world.counts.tolist() == [len(there), len(set(there))]
-    world.check_step(op, one_seat(world, positions, stamp=2))  # all hit
-    assert world.counts.tolist() == [2 * len(there), len(set(there))]
+    model = SwapInModel(ODD, seed=6)
+    model.check_step(op, one_seat(model, positions, stamp=1))  # all miss
+    present = [position for position in positions if position != EMPTY]
+    assert model.counts.tolist() == [len(present), len(set(present))]
+    model.check_step(op, one_seat(model, positions, stamp=2))  # all hit
+    assert model.counts.tolist() == [2 * len(present), len(set(present))]
 
 
 @with_each_op
 def test_positions_in_the_tail_touch_neither_maps_nor_counts(op: Op) -> None:
-    world = World(ODD, seed=7)
-    before = world.words.clone()
+    model = SwapInModel(ODD, seed=7)
+    before = model.words.clone()
     # Page 8 holds the newest row, so the tail holds positions from 35 on.
-    swap = world.check_step(op, one_seat(world, [40, 44, 35, 39, 35], stamp=44, ignore_tail=False))
-    assert torch.equal(world.words, before) and world.counts.tolist() == [0, 0]
+    swap = model.check_step(op, one_seat(model, [40, 44, 35, 39, 35], stamp=44, ignore_tail=False))
+    assert torch.equal(model.words, before) and model.counts.tolist() == [0, 0]
     assert swap.copies.counts.tolist() == [0]
 
 
 @with_each_op
-def test_padded_rows_of_the_batch_touch_nothing_whatever_they_hold(op: Op) -> None:
-    world = World(ODD, seed=8)
-    before = world.words.clone()
-    swap = world.check_step(op, Batch([[2**40, 0, 1, 2, 3, -7]], [EMPTY], [2**40]))
-    assert torch.equal(world.words, before) and (swap.rows == EMPTY).all()
+def test_padded_queries_write_nothing(op: Op) -> None:
+    model = SwapInModel(ODD, seed=8)
+    before = model.words.clone()
+    swap = model.check_step(op, Batch([[2**40, 0, 1, 2, 3, -7]], [EMPTY], [2**40]))
+    assert torch.equal(model.words, before) and (swap.rows == EMPTY).all()
     assert swap.copies.counts.tolist() == [0]
 
 
 @with_each_op
-def test_resident_seats_may_fill_a_batch_without_a_tiered_one(op: Op) -> None:
-    world = World(replace(ODD, tiered=0, resident=2), seed=9)
+def test_a_batch_may_contain_only_resident_seats(op: Op) -> None:
+    model = SwapInModel(replace(ODD, tiered=0, resident=2), seed=9)
     positions = [[3, EMPTY, 44, 3, 0, 1], [40, 41, 42, 43, 44, EMPTY], [5, 4, 3, 2, 1, 0]]
-    world.check_step(op, Batch(positions, [1, 0, 1], [0, 7, 45]))
+    model.check_step(op, Batch(positions, [1, 0, 1], [0, 7, 45]))
 
 
 @with_each_copy
-def test_a_swap_is_replayed_for_every_layer_that_shares_the_plan(op: Op) -> None:
-    world = World(ODD, seed=10)
-    swap = world.run(op, one_seat(world, [4, 17, 30], stamp=1))
+def test_every_layer_of_an_index_group_can_copy_with_the_same_plan(op: Op) -> None:
+    model = SwapInModel(ODD, seed=10)
+    swap = model.run(op, one_seat(model, [4, 17, 30], stamp=1))
     for layer in range(3):
-        host, device = world.host_rows + layer, torch.full_like(world.device_rows, POISON)
+        host, device = model.host_rows + layer, torch.full_like(model.device_rows, POISON)
         op.copy(swap.copies, host, device)
         for i, position in enumerate([4, 17, 30]):
-            assert torch.equal(device[swap.rows[0, i]], host[world.host_row(0, position)])
+            assert torch.equal(device[swap.rows[0, i]], host[model.host_row(0, position)])
 
 
 @with_each_copy
 @pytest.mark.parametrize("width", WIDTHS)
-def test_rows_of_any_byte_size_keep_their_tail_and_spare_what_follows_defect_6(op: Op, width: int) -> None:
-    check_row_bytes(op, width, CPU)
+def test_rows_of_any_byte_size_are_copied_completely_and_nothing_else_defect_6(op: Op, width: int) -> None:
+    check_copied_bytes(op, width, CPU)
 
 
 @with_each_copy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
 def test_rows_of_any_dtype_are_copied_bit_by_bit(op: Op, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(11)
-    host = torch.randint(0, 256, (4, 3 * dtype.itemsize), dtype=torch.uint8, generator=generator)  # NaN among them
+    host = torch.randint(0, 256, (4, 3 * dtype.itemsize), dtype=torch.uint8, generator=generator)  # includes NaN
     device = torch.full_like(host, POISON)
-    op.copy(copies_of([(0, 3), (2, 1)]), host.view(dtype), device.view(dtype))
+    op.copy(make_copies([(0, 3), (2, 1)]), host.view(dtype), device.view(dtype))
     assert torch.equal(device[[3, 1]], host[[0, 2]]) and (device[[0, 2]] == POISON).all()
 
 
 @with_each_op
-def test_host_page_ids_are_never_taken_for_device_page_ids_defect_7(op: Op) -> None:
-    world = World(ODD, seed=12)
-    swap = world.check_step(op, one_seat(world, [0, 12, 24, 36, 44], stamp=1))
-    slot_rows = {int(page) * 5 + offset for page in world.tables.slot_pages[0] for offset in range(5)}
+def test_host_page_ids_are_never_used_as_device_page_ids_defect_7(op: Op) -> None:
+    model = SwapInModel(ODD, seed=12)
+    swap = model.check_step(op, one_seat(model, [0, 12, 24, 36, 44], stamp=1))
+    slot_rows = {int(page) * 5 + offset for page in model.tables.slot_pages[0] for offset in range(5)}
     assert set(swap.rows[0, :5].tolist()) <= slot_rows
-    host_rows = [world.host_row(0, position) for position in (0, 12, 24, 36, 44)]
-    assert [host_row for _, host_row in listed(swap.copies)[0]] == host_rows
+    host_rows = [model.host_row(0, position) for position in (0, 12, 24, 36, 44)]
+    assert [host_row for _, host_row in pairs_by_query(swap.copies)[0]] == host_rows
 
 
 @with_each_op
 def test_row_numbers_beyond_32_bits_are_exact_defect_7(op: Op) -> None:
-    world = World(ODD, seed=13)
-    far = {name: getattr(world.tables, name) for name in ("row_pages", "host_pages", "slot_pages", "tail_pages")}
-    world.tables = replace(world.tables, **{name: pages % 1000 + 2**31 + 3 for name, pages in far.items()})
+    model = SwapInModel(ODD, seed=13)
+    far = {name: getattr(model.tables, name) for name in ("row_pages", "host_pages", "slot_pages", "tail_pages")}
+    model.tables = replace(model.tables, **{name: pages % 1000 + 2**31 + 3 for name, pages in far.items()})
     batch = Batch([[1, 2, 3, 30, 31, 44], [44, 43, 0, 1, 2, 3]], [0, 2], [39, 1])
-    swap = world.run(op, batch)
-    expected = world.expect(batch)
-    assert (swap.rows.tolist(), listed(swap.copies)) == (expected.rows, expected.copies)
-    assert int(swap.rows.min()) > 2**33 and min(listed(swap.copies)[0][0]) > 2**33
+    swap = model.run(op, batch)
+    expected = model.expect(batch)
+    assert (swap.rows.tolist(), pairs_by_query(swap.copies)) == (expected.rows, expected.copies)
+    assert int(swap.rows.min()) > 2**33 and min(pairs_by_query(swap.copies)[0][0]) > 2**33
 
 
 @with_each_copy
 def test_row_offsets_beyond_32_bits_are_exact_defect_7(op: Op) -> None:
-    rows, stride = 2**16 + 2, 2**15  # more than 2**31 bytes of address space, of which almost nothing is touched
+    rows, stride = 2**16 + 2, 2**15  # spans more than 2**31 bytes; almost no page of it is touched
     host, device = (torch.empty(rows, stride, dtype=torch.uint8)[:, :24] for _ in range(2))
     host[rows - 1], device[rows - 2 : rows] = torch.arange(24, dtype=torch.uint8), POISON
-    op.copy(copies_of([(rows - 1, rows - 2)]), host, device)
+    op.copy(make_copies([(rows - 1, rows - 2)]), host, device)
     assert torch.equal(device[rows - 2], host[rows - 1]) and (device[rows - 1] == POISON).all()
 
 
 @with_each_op
 @pytest.mark.parametrize("misses", [4, 8])
-def test_a_full_page_of_misses_still_copies_single_rows_defect_8(op: Op, misses: int) -> None:
-    world = World(Shape(k=8, slots=12, page_rows=4, words_per_page=8, context_pages=12), seed=14)
+def test_a_full_page_of_misses_is_copied_row_by_row_defect_8(op: Op, misses: int) -> None:
+    model = SwapInModel(Shape(k=8, slots=12, page_rows=4, words_per_page=8, context_pages=12), seed=14)
     scattered = [(5 * i + 3) % 48 for i in range(misses)]
-    world.check_step(op, one_seat(world, scattered, stamp=1))
-    assert int((world.device_rows != POISON).any(1).sum()) == misses  # no row of 5 random bytes equals the poison
-    together = list(range(16, 16 + misses))
-    world.check_step(op, one_seat(world, together, stamp=2))
+    model.check_step(op, one_seat(model, scattered, stamp=1))
+    assert int((model.device_rows != POISON).any(1).sum()) == misses  # no row of 5 random bytes equals the poison
+    consecutive = list(range(16, 16 + misses))
+    model.check_step(op, one_seat(model, consecutive, stamp=2))
 
 
 def tiny_tables(**changed: int) -> SeatTables:
@@ -292,7 +301,7 @@ def tiny_tables(**changed: int) -> SeatTables:
         ({"page_rows": 0}, "page of 0 rows"),
     ],
 )
-def test_impossible_tables_are_refused_before_the_maps_are_touched(changed: dict[str, int], message: str) -> None:
+def test_impossible_tables_are_refused_before_the_maps_are_written(changed: dict[str, int], message: str) -> None:
     one = torch.zeros(1, dtype=torch.int64)
     words = torch.full((64,), 7, dtype=torch.int32)
     with pytest.raises(ConfigError, match=message):
@@ -309,12 +318,12 @@ def test_impossible_tables_are_refused_before_the_maps_are_touched(changed: dict
 )
 def test_rows_that_differ_between_the_tiers_are_refused(host: torch.Tensor, device: torch.Tensor, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        copy(copies_of([(0, 1)]), host, device)
+        copy(make_copies([(0, 1)]), host, device)
 
 
 @with_each_copy
 @pytest.mark.parametrize("lists", [1, 3, 128, 300])
-def test_copies_of_every_list_of_a_batch_are_done_once_each(op: Op, lists: int) -> None:
+def test_every_listed_row_of_a_batch_is_copied_once(op: Op, lists: int) -> None:
     generator = torch.Generator().manual_seed(lists)
     counts = torch.randint(0, 4, (lists,), generator=generator).tolist()
     order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
@@ -323,17 +332,17 @@ def test_copies_of_every_list_of_a_batch_are_done_once_each(op: Op, lists: int) 
     ]
     host = torch.randint(0, 256, (len(order), 24), dtype=torch.uint8, generator=generator)
     device = torch.full_like(host, POISON)
-    op.copy(copies_of(*pairs), host, device)
+    op.copy(make_copies(*pairs), host, device)
     assert torch.equal(device[:-2], host[order[:-2]]) and (device[-2:] == POISON).all()
 
 
 @needs_compiler
 @pytest.mark.parametrize("rows_at_once", [1, 2, 4])
-def test_a_warp_may_have_any_number_of_rows_under_way(rows_at_once: int) -> None:
+def test_a_warp_may_have_any_number_of_rows_in_flight(rows_at_once: int) -> None:
     op = CudaOnCpu(replace(TWO_LAUNCHES, copy_blocks=1, copy_threads=32, rows_at_once=rows_at_once))
     host = torch.randint(0, 256, (40, 656), dtype=torch.uint8)
     device = torch.full_like(host, POISON)
-    op.copy(copies_of([(i, 39 - i) for i in range(23)]), host, device)
+    op.copy(make_copies([(i, 39 - i) for i in range(23)]), host, device)
     assert torch.equal(device[17:], host[:23].flip(0)) and (device[:17] == POISON).all()
 
 
@@ -341,9 +350,9 @@ def test_a_warp_may_have_any_number_of_rows_under_way(rows_at_once: int) -> None
 @pytest.mark.parametrize("threads", [32, 128])
 def test_a_plan_may_have_any_number_of_threads(threads: int) -> None:
     op = CudaOnCpu(replace(TWO_LAUNCHES, clusters=((1, cuda_impl.Cluster(2, threads=threads)),)))
-    world = World(Shape(k=150, slots=256, page_rows=8, words_per_page=20, context_pages=50), seed=20, full=True)
+    model = SwapInModel(Shape(k=150, slots=256, page_rows=8, words_per_page=20, context_pages=50), seed=20, full=True)
     for _ in range(6):
-        world.check_step(op, world.draw_batch())
+        model.check_step(op, model.draw_batch())
 
 
 @needs_compiler
@@ -351,42 +360,44 @@ def test_a_plan_may_have_any_number_of_threads(threads: int) -> None:
 def test_a_cluster_may_have_any_number_of_blocks(blocks: int) -> None:
     op = CudaOnCpu(small((9, cuda_impl.Cluster(blocks))))
     shape = Shape(k=60, slots=100, page_rows=8, words_per_page=20, context_pages=50, tiered=4, resident=2, width=48)
-    world = World(shape, seed=22, full=True)
+    model = SwapInModel(shape, seed=22, full=True)
     for _ in range(6):
-        world.check_step(op, world.draw_batch())
+        model.check_step(op, model.draw_batch())
 
 
 @needs_compiler
 @pytest.mark.parametrize("width", [1, 16, 37, 656, 1152, 3000])
-def test_rows_copied_by_a_plan_keep_their_tail_and_spare_what_follows_defect_6(width: int) -> None:
-    op, world = CudaOnCpu(CLUSTERS), World(replace(ODD, width=width), seed=23)
+def test_rows_copied_by_a_plan_are_complete_and_nothing_else_is_written_defect_6(width: int) -> None:
+    op, model = CudaOnCpu(CLUSTERS), SwapInModel(replace(ODD, width=width), seed=23)
     for stamp in range(3):
-        world.check_step(op, one_seat(world, [(7 * stamp + 11 * i) % 45 for i in range(6)], stamp=stamp))
+        model.check_step(op, one_seat(model, [(7 * stamp + 11 * i) % 45 for i in range(6)], stamp=stamp))
 
 
 @needs_compiler
 @pytest.mark.parametrize("batch", [3, 20, 40])
-def test_a_plan_as_large_and_tuned_as_on_a_gpu_equals_the_reference(batch: int) -> None:
-    """Only a few of the rows of each batch are not padded: every thread is a fibre."""
+def test_a_plan_with_the_sizes_and_tuning_of_a_gpu_equals_the_reference(batch: int) -> None:
+    """Most queries of each batch are padding, because every emulated thread costs time."""
     op = CudaOnCpu(cuda_impl.TUNED)
     shape = Shape(k=2048, slots=8192, page_rows=64, words_per_page=10496, context_pages=256, tiered=2, width=16)
-    world = World(shape, seed=21, full=True, stamp=2**30)
-    drawn = world.draw_batch()
+    model = SwapInModel(shape, seed=21, full=True, stamp=2**30)
+    drawn = model.draw_batch()
     padding = batch - len(drawn.seats)
     step = Batch(
-        drawn.positions + [[0] * 2048] * padding, drawn.seats + [EMPTY] * padding, drawn.stamps + [0] * padding
+        positions=drawn.positions + [[0] * 2048] * padding,
+        seats=drawn.seats + [EMPTY] * padding,
+        stamps=drawn.stamps + [0] * padding,
     )
-    words, counts, device_rows = world.words.clone(), world.counts.clone(), world.device_rows.clone()
-    swap = world.run(op, step, host_rows=world.host_rows, device_rows=world.device_rows)
-    after = (world.words.clone(), world.counts.clone(), world.device_rows.clone())
-    for mine, before in ((world.words, words), (world.counts, counts), (world.device_rows, device_rows)):
-        mine.copy_(before)
-    expected = world.run(reference, step, host_rows=world.host_rows, device_rows=world.device_rows)
-    assert torch.equal(swap.rows, expected.rows) and listed(swap.copies) == listed(expected.copies)
-    assert all(map(torch.equal, after, (world.words, world.counts, world.device_rows)))
+    words, counts, device_rows = model.words.clone(), model.counts.clone(), model.device_rows.clone()
+    swap = model.run(op, step, host_rows=model.host_rows, device_rows=model.device_rows)
+    after = (model.words.clone(), model.counts.clone(), model.device_rows.clone())
+    for tensor, before in ((model.words, words), (model.counts, counts), (model.device_rows, device_rows)):
+        tensor.copy_(before)
+    expected = model.run(reference, step, host_rows=model.host_rows, device_rows=model.device_rows)
+    assert torch.equal(swap.rows, expected.rows) and pairs_by_query(swap.copies) == pairs_by_query(expected.copies)
+    assert all(map(torch.equal, after, (model.words, model.counts, model.device_rows)))
 
 
-def test_more_positions_than_a_gpu_can_plan_for_are_refused() -> None:
+def test_more_positions_than_a_gpu_supports_are_refused() -> None:
     one = torch.zeros(1, dtype=torch.int64)
     words = torch.zeros(4, dtype=torch.int32)
     with pytest.raises(ConfigError, match="top-20000 is more than the 8192 positions"):
@@ -395,9 +406,9 @@ def test_more_positions_than_a_gpu_can_plan_for_are_refused() -> None:
 
 
 @needs_compiler
-def test_more_misses_than_slots_that_may_give_way_stop_the_kernel() -> None:
+def test_the_kernel_traps_if_there_are_more_misses_than_evictable_slots() -> None:
     op = CudaOnCpu(CLUSTERS)
-    world = World(Shape(k=3, slots=4, page_rows=4, words_per_page=16, context_pages=8), seed=3)
-    world.check_step(op, one_seat(world, [7, 8, 9], stamp=5))
+    model = SwapInModel(Shape(k=3, slots=4, page_rows=4, words_per_page=16, context_pages=8), seed=3)
+    model.check_step(op, one_seat(model, [7, 8, 9], stamp=5))
     with pytest.raises(AssertionError, match="the kernel trapped"):
-        world.run(op, one_seat(world, [1, 2], stamp=5))
+        model.run(op, one_seat(model, [1, 2], stamp=5))

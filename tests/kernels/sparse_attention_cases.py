@@ -1,4 +1,4 @@
-"""Inputs of sparse_attention for its tests, and what must come of them."""
+"""Inputs for the tests of sparse_attention, and the check of its results."""
 
 from dataclasses import dataclass
 
@@ -12,26 +12,26 @@ from hotset.kernels.sparse_attention import reference
 from hotset.kernels.sparse_attention.launch import AttentionShape
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-# Operands and results have 8 bits of mantissa: each is off by at most 1/512, by 1/900 in the mean.
+# Operands and results have 8 bits of mantissa: each is off by at most 1/512, and by 1/900 on average.
 TOLERANCE = 5e-3
 
 
 @dataclass(frozen=True)
 class Case:
-    """Query rows that chose k entries each from a pool that is NaN wherever nothing was chosen.
+    """Queries with k selected entries each, from a pool that is NaN in every row that no query selected.
 
-    The last query row, if there are several, is a padded one: its entries are EMPTY and its q is NaN. Of the others a
-    part of the entries is EMPTY; from `used` on all are.
+    If there are several queries, the last one is padding: its entries are EMPTY and its q is NaN. Some entries of the
+    other queries are EMPTY, and so are all entries from `used` on.
     """
 
-    rows: int
+    queries: int
     heads: int
     k: int
     rank: int = 512
     rope: int = 64
     fp8: bool = False
     used: int | None = None
-    magnitude: float = 1.0  # of the latents; those of q are as much smaller
+    magnitude: float = 1.0  # factor of the latents; the latent part of q is divided by it
     uneven: bool = False  # in each row, one block of 128 latents is 2**18 times as large as the others
     spare_bytes: int = 0  # between one row and the next
 
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def shape(self) -> AttentionShape:
-        return AttentionShape(self.rows, self.heads, self.k, self.rank, self.rope, self.fp8)
+        return AttentionShape(self.queries, self.heads, self.k, self.rank, self.rope, self.fp8)
 
     @property
     def scale(self) -> float:
@@ -49,7 +49,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class World:
+class Inputs:
     case: Case
     q: Tensor
     pool: Tensor
@@ -64,37 +64,38 @@ class World:
         return reference.sparse_attention(q.float(), pool, row_ids, layout, rank, scale)
 
     def check(self, out: Tensor) -> None:
-        live = max(1, self.case.rows - 1)
+        live = max(1, self.case.queries - 1)
         expected = self.expected()
-        assert bool(torch.isfinite(out).all()), "an output was not written, or a row was read that nobody chose"
+        assert bool(torch.isfinite(out).all()), "an output was not written, or a row was read that no query selected"
         error = float((out[:live].double() - expected[:live].double()).norm() / expected[:live].double().norm())
         assert error < TOLERANCE, f"relative error {error:.4f}"
-        assert bool((out[live:] == 0).all())
+        assert bool((out[live:] == 0).all()), "the output of a padded query is not zero"
 
 
-def make_world(case: Case, seed: int = 0, device: torch.device = DEVICE, pool_rows: int = 0) -> World:
+def make_inputs(case: Case, seed: int = 0, device: torch.device = DEVICE, pool_rows: int = 0) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
-    layout, live = case.layout, max(1, case.rows - 1)
+    layout, live = case.layout, max(1, case.queries - 1)
     count = pool_rows or max(64, min(live * case.k, 1 << 15))
     usable = count // 2
     values = torch.randn(usable, layout.width, device=device, generator=generator)
     latents = values[:, : case.rank]
     latents *= case.magnitude
     if case.uneven:
-        blocks = latents.unflatten(1, (-1, 128))  # with one fp8 scale each
+        blocks = latents.unflatten(1, (-1, 128))  # one fp8 scale per block
         largest = torch.arange(usable, device=device) % blocks.shape[1]
         blocks[torch.arange(blocks.shape[1], device=device) != largest[:, None]] *= 2.0**-18
     stride = layout.stride_bytes + case.spare_bytes
-    memory = torch.full((count, stride), 0xFF, dtype=torch.uint8, device=device)  # NaN, in fp8 and in bfloat16
+    memory = torch.full((count, stride), 0xFF, dtype=torch.uint8, device=device)  # NaN in fp8 and in bfloat16
     pool = memory.view(layout.stored_dtype)[:, : layout.stored_width]
-    where = 1 + torch.randperm(count - 1, device=device, generator=generator)[:usable]  # row 0 is what EMPTY might read
-    pool[where] = layout.encode(values.to(torch.bfloat16))
-    row_ids = where[torch.randint(usable, (case.rows, case.k), device=device, generator=generator)]
+    # Row 0 stays NaN: a kernel that takes EMPTY for a row number might read it.
+    filled = 1 + torch.randperm(count - 1, device=device, generator=generator)[:usable]
+    pool[filled] = layout.encode(values.to(torch.bfloat16))
+    row_ids = filled[torch.randint(usable, (case.queries, case.k), device=device, generator=generator)]
     row_ids[torch.rand(row_ids.shape, device=device, generator=generator) < 0.2] = EMPTY
-    row_ids[:, 0] = where[0]
+    row_ids[:, 0] = filled[0]
     row_ids[:, case.k if case.used is None else case.used :] = EMPTY
     row_ids[live:] = EMPTY
-    q = torch.randn(case.rows, case.heads, layout.width, device=device, generator=generator)
+    q = torch.randn(case.queries, case.heads, layout.width, device=device, generator=generator)
     q[:, :, : case.rank] /= case.magnitude
     q[live:] = float("nan")
-    return World(case, q.to(torch.bfloat16), pool, row_ids)
+    return Inputs(case, q.to(torch.bfloat16), pool, row_ids)
