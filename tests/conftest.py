@@ -19,6 +19,7 @@ LONG = (
     "serve/test_shutdown.py",
     "serve/test_workers_die.py",
     "kernels/test_swap_in.py",
+    "kernels/test_triton_compiles.py",
     "engine/test_client.py",
     "benchmarks/test_serving_demo.py",
     "kernels/test_sparse_attention_cuda.py",

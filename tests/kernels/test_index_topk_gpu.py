@@ -1,19 +1,12 @@
 """Compares index_topk's Triton kernels with their references: scores with the reference, selection with stable_topk.
 
 The tests of the kernels are marked `gpu`. With TRITON_INTERPRET=1 they run with smaller sizes on CPU tensors instead
-(see test_interpreted.py). Run as a program, this file compiles the kernels for sm_90, without a GPU, and prints the
-compiler's results.
+(see test_interpreted.py).
 """
 
 import importlib
-import json
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +22,6 @@ from hotset.kernels.rows import PagedRows, index_key_row
 from hotset.kernels.segments import Segments, make_segments
 from hotset.kernels.stable_topk import stable_topk
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SCALE = 0.0883
 CONTEXT = 4096 if INTERPRETED else 12_288  # positions per query in the tests of the selection
@@ -360,107 +352,3 @@ def test_unsupported_sizes_are_refused(changed: dict[str, Any], k: int, message:
     inputs = make_inputs(replace(Case((1,), (9,), heads=2), **changed), seed=7)
     with pytest.raises(ConfigError, match=message):
         index_topk(inputs.q.bfloat16(), inputs.weights, inputs.keys, inputs.segments, k, SCALE)
-
-
-@dataclass(frozen=True)
-class Compiled:
-    ptx: str
-    stack_bytes: int  # registers that did not suffice
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return {name: Compiled(**each) for name, each in json.loads(done.stdout).items()}
-
-
-KERNELS = ["score fp8", "score bf16", "score together", "count", "gather", "finish"]
-
-
-@pytest.mark.not_interpreted
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernels_compile_for_sm_90_without_spilling(compiled: dict[str, Compiled], name: str) -> None:
-    assert ".target sm_90" in compiled[name].ptx and compiled[name].stack_bytes == 0
-
-
-@pytest.mark.not_interpreted
-def test_scoring_prefetches_keys_and_uses_wgmma(compiled: dict[str, Compiled]) -> None:
-    for name, copied in (("score fp8", 4), ("score together", 4), ("score bf16", 16)):
-        assert re.search(rf"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x{copied:x}", compiled[name].ptx)
-        assert "wgmma.mma_async" in compiled[name].ptx
-
-
-POINTERS = {
-    "*bf16": "q",
-    "*fp32": "weights values moments bins_at listed",
-    "*i64": "table seat_of positions out",
-    "*i32": "counts listed_positions totals",
-}
-MULTIPLES_OF_16 = ["heads", "query_stride", "head_stride", "part_stride", "page_stride", "value_stride", "room"]
-
-
-def compile_for_sm90(kernel: Any, constants: dict[str, Any], blocks: str = "*u8", **options: Any) -> dict[str, Any]:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = {name: kind for kind, names in POINTERS.items() for name in names.split()} | {"blocks": blocks}
-    numbers = {"scale": "fp32", "part_stride": "i64"}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, numbers.get(name, "i32"))
-        for name in kernel.arg_names
-    }
-    multiples = [i for i, name in enumerate(kernel.arg_names) if name in types or name in MULTIPLES_OF_16]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in multiples}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    cubin = Path(os.environ["TRITON_CACHE_DIR"]) / "resources.cubin"
-    cubin.write_bytes(made.asm["cubin"])
-    usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    return {"ptx": made.asm["ptx"], "stack_bytes": int(re.findall(r"STACK:(\d+)", usage)[-1])}
-
-
-def compile_all() -> dict[str, dict[str, Any]]:
-    import triton.language as tl
-
-    from hotset.kernels.index_topk import triton_score as score
-    from hotset.kernels.index_topk import triton_select as select
-
-    def scoring(tuning: Any, fp8: bool) -> dict[str, Any]:
-        constants = {
-            "tile_queries": max(1, tuning.columns // 32),
-            "heads_padded": 32,
-            "head_dim": 128,
-            "key_stride": 132 if fp8 else 128,
-            "scaled": fp8,
-            "operand": tl.float16 if fp8 else tl.bfloat16,
-            "parts": 1,
-            "block_rows": 318 if fp8 else 164,
-            "tile_keys": tuning.keys,
-            "stages": tuning.stages,
-        }
-        blocks = "*fp8e4nv" if fp8 else "*bf16"
-        options = score.launch_options(tuning) | {"num_warps": tuning.warps}
-        return compile_for_sm90(score._score_kernel, constants, blocks, **options)
-
-    tuning = select.TUNING
-    sizes = {"block": tuning.block, "bins": tuning.bins}
-    options = select.OPTIONS | {"num_warps": tuning.warps}
-    finish = select.OPTIONS | {"num_warps": tuning.finish_warps}
-    return {
-        "score fp8": scoring(score.OWN_CONTEXT[32], fp8=True),
-        "score bf16": scoring(score.OWN_CONTEXT_PLAIN[64], fp8=False),
-        "score together": scoring(score.SHARED_CONTEXT, fp8=True),
-        "count": compile_for_sm90(select._count_kernel, sizes, **options),
-        "gather": compile_for_sm90(select._gather_kernel, sizes | {"most_splits": 8}, **options),
-        "finish": compile_for_sm90(select._finish_kernel, {"block": 4096}, **finish),
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all()))

@@ -1,23 +1,15 @@
 """Tests sparse_attention's Triton and Gluon kernels, and how a call is divided into programs.
 
 The tests on a GPU are marked `gpu`. Without a GPU, the Triton kernel runs under Triton's interpreter (see
-test_interpreted.py) and the Gluon kernels run in an emulation of Gluon. Run as a program, this file compiles the
-kernels for sm_90, without a GPU, and prints the compiler's results.
+test_interpreted.py) and the Gluon kernels run in an emulation of Gluon.
 """
 
 import importlib
 import itertools
-import json
-import os
-import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -44,8 +36,6 @@ ROOT = Path(__file__).resolve().parents[2]
 GLUON_FILE = ROOT / "hotset" / "kernels" / "sparse_attention" / "gluon_impl.py"
 GLUON_KERNELS = ("_attend_plain_kernel", "_attend_fp8_kernel")
 H200 = GpuTraits(132, hopper=True)
-MAX_SHARED = 227 << 10  # bytes per program
-SHARED_OF_TWO = (228 << 10) // 2 - 1024  # bytes per program if two share a multiprocessor
 
 if INTERPRETED:  # numpy warns of NaN, but these are intended
     pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -318,91 +308,3 @@ def test_an_empty_batch_and_other_dtypes_are_supported() -> None:
     assert empty.shape == (0, 4, 512)
     wide = sparse_attention(inputs.q.double(), inputs.pool, *inputs.arguments[2:])
     assert wide.dtype == torch.float64 and bool((wide[1] == 0).all())
-
-
-@dataclass(frozen=True)
-class Made:
-    """What the compiler made of a kernel."""
-
-    ptx: str
-    shared: int
-    stack: int  # bytes per thread: what did not fit into registers
-    waits: int  # for matrix products, in machine code
-
-
-def launch_for(name: str) -> tuple[LaunchConfig, bool]:
-    fp8, heads = name.endswith("fp8"), int(name.split()[0])
-    return (PORTABLE if heads < 64 else HOPPER)[fp8, heads], fp8
-
-
-COMPILED = ("16 heads", "16 heads, fp8", "64 heads", "64 heads, fp8")
-
-
-def compile_for_sm90(name: str) -> Made:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    launch, fp8 = launch_for(name)
-    gluon = launch.kernel == "gluon"
-    impl = importlib.import_module(f"hotset.kernels.sparse_attention.{launch.kernel}_impl")
-    kernel = getattr(impl, GLUON_KERNELS[fp8] if gluon else "_attend_kernel")
-    constants: dict[str, Any] = {"split": True}
-    if not gluon:
-        constants |= {"rank": 512, "rope": 64, "group": 128, "fp8": fp8, "interpreted": False, "scan": impl.SCAN}
-        constants |= {"block_h": launch.block_heads, "block_k": launch.block_keys, "stages": launch.stages}
-    types = {"q": "*bf16", "rows": "*u8", "row_ids": "*i64", "out": "*fp32", "lse": "*fp32", "scale": "fp32"}
-    signature = {each: "constexpr" if each in constants else types.get(each, "i32") for each in kernel.arg_names}
-    strides = ("query_stride", "head_stride", "row_stride")  # what varies is not specialised
-    aligned = [kind.startswith("*") or each in strides for each, kind in signature.items()]
-    attributes = {(i,): [["tt.divisibility", 16]] for i, is_aligned in enumerate(aligned) if is_aligned}
-    source = (GluonASTSource if gluon else ASTSource)(kernel, signature, constants, attributes)
-    options = {"num_warps": launch.warps, "enable_fp_fusion": True}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return Made(str(compiled.asm["ptx"]), compiled.metadata.shared, *inspected(triton, compiled.asm))
-
-
-def inspected(triton: Any, asm: Any) -> tuple[int, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(asm["cubin"])
-        cubin.flush()
-        usage, code = (
-            subprocess.run(
-                [triton.knobs.nvidia.cuobjdump.path, option, cubin.name], capture_output=True, text=True, check=True
-            ).stdout
-            for option in ("--dump-resource-usage", "--dump-sass")
-        )
-    stack = re.search(r"STACK:(\d+)", usage)
-    assert stack is not None, usage
-    return int(stack[1]), code.count("WARPGROUP.DEPBAR")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return {name: Made(**each) for name, each in json.loads(done.stdout.splitlines()[0]).items()}
-
-
-@pytest.mark.slow
-@pytest.mark.not_interpreted
-@pytest.mark.parametrize("name", COMPILED)
-def test_kernel_compiles_for_sm_90_as_it_is_meant_to(made: dict[str, Made], name: str) -> None:
-    launch, fp8 = launch_for(name)
-    each = made[name]
-    assert ".target sm_90" in each.ptx
-    assert each.shared <= (SHARED_OF_TWO if launch.programs_per_sm == 2 else MAX_SHARED), f"{each.shared} B shared"
-    assert each.stack <= 384, f"{each.stack} B of registers spilled"  # by Triton 3.6: 40 at the most
-    assert each.waits <= 6, "ptxas makes the products wait for each other"
-    assert ("wgmma.mma_async" in each.ptx) == (launch.kernel == "gluon")
-    assert ("cvt.rn.f16x2.e4m3x2" in each.ptx) == fp8
-    rows_wide = "ld.global.v2.b32" if fp8 and launch.kernel == "gluon" else "cp.async.cg.shared.global"
-    assert rows_wide in each.ptx
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: asdict(compile_for_sm90(name)) for name in COMPILED}), flush=True)

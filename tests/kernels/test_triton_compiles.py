@@ -1,0 +1,426 @@
+"""The Triton and Gluon kernels compile for sm_90 with the expected instructions and resources. No GPU is needed.
+
+Run as a program, this file compiles a group of cases and prints the results. All cases share one process of their own,
+because Triton is slow to import and reads TRITON_INTERPRET only once. The process starts with an empty cache, so that
+nothing comes from an earlier run.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotset.kernels.sparse_attention.launch import HOPPER, PORTABLE, LaunchConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_SHARED = 227 << 10  # bytes per program
+SHARED_OF_TWO = (228 << 10) // 2 - 1024  # bytes per program if two share a multiprocessor
+
+pytestmark = pytest.mark.not_interpreted
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to launch a kernel."""
+
+    module: str  # below hotset.kernels
+    kernel: str
+    types: dict[str, str]  # Triton type: names of parameters. Other parameters are int32.
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    aligned: tuple[str, ...] = ()  # endings of the names of parameters that, like pointers, are multiples of 16
+    gluon: bool = False
+    inspect_code: bool = False  # count `mma_waits`
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    ptx: str
+    shared_bytes: int
+    stack_bytes: int  # per thread: registers that were spilled
+    mma_waits: int  # instructions that wait for matrix products
+
+
+EXPERTS = (
+    "gate_up of 4096 x 1536, decoding",
+    "down of 4096 x 1536, decoding",
+    "gate_up of 4096 x 1536, many tokens",
+    "down of 4096 x 1536, many tokens",
+    "gate_up of the demo model",
+    "down of the demo model",
+    "sort",
+    "sum",
+    "router",
+    "select of 64",
+    "select of 256 in groups",
+    "swiglu",
+)
+SMALL_OPS = ("add and norm", "rope", "mla append", "key append", "gqa append", "fp32 linear", "decode", "merge")
+SLICES = {  # (bytes that everything is aligned to, unpack)
+    "slices of 16 bytes": (16, False),
+    "slices of 16 bytes, unpacked": (16, True),
+    "slices of 4 bytes": (4, False),
+    "slices of 1 byte, unpacked": (1, True),
+}
+INDEX_TOPK = ("score fp8", "score bf16", "score shared context", "count", "gather", "finish")
+QUICK = (*EXPERTS, *SMALL_OPS, *SLICES, *INDEX_TOPK)
+SPARSE_ATTENTION = ("16 heads", "16 heads, fp8", "64 heads", "64 heads, fp8")
+
+
+def experts_cases() -> dict[str, Case]:
+    """The kernels of a routed layer."""
+    types = {
+        "*i64": "expert_ids seats",
+        "*i32": "pairs sorted_index ends block_expert block_first",
+        "*fp32": "weights router partial correction",
+        "*bf16": "x gate_up down activation results out",
+        "fp32": "scale",
+    }
+
+    def case(op: str, kernel: str, constants: dict[str, int], warps: int, stages: int = 3) -> Case:
+        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+        return Case(f"{op}.triton_impl", kernel, types, constants, options, ("stride", "width"))
+
+    def products(name: str, tiles: Any, hidden: int, width: int) -> dict[str, Case]:
+        cases = {}
+        for product, tile in (("gate_up", tiles.gate_up), ("down", tiles.down)):
+            sizes = {"hidden": hidden, "width": width, "block_pairs": tiles.block_pairs}
+            sizes |= {"tile_out": tile.outputs, "tile_in": tile.inputs} | ({"k": 6} if product == "gate_up" else {})
+            cases[f"{product} of {name}"] = case("experts", f"_{product}_kernel", sizes, tile.warps, tile.stages)
+        return cases
+
+    def select(parts: int, groups: int, group_size: int, topk_group: int, k: int, warps: int) -> Case:
+        sizes = {"parts": parts, "groups": groups, "group_size": group_size, "topk_group": topk_group}
+        sizes |= {"experts_per_token": k, "normalise": 1, "with_seats": 1}
+        sizes |= {"tile_parts": parts, "tile_groups": groups, "tile_group_size": group_size}  # powers of two here
+        return case("route", "_select_kernel", sizes, warps)
+
+    small, *_, large = importlib.import_module("hotset.kernels.experts.triton_impl").TILES.values()
+    router = {"hidden": 4096, "part": 128, "experts": 64, "tile_tokens": 16, "tile_experts": 64, "tile_in": 64}
+    router_types = {"*bf16": "x", "*fp32": "router out"}
+    return {
+        **products("4096 x 1536, decoding", small, 4096, 1536),
+        **products("4096 x 1536, many tokens", large, 4096, 1536),
+        **products("the demo model", small, 256, 160),
+        "sort": case("experts", "_sort_kernel", {"experts": 64, "bins": 128, "chunk": 4096}, 16),
+        "sum": case("experts", "_sum_kernel", {"hidden": 4096, "k": 6, "block": 1024}, 4),
+        "router": replace(case("route", "_product_kernel", router, 4), types=router_types),
+        "select of 64": select(32, 1, 64, 1, 6, warps=1),
+        "select of 256 in groups": select(32, 8, 32, 4, 8, warps=4),
+        "swiglu": case("swiglu", "_swiglu_kernel", {"block": 1024}, 4),
+    }
+
+
+def small_op_cases() -> dict[str, Case]:
+    """The small ops as dsa-50b launches them, and decoding with 32 heads on 8 KV heads of 128 values."""
+
+    def case(
+        op: str, kernel: str, types: dict[str, str], constants: dict[str, Any], warps: int, fusion: bool = False
+    ) -> Case:
+        options = {"num_warps": warps, "num_stages": 3, "enable_fp_fusion": fusion}
+        return Case(f"{op}.triton_impl", kernel, types | {"fp32": "eps scale"}, constants, options, ("stride",))
+
+    rotated = {"half": 32, "interleaved": False, "block_half": 32}
+    return {
+        "add and norm": case(
+            "norm",
+            "_rms_norm_kernel",
+            {"*bf16": "x delta weight total normed"},
+            {"heads": 1, "width": 4096, "block": 4096, "adds": True},
+            warps=8,
+        ),
+        "rope": case(
+            "rope",
+            "_rotate_kernel",
+            {"*bf16": "x cos sin out"},
+            rotated | {"plain": 64, "block_heads": 8, "block_plain": 64},
+            warps=2,
+        ),
+        "mla append": case(
+            "mla_append",
+            "_append_kernel",
+            {"*bf16": "kv weight cos sin", "*u8": "device_rows", "*i64": "new_rows"},
+            {
+                "rank": 512,
+                "half": 32,
+                "row_bytes": 656,
+                "stride_bytes": 656,
+                "fp8": True,
+                "blocks": 4,
+                "block_half": 32,
+            },
+            warps=4,
+        ),
+        "key append": case(
+            "key_append",
+            "_append_kernel",
+            {"*bf16": "key weight bias cos sin", "*u8": "blocks", "*i64": "table seat_of positions"},
+            rotated
+            | {"parts": 1, "block_rows": 318, "row_bytes": 132, "stride_bytes": 132, "fp8": True}
+            | {"plain": 64, "block_plain": 64},
+            warps=1,
+        ),
+        "gqa append": case(
+            "gqa_append",
+            "_append_kernel",
+            {"*bf16": "qkv q_gain k_gain cos sin q device_rows", "*i64": "new_rows"},
+            {"heads": 32, "kv_heads": 8, "half": 64, "padding": 0, "normed": True, "block_half": 64},
+            warps=1,
+        ),
+        "fp32 linear": case(
+            "linear",
+            "_fp32_linear_kernel",
+            {"*bf16": "x", "*fp32": "weight out"},
+            {"width": 4096, "outputs": 32, "block_tokens": 8, "block_outputs": 2, "block_values": 1024},
+            warps=8,
+            fusion=True,
+        ),
+        "decode": case(
+            "paged_attention",
+            "_decode_kernel",
+            {"*bf16": "q blocks out", "*fp32": "partial weight", "*i64": "table seat_of positions"},
+            {"heads": 32, "dim": 128, "block_dim": 128, "group": 4, "block_group": 16}
+            | {"page_rows": 64, "block_rows": 64, "whole": False},
+            warps=4,
+            fusion=True,
+        ),
+        "merge": case(
+            "paged_attention",
+            "_merge_kernel",
+            {"*fp32": "partial weight", "*bf16": "out"},
+            {"heads": 32, "dim": 128, "block_dim": 128, "block_parts": 8},
+            warps=4,
+            fusion=True,
+        ),
+    }
+
+
+def slice_case(width: int, unpack: bool) -> Case:
+    """Slices of 512 bytes in pages of 64 rows, aligned to `width` bytes."""
+    word = min(4, width)
+    types = {"*i64": "table pages", {4: "*i32", 2: "*i16", 1: "*u8"}[word]: "packed"}
+    sizes = {"block_rows": 32, "block_words": 512 // word, "page_rows": 64, "vector": width // word, "unpack": unpack}
+    options = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+    return Case("slice_pack.triton_impl", "_copy_kernel", types, sizes, options, ("stride",))
+
+
+def index_topk_cases() -> dict[str, Case]:
+    import triton.language as tl
+
+    score = importlib.import_module("hotset.kernels.index_topk.triton_score")
+    select = importlib.import_module("hotset.kernels.index_topk.triton_select")
+    types = {
+        "*bf16": "q",
+        "*fp32": "weights values moments bins_at listed",
+        "*i64": "table seat_of positions out",
+        "*i32": "counts listed_positions totals",
+        "fp32": "scale",
+        "i64": "part_stride",
+    }
+    aligned = ("heads", "query_stride", "head_stride", "part_stride", "page_stride", "value_stride", "room")
+
+    def score_case(tuning: Any, fp8: bool) -> Case:
+        constants = {
+            "tile_queries": max(1, tuning.columns // 32),
+            "heads_padded": 32,
+            "head_dim": 128,
+            "key_stride": 132 if fp8 else 128,
+            "scaled": fp8,
+            "operand": tl.float16 if fp8 else tl.bfloat16,
+            "parts": 1,
+            "block_rows": 318 if fp8 else 164,
+            "tile_keys": tuning.keys,
+            "stages": tuning.stages,
+        }
+        blocks = {"*fp8e4nv": "blocks"} if fp8 else {"*bf16": "q blocks"}
+        options = score.launch_options(tuning) | {"num_warps": tuning.warps}
+        return Case("index_topk.triton_score", "_score_kernel", types | blocks, constants, options, aligned)
+
+    def select_case(kernel: str, constants: dict[str, int], warps: int) -> Case:
+        options = select.OPTIONS | {"num_warps": warps}
+        return Case("index_topk.triton_select", kernel, types, constants, options, aligned)
+
+    tuning = select.TUNING
+    sizes = {"block": tuning.block, "bins": tuning.bins}
+    return {
+        "score fp8": score_case(score.OWN_CONTEXT[32], fp8=True),
+        "score bf16": score_case(score.OWN_CONTEXT_PLAIN[64], fp8=False),
+        "score shared context": score_case(score.SHARED_CONTEXT, fp8=True),
+        "count": select_case("_count_kernel", sizes, tuning.warps),
+        "gather": select_case("_gather_kernel", sizes | {"most_splits": 8}, tuning.warps),
+        "finish": select_case("_finish_kernel", {"block": 4096}, tuning.finish_warps),
+    }
+
+
+def sparse_attention_launch(name: str) -> tuple[LaunchConfig, bool]:
+    """Returns the launch of a case of SPARSE_ATTENTION, and whether its rows are fp8."""
+    fp8, heads = name.endswith("fp8"), int(name.split()[0])
+    return (PORTABLE if heads < 64 else HOPPER)[fp8, heads], fp8
+
+
+def sparse_attention_case(name: str) -> Case:
+    launch, fp8 = sparse_attention_launch(name)
+    gluon = launch.kernel == "gluon"
+    module = f"sparse_attention.{launch.kernel}_impl"
+    kernel, constants = "_attend_fp8_kernel" if fp8 else "_attend_plain_kernel", {"split": True}
+    if not gluon:
+        kernel, scan = "_attend_kernel", importlib.import_module(f"hotset.kernels.{module}").SCAN
+        constants |= {"rank": 512, "rope": 64, "group": 128, "fp8": fp8, "interpreted": False, "scan": scan}
+        constants |= {"block_h": launch.block_heads, "block_k": launch.block_keys, "stages": launch.stages}
+    return Case(
+        module,
+        kernel,
+        types={"*bf16": "q", "*u8": "rows", "*i64": "row_ids", "*fp32": "out lse", "fp32": "scale"},
+        constants=constants,
+        options={"num_warps": launch.warps, "enable_fp_fusion": True},
+        aligned=("query_stride", "head_stride", "row_stride"),
+        gluon=gluon,
+        inspect_code=True,
+    )
+
+
+def compile_for_sm90(case: Case) -> CompiledKernel:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel = getattr(importlib.import_module(f"hotset.kernels.{case.module}"), case.kernel)
+    types = {name: kind for kind, names in case.types.items() for name in names.split()}
+    signature = {name: "constexpr" if name in case.constants else types.get(name, "i32") for name in kernel.arg_names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or (name.endswith(case.aligned) and kind != "constexpr")
+    }
+    source = (GluonASTSource if case.gluon else ASTSource)(kernel, signature, case.constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=case.options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+
+        def dump(option: str) -> str:
+            command = [triton.knobs.nvidia.cuobjdump.path, option, cubin.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        stack = re.search(r"STACK:(\d+)", dump("--dump-resource-usage"))
+        code = dump("--dump-sass") if case.inspect_code else ""
+    assert stack is not None
+    return CompiledKernel(
+        ptx=str(compiled.asm["ptx"]),
+        shared_bytes=int(compiled.metadata.shared),
+        stack_bytes=int(stack[1]),
+        mma_waits=code.count("WARPGROUP.DEPBAR"),
+    )
+
+
+def compile_in_new_process(group: str, cache: Path) -> dict[str, CompiledKernel]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", __file__, group]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout.splitlines()[0])
+    return {name: CompiledKernel(**result) for name, result in printed.items()}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompiledKernel]:
+    return compile_in_new_process("quick", tmp_path_factory.mktemp("triton"))
+
+
+@pytest.fixture(scope="module")
+def compiled_attention(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompiledKernel]:
+    return compile_in_new_process("sparse_attention", tmp_path_factory.mktemp("triton"))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_kernel_compiles_for_sm_90_without_spilling(compiled: dict[str, CompiledKernel], name: str) -> None:
+    kernel = compiled[name]
+    assert ".target sm_90" in kernel.ptx
+    assert kernel.stack_bytes == 0 and kernel.shared_bytes <= MAX_SHARED, f"{kernel.stack_bytes}, {kernel.shared_bytes}"
+
+
+def test_experts_use_wgmma_and_asynchronous_16_byte_copies(compiled: dict[str, CompiledKernel]) -> None:
+    products = [name for name in EXPERTS if name.startswith(("gate_up", "down"))]
+    assert len(products) == 6
+    for name in products:
+        ptx = compiled[name].ptx
+        assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx, name
+        assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx, name
+
+
+def test_two_programs_of_a_routed_layer_fit_on_a_multiprocessor(compiled: dict[str, CompiledKernel]) -> None:
+    for name in EXPERTS:
+        assert compiled[name].shared_bytes <= SHARED_OF_TWO, f"{name}: {compiled[name].shared_bytes} B"
+
+
+def test_sum_and_swiglu_use_16_byte_accesses(compiled: dict[str, CompiledKernel]) -> None:
+    for name in ("sum", "swiglu"):
+        assert "ld.global.v4.b32" in compiled[name].ptx and "st.global.v4.b32" in compiled[name].ptx, name
+
+
+def test_decoding_prefetches_rows_with_16_byte_copies_and_uses_tensor_cores(
+    compiled: dict[str, CompiledKernel],
+) -> None:
+    ptx = compiled["decode"].ptx
+    assert "cp.async.cg.shared.global" in ptx and "mma.sync" in ptx and "cp.async.ca" not in ptx
+
+
+def test_fp8_rows_are_divided_exactly_and_rounded_by_the_hardware(compiled: dict[str, CompiledKernel]) -> None:
+    for name in ("mla append", "key append"):
+        ptx = compiled[name].ptx
+        assert "div.rn.f32" in ptx and "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.full" not in ptx
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_slices_are_copied_in_the_widest_accesses_that_alignment_allows(
+    compiled: dict[str, CompiledKernel], name: str
+) -> None:
+    width, _unpack = SLICES[name]
+    suffix = {16: "v4.b32", 4: "b32", 1: "b8"}[width]
+    for access in ("ld", "st"):
+        # All accesses of a thread are in flight at the same time.
+        assert compiled[name].ptx.count(f"{access}.global.{suffix} ") == 32 * 512 // 128 // width
+
+
+def test_scoring_prefetches_keys_and_uses_wgmma(compiled: dict[str, CompiledKernel]) -> None:
+    for name, copied in (("score fp8", 4), ("score shared context", 4), ("score bf16", 16)):
+        ptx = compiled[name].ptx
+        assert re.search(rf"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x{copied:x}", ptx), name
+        assert "wgmma.mma_async" in ptx, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPARSE_ATTENTION)
+def test_sparse_attention_compiles_for_sm_90(compiled_attention: dict[str, CompiledKernel], name: str) -> None:
+    launch, fp8 = sparse_attention_launch(name)
+    kernel = compiled_attention[name]
+    assert ".target sm_90" in kernel.ptx
+    max_shared = SHARED_OF_TWO if launch.programs_per_sm == 2 else MAX_SHARED
+    assert kernel.shared_bytes <= max_shared, f"{kernel.shared_bytes} B shared"
+    assert kernel.stack_bytes <= 384, f"{kernel.stack_bytes} B of registers spilled"  # by Triton 3.6: at most 40
+    assert kernel.mma_waits <= 6, "ptxas makes the products wait for each other"
+    assert ("wgmma.mma_async" in kernel.ptx) == (launch.kernel == "gluon")
+    assert ("cvt.rn.f16x2.e4m3x2" in kernel.ptx) == fp8
+    wide_access = "ld.global.v2.b32" if fp8 and launch.kernel == "gluon" else "cp.async.cg.shared.global"
+    assert wide_access in kernel.ptx
+
+
+def all_cases(group: str) -> dict[str, Case]:
+    if group == "sparse_attention":
+        return {name: sparse_attention_case(name) for name in SPARSE_ATTENTION}
+    slices = {name: slice_case(*options) for name, options in SLICES.items()}
+    return experts_cases() | small_op_cases() | slices | index_topk_cases()
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: asdict(compile_for_sm90(case)) for name, case in all_cases(sys.argv[1]).items()}))
