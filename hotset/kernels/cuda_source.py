@@ -19,15 +19,19 @@ DEFAULT_MAX_SHARED_BYTES = 48 << 10  # the limit of shared memory per block, unl
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
+    """The grid, the shared memory and the stream order of one launch."""
+
     blocks: int
     threads: int  # per block
     shared_bytes: int = 0  # dynamic, per block
     # Programmatic dependent launch: the kernel may start before the previous one on the stream has ended. It must wait
     # for the previous one itself (griddepcontrol.wait) before it reads that kernel's results.
-    early: bool = False
+    dependent_launch: bool = False
 
 
 class Kernel(Protocol):
+    """A compiled kernel."""
+
     def launch(self, shape: LaunchShape, *arguments: Tensor | int) -> None:
         """Enqueues the kernel on the current stream of the arguments' device. A graph can capture this."""
 
@@ -51,7 +55,7 @@ class _LoadedKernel:
         from cuda.core import LEGACY_DEFAULT_STREAM, Device, LaunchConfig, Stream, launch
 
         device = next(value.device for value in arguments if isinstance(value, Tensor) and value.is_cuda)
-        attributes = {"programmatic_stream_serialization": True} if shape.early else {}
+        attributes = {"programmatic_stream_serialization": True} if shape.dependent_launch else {}
         config = LaunchConfig(grid=shape.blocks, block=shape.threads, shmem_size=shape.shared_bytes, **attributes)
         words = [value.data_ptr() if isinstance(value, Tensor) else int(value) for value in arguments]
         with torch.cuda.device(device):

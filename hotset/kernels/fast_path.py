@@ -16,6 +16,7 @@ FAST_DTYPES = (torch.bfloat16, torch.float32)  # float64 is for tests and always
 
 
 def has_fast_path(x: Tensor) -> bool:
+    """Returns whether the GPU kernels accept this tensor."""
     return x.is_cuda and x.dtype in FAST_DTYPES
 
 

@@ -54,7 +54,7 @@ class RowLayout:
 
     @property
     def description(self) -> str:
-        """A text for messages. Prefill and decode workers also compare it to check that their layouts are equal."""
+        """Describes the layout in words. Prefill and decode workers compare it: their layouts must be equal."""
         kind = str(self.dtype).removeprefix("torch.")
         fp8 = f", {self.quantised} of them in fp8" if self.quantised else ""
         return f"{self.width} values in {kind}{fp8}, {self.stride_bytes} bytes"
@@ -116,8 +116,8 @@ def index_key_row(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> RowLa
 class PagedRows:
     """The contexts of one step's segments in one layer (or index group), accessed through their pages.
 
-    A page holds `block_rows` consecutive rows in each of its `parts`. The references find the pages in `runs`, the
-    kernels in `table`. A captured graph uses only the table; its runs are empty.
+    A page holds `block_rows` consecutive rows in each of its `parts`. On the host the pages are listed as `runs`, on
+    the device in `table`. A captured graph uses only the table; its runs are empty.
     """
 
     blocks: Tensor  # [parts, pages, block rows, stored width]: the whole pool of this layer or group

@@ -61,13 +61,16 @@ _EMPTY = tl.constexpr(EMPTY)
 
 @dataclass(frozen=True, slots=True)
 class SortedPairs:
-    """The pairs, sorted by expert. EMPTY pairs come last, after the end of every expert, and are in no block."""
+    """The pairs, sorted by expert. EMPTY pairs come last, after the end of every expert, and are in no block.
+
+    A block has `block_pairs` consecutive pairs of one expert; the last block of an expert may have fewer.
+    """
 
     pairs: Tensor  # [pairs] int32: the pair at each sorted index
     sorted_index: Tensor  # [pairs] int32: the sorted index of each pair
     ends: Tensor  # [experts] int32: the sorted index at which each expert's run ends
     block_expert: Tensor  # [blocks] int32, EMPTY-padded at the end
-    block_first: Tensor  # [blocks] int32: the sorted index of the first pair; a block ends at the end of its run, too
+    block_first: Tensor  # [blocks] int32: the sorted index of each block's first pair
 
 
 def experts(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -145,7 +148,8 @@ def sort_by_expert(
     block_pairs: int,
 ) -> SortedPairs:
     pairs = expert_ids.numel()
-    # Bound: n experts in use have at least one pair and one block each; every further block needs `block_pairs` more.
+    # This bounds the number of blocks: each expert in use has at least one pair and one block, and every further block
+    # needs `block_pairs` more pairs.
     used = min(experts, pairs)
     blocks = used + (pairs - used) // block_pairs
 
@@ -180,7 +184,10 @@ def sort_by_expert(
 
 
 def weighted_sum(results: Tensor, by_expert: SortedPairs, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """Returns [tokens, hidden]: the weighted sum over each token's pairs, in float32. `results` is by sorted index."""
+    """Returns [tokens, hidden]: the weighted sum over each token's pairs, computed in float32.
+
+    `results` [pairs, hidden] is in sorted order.
+    """
     tokens, k = expert_ids.shape
     hidden = results.shape[1]
     out = torch.empty(tokens, hidden, dtype=results.dtype, device=results.device)
@@ -215,30 +222,30 @@ def _sort_kernel(
     chunk: tl.constexpr,
 ) -> None:
     """There is one program per expert and one for the EMPTY pairs. Each counts all pairs and sorts its own."""
-    mine = tl.program_id(0)
+    own_bin = tl.program_id(0)
     counts = tl.zeros([bins], tl.int32)
     for start in range(0, num_pairs, chunk):
         counts += tl.histogram(_expert_of(expert_ids, start + tl.arange(0, chunk), num_pairs, experts), bins)
     bin_number = tl.arange(0, bins)
-    before = bin_number < mine
+    before = bin_number < own_bin
     first = tl.sum(tl.where(before, counts, 0), 0)
     first_block = tl.sum(tl.where(before, (counts + block_pairs - 1) // block_pairs, 0), 0)
-    if mine < experts:
-        end = first + tl.sum(tl.where(bin_number == mine, counts, 0), 0)
-        tl.store(ends + mine, end)
+    if own_bin < experts:
+        end = first + tl.sum(tl.where(bin_number == own_bin, counts, 0), 0)
+        tl.store(ends + own_bin, end)
         for block in range(tl.cdiv(end - first, block_pairs)):
-            tl.store(block_expert + first_block + block, mine)
+            tl.store(block_expert + first_block + block, own_bin)
             tl.store(block_first + first_block + block, first + block * block_pairs)
     else:
         for block in range(first_block, blocks):
             tl.store(block_expert + block, _EMPTY)
     for start in range(0, num_pairs, chunk):
         pair = start + tl.arange(0, chunk)
-        here = (_expert_of(expert_ids, pair, num_pairs, experts) == mine) & (pair < num_pairs)
-        index = first + tl.cumsum(here.to(tl.int32), 0) - 1
-        tl.store(pairs + index, pair, mask=here)
-        tl.store(sorted_index + pair, index, mask=here)
-        first += tl.sum(here.to(tl.int32), 0)
+        own = (_expert_of(expert_ids, pair, num_pairs, experts) == own_bin) & (pair < num_pairs)
+        index = first + tl.cumsum(own.to(tl.int32), 0) - 1
+        tl.store(pairs + index, pair, mask=own)
+        tl.store(sorted_index + pair, index, mask=own)
+        first += tl.sum(own.to(tl.int32), 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -33,7 +33,8 @@ def mla_append(
         return
     if layout.quantised not in (0, rank) or layout.quantised % 4:
         raise ConfigError(
-            f"{layout.quantised} of {rank} latents are in fp8, but on a GPU none or all must be, and a multiple of 4"
+            f"{layout.quantised} of {rank} latents are in fp8, "
+            "but on a GPU none or all of them must be in fp8, and their number must be a multiple of 4"
         )
     if rank > MAX_FAST_RANK:
         raise ConfigError(f"a latent has {rank} values; on a GPU, at most {MAX_FAST_RANK} are supported")

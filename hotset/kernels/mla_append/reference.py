@@ -20,6 +20,6 @@ def mla_append(
     device_rows.index_copy_(0, new_rows, layout.encode(mla_rows(kv, weight, eps, rotation)))
 
 
-def mla_rows(kv: Tensor, weight: Tensor, eps: float, rotation: Rotation) -> Tensor:
+def mla_rows(kv: Tensor, weight: Tensor, eps: float, rotation: Rotation) -> Tensor:  # [tokens, width], not encoded yet
     latent, rope_key = kv.split([weight.shape[0], rotation.dim], dim=-1)
     return torch.cat((rms_norm(latent, weight, eps), rotate_pairs(rope_key[:, None], rotation)[:, 0]), dim=-1)

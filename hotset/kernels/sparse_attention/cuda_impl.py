@@ -60,7 +60,7 @@ def merge(shape: AttentionShape, launch: LaunchConfig, partial: Tensor, lse: Ten
     assert launch.splits <= MAX_SPLITS, f"{launch.splits} splits: a warp weighs one in each lane"
     threads = shape.rank // 4
     kernel = cuda_source.kernel(MERGE, "merge", THREADS=threads)
-    blocks = LaunchShape(shape.queries * shape.heads, threads, early=True)
+    blocks = LaunchShape(shape.queries * shape.heads, threads, dependent_launch=True)
     kernel.launch(blocks, partial, lse, out, shape.heads, launch.splits)
 
 

@@ -122,7 +122,7 @@ def _launch_copy(copies: Copies, layer: "_Layer", *, early: bool, tuning: SwapIn
         COPY, "copy_rows", THREADS=tuning.copy_threads, **layer.constants(), ROWS_AT_ONCE=tuning.rows_at_once
     )
     kernel.launch(
-        LaunchShape(teams * team, tuning.copy_threads, early=early),
+        LaunchShape(teams * team, tuning.copy_threads, dependent_launch=early),
         copies.host_rows.contiguous(),
         copies.device_rows.contiguous(),
         copies.counts.contiguous(),
