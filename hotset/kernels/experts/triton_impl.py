@@ -221,7 +221,7 @@ def _sort_kernel(
     bins: tl.constexpr,
     chunk: tl.constexpr,
 ) -> None:
-    """There is one program per expert and one for the EMPTY pairs. Each counts all pairs and sorts its own."""
+    """Sorts the pairs. Each program counts all pairs and sorts those of one expert; the last sorts the EMPTY pairs."""
     own_bin = tl.program_id(0)
     counts = tl.zeros([bins], tl.int32)
     for start in range(0, num_pairs, chunk):

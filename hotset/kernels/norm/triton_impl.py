@@ -1,4 +1,4 @@
-"""norm in Triton. One program per vector, which stays in registers between the sum and the product."""
+"""norm in Triton. Each program keeps one vector in registers between the sum and the product."""
 
 import torch
 import triton
