@@ -185,22 +185,22 @@ def sweep() -> None:
 
     decode = [Cell(32, 32 << 10), Cell(128, 32 << 10), Cell(32, 128 << 10)]
     alone = triton_score.OWN_CONTEXT[32]
-    scoring = [replace(alone, per_processor=each) for each in (4, 5, 6, 10)]
+    scoring = [replace(alone, programs_per_sm=each) for each in (4, 5, 6, 10)]
     scoring += [replace(alone, stages=each) for each in (3, 5, 6)]
-    scoring += [replace(alone, registers=None), replace(alone, keys=128, registers=None, per_processor=3)]
-    scoring += [replace(alone, keys=128, warps=8, registers=None, per_processor=2)]
+    scoring += [replace(alone, registers=None), replace(alone, keys=128, registers=None, programs_per_sm=3)]
+    scoring += [replace(alone, keys=128, warps=8, registers=None, programs_per_sm=2)]
     report("scoring, one query row", times(scoring, decode, scoring_seconds), None)
-    plain = triton_select.TUNING
-    selecting = [plain, replace(plain, bins=64), replace(plain, bins=256), replace(plain, per_processor=4)]
-    selecting += [replace(plain, per_processor=16), replace(plain, block=4096, warps=8), replace(plain, block=1024)]
+    plain = triton_select.TUNED
+    selecting = [plain, replace(plain, bins=64), replace(plain, bins=256), replace(plain, programs_per_sm=4)]
+    selecting += [replace(plain, programs_per_sm=16), replace(plain, block=4096, warps=8), replace(plain, block=1024)]
     selecting += [replace(plain, finish_warps=each) for each in (4, 16)]
     few = [Cell(1, 128 << 10), *decode]
     report("top-k", times(selecting, few, lambda given, tuning: topk_seconds(given, tuning=tuning)), None)
     together = triton_score.SHARED_CONTEXT
-    wide = [together, replace(together, stages=3), replace(together, columns=64, per_processor=3)]
+    wide = [together, replace(together, stages=3), replace(together, columns=64, programs_per_sm=3)]
     wide += [
-        replace(together, keys=128, warps=8, per_processor=1),
-        replace(together, columns=256, warps=8, per_processor=1),
+        replace(together, keys=128, warps=8, programs_per_sm=1),
+        replace(together, columns=256, warps=8, programs_per_sm=1),
     ]
     report("scoring, a chunk of query rows", times(wide, [Cell(1, 32 << 10, chunk=2048)], scoring_seconds), None)
 

@@ -294,11 +294,13 @@ def _to_value(argument: Any) -> Any:
     return Value(argument.storage_offset() * itemsize, base.view(torch.uint8), argument.dtype)
 
 
-def load_module(path: Path, kernels: Sequence[str]) -> ModuleType:
-    """Imports the file at `path` with the emulated Gluon, so that its `kernels` run on the CPU."""
+def load_module(path: Path, kernels: Sequence[str], helpers: Sequence[str] = ()) -> ModuleType:
+    """Imports the file at `path`, and the modules `helpers`, with the emulated Gluon. Its `kernels` run on the CPU."""
     machine = Machine()
     modules = {module.__name__: module for module in fake_modules(machine)}
-    before = {name: sys.modules.get(name) for name in modules}
+    before = {name: sys.modules.get(name) for name in (*modules, *helpers)}
+    for name in helpers:
+        sys.modules.pop(name, None)
     spec = importlib.util.spec_from_file_location(f"{path.stem}_on_cpu", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -307,7 +309,7 @@ def load_module(path: Path, kernels: Sequence[str]) -> ModuleType:
         spec.loader.exec_module(module)
     finally:
         for name, previous in before.items():
-            sys.modules.pop(name)
+            sys.modules.pop(name, None)
             if previous is not None:
                 sys.modules[name] = previous
     for name in kernels:

@@ -53,7 +53,7 @@ def paged_keys(lengths: list[int], counts: list[int], page_rows: int, layout: Ro
     k=st.integers(1, 12),
     heads=st.integers(1, 3),
     block_scores=st.sampled_from([1, 100, 1 << 21]),
-    groups_pay=st.sampled_from([5, 1000]),
+    min_grouped=st.sampled_from([5, 1000]),
     dtype=DTYPES,
     fp8=st.booleans(),
     seed=st.integers(0, 2**31),
@@ -63,7 +63,7 @@ def test_index_topk_selects_what_the_reference_selects(
     k: int,
     heads: int,
     block_scores: int,
-    groups_pay: int,
+    min_grouped: int,
     dtype: torch.dtype,
     fp8: bool,
     seed: int,
@@ -78,7 +78,7 @@ def test_index_topk_selects_what_the_reference_selects(
     arguments = (q, weights, keys, make_segments(starts, counts, CPU), k, 0.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index_cpu, "BLOCK_SCORES", block_scores)
-        patch.setattr(index_cpu, "GROUPS_PAY", groups_pay)
+        patch.setattr(index_cpu, "MIN_GROUPED_CONTEXT", min_grouped)
         selected = index_cpu.index_topk(*arguments)
     assert torch.equal(selected, index_reference.index_topk(*arguments))
 
@@ -88,20 +88,20 @@ def test_index_topk_selects_what_the_reference_selects(
     rows=st.integers(1, 6),
     length=st.integers(2, 90),
     values=st.sampled_from([1, 3, 1000]),
-    groups_pay=st.sampled_from([5, 1000]),
+    min_grouped=st.sampled_from([5, 1000]),
     dtype=st.sampled_from([torch.float64, torch.float32]),
     seed=st.integers(0, 2**31),
     data=st.data(),
 )
 def test_topk_positions_equal_stable_topk_to_the_bit(
-    rows: int, length: int, values: int, groups_pay: int, dtype: torch.dtype, seed: int, data: st.DataObject
+    rows: int, length: int, values: int, min_grouped: int, dtype: torch.dtype, seed: int, data: st.DataObject
 ) -> None:
     torch.manual_seed(seed)
     k = data.draw(st.integers(1, length - 1) | st.integers(1, max(1, length // 5 - 1)))
     scores = torch.randn(rows, length, dtype=dtype).mul(values).round()
     scores[torch.rand(rows, length) < 0.2] = float("-inf")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_cpu, "GROUPS_PAY", groups_pay)
+        patch.setattr(index_cpu, "MIN_GROUPED_CONTEXT", min_grouped)
         assert torch.equal(index_cpu.topk_positions(scores, k), stable_topk(scores, k))
 
 

@@ -35,6 +35,7 @@ from hotset.kernels.sparse_attention.launch import (
 ROOT = Path(__file__).resolve().parents[2]
 GLUON_FILE = ROOT / "hotset" / "kernels" / "sparse_attention" / "gluon_impl.py"
 GLUON_KERNELS = ("_attend_plain_kernel", "_attend_fp8_kernel")
+GLUON_HELPERS = ("hotset.kernels.sparse_attention.gluon_tiles",)
 H200 = GpuTraits(132, hopper=True)
 
 if INTERPRETED:  # numpy warns of NaN, but these are intended
@@ -111,7 +112,8 @@ def test_emulated_gluon_kernels_equal_the_reference(name: str) -> None:
     out = torch.full((*shape, case.rank), float("nan"), dtype=torch.bfloat16 if splits == 1 else torch.float32)
     lse = torch.full(shape, float("nan"))
     tensors = (inputs.q, inputs.pool.view(torch.uint8), inputs.row_ids, out, lse)
-    load_module(GLUON_FILE, GLUON_KERNELS).attend(case.shape, launch, tensors, case.scale * 1.4426950408889634)
+    gluon_impl = load_module(GLUON_FILE, GLUON_KERNELS, GLUON_HELPERS)
+    gluon_impl.attend(case.shape, launch, tensors, case.scale * 1.4426950408889634)
     inputs.check(out[:, 0] if splits == 1 else merged(out, lse))
 
 

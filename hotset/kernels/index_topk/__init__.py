@@ -1,4 +1,4 @@
-"""index_topk: the indexer's scores over each query row's context, and the top-k positions among them."""
+"""index_topk: scores the index keys of each query's context and selects the top-k positions."""
 
 import torch
 from torch import Tensor
@@ -10,28 +10,28 @@ from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
 
 FAST = (torch.bfloat16, torch.float16)
-HEAD_DIMS = (32, 64, 128)  # that the fast path serves
+HEAD_DIMS = (32, 64, 128)  # supported by the fast path, like the two maxima below
 MAX_HEADS = 128
 MAX_TOPK = 4096
 
 
 def index_topk(
-    q: Tensor,  # [rows, index heads, head_dim]
-    weights: Tensor,  # [rows, index heads], accumulation dtype
-    keys: PagedRows,  # index keys of one index group, this step's own already appended
+    q: Tensor,  # [queries, index heads, head_dim]
+    weights: Tensor,  # [queries, index heads], accumulation dtype
+    keys: PagedRows,  # index keys of one index group, including those of this step
     segments: Segments,
     k: int,
     scale: float,
-) -> Tensor:  # [rows, k] int64 positions in ascending order, then EMPTY
-    """The k best positions of each query row's context, by `sum_h weights[h] * relu(scale * q[h] . key)`.
+) -> Tensor:  # [queries, k] int64 positions in ascending order, then EMPTY
+    """Selects the k best positions of each query's context by `sum_h weights[h] * relu(scale * q[h] . key)`.
 
-    Ties at the boundary go to the earlier position. A row with fewer than k positions behind it selects them all.
-    On a GPU, 16-bit queries go by the device's tensors alone (`keys.table`, `keys.seat_of`, `segments.positions`) and
-    can be captured in a graph; a padded row (seat EMPTY) selects nothing. Raises ConfigError before anything runs
-    where the fast path does not serve a size.
+    Ties at the boundary go to the earlier position. A query that sees at most k positions selects them all.
+    On a GPU, 16-bit queries use the fast path. It reads only device tensors (`keys.table`, `keys.seat_of`,
+    `segments.positions`), so it can be captured in a graph. There, a padded query (seat EMPTY) selects nothing.
+    Raises ConfigError before any launch if the fast path does not support one of the sizes.
     """
-    assert k > 0, f"top-k of {k}"
-    assert scale > 0, f"scores scaled by {scale}"
+    assert k > 0, f"the top-k must be positive, not {k}"
+    assert scale > 0, f"the scale of the scores must be positive, not {scale}"
     if q.device.type == "cpu":
         return cpu_impl.index_topk(q, weights, keys, segments, k, scale)
     if q.dtype not in FAST:
@@ -44,14 +44,14 @@ def index_topk(
 def _check_sizes(q: Tensor, keys: PagedRows, k: int) -> None:
     _, heads, head_dim = q.shape
     layout = keys.layout
-    assert head_dim == layout.width, f"queries of {head_dim} values, index keys of {layout.width}"
+    assert head_dim == layout.width, f"queries have {head_dim} values, but index keys have {layout.width}"
     if head_dim not in HEAD_DIMS:
-        raise ConfigError(f"an index_head_dim of {head_dim} cannot be served on a GPU; one of {HEAD_DIMS} can")
+        raise ConfigError(f"an index_head_dim of {head_dim} is not supported on a GPU; it must be one of {HEAD_DIMS}")
     if heads > MAX_HEADS:
-        raise ConfigError(f"{heads} index heads are more than the {MAX_HEADS} that can be served on a GPU")
+        raise ConfigError(f"{heads} index heads are not supported on a GPU; the maximum is {MAX_HEADS}")
     if k > MAX_TOPK:
-        raise ConfigError(f"a top-k of {k} is more than the {MAX_TOPK} that can be served on a GPU")
+        raise ConfigError(f"a top-k of {k} is not supported on a GPU; the maximum is {MAX_TOPK}")
     if layout.quantised not in (0, head_dim) or (not layout.quantised and layout.dtype not in FAST):
         raise ConfigError(
-            f"index keys of {layout.dtype}, {layout.quantised} of {head_dim} values in fp8, are not served"
+            f"index keys of {layout.dtype}, {layout.quantised} of {head_dim} values in fp8, are not supported on a GPU"
         )

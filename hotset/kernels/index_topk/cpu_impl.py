@@ -1,7 +1,7 @@
-"""index_topk on a CPU: the same scores as the reference with fewer passes over them.
+"""index_topk on a CPU: computes the same scores as the reference in fewer passes.
 
-Queries with at most k positions behind them are not scored. The others are scored in blocks: a block reads the context
-up to its own last position, so only the newest few columns have to be masked.
+Queries that see at most k positions are not scored. The others are scored in blocks. A block reads the context up to
+its own last position, so only the newest few columns have to be masked.
 """
 
 import torch
@@ -14,7 +14,7 @@ from hotset.kernels.stable_topk import stable_topk
 
 BLOCK_SCORES = 1 << 21  # scores held at once: queries x heads x positions
 GROUP = 4  # positions that share one maximum
-GROUPS_PAY = 24  # contexts of at least this many times k are searched by groups; more than GROUP
+MIN_GROUPED_CONTEXT = 24  # contexts of at least this many times k are searched by groups; must exceed GROUP
 
 
 def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, k: int, scale: float) -> Tensor:
@@ -28,26 +28,27 @@ def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, 
         context = keys.gather(segment, length, accumulation_dtype(q.dtype))
         block = max(1, BLOCK_SCORES // (q.shape[1] * length))
         memory = context.new_empty(min(block, last - scored) * q.shape[1] * length)
-        for at in range(scored, last, block):
-            part = slice(at, min(at + block, last))
-            newest = start + at - first  # position of the first query of the block
-            seen = context[: newest + part.stop - at]
+        for begin in range(scored, last, block):
+            part = slice(begin, min(begin + block, last))
+            newest = start + begin - first  # position of the first query of the block
+            seen = context[: newest + part.stop - begin]
             scores = index_scores(q[part], weights[part], seen, newest, scale, memory)
             out[part] = topk_positions(scores, k)
     return out
 
 
 def _take_all(out: Tensor, start: int) -> None:
-    """Query j sees the positions [0, start + j] and selects them all."""
+    """Writes the positions [0, start + j] for query j, which selects all that it sees."""
     queries, k = out.shape
     positions = torch.arange(k).expand(queries, k)
     out.copy_(positions.masked_fill(positions > torch.arange(start, start + queries)[:, None], EMPTY))
 
 
 def index_scores(q: Tensor, weights: Tensor, seen: Tensor, newest: int, scale: float, memory: Tensor) -> Tensor:
-    """[queries, positions] scores; query j stands at position `newest + j`, and later positions score -inf.
+    """Returns [queries, positions] scores. Query j is at position `newest + j`; later positions score -inf.
 
-    `memory` is overwritten: fresh memory for the scores of all heads would cost more than computing on them.
+    Overwrites `memory` with the scores of all heads, because allocating memory for them would take longer than
+    computing them.
     """
     queries, heads, dim = q.shape
     positions = seen.shape[0]
@@ -62,26 +63,26 @@ def index_scores(q: Tensor, weights: Tensor, seen: Tensor, newest: int, scale: f
 
 
 def topk_positions(scores: Tensor, k: int) -> Tensor:
-    """What `stable_topk` returns, for scores of more than k positions.
+    """Returns the same as `stable_topk`, for scores of more than k positions.
 
-    If the k-th value is larger than the next, the k largest are unique. The other queries take `stable_topk`.
+    If the k-th largest value exceeds the next, the k largest are unique. Queries with a tie there use `stable_topk`.
     """
     values, positions = _largest(scores, k + 1)
-    chosen = positions[:, :k].sort(-1).values
-    unclear = ~(values[:, k - 1] > values[:, k])
-    if bool(unclear.any()):
-        chosen[unclear] = stable_topk(scores[unclear], k)
-    return chosen
+    topk = positions[:, :k].sort(-1).values
+    tied = ~(values[:, k - 1] > values[:, k])
+    if bool(tied.any()):
+        topk[tied] = stable_topk(scores[tied], k)
+    return topk
 
 
 def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest values of each query, descending, and their positions; any of equals.
+    """Returns the k largest values of each query, descending, and their positions. Ties are broken arbitrarily.
 
-    In a long context the positions g, g + groups, g + 2 * groups, ... form group g. The k groups with the largest
-    maxima hold k values that no value outside them exceeds.
+    In a long context, the positions g, g + groups, g + 2 * groups, ... form group g. The k groups with the largest
+    maxima contain k values that no value outside these groups exceeds.
     """
     length = scores.shape[1]
-    if length < GROUPS_PAY * k:
+    if length < MIN_GROUPED_CONTEXT * k:
         return torch.topk(scores, k)
     groups = length // GROUP
     grouped = scores[:, : GROUP * groups].unflatten(1, (GROUP, groups))

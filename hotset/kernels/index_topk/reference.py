@@ -8,15 +8,15 @@ from hotset.kernels.rows import PagedRows, accumulation_dtype
 from hotset.kernels.segments import Segments
 from hotset.kernels.stable_topk import stable_topk
 
-BLOCK_SCORES = 1 << 23  # scores held at once: query rows x heads x positions
+BLOCK_SCORES = 1 << 23  # scores held at once: queries x heads x positions
 
 
 def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, k: int, scale: float) -> Tensor:
     out = torch.empty(q.shape[0], k, dtype=torch.int64, device=q.device)
     for segment, first, last, length in segments:
-        if length <= k:  # nothing to choose between: every row takes all that it may see
-            everything = torch.arange(k, device=q.device).expand(last - first, k)
-            out[first:last] = everything.masked_fill(everything > segments.positions[first:last, None], EMPTY)
+        if length <= k:  # every query selects all positions that it sees
+            positions = torch.arange(k, device=q.device).expand(last - first, k)
+            out[first:last] = positions.masked_fill(positions > segments.positions[first:last, None], EMPTY)
             continue
         context = keys.gather(segment, length, accumulation_dtype(q.dtype))
         block = max(1, BLOCK_SCORES // (q.shape[1] * length))
@@ -28,8 +28,8 @@ def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, 
 
 
 def index_scores(q: Tensor, weights: Tensor, context: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """[rows, length] scores; positions that a row may not see score -inf."""
-    each_head = torch.relu(torch.matmul(q.to(context.dtype), context.T) * scale)  # [rows, heads, length]
+    """Returns [queries, length] scores. Positions that a query must not see score -inf."""
+    each_head = torch.relu(torch.matmul(q.to(context.dtype), context.T) * scale)  # [queries, heads, length]
     scores = torch.matmul(weights.to(context.dtype)[:, None, :], each_head)[:, 0]
     unseen = torch.arange(context.shape[0], device=q.device) > positions[:, None]
     return scores.masked_fill_(unseen, float("-inf"))

@@ -1,7 +1,7 @@
-"""index_topk in Triton: `score` every position into a workspace, then `select` the best of each row.
+"""index_topk in Triton: `score` writes the scores of all positions to a workspace, `select` selects the best.
 
-Both go by device tensors and by shapes alone, so that a graph can hold them. The workspace is bounded: query rows that
-do not fit it together are served one batch after another.
+Both depend only on device tensors and on shapes, so they can be captured in a graph. The workspace is bounded: if the
+scores of all queries do not fit into it, the queries are processed in several batches.
 """
 
 import torch
@@ -15,7 +15,7 @@ from hotset.kernels.segments import Segments
 
 __all__ = ["Scores", "index_topk", "score", "select"]
 
-WORKSPACE_BYTES = 256 << 20  # of scores held at once
+WORKSPACE_BYTES = 256 << 20
 
 
 def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, k: int, scale: float) -> Tensor:
@@ -34,7 +34,7 @@ def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, 
 
 
 def _context(keys: PagedRows, segments: Segments) -> int:
-    """Positions that a row may have: the longest context where the host knows it, else all that the table can name."""
+    """Returns the length of the longest context. If the host has no lengths, returns the most that the table allows."""
     if segments.lengths:
         return max(segments.lengths)
     parts, _, block_rows, _ = keys.blocks.shape

@@ -1,12 +1,12 @@
-"""Scores of index keys in Triton. A program serves a tile of query rows and a share of their context, keys by keys.
+"""Scores index keys in Triton. A program scores a tile of queries against a share of their context, tile by tile.
 
-Keys are the tall operand of the product, all heads of all query rows of the tile the wide one, so no head count wastes
-matrix work and a tile of several query rows reads its keys once. Keys of fp8 are taken as float16, which holds every
-e4m3 value; their scale is positive and waits until the heads are summed. Queries are divided by a power of two, their
-largest, so that float16 holds them as well as bfloat16 does.
+The left operand of the matrix product is a tile of keys. The right operand has one column for every head of every query
+in the tile. So no head count wastes matrix operations, and several queries that share a context read its keys once.
+fp8 keys are converted to float16, which represents every e4m3 value. Their scale is positive, so it is applied after
+the sum over the heads. Each query is divided by a power of two, so that float16 is as precise for it as bfloat16.
 
-A block of keys is seldom a whole number of tiles long: its last tile is moved back to end with it, so that no load
-needs a mask. The keys that it shares with the tile before are not written again.
+The length of a block of keys is rarely a multiple of the tile. The last tile is moved back so that it ends with the
+block, and no load needs a mask. Scores of keys that it shares with the previous tile are not written again.
 """
 
 from dataclasses import dataclass
@@ -24,52 +24,52 @@ from hotset.kernels.rows import PagedRows
 
 @dataclass(frozen=True, slots=True)
 class ScoreTuning:
-    """How a program scores, and how many of them are wanted."""
+    """Parameters of the scoring kernel that affect only speed."""
 
-    columns: int = 0  # heads x query rows of a tile, which has one query row at least
-    keys: int = 64  # of a tile
+    columns: int = 0  # queries x heads of a tile; a tile has at least one query
+    keys: int = 64  # keys of a tile
     warps: int = 4
-    stages: int = 4  # one less than this many tiles are in shared memory or on their way to it
-    registers: int | None = None  # of a thread; None: as many as it likes
-    per_processor: int = 5  # programs that a multiprocessor holds at a time
+    stages: int = 4  # pipeline depth: stages - 1 tiles are in shared memory or being loaded
+    registers: int | None = None  # limit per thread; None: no limit
+    programs_per_sm: int = 5  # resident programs per multiprocessor
 
 
-# One query row for every context: bound by memory. By heads, the first entry that holds them.
+# For queries that share no context: limited by memory bandwidth. The first entry with enough heads is used.
 OWN_CONTEXT = {
     32: ScoreTuning(registers=104),
-    64: ScoreTuning(registers=128, per_processor=4),
-    128: ScoreTuning(stages=3, per_processor=2),
+    64: ScoreTuning(registers=128, programs_per_sm=4),
+    128: ScoreTuning(stages=3, programs_per_sm=2),
 }
 OWN_CONTEXT_PLAIN = {  # index keys of 16 bits
-    64: ScoreTuning(stages=3, per_processor=3),
-    128: ScoreTuning(stages=3, per_processor=2),
+    64: ScoreTuning(stages=3, programs_per_sm=3),
+    128: ScoreTuning(stages=3, programs_per_sm=2),
 }
-SHARED_CONTEXT = ScoreTuning(columns=128, per_processor=2)  # query rows that share a context: bound by arithmetic
-FEWEST_HEADS = 16  # of the matrix instructions; fewer are padded with heads of weight 0
-MAX_SPLITS = 1024  # programs that may share one context
-OPERAND = {torch.float8_e4m3fn: tl.float16, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}  # by stored key
-INTERPRETED_PROCESSORS = 2
-OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns where this is left open
+SHARED_CONTEXT = ScoreTuning(columns=128, programs_per_sm=2)  # limited by arithmetic
+MIN_HEADS = 16  # required by the matrix instructions; fewer heads are padded with heads of weight 0
+MAX_SPLITS = 1024  # programs that share one context
+OPERAND = {torch.float8_e4m3fn: tl.float16, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}  # by stored dtype
+INTERPRETED_MULTIPROCESSORS = 2
+OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
 
 _EMPTY = tl.constexpr(EMPTY)
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of a batch of query rows. What a row may not see is not written."""
+    """The scores of a batch of queries. Entries that a query must not see are not written."""
 
-    values: Tensor  # [rows, context] float32
-    moments: Tensor  # [rows, splits, 2] float32: sums of the scores and of their squares, over shares of the context
+    values: Tensor  # [queries, context] float32
+    moments: Tensor  # [queries, splits, 2] float32: sums of the scores and of their squares, per share of the context
 
 
 def score(
-    q: Tensor,  # [rows, heads, head_dim]
-    weights: Tensor,  # [rows, heads]
-    keys: PagedRows,  # its `seat_of` is not read
-    seats: Tensor,  # [rows] int64; EMPTY: a padded row, which is not scored
-    positions: Tensor,  # [rows] int64: a row sees the positions up to this one
-    context: int,  # positions that the result has room for
-    k: int,  # a row with at most so many positions is not scored: it selects them all
+    q: Tensor,  # [queries, heads, head_dim]
+    weights: Tensor,  # [queries, heads]
+    keys: PagedRows,  # `keys.seat_of` is not read
+    seats: Tensor,  # [queries] int64; EMPTY: a padded query, which is not scored
+    positions: Tensor,  # [queries] int64: a query sees the positions up to and including this one
+    context: int,  # number of positions in the result
+    k: int,  # a query that sees at most k positions is not scored: it selects them all
     scale: float,
     *,
     share_context: bool = False,  # True: neighbouring queries mostly share a context
@@ -78,16 +78,16 @@ def score(
     num_queries, heads, head_dim = q.shape
     blocks = keys.blocks.view(torch.float8_e4m3fn) if keys.layout.quantised else keys.blocks
     parts, _, block_rows, width = blocks.shape
-    assert blocks.stride(3) == 1 and blocks.stride(2) == width, f"index keys lie {blocks.stride()} apart"
+    assert blocks.stride(3) == 1 and blocks.stride(2) == width, f"index keys must be adjacent: {blocks.stride()}"
     if tuning is None and share_context:
         tuning = SHARED_CONTEXT
     elif tuning is None:
         by_heads = OWN_CONTEXT if keys.layout.quantised else OWN_CONTEXT_PLAIN
         tuning = next(tuning for max_heads, tuning in by_heads.items() if heads <= max_heads)
-    padded_heads = max(FEWEST_HEADS, triton.next_power_of_2(heads))
+    padded_heads = max(MIN_HEADS, triton.next_power_of_2(heads))
     tile_queries = max(1, tuning.columns // padded_heads)
     tiles = triton.cdiv(num_queries, tile_queries)
-    splits = processors(q.device) * tuning.per_processor // tiles
+    splits = multiprocessors(q.device) * tuning.programs_per_sm // tiles
     splits = max(1, min(splits, triton.cdiv(context, tuning.keys), MAX_SPLITS))
     values = torch.empty(num_queries, context, dtype=torch.float32, device=q.device)
     moments = torch.empty(num_queries, splits, 2, dtype=torch.float32, device=q.device)
@@ -132,10 +132,10 @@ def launch_options(tuning: ScoreTuning) -> dict[str, Any]:
 
 
 @cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; without one the kernels are interpreted."""
+def multiprocessors(device: torch.device) -> int:
+    """Returns the number of multiprocessors of a GPU, or a small number if the kernels are interpreted on a CPU."""
     if device.type != "cuda":
-        return INTERPRETED_PROCESSORS
+        return INTERPRETED_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -198,16 +198,16 @@ def _score_kernel(
         key = tl.arange(0, tile_keys)
         dim = tl.arange(0, head_dim)
         block_tiles: tl.constexpr = (block_rows + tile_keys - 1) // tile_keys
-        while seat != _EMPTY:  # once for every seat in the tile, the highest first
-            mine = tl.where(seats == seat, lengths, 0)
-            length = tl.max(mine, 0)
+        while seat != _EMPTY:  # once per seat in the tile, in descending order
+            seen_lengths = tl.where(seats == seat, lengths, 0)
+            length = tl.max(seen_lengths, 0)
             tiles = length // block_rows * block_tiles + tl.cdiv(length % block_rows, tile_keys)
             share = tl.cdiv(tiles, splits)
             first = split * share
             last = tl.minimum(first + share, tiles)
             pages = table + seat * table_stride
             if first < last:
-                # The page is looked up one tile ahead: the loads of keys wait for nothing but it.
+                # The page is looked up one tile ahead, so that the loads of keys never wait for the lookup.
                 page = tl.load(pages + first // block_tiles // parts)
                 for tile in tl.range(first, last, num_stages=stages):
                     block = tile // block_tiles
@@ -219,13 +219,13 @@ def _score_kernel(
                         from_key = tl.minimum(start, block_rows - tile_keys)
                         fresh = key >= start - from_key
                     base = blocks + (block % parts).to(tl.int64) * part_stride + page * page_stride
-                    key_at = base + from_key * key_stride + key * key_stride  # all but the last term is the tile's
+                    key_at = base + from_key * key_stride + key * key_stride  # a scalar plus one vector term
                     if block_rows < tile_keys:
                         stored = tl.load(key_at[:, None] + dim[None, :], mask=fresh[:, None], other=0.0)
                     else:
                         stored = tl.load(key_at[:, None] + dim[None, :])
-                    each = tl.maximum(tl.dot(stored.to(operand), q_tile), 0.0) * head_weights[None, :]
-                    score = tl.sum(tl.reshape(each, [tile_keys, tile_queries, heads_padded]), 2)
+                    by_head = tl.maximum(tl.dot(stored.to(operand), q_tile), 0.0) * head_weights[None, :]
+                    score = tl.sum(tl.reshape(by_head, [tile_keys, tile_queries, heads_padded]), 2)
                     if scaled:
                         scale_at = (key_at + head_dim).to(tl.pointer_type(tl.float32))
                         if block_rows < tile_keys:
@@ -234,15 +234,15 @@ def _score_kernel(
                             score *= tl.load(scale_at)[:, None]
                     page = tl.load(pages + tl.minimum(tile + 1, last - 1) // block_tiles // parts)
                     position = block * block_rows + from_key + key
-                    seen = (position[:, None] < mine[None, :]) & fresh[:, None]
+                    seen = (position[:, None] < seen_lengths[None, :]) & fresh[:, None]
                     tl.store(values + query[None, :] * value_stride + position[:, None], score, mask=seen)
                     score = tl.where(seen, score, 0.0)
                     sums += score
                     squares += score * score
             seat = tl.max(tl.where(seats < seat, seats, _EMPTY), 0)
-    mine = moments + (query * splits + split) * 2
-    tl.store(mine, tl.sum(sums, 0), mask=query < num_queries)
-    tl.store(mine + 1, tl.sum(squares, 0), mask=query < num_queries)
+    moments_at = moments + (query * splits + split) * 2
+    tl.store(moments_at, tl.sum(sums, 0), mask=query < num_queries)
+    tl.store(moments_at + 1, tl.sum(squares, 0), mask=query < num_queries)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -260,7 +260,7 @@ def _load_queries(
     head_dim: tl.constexpr,
     operand: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """[head_dim, query rows x heads] queries in [-2, 2], and weights of these columns that make up for it."""
+    """Returns [head_dim, queries x heads] scaled to [-2, 2], and weights per column that undo the scaling."""
     column = tl.arange(0, tile_queries * heads_padded)
     query = first_query + column // heads_padded
     head = column % heads_padded
@@ -268,7 +268,8 @@ def _load_queries(
     dim = tl.arange(0, head_dim)
     at = q + query[None, :] * query_stride + head[None, :] * head_stride + dim[:, None]
     q_tile = tl.load(at, mask=there[None, :], other=0.0).to(tl.float32)
-    # The power of two at or below the largest value, as bits; its exponent is kept such that 1 / unit is normal too.
+    # The largest power of two that does not exceed the largest value, as bits. It is clamped so that unit and 1 / unit
+    # are normal numbers.
     unit = tl.max(tl.abs(q_tile), 0).to(tl.int32, bitcast=True) & 0x7F800000
     unit = tl.minimum(tl.maximum(unit, 0x0D800000), 0x71000000)
     inverse = (0x7F000000 - unit).to(tl.float32, bitcast=True)

@@ -1,13 +1,13 @@
-"""The k best of each row of scores in Triton: exactly, in three launches and hardly more than two passes.
+"""Selects the k best scores of each query in Triton, exactly, with three launches and little more than two passes.
 
-1. `_count_kernel` sorts the scores of a row into bins, evenly spaced over the interval that must hold the k-th score.
-2. `_gather_kernel` finds the bin of the k-th score and lists, in order of position, the scores from that bin on: little
-   more than k of them. Where the list has no room for them (many equal scores), none is listed.
-3. `_finish_kernel` halves the interval of the k-th score until it is known to the last bit, by counting over the list
-   (or over all scores of the row), and writes what is above it and the first of what equals it.
+1. `_count_kernel` counts the scores of a query in bins, evenly spaced over the interval that must hold the k-th score.
+2. `_gather_kernel` finds the bin of the k-th score and lists the scores of this and of all higher bins, in order of
+   position: little more than k scores. If they do not fit into the list (many equal scores), it lists none.
+3. `_finish_kernel` finds the k-th score by bisection. It counts over the list, or over all scores of the query if
+   there is no list. Then it writes the positions of all higher scores, and of the first scores that equal the k-th.
 
-The bins are a matter of speed alone: any row is selected exactly whatever its moments say, since a bin never falls when
-a score rises. The first two kernels share a row among several programs when the batch is small.
+The bins affect only speed. The selection is exact for any moments, because a higher score never has a lower bin.
+If the batch is small, several programs of the first two kernels share a query.
 """
 
 from dataclasses import dataclass
@@ -18,50 +18,50 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.index_topk.triton_score import MAX_SPLITS, Scores, processors
+from hotset.kernels.index_topk.triton_score import MAX_SPLITS, Scores, multiprocessors
 
 
 @dataclass(frozen=True, slots=True)
 class SelectTuning:
-    """How the scores of a row are looked through."""
+    """Parameters of the selection kernels that affect only speed."""
 
-    block: int = 2048  # scores that a program of the first two kernels holds at a time
+    block: int = 2048  # scores that a program of the first two kernels processes at a time
     warps: int = 4
     bins: int = 128
-    per_processor: int = 8  # programs that a multiprocessor holds at a time
+    programs_per_sm: int = 8  # resident programs per multiprocessor
     finish_warps: int = 8
 
 
-TUNING = SelectTuning()
-CONTEXT_MULTIPLE = 4096  # a row of scores is so many times as long: a multiple of every block
-SPLITS = (1, 8, 64)  # programs that may share a row; `_gather_kernel` is compiled for each of these
-MIN_HELD = 1024  # scores that `_finish_kernel` holds in registers, or the next power of two above k
-LIST_ROOM = 2  # in multiples of what it holds
-OPTIONS = {"enable_fp_fusion": False}  # two kernels must sort a score into the same bin
+TUNED = SelectTuning()
+CONTEXT_MULTIPLE = 4096  # every query has room for a multiple of so many scores; itself a multiple of every block
+SPLITS = (1, 8, 64)  # `_gather_kernel` is compiled for at most so many programs that share a query
+MIN_HELD = 1024  # `_finish_kernel` holds at least so many scores in registers, and more than k
+LIST_ROOM = 2  # capacity of the list, in multiples of what `_finish_kernel` holds
+OPTIONS = {"enable_fp_fusion": False}  # two kernels must compute the same bin for a score
 
 _EMPTY = tl.constexpr(EMPTY)
-_NEVER = tl.constexpr(-(2**31))  # the order of a score that is not selected: -inf or NaN
-_MOST_PARTS = tl.constexpr(MAX_SPLITS)
-_SMALLEST_SPAN = tl.constexpr(1e-30)
-_LARGEST = tl.constexpr(1e30)
+_UNSELECTABLE = tl.constexpr(-(2**31))  # the order of a score that cannot be selected: -inf or NaN
+_MAX_SCORE_SPLITS = tl.constexpr(MAX_SPLITS)
+_MIN_SPAN = tl.constexpr(1e-30)
+_MAX_MAGNITUDE = tl.constexpr(1e30)
 
 
 def select(
     scores: Scores,
-    seats: Tensor,  # [rows] int64; EMPTY: a padded row, which selects nothing
-    positions: Tensor,  # [rows] int64: a row has scores for the positions up to this one
+    seats: Tensor,  # [queries] int64; EMPTY: a padded query, which selects nothing
+    positions: Tensor,  # [queries] int64: a query has scores for the positions up to and including this one
     k: int,
-    out: Tensor,  # [rows, k] int64, written: positions in ascending order, then EMPTY
-    tuning: SelectTuning = TUNING,
+    out: Tensor,  # [queries, k] int64, written: positions in ascending order, then EMPTY
+    tuning: SelectTuning = TUNED,
 ) -> None:
-    """The k largest scores of each row as `stable_topk` chooses them; all positions of a row that has at most k.
+    """Selects the k largest scores of each query, with the ties of `stable_topk`.
 
-    Scores of -inf or NaN are never selected in a row of more than k.
+    A query with at most k positions selects them all. A query with more never selects a score of -inf or NaN.
     """
     values = scores.values
     queries, context = values.shape
-    assert context % CONTEXT_MULTIPLE == 0, f"rows of {context} scores are not a multiple of {CONTEXT_MULTIPLE} long"
-    assert out.is_contiguous(), f"selected positions lie {out.stride()} apart"
+    assert context % CONTEXT_MULTIPLE == 0, f"{context} scores per query are not a multiple of {CONTEXT_MULTIPLE}"
+    assert out.is_contiguous(), f"the output must be contiguous, but has strides {out.stride()}"
     held = max(MIN_HELD, triton.next_power_of_2(k + 1))
     room = LIST_ROOM * held
     listed, listed_positions = (
@@ -69,8 +69,8 @@ def select(
     )
     totals = torch.empty(queries, dtype=torch.int32, device=values.device)
     seats, positions = seats.contiguous(), positions.contiguous()
-    if context > k:  # else no row has more than k positions
-        splits = processors(values.device) * tuning.per_processor // queries
+    if context > k:  # otherwise no query has more than k positions
+        splits = multiprocessors(values.device) * tuning.programs_per_sm // queries
         splits = max(1, min(splits, context // tuning.block, SPLITS[-1]))
         counts = torch.empty(queries, splits, tuning.bins, dtype=torch.int32, device=values.device)
         bins = torch.empty(queries, 2, dtype=torch.float32, device=values.device)
@@ -84,7 +84,7 @@ def select(
             bins_at=bins,
             value_stride=context,
             k=k,
-            parts=scores.moments.shape[1],
+            score_splits=scores.moments.shape[1],
             **sizes,
             **OPTIONS,
         )
@@ -100,7 +100,7 @@ def select(
             value_stride=context,
             k=k,
             room=room,
-            most_splits=next(most for most in SPLITS if splits <= most),
+            max_splits=next(max_splits for max_splits in SPLITS if splits <= max_splits),
             **sizes,
             **OPTIONS,
         )
@@ -121,17 +121,17 @@ def select(
     )
 
 
-@triton.jit(do_not_specialize=["k", "parts"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["k", "score_splits"])  # type: ignore[untyped-decorator]
 def _count_kernel(
     values: tl.tensor,
     seat_of: tl.tensor,
     positions: tl.tensor,
     moments: tl.tensor,
-    counts: tl.tensor,  # [rows, splits, bins] int32, written
-    bins_at: tl.tensor,  # [rows, 2] float32, written: a score x is in bin x * [0] + [1], kept within the bins
+    counts: tl.tensor,  # [queries, splits, bins] int32, written
+    bins_at: tl.tensor,  # [queries, 2] float32, written: score x has bin x * [0] + [1], clamped to the bins
     value_stride: tl.tensor,
     k: tl.tensor,
-    parts: tl.tensor,
+    score_splits: tl.tensor,
     block: tl.constexpr,
     bins: tl.constexpr,
 ) -> None:
@@ -140,7 +140,7 @@ def _count_kernel(
     splits = tl.num_programs(1)
     length = _length(seat_of, positions, query)
     if length > k:
-        per_score, offset = _bins(moments + query * parts * 2, parts, length, k, bins)
+        per_score, offset = _bins(moments + query * score_splits * 2, score_splits, length, k, bins)
         if split == 0:
             tl.store(bins_at + query * 2, per_score)
             tl.store(bins_at + query * 2 + 1, offset)
@@ -160,15 +160,15 @@ def _gather_kernel(
     positions: tl.tensor,
     counts: tl.tensor,
     bins_at: tl.tensor,
-    listed: tl.tensor,  # [rows, room] float32, written
-    listed_positions: tl.tensor,  # [rows, room] int32, written
-    totals: tl.tensor,  # [rows] int32, written: how many there are to list; more than `room`: none was listed
+    listed: tl.tensor,  # [queries, room] float32, written
+    listed_positions: tl.tensor,  # [queries, room] int32, written
+    totals: tl.tensor,  # [queries] int32, written: number of scores to list; if it exceeds `room`, none is listed
     value_stride: tl.tensor,
     k: tl.tensor,
     room: tl.tensor,
     block: tl.constexpr,
     bins: tl.constexpr,
-    most_splits: tl.constexpr,
+    max_splits: tl.constexpr,
 ) -> None:
     query = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -177,28 +177,29 @@ def _gather_kernel(
     if length > k:
         per_score = tl.load(bins_at + query * 2)
         offset = tl.load(bins_at + query * 2 + 1)
-        each = tl.arange(0, most_splits)
+        split_number = tl.arange(0, max_splits)
         bin_number = tl.arange(0, bins)
-        count_at = counts + (query * splits + each[:, None]) * bins + bin_number[None, :]
-        count = tl.load(count_at, mask=(each < splits)[:, None], other=0)
+        count_at = counts + (query * splits + split_number[:, None]) * bins + bin_number[None, :]
+        count = tl.load(count_at, mask=(split_number < splits)[:, None], other=0)
         from_bin_on = tl.cumsum(tl.sum(count, 0), 0, reverse=True)
-        cut_bin = tl.sum((from_bin_on >= k).to(tl.int32), 0) - 1  # EMPTY: fewer than k can be selected, all are listed
-        chosen = tl.sum(tl.where(bin_number[None, :] >= cut_bin, count, 0), 1)
-        total = tl.sum(chosen, 0)
+        threshold_bin = tl.sum((from_bin_on >= k).to(tl.int32), 0) - 1  # -1: fewer than k, all listed
+        split_total = tl.sum(tl.where(bin_number[None, :] >= threshold_bin, count, 0), 1)
+        total = tl.sum(split_total, 0)
         if split == 0:
             tl.store(totals + query, total)
         if total <= room:
-            entries = tl.sum(tl.where(each < split, chosen, 0), 0)  # before the next one, of the row
+            # The number of scores listed so far: first those of the earlier splits.
+            entries = tl.sum(tl.where(split_number < split, split_total, 0), 0)
             share = tl.cdiv(tl.cdiv(length, block), splits) * block
             last = tl.minimum(split * share + share, length)
             for start in range(split * share, last, block):
                 score = _scores(values + query * value_stride, start, last, block)
-                taken = (_bin(score, per_score, offset, bins) >= cut_bin) & (score > float("-inf"))
-                upto = tl.cumsum(taken.to(tl.int32), 0)
-                entry = query * room + entries + upto - 1
+                taken = (_bin(score, per_score, offset, bins) >= threshold_bin) & (score > float("-inf"))
+                cumulative = tl.cumsum(taken.to(tl.int32), 0)
+                entry = query * room + entries + cumulative - 1
                 tl.store(listed + entry, score, mask=taken)
                 tl.store(listed_positions + entry, start + tl.arange(0, block), mask=taken)
-                entries += tl.max(upto, 0)
+                entries += tl.max(cumulative, 0)
 
 
 @triton.jit(do_not_specialize=["k"])  # type: ignore[untyped-decorator]
@@ -209,7 +210,7 @@ def _finish_kernel(
     listed: tl.tensor,
     listed_positions: tl.tensor,
     totals: tl.tensor,
-    out: tl.tensor,  # [rows, k] int64, written
+    out: tl.tensor,  # [queries, k] int64, written
     value_stride: tl.tensor,
     k: tl.tensor,
     room: tl.tensor,
@@ -218,10 +219,10 @@ def _finish_kernel(
     query = tl.program_id(0).to(tl.int64)
     length = _length(seat_of, positions, query)
     index = tl.arange(0, block)
-    everything = length  # a row of at most k positions selects this many, the first
+    select_all = length  # a query with at most k positions selects the first so many
     written = tl.full([], 0, tl.int32)
     if length > k:
-        everything = tl.full([], 0, tl.int32)
+        select_all = tl.full([], 0, tl.int32)
         total = tl.load(totals + query)
         from_list = total <= room
         source = values + query * value_stride
@@ -229,103 +230,110 @@ def _finish_kernel(
         if from_list:
             source = listed + query * room
             entries = total
-        cut = tl.full([], _NEVER, tl.int32)
-        places_left = tl.full([], 0, tl.int32)  # for scores that equal the cut
+        threshold = tl.full([], _UNSELECTABLE, tl.int32)
+        room_for_ties = tl.full([], 0, tl.int32)  # scores equal to the threshold that are selected
         if total > k:
-            cut = _cut(source, entries, k, block)
-            places_left = k - _count_from(_order(source, 0, entries, block), source, cut + 1, entries, block)
+            threshold = _kth_largest(source, entries, k, block)
+            first = _order(source, 0, entries, block)
+            room_for_ties = k - _count_at_least(first, source, threshold + 1, entries, block)
         above_before = tl.full([], 0, tl.int32)
         equal_before = tl.full([], 0, tl.int32)
         for start in range(0, entries, block):
             order = _order(source, start, entries, block)
-            upto = tl.cumsum((order > cut).to(tl.int32) + ((order == cut).to(tl.int32) << 16), 0)
-            equal = equal_before + (upto >> 16)
-            taken = (order > cut) | ((order == cut) & (equal <= places_left))
-            column = above_before + (upto & 0xFFFF) + tl.minimum(equal, places_left) - 1
+            cumulative = tl.cumsum((order > threshold).to(tl.int32) + ((order == threshold).to(tl.int32) << 16), 0)
+            equal = equal_before + (cumulative >> 16)
+            taken = (order > threshold) | ((order == threshold) & (equal <= room_for_ties))
+            column = above_before + (cumulative & 0xFFFF) + tl.minimum(equal, room_for_ties) - 1
             position = start + index
             if from_list:
                 position = tl.load(listed_positions + query * room + position, mask=taken, other=0)
             tl.store(out + query * k + column, position.to(tl.int64), mask=taken)
-            ends = tl.max(upto, 0)
+            ends = tl.max(cumulative, 0)
             above_before += ends & 0xFFFF
             equal_before += ends >> 16
-        written = above_before + tl.minimum(equal_before, places_left)
+        written = above_before + tl.minimum(equal_before, room_for_ties)
     for start in range(0, k, block):
         column = start + index
-        rest = tl.where(column < everything, column, _EMPTY)
+        rest = tl.where(column < select_all, column, _EMPTY)
         tl.store(out + query * k + column, rest.to(tl.int64), mask=(column >= written) & (column < k))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _length(seat_of: tl.tensor, positions: tl.tensor, query: tl.tensor) -> tl.tensor:
-    """Positions that a row has scores for; none if it is padded."""
+    """Returns the number of positions that a query has scores for; 0 for a padded query."""
     length = tl.load(positions + query).to(tl.int32) + 1
     return tl.where(tl.load(seat_of + query) == _EMPTY, 0, length)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bins(
-    moments: tl.tensor, parts: tl.tensor, length: tl.tensor, k: tl.tensor, bins: tl.constexpr
+    moments: tl.tensor, score_splits: tl.tensor, length: tl.tensor, k: tl.tensor, bins: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(bins per unit of score, bin of score 0): evenly over the interval that must hold the k-th of `length` scores.
+    """Returns (bins per unit of score, bin of score 0) for the interval that must hold the k-th of `length` scores.
 
-    By Cantelli's inequality at most n / (1 + c^2) of n values lie c or more standard deviations above their mean, and
-    as many below: the k-th is at most sqrt((n - k) / k) above and sqrt(k / (n - k)) below. What is finite but beyond
-    these bounds falls into the first and the last bin.
+    By Cantelli's inequality, at most n / (1 + c^2) of n values are c or more standard deviations above their mean, and
+    at most so many are c or more below. The k-th largest is therefore at most sqrt((n - k) / k) deviations above and
+    at most sqrt(k / (n - k)) below the mean. Finite scores outside of these bounds get the first or the last bin.
     """
-    part = tl.arange(0, _MOST_PARTS)
-    sums = tl.sum(tl.load(moments + part * 2, mask=part < parts, other=0.0), 0)
-    squares = tl.sum(tl.load(moments + part * 2 + 1, mask=part < parts, other=0.0), 0)
+    score_split = tl.arange(0, _MAX_SCORE_SPLITS)
+    sums = tl.sum(tl.load(moments + score_split * 2, mask=score_split < score_splits, other=0.0), 0)
+    squares = tl.sum(tl.load(moments + score_split * 2 + 1, mask=score_split < score_splits, other=0.0), 0)
     count = length.to(tl.float32)
     mean = sums / count
-    # Where the mean is far larger than the deviation, the difference is rounding error: it is given a floor.
+    # If the mean is far larger than the deviation, the difference is a rounding error. Hence the lower bound.
     deviation = tl.sqrt(tl.maximum(squares / count - mean * mean, 1e-6 * mean * mean))
     odds = tl.sqrt((count - k) / k)
     low = mean - deviation / odds
     span = deviation / odds + deviation * odds
-    usable = (tl.abs(low) < _LARGEST) & (span > _SMALLEST_SPAN) & (span < _LARGEST)
+    usable = (tl.abs(low) < _MAX_MAGNITUDE) & (span > _MIN_SPAN) & (span < _MAX_MAGNITUDE)
     per_score = tl.where(usable, bins / span, 0.0)
     return per_score, tl.where(usable, -low * per_score, 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bin(score: tl.tensor, per_score: tl.tensor, offset: tl.tensor, bins: tl.constexpr) -> tl.tensor:
-    """Never falls when `score` rises. A score that is infinite is taken for the largest finite one."""
+    """Returns the bin of a score. A higher score never has a lower bin. Infinite scores count as 3.0e38."""
     finite = tl.minimum(tl.maximum(score, -3.0e38), 3.0e38)
     return tl.minimum(tl.maximum(tl.fma(finite, per_score, offset), 0.0), bins - 1.0).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scores(values: tl.tensor, start: tl.tensor, last: tl.tensor, block: tl.constexpr) -> tl.tensor:
-    """[block] scores from `start` on; -inf from `last` on. Rows have room for whole blocks, so nothing is masked."""
+    """Returns [block] scores from `start` on, with -inf from `last` on.
+
+    The load needs no mask, because every query has room for whole blocks of scores.
+    """
     index = start + tl.arange(0, block)
     return tl.where(index < last, tl.load(values + index), float("-inf"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _order(source: tl.tensor, start: tl.tensor, entries: tl.tensor, block: tl.constexpr) -> tl.tensor:
-    """[block] int32 that compare as the scores from `start` on do, NEVER from `entries` on; 0.0 and -0.0 are equal."""
+    """Returns [block] int32 keys that have the order of the scores from `start` on. 0.0 and -0.0 are equal.
+
+    Keys from `entries` on, and those of scores that cannot be selected, are UNSELECTABLE.
+    """
     index = start + tl.arange(0, block)
     score = tl.load(source + index, mask=index < entries, other=float("-inf"))
     bits = tl.where(score == 0.0, 0, score.to(tl.int32, bitcast=True))
-    return tl.where(score > float("-inf"), bits ^ ((bits >> 31) & 0x7FFFFFFF), _NEVER)
+    return tl.where(score > float("-inf"), bits ^ ((bits >> 31) & 0x7FFFFFFF), _UNSELECTABLE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cut(source: tl.tensor, entries: tl.tensor, k: tl.tensor, block: tl.constexpr) -> tl.tensor:
-    """The order of the k-th largest of `entries` scores, of which more than k can be selected."""
+def _kth_largest(source: tl.tensor, entries: tl.tensor, k: tl.tensor, block: tl.constexpr) -> tl.tensor:
+    """Returns the order key of the k-th largest of `entries` scores. More than k of them must be selectable."""
     first = _order(source, 0, entries, block)
-    lowest = tl.min(tl.where(first == _NEVER, 0x7FFFFFFF, first), 0)
+    lowest = tl.min(tl.where(first == _UNSELECTABLE, 0x7FFFFFFF, first), 0)
     highest = tl.max(first, 0)
     for start in range(block, entries, block):
         order = _order(source, start, entries, block)
-        lowest = tl.minimum(lowest, tl.min(tl.where(order == _NEVER, 0x7FFFFFFF, order), 0))
+        lowest = tl.minimum(lowest, tl.min(tl.where(order == _UNSELECTABLE, 0x7FFFFFFF, order), 0))
         highest = tl.maximum(highest, tl.max(order, 0))
     low = lowest.to(tl.int64)
     high = highest.to(tl.int64)
-    while low < high:  # at least k are `low` or more, fewer than k are more than `high`
+    while low < high:  # at least k scores are >= low, and fewer than k are > high
         middle = low + (high - low + 1) // 2
-        if _count_from(first, source, middle.to(tl.int32), entries, block) >= k:
+        if _count_at_least(first, source, middle.to(tl.int32), entries, block) >= k:
             low = middle
         else:
             high = middle - 1
@@ -333,11 +341,11 @@ def _cut(source: tl.tensor, entries: tl.tensor, k: tl.tensor, block: tl.constexp
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _count_from(
-    first: tl.tensor, source: tl.tensor, least: tl.tensor, entries: tl.tensor, block: tl.constexpr
+def _count_at_least(
+    first: tl.tensor, source: tl.tensor, threshold: tl.tensor, entries: tl.tensor, block: tl.constexpr
 ) -> tl.tensor:
-    """How many of `entries` scores come at `least` or after it; the first block of their order is at hand."""
-    count = tl.sum((first >= least).to(tl.int32), 0)
+    """Counts those of `entries` scores whose order key is at least `threshold`. `first` is the first block of keys."""
+    count = tl.sum((first >= threshold).to(tl.int32), 0)
     for start in range(block, entries, block):
-        count += tl.sum((_order(source, start, entries, block) >= least).to(tl.int32), 0)
+        count += tl.sum((_order(source, start, entries, block) >= threshold).to(tl.int32), 0)
     return count

@@ -1,4 +1,4 @@
-"""sparse_attention: absorbed MLA attention of each query row over its own list of device rows."""
+"""sparse_attention: absorbed MLA attention of each query over its own list of device rows."""
 
 import torch
 from torch import Tensor
@@ -8,28 +8,29 @@ from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.rows import ROW_ALIGN, RowLayout
 from hotset.kernels.sparse_attention import cpu_impl, reference
 
-RANKS = (64, 128, 256, 512)  # that the kernels for GPUs can take, as the next two
+# The limits of the GPU kernels.
+RANKS = (64, 128, 256, 512)
 ROPES = (16, 32, 64, 128)
 MAX_ROWS = 2**31 - 1
 
 
 def sparse_attention(
-    q: Tensor,  # [rows, heads, rank + rope]: latent part absorbed through the key up-projection, then the rope part
+    q: Tensor,  # [queries, heads, rank + rope]: latent part absorbed through the key up-projection, then the rope part
     rows: Tensor,  # [device rows, stored width]: latent | rope key, as `layout` stores them
-    row_ids: Tensor,  # [rows, k] int64 device rows, EMPTY-padded anywhere
+    row_ids: Tensor,  # [queries, k] int64 device rows, EMPTY-padded anywhere
     layout: RowLayout,
     rank: int,
     scale: float,
-) -> Tensor:  # [rows, heads, rank]: attention-weighted latents, before the value up-projection
-    """softmax(scale * q . row) over the chosen rows, applied to their latents. Their order does not matter.
+) -> Tensor:  # [queries, heads, rank]: attention-weighted latents, before the value up-projection
+    """Applies softmax(scale * q . row) over the rows in `row_ids` to their latents. The order of row ids is irrelevant.
 
-    A query row without a chosen row (a padded batch row) gives zeros, whatever its q holds. bfloat16 tensors on a GPU
-    take the fast path, which can be captured in a graph; it serves any number of heads and of chosen rows, ranks RANKS,
-    ropes ROPES, plain rows and rows whose latent is fp8. Raises ConfigError, naming the value, for any other size.
-    Other dtypes take the reference there.
+    A query without rows (a padded query) gets zeros, whatever its q holds. bfloat16 tensors on a GPU use the fast path,
+    which can be captured in a graph. It supports any number of heads and of row ids, the ranks RANKS, the ropes ROPES,
+    plain rows, and rows whose latent is fp8. Other sizes raise a ConfigError that contains the value. Other dtypes use
+    the reference.
     """
-    assert q.shape[2] == layout.width, f"queries of {q.shape[2]} values cannot score rows of {layout.width}"
-    assert row_ids.shape[0] == q.shape[0], f"{row_ids.shape[0]} selections for {q.shape[0]} query rows"
+    assert q.shape[2] == layout.width, f"queries have {q.shape[2]} values, but rows have {layout.width}"
+    assert row_ids.shape[0] == q.shape[0], f"{row_ids.shape[0]} lists of row ids for {q.shape[0]} queries"
     if q.device.type == "cpu":
         return cpu_impl.sparse_attention(q, rows, row_ids, layout, rank, scale)
     if q.dtype != torch.bfloat16:
@@ -40,26 +41,26 @@ def sparse_attention(
 
 
 def check(rows: Tensor, layout: RowLayout, rank: int, scale: float) -> None:
-    """Raises ConfigError for what the kernels for GPUs cannot take."""
+    """Raises ConfigError if the GPU kernels do not support these arguments."""
     rope = layout.width - rank
     if rank not in RANKS:
-        raise ConfigError(f"sparse attention on a GPU takes a latent rank of {_listed(RANKS)}, not {rank}")
+        raise ConfigError(f"sparse attention on a GPU supports a latent rank of {_listed(RANKS)}, not {rank}")
     if rope not in ROPES:
-        raise ConfigError(f"sparse attention on a GPU takes {_listed(ROPES)} rope values, not {rope}")
+        raise ConfigError(f"sparse attention on a GPU supports {_listed(ROPES)} rope values, not {rope}")
     if layout.quantised not in (0, rank):
         raise ConfigError(
-            f"{layout.quantised} values of a row are fp8; the GPU kernels take none or the {rank} latents"
+            f"{layout.quantised} values of a row are fp8; the GPU kernels support none or the {rank} latents"
         )
     if layout.dtype != torch.bfloat16 or rows.dtype != layout.stored_dtype:
-        raise ConfigError(f"sparse attention on a GPU takes bfloat16 rows or rows of bytes, not {rows.dtype}")
+        raise ConfigError(f"sparse attention on a GPU supports bfloat16 rows and rows of bytes, not {rows.dtype}")
     if not scale > 0:
-        raise ConfigError(f"a softmax scale of {scale} is not positive")
+        raise ConfigError(f"a softmax scale of {scale} is not supported; it must be positive")
     if not 0 < rows.shape[0] <= MAX_ROWS:
-        raise ConfigError(f"sparse attention on a GPU takes 1 to {MAX_ROWS} device rows, not {rows.shape[0]}")
-    assert rows.stride(1) == 1, f"the values of a row are {rows.stride(1)} apart"
+        raise ConfigError(f"sparse attention on a GPU supports 1 to {MAX_ROWS} device rows, not {rows.shape[0]}")
+    assert rows.stride(1) == 1, f"the values of a row must be adjacent, but their stride is {rows.stride(1)}"
     for name, number in (("stride", rows.stride(0) * rows.element_size()), ("address", rows.data_ptr())):
         if number % ROW_ALIGN:
-            raise ConfigError(f"rows at {name} {number}: it must be a multiple of {ROW_ALIGN} bytes")
+            raise ConfigError(f"rows have {name} {number}: it must be a multiple of {ROW_ALIGN} bytes")
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""sparse_attention on a CPU: the reference's products over rows that are read and decoded with less work."""
+"""sparse_attention on a CPU: computes the products of the reference, but reads and decodes rows with less work."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout, accumulation_dtype
 
-BLOCK_VALUES = 1 << 22  # gathered values held at once: 16 MiB of float32 stay in a last-level cache
+BLOCK_VALUES = 1 << 22  # gathered values held at once: 16 MiB of float32 fit into a last-level cache
 
 
 def sparse_attention(q: Tensor, rows: Tensor, row_ids: Tensor, layout: RowLayout, rank: int, scale: float) -> Tensor:
@@ -16,13 +16,13 @@ def sparse_attention(q: Tensor, rows: Tensor, row_ids: Tensor, layout: RowLayout
     k = row_ids.shape[1]
     out = q.new_empty(queries, heads, rank)
     block = max(1, min(queries, BLOCK_VALUES // (k * width)))
-    memory = rows.new_empty(block * k, rows.shape[1])  # reused by every block: fresh memory is slow
+    memory = rows.new_empty(block * k, rows.shape[1])  # reused by every block, because new memory is slow
     for first in range(0, queries, block):
         part = slice(first, min(first + block, queries))
         readable, empty = row_ids[part], row_ids[part] == EMPTY
         some_empty = bool(empty.any())
         if some_empty:
-            # An EMPTY entry reads a row that was chosen, with weight 0: any other might hold NaN, and 0 * NaN is NaN.
+            # An EMPTY entry reads one of the query's rows, with weight 0. Others might hold NaN, and 0 * NaN is NaN.
             readable = torch.where(empty, readable.amax(-1, keepdim=True).clamp_min(0), readable)
         stored = torch.index_select(rows, 0, readable.flatten(), out=memory[: readable.numel()])
         gathered = layout.decode(stored, accumulate).view(-1, k, width)
@@ -38,10 +38,10 @@ def sparse_attention(q: Tensor, rows: Tensor, row_ids: Tensor, layout: RowLayout
 def _decoded_once(
     rows: Tensor, row_ids: Tensor, layout: RowLayout, accumulate: torch.dtype
 ) -> tuple[Tensor, Tensor, RowLayout]:
-    """Rows, selections and layout with every chosen row decoded, where queries share enough rows for that to pay.
+    """Decodes every selected row once and returns decoded rows, their ids and their layout, if that saves time.
 
-    That is the case if the chosen rows span fewer rows than there are entries, as in a prompt. Rows that are stored in
-    the accumulation dtype stay where they are.
+    It saves time if queries share many rows, as in a prompt: if the entries outnumber the rows that they span.
+    Otherwise, and if rows are stored in the accumulation dtype, the arguments are returned.
     """
     if layout.dtype == accumulate and not layout.quantised:
         return rows, row_ids, layout
@@ -54,7 +54,7 @@ def _decoded_once(
     used[entries] = True
     used[span] = False
     distinct = used.nonzero()[:, 0]
-    number_of = torch.full((span + 1,), EMPTY)
-    number_of[distinct] = torch.arange(len(distinct))
+    decoded_id = torch.full((span + 1,), EMPTY)
+    decoded_id[distinct] = torch.arange(len(distinct))
     decoded = layout.decode(rows.index_select(0, distinct + lowest), accumulate)
-    return decoded, number_of[entries], RowLayout(layout.width, accumulate)
+    return decoded, decoded_id[entries], RowLayout(layout.width, accumulate)

@@ -1,4 +1,4 @@
-"""How sparse_attention is cut into programs on a GPU. Everything that was tuned stands here."""
+"""Chooses how sparse_attention is split into programs on a GPU. All tuned numbers are in this file."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -8,20 +8,20 @@ from hotset.base.units import ceil_div
 
 Kernel = Literal["triton", "gluon", "cuda"]
 
-RANK, ROPE = 512, 64  # what the kernels for Hopper are written for
-GLUON_HEADS, GLUON_KEYS = 64, 128  # of a program of the Gluon kernel, and of one turn of its loop
-MAX_SPLITS = 32  # that the merge can join
-# By these the number of splits is decided; they explain times of an H200. Keys stand for the time that a program which
-# has a multiprocessor for itself takes for as many.
-TWO_AT_ONCE = 1.7  # times as long take two programs that share a multiprocessor
-PROGRAM_KEYS = 2048  # of one head: a program before its first key and after its last
-SUMS_KEYS = 0.75  # the sums of one head, stored by a program and read by the merge
-MERGE_KEYS = 96  # the merge otherwise
+RANK, ROPE = 512, 64  # the only sizes that the kernels for Hopper support
+GLUON_HEADS, GLUON_KEYS = 64, 128  # heads per program of the Gluon kernel, keys per iteration of its loop
+MAX_SPLITS = 32  # supported by the merge
+# The cost model that decides the number of splits. It reproduces times measured on an H200. The unit of cost is a key:
+# the time in which a program that is alone on its multiprocessor processes one key.
+TWO_AT_ONCE = 1.7  # two programs that share a multiprocessor take so many times as long as one
+PROGRAM_KEYS = 2048  # a program before its first key and after its last one, if it has one head
+SUMS_KEYS = 0.75  # storing the sums of one head and reading them in the merge
+MERGE_KEYS = 96  # the rest of the merge
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The sizes of one call."""
+    """The sizes of one call of sparse_attention."""
 
     queries: int
     heads: int
@@ -33,35 +33,36 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class GpuTraits:
+    """The properties of a GPU that the choice of a launch depends on."""
+
     multiprocessors: int
-    hopper: bool  # and a Triton that has the Gluon of gluon_impl
+    hopper: bool  # a Hopper GPU, and a Triton version that supports gluon_impl
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """One way to run a call: a program takes one query row, `block_heads` of its heads and one split of its keys."""
+    """One way to run a call. A program processes one query, `block_heads` of its heads and one split of its keys."""
 
     kernel: Kernel
     block_heads: int
-    block_keys: int  # in a tile
+    block_keys: int  # keys per tile
     warps: int = 8
-    stages: int = 2  # tiles of rows in shared memory: in Triton; Gluon has two, CUDA C++ as many rows as fit
-    programs_per_sm: int = 1  # that are resident together
+    stages: int = 2  # tiles in shared memory; only for Triton: Gluon has two tiles, CUDA C++ all rows that fit
+    programs_per_sm: int = 1  # resident programs per multiprocessor
     splits: int = 1
 
     def programs(self, shape: AttentionShape) -> int:
         return shape.queries * ceil_div(shape.heads, self.block_heads) * self.splits
 
     def split_keys(self, shape: AttentionShape) -> int:
-        """Keys of every split but the last: whole tiles."""
+        """Returns the keys of every split but the last, a multiple of the tile."""
         return ceil_div(ceil_div(shape.k, self.splits), self.block_keys) * self.block_keys
 
     def every_split_has_entries(self, shape: AttentionShape) -> bool:
-        """Every split has an entry."""
         return (self.splits - 1) * self.split_keys(shape) < shape.k
 
 
-# By (fp8 rows, class of heads). HOPPER is for the sizes that production models have.
+# The keys are (fp8 rows, heads per block). HOPPER is for the sizes of production models.
 PORTABLE = {
     (False, 16): LaunchConfig("triton", 16, 32, warps=4, stages=3, programs_per_sm=2),
     (False, 32): LaunchConfig("triton", 32, 32, warps=8, stages=4),
@@ -80,22 +81,24 @@ HOPPER = {
 }
 
 
-@lru_cache(maxsize=1024)  # it is asked for in every layer
+@lru_cache(maxsize=1024)  # every layer calls it
 def choose_launch(shape: AttentionShape, gpu: GpuTraits) -> LaunchConfig:
-    """The launch for this work. It depends on sizes alone, so a captured graph stays right."""
+    """Returns the launch for these sizes. It depends on nothing else, so it can be captured in a graph."""
     heads = 16 if shape.heads <= 16 else 32 if shape.heads <= 32 else 64
     table = HOPPER if gpu.hopper and (shape.rank, shape.rope) == (RANK, ROPE) else PORTABLE
     return with_splits(table[shape.fp8, heads], shape, gpu)
 
 
 def with_splits(launch: LaunchConfig, shape: AttentionShape, gpu: GpuTraits) -> LaunchConfig:
-    """As many splits as make the busiest multiprocessor end soonest; of equals the fewest."""
-    tried = (replace(launch, splits=splits) for splits in range(1, MAX_SPLITS + 1))
-    return min((each for each in tried if each.every_split_has_entries(shape)), key=lambda at: _cost(at, shape, gpu))
+    """Returns the launch with the number of splits that has the lowest cost. If several have it, the lowest number."""
+    candidates = (replace(launch, splits=splits) for splits in range(1, MAX_SPLITS + 1))
+    usable = (candidate for candidate in candidates if candidate.every_split_has_entries(shape))
+    return min(usable, key=lambda candidate: _cost(candidate, shape, gpu))
 
 
 def _cost(launch: LaunchConfig, shape: AttentionShape, gpu: GpuTraits) -> float:
-    programs = ceil_div(launch.programs(shape), gpu.multiprocessors)  # of the busiest multiprocessor
+    """Returns the time of the busiest multiprocessor, in keys."""
+    programs = ceil_div(launch.programs(shape), gpu.multiprocessors)
     pairs, singles = divmod(programs, 2) if launch.programs_per_sm > 1 else (0, programs)
     keys = launch.split_keys(shape) + PROGRAM_KEYS // launch.block_heads
     attend = (pairs * TWO_AT_ONCE + singles) * keys

@@ -1,10 +1,12 @@
-"""sparse_attention in Triton: a program takes one query row, a block of its heads and one split of its chosen rows.
+"""sparse_attention in Triton: a program processes one query, a block of its heads and one split of its row ids.
 
-Keys and values are the same rows, so a tile of rows is loaded once and used by both products. Scores are kept in units
-of log2. A tile of fp8 rows is made float16, whose conversion from e4m3 is one instruction for two values: each row is
-divided by a power of two, its `unit`, such that its largest scale is in [1, 2); the unit comes back in the scores and
-in the weights, and the running maximum is that of score + log2(unit), so that no weight exceeds 1. Queries are
-likewise divided by a power of two per head. So the only roundings are to float16, whatever the magnitudes.
+Keys and values are the same rows, so a tile of rows is loaded once and used by both products. Scores are base-2
+logarithms.
+
+A tile of fp8 rows is converted to float16, because the conversion from e4m3 is one instruction for two values. Each row
+is divided by a power of two, its `unit`, such that its largest scale is in [1, 2). Scores and weights are multiplied by
+the unit. The running maximum is that of score + log2(unit), so that no weight exceeds 1. The query of each head is also
+divided by a power of two. So values are rounded only to float16, whatever their magnitude.
 """
 
 from collections.abc import Callable
@@ -20,20 +22,21 @@ from hotset.kernels.rows import SCALE_BLOCK, RowLayout
 from hotset.kernels.sparse_attention import cuda_impl
 from hotset.kernels.sparse_attention.launch import AttentionShape, GpuTraits, LaunchConfig, choose_launch
 
+# The tensors are (q, rows as bytes, row_ids, out, lse), as for `_attend_kernel`. The float includes the factor LOG2_E.
 Attend = Callable[[AttentionShape, LaunchConfig, tuple[Tensor, ...], float], None]
 Merge = Callable[[AttentionShape, LaunchConfig, Tensor, Tensor, Tensor], None]
 
 LOG2_E = 1.4426950408889634
-SCAN = 1024  # entries that are looked at together to find the last that is not EMPTY
-OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns where this is left open
-VARYING = ["row_ids_stride", "k", "heads", "split_keys"]  # arguments whose values make no kernels of their own
-MERGE_VALUES = 4096  # partial sums in one program of the merge
-# The interpreter computes neither products in bfloat16 nor inline assembly.
+SCAN = 1024  # entries inspected together to find the last one that is not EMPTY
+OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
+VARYING = ["row_ids_stride", "k", "heads", "split_keys"]  # not specialised: they vary between calls
+MERGE_VALUES = 4096  # partial sums per program of the merge
+# The interpreter supports neither products of bfloat16 nor inline assembly.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
-_LOWEST = tl.constexpr(-1.0e30)  # below every score, and finite: two of them may be subtracted
-_LEAST = tl.constexpr(1.0e-37)  # of what is divided by
-_SMALLEST_UNIT = tl.constexpr(2.0**-40)  # rows below it count as it: e4m3 values of 2**-40 are as good as 0
+_MIN_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite, so that it can be subtracted from itself
+_MIN_WEIGHT_SUM = tl.constexpr(1.0e-37)  # lower bound of divisors
+_SMALLEST_UNIT = tl.constexpr(2.0**-40)  # a lower bound; e4m3 values times 2**-40 are negligible
 _DEQUANTISE = tl.constexpr(
     """{
     .reg .b16 low, high;
@@ -54,18 +57,18 @@ def sparse_attention(
     layout: RowLayout,
     rank: int,
     scale: float,
-    launch: LaunchConfig | None = None,  # None: the one that `choose_launch` takes
+    launch: LaunchConfig | None = None,  # None: that of `choose_launch`
 ) -> Tensor:
-    q, row_ids = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, row_ids))
-    count, heads, width = q.shape
-    out = q.new_empty(count, heads, rank)
-    shape = AttentionShape(count, heads, row_ids.shape[1], rank, width - rank, layout.quantised > 0)
+    q, row_ids = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, row_ids))
+    queries, heads, width = q.shape
+    out = q.new_empty(queries, heads, rank)
+    shape = AttentionShape(queries, heads, row_ids.shape[1], rank, width - rank, layout.quantised > 0)
     if out.numel() == 0:
         return out
     launch = launch or choose_launch(shape, _gpu(q.device))
     splits = launch.splits
-    partial = q.new_empty(count, splits, heads, rank, dtype=torch.float32) if splits > 1 else out
-    lse = q.new_empty(count, splits, heads, dtype=torch.float32)
+    partial = q.new_empty(queries, splits, heads, rank, dtype=torch.float32) if splits > 1 else out
+    lse = q.new_empty(queries, splits, heads, dtype=torch.float32)
     tensors = (q, rows.view(torch.uint8), row_ids, partial, lse)
     _attend_of(launch)(shape, launch, tensors, scale * LOG2_E)
     if splits > 1:
@@ -75,14 +78,14 @@ def sparse_attention(
 
 def _attend_of(launch: LaunchConfig) -> Attend:
     if launch.kernel == "gluon":
-        from hotset.kernels.sparse_attention import gluon_impl  # never in the interpreter
+        from hotset.kernels.sparse_attention import gluon_impl  # cannot be imported in the interpreter
 
         return gluon_impl.attend
     return cuda_impl.attend if launch.kernel == "cuda" else _attend
 
 
 def _merge_of(launch: LaunchConfig) -> Merge:
-    """On Hopper the one that begins early."""
+    """Returns the merge in CUDA C++ on Hopper, because it can be launched early."""
     return _merge if launch.kernel == "triton" else cuda_impl.merge
 
 
@@ -90,12 +93,12 @@ def _merge_of(launch: LaunchConfig) -> Merge:
 def _gpu(device: torch.device) -> GpuTraits:
     if device.type != "cuda":
         return GpuTraits(multiprocessors=1, hopper=False)  # the interpreter
-    found = torch.cuda.get_device_properties(device)
-    return GpuTraits(found.multi_processor_count, found.major == 9 and _gluon_is_known())
+    properties = torch.cuda.get_device_properties(device)
+    return GpuTraits(properties.multi_processor_count, properties.major == 9 and _gluon_is_supported())
 
 
-def _gluon_is_known() -> bool:
-    """Gluon is experimental: a later Triton may have another one, and then the Triton kernel serves all."""
+def _gluon_is_supported() -> bool:
+    """Returns False if the installed Triton has another version of Gluon, which is experimental."""
     try:
         from hotset.kernels.sparse_attention import gluon_impl  # noqa: F401
     except (ImportError, AttributeError):
@@ -156,8 +159,8 @@ def _attend_kernel(
     q: tl.tensor,
     rows: tl.tensor,  # bytes
     row_ids: tl.tensor,
-    out: tl.tensor,  # [rows, heads, rank] bfloat16; if split: [rows, splits, heads, rank] float32
-    lse: tl.tensor,  # [rows, splits, heads] float32: log2 of the sum of 2**score; written if split
+    out: tl.tensor,  # [queries, heads, rank] bfloat16; if split: [queries, splits, heads, rank] float32
+    lse: tl.tensor,  # [queries, splits, heads] float32: log2 of the sum of 2**score; written if split
     query_stride: tl.tensor,
     head_stride: tl.tensor,
     row_stride: tl.tensor,  # in bytes
@@ -180,85 +183,85 @@ def _attend_kernel(
     head_blocks = tl.cdiv(heads, block_h)
     query = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * block_h + tl.arange(0, block_h)
-    there = head < heads
-    latent, turned = tl.arange(0, rank), tl.arange(0, rope)
+    valid = head < heads
+    latent, rope_value = tl.arange(0, rank), tl.arange(0, rope)
     my_q = q + query * query_stride + head[:, None] * head_stride
-    q_latent = tl.load(my_q + latent[None, :], mask=there[:, None], other=0.0)
-    q_rope = tl.load(my_q + rank + turned[None, :], mask=there[:, None], other=0.0)
+    q_latent = tl.load(my_q + latent[None, :], mask=valid[:, None], other=0.0)
+    q_rope = tl.load(my_q + rank + rope_value[None, :], mask=valid[:, None], other=0.0)
     my_row_ids = row_ids + query * row_ids_stride
     first = tl.program_id(1) * split_keys
-    end, spare = _extent(my_row_ids, first, tl.minimum(first + split_keys, k), scan)
+    end, fallback_row = _used_extent(my_row_ids, first, tl.minimum(first + split_keys, k), scan)
 
     if fp8:
         q_unit = _unit(tl.max(tl.abs(q_latent.to(tl.float32)), 1))
         q_latent = (q_latent.to(tl.float32) * _inverse(q_unit)[:, None]).to(tl.float16)
-    most = tl.full([block_h], _LOWEST, tl.float32)
-    mass = tl.zeros([block_h], tl.float32)
+    max_score = tl.full([block_h], _MIN_SCORE, tl.float32)
+    weight_sum = tl.zeros([block_h], tl.float32)
     sums = tl.zeros([block_h, rank], tl.float32)
     key = tl.arange(0, block_k)
-    index = tl.load(my_row_ids + first + key, mask=first + key < end, other=-1)
+    row_id = tl.load(my_row_ids + first + key, mask=first + key < end, other=-1)
     for start in tl.range(first, end, block_k, num_stages=stages):
-        # One tile ahead of the rows, so that no row waits for its index.
-        coming = start + block_k + key
-        following = tl.load(my_row_ids + coming, mask=coming < end, other=-1)
-        at = rows + tl.where(index < 0, spare, index) * row_stride
-        bias = tl.where(index < 0, float("-inf"), 0.0)
+        # Row ids are loaded one tile ahead, so that the loads of rows never wait for them.
+        next_entry = start + block_k + key
+        next_row_id = tl.load(my_row_ids + next_entry, mask=next_entry < end, other=-1)
+        at = rows + tl.where(row_id < 0, fallback_row, row_id) * row_stride
+        bias = tl.where(row_id < 0, float("-inf"), 0.0)
         if fp8:
             tile, unit = _dequantised(at, rank, group, block_k, interpreted)
             at_rope = (at + rank + rank // group * 4).to(tl.pointer_type(tl.bfloat16))
-            k_rope = tl.load(at_rope[:, None] + turned[None, :])
+            k_rope = tl.load(at_rope[:, None] + rope_value[None, :])
             s = _dot(q_latent, tl.trans(tile), None, interpreted) * (q_unit * scale)[:, None] * unit[None, :]
             s += _dot(q_rope, tl.trans(k_rope), None, interpreted) * scale + bias[None, :]
-            now = tl.maximum(most, tl.max(s + _exponent(unit)[None, :], 1))
-            p = tl.exp2(s - now[:, None])
+            new_max = tl.maximum(max_score, tl.max(s + _exponent(unit)[None, :], 1))
+            p = tl.exp2(s - new_max[:, None])
             weights = (p * unit[None, :]).to(tl.float16)
         else:
             at_values = at.to(tl.pointer_type(tl.bfloat16))
             tile = tl.load(at_values[:, None] + latent[None, :])
-            k_rope = tl.load(at_values[:, None] + rank + turned[None, :])
+            k_rope = tl.load(at_values[:, None] + rank + rope_value[None, :])
             s = _dot(q_rope, tl.trans(k_rope), None, interpreted)
             s = _dot(q_latent, tl.trans(tile), s, interpreted) * scale + bias[None, :]
-            now = tl.maximum(most, tl.max(s, 1))
-            p = tl.exp2(s - now[:, None])
+            new_max = tl.maximum(max_score, tl.max(s, 1))
+            p = tl.exp2(s - new_max[:, None])
             weights = p.to(tl.bfloat16)
-        shrink = tl.exp2(most - now)
-        mass = mass * shrink + tl.sum(p, 1)
-        sums = _dot(weights, tile, sums * shrink[:, None], interpreted)
-        most = now
-        index = following
-    result = sums * (1 / tl.maximum(mass, _LEAST))[:, None]  # a mass of 0 has sums of 0
+        rescale = tl.exp2(max_score - new_max)
+        weight_sum = weight_sum * rescale + tl.sum(p, 1)
+        sums = _dot(weights, tile, sums * rescale[:, None], interpreted)
+        max_score = new_max
+        row_id = next_row_id
+    result = sums * (1 / tl.maximum(weight_sum, _MIN_WEIGHT_SUM))[:, None]  # if weight_sum is 0, sums are 0
     if split:
         part = (query * tl.num_programs(1) + tl.program_id(1)) * heads + head
-        tl.store(lse + part, _lse(most, mass), mask=there)
-        # A split without a row stores no sums: the merge does not read them.
+        tl.store(lse + part, _lse(max_score, weight_sum), mask=valid)
+        # A split without rows stores no sums, because the merge does not read them.
         filled = head < tl.where(end > first, heads, 0)
         tl.store(out + part[:, None] * rank + latent[None, :], result, mask=filled[:, None])
     else:
         at_out = out + (query * heads + head[:, None]) * rank + latent[None, :]
-        tl.store(at_out, result.to(tl.bfloat16), mask=there[:, None])
+        tl.store(at_out, result.to(tl.bfloat16), mask=valid[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _extent(row_ids: tl.tensor, first: tl.tensor, stop: tl.tensor, scan: tl.constexpr) -> tl.tensor:
-    """(end, spare): all entries in [end, stop) are EMPTY, and row `spare` may be read in place of an EMPTY one.
+def _used_extent(row_ids: tl.tensor, first: tl.tensor, stop: tl.tensor, scan: tl.constexpr) -> tl.tensor:
+    """Returns (end, fallback row): all entries in [end, stop) are EMPTY, and EMPTY entries read the fallback row.
 
-    It is one of the chosen rows, since any other might hold NaN, which a weight of 0 does not undo. Where no row was
-    chosen, end <= first and spare is 0.
+    The fallback row is one of the selected rows. Any other row might hold NaN, and NaN with weight 0 is still NaN. If
+    all entries are EMPTY, end <= first and the fallback row is 0.
     """
     entry = tl.arange(0, scan)
-    last, some = tl.zeros([scan], tl.int32), tl.zeros([scan], tl.int32)
+    last, some_row_id = tl.zeros([scan], tl.int32), tl.zeros([scan], tl.int32)
     for start in tl.range(first, stop, scan, num_stages=1):
-        found = tl.load(row_ids + start + entry, mask=start + entry < stop, other=-1).to(tl.int32)
-        last = tl.maximum(last, tl.where(found < 0, 0, start + entry + 1))
-        some = tl.maximum(some, found)
-    return tl.max(last, 0), tl.max(some, 0)
+        row_id = tl.load(row_ids + start + entry, mask=start + entry < stop, other=-1).to(tl.int32)
+        last = tl.maximum(last, tl.where(row_id < 0, 0, start + entry + 1))
+        some_row_id = tl.maximum(some_row_id, row_id)
+    return tl.max(last, 0), tl.max(some_row_id, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _dequantised(
     at: tl.tensor, rank: tl.constexpr, group: tl.constexpr, block_k: tl.constexpr, interpreted: tl.constexpr
 ) -> tl.tensor:
-    """([block_k, rank] float16 latents over the unit of their row, [block_k] units) of the fp8 rows at `at`."""
+    """Loads the fp8 rows at `at`. Returns [block_k, rank] float16 latents divided by units, and [block_k] units."""
     blocks = tl.arange(0, rank // group)
     codes = tl.load(at[:, None, None] + blocks[None, :, None] * group + tl.arange(0, group)[None, None, :])
     scales = tl.load((at + rank).to(tl.pointer_type(tl.float32))[:, None] + blocks[None, :])
@@ -267,7 +270,7 @@ def _dequantised(
     if interpreted:
         tile = (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * ratios.to(tl.float32)).to(tl.float16)
     else:
-        # Not "pure": the compiler would do this twice, in the layouts of both products, byte by byte.
+        # If it were pure, the compiler would compute it twice, in the layouts of both products, byte by byte.
         tile = tl.inline_asm_elementwise(
             _DEQUANTISE, "=r,=r,r,r,r", [codes, ratios], dtype=tl.float16, is_pure=False, pack=4
         )
@@ -276,26 +279,26 @@ def _dequantised(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _unit(x: tl.tensor) -> tl.tensor:
-    """The largest power of two that is not above `x` >= 0: a float32 without its mantissa."""
+    """Returns the largest power of two that does not exceed `x` >= 0: the float32 without its mantissa."""
     return (tl.maximum(x, _SMALLEST_UNIT).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _inverse(unit: tl.tensor) -> tl.tensor:
-    """1 / unit: twice the exponent of 1, less that of `unit`."""
+    """Returns 1 / unit: its exponent is twice that of 1, minus that of `unit`."""
     return (0x7F000000 - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _exponent(unit: tl.tensor) -> tl.tensor:
-    """log2 of a power of two: its exponent as the last bits of 2**23 + 127 + log2."""
+    """Returns log2 of a power of two: its exponent bits are the last bits of 2**23 + 127 + log2."""
     return ((unit.to(tl.int32, bitcast=True) >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _lse(most: tl.tensor, mass: tl.tensor) -> tl.tensor:
-    """log2 of the sum of 2**score; minus infinity where nothing was chosen."""
-    return tl.where(mass > 0, most + tl.log2(tl.maximum(mass, _LEAST)), float("-inf"))
+def _lse(max_score: tl.tensor, weight_sum: tl.tensor) -> tl.tensor:
+    """Returns log2 of the sum of 2**score, or -inf if there are no rows."""
+    return tl.where(weight_sum > 0, max_score + tl.log2(tl.maximum(weight_sum, _MIN_WEIGHT_SUM)), float("-inf"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -316,16 +319,16 @@ def _merge_kernel(
     block_s: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Joins the splits of one query row and head: a mean of their results, weighted by the mass of each."""
+    """Merges the splits of one query and head: computes the mean of their results, weighted by 2**lse."""
     query = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
     split = tl.arange(0, block_s)
     value = tl.program_id(1) * block + tl.arange(0, block)
     part = (query * splits + split) * heads + head
-    mass = tl.load(lse + part, mask=split < splits, other=float("-inf"))
-    filled = mass > float("-inf")
-    weight = tl.where(filled, tl.exp2(mass - tl.maximum(tl.max(mass, 0), _LOWEST)), 0.0)
+    split_lse = tl.load(lse + part, mask=split < splits, other=float("-inf"))
+    filled = split_lse > float("-inf")
+    weight = tl.where(filled, tl.exp2(split_lse - tl.maximum(tl.max(split_lse, 0), _MIN_SCORE)), 0.0)
     results = tl.load(partial + part[:, None] * rank + value[None, :], mask=filled[:, None], other=0.0)
     total = tl.sum(weight, 0)
-    merged = tl.sum(results * weight[:, None], 0) * (1 / tl.maximum(total, _LEAST))
+    merged = tl.sum(results * weight[:, None], 0) * (1 / tl.maximum(total, _MIN_WEIGHT_SUM))
     tl.store(out + (query * heads + head) * rank + value, merged.to(tl.bfloat16))
