@@ -248,14 +248,14 @@ def index_topk_cases() -> dict[str, Case]:
         options = select.OPTIONS | {"num_warps": warps}
         return Case("index_topk.triton_select", kernel, types, constants, options, aligned)
 
-    tuning = select.TUNING
+    tuning = select.TUNED
     sizes = {"block": tuning.block, "bins": tuning.bins}
     return {
         "score fp8": score_case(score.OWN_CONTEXT[32], fp8=True),
         "score bf16": score_case(score.OWN_CONTEXT_PLAIN[64], fp8=False),
         "score shared context": score_case(score.SHARED_CONTEXT, fp8=True),
         "count": select_case("_count_kernel", sizes, tuning.warps),
-        "gather": select_case("_gather_kernel", sizes | {"most_splits": 8}, tuning.warps),
+        "gather": select_case("_gather_kernel", sizes | {"max_splits": 8}, tuning.warps),
         "finish": select_case("_finish_kernel", {"block": 4096}, tuning.finish_warps),
     }
 
