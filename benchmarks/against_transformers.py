@@ -1,18 +1,18 @@
-"""The demo model under Hotset and under transformers with its offloaded cache: same prompts, same GPU, one run.
+"""Measures the demo model in Hotset, all requests tiered, against transformers with its offloaded cache, on one GPU.
 
-    python benchmarks/against_transformers.py --json against.json
+    python benchmarks/against_transformers.py --json against_transformers.json
 
-Both read the same long prompts and answer greedily, in bfloat16. transformers keeps its KV in host memory and brings a
-whole layer to the GPU at a time; Hotset has every request tiered. Times are of whole answers, prompts included, and of
-decoding alone (the difference to answers of one token), means of two rounds. There is no bar: the ratio is reported.
-Each row is printed, and the JSON written, as soon as it is there. All prompts in one batch may be more than the GPU
-holds, for transformers makes all scores of its indexer at once: that row then says so, and the others stand.
+Both answer the same long prompts greedily in bfloat16. transformers keeps its KV in host memory and loads a whole layer
+at a time. The table shows the time of all answers including prompts, the decode rate (the time of answers with one
+token is subtracted), and the number of correct answers; times are means of two rounds. There is no bar. A row is
+printed, and the JSON written, as soon as it is measured. transformers computes all indexer scores at once, so a batch
+of all prompts may exceed the GPU's memory; its row then shows "out of memory".
 
-The offloaded cache of transformers (5.17 to 5.22) cannot run a sparse-attention model as it is: it sends a layer's
-index keys to the host along with the KV, and the indexer then appends to them there. Here index keys stay on the GPU;
-keys and values go and come as they would. Prefetches wait for what was sent before them, as in 5.22 but not in 5.17:
-without that a layer may be read back before it has arrived. A transformers whose cache holds no index keys is run as
-it is. The table says which it was.
+The offloaded cache of transformers (5.17 to 5.22) cannot run a sparse-attention model unchanged: it offloads a layer's
+index keys together with the KV, and the indexer then appends to the offloaded keys. This benchmark keeps index keys on
+the GPU and offloads keys and values. Prefetches wait for earlier offloads, as in 5.22 but not in 5.17; otherwise a
+layer could be loaded before its offload is complete. If the cache of transformers holds no index keys, it is used
+unchanged. The table's title shows which variant ran.
 """
 
 import gc
@@ -40,27 +40,27 @@ ROUNDS = 2
 OUT_OF_MEMORY = "out of memory"
 
 Answers = list[list[int]]
-Answer = Callable[[int], Answers]  # of so many tokens to each prompt
-Engine = Callable[[], AbstractContextManager[Answer]]
+Generate = Callable[[int], Answers]  # the argument is the number of tokens per prompt
+Engine = Callable[[], AbstractContextManager[Generate]]
 Row = dict[str, Any]
 
 
-def seconds(answer: Answer, tokens: int) -> tuple[float, float, Answers]:
-    """Of answers of `tokens` tokens to all prompts, of their first token alone (means), and the answers."""
-    answer(2)  # compiles, allocates
-    spent: dict[int, list[float]] = {1: [], tokens: []}
+def measure_seconds(generate: Generate, tokens: int) -> tuple[float, float, Answers]:
+    """Returns the mean seconds of answers with `tokens` tokens, of answers with one token, and the answers."""
+    generate(2)  # compiles and allocates
+    seconds: dict[int, list[float]] = {1: [], tokens: []}
     for _ in range(ROUNDS):
-        for count, times in spent.items():
+        for count, times in seconds.items():
             torch.cuda.synchronize()
             start = time.perf_counter()
-            answers = answer(count)
+            answers = generate(count)
             torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
-    return statistics.mean(spent[tokens]), statistics.mean(spent[1]), answers
+    return statistics.mean(seconds[tokens]), statistics.mean(seconds[1]), answers
 
 
-def index_keys_stay() -> type[cache_utils.DynamicLayer] | None:
-    """A cache layer whose KV goes to the host and comes back while its index keys stay; None where caches hold none."""
+def layer_with_resident_index_keys() -> type[cache_utils.DynamicLayer] | None:
+    """Returns a cache layer that offloads its KV but not its index keys. None if the cache holds no index keys."""
     indexed: Any = getattr(cache_utils, "DynamicIndexedLayer", None)
     if indexed is None:
         return None
@@ -70,7 +70,8 @@ def index_keys_stay() -> type[cache_utils.DynamicLayer] | None:
             cache_utils.DynamicLayer.offload(self)
 
         def prefetch(self) -> None:
-            # Called on the stream of prefetches; what was sent to the host, and what is overwritten, is on the default.
+            # This runs on the prefetch stream. The offload, and the reads of the memory that is overwritten, are on the
+            # default stream.
             torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
             cache_utils.DynamicLayer.prefetch(self)
 
@@ -78,35 +79,35 @@ def index_keys_stay() -> type[cache_utils.DynamicLayer] | None:
 
 
 def offloaded_cache(config: transformers.PreTrainedConfig) -> DynamicCache:
-    """What `cache_implementation="offloaded"` makes, but for layers with index keys."""
+    """Returns the cache of `cache_implementation="offloaded"`, except that index keys stay on the GPU."""
     cache = DynamicCache(config=config, offloading=True)
-    stay = index_keys_stay()
-    if stay is not None:
-        cache.layers = [stay() if hasattr(layer, "update_indexer") else layer for layer in cache.layers]
+    layer_type = layer_with_resident_index_keys()
+    if layer_type is not None:
+        cache.layers = [layer_type() if hasattr(layer, "update_indexer") else layer for layer in cache.layers]
     return cache
 
 
 @contextmanager
-def under_transformers(prompts: Answers, batch: int) -> Iterator[Answer]:
+def transformers_engine(prompts: Answers, batch: int) -> Iterator[Generate]:
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16).cuda().eval()
-    rows = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+    batches = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
 
-    def answer(tokens: int) -> Answers:
+    def generate(tokens: int) -> Answers:
         answers: Answers = []
-        for some in rows:
-            ids = torch.tensor(some, device="cuda")
+        for prompt_batch in batches:
+            ids = torch.tensor(prompt_batch, device="cuda")
             options: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
             options["past_key_values"] = offloaded_cache(model.config)
             with torch.inference_mode():
-                whole = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            answers += whole[:, ids.shape[1] :].tolist()
+                outputs = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            answers += outputs[:, ids.shape[1] :].tolist()
         return answers
 
-    yield answer
+    yield generate
 
 
 @contextmanager
-def under_hotset(prompts: Answers) -> Iterator[Answer]:
+def hotset_engine(prompts: Answers) -> Iterator[Generate]:
     longest = max(map(len, prompts))
     llm = LLM(
         model=DEMO,
@@ -118,69 +119,69 @@ def under_hotset(prompts: Answers) -> Iterator[Answer]:
         host_kv_tokens=(longest + 512) * (len(prompts) + 1),
     )
 
-    def answer(tokens: int) -> Answers:
+    def generate(tokens: int) -> Answers:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
         return [output.outputs[0].token_ids for output in outputs]
 
-    with llm:  # unpins its host store at the end
-        yield answer
+    with llm:  # the host store is unpinned at the end
+        yield generate
 
 
-def measure(make: Engine, tokens: int, right: Answers) -> Row:
-    """What one engine takes for `tokens` tokens to each prompt; it is gone afterwards."""
-    with make() as answer:
-        whole, first, answers = seconds(answer, tokens)
+def measure(engine: Engine, tokens: int, correct: Answers) -> Row:
+    """Opens an engine, generates `tokens` tokens per prompt, and closes it."""
+    with engine() as generate:
+        all_s, first_s, answers = measure_seconds(generate, tokens)
     return {
-        "answers s": whole,
-        "decode tokens/s": len(right) * (tokens - 1) / (whole - first),
-        "right": sum(got[: len(want)] == want for got, want in zip(answers, right, strict=True)),
+        "answers s": all_s,
+        "decode tokens/s": len(correct) * (tokens - 1) / (all_s - first_s),
+        "correct": sum(answer[: len(want)] == want for answer, want in zip(answers, correct, strict=True)),
     }
 
 
-def measure_if_it_fits(make: Engine, tokens: int, right: Answers) -> Row:
+def measure_if_it_fits(engine: Engine, tokens: int, correct: Answers) -> Row:
     try:
-        return measure(make, tokens, right)
+        return measure(engine, tokens, correct)
     except torch.OutOfMemoryError as error:
         print(error, flush=True)
-        return {"answers s": OUT_OF_MEMORY, "decode tokens/s": None, "right": None}
+        return {"answers s": OUT_OF_MEMORY, "decode tokens/s": None, "correct": None}
 
 
 def make_prompts(length: int, count: int) -> tuple[Answers, Answers]:
-    """Prompts of about `length` tokens, alike in length so that both may batch them, and the right answers."""
+    """Returns prompts of about `length` tokens, cut to the same length for batching, and the correct answers."""
     tokenizer = LLM(model=DEMO, device="cpu", progress=False).tokenizer
     assert tokenizer is not None
     questions = make_questions(["lookup"], length, count, 1, lambda text: 1 + len(tokenizer.encode(text)))
     prompts = [tokenizer.encode("<|bos|>" + question.prompt) for question in questions]
     shortest = min(map(len, prompts))
-    right = [tokenizer.encode(question.answer) for question in questions]
-    return [prompt[len(prompt) - shortest :] for prompt in prompts], right
+    correct = [tokenizer.encode(question.answer) for question in questions]
+    return [prompt[len(prompt) - shortest :] for prompt in prompts], correct
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--length", type=int, default=8192, help="tokens per prompt")
+    parser.add_argument("--prompts", type=int, default=8, help="number of prompts")
+    parser.add_argument("--tokens", type=int, default=64, help="generated tokens per prompt")
     options = parser.parse_args()
     require_gpu()
-    prompts, right = make_prompts(options.length, options.prompts)
+    prompts, correct = make_prompts(options.length, options.prompts)
     runs = {
-        "hotset, all tiered": (partial(under_hotset, prompts), measure),
-        "transformers, offloaded, one by one": (partial(under_transformers, prompts, 1), measure),
-        "transformers, offloaded, batched": (partial(under_transformers, prompts, len(prompts)), measure_if_it_fits),
+        "hotset, all tiered": (partial(hotset_engine, prompts), measure),
+        "transformers, offloaded, one by one": (partial(transformers_engine, prompts, 1), measure),
+        "transformers, offloaded, batched": (partial(transformers_engine, prompts, len(prompts)), measure_if_it_fits),
     }
-    changed = "its index keys kept on the GPU" if index_keys_stay() is not None else "as it is"
-    title = f"{len(prompts)} prompts of {len(prompts[0])} tokens, {options.tokens} tokens each"
+    variant = "unchanged" if layer_with_resident_index_keys() is None else "index keys kept on the GPU"
+    title = f"{len(prompts)} prompts of {len(prompts[0])} tokens, {options.tokens} generated tokens each"
     rows: list[Row] = []
-    for name, (make, measured) in runs.items():
-        row = {"engine": name} | measured(make, options.tokens, right)
-        decoded = row["decode tokens/s"]
+    for name, (engine, measure_engine) in runs.items():
+        row = {"engine": name} | measure_engine(engine, options.tokens, correct)
+        rate = row["decode tokens/s"]
         rows.append(row)
-        row["x of hotset"] = decoded and decoded / rows[0]["decode tokens/s"]
-        report(f"{title}; transformers {transformers.__version__}, {changed}", rows, options.json)
+        row["of hotset"] = rate and rate / rows[0]["decode tokens/s"]
+        report(f"{title}; transformers {transformers.__version__}, {variant}", rows, options.json)
         sys.stdout.flush()
-        gc.collect()  # this one's weights and KV before those of the next
+        gc.collect()  # frees weights and KV before the next engine is loaded
         torch.cuda.empty_cache()
 
 

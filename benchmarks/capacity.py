@@ -1,27 +1,28 @@
-"""What tiers buy and what they cost, on the CPU, with the demo model's memory: four measurements in one run.
+"""Measures the capacity that tiers add and what they cost: an engine with `--tiers auto` against `off`, on a CPU.
 
     python benchmarks/capacity.py --json capacity.json --png capacity.png
 
-1. Requests that decode at the same time and tokens/s, by context length, within one device budget, tiers auto and off.
-   Bars: at 16 times the hot buffer 3.5x as many as off; 95 % of what the sizing code predicts; never fewer than off.
-2. A burst of long requests demotes a few that are resident. Bar: within 2 s of its end, the time between tokens is back
-   within 5 % of an engine without tiers that saw no burst.
-3. Everything resident, steps of an auto and an off engine in turns. Bar: auto costs at most 3 % more.
-4. Four times as many requests as fit: sustained (each that ends is followed by the next), and all at once. Bars: no
-   request waits more than twice the mean, none is parked more than 3 times. A request waits in every step, from its
-   arrival to its end, that brings it no token. All at once, first come, first served makes four waves wait 0, A, 2A and
-   3A, so the largest is twice the mean at best.
+Four measurements, each with its bars (required results):
 
-Engine, scheduler and memory are real throughout. Prompts are not computed, which would take hours: a stand-in writes
-made-up rows and keys for them, and selects positions about as local as the demo model's. Decode steps that are timed
-are the demo model's own, over those rows. In 4, and wherever nothing is timed, the stand-in decodes as well. Times are
-processor time of the one thread that computes, so that other load on the machine disturbs them less.
+1. Requests that decode at once, and tokens/s, by context length, within the same device memory. Bars: with contexts of
+   16 times the hot buffer 3.5 times as many requests as with tiers off; 95 % of the number that the sizing code
+   predicts; never fewer than with tiers off.
+2. A burst of long requests demotes resident ones. Bar: within 2 s of its end, the time between tokens is within 5 % of
+   that of an engine without tiers and without a burst.
+3. The cost of tiers while everything is resident: steps of both engines alternate. Bar: auto takes at most 3 % longer.
+4. Four times as many requests as fit. "sustained": a request that ends is replaced by a new one; "at once": all arrive
+   together. A request waits in every step, between its arrival and its end, in which it gets no token. Bars: the
+   longest wait is at most twice the mean, and no request is parked more than 3 times. If all arrive at once, first
+   come, first served makes four waves wait 0, A, 2A and 3A, so the longest wait is at least twice the mean.
+
+Engine, scheduler and memory are real. Prompts are not computed, since that would take hours: a synthetic model stores
+random rows and index keys, and its selections are about as local as the demo model's. The demo model computes the timed
+decode steps over those rows. In measurement 4, and in steps that are not timed, the synthetic model decodes as well.
+Times are CPU time of the one computing thread, which other load on the machine disturbs less than wall time. A run
+takes about three minutes, --quick less than one.
 """
 
-import datetime
-import json
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -30,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import hardware, make_parser, report
-from synthetic_model import Demo, Watched
+from report import Bar, make_parser, report, write_json
+from synthetic_model import DemoEngine, DemoModel
 
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import HotsetError
@@ -44,11 +45,11 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is run."""
+    """The size of the run."""
 
     device_gib: float = 0.6
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    answer: int = 96  # by when all that fit have come in
+    answer: int = 96  # tokens; all requests that fit are admitted before the first one ends
     timed_steps: int = 4
     burst_steps: int = 32
     after_steps: int = 64
@@ -59,38 +60,23 @@ class Sizes:
 QUICK = Sizes(0.3, (512, 4096), 64, 2, 16, 40, 32, 0.06)
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One target and what was measured against it."""
-
-    what: str
-    measured: float
-    bar: float
-    at_least: bool = False
-
-    def row(self) -> dict[str, Any]:
-        met = self.measured >= self.bar if self.at_least else self.measured <= self.bar
-        sign = ">=" if self.at_least else "<="
-        return {"target": self.what, "measured": self.measured, "bar": f"{sign} {self.bar:g}", "met": met}
-
-
-def crowd(demo: Demo, tiers: TiersMode, length: int, sizes: Sizes) -> dict[str, Any]:
-    """How many contexts of `length` decode at once where more than fit are waiting, and how fast they are."""
-    run = Watched(demo, tiers, sizes.device_gib, length)
-    predicted = run.budget.requests(length)
+def fill_engine(model: DemoModel, tiers: TiersMode, length: int, sizes: Sizes) -> dict[str, Any]:
+    """Adds more contexts of `length` tokens than fit. Measures how many decode at once, and their tokens/s."""
+    demo = DemoEngine(model, tiers, sizes.device_gib, length)
+    predicted = demo.budget.requests(length)
     for _ in range(predicted + max(2, predicted // 8)):
-        run.add(length - sizes.answer, sizes.answer)
-    oldest, peak = run.requests[0], 0
+        demo.add(length - sizes.answer, sizes.answer)
+    oldest, peak = demo.requests[0], 0
     while oldest.max_length - len(oldest.tokens) > sizes.timed_steps + 2:
-        run.step()
-        peak = max(peak, run.decoding)
-    run.step(computes=True)
-    before, seconds = run.engine.stats(), sum(run.step(computes=True) for _ in range(sizes.timed_steps))
-    stats, geometry = run.engine.stats(), run.budget.geometry
+        demo.step()
+        peak = max(peak, demo.decoding)
+    demo.step(computes_decode=True)
+    before, seconds = demo.engine.stats(), sum(demo.step(computes_decode=True) for _ in range(sizes.timed_steps))
+    stats, geometry = demo.engine.stats(), demo.budget.geometry
     return {
         "context": length,
         "tiers": tiers,
-        "pages each": geometry.resident_pages(length) if tiers == OFF else geometry.tiered_pages(length),
+        "pages/request": geometry.resident_pages(length) if tiers == OFF else geometry.tiered_pages(length),
         "predicted": predicted,
         "decoding": peak,
         "tiered": stats.tiered,
@@ -100,65 +86,68 @@ def crowd(demo: Demo, tiers: TiersMode, length: int, sizes: Sizes) -> dict[str, 
     }
 
 
-def crowds(demo: Demo, sizes: Sizes) -> tuple[Rows, list[Bar]]:
-    rows = [crowd(demo, tiers, length, sizes) for length in sizes.lengths for tiers in (OFF, AUTO)]
+def capacity(model: DemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
+    rows = [fill_engine(model, tiers, length, sizes) for length in sizes.lengths for tiers in (OFF, AUTO)]
     counts = {(row["context"], row["tiers"]): row["decoding"] for row in rows}
     ratios = {length: counts[length, AUTO] / counts[length, OFF] for length in sizes.lengths}
-    as_predicted = min(row["decoding"] / row["predicted"] for row in rows)
+    worst_share = min(row["decoding"] / row["predicted"] for row in rows)
     bars = [
-        Bar("least auto / off, any context", min(ratios.values()), 1, at_least=True),
-        Bar("least decoding / predicted", as_predicted, 0.95, at_least=True),
+        Bar("lowest auto / off of any context length", min(ratios.values()), 1, at_least=True),
+        Bar("lowest decoding / predicted", worst_share, 0.95, at_least=True),
     ]
-    far = 16 * 2 * demo.kv_shape.topk
-    if far in ratios:
-        bars.insert(0, Bar(f"auto / off at {far} tokens", ratios[far], 3.5, at_least=True))
+    long_context = 16 * 2 * model.kv_shape.topk
+    if long_context in ratios:
+        bars.insert(0, Bar(f"auto / off at {long_context} tokens", ratios[long_context], 3.5, at_least=True))
     return rows, bars
 
 
-def burst(demo: Demo, sizes: Sizes) -> tuple[Rows, list[Bar]]:
-    """One row per step, from the arrival of the burst on: both engines took it in turns with the same survivors."""
-    gib, length, survivors, guests = 0.15, 1536, 4, 5
-    runs = {tiers: Watched(demo, tiers, gib, 4096) for tiers in (OFF, AUTO)}
-    for run in runs.values():
-        for _ in range(survivors):
-            run.add(length, 4096 - length)
-        run.step()
-        run.step(computes=True)
-    auto, steps = runs[AUTO], []
-    for _ in range(guests):
+def burst(model: DemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
+    """Returns one row per step since the arrival of a burst at `auto`. `off`, which steps in turn, gets no burst."""
+    gib, length, long_running, burst_requests = 0.15, 1536, 4, 5
+    engines = {tiers: DemoEngine(model, tiers, gib, 4096) for tiers in (OFF, AUTO)}
+    for demo in engines.values():
+        for _ in range(long_running):
+            demo.add(length, 4096 - length)
+        demo.step()
+        demo.step(computes_decode=True)
+    auto, steps = engines[AUTO], []
+    for _ in range(burst_requests):
         auto.add(4000, 96)
-    since_end: float | None = None  # wall clock, of the steps with tiers alone
+    since_end: float | None = None  # wall seconds of steps with tiers since the burst ended
     for number in range(sizes.burst_steps + sizes.after_steps):
         if number == sizes.burst_steps:
             since_end = 0.0
-            for guest in auto.requests[survivors:]:
-                auto.engine.abort(guest.request_id)
+            for request in auto.requests[long_running:]:
+                auto.engine.abort(request.request_id)
         start = time.perf_counter()
-        spent, decoding = auto.step(computes=True), auto.decoding
+        auto_s, decoding = auto.step(computes_decode=True), auto.decoding
         wall = time.perf_counter() - start
-        off = runs[OFF].step(computes=True)
+        off_s = engines[OFF].step(computes_decode=True)
         tiered = auto.engine.stats().tiered
         steps.append(
             {
-                "auto ms": spent * 1e3,
-                "off ms": off * 1e3,
+                "auto ms": auto_s * 1e3,
+                "off ms": off_s * 1e3,
                 "decoding": decoding,
                 "tiered": tiered,
                 "since end": since_end,
             }
         )
         since_end = None if since_end is None else since_end + wall
-    assert steps[sizes.burst_steps]["tiered"] == survivors, "the burst did not demote those that were there"
-    seconds, since = recovery(steps)
+    assert steps[sizes.burst_steps]["tiered"] == long_running, "the burst did not demote the resident requests"
+    seconds, ratio = recovery(steps)
     return steps, [
-        Bar("s from the end of a burst to within 5 % of off", seconds, 2),
-        Bar("auto / off, from then on", since, 1.05),
+        Bar("seconds from the end of a burst until within 5 % of off", seconds, 2),
+        Bar("auto / off after that", ratio, 1.05),
     ]
 
 
 def recovery(steps: Rows, window: int = 8) -> tuple[float, float]:
-    """Seconds from the burst's end until the median of the last `window` steps was within 5 % of off; and the median of
-    all steps since. Infinite, both, if that never happened."""
+    """Finds when the median of `window` steps after the burst was first within 5 % of `off`.
+
+    Returns the seconds from the end of the burst until then, and the median ratio of the later steps. Both are infinite
+    if that did not happen.
+    """
     late = [step for step in steps if step["since end"] is not None]
     ratios = [step["auto ms"] / step["off ms"] for step in late]
     for end in range(window, len(late)):
@@ -167,57 +156,64 @@ def recovery(steps: Rows, window: int = 8) -> tuple[float, float]:
     return float("inf"), float("inf")
 
 
-def overhead(demo: Demo, sizes: Sizes) -> tuple[Rows, list[Bar]]:
-    """Eight resident requests in either engine, a step of each in turns, who goes first alternating."""
+def overhead(model: DemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
+    """Steps both engines in turn with eight resident requests each. The order alternates."""
     requests, page_rows = 8, EngineConfig().page_rows
-    runs = {tiers: Watched(demo, tiers, 0.2, 1024) for tiers in (OFF, AUTO)}
-    for run in runs.values():
+    engines = {tiers: DemoEngine(model, tiers, 0.2, 1024) for tiers in (OFF, AUTO)}
+    for demo in engines.values():
         for number in range(requests):
-            run.add(560 + number * page_rows // requests, 400)  # they fill their pages at different steps
-        run.step()
-        run.step(computes=True)
-    times: dict[tuple[str, bool], list[float]] = {(tiers, fills): [] for tiers in runs for fills in (False, True)}
+            demo.add(560 + number * page_rows // requests, 400)  # the requests fill their pages at different steps
+        demo.step()
+        demo.step(computes_decode=True)
+    times: dict[tuple[str, bool], list[float]] = {(tiers, fills): [] for tiers in engines for fills in (False, True)}
     for number in range(sizes.overhead_steps):
-        fills = any((request.num_scheduled + 1) % page_rows == 0 for request in runs[AUTO].requests)
+        fills = any((request.num_scheduled + 1) % page_rows == 0 for request in engines[AUTO].requests)
         for tiers in (OFF, AUTO) if number % 2 else (AUTO, OFF):
-            times[tiers, fills].append(runs[tiers].step(computes=True))
-    stats = runs[AUTO].engine.stats()
+            times[tiers, fills].append(engines[tiers].step(computes_decode=True))
+    stats = engines[AUTO].engine.stats()
     assert stats.resident == requests and not stats.demotions, "not everything was resident"
-    # A page that fills is copied to the host. Medians would pass over those steps: they are taken apart, then added.
-    spent = {t: sum(len(each) * statistics.median(each) for (of, _), each in times.items() if of == t) for t in runs}
+    # A full page is copied to the host. One median over all steps would ignore those few steps, so each kind of step
+    # has its own median, weighted by the number of steps.
+    total_s = {
+        tiers: sum(len(times[tiers, fills]) * statistics.median(times[tiers, fills]) for fills in (False, True))
+        for tiers in engines
+    }
     rows = [
         {
             "tiers": tiers,
-            "ms/step": spent[tiers] / sizes.overhead_steps * 1e3,
-            "ms, no page fills": statistics.median(times[tiers, False]) * 1e3,
-            "ms, one fills": statistics.median(times[tiers, True]) * 1e3,
-            "ratio": spent[tiers] / spent[OFF],
+            "ms/step": total_s[tiers] / sizes.overhead_steps * 1e3,
+            "ms, no full page": statistics.median(times[tiers, False]) * 1e3,
+            "ms, a full page": statistics.median(times[tiers, True]) * 1e3,
+            "ratio": total_s[tiers] / total_s[OFF],
         }
-        for tiers in runs
+        for tiers in engines
     ]
-    return rows, [Bar("auto / off, everything resident", spent[AUTO] / spent[OFF], 1.03)]
+    return rows, [Bar("auto / off, everything resident", total_s[AUTO] / total_s[OFF], 1.03)]
 
 
-def overload(demo: Demo, prompt: int, answer: int, gib: float, sustained: bool) -> dict[str, Any]:
-    """Four times as many requests as fit, until the last has ended. Sustained: whoever ends is followed by another
-    until as many again have come, and the first wave, which met an empty engine, is not counted."""
-    run = Watched(demo, AUTO, gib, prompt + answer)
-    fit = run.budget.requests(prompt + answer)
+def overload(model: DemoModel, prompt: int, answer: int, gib: float, sustained: bool) -> dict[str, Any]:
+    """Runs four times as many requests as fit until all have ended.
+
+    If `sustained`, each request that ends is replaced until the number of requests has doubled. The first half, which
+    arrived at an empty engine, is then not counted.
+    """
+    demo = DemoEngine(model, AUTO, gib, prompt + answer)
+    fit = demo.budget.requests(prompt + answer)
     for _ in range(4 * fit):
-        run.add(prompt, answer)
-    waits, steps = [0] * len(run.requests), 0
-    while not run.engine.idle:
-        before = [len(request.tokens) for request in run.requests]
-        run.step()
+        demo.add(prompt, answer)
+    waits, steps = [0] * len(demo.requests), 0
+    while not demo.engine.idle:
+        before = [len(request.tokens) for request in demo.requests]
+        demo.step()
         steps += 1
-        for number, request in enumerate(run.requests):
+        for number, request in enumerate(demo.requests):
             waits[number] += len(request.tokens) == before[number] < request.max_length
-        ended = sum(len(request.tokens) >= request.max_length for request in run.requests)
+        ended = sum(len(request.tokens) >= request.max_length for request in demo.requests)
         while sustained and len(waits) < min(4 * fit + ended, 8 * fit):
-            run.add(prompt, answer)
+            demo.add(prompt, answer)
             waits.append(0)
     waits = waits[4 * fit :] if sustained else waits
-    stats = run.engine.stats()
+    stats = demo.engine.stats()
     return {
         "load": "sustained" if sustained else "at once",
         "prompt": prompt,
@@ -229,14 +225,14 @@ def overload(demo: Demo, prompt: int, answer: int, gib: float, sustained: bool) 
         "max wait": max(waits),
         "max / mean": max(waits) / statistics.mean(waits),
         "parks": stats.parks,
-        "most of one": max(request.parks for request in run.requests),
+        "max parks of one": max(request.parks for request in demo.requests),
         "recomputes": stats.recomputes,
     }
 
 
-def overloads(demo: Demo, sizes: Sizes) -> tuple[Rows, list[Bar]]:
+def overloads(model: DemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
     rows = [
-        overload(demo, prompt, answer, sizes.overload_gib, sustained)
+        overload(model, prompt, answer, sizes.overload_gib, sustained)
         for sustained in (True, False)
         for prompt, answer in ((900, 124), (256, 256))
     ]
@@ -244,11 +240,11 @@ def overloads(demo: Demo, sizes: Sizes) -> tuple[Rows, list[Bar]]:
         Bar(f"max / mean wait, {row['load']}, {row['prompt']} + {row['answer']} tokens", row["max / mean"], 2)
         for row in rows
     ]
-    return rows, [*bars, Bar("most parks of one request", max(row["most of one"] for row in rows), 3)]
+    return rows, [*bars, Bar("most parks of one request", max(row["max parks of one"] for row in rows), 3)]
 
 
 def draw(path: Path, by_length: Rows, by_step: Rows) -> None:
-    """Draws into `path`. ImportError without matplotlib, which is not needed for the figures in numbers."""
+    """Draws the results to `path`. Raises ImportError if matplotlib is not installed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -265,80 +261,66 @@ def draw(path: Path, by_length: Rows, by_step: Rows) -> None:
     ends = [number for number, row in enumerate(by_step) if row["since end"] is not None]
     latency.axvline(ends[0], color="black", linestyle=":", label="end of the burst")
     requests.set(title="Requests decoding at once (dashes: predicted)", ylim=(0, None))
-    speed.set(title="Tokens/s of one core", ylim=(0, None))
+    speed.set(title="Tokens/s on one core", ylim=(0, None))
     for axes in (requests, speed):
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
-        axes.set_xlabel("context, in tokens")
-    latency.set(title="A burst: ms between tokens (off: no burst)", xlabel="step", ylim=(0, None))
+        axes.set_xlabel("context length in tokens")
+    latency.set(title="ms per step around a burst (off: no burst)", xlabel="step", ylim=(0, None))
     for axes in (requests, speed, latency):
         axes.legend()
     figure.savefig(path, dpi=120)
 
 
 def burst_table(steps: Rows) -> Rows:
-    """The steps of a burst in three lines: before it is over, until all are resident again, from then on."""
+    """Summarizes the steps in three rows: during the burst, until all requests are resident again, and after that."""
     during = [step for step in steps if step["since end"] is None]
     late = [step for step in steps if step["since end"] is not None]
-    tiered, resident = ([s for s in late if bool(s["tiered"]) == still] for still in (True, False))
+    recovering = [step for step in late if step["tiered"]]
+    resident = [step for step in late if not step["tiered"]]
     return [
         {
-            "while": name,
+            "phase": name,
             "steps": len(part),
             "decoding": max(step["decoding"] for step in part),
             "auto ms": statistics.median(step["auto ms"] for step in part),
             "off ms": statistics.median(step["off ms"] for step in part),
             "ratio": statistics.median(step["auto ms"] / step["off ms"] for step in part),
         }
-        for name, part in (("burst", during), ("coming back", tiered), ("resident again", resident))
+        for name, part in (("burst", during), ("recovering", recovering), ("resident again", resident))
         if part
     ]
-
-
-def write_json(path: Path, parts: dict[str, Rows], loads: tuple[float, float]) -> None:
-    context = {
-        "title": "Capacity and cost of tiers",
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "hardware": hardware(),
-        "load average before and after": loads,
-        "results": parts,
-    }
-    path.write_text(json.dumps(context, indent=2) + "\n")
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="models/demo-dsa", help="directory of a sparse-attention model")
-    parser.add_argument("--png", type=Path, help="also draw the results into this file (needs matplotlib)")
-    parser.add_argument("--quick", action="store_true", help="a smaller run, less sure of its ratios")
+    parser.add_argument("--png", type=Path, help="also draw the results to this file (requires matplotlib)")
+    parser.add_argument("--quick", action="store_true", help="a smaller run, whose ratios are less precise")
     options = parser.parse_args()
     torch.set_num_threads(1)
     sizes = QUICK if options.quick else Sizes()
-    started, load_before = time.perf_counter(), os.getloadavg()[0]
+    start, load_before = time.perf_counter(), os.getloadavg()[0]
     try:
-        demo = Demo(options.model)
+        model = DemoModel(options.model)
     except HotsetError as error:
         sys.exit(f"error: {error}")
-    made_up = "prompts made up by the stand-in"
-    by_length, bars = crowds(demo, sizes)
-    report(f"Contexts in {sizes.device_gib} GiB of device memory", by_length, None, f"{made_up}; ms: the demo model's")
-    by_step, more = burst(demo, sizes)
-    bars += more
-    report("Before, during and after a burst", burst_table(by_step), None, f"{made_up}; ms: the demo model's, medians")
-    costs, more = overhead(demo, sizes)
-    bars += more
-    report("Everything resident, in turns", costs, None, f"{made_up}; ms: the demo model's, medians")
-    waits, more = overloads(demo, sizes)
-    bars += more
-    report("Four times as many requests as fit", waits, None, "the stand-in decodes; waits in steps")
-    targets = [bar.row() for bar in bars]
+    note = "synthetic prompts; the demo model computes the timed steps"
+    by_length, bars = capacity(model, sizes)
+    report(f"Requests decoding at once in {sizes.device_gib} GiB of device memory", by_length, None, note)
+    by_step, burst_bars = burst(model, sizes)
+    report("During and after a burst of long requests", burst_table(by_step), None, f"{note}; medians")
+    costs, overhead_bars = overhead(model, sizes)
+    report("Cost of tiers while everything is resident", costs, None, f"{note}; medians")
+    waits, wait_bars = overloads(model, sizes)
+    report("Four times as many requests as fit", waits, None, "synthetic prompts and tokens; waits in steps")
+    rows = [bar.row() for bar in (*bars, *burst_bars, *overhead_bars, *wait_bars)]
     load = load_before, os.getloadavg()[0]
-    took = f"{time.perf_counter() - started:.0f} s; load average {load[0]:.1f} before, {load[1]:.1f} after"
-    report("Targets", targets, None, took)
+    duration = f"{time.perf_counter() - start:.0f} s; load average {load[0]:.1f} before, {load[1]:.1f} after"
+    report("Bars", rows, None, duration)
     if options.json is not None:
-        parts = {"targets": targets, "contexts": by_length, "burst": by_step, "resident": costs, "overload": waits}
-        write_json(options.json, parts, load)
+        tables = {"bars": rows, "contexts": by_length, "burst": by_step, "resident": costs, "overload": waits}
+        write_json(options.json, "Capacity and cost of tiers", tables, **{"load average before and after": load})
     if options.png is not None:
         try:
             draw(options.png, by_length, by_step)

@@ -1,10 +1,11 @@
-"""Prompts on the CPU: the demo model's prefill by the CPU implementations against the reference kernels.
+"""Measures the demo model's prefill on the CPU: the CPU implementations of kernels against their references.
 
     python benchmarks/cpu_prefill.py --json cpu_prefill.json
 
-The prompts are retrieval questions, computed in chunks of 1024 tokens and followed by 32 greedy tokens. Each prompt is
-computed both ways in turn, by the same engine, in one run. Times are CPU time of one thread, which a busy machine
-disturbs less than wall time; ratios are of medians. Both ways must produce the same tokens. There is no bar.
+Each prompt, a retrieval question, is computed in chunks of 1024 tokens by both implementations in turn, in the same
+engine, and followed by 32 greedy tokens. Times are CPU time of one thread, which other load on the machine disturbs
+less than wall time. The table shows medians, and whether both implementations generate the same tokens. There is no
+bar. A run takes many minutes (each round computes 15,000 tokens four times), --quick less than one.
 """
 
 import contextlib
@@ -53,8 +54,8 @@ def make_prompt(llm: LLM, length: int) -> list[int]:
     return encode(question.prompt)
 
 
-def timed(llm: LLM, prompt: list[int]) -> tuple[float, float, list[int]]:
-    """CPU seconds until the first token, CPU seconds of the tokens after it, and all tokens."""
+def generate(llm: LLM, prompt: list[int]) -> tuple[float, float, list[int]]:
+    """Returns the CPU seconds until the first token, the CPU seconds of the later tokens, and all tokens."""
     greedy = SamplingParams(temperature=0, max_tokens=1 + ANSWER, ignore_eos=True)
     tokens: list[int] = []
     start = time.process_time()
@@ -74,18 +75,18 @@ def measure(llm: LLM, length: int, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for name, kernels in (("reference", reference_kernels), ("fast", contextlib.nullcontext)):
             with kernels():
-                before_first, after_first, tokens = timed(llm, prompt)
-            prefill[name].append(before_first)
-            decode[name].append(after_first)
+                first_s, rest_s, tokens = generate(llm, prompt)
+            prefill[name].append(first_s)
+            decode[name].append(rest_s)
             answers.add(tuple(tokens))
-    spent = {name: statistics.median(seconds) for name, seconds in prefill.items()}
-    answering = {name: statistics.median(seconds) for name, seconds in decode.items()}
+    prefill_s = {name: statistics.median(seconds) for name, seconds in prefill.items()}
+    decode_s = {name: statistics.median(seconds) for name, seconds in decode.items()}
     return {
         "prompt": len(prompt),
-        "reference tokens/s": len(prompt) / spent["reference"],
-        "fast tokens/s": len(prompt) / spent["fast"],
-        "prefill ratio": spent["reference"] / spent["fast"],
-        "decode ratio": answering["reference"] / answering["fast"],
+        "reference tokens/s": len(prompt) / prefill_s["reference"],
+        "fast tokens/s": len(prompt) / prefill_s["fast"],
+        "prefill ratio": prefill_s["reference"] / prefill_s["fast"],
+        "decode ratio": decode_s["reference"] / decode_s["fast"],
         "same tokens": len(answers) == 1,
     }
 
@@ -93,24 +94,24 @@ def measure(llm: LLM, length: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one short prompt, one round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="measurements per prompt")
     options = parser.parse_args()
     torch.set_num_threads(1)
     lengths, rounds = ((1024,), 1) if options.quick else ((1024, 2048, 4096, 8192), options.rounds)
     rows = []
-    for stored in ("auto", "fp8"):
+    for kv_dtype in ("auto", "fp8"):
         llm = LLM(
             DEMO,
             device="cpu",
             dtype="float32",
-            kv_dtype=stored,
+            kv_dtype=kv_dtype,
             max_num_batched_tokens=CHUNK,
             max_model_len=max(lengths) + 256,
             progress=False,
         )
-        timed(llm, make_prompt(llm, 512))  # warm-up
+        generate(llm, make_prompt(llm, 512))  # warm-up
         names = {"auto": "float32", "fp8": "fp8"}
-        rows += [{"rows": names[stored], **measure(llm, length, rounds)} for length in lengths]
+        rows += [{"rows": names[kv_dtype], **measure(llm, length, rounds)} for length in lengths]
         llm.close()
     report("CPU prefill of the demo model, float32, tokens per second of CPU time", rows, options.json)
 

@@ -1,9 +1,10 @@
-"""Times on a GPU, and the ceilings they are held against, measured in the same run.
+"""Times GPU calls, and measures the copy bandwidth and matrix rate that benchmarks compare them with in the same run.
 
-A call is timed inside a CUDA graph: a graph of (flush the L2, call) for each of several inputs, less a graph that only
-flushes the L2. So launches from Python cost nothing, no input is warm, and short calls are timed as well as long ones.
-A flush overwrites the cache and then reads it full of something else: else the call would also pay for writing back
-what the flush wrote (5 us to 7 us of a call that reads 75 MB).
+A call is timed inside a CUDA graph. One graph flushes the L2 and runs the call, for each of several inputs; a second
+graph only flushes the L2, and its time is subtracted. Launches from Python are therefore not timed, every input is
+cold, and short calls are timed as precisely as long ones. A flush overwrites the L2 and then reads enough other data
+to fill it. Without the read, the call would also be charged for writing back the dirty lines of the flush (5 to 7 us
+for a call that reads 75 MB).
 """
 
 import statistics
@@ -13,8 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-L2_BYTES = 128 << 20  # more than twice the cache
-ROUNDS = 4  # of all inputs, in one graph
+FLUSH_BYTES = 128 << 20  # more than twice the size of an H200's L2
+ROUNDS = 4  # how often one graph runs all inputs
 REPLAYS = 15
 
 Call = Callable[[], object]
@@ -28,26 +29,26 @@ def require_gpu() -> None:
 def seconds_of(
     calls: Sequence[Call], *, cold: bool = True, clean: bool = True, before: Sequence[Call] | None = None
 ) -> float:
-    """Median seconds of one call, over `calls` in turn: the same work on different inputs.
+    """Returns the median seconds per call. `calls` do the same work on different inputs and run in rotation.
 
-    Each must be free of host synchronisation. `cold`: the L2 is flushed before every call. Not `clean`: it is only
-    overwritten, and full of what is still to be written back. `before`: for each call, what makes its inputs as they
-    were; it is not timed and comes before the flush.
+    A call must not synchronise with the host. `cold` flushes the L2 before every call. With `clean` false, the flush
+    only overwrites the L2 and leaves its lines dirty. `before` has one function per call that restores its inputs; it
+    runs before the flush and is not timed.
     """
     flush = _flusher(clean) if cold else (lambda: None)
-    ready = before if before is not None else [lambda: None] * len(calls)
-    for prepare, call in zip(ready, calls, strict=True):
-        prepare()
-        call()  # compiles, allocates
+    restores = before if before is not None else [lambda: None] * len(calls)
+    for restore, call in zip(restores, calls, strict=True):
+        restore()
+        call()  # the first call compiles and allocates
     torch.cuda.synchronize()
-    timed = _graph([step for prepare, call in zip(ready, calls, strict=True) for step in (prepare, flush, call)])
-    bare = _graph([step for prepare in ready for step in (prepare, flush)]) if cold or before is not None else None
+    timed = _graph([step for restore, call in zip(restores, calls, strict=True) for step in (restore, flush, call)])
+    baseline = _graph([step for restore in restores for step in (restore, flush)]) if cold or before else None
     differences = []
     for _ in range(REPLAYS):
-        spent = replayed(timed)
-        if bare is not None:
-            spent -= replayed(bare)
-        differences.append(spent / (ROUNDS * len(calls)))
+        elapsed = replay_seconds(timed)
+        if baseline is not None:
+            elapsed -= replay_seconds(baseline)
+        differences.append(elapsed / (ROUNDS * len(calls)))
     return statistics.median(differences)
 
 
@@ -62,8 +63,8 @@ def _graph(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replayed(graph: torch.cuda.CUDAGraph, times: int = 1) -> float:
-    """Seconds of one replay, of so many right after each other."""
+def replay_seconds(graph: torch.cuda.CUDAGraph, times: int = 1) -> float:
+    """Returns the seconds per replay when the graph is replayed `times` times without a pause."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(times):
@@ -74,12 +75,12 @@ def replayed(graph: torch.cuda.CUDAGraph, times: int = 1) -> float:
 
 
 @cache
-def _l2_sized() -> Tensor:
-    return torch.empty(L2_BYTES, dtype=torch.uint8, device="cuda")
+def _flush_buffer() -> Tensor:
+    return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
 
 def _flusher(clean: bool) -> Call:
-    block = _l2_sized().view(torch.int64)
+    block = _flush_buffer().view(torch.int64)
 
     def flush() -> None:
         block.fill_(1)
@@ -91,9 +92,9 @@ def _flusher(clean: bool) -> Call:
 
 @cache
 def copy_bandwidth() -> float:
-    """Bytes per second of a large copy within device memory, read and written bytes together.
+    """Returns the bytes per second (read plus written) of a large copy within device memory.
 
-    By a kernel that writes what it read, inverted: a graph's own copies were seen to run at two thirds of that.
+    The copy is a kernel that inverts the bits. The memory copies of a CUDA graph reached only two thirds of its rate.
     """
     source, target = (torch.empty(1 << 28, dtype=torch.int64, device="cuda") for _ in range(2))
     source.random_()
@@ -102,7 +103,7 @@ def copy_bandwidth() -> float:
 
 @cache
 def matrix_rate(dtype: torch.dtype = torch.bfloat16) -> float:
-    """FLOP per second of a large matrix product on random values."""
+    """Returns the FLOP per second of a large matrix product on random values."""
     size = 8192
     a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
     return 2 * size**3 / seconds_of([lambda: a @ b], cold=False)

@@ -1,17 +1,17 @@
-"""Two processes between which contexts of a production model land, without the model: stores, agents, transfer."""
+"""The prefill and decode processes of landing.py: stores, handoff agents and transfer engines, but no model."""
 
+import multiprocessing
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
-from far_process import answer, far_process
 
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
@@ -51,18 +51,47 @@ CPU = torch.device("cpu")
 HOST = "127.0.0.1"
 PAGE_ROWS = 64
 POISON = 0xAB
-SPARE_PAGES = 1  # that no context has: one layer must not go on where the one before ends, as in no real store it does
-SHIFT = 4099  # bytes by which the pattern of one layer is ahead of that of the layer before
-PATIENCE_S = 60.0
+SPARE_PAGES = 1  # not used by any context: as in a real store, one layer must not end where the next one begins
+SHIFT = 4099  # bytes by which the pattern of a layer is shifted against that of the previous layer
+TIMEOUT_S = 60.0
+
+
+@contextmanager
+def child_process(serve: Callable[[Any, Connection], None], case: Any, timeout_s: float) -> Iterator[Connection]:
+    """Runs `serve(case, pipe)` in a child process and yields the other end of the pipe.
+
+    At the end, None is sent over the pipe, and the child has `timeout_s` to exit before it is killed.
+    """
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(case, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+        ours.send(None)
+        process.join(timeout_s)
+    finally:
+        process.kill()
+
+
+def query(pipe: Connection, message: Any, timeout_s: float = TIMEOUT_S) -> Any:
+    """Sends a message to the child process and returns its reply."""
+    pipe.send(message)
+    assert pipe.poll(timeout_s), f"no reply from the child process within {timeout_s:g} s"
+    return pipe.recv()
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class LandingCase:
+    """One combination that is measured."""
+
     engine: str
     tokens: int
     layers: int
     chunk: int
-    keys: str  # where they land: 'device' or 'host'
+    keys: str  # where index keys land: 'device' or 'host'
 
     @property
     def shape(self) -> KvShape:
@@ -82,29 +111,28 @@ class Case:
         return self.pages if self.keys == "host" else self.shape.geometry(PAGE_ROWS).key_pages(self.tokens)
 
 
-def order(pages: int, pool: str, seed: int) -> tuple[int, ...]:
-    """The pages of a context, from its first."""
+def page_order(pages: int, pool: str, seed: int) -> tuple[int, ...]:
+    """Returns the page ids of a context: consecutive in a 'fresh' pool, otherwise shuffled."""
     if pool == "fresh":
         return tuple(range(pages))
     return tuple(np.random.default_rng(seed).permutation(pages).tolist())
 
 
 class Pattern:
-    """What lies in the store of the prefill side: of any two layers different bytes at each place."""
+    """The contents of the prefill side's store. No two layers have the same bytes."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: LandingCase) -> None:
         self._rows = (case.pages + SPARE_PAGES) * PAGE_ROWS
         longest = self._rows * case.shape.row.stride_bytes + case.layers * SHIFT
         self._bytes = np.frombuffer(np.random.default_rng(0).bytes(longest), np.uint8)
 
-    def of(self, unit: int, width: int) -> np.ndarray:
-        """[pages of the store, rows, width]: of one layer's rows, or one group's keys."""
-        taken = self._bytes[unit * SHIFT :][: self._rows * width]
-        return taken.reshape(-1, PAGE_ROWS, width)
+    def pages(self, index: int, width: int) -> np.ndarray:
+        """Returns [pages of the store, rows, width] for the rows of layer `index`, or the keys of group `index`."""
+        return self._bytes[index * SHIFT :][: self._rows * width].reshape(-1, PAGE_ROWS, width)
 
 
-class Noted:
-    """A backend that notes what is posted."""
+class RecordingBackend:
+    """Forwards to another backend and records the posted writes."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.name, self.limits = backend, backend.name, backend.limits
@@ -136,10 +164,14 @@ class Noted:
         self._backend.close()
 
 
-class Worker:
-    """One process's stores, transfer engine and handoff agent."""
+def open_backend(engine: str) -> Backend:
+    return NixlBackend(HOST, LANES) if engine == "nixl" else MooncakeBackend(HOST, "tcp")
 
-    def __init__(self, case: Case, prefill: bool) -> None:
+
+class Worker:
+    """The stores, transfer engine and handoff agent of one process."""
+
+    def __init__(self, case: LandingCase, prefill: bool) -> None:
         self.case = case
         shape = case.shape
         geometry = shape.geometry(PAGE_ROWS)
@@ -147,24 +179,21 @@ class Worker:
         pool = DevicePool(shape, geometry, key_pages + SPARE_PAGES, CPU)
         host = HostStore(shape, case.pages + SPARE_PAGES, PAGE_ROWS, CPU)
         self.memory = KvMemory(pool, host, 1, case.tokens)
-        self.backend = Noted(NixlBackend(HOST, LANES) if case.engine == "nixl" else MooncakeBackend(HOST, "tcp"))
+        self.backend = RecordingBackend(open_backend(case.engine))
         self.transfer = Lanes(self.backend, LANES, DEADLINE_S)
         for region in regions(whole_host_store(self.memory), None if prefill else self.memory.pool):
             self.transfer.register(region)
         channel = open_channel(f"{HOST}:0")
         source = host_stores(whole_host_store(self.memory))["host"]
         assert shape.key is not None
-        model = ModelIdentity("stand-in", case.layers, shape.row.description, shape.key.description, shape.groups, "")
-        in_host = prefill or case.keys == "host"
-        stores: Mapping[Landing, Store] = (
-            {"host": source}
-            if in_host
-            else landing_stores(whole_host_store(self.memory), self.memory.pool, LAND_ANYWHERE)
-        )
+        model = ModelIdentity("synthetic", case.layers, shape.row.description, shape.key.description, shape.groups, "")
+        stores: Mapping[Landing, Store] = {"host": source}
+        if not prefill and case.keys == "device":
+            stores = landing_stores(whole_host_store(self.memory), self.memory.pool, LAND_ANYWHERE)
         self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe())
-        self.news = threading.Event()
+        self.has_events = threading.Event()
         machine = Sender(source) if prefill else Receiver()
-        self.agent = HandoffAgent(machine, self.hello, channel, self.transfer, wake=self.news.set)
+        self.agent = HandoffAgent(machine, self.hello, channel, self.transfer, wake=self.has_events.set)
         self.agent.start()
 
     @property
@@ -178,43 +207,43 @@ class Worker:
 
 
 class PrefillWorker(Worker):
-    """Has computed everything already: a prompt's chunks are announced at once."""
+    """Announces all chunks of a prompt at once, as if they had been computed before the request arrived."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: LandingCase) -> None:
         super().__init__(case, prefill=True)
         self._fill(Pattern(case))
         self._remote: Any = None
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def raw(self, hello: Hello, address: int, nbytes: int) -> float:
-        """Seconds in which `nbytes` reach the peer's memory from `address` on, in the largest writes."""
+    def raw_write(self, hello: Hello, address: int, nbytes: int) -> float:
+        """Writes `nbytes` to the peer's memory at `address` in the largest writes. Returns the seconds."""
         if self._remote is None:
-            found = decode_description(hello.description, self.case.engine)
-            self._remote = self.backend.connect(found.native, found.regions)
-        return self._push(
+            description = decode_description(hello.description, self.case.engine)
+            self._remote = self.backend.connect(description.native, description.regions)
+        return self._write(
             split_writes(np.array([[self.rows.data_ptr(), address, nbytes]]), self.backend.limits.write_nbytes)
         )
 
-    def again(self) -> tuple[int, float]:
-        """The writes of the last landing once more, from memory to memory and nothing else: how many, and seconds."""
+    def repeat_writes(self) -> tuple[int, float]:
+        """Repeats the writes of the last landing without control messages. Returns their number and the seconds."""
         posted, self.backend.posted = np.concatenate(self.backend.posted), []
-        seconds = self._push(posted)
+        seconds = self._write(posted)
         self.backend.posted.clear()
         return len(posted), seconds
 
-    def _push(self, pieces: Writes) -> float:
-        limits, under_way = self.backend.limits, deque[tuple[Any, int]]()
-        batch = np.maximum(np.cumsum(pieces[:, 2]) // limits.nbytes, np.arange(len(pieces)) // limits.writes)
-        begun = time.perf_counter()
-        for part in np.split(pieces, np.flatnonzero(np.diff(batch)) + 1):
-            while under_way and sum(count for _, count in under_way) + len(part) > limits.in_flight:
-                self._await(under_way.popleft()[0])
-            under_way.append((self.backend.post(self._remote, part), len(part)))
-        for handle, _ in under_way:
-            self._await(handle)
-        return time.perf_counter() - begun
+    def _write(self, writes: Writes) -> float:
+        limits, in_flight = self.backend.limits, deque[tuple[Any, int]]()
+        batch = np.maximum(np.cumsum(writes[:, 2]) // limits.nbytes, np.arange(len(writes)) // limits.writes)
+        start = time.perf_counter()
+        for posted in np.split(writes, np.flatnonzero(np.diff(batch)) + 1):
+            while in_flight and sum(count for _, count in in_flight) + len(posted) > limits.in_flight:
+                self._wait(in_flight.popleft()[0])
+            in_flight.append((self.backend.post(self._remote, posted), len(posted)))
+        for handle, _ in in_flight:
+            self._wait(handle)
+        return time.perf_counter() - start
 
-    def _await(self, handle: Any) -> None:
+    def _wait(self, handle: Any) -> None:
         while (state := self.backend.check(handle)) is WriteState.PENDING:
             time.sleep(0.0001)
         assert state is WriteState.DONE, state
@@ -223,48 +252,50 @@ class PrefillWorker(Worker):
         host = self.memory.host
         assert host is not None and host.keys is not None
         for tensor in (host.rows, host.keys):
-            for unit, stored in enumerate(tensor.numpy()):
-                stored.reshape(-1, PAGE_ROWS, stored.shape[-1])[:] = pattern.of(unit, stored.shape[-1])
+            for index, stored in enumerate(tensor.numpy()):
+                stored.reshape(-1, PAGE_ROWS, stored.shape[-1])[:] = pattern.pages(index, stored.shape[-1])
 
     def _serve(self) -> None:
         while True:
-            self.news.wait()
-            self.news.clear()
-            for fact in self.agent.take_events():
-                if isinstance(fact, StartPrefill):
-                    self._announce(fact)
+            self.has_events.wait()
+            self.has_events.clear()
+            for event in self.agent.take_events():
+                if isinstance(event, StartPrefill):
+                    self._announce(event)
 
-    def _announce(self, asked: StartPrefill) -> None:
-        tokens = len(asked.prompt)
-        pages = order(self.case.pages, asked.key.request_id.split()[0], seed=1)
+    def _announce(self, request: StartPrefill) -> None:
+        tokens = len(request.prompt)
+        pages = page_order(self.case.pages, request.key.request_id.split()[0], seed=1)
         for first in range(0, tokens, self.case.chunk):
             last = min(first + self.case.chunk, tokens)
-            self.agent.put(RowsComputed(asked.peer, asked.key, first, last, pages, None))
-        self.agent.put(FirstTokenSampled(asked.peer, asked.key, 0, None))
+            self.agent.put(RowsComputed(request.peer, request.key, first, last, pages, None))
+        self.agent.put(FirstTokenSampled(request.peer, request.key, 0, None))
 
 
 class DecodeWorker(Worker):
-    def __init__(self, case: Case) -> None:
+    """Requests contexts from the prefill worker and checks their bytes."""
+
+    def __init__(self, case: LandingCase) -> None:
         super().__init__(case, prefill=False)
         self._pattern = Pattern(case)
-        self._asked = 0
+        self._num_requests = 0
 
     def land(self, peer: str, pool: str) -> float:
-        """Seconds until a context is there."""
+        """Requests a context and returns the seconds until it has landed."""
         case = self.case
-        rows, keys = order(case.pages, pool, seed=2), order(case.key_pages, pool, seed=3)
-        self._asked += 1
-        key = HandoffKey(f"{pool} {self._asked}", 0)
-        ask = HandoffRequest(key, PromptSpec((7,) * case.tokens, SamplingParams()), "host", rows, keys)
-        begun = time.perf_counter()
-        self.agent.put(Fetch(peer, ask))
+        rows, keys = page_order(case.pages, pool, seed=2), page_order(case.key_pages, pool, seed=3)
+        self._num_requests += 1
+        key = HandoffKey(f"{pool} {self._num_requests}", 0)
+        request = HandoffRequest(key, PromptSpec((7,) * case.tokens, SamplingParams()), "host", rows, keys)
+        start = time.perf_counter()
+        self.agent.put(Fetch(peer, request))
         while True:
-            assert self.news.wait(PATIENCE_S), "a context does not land"
-            self.news.clear()
-            for fact in self.agent.take_events():
-                assert not isinstance(fact, FetchFailed), fact
-                if isinstance(fact, Landed):
-                    return time.perf_counter() - begun
+            assert self.has_events.wait(TIMEOUT_S), f"the context did not land within {TIMEOUT_S:g} s"
+            self.has_events.clear()
+            for event in self.agent.take_events():
+                assert not isinstance(event, FetchFailed), event
+                if isinstance(event, Landed):
+                    return time.perf_counter() - start
 
     def poison(self) -> None:
         self.rows.fill_(POISON)
@@ -279,50 +310,50 @@ class DecodeWorker(Worker):
         return host.keys.numpy().reshape(self.case.layers, -1, PAGE_ROWS, host.keys.shape[-1])
 
     def check(self, pool: str) -> None:
-        """Every byte of the context that has landed is that of its source."""
+        """Fails unless every byte of the landed context equals its source."""
         case, shape = self.case, self.memory.pool.shape
-        source, rows = list(order(case.pages, pool, seed=1)), list(order(case.pages, pool, seed=2))
-        keys = list(order(case.key_pages, pool, seed=3))
+        source, rows = list(page_order(case.pages, pool, seed=1)), list(page_order(case.pages, pool, seed=2))
+        keys = list(page_order(case.key_pages, pool, seed=3))
         assert shape.key is not None
         width, key_width = shape.row.stride_bytes, shape.key.stride_bytes
-        for unit in range(case.layers):
-            landed = self.rows[unit].numpy().reshape(-1, PAGE_ROWS, width)[rows].reshape(-1, width)
-            sent = self._pattern.of(unit, width)[source].reshape(-1, width)
-            assert np.array_equal(landed[: case.tokens], sent[: case.tokens]), f"rows of layer {unit} differ"
-            blocks = self._key_pages[unit][keys].reshape(-1, key_width)
-            sent = self._pattern.of(unit, key_width)[source].reshape(-1, key_width)
-            assert np.array_equal(blocks[: case.tokens], sent[: case.tokens]), f"index keys of group {unit} differ"
+        for index in range(case.layers):
+            landed = self.rows[index].numpy().reshape(-1, PAGE_ROWS, width)[rows].reshape(-1, width)
+            sent = self._pattern.pages(index, width)[source].reshape(-1, width)
+            assert np.array_equal(landed[: case.tokens], sent[: case.tokens]), f"rows of layer {index} differ"
+            landed = self._key_pages[index][keys].reshape(-1, key_width)
+            sent = self._pattern.pages(index, key_width)[source].reshape(-1, key_width)
+            assert np.array_equal(landed[: case.tokens], sent[: case.tokens]), f"index keys of group {index} differ"
 
-    def unmerged(self) -> int:
-        """Writes of a context if no page followed another."""
+    def count_unmerged_writes(self) -> int:
+        """Returns the number of writes of a context if no two of its pages were consecutive."""
         case, source, target = self.case, host_stores(whole_host_store(self.memory))["host"], self.hello.stores["host"]
-        apart = tuple(reversed(range(case.pages)))
+        backwards, forwards = tuple(reversed(range(case.pages))), range(case.pages)
         assert source.keys is not None and target.keys is not None
-        keys = plan_writes(source.keys, apart, target.keys, apart, 0, case.tokens)
-        return len(
-            plan_writes(source.shards[0].span, apart, target.shards[0].span, range(case.pages), 0, case.tokens)
-        ) + len(keys)
+        keys = plan_writes(source.keys, backwards, target.keys, backwards, 0, case.tokens)
+        rows = plan_writes(source.shards[0].span, backwards, target.shards[0].span, forwards, 0, case.tokens)
+        return len(rows) + len(keys)
 
 
-def serve(case: Case, pipe: Connection) -> None:
-    """The prefill side's process."""
+def serve_prefill(case: LandingCase, pipe: Connection) -> None:
+    """Runs the prefill worker in its own process and answers the messages of the decode process.
+
+    "start": forgets the recorded writes and returns the seconds spent writing so far.
+    "writes": returns the seconds spent writing so far, and the number and the seconds of the repeated writes.
+    The arguments of `raw_write`: returns its result.
+    """
     worker = PrefillWorker(case)
     pipe.send(worker.hello.control)
-    while (asked := pipe.recv()) is not None:
-        match asked:
-            case "writing":
+    while (message := pipe.recv()) is not None:
+        match message:
+            case "start":
                 worker.backend.posted.clear()
                 pipe.send(worker.transfer.throughput().seconds)
-            case "written":
-                pipe.send((worker.transfer.throughput().seconds, *worker.again()))
+            case "writes":
+                pipe.send((worker.transfer.throughput().seconds, *worker.repeat_writes()))
             case _:
-                pipe.send(worker.raw(*asked))
+                pipe.send(worker.raw_write(*message))
     worker.close()
 
 
-def prefill_process(case: Case) -> AbstractContextManager[Connection]:
-    return far_process(serve, case, PATIENCE_S)
-
-
-def ask(pipe: Connection, question: Any) -> Any:
-    return answer(pipe, question, PATIENCE_S)
+def prefill_process(case: LandingCase) -> AbstractContextManager[Connection]:
+    return child_process(serve_prefill, case, TIMEOUT_S)

@@ -89,7 +89,7 @@ class RecordingModel:
 
     def __init__(self, inner: Decoder) -> None:
         self.inner = inner
-        self.device = inner.device
+        self.device, self.dtype = inner.device, inner.dtype
         self._recorded: list[DecodeSelections] = []
 
     @property

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,25 @@ def hardware() -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A result that a benchmark must reach, and the measured one."""
+
+    what: str
+    measured: float
+    limit: float
+    at_least: bool = False  # `limit` is a minimum, otherwise a maximum
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
+
+    def row(self) -> dict[str, Any]:
+        sign = ">=" if self.at_least else "<="
+        verdict = "met" if self.met else "MISSED"
+        return {"what": self.what, "measured": self.measured, "bar": f"{sign} {self.limit:g}", "verdict": verdict}
+
+
 def write_json(json_path: Path, title: str, results: Any, **extra: Any) -> None:
     """Writes `results` with title, hardware, command and date; `extra` are more fields."""
     context = {
@@ -65,7 +85,7 @@ def write_json(json_path: Path, title: str, results: Any, **extra: Any) -> None:
 
 def report(title: str, rows: list[dict[str, Any]], json_path: Path | None, notes: str = "") -> None:
     """Prints `rows` (dicts with the same keys) as a table. Writes them as JSON if `json_path` is given."""
-    console = Console(width=120)
+    console = Console(width=140)
     table = Table(title=title, caption=notes or None)
     for key in rows[0]:
         table.add_column(key, justify="right")

@@ -1,15 +1,13 @@
-"""Two processes whose stores divide the heads of a GQA model differently, without the model: staging and all else."""
+"""The prefill and decode processes of staging.py: their stores split the heads of a GQA model differently; no model."""
 
 import threading
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
-from far_process import answer, far_process
-from landing_workers import HOST, PAGE_ROWS, POISON, Noted, order
+from landing_workers import HOST, PAGE_ROWS, POISON, RecordingBackend, child_process, open_backend, page_order, query
 
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
@@ -36,23 +34,23 @@ from hotset.handoff.staging import ReceiverStaging
 from hotset.transfer.api import Region
 from hotset.transfer.engines import LANES
 from hotset.transfer.lanes import Lanes
-from hotset.transfer.mooncake_engine import MooncakeBackend
-from hotset.transfer.nixl_engine import NixlBackend
 
-HEADS, HEAD_BYTES = 8, 128 * 2  # in bf16
+HEADS, HEAD_BYTES = 8, 128 * 2  # bf16
 ROW_BYTES = 2 * HEADS * HEAD_BYTES
-PATIENCE_S = 900.0  # writes one by one take long
-SHIFT = 4099  # bytes by which the pattern of one layer is ahead of that of the layer before
+TIMEOUT_S = 900.0  # without staging, a landing takes minutes
+SHIFT = 4099  # bytes by which the pattern of a layer is shifted against that of the previous layer
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class StagingCase:
+    """One combination that is measured."""
+
     engine: str
     tokens: int
     layers: int
     source_ranks: int
     target_ranks: int
-    staging_bytes: int  # on each side; 0: none
+    staging_bytes: int  # on each side; 0 disables staging
     chunk: int
 
     @property
@@ -64,11 +62,11 @@ class Case:
         return ceil_div(self.tokens, PAGE_ROWS)
 
 
-class Divided:
-    """One side's rows, by ranks: [rank][layer, page, row, bytes], each rank's at a place of its own."""
+class ShardedRows:
+    """The rows of one side, split by heads into one allocation per rank: [rank][layer, page, row, bytes]."""
 
-    def __init__(self, case: Case, ranks: int) -> None:
-        shape = (case.layers, case.pages + 1, PAGE_ROWS, ROW_BYTES // ranks)  # one page more: layers do not touch
+    def __init__(self, case: StagingCase, ranks: int) -> None:
+        shape = (case.layers, case.pages + 1, PAGE_ROWS, ROW_BYTES // ranks)  # a spare page separates the layers
         self.rows = [np.full(shape, POISON, np.uint8) for _ in range(ranks)]
         spans = [
             PagedSpan(
@@ -86,24 +84,25 @@ class Divided:
             transfer.register(Region(rank.ctypes.data, rank.nbytes))
 
     def fill(self, pages: tuple[int, ...]) -> None:
-        """As if a context had been computed into these pages."""
+        """Stores a context in these pages."""
         for layer in range(len(self.rows[0])):
-            for rank, part in zip(self.rows, self._parts(layer), strict=True):
-                rank[layer, list(pages)] = part
+            for rank, expected in zip(self.rows, self._expected(layer), strict=True):
+                rank[layer, list(pages)] = expected
 
     def check(self, pages: tuple[int, ...], tokens: int) -> None:
-        """Every byte of the context is here."""
+        """Fails unless these pages hold every byte of the context."""
         for layer in range(len(self.rows[0])):
-            for rank, part in zip(self.rows, self._parts(layer), strict=True):
-                found = rank[layer, list(pages)].reshape(-1, rank.shape[-1])
-                assert np.array_equal(found[:tokens], part.reshape(found.shape)[:tokens]), f"layer {layer} differs"
+            for rank, expected in zip(self.rows, self._expected(layer), strict=True):
+                landed = rank[layer, list(pages)].reshape(-1, rank.shape[-1])
+                source = expected.reshape(landed.shape)
+                assert np.array_equal(landed[:tokens], source[:tokens]), f"rows of layer {layer} differ"
 
     def poison(self) -> None:
         for rank in self.rows:
             rank.fill(POISON)
 
-    def _parts(self, layer: int) -> list[np.ndarray]:
-        """[page, row, bytes] of each rank."""
+    def _expected(self, layer: int) -> list[np.ndarray]:
+        """Returns the context's bytes [page, row, bytes] for each rank."""
         size = self._pages * PAGE_ROWS * ROW_BYTES
         whole = self._pattern[layer * SHIFT :][:size].reshape(self._pages, PAGE_ROWS, ROW_BYTES)
         return [
@@ -113,13 +112,13 @@ class Divided:
 
 
 class Worker:
-    """One process's stores, staging memory, transfer engine and handoff agent."""
+    """The stores, staging memory, transfer engine and handoff agent of one process."""
 
-    def __init__(self, case: Case, prefill: bool) -> None:
+    def __init__(self, case: StagingCase, prefill: bool) -> None:
         self.case = case
-        self.memory = Divided(case, case.source_ranks if prefill else case.target_ranks)
-        self.backend = Noted(NixlBackend(HOST, LANES) if case.engine == "nixl" else MooncakeBackend(HOST, "tcp"))
-        self.transfer = Lanes(self.backend, LANES, PATIENCE_S)
+        self.memory = ShardedRows(case, case.source_ranks if prefill else case.target_ranks)
+        self.backend = RecordingBackend(open_backend(case.engine))
+        self.transfer = Lanes(self.backend, LANES, TIMEOUT_S)
         self.memory.register(self.transfer)
         staging = StagingMemory(case.staging_bytes) if case.staging_bytes else None
         if staging is not None:
@@ -128,16 +127,16 @@ class Worker:
         channel = open_channel(f"{HOST}:0")
         stores = {"host": self.memory.store}
         ring = None if prefill or staging is None else staging.memory_range
-        model = ModelIdentity("stand-in", case.layers, f"{ROW_BYTES} bytes", None, 0, "")
+        model = ModelIdentity("synthetic", case.layers, f"{ROW_BYTES} bytes", None, 0, "")
         self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe(), ring)
-        self.news = threading.Event()
+        self.has_events = threading.Event()
         machine: Sender | Receiver
         if prefill:
             buffers = () if staging is None else staging.buffers
-            machine = Sender(self.memory.store, buffers=buffers, write_limit=PATIENCE_S)
+            machine = Sender(self.memory.store, buffers=buffers, write_limit=TIMEOUT_S)
         else:
             machine = Receiver(staging=None if ring is None else ReceiverStaging(ring, stores))
-        self.agent = HandoffAgent(machine, self.hello, channel, self.transfer, wake=self.news.set)
+        self.agent = HandoffAgent(machine, self.hello, channel, self.transfer, wake=self.has_events.set)
         self.agent.start()
 
     def close(self) -> None:
@@ -146,58 +145,61 @@ class Worker:
 
 
 class PrefillWorker(Worker):
-    """Has computed a context already, the same for everybody who asks: its chunks are announced at once."""
+    """Announces all chunks of a prompt at once, as if they had been computed before. All requests get the same rows."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: StagingCase) -> None:
         super().__init__(case, prefill=True)
-        self._pages = order(case.pages, "shuffled", seed=1)
+        self._pages = page_order(case.pages, "shuffled", seed=1)
         self.memory.fill(self._pages)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
         while True:
-            self.news.wait()
-            self.news.clear()
-            for fact in self.agent.take_events():
-                if isinstance(fact, StartPrefill):
-                    self._announce(fact)
+            self.has_events.wait()
+            self.has_events.clear()
+            for event in self.agent.take_events():
+                if isinstance(event, StartPrefill):
+                    self._announce(event)
 
-    def _announce(self, asked: StartPrefill) -> None:
-        tokens = len(asked.prompt)
+    def _announce(self, request: StartPrefill) -> None:
+        tokens = len(request.prompt)
         for first in range(0, tokens, self.case.chunk):
             last = min(first + self.case.chunk, tokens)
-            self.agent.put(RowsComputed(asked.peer, asked.key, first, last, self._pages, None))
-        self.agent.put(FirstTokenSampled(asked.peer, asked.key, 0, None))
+            self.agent.put(RowsComputed(request.peer, request.key, first, last, self._pages, None))
+        self.agent.put(FirstTokenSampled(request.peer, request.key, 0, None))
 
 
 class DecodeWorker(Worker):
-    def __init__(self, case: Case) -> None:
+    """Requests contexts from the prefill worker and checks their bytes."""
+
+    def __init__(self, case: StagingCase) -> None:
         super().__init__(case, prefill=False)
-        self._pages = order(case.pages, "shuffled", seed=2)
-        self._asked = 0
+        self._pages = page_order(case.pages, "shuffled", seed=2)
+        self._num_requests = 0
 
     def land(self, peer: str, requests: int = 1) -> float:
-        """Seconds until so many contexts, asked for at once, are there. All have the same bytes, and the same pages."""
-        begun = time.perf_counter()
+        """Requests several contexts at once, which share bytes and pages. Returns the seconds until all have landed."""
+        start = time.perf_counter()
         for _ in range(requests):
-            self._asked += 1
+            self._num_requests += 1
             prompt = PromptSpec((7,) * self.case.tokens, SamplingParams())
-            ask = HandoffRequest(HandoffKey(str(self._asked), 0), prompt, "host", self._pages, ())
-            self.agent.put(Fetch(peer, ask))
-        while requests:
-            assert self.news.wait(PATIENCE_S), "a context does not land"
-            self.news.clear()
-            for fact in self.agent.take_events():
-                assert not isinstance(fact, FetchFailed), fact
-                requests -= isinstance(fact, Landed)
-        return time.perf_counter() - begun
+            key = HandoffKey(str(self._num_requests), 0)
+            self.agent.put(Fetch(peer, HandoffRequest(key, prompt, "host", self._pages, ())))
+        pending = requests
+        while pending:
+            assert self.has_events.wait(TIMEOUT_S), f"a context did not land within {TIMEOUT_S:g} s"
+            self.has_events.clear()
+            for event in self.agent.take_events():
+                assert not isinstance(event, FetchFailed), event
+                pending -= isinstance(event, Landed)
+        return time.perf_counter() - start
 
     def check(self) -> None:
         self.memory.check(self._pages, self.case.tokens)
 
 
-def serve(case: Case, pipe: Connection) -> None:
-    """The prefill side's process: tells how many writes it has posted since it was asked last."""
+def serve_prefill(case: StagingCase, pipe: Connection) -> None:
+    """Runs the prefill worker in its own process. Replies to a message with the writes posted since the last one."""
     worker = PrefillWorker(case)
     pipe.send(worker.hello.control)
     while pipe.recv() is not None:
@@ -206,9 +208,11 @@ def serve(case: Case, pipe: Connection) -> None:
     worker.close()
 
 
-def prefill_process(case: Case) -> AbstractContextManager[Connection]:
-    return far_process(serve, case, PATIENCE_S)
+def prefill_process(case: StagingCase) -> AbstractContextManager[Connection]:
+    return child_process(serve_prefill, case, TIMEOUT_S)
 
 
-def ask(pipe: Connection, question: Any) -> Any:
-    return answer(pipe, question, PATIENCE_S)
+def count_writes(pipe: Connection) -> int:
+    """Returns the number of writes that the prefill process has posted since the last call."""
+    count: int = query(pipe, "writes", TIMEOUT_S)
+    return count

@@ -1,7 +1,9 @@
-"""Python per decode step: the engine around a model that computes nothing.
+"""Measures the CPU time of `Engine.step()` around a model that computes nothing, by the number of decoding requests.
 
-Measures the processor time of `Engine.step()` with N requests decoding, on one core: planning, preparing the step's
-tensors, sampling (greedy), committing. The bar: at most 2 ms at 256 requests, growing no worse than linearly to 1024.
+    python benchmarks/step_overhead.py --json step_overhead.json
+
+A step plans, prepares tensors, samples greedily and commits, on one core. Bars (required results): at most 2 ms with
+256 requests, and at most 4 times as much with 1024. A run takes less than a minute.
 """
 
 import statistics
@@ -25,9 +27,9 @@ CONTEXT = 4096
 
 
 class NullModel:
-    """Answers token 0 at once, whatever it is asked."""
+    """Returns logits for token 0 and computes nothing."""
 
-    device = torch.device("cpu")
+    device, dtype = torch.device("cpu"), torch.float32
     kv_shape = KvShape(1, RowLayout(1, torch.float32))
 
     def __init__(self, rows: int) -> None:
@@ -38,7 +40,7 @@ class NullModel:
 
 
 def measure(requests: int, steps: int) -> list[float]:
-    """Seconds of each of `steps` decode steps with `requests` running."""
+    """Returns the CPU seconds of `steps` decode steps with `requests` running requests."""
     config = EngineConfig(max_num_seqs=requests, max_num_batched_tokens=8 * requests)
     card = ModelCard("null", "null", CONTEXT, VOCAB, (), False, CONTEXT, "cpu", "float32")
     pages = requests * CONTEXT // config.page_rows
@@ -46,26 +48,26 @@ def measure(requests: int, steps: int) -> list[float]:
     budget = KvBudget(model.kv_shape.geometry(config.page_rows), pages, pages, CONTEXT)
     executor = in_process_executor(config, model, budget, torch.device("cpu"), card.vocab)
     engine = assemble(config, card, model.kv_shape, budget, executor)
-    intake = InputProcessor(card, seed=0)
+    input_processor = InputProcessor(card, seed=0)
     params = SamplingParams(temperature=0, max_tokens=CONTEXT - 1024, ignore_eos=True)
     for number in range(requests):
-        prompt = [number % VOCAB] * (1 + number % 61)  # so that requests cross page borders at different steps
-        for choice in intake.accept(str(number), prompt, params):
+        prompt = [number % VOCAB] * (1 + number % 61)  # requests cross page boundaries at different steps
+        for choice in input_processor.accept(str(number), prompt, params):
             engine.add(choice)
-    while len(engine.step().token_ids) < requests:  # until all are admitted and decode
+    while len(engine.step().token_ids) < requests:  # until all requests decode
         pass
     times = []
     for _ in range(steps):
         start = time.thread_time()
-        news = engine.step()
+        step = engine.step()
         times.append(time.thread_time() - start)
-        assert len(news.token_ids) == requests
+        assert len(step.token_ids) == requests
     return times
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=300, help="timed steps per number of requests")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -80,10 +82,10 @@ def main() -> None:
                 "us per request": median / requests * 1e6,
             }
         )
-    by_count = {row["requests"]: row["median ms"] for row in rows}
-    growth = by_count[1024] / by_count[256]
-    notes = f"256 requests: {by_count[256]:.2f} ms (bar 2 ms); 1024 / 256: {growth:.2f}x (bar 4x)"
-    report("Python per decode step, null model, one core", rows, options.json, notes)
+    medians = {row["requests"]: row["median ms"] for row in rows}
+    growth = medians[1024] / medians[256]
+    notes = f"256 requests: {medians[256]:.2f} ms (bar: 2 ms); 1024 against 256: {growth:.2f}x (bar: 4x)"
+    report("CPU time of a decode step with a model that computes nothing, one core", rows, options.json, notes)
 
 
 if __name__ == "__main__":

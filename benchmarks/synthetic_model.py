@@ -1,7 +1,7 @@
-"""An engine with real scheduling and real memory around a model whose prompts cost nothing: for benchmarks of tiers.
+"""An engine with a real scheduler and real memory around a model that does not compute prompts, for tier benchmarks.
 
-Computing the prompts of a full engine would take hours on a CPU. A stand-in writes made-up rows and index keys for
-them instead, and selects positions about as local as the demo model's. Decoding is the demo model's own where asked.
+Computing all prompts of a full engine would take hours on a CPU. A synthetic model stores random rows and index keys
+for them, and its selections are about as local as the demo model's. The demo model can decode over those rows.
 """
 
 import time
@@ -25,24 +25,23 @@ from hotset.schedule.request import Phase, Request
 
 CPU = torch.device("cpu")
 DTYPE = torch.float32
-STEP_ROWS = 8192  # whole prompts in one step: nothing computes them
+MAX_STEP_TOKENS = 8192  # whole prompts fit in one step, since they are not computed
 SEATS = 256
-NEW_EVERY = (
-    5  # steps for which the stand-in keeps a position: it misses 15 % in twice top-k slots, as the demo model does
-)
+# Steps for which a synthetic selection keeps a position. It misses 15 % with twice top-k slots, as the demo model does.
+KEPT_STEPS = 5
 
 
-class StandIn:
-    """Writes made-up rows and keys, selects positions, answers token 0; computes nothing."""
+class SyntheticModel:
+    """Stores random rows and index keys, selects positions, and returns logits for token 0 without computing."""
 
     def __init__(self, shape: KvShape, vocab: int) -> None:
-        assert shape.key is not None, "a model that selects"
+        assert shape.key is not None, "the model must have an indexer"
         random = torch.Generator().manual_seed(0)
-        most = STEP_ROWS + SEATS
+        tokens = MAX_STEP_TOKENS + SEATS
         self._shape = shape
         self._logits = torch.zeros(SEATS, vocab)
-        self._rows = torch.randn(most, shape.row.width, generator=random).to(shape.row.dtype)
-        self._keys = torch.randn(most, shape.key.width, generator=random).to(shape.key.dtype)
+        self._rows = torch.randn(tokens, shape.row.width, generator=random).to(shape.row.dtype)
+        self._keys = torch.randn(tokens, shape.key.width, generator=random).to(shape.key.dtype)
 
     def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
         count = token_ids.shape[0]
@@ -55,7 +54,7 @@ class StandIn:
         return self._logits[: count if wanted is None else wanted.shape[0]]
 
     def _select(self, view: View, group: int) -> Tensor:
-        """[query rows, topk]; of a prompt only the last row selects: what the others do would be forgotten."""
+        """Returns [tokens, topk]. In a prompt, only the last token selects: other selections would have no effect."""
         segments = view.segments
         if segments.decoding:
             return self.positions(segments.positions, group)
@@ -64,77 +63,79 @@ class StandIn:
         chosen[last] = self.positions(segments.positions[last], group)
         return chosen
 
-    def positions(self, at: Tensor, group: int) -> Tensor:
-        """For queries at positions `at` [rows]: [rows, topk] ascending, then EMPTY. A quarter are the newest positions;
-        the others lie anywhere, and each is kept for NEW_EVERY steps."""
+    def positions(self, queries: Tensor, group: int) -> Tensor:
+        """Returns the selections of queries at the positions `queries` [tokens]: [tokens, topk] ascending, then EMPTY.
+
+        A quarter are the newest positions. The others are random, and each is kept for KEPT_STEPS steps.
+        """
         newest = self._shape.topk // 4
-        number = torch.arange(self._shape.topk - newest)
-        since = ((at[:, None] - number) // NEW_EVERY * NEW_EVERY + number).clamp_min(1)
-        mixed = (since * 0x9E3779B1 + number * 0x85EBCA6B + group * 0xC2B2AE35) * 0x27D4EB2F165667C5
-        anywhere = (mixed >> 33 & 0x3FFFFFFF) % since
-        chosen = torch.cat((anywhere, at[:, None] - torch.arange(newest)), dim=1).sort(dim=1).values
-        unwanted = chosen < 0
-        unwanted[:, 1:] |= chosen[:, 1:] == chosen[:, :-1]
-        past = torch.iinfo(torch.int64).max
-        chosen = chosen.masked_fill(unwanted, past).sort(dim=1).values
-        return chosen.masked_fill(chosen == past, EMPTY)
+        entry = torch.arange(self._shape.topk - newest)
+        chosen_at = ((queries[:, None] - entry) // KEPT_STEPS * KEPT_STEPS + entry).clamp_min(1)
+        mixed = (chosen_at * 0x9E3779B1 + entry * 0x85EBCA6B + group * 0xC2B2AE35) * 0x27D4EB2F165667C5
+        random = (mixed >> 33 & 0x3FFFFFFF) % chosen_at
+        chosen = torch.cat((random, queries[:, None] - torch.arange(newest)), dim=1).sort(dim=1).values
+        invalid = chosen < 0
+        invalid[:, 1:] |= chosen[:, 1:] == chosen[:, :-1]  # duplicates
+        past_end = torch.iinfo(torch.int64).max
+        chosen = chosen.masked_fill(invalid, past_end).sort(dim=1).values
+        return chosen.masked_fill(chosen == past_end, EMPTY)
 
 
-class Demo:
-    """The demo model, whose prompts the stand-in takes over, and its decoding too unless `computes`."""
+class DemoModel:
+    """The demo model with synthetic prompts. It decodes with its own weights only while `computes_decode` is set."""
 
-    device = CPU
+    device, dtype = CPU, DTYPE
 
     def __init__(self, model: str) -> None:
         files = find_model(model)
         if not isinstance(files.spec.attention, MlaSpec):
-            raise ConfigError(f"{model} has no indexer: tiers are for models that select their rows")
+            raise ConfigError(f"{model} has no indexer: tiers require a model that selects rows")
         weights = open_weights(files, DTYPE, CPU)
         self._decoder = Decoder(files.spec, weights)
         weights.finish()
         self.spec = files.spec
         self.kv_shape = self._decoder.kv_shape
-        self.stand_in = StandIn(self.kv_shape, self.spec.vocab)
-        self.computes = False
+        self.synthetic = SyntheticModel(self.kv_shape, self.spec.vocab)
+        self.computes_decode = False
 
     def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
-        model = self._decoder if self.computes and view.segments.decoding else self.stand_in
+        model = self._decoder if self.computes_decode and view.segments.decoding else self.synthetic
         return model.forward(token_ids, view, wanted)
 
 
-class Watched:
-    """An engine, and every request that it was given."""
+class DemoEngine:
+    """An engine around the demo model that keeps every request added to it."""
 
-    def __init__(self, demo: Demo, tiers: TiersMode, gib: float, longest: int) -> None:
-        """A host store for as many rows as the device could keep hot."""
-        self._demo = demo
+    def __init__(self, model: DemoModel, tiers: TiersMode, device_gib: float, max_length: int) -> None:
+        """Creates a host store that holds the rows of all requests that fit on the device as tiered ones."""
+        self._model = model
         config = EngineConfig(
             tiers=tiers,
             max_num_seqs=SEATS,
-            max_num_batched_tokens=STEP_ROWS,
-            device_kv_gib=gib,
-            host_kv_gib=None if tiers == "off" else 8 * gib,
-            max_model_len=longest,
+            max_num_batched_tokens=MAX_STEP_TOKENS,
+            device_kv_gib=device_gib,
+            host_kv_gib=None if tiers == "off" else 8 * device_gib,
+            max_model_len=max_length,
         )
-        self.budget = kv_budget(config, demo.kv_shape, demo.spec.context, CPU)
-        card = model_card(config, demo.spec, self.budget, CPU, DTYPE)
-        executor = in_process_executor(config, demo, self.budget, CPU, card.vocab)
-        self.engine = assemble(config, card, demo.kv_shape, self.budget, executor)
-        self._intake = InputProcessor(card, seed=0)
+        self.budget = kv_budget(config, model.kv_shape, model.spec.context, CPU)
+        card = model_card(config, model.spec, self.budget, CPU, DTYPE)
+        executor = in_process_executor(config, model, self.budget, CPU, card.vocab)
+        self.engine = assemble(config, card, model.kv_shape, self.budget, executor)
+        self._input_processor = InputProcessor(card, seed=0)
         self.requests: list[Request] = []
 
-    def add(self, prompt: int, answer: int) -> Request:
-        """A request of `prompt` tokens that generates exactly `answer`."""
-        params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
-        (choice,) = self._intake.accept(str(len(self.requests)), [0] * prompt, params)
+    def add(self, prompt_tokens: int, answer_tokens: int) -> Request:
+        """Adds a request that generates exactly `answer_tokens` tokens."""
+        params = SamplingParams(temperature=0, max_tokens=answer_tokens, ignore_eos=True)
+        (choice,) = self._input_processor.accept(str(len(self.requests)), [0] * prompt_tokens, params)
         request = choice.to_request()
-        self.engine.replicas[0].scheduler.add(request)  # as `Engine.add` does, which does not hand the request out
+        self.engine.replicas[0].scheduler.add(request)  # like `Engine.add`, which does not return the request
         self.requests.append(request)
         return request
 
-    def step(self, computes: bool = False) -> float:
-        """One step; its processor seconds."""
-        self._demo.computes = computes
+    def step(self, computes_decode: bool = False) -> float:
+        """Runs one step and returns its CPU seconds."""
+        self._model.computes_decode = computes_decode
         start = time.thread_time()
         self.engine.step()
         return time.thread_time() - start

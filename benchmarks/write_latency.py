@@ -1,7 +1,14 @@
-"""What lanes are for: the time of a small list of writes to one peer while another is slow, with 1 lane and with 4.
+"""Measures the latency of a small write to one peer while another peer is slow, with 1 lane and with 4 lanes.
 
-Peers are processes of their own. `alone`: nobody else is written to. `busy`: another peer is sent large lists without
-pause. `stopped`: so it is, but its process does not run, and nothing that needs its help gets on.
+    python benchmarks/write_latency.py --json write_latency.json
+
+A lane is a queue with its own thread in the transfer layer; writes to different peers can use different lanes. Both
+peers are separate processes. "the other peer" in the table is one of
+  alone    nothing is written to the other peer
+  busy     large lists of writes are sent to the other peer without a pause
+  stopped  the same, but the other peer's process is stopped (SIGSTOP), so writes that need its CPU do not progress
+
+There is no bar. A run takes about a minute with both transfer engines.
 """
 
 import multiprocessing
@@ -21,11 +28,12 @@ from hotset.transfer.api import Region, Transfer, WriteState, WriteTicket
 from hotset.transfer.engines import open_transfer
 
 NBYTES = 64 << 20
-SMALL, LARGE_WRITES = 16 << 10, 1024
-LISTS_AHEAD = 3  # under way to the busy peer at any time
+SMALL_BYTES = 16 << 10
+WRITES_PER_LIST = 1024  # of a list to the busy peer
+LISTS_IN_FLIGHT = 3  # to the busy peer
 
 
-def serve(engine: str, pipe: Connection) -> None:
+def serve_peer(engine: str, pipe: Connection) -> None:
     memory = np.zeros(NBYTES, np.uint8)
     transfer = open_transfer(engine)
     transfer.register(Region(memory.ctypes.data, NBYTES))
@@ -36,6 +44,8 @@ def serve(engine: str, pipe: Connection) -> None:
 
 @dataclass(frozen=True)
 class Peer:
+    """A process whose memory can be written to."""
+
     name: str
     address: int
     process: Any
@@ -45,46 +55,46 @@ class Peer:
 def peers(engine: str, transfer: Transfer, names: list[str]) -> Iterator[list[Peer]]:
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "nixl"])
-    opened, pipes = [], []
+    started, pipes = [], []
     for name in names:
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(engine, theirs), daemon=True)
+        process = context.Process(target=serve_peer, args=(engine, theirs), daemon=True)
         process.start()
         description, address = ours.recv()
         transfer.connect(name, description)
-        opened.append(Peer(name, address, process))
+        started.append(Peer(name, address, process))
         pipes.append(ours)
-    yield opened
-    for pipe, peer in zip(pipes, opened, strict=True):
+    yield started
+    for pipe, peer in zip(pipes, started, strict=True):
         os.kill(peer.process.pid, signal.SIGCONT)
         pipe.send(None)
         peer.process.join(10)
 
 
-def ended(transfer: Transfer, ticket: WriteTicket) -> WriteState:
+def wait(transfer: Transfer, ticket: WriteTicket) -> WriteState:
     while (state := transfer.poll(ticket)) is WriteState.PENDING:
         time.sleep(0.0001)
     return state
 
 
 def latencies(transfer: Transfer, source: int, quick: Peer, busy: Peer | None, seconds: float) -> list[float]:
-    """Seconds of one small list after another to `quick`, while `busy` always has several large ones under way."""
-    spans = np.arange(LARGE_WRITES) * (NBYTES // LARGE_WRITES)
-    length = np.full(LARGE_WRITES, NBYTES // LARGE_WRITES // 2)
-    under_way: list[WriteTicket] = []
-    found: list[float] = []
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        under_way = [ticket for ticket in under_way if transfer.poll(ticket) is WriteState.PENDING]
-        while busy and len(under_way) < LISTS_AHEAD:
-            large = np.stack([source + spans, busy.address + spans, length], axis=1)
-            under_way.append(transfer.submit(busy.name, large))
-        begun = time.perf_counter()
-        state = ended(transfer, transfer.submit(quick.name, np.array([[source, quick.address, SMALL]])))
-        found.append(time.perf_counter() - begun)
+    """Returns the seconds of small writes to `quick`, one after another, while large lists to `busy` are in flight."""
+    offsets = np.arange(WRITES_PER_LIST) * (NBYTES // WRITES_PER_LIST)
+    length = np.full(WRITES_PER_LIST, NBYTES // WRITES_PER_LIST // 2)
+    in_flight: list[WriteTicket] = []
+    times: list[float] = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        in_flight = [ticket for ticket in in_flight if transfer.poll(ticket) is WriteState.PENDING]
+        while busy and len(in_flight) < LISTS_IN_FLIGHT:
+            large = np.stack([source + offsets, busy.address + offsets, length], axis=1)
+            in_flight.append(transfer.submit(busy.name, large))
+        start = time.perf_counter()
+        state = wait(transfer, transfer.submit(quick.name, np.array([[source, quick.address, SMALL_BYTES]])))
+        times.append(time.perf_counter() - start)
         assert state is WriteState.DONE, state
         time.sleep(0.005)
-    return found
+    return times
 
 
 def measure(engine: str, lanes: int, case: str, seconds: float) -> dict[str, Any]:
@@ -93,39 +103,41 @@ def measure(engine: str, lanes: int, case: str, seconds: float) -> dict[str, Any
     transfer.register(Region(memory.ctypes.data, NBYTES))
     with peers(engine, transfer, ["quick", "busy"]) as (quick, busy):
         for peer in (quick, busy):
-            first = np.array([[memory.ctypes.data, peer.address, SMALL]])
-            assert ended(transfer, transfer.submit(peer.name, first)) is WriteState.DONE
+            first = np.array([[memory.ctypes.data, peer.address, SMALL_BYTES]])
+            assert wait(transfer, transfer.submit(peer.name, first)) is WriteState.DONE
         if case == "stopped":
             os.kill(busy.process.pid, signal.SIGSTOP)
         before = transfer.throughput()
         times = latencies(transfer, memory.ctypes.data, quick, None if case == "alone" else busy, seconds)
-        written = transfer.throughput().nbytes - before.nbytes - SMALL * len(times)
+        written = transfer.throughput().nbytes - before.nbytes - SMALL_BYTES * len(times)
     transfer.close()
     p50, p99 = np.percentile(times, [50, 99]) * 1e3
     return {
         "engine": engine,
         "the other peer": case,
         "lanes": lanes,
-        "lists": len(times),
+        "writes": len(times),
         "p50 ms": float(p50),
         "p99 ms": float(p99),
-        "worst ms": max(times) * 1e3,
-        "to the other, GB/s": written / seconds / 1e9,
+        "max ms": max(times) * 1e3,
+        "to the other peer, GB/s": written / seconds / 1e9,
     }
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--engines", nargs="+", default=["nixl", "mooncake"])
-    parser.add_argument("--seconds", type=float, default=3.0)
-    chosen = parser.parse_args()
+    parser.add_argument(
+        "--engines", nargs="+", default=["nixl", "mooncake"], choices=["nixl", "mooncake"], help="transfer engines"
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each measurement")
+    options = parser.parse_args()
     rows = [
-        measure(engine, lanes, case, chosen.seconds)
-        for engine in chosen.engines
+        measure(engine, lanes, case, options.seconds)
+        for engine in options.engines
         for case in ("alone", "busy", "stopped")
         for lanes in (1, 4)
     ]
-    report(f"A list of {SMALL} bytes to one peer beside another peer", rows, chosen.json)
+    report(f"Latency of a write of {SMALL_BYTES >> 10} KiB to one peer", rows, options.json)
 
 
 if __name__ == "__main__":
