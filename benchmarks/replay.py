@@ -1,17 +1,19 @@
-"""The first requests of a trace against a server, as a client sees them.
+"""Replays the first requests of a trace against a server and measures latencies at the client.
 
     hotset serve MODEL --disaggregate 1P1D --port 8000 &
     hotset serve MODEL --port 8001 &
     python benchmarks/replay.py TRACE http://127.0.0.1:8000 --beside http://127.0.0.1:8001 --json replay.json
 
-The trace has one request in each line: `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, the blocks of
-512 tokens that a prompt consists of; equal blocks are equal tokens here too. All lengths are scaled by one factor, so
-that the longest request has `--context` tokens; arrivals come `--faster` times as fast. Any server of /v1/completions
-that takes token ids and `ignore_eos` will do. `--beside` gets the same requests when the first has answered all.
+The trace has one JSON object per line: `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, the 512-token
+blocks of the prompt. Equal blocks become equal tokens. All lengths are scaled by one factor such that the longest
+request has `--context` tokens, and requests arrive `--faster` times as fast. The server must accept token ids and
+`ignore_eos` in /v1/completions. The server given by `--beside` gets the same requests after the first server has
+answered all of them.
 
-TTFT is the time to the first event of the answer, counted from when the request was due; ITL the time from one event
-to the next, which brings one token, or several where one alone is no text. Exits 1 unless every request
-was answered in full.
+The table shows one row per server. TTFT is the time from the scheduled arrival of a request to the first event of its
+answer. ITL is the time between two events; an event carries one token, or several if one alone is not valid text. There
+is no bar, but the exit code is 1 unless every request was answered completely. A replay takes at least as long as the
+trace, divided by `--faster`.
 """
 
 import asyncio
@@ -30,73 +32,77 @@ import numpy as np
 from report import make_parser, report
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-BLOCK_TOKENS = 512  # of the trace
-FIRST_TOKEN = 16  # ids below may be special
-SHORTEST_ANSWER = 2  # or there would be no time between tokens
+BLOCK_TOKENS = 512  # tokens per block in the trace
+MIN_TOKEN_ID = 16  # lower ids may be special tokens
+MIN_ANSWER_TOKENS = 2  # one token would have no time between tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    at_s: float
+class TraceRequest:
+    """One request of the trace, scaled."""
+
+    arrival_s: float
     token_ids: tuple[int, ...]
-    answer: int  # tokens
+    answer_tokens: int
 
 
 @dataclass(slots=True)
 class Answer:
+    """The measured answer to one request."""
+
     tokens: int = 0
     ttft_s: float | None = None
     gaps_s: list[float] = field(default_factory=list)
     failure: str | None = None
 
 
-def read_trace(path: Path, count: int, context: int, faster: float, vocab: int) -> list[Request]:
-    """ValueError, OSError or KeyError where it is no such trace."""
+def read_trace(path: Path, count: int, context: int, faster: float, vocab: int) -> list[TraceRequest]:
+    """Reads and scales the first `count` requests. Raises ValueError, OSError or KeyError if the trace is invalid."""
     with path.open() as lines:
         entries = [json.loads(line) for line in itertools.islice(lines, count)]
     if not entries:
-        raise ValueError("it is empty")
+        raise ValueError("the file is empty")
     longest = max(entry["input_length"] + entry["output_length"] for entry in entries)
-    factor = min(1.0, (context - SHORTEST_ANSWER) / longest)  # an answer may be made longer by so much
-    begin = entries[0]["timestamp"]
+    factor = min(1.0, (context - MIN_ANSWER_TOKENS) / longest)  # leaves room for the minimum answer
+    first_arrival = entries[0]["timestamp"]
     return [
-        Request(
-            (entry["timestamp"] - begin) / 1e3 / faster,
-            prompt(entry["hash_ids"], max(1, int(entry["input_length"] * factor)), factor, vocab),
-            max(SHORTEST_ANSWER, int(entry["output_length"] * factor)),
+        TraceRequest(
+            (entry["timestamp"] - first_arrival) / 1e3 / faster,
+            make_prompt(entry["hash_ids"], max(1, int(entry["input_length"] * factor)), factor, vocab),
+            max(MIN_ANSWER_TOKENS, int(entry["output_length"] * factor)),
         )
         for entry in entries
     ]
 
 
-def prompt(blocks: Sequence[int], length: int, factor: float, vocab: int) -> tuple[int, ...]:
-    """`length` tokens; a block has the same ones wherever it occurs."""
-    each = max(1, int(BLOCK_TOKENS * factor))
+def make_prompt(blocks: Sequence[int], length: int, factor: float, vocab: int) -> tuple[int, ...]:
+    """Returns `length` token ids. The id of a block determines its tokens."""
+    block_tokens = max(1, int(BLOCK_TOKENS * factor))
     token_ids: list[int] = []
-    for block in itertools.chain(blocks, itertools.count(-1, -1)):  # scaled blocks may fall a little short
+    for block in itertools.chain(blocks, itertools.count(-1, -1)):  # more blocks if the scaled ones are too short
         if len(token_ids) >= length:
             break
         seed = block if block >= 0 else 2**32 + length - block
-        token_ids += np.random.default_rng(seed).integers(FIRST_TOKEN, vocab, each).tolist()
+        token_ids += np.random.default_rng(seed).integers(MIN_TOKEN_ID, vocab, block_tokens).tolist()
     return tuple(token_ids[:length])
 
 
-async def send(client: httpx.AsyncClient, model: str, request: Request, due: float) -> Answer:
+async def send(client: httpx.AsyncClient, model: str, request: TraceRequest, due: float) -> Answer:
     answer = Answer()
     try:
         await stream(client, model, request, due, answer)
     except (httpx.HTTPError, ValueError, KeyError) as error:
         answer.failure = f"{type(error).__name__}: {error}"
-    if answer.failure is None and answer.tokens != request.answer:
-        answer.failure = f"{answer.tokens} tokens of {request.answer}"
+    if answer.failure is None and answer.tokens != request.answer_tokens:
+        answer.failure = f"{answer.tokens} of {request.answer_tokens} tokens"
     return answer
 
 
-async def stream(client: httpx.AsyncClient, model: str, request: Request, due: float, answer: Answer) -> None:
+async def stream(client: httpx.AsyncClient, model: str, request: TraceRequest, due: float, answer: Answer) -> None:
     body = {
         "model": model,
         "prompt": request.token_ids,
-        "max_tokens": request.answer,
+        "max_tokens": request.answer_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
@@ -112,13 +118,13 @@ async def stream(client: httpx.AsyncClient, model: str, request: Request, due: f
                 ended = True
             elif line.startswith("data: "):
                 event = json.loads(line.removeprefix("data: "))
-                last = take(event, last, answer)
+                last = record_event(event, last, answer)
         if not ended and answer.failure is None:
-            answer.failure = "the stream broke off"
+            answer.failure = "the stream ended without [DONE]"
 
 
-def take(event: dict[str, Any], last: float, answer: Answer) -> float:
-    """Notes one event of an answer. Returns the time of the last one with something of the answer in it."""
+def record_event(event: dict[str, Any], last: float, answer: Answer) -> float:
+    """Adds an event to the answer. Returns the time of the latest event that carried a part of the answer."""
     if "error" in event:
         answer.failure = str(event["error"])[:200]
     if event.get("usage"):
@@ -134,60 +140,62 @@ def take(event: dict[str, Any], last: float, answer: Answer) -> float:
     return now
 
 
-async def replay(url: str, requests: Sequence[Request], timeout_s: float, done: Callable[[], None]) -> Any:
-    """Answers in the order of the requests, and the seconds that all of it took."""
+async def replay(
+    url: str, requests: Sequence[TraceRequest], timeout_s: float, on_answer: Callable[[], None]
+) -> tuple[list[Answer], float]:
+    """Returns the answers in the order of the requests, and the total seconds."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
     async with httpx.AsyncClient(base_url=url, timeout=timeout_s, limits=limits) as client:
-        found = (await client.get("/v1/models")).raise_for_status().json()
-        model = found["data"][0]["id"]
-        started = time.perf_counter()
+        models = (await client.get("/v1/models")).raise_for_status().json()
+        model = models["data"][0]["id"]
+        start = time.perf_counter()
 
-        async def one(request: Request) -> Answer:
-            due = started + request.at_s
+        async def send_when_due(request: TraceRequest) -> Answer:
+            due = start + request.arrival_s
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             answer = await send(client, model, request, due)
-            done()
+            on_answer()
             return answer
 
-        answers = await asyncio.gather(*(one(request) for request in requests))
-    return answers, time.perf_counter() - started
+        answers = await asyncio.gather(*(send_when_due(request) for request in requests))
+    return answers, time.perf_counter() - start
 
 
-def row(url: str, requests: Sequence[Request], answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    def percentile(values: Sequence[float], share: float) -> float | None:
-        return float(np.percentile(values, share)) * 1e3 if values else None
+def table_row(url: str, requests: Sequence[TraceRequest], answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
+    def percentile_ms(values: Sequence[float], percent: float) -> float | None:
+        return float(np.percentile(values, percent)) * 1e3 if values else None
 
-    whole = [answer for answer in answers if answer.failure is None]
-    first = [answer.ttft_s for answer in whole if answer.ttft_s is not None]
-    gaps = [gap for answer in whole for gap in answer.gaps_s]
+    complete = [answer for answer in answers if answer.failure is None]
+    ttft = [answer.ttft_s for answer in complete if answer.ttft_s is not None]
+    gaps = [gap for answer in complete for gap in answer.gaps_s]
     return {
         "server": url,
         "requests": len(requests),
-        "failed": len(answers) - len(whole),
-        "TTFT p50 ms": percentile(first, 50),
-        "TTFT p99 ms": percentile(first, 99),
-        "ITL p50 ms": percentile(gaps, 50),
-        "ITL p99 ms": percentile(gaps, 99),
-        "tokens/s": sum(answer.tokens for answer in whole) / seconds,
+        "failed": len(answers) - len(complete),
+        "TTFT p50 ms": percentile_ms(ttft, 50),
+        "TTFT p99 ms": percentile_ms(ttft, 99),
+        "ITL p50 ms": percentile_ms(gaps, 50),
+        "ITL p99 ms": percentile_ms(gaps, 99),
+        "tokens/s": sum(answer.tokens for answer in complete) / seconds,
         "seconds": seconds,
     }
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("trace", type=Path, help="a trace as Mooncake's, in JSON lines")
-    parser.add_argument("url", help="a server, without /v1")
-    parser.add_argument("--beside", help="another one, for comparison")
-    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("trace", type=Path, help="a trace in the format of Mooncake's, as JSON lines")
+    parser.add_argument("url", help="URL of a server, without /v1")
+    parser.add_argument("--beside", help="URL of another server, for comparison")
+    parser.add_argument("--requests", type=int, default=200, help="number of requests")
     parser.add_argument("--context", type=int, default=4096, help="tokens of the longest request")
-    parser.add_argument("--faster", type=float, default=1.0, help="how much faster requests arrive")
-    parser.add_argument("--vocab", type=int, default=1000, help="token ids are below this")
+    parser.add_argument("--faster", type=float, default=1.0, help="factor by which the arrival rate is increased")
+    parser.add_argument("--vocab", type=int, default=1000, help="upper bound of token ids")
     parser.add_argument("--timeout", type=float, default=300.0, help="read timeout of a request, in seconds")
     options = parser.parse_args()
     try:
         requests = read_trace(options.trace, options.requests, options.context, options.faster, options.vocab)
     except (OSError, ValueError, KeyError) as error:
-        sys.exit(f"error: {options.trace} is no trace: {error!r}")
+        sys.exit(f"error: {options.trace} is not a valid trace: {error!r}")
     rows, failures = [], []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     for url in filter(None, (options.url, options.beside)):
@@ -196,13 +204,14 @@ def main() -> None:
             try:
                 answers, seconds = asyncio.run(replay(url, requests, options.timeout, partial(progress.advance, bar)))
             except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
-                sys.exit(f"error: {url} cannot be asked for its models: {error!r}")
-        rows.append(row(url, requests, answers, seconds))
+                sys.exit(f"error: {url}/v1/models cannot be read: {error!r}")
+        rows.append(table_row(url, requests, answers, seconds))
         failures += [f"{url}, request {n}: {a.failure}" for n, a in enumerate(answers) if a.failure]
     prompts = [len(request.token_ids) for request in requests]
     note = (
         f"prompts of {min(prompts)} to {max(prompts)} tokens, {sum(prompts) / len(prompts):.0f} on average; "
-        f"{sum(request.answer for request in requests)} tokens asked for; over {requests[-1].at_s:.1f} s"
+        f"{sum(request.answer_tokens for request in requests)} tokens requested; "
+        f"the last request arrives after {requests[-1].arrival_s:.1f} s"
     )
     report(f"The first {len(requests)} requests of {options.trace.name}", rows, options.json, note)
     if failures:

@@ -1,22 +1,22 @@
-"""Throughput and time between tokens against concurrency, tiers off and auto: the demo model and its own selections.
+"""Measures throughput and time between tokens of the demo model with its own selections, tiers auto against off.
 
     python benchmarks/serving_demo.py --json serving_demo.json --png serving_demo.png
 
-Nothing is made up: trained weights, the model's own indexer, retrieval questions (`hotset/evaluate/tasks.py`) as
-prompts, which are computed. Both modes have the same device memory, which holds 8 of the longest contexts. At each
-concurrency fresh requests come in; when all of them decode, the next 128 tokens of each are timed. Answers are greedy
-and go on past their end. Rows and keys are stored as the model computes: bfloat16 on a GPU, where decode steps are CUDA
-graphs, float32 on a CPU, of which one core computes (use --quick there: the whole run would take hours).
+Weights, indexer and prompts (retrieval questions of hotset/evaluate/tasks.py) are real, and prompts are computed. Both
+modes have the same device memory, which holds 8 of the longest contexts. For each concurrency, new requests are added;
+when all of them decode, the next 128 tokens of each are timed. Decoding is greedy and continues past the end of the
+answers. Rows and keys are stored in the dtype of the model: bfloat16 on a GPU, where decode steps are CUDA graphs, and
+float32 on a CPU, on one core.
 
-    p50, p99    of the time from a token to the next of the same request, all requests together
-    tiered      requests whose rows were in the host store when the timing ended
-    miss        of the rows that tiered requests selected outside their tails, the share that no slot held
-    rows/step   copied from the host into slots by one step, all layers together
-    compared    requests that `off` had served before, at the least concurrency at which it did
-    same        share of those whose first tokens, as many as are timed, are the same now. In rows of `off` this shows
-                what other company in the batch does to near ties in bfloat16; tiers should add nothing to it
+    p50, p99    time between two tokens of one request, over all requests
+    tiered      requests that were tiered when the measurement ended
+    miss        share of the rows selected by tiered requests, outside their tails, that no slot held
+    rows/step   rows copied from the host into slots per step, in all layers together
+    compared    requests that `off` has served before; its smallest batch counts
+    same        share of those whose first 128 tokens are equal. In rows of `off`, this shows how the batch size
+                affects near ties in bfloat16; tiers should not add to it
 
-There is no bar here: `serving.py` has them.
+There is no bar. On a CPU, use --quick (about a minute); the whole run would take hours.
 """
 
 import gc
@@ -51,25 +51,25 @@ from hotset.models.tokenizer import Tokenizer
 OFF: TiersMode = "off"
 AUTO: TiersMode = "auto"
 SEATS = 64
-HOST_TIMES = 5  # as many tokens in the host store as on the device
-WARM_STEPS = 8  # before the timed ones: the last to come in has only just got its slots
+HOST_STORE_RATIO = 5  # tokens in the host store / tokens on the device
+WARM_UP_STEPS = 8  # the last request must have filled its slots
 SEED = 0
 DEMO = str(Path(__file__).resolve().parents[1] / "models" / "demo-dsa")
 
 Rows = list[dict[str, Any]]
-Tokens = list[list[int]]  # of each request of a run, as they were generated
+Tokens = list[list[int]]  # per request
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is run."""
+    """The size of the run."""
 
     contexts: tuple[int, ...] = (4096, 8192)
-    requests: tuple[int, ...] = (1, 4, 16)  # and the most that fit
-    resident: int = 8  # of the longest contexts, in device memory
-    answer: int = 128  # tokens of each request that are timed, and as many that are compared
-    growth: int = 512  # most tokens of one answer: who comes first decodes while the others come in
-    step_rows: int = 8192 + SEATS  # a whole prompt in one step, whoever decodes beside it
+    requests: tuple[int, ...] = (1, 4, 16)  # and the most requests that fit
+    resident: int = 8  # the longest contexts that fit in device memory
+    answer: int = 128  # timed tokens per request; the same number of first tokens is compared
+    growth: int = 512  # maximum tokens per answer; the first requests decode while later ones are prefilled
+    step_tokens: int = 8192 + SEATS  # a whole prompt and one token of every other request
 
     @property
     def longest(self) -> int:
@@ -79,19 +79,19 @@ class Sizes:
 QUICK = Sizes((1024,), (1,), 3, 16, 64, 1024)
 
 
-class Demo:
-    """The model, loaded once, and its prompts."""
+class DemoModel:
+    """The loaded model and its prompts."""
 
     def __init__(self, model: str, device: str | None) -> None:
-        """StartupError where it cannot be loaded, or selects no rows."""
+        """Raises StartupError if the model cannot be loaded or has no indexer."""
         self.name = model
         self.device = choose_device(device)
         files = find_model(model)
         if not isinstance(files.spec.attention, MlaSpec):
-            raise ConfigError(f"{model} has no indexer: tiers are for models that select their rows")
+            raise ConfigError(f"{model} has no indexer: tiers require a model that selects rows")
         tokenizer = Tokenizer.load(files, None)
         if tokenizer is None:
-            raise ConfigError(f"{model} has no tokenizer.json: prompts cannot be made")
+            raise ConfigError(f"{model} has no tokenizer.json, which the prompts require")
         self.spec, self._tokenizer = files.spec, tokenizer
         self.dtype = choose_dtype(None, files.spec, self.device)
         weights = open_weights(files, self.dtype, self.device)
@@ -99,8 +99,8 @@ class Demo:
         weights.finish()
 
     def prompts(self, length: int, count: int) -> Tokens:
-        """Questions of about `length` tokens, one task after another, as the model's chat template writes them."""
-        encode = cache(self._encode)  # each was encoded once to be measured
+        """Returns questions of about `length` tokens, one task after another, rendered with the chat template."""
+        encode = cache(self._encode)  # `make_questions` has already encoded each prompt
         questions = make_questions(list(TASKS), length, count, SEED, lambda text: len(encode(text)))
         return [encode(question.prompt) for question in questions]
 
@@ -109,7 +109,7 @@ class Demo:
         return self._tokenizer.encode(rendered, add_special=False)
 
     def engine(self, config: EngineConfig, budget: KvBudget) -> Engine:
-        """Captured and ready."""
+        """Returns an engine whose CUDA graphs are captured."""
         card = model_card(config, self.spec, budget, self.device, self.dtype)
         executor = in_process_executor(config, self.decoder, budget, self.device, card.vocab)
         engine = assemble(config, card, self.decoder.kv_shape, budget, executor)
@@ -117,7 +117,7 @@ class Demo:
         return engine
 
     def size(self, tiers: TiersMode, sizes: Sizes) -> tuple[EngineConfig, KvBudget]:
-        """What an engine is told, and what that gives it. ConfigError where memory is short."""
+        """Returns the configuration and the memory budget of an engine. Raises ConfigError if memory is too small."""
         shape = self.decoder.kv_shape
         geometry = shape.geometry(EngineConfig().page_rows)
         pages = sizes.resident * geometry.resident_pages(sizes.longest)
@@ -125,33 +125,33 @@ class Demo:
             model=self.name,
             tiers=tiers,
             max_num_seqs=SEATS,
-            max_num_batched_tokens=sizes.step_rows,
+            max_num_batched_tokens=sizes.step_tokens,
             max_model_len=sizes.longest,
             device_kv_gib=(pages + 0.5) * geometry.page_bytes / GIB,  # rounded down to whole pages
-            host_kv_tokens=None if tiers == OFF else HOST_TIMES * sizes.resident * sizes.longest,
+            host_kv_tokens=None if tiers == OFF else HOST_STORE_RATIO * sizes.resident * sizes.longest,
         )
         return config, kv_budget(config, shape, self.spec.context, self.device)
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """Some steps, in seconds."""
+class TimedSteps:
+    """The times of some decode steps."""
 
     seconds: float
     steps: int
-    gaps: list[float]  # before each token, since the one before of the same request; ascending
+    gaps: list[float]  # seconds between two tokens of one request, for all requests; ascending
 
 
-class Run:
-    """Requests that are served together, from their arrival until they are sent away."""
+class Batch:
+    """Requests that are added together, decode together and are aborted at the end."""
 
     def __init__(self, engine: Engine, prompts: Sequence[list[int]], growth: int) -> None:
         self._engine = engine
-        intake = InputProcessor(engine.card, seed=SEED)
+        input_processor = InputProcessor(engine.card, seed=SEED)
         params = SamplingParams(temperature=0, max_tokens=growth, ignore_eos=True)
         self._answers: dict[str, list[int]] = {}
         for number, prompt in enumerate(prompts):
-            for choice in intake.accept(str(number), prompt, params):
+            for choice in input_processor.accept(str(number), prompt, params):
                 self._answers[choice.request_id] = []
                 engine.add(choice)
 
@@ -160,38 +160,38 @@ class Run:
         return list(self._answers.values())
 
     def step(self) -> list[str]:
-        """One step; the requests that gained a token."""
-        news = self._engine.step()
-        assert not news.finished, "a request ended before all had been timed: raise `growth`"
-        for request_id, token in zip(news.request_ids, news.token_ids, strict=True):
+        """Runs one step and returns the ids of the requests that got a token."""
+        output = self._engine.step()
+        assert not output.finished, "a request ended before all were timed: increase `growth`"
+        for request_id, token in zip(output.request_ids, output.token_ids, strict=True):
             self._answers[request_id].append(token)
-        return news.request_ids
+        return output.request_ids
 
-    def come_in(self) -> float:
-        """Steps until all decode. Seconds."""
+    def prefill(self) -> float:
+        """Steps until all requests decode. Returns the seconds."""
         start = time.perf_counter()
         while len(self.step()) < len(self._answers):
             pass
-        for _ in range(WARM_STEPS):
+        for _ in range(WARM_UP_STEPS):
             self.step()
         return time.perf_counter() - start
 
-    def timed(self, tokens: int) -> Timed:
-        """Steps until every request gained so many tokens. One that changes its residence may miss a step."""
+    def decode(self, tokens: int) -> TimedSteps:
+        """Steps until every request got `tokens` tokens. A request that changes its residence may skip a step."""
         start = time.perf_counter()
         last = dict.fromkeys(self._answers, start)
-        gained = dict.fromkeys(self._answers, 0)
+        counts = dict.fromkeys(self._answers, 0)
         gaps, steps = [], 0
-        while min(gained.values()) < tokens:
+        while min(counts.values()) < tokens:
             request_ids = self.step()
             steps, now = steps + 1, time.perf_counter()
             for request_id in request_ids:
                 gaps.append(now - last[request_id])
                 last[request_id] = now
-                gained[request_id] += 1
-        return Timed(now - start, steps, sorted(gaps))
+                counts[request_id] += 1
+        return TimedSteps(now - start, steps, sorted(gaps))
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         for request_id in self._answers:
             self._engine.abort(request_id)
         while not self._engine.idle:
@@ -199,56 +199,57 @@ class Run:
 
 
 def serve(engine: Engine, prompts: Sequence[list[int]], sizes: Sizes, row_bytes: int) -> tuple[dict[str, Any], Tokens]:
-    """What serving these prompts together took, and the first tokens of each answer."""
-    run = Run(engine, prompts, sizes.growth)
-    arrival = run.come_in()
+    """Serves these prompts in one batch. Returns a table row and the first tokens of each answer."""
+    batch = Batch(engine, prompts, sizes.growth)
+    prefill_s = batch.prefill()
     before = engine.stats()
-    timed = run.timed(sizes.answer)
+    timed = batch.decode(sizes.answer)
     after = engine.stats()
-    answers = [answer[: sizes.answer] for answer in run.answers]
-    run.leave()
-    looked_up, missed = (counted(after, name) - counted(before, name) for name in ("slot_lookups", "slot_misses"))
+    answers = [answer[: sizes.answer] for answer in batch.answers]
+    batch.abort()
+    lookups, misses = (sum_layers(after, name) - sum_layers(before, name) for name in ("slot_lookups", "slot_misses"))
     row = {
         "requests": len(prompts),
         "tiered": after.tiered,
-        "arrival s": arrival,
+        "prefill s": prefill_s,
         "tokens/s": len(timed.gaps) / timed.seconds,
         "p50 ms": statistics.median(timed.gaps) * 1e3,
         "p99 ms": timed.gaps[int(len(timed.gaps) * 0.99)] * 1e3,
-        "miss": missed / looked_up if looked_up else 0.0,
+        "miss": misses / lookups if lookups else 0.0,
         "rows/step": (after.bytes_swapped - before.bytes_swapped) / row_bytes / timed.steps,
     }
     return row, answers
 
 
-def counted(stats: EngineStats, name: str) -> int:
-    """A count of all layers together."""
+def sum_layers(stats: EngineStats, name: str) -> int:
+    """Returns a counter summed over all layers."""
     return sum(getattr(stats, name).values())
 
 
 def compare(answers: Tokens, known: Mapping[int, list[int]]) -> dict[str, Any]:
-    """How many of these requests were served before, and which share of them was answered alike."""
+    """Returns how many of these requests were served before, and the share of them with the same answer."""
     same = [answer == known[number] for number, answer in enumerate(answers) if number in known]
     return {"compared": len(same), "same": sum(same) / len(same) if same else None}
 
 
-def serve_all(demo: Demo, sizes: Sizes) -> tuple[Rows, int]:
-    """A row for each mode, context and concurrency, and the bytes of KV that the device had in either mode."""
-    sized = {tiers: demo.size(tiers, sizes) for tiers in (OFF, AUTO)}
-    most = {
+def serve_all(model: DemoModel, sizes: Sizes) -> tuple[Rows, int]:
+    """Returns a row per mode, context and concurrency, and the bytes of device KV, which both modes share."""
+    sized = {tiers: model.size(tiers, sizes) for tiers in (OFF, AUTO)}
+    max_requests = {
         (tiers, context): min(SEATS, budget.requests(context + sizes.growth))
         for tiers, (_config, budget) in sized.items()
         for context in sizes.contexts
     }
     prompts = {
-        context: demo.prompts(context, max(most[OFF, context], most[AUTO, context])) for context in sizes.contexts
+        context: model.prompts(context, max(max_requests[OFF, context], max_requests[AUTO, context]))
+        for context in sizes.contexts
     }
     known: dict[int, dict[int, list[int]]] = {context: {} for context in sizes.contexts}
-    row_bytes, rows = demo.decoder.kv_shape.row.row_bytes, []
+    row_bytes, rows = model.decoder.kv_shape.row.row_bytes, []
     for tiers, (config, budget) in sized.items():
-        engine = demo.engine(config, budget)
+        engine = model.engine(config, budget)
         for context in sizes.contexts:
-            fit = most[tiers, context]
+            fit = max_requests[tiers, context]
             for requests in [*(count for count in sizes.requests if count < fit), fit]:
                 row, answers = serve(engine, prompts[context][:requests], sizes, row_bytes)
                 rows.append({"context": context, "tiers": tiers} | row | compare(answers, known[context]))
@@ -257,12 +258,12 @@ def serve_all(demo: Demo, sizes: Sizes) -> tuple[Rows, int]:
         engine.audit()
         engine.close()
         del engine
-        gc.collect()  # its memory is the next one's
+        gc.collect()  # frees the memory for the next engine
     return rows, budget.device_pages * budget.geometry.page_bytes
 
 
 def draw(path: Path, rows: Rows) -> None:
-    """Draws into `path`. ImportError without matplotlib, which is not needed for the figures in numbers."""
+    """Draws the results to `path`. Raises ImportError if matplotlib is not installed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -289,21 +290,21 @@ def draw(path: Path, rows: Rows) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default=DEMO, help="directory of a sparse-attention model")
-    parser.add_argument("--device", help="'cpu', 'cuda' or 'cuda:N'; by default the GPU if there is one")
-    parser.add_argument("--png", type=Path, help="also draw the results into this file (needs matplotlib)")
+    parser.add_argument("--device", help="'cpu', 'cuda' or 'cuda:N'; default: the GPU if there is one")
+    parser.add_argument("--png", type=Path, help="also draw the results to this file (requires matplotlib)")
     parser.add_argument("--quick", action="store_true", help="short prompts and few requests")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # of several, each waits for all: other load on the machine would be measured
+    torch.set_num_threads(1)  # several threads wait for each other, so other load on the machine would be measured
     sizes = QUICK if options.quick else Sizes()
     start = time.perf_counter()
     try:
-        demo = Demo(options.model, options.device)
-        rows, device_bytes = serve_all(demo, sizes)
+        model = DemoModel(options.model, options.device)
+        rows, device_bytes = serve_all(model, sizes)
     except HotsetError as error:
         sys.exit(f"error: {error}")
-    where = f"{demo.device.type}, {str(demo.dtype).removeprefix('torch.')}"
-    title = f"{Path(options.model).name} with its own selections ({where}), {show_bytes(device_bytes)} of device KV"
-    note = f"prompts computed; {sizes.answer} tokens of each request timed; {time.perf_counter() - start:.0f} s in all"
+    device = f"{model.device.type}, {str(model.dtype).removeprefix('torch.')}"
+    title = f"{Path(options.model).name} with its own selections ({device}), {show_bytes(device_bytes)} of device KV"
+    note = f"{sizes.answer} timed tokens per request; the run took {time.perf_counter() - start:.0f} s"
     report(title, rows, options.json, note)
     if options.png is not None:
         try:

@@ -1,12 +1,16 @@
-"""How local a model's selections are: overlap of adjacent steps, and misses of a least-recently-used hot buffer.
+"""Measures how local a model's selections are, from a recorded trace, and prints published miss rates for comparison.
 
     python benchmarks/topk_locality.py data/topk/demo-dsa.topk
 
-Per layer and over all layers, beside published figures of larger models. Overlap: the share of a selection that the
-step before selected as well. Miss rate: the share of selected rows that a hot buffer of 1, 2, 4 or 8 times top-k slots
-does not hold, each request and layer with a buffer of its own, filled during a warm-up that is not counted. Counted
-twice: without a tail, where the row just written misses like any other; and with one, where the newest two pages are
-always on the device, take no slot and never miss, and a row that has left the tail misses when next selected.
+For each layer and for all layers, the table shows shares of the selected rows:
+  overlap   also selected by the previous step
+  in tail   in the two newest pages of the context
+  miss Nx   missing from a hot buffer of N x top-k slots with LRU eviction, without a tail: a new row misses like others
+  tail Nx   the same with a tail: the two newest pages are always on the device, take no slots and never miss; a row
+            that has left the tail misses when it is selected next
+
+Every request and layer has its own hot buffer. Misses of the first 32 steps, which fill it, are not counted. There is
+no bar. A run over the shipped trace takes about a minute.
 """
 
 import sys
@@ -26,14 +30,14 @@ from hotset.kernels import EMPTY
 SIZES = (1, 2, 4, 8)  # hot slots, in multiples of top-k
 WARM_UP_STEPS = 32
 TAIL_PAGES = 2
-NEVER = -1  # the stamp of a slot that holds nothing yet
+NEVER = -1  # the stamp of an empty slot
 UNKNOWN = "-"
 NOTES = (
-    "shares of selected rows; miss Nx: hot buffer of N x k slots alone, tail Nx: beside a tail; "
-    "GLM-5.1 and QSA as published, with their own k, contexts and texts"
+    "shares of selected rows; miss Nx: hot buffer of N x k slots without a tail, tail Nx: with a tail; "
+    "GLM-5.1 and QSA: published for their own k, contexts and texts"
 )
 
-# Published miss rates of LRU by size. GLM-5.1: LongBench v2, 100k context, k = 2048. QSA: Qwen, 38k context.
+# Published LRU miss rates by buffer size. GLM-5.1: LongBench v2, 100k context, k = 2048. QSA: Qwen, 38k context.
 PUBLISHED = {
     "GLM-5.1": {1: 0.30, 2: 0.134, 4: 0.067},
     "QSA": {1: 0.336, 2: 0.166, 4: 0.071, 8: 0.024},
@@ -48,26 +52,27 @@ class Locality:
 
     overlap: float
     in_tail: float
-    misses: dict[int, float]  # by size, without a tail
-    misses_beside_tail: dict[int, float]
+    misses: dict[int, float]  # by buffer size, without a tail
+    misses_with_tail: dict[int, float]  # by buffer size
 
 
 class LruBuffer:
-    """A hot buffer of one request and layer: exact least recently used, by step stamps; ties give the lower slot."""
+    """The hot buffer of one request and layer with exact LRU eviction. Of slots used last in the same step, the lowest
+    is evicted first."""
 
     def __init__(self, slots: int, context: int) -> None:
-        """`context` is the most rows that the request will have. `position_of[slot]` is EMPTY where nothing is held."""
+        """`context` is the maximum number of rows of the request. `position_of[slot]` is EMPTY for an empty slot."""
         self._slot_of = np.full(context, EMPTY, dtype=np.int64)
         self.position_of = np.full(slots, EMPTY, dtype=np.int64)
         self._last_used = np.full(slots, NEVER, dtype=np.int64)
 
     def select(self, step: int, positions: Positions) -> int:
-        """Makes the ascending `positions` present and returns how many were missing. Steps must ascend from 0."""
+        """Loads the ascending `positions` and returns how many were missing. Steps must ascend from 0."""
         slots = self._slot_of[positions]
         self._last_used[slots[slots != EMPTY]] = step
         missing = positions[slots == EMPTY]
         if len(missing):
-            # Hits carry this step's stamp already, so they come last and cannot give way.
+            # Hits already have the stamp of this step, so they come last and are not evicted.
             victims = np.argsort(self._last_used, kind="stable")[: len(missing)]
             evicted = self.position_of[victims]
             self._slot_of[evicted[evicted != EMPTY]] = EMPTY
@@ -78,48 +83,48 @@ class LruBuffer:
 
 
 def count_misses(series: Iterable[Positions], slots: int, context: int, warm_up: int) -> int:
-    """Misses of one buffer over one request and layer, the first `warm_up` steps not counted."""
+    """Counts the misses of one request and layer after the first `warm_up` steps."""
     buffer = LruBuffer(slots, context)
     by_step = [buffer.select(step, positions) for step, positions in enumerate(series)]
     return sum(by_step[warm_up:])
 
 
 def tail_start(context: int, page_rows: int) -> int:
-    """The first row of the newest pages of a context, the page being written included."""
+    """Returns the first row of the tail: the page being written and the one before it."""
     return max(0, (context - 1) // page_rows - (TAIL_PAGES - 1)) * page_rows
 
 
 def layer_locality(trace: TopkTrace, layer: int) -> Locality:
-    """Means over every request and every step after the warm-up."""
+    """Averages over all requests and all steps after the warm-up."""
     header = trace.header
     steps = range(header.steps)
     counted = overlapping = in_tail = 0
-    misses, beside_tail = dict.fromkeys(SIZES, 0), dict.fromkeys(SIZES, 0)
+    misses, misses_with_tail = dict.fromkeys(SIZES, 0), dict.fromkeys(SIZES, 0)
     for request, first_length in enumerate(header.context_lengths):
         chosen = [trace.chosen(request, step, layer) for step in steps]
         tails = [tail_start(first_length + step, header.page_rows) for step in steps]
-        older = [each[each < tail] for each, tail in zip(chosen, tails, strict=True)]
+        before_tail = [positions[positions < tail] for positions, tail in zip(chosen, tails, strict=True)]
         for step in steps[WARM_UP_STEPS:]:
             counted += len(chosen[step])
-            in_tail += len(chosen[step]) - len(older[step])
+            in_tail += len(chosen[step]) - len(before_tail[step])
             overlapping += len(np.intersect1d(chosen[step], chosen[step - 1], assume_unique=True))
         for size in SIZES:
-            shape = size * header.k, first_length + header.steps, WARM_UP_STEPS
-            misses[size] += count_misses(chosen, *shape)
-            beside_tail[size] += count_misses(older, *shape)
+            slots, max_length = size * header.k, first_length + header.steps
+            misses[size] += count_misses(chosen, slots, max_length, WARM_UP_STEPS)
+            misses_with_tail[size] += count_misses(before_tail, slots, max_length, WARM_UP_STEPS)
     return Locality(
         overlap=overlapping / counted,
         in_tail=in_tail / counted,
-        misses={size: each / counted for size, each in misses.items()},
-        misses_beside_tail={size: each / counted for size, each in beside_tail.items()},
+        misses={size: count / counted for size, count in misses.items()},
+        misses_with_tail={size: count / counted for size, count in misses_with_tail.items()},
     )
 
 
-def row_of(name: str, found: Locality) -> dict[str, Any]:
+def table_row(name: str, locality: Locality) -> dict[str, Any]:
     return (
-        {"layer": name, "overlap": found.overlap, "in tail": found.in_tail}
-        | {f"miss {size}x": found.misses[size] for size in SIZES}
-        | {f"tail {size}x": found.misses_beside_tail[size] for size in SIZES}
+        {"layer": name, "overlap": locality.overlap, "in tail": locality.in_tail}
+        | {f"miss {size}x": locality.misses[size] for size in SIZES}
+        | {f"tail {size}x": locality.misses_with_tail[size] for size in SIZES}
     )
 
 
@@ -132,19 +137,21 @@ def published_rows() -> list[dict[str, Any]]:
     ]
 
 
-def mean(of: list[Locality]) -> Locality:
-    """Over layers, which all selected the same number of rows."""
+def mean(layers: list[Locality]) -> Locality:
+    """Averages over layers, which all select the same number of rows."""
     return Locality(
-        overlap=float(np.mean([each.overlap for each in of])),
-        in_tail=float(np.mean([each.in_tail for each in of])),
-        misses={size: float(np.mean([each.misses[size] for each in of])) for size in SIZES},
-        misses_beside_tail={size: float(np.mean([each.misses_beside_tail[size] for each in of])) for size in SIZES},
+        overlap=float(np.mean([layer.overlap for layer in layers])),
+        in_tail=float(np.mean([layer.in_tail for layer in layers])),
+        misses={size: float(np.mean([layer.misses[size] for layer in layers])) for size in SIZES},
+        misses_with_tail={size: float(np.mean([layer.misses_with_tail[size] for layer in layers])) for size in SIZES},
     )
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("trace", type=Path, nargs="?", default=Path("data/topk/demo-dsa.topk"))
+    parser.add_argument(
+        "trace", type=Path, nargs="?", default=Path("data/topk/demo-dsa.topk"), help="file written by record_topk.py"
+    )
     options = parser.parse_args()
     try:
         trace = read_trace(options.trace)
@@ -153,11 +160,11 @@ def main() -> None:
     header = trace.header
     if header.steps <= WARM_UP_STEPS:
         sys.exit(
-            f"error: {options.trace} has {header.steps} steps; more than the warm-up of {WARM_UP_STEPS} are needed"
+            f"error: {options.trace} has {header.steps} steps; it needs more than the {WARM_UP_STEPS} of the warm-up"
         )
     by_layer = [layer_locality(trace, layer) for layer in range(header.layers)]
-    rows = [row_of(str(layer), found) for layer, found in enumerate(by_layer)]
-    rows += [row_of("all", mean(by_layer)), *published_rows()]
+    rows = [table_row(str(layer), locality) for layer, locality in enumerate(by_layer)]
+    rows += [table_row("all", mean(by_layer)), *published_rows()]
     contexts = f"{min(header.context_lengths):,} to {max(header.context_lengths) + header.steps - 1:,}"
     amount = f"{header.requests} requests x {header.steps} steps, contexts of {contexts} rows"
     title = f"Locality of the selections of {header.model}: k = {header.k}, {amount}"

@@ -188,7 +188,7 @@ def test_a_selection_that_never_changes_overlaps_wholly_and_never_misses() -> No
     selections = np.broadcast_to(np.array([0, 1, 2, 290], dtype=np.int32), (1, steps, 1, k))
     found = layer_locality(TopkTrace(TraceHeader("made up", 1, k, 1, steps, (300,), 64), selections), 0)
     assert found.overlap == 1
-    assert set(found.misses.values()) == set(found.misses_beside_tail.values()) == {0}
+    assert set(found.misses.values()) == set(found.misses_with_tail.values()) == {0}
     assert found.in_tail == 0.25
 
 
