@@ -1,4 +1,4 @@
-"""The attention ops against brute force: one query, one head, one position at a time, in plain Python."""
+"""Compares the attention ops with plain Python loops over queries, heads and positions."""
 
 import math
 from types import ModuleType
@@ -23,21 +23,21 @@ EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[int], list[int], int, int]:
-    """(counts, lengths, page_rows, seed) of a few segments."""
+    """Draws (counts, lengths, page_rows, seed) of a few segments."""
     counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     lengths = [count + draw(st.integers(0, 12)) for count in counts]
     return counts, lengths, draw(st.integers(1, 5)), draw(st.integers(0, 2**31))
 
 
 def paged(counts: list[int], lengths: list[int], page_rows: int, width: int) -> tuple[PagedRows, list[torch.Tensor]]:
-    """Contexts scattered over a pool that is otherwise NaN; segment i sits on seat i."""
-    each = [-(-length // page_rows) for length in lengths]
-    order = torch.randperm(sum(each) + 2).tolist()
+    """Makes contexts on scattered pages of a pool that is otherwise NaN. Segment i has seat i."""
+    page_counts = [-(-length // page_rows) for length in lengths]
+    order = torch.randperm(sum(page_counts) + 2).tolist()
     layout = RowLayout(width, torch.float64)
     pool = torch.full((1, len(order), page_rows, layout.stored_width), float("nan"), dtype=torch.float64)
     contexts, runs = [], []
-    table = torch.full((len(lengths), max(each)), EMPTY)
-    for seat, (length, count) in enumerate(zip(lengths, each, strict=True)):
+    table = torch.full((len(lengths), max(page_counts)), EMPTY)
+    for seat, (length, count) in enumerate(zip(lengths, page_counts, strict=True)):
         pages = [order.pop() for _ in range(count)]
         table[seat, :count] = torch.tensor(pages)
         context = torch.randn(length, width, dtype=torch.float64)
@@ -50,12 +50,12 @@ def paged(counts: list[int], lengths: list[int], page_rows: int, width: int) -> 
     return PagedRows(pool, runs, layout, table, seat_of), contexts
 
 
-def queries_of(counts: list[int], lengths: list[int]) -> list[tuple[int, int]]:
-    """(segment, position) of each query row."""
+def segment_positions(counts: list[int], lengths: list[int]) -> list[tuple[int, int]]:
+    """Returns (segment, position) of each query."""
     return [
-        (segment, length - count + row)
+        (segment, length - count + i)
         for segment, (count, length) in enumerate(zip(counts, lengths, strict=True))
-        for row in range(count)
+        for i in range(count)
     ]
 
 
@@ -66,7 +66,7 @@ def softmax(scores: list[float]) -> list[float]:
 
 @EXAMPLES
 @given(batches(), st.sampled_from([(1, 1), (2, 1), (3, 2)]))
-def test_paged_attention_is_causal_attention_over_the_segments_own_context(
+def test_paged_attention_is_causal_attention_over_the_context_of_the_segment(
     batch: tuple[list[int], list[int], int, int], heads: tuple[int, int]
 ) -> None:
     counts, lengths, page_rows, seed = batch
@@ -77,17 +77,18 @@ def test_paged_attention_is_causal_attention_over_the_segments_own_context(
     q = torch.randn(sum(counts), group * kv_heads, dim, dtype=torch.float64)
     starts = [length - count for count, length in zip(counts, lengths, strict=True)]
     out = paged_attention(q, context, make_segments(starts, counts, CPU), kv_heads, scale)
-    for row, (segment, position) in enumerate(queries_of(counts, lengths)):
+    for query, (segment, position) in enumerate(segment_positions(counts, lengths)):
         rows = contexts[segment][: position + 1].view(-1, 2, kv_heads, dim)
         for head in range(group * kv_heads):
-            weights = softmax([scale * float(q[row, head] @ rows[at, 0, head // group]) for at in range(position + 1)])
-            expected = sum(weight * rows[at, 1, head // group] for at, weight in enumerate(weights))
-            torch.testing.assert_close(out[row, head], expected)
+            keys, values = rows[:, 0, head // group], rows[:, 1, head // group]
+            weights = softmax([scale * float(q[query, head] @ key) for key in keys])
+            expected = sum(weight * value for weight, value in zip(weights, values, strict=True))
+            torch.testing.assert_close(out[query, head], expected)
 
 
 @EXAMPLES
 @given(batches(), st.integers(1, 9), st.integers(1, 3))
-def test_index_topk_takes_the_best_positions_and_the_earlier_of_equals(
+def test_index_topk_selects_the_best_positions_and_the_earlier_among_equals(
     batch: tuple[list[int], list[int], int, int], k: int, heads: int
 ) -> None:
     counts, lengths, page_rows, seed = batch
@@ -100,16 +101,13 @@ def test_index_topk_takes_the_best_positions_and_the_earlier_of_equals(
     weights = torch.randn(sum(counts), heads, dtype=torch.float64).round()
     starts = [length - count for count, length in zip(counts, lengths, strict=True)]
     got = index_topk(q, weights, keys, make_segments(starts, counts, CPU), k, scale)
-    for row, (segment, position) in enumerate(queries_of(counts, lengths)):
+    for query, (segment, position) in enumerate(segment_positions(counts, lengths)):
         scores = [
-            sum(
-                float(weights[row, h]) * max(0.0, scale * float(q[row, h] @ contexts[segment][at]))
-                for h in range(heads)
-            )
-            for at in range(position + 1)
+            sum(float(weights[query, h]) * max(0.0, scale * float(q[query, h] @ key)) for h in range(heads))
+            for key in contexts[segment][: position + 1]
         ]
-        best = sorted(sorted(range(position + 1), key=lambda at: (-scores[at], at))[:k])
-        assert got[row].tolist() == best + [EMPTY] * (k - len(best))
+        best = sorted(sorted(range(position + 1), key=lambda i: (-scores[i], i))[:k])
+        assert got[query].tolist() == best + [EMPTY] * (k - len(best))
 
 
 @EXAMPLES
@@ -120,8 +118,8 @@ def test_stable_topk_equals_a_stable_sort(rows: int, width: int, seed: int, data
     scores = torch.randn(rows, width).mul(2).round()
     scores[torch.rand(rows, width) < 0.2] = float("-inf")
     for got, row in zip(stable_topk(scores, k).tolist(), scores.tolist(), strict=True):
-        finite = [at for at in range(width) if row[at] > float("-inf")]
-        best = sorted(sorted(finite, key=lambda at: (-row[at], at))[:k])
+        finite = [i for i in range(width) if row[i] > float("-inf")]
+        best = sorted(sorted(finite, key=lambda i: (-row[i], i))[:k])
         assert got == best + [EMPTY] * (k - len(best))
 
 
@@ -134,23 +132,23 @@ def test_stable_topk_equals_a_stable_sort(rows: int, width: int, seed: int, data
     st.sampled_from([1, 1 << 24]),
     st.sampled_from([reference, cpu_impl]),
 )
-def test_sparse_attention_reads_only_what_was_chosen(
-    rows: int, heads: int, k: int, seed: int, block: int, impl: ModuleType
+def test_sparse_attention_reads_only_selected_rows(
+    queries: int, heads: int, k: int, seed: int, block: int, impl: ModuleType
 ) -> None:
     torch.manual_seed(seed)
     rank, rope, scale = 5, 2, 0.21
     pool = torch.full((20, rank + rope), float("nan"), dtype=torch.float64)
-    usable = torch.randperm(19)[:10] + 1  # row 0 stays NaN: it is what an EMPTY entry would read
+    usable = torch.randperm(19)[:10] + 1  # row 0 stays NaN: taking EMPTY for a row number might read it
     pool[usable] = torch.randn(10, rank + rope, dtype=torch.float64)
-    chosen = usable[torch.randint(10, (rows, k))]
-    chosen[torch.rand(rows, k) < 0.3] = EMPTY
-    chosen[:, 0] = usable[0]
-    q = torch.randn(rows, heads, rank + rope, dtype=torch.float64)
+    row_ids = usable[torch.randint(10, (queries, k))]
+    row_ids[torch.rand(queries, k) < 0.3] = EMPTY
+    row_ids[:, 0] = usable[0]
+    q = torch.randn(queries, heads, rank + rope, dtype=torch.float64)
     with mock.patch.object(impl, "BLOCK_VALUES", block):
-        out = impl.sparse_attention(q, pool, chosen, RowLayout(pool.shape[1], pool.dtype), rank, scale)
-    for row in range(rows):
-        valid = [at for at in chosen[row].tolist() if at != EMPTY]
+        out = impl.sparse_attention(q, pool, row_ids, RowLayout(pool.shape[1], pool.dtype), rank, scale)
+    for query in range(queries):
+        selected = pool[[row_id for row_id in row_ids[query].tolist() if row_id != EMPTY]]
         for head in range(heads):
-            weights = softmax([scale * float(q[row, head] @ pool[at]) for at in valid])
-            expected = sum(weight * pool[at, :rank] for weight, at in zip(weights, valid, strict=True))
-            torch.testing.assert_close(out[row, head], expected)
+            weights = softmax([scale * float(q[query, head] @ key) for key in selected])
+            expected = sum(weight * key[:rank] for weight, key in zip(weights, selected, strict=True))
+            torch.testing.assert_close(out[query, head], expected)

@@ -1,4 +1,4 @@
-"""The CPU implementations of index_topk and sparse_attention against their references, over poisoned memory."""
+"""Compares the CPU implementations of index_topk and sparse_attention with their references, over poisoned memory."""
 
 import pytest
 import torch
@@ -22,18 +22,18 @@ DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
 
 
 def poisoned(rows: int, layout: RowLayout) -> Tensor:
-    """Memory that decodes to NaN."""
+    """Returns rows that decode to NaN."""
     return torch.full((rows, layout.stride_bytes), 0xFF, dtype=torch.uint8).view(layout.stored_dtype)
 
 
 def paged_keys(lengths: list[int], counts: list[int], page_rows: int, layout: RowLayout) -> PagedRows:
-    """Index keys of small whole numbers on scattered pages of poisoned memory; segment i sits on seat i."""
-    pages_of = [-(-length // page_rows) for length in lengths]
-    order = torch.randperm(sum(pages_of) + 2).tolist()
+    """Makes index keys of small integers on scattered pages of poisoned memory. Segment i has seat i."""
+    page_counts = [-(-length // page_rows) for length in lengths]
+    order = torch.randperm(sum(page_counts) + 2).tolist()
     memory = poisoned(len(order) * page_rows, layout).view(1, len(order), page_rows, layout.stored_width)
-    table = torch.full((len(lengths), max(pages_of)), EMPTY)
+    table = torch.full((len(lengths), max(page_counts)), EMPTY)
     runs: list[list[tuple[int, int]]] = []
-    for seat, (length, count) in enumerate(zip(lengths, pages_of, strict=True)):
+    for seat, (length, count) in enumerate(zip(lengths, page_counts, strict=True)):
         pages = [order.pop() for _ in range(count)]
         table[seat, :count] = torch.tensor(pages)
         positions = torch.arange(length)
@@ -68,7 +68,7 @@ def test_index_topk_selects_what_the_reference_selects(
     fp8: bool,
     seed: int,
 ) -> None:
-    """Scores are sums of small whole numbers: exact in every order of summation, with many ties."""
+    """Scores are sums of small integers: exact in any order of summation, with many ties."""
     torch.manual_seed(seed)
     counts, starts = [count for count, _ in segments], [start for _, start in segments]
     lengths = [count + start for count, start in segments]
@@ -93,7 +93,7 @@ def test_index_topk_selects_what_the_reference_selects(
     seed=st.integers(0, 2**31),
     data=st.data(),
 )
-def test_topk_positions_equal_stable_topk_to_the_bit(
+def test_topk_positions_equal_stable_topk(
     rows: int, length: int, values: int, min_grouped: int, dtype: torch.dtype, seed: int, data: st.DataObject
 ) -> None:
     torch.manual_seed(seed)
@@ -117,7 +117,7 @@ def test_topk_positions_equal_stable_topk_to_the_bit(
     fp8=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_sparse_attention_equals_the_reference_and_reads_only_chosen_rows(
+def test_sparse_attention_equals_the_reference_and_reads_only_selected_rows(
     queries: int,
     heads: int,
     k: int,
@@ -128,28 +128,28 @@ def test_sparse_attention_equals_the_reference_and_reads_only_chosen_rows(
     fp8: bool,
     seed: int,
 ) -> None:
-    """Entries may be EMPTY anywhere and occur twice; row 0 and all rows that no query chose are NaN."""
+    """Entries may be EMPTY or duplicates. Row 0 and all rows that no query selected are NaN."""
     torch.manual_seed(seed)
     rank, layout = 16, mla_row(16, 8, dtype, fp8)
     pool = poisoned(60, layout)
-    where = 1 + torch.randperm(59)[:usable]
-    pool[where] = layout.encode(torch.randn(usable, layout.width).to(dtype))
-    chosen = where[torch.randint(usable, (queries, k))]
-    chosen[torch.rand(queries, k) < empty] = EMPTY
+    filled = 1 + torch.randperm(59)[:usable]
+    pool[filled] = layout.encode(torch.randn(usable, layout.width).to(dtype))
+    row_ids = filled[torch.randint(usable, (queries, k))]
+    row_ids[torch.rand(queries, k) < empty] = EMPTY
     q = torch.randn(queries, heads, layout.width).to(dtype)
-    q[(chosen == EMPTY).all(-1)] = float("nan")
+    q[(row_ids == EMPTY).all(-1)] = float("nan")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_cpu, "BLOCK_VALUES", block_values)
-        out = attention_cpu.sparse_attention(q, pool, chosen, layout, rank, 0.21)
+        out = attention_cpu.sparse_attention(q, pool, row_ids, layout, rank, 0.21)
     assert bool(torch.isfinite(out).all())
-    torch.testing.assert_close(out, attention_reference.sparse_attention(q, pool, chosen, layout, rank, 0.21))
-    assert bool((out[(chosen == EMPTY).all(-1)] == 0).all())
+    torch.testing.assert_close(out, attention_reference.sparse_attention(q, pool, row_ids, layout, rank, 0.21))
+    assert bool((out[(row_ids == EMPTY).all(-1)] == 0).all())
 
 
-def test_sparse_attention_keeps_a_row_that_holds_nan_to_the_queries_that_chose_it() -> None:
+def test_a_row_of_nan_affects_only_the_queries_that_selected_it() -> None:
     layout = mla_row(16, 8, torch.float32)
     pool = torch.randn(10, layout.width)
     pool[3] = float("nan")
-    chosen = torch.tensor([[1, 2, EMPTY], [2, 3, 4], [4, 5, 6]])
-    out = attention_cpu.sparse_attention(torch.randn(3, 2, layout.width), pool, chosen, layout, 16, 0.2)
+    row_ids = torch.tensor([[1, 2, EMPTY], [2, 3, 4], [4, 5, 6]])
+    out = attention_cpu.sparse_attention(torch.randn(3, 2, layout.width), pool, row_ids, layout, 16, 0.2)
     assert torch.isfinite(out).flatten(1).all(1).tolist() == [True, False, True]

@@ -1,6 +1,6 @@
-"""The CUDA kernels compile for the GPUs that they are meant for, with what the ops would give them; no GPU is needed.
+"""The CUDA kernels of swap_in and page_copy compile for sm_90 with the constants that the ops pass. No GPU is needed.
 
-Whoever has `nvcc` or cuda-core at hand can run this.
+The tests require `nvcc` or cuda-core.
 """
 
 import importlib.util
@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from matrix import slow_if
 from torch import Tensor
 
 from hotset.kernels import cuda_source
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(NVCC is None and not HAS_CUDA_CORE, reason="neit
 
 @dataclass
 class Recorder:
-    """Stands in for a kernel: what would be compiled, and how it would be launched."""
+    """Replaces a kernel and records what would be compiled and how it would be launched."""
 
     source: Path = Path()
     constants: dict[str, int] = field(default_factory=dict)
@@ -41,20 +42,20 @@ class Recorder:
         self.shape = shape
 
 
-def plan_of(k: int, slots: int, words_per_page: int, batch: int = 1, row_bytes: int = 0) -> Recorder:
-    """`row_bytes`: rows are copied in the same launch; 0: they are not."""
-    pages, each = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(batch, dtype=torch.int64)
+def record_plan(k: int, slots: int, words_per_page: int, batch: int = 1, row_bytes: int = 0) -> Recorder:
+    """Records a plan. If `row_bytes` is not 0, rows of this size are copied in the same launch."""
+    pages, zeros = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(batch, dtype=torch.int64)
     tables = SeatTables(pages, pages, pages, pages, pages, torch.tensor([True]), page_rows=64, slots=slots)
     positions, words = torch.zeros(batch, k, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
     counts, tiers = torch.zeros(2, dtype=torch.int64), ("host_rows", "device_rows")
     rows = {name: torch.zeros(2, row_bytes, dtype=torch.uint8) for name in tiers} if row_bytes else {}
     recorder = Recorder()
     with mock.patch.object(cuda_source, "kernel", recorder.kernel):
-        swap_in_cuda.plan(positions, each, each, tables, words, words_per_page, counts, **rows)
+        swap_in_cuda.plan(positions, zeros, zeros, tables, words, words_per_page, counts, **rows)
     return recorder
 
 
-def copy_of(row_bytes: int) -> Recorder:
+def record_copy(row_bytes: int) -> Recorder:
     rows, list_of_one = torch.zeros(2, row_bytes, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int64)
     recorder = Recorder()
     with mock.patch.object(cuda_source, "kernel", recorder.kernel):
@@ -62,7 +63,7 @@ def copy_of(row_bytes: int) -> Recorder:
     return recorder
 
 
-def pages_of() -> Recorder:
+def record_page_copy() -> Recorder:
     rows = torch.zeros(1, 2, 656, dtype=torch.uint8)
     recorder = Recorder()
     with mock.patch.object(cuda_source, "kernel", recorder.kernel):
@@ -71,24 +72,24 @@ def pages_of() -> Recorder:
 
 
 CASES = {
-    "plan of 2048 of 8192 slots": (lambda: plan_of(2048, 8192, 10496), 0),
-    "plan of 2048 of 4096 slots, copying 656 bytes, batch 1": (lambda: plan_of(2048, 4096, 10496, 1, 656), 0),
-    "plan of 2048 of 8192 slots, copying 656 bytes, batch 32": (lambda: plan_of(2048, 8192, 10496, 32, 656), 0),
-    "plan of 2048 of 8192 slots, copying 656 bytes, batch 128": (lambda: plan_of(2048, 8192, 10496, 128, 656), 0),
-    "plan of 2048 of 8192 slots, copying 1152 bytes, batch 256": (lambda: plan_of(2048, 8192, 18432, 256, 1152), 0),
-    "plan of 128 of 256 slots, copying 37 bytes": (lambda: plan_of(128, 256, 1152, 1, 37), 0),
-    # These may spill: nobody is in a hurry there.
-    "plan of 5 of 11 slots": (lambda: plan_of(5, 11, 7), None),
-    "plan of 8000 of 30001 slots, copying 64 bytes": (lambda: plan_of(8000, 30_001, 333, 1, 64), None),
-    "copy of 656 bytes": (lambda: copy_of(656), 0),
-    "copy of 1152 bytes": (lambda: copy_of(1152), 0),
-    "copy of 37 bytes": (lambda: copy_of(37), 0),
-    "pieces": (pages_of, 0),
+    "plan of 2048 of 8192 slots": (lambda: record_plan(2048, 8192, 10496), 0),
+    "plan of 2048 of 4096 slots, copying 656 bytes, batch 1": (lambda: record_plan(2048, 4096, 10496, 1, 656), 0),
+    "plan of 2048 of 8192 slots, copying 656 bytes, batch 32": (lambda: record_plan(2048, 8192, 10496, 32, 656), 0),
+    "plan of 2048 of 8192 slots, copying 656 bytes, batch 128": (lambda: record_plan(2048, 8192, 10496, 128, 656), 0),
+    "plan of 2048 of 8192 slots, copying 1152 bytes, batch 256": (lambda: record_plan(2048, 8192, 18432, 256, 1152), 0),
+    "plan of 128 of 256 slots, copying 37 bytes": (lambda: record_plan(128, 256, 1152, 1, 37), 0),
+    # These sizes are rare, so the kernel may spill.
+    "plan of 5 of 11 slots": (lambda: record_plan(5, 11, 7), None),
+    "plan of 8000 of 30001 slots, copying 64 bytes": (lambda: record_plan(8000, 30_001, 333, 1, 64), None),
+    "copy of 656 bytes": (lambda: record_copy(656), 0),
+    "copy of 1152 bytes": (lambda: record_copy(1152), 0),
+    "copy of 37 bytes": (lambda: record_copy(37), 0),
+    "pieces": (record_page_copy, 0),
 }
 
 
 def spilled_bytes(recorder: Recorder, folder: Path) -> int:
-    """Compiles for sm_90; bytes that do not fit registers."""
+    """Compiles for sm_90. Returns the bytes of registers that are spilled."""
     if NVCC is None:
         assert len(cuda_source.compile_source(recorder.source, recorder.constants, "sm_90").code) > 0
         return 0
@@ -102,7 +103,7 @@ def spilled_bytes(recorder: Recorder, folder: Path) -> int:
     return int(lines[0].split("bytes stack frame, ")[1].split()[0])
 
 
-# Sizes between those of other cases.
+# Sizes between those of other cases
 SLOW = {
     "plan of 2048 of 4096 slots, copying 656 bytes, batch 1",
     "plan of 2048 of 8192 slots, copying 656 bytes, batch 32",
@@ -110,10 +111,8 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in CASES]
-)
-def test_kernel_compiles_for_sm_90_and_keeps_to_its_registers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", slow_if(CASES, SLOW))
+def test_kernel_compiles_for_sm_90_without_spilling(name: str, tmp_path: Path) -> None:
     record, may_spill = CASES[name]
     recorder = record()
     spilled = spilled_bytes(recorder, tmp_path)
@@ -121,7 +120,8 @@ def test_kernel_compiles_for_sm_90_and_keeps_to_its_registers(name: str, tmp_pat
     assert recorder.shape is not None and recorder.shape.shared_bytes <= 227 << 10
 
 
-def test_two_blocks_of_a_usual_plan_fit_the_shared_memory_of_one_sm() -> None:
+def test_two_blocks_of_a_typical_plan_fit_on_a_multiprocessor() -> None:
     for slots in (4096, 8192):
-        shape = plan_of(2048, slots, 10496, 128, 656).shape
-        assert shape is not None and 2 * (shape.shared_bytes + 1024) <= 228 << 10  # each costs a KiB more
+        shape = record_plan(2048, slots, 10496, 128, 656).shape
+        # Each block takes 1 KiB more than it requests.
+        assert shape is not None and 2 * (shape.shared_bytes + 1024) <= 228 << 10

@@ -1,7 +1,7 @@
-"""experts' fast path against one row and one expert at a time, and EMPTY choices on every path.
+"""Compares the op `experts` with a loop over tokens and experts, and tests EMPTY expert ids.
 
-The tests run with the reference. Started with TRITON_INTERPRET=1 they run with the Triton kernels on CPU tensors
-instead; Triton reads that variable once per process, so one test starts a second process with it.
+The tests run with the reference. With TRITON_INTERPRET=1 they run with the Triton kernels on CPU tensors instead (see
+test_interpreted.py).
 """
 
 import importlib
@@ -21,13 +21,13 @@ from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY
 from hotset.kernels.experts import MAX_EXPERTS, experts, reference
 
-interpreted = pytest.mark.interpreted
+needs_interpreter = pytest.mark.interpreted
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
-if INTERPRETED:  # slow: an example that fails is not made smaller
+if INTERPRETED:  # the interpreter is slow: few examples, and no shrinking of failing ones
     EXAMPLES = settings(EXAMPLES, max_examples=8, phases=[Phase.generate])
 
-# Operands are rounded to 8 bits in x, the weights, the activation and the results, each independently of the others:
-# 2**-9 each, about 4e-3 together. A wrong expert, row or weight is an error of the order of 1.
+# The roundings of x, weights, activation and results to 8 bits are independent: 2**-9 each, about 4e-3 together.
+# A wrong expert, token or weight causes an error of about 1.
 BF16_ERROR = 1e-2
 
 
@@ -37,7 +37,7 @@ def triton_impl() -> Any:
 
 @pytest.fixture(autouse=True)
 def fresh_memory_is_poisoned() -> Iterator[None]:
-    """Where the kernels run on CPU tensors, torch fills what it allocates with NaN or the largest integer."""
+    """In an interpreted process, makes torch fill fresh memory with NaN or the largest integer."""
     torch.use_deterministic_algorithms(INTERPRETED)
     yield
     torch.use_deterministic_algorithms(False)
@@ -45,7 +45,7 @@ def fresh_memory_is_poisoned() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the op."""
+    """The arguments of one call."""
 
     x: Tensor
     expert_ids: Tensor
@@ -58,7 +58,7 @@ class Case:
         return self.x, self.expert_ids, self.weights, self.gate_up, self.down
 
     def widened(self) -> "Case":
-        return Case(*(each.float() if each.is_floating_point() else each for each in self.arguments))
+        return Case(*(tensor.float() if tensor.is_floating_point() else tensor for tensor in self.arguments))
 
 
 def draw_weights(count: int, hidden: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -67,26 +67,26 @@ def draw_weights(count: int, hidden: int, width: int, dtype: torch.dtype, device
     return gate_up, down
 
 
-def draw_case(rows: int, k: int, gate_up: Tensor, down: Tensor) -> Case:
-    """Random rows, each with k distinct experts of those there are."""
+def draw_case(tokens: int, k: int, gate_up: Tensor, down: Tensor) -> Case:
+    """Draws random tokens with k distinct experts each."""
     device = gate_up.device
-    x = torch.randn(rows, gate_up.shape[2], device=device).to(gate_up.dtype)
-    expert_ids = torch.rand(rows, gate_up.shape[0], device=device).argsort(dim=1)[:, :k]
-    return Case(x, expert_ids, torch.rand(rows, k, device=device), gate_up, down)
+    x = torch.randn(tokens, gate_up.shape[2], device=device).to(gate_up.dtype)
+    expert_ids = torch.rand(tokens, gate_up.shape[0], device=device).argsort(dim=1)[:, :k]
+    return Case(x, expert_ids, torch.rand(tokens, k, device=device), gate_up, down)
 
 
-def row_by_row(case: Case) -> Tensor:
+def expected_output(case: Case) -> Tensor:
     out = torch.zeros_like(case.x, dtype=torch.float64)
-    for row, ids in enumerate(case.expert_ids.tolist()):
-        for expert, weight in zip(ids, case.weights[row].tolist(), strict=True):
+    for token, ids in enumerate(case.expert_ids.tolist()):
+        for expert, weight in zip(ids, case.weights[token].tolist(), strict=True):
             if expert != EMPTY:
-                gate, up = (case.gate_up[expert].double() @ case.x[row].double()).chunk(2)
-                out[row] += weight * (case.down[expert].double() @ (F.silu(gate) * up))
+                gate, up = (case.gate_up[expert].double() @ case.x[token].double()).chunk(2)
+                out[token] += weight * (case.down[expert].double() @ (F.silu(gate) * up))
     return out
 
 
-def served(case: Case) -> Tensor:
-    """By the path under test, which may choose its tiles itself."""
+def run_op(case: Case) -> Tensor:
+    """Runs the implementation under test."""
     op = triton_impl() if INTERPRETED else reference
     out: Tensor = op.experts(*case.arguments)
     return out
@@ -99,24 +99,26 @@ def close(out: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 @EXAMPLES
 @given(st.integers(1, 24), st.integers(1, 6), st.integers(0, 2**31), st.data())
-def test_empty_choices_add_nothing_and_touch_no_expert(rows: int, count: int, seed: int, data: st.DataObject) -> None:
+def test_empty_expert_ids_add_nothing_and_read_no_expert(
+    tokens: int, count: int, seed: int, data: st.DataObject
+) -> None:
     torch.manual_seed(seed)
     k = data.draw(st.integers(1, count))
-    case = draw_case(rows, k, *draw_weights(count, 12, 5, torch.float32, "cpu"))
-    case.expert_ids[torch.rand(rows, k) < 0.4] = EMPTY
-    case.expert_ids[0] = EMPTY  # a padded row
+    case = draw_case(tokens, k, *draw_weights(count, 12, 5, torch.float32, "cpu"))
+    case.expert_ids[torch.rand(tokens, k) < 0.4] = EMPTY
+    case.expert_ids[0] = EMPTY  # a padded token
     unused = sorted(set(range(count)) - set(case.expert_ids.flatten().tolist()))
     case.gate_up[unused], case.down[unused] = float("nan"), float("nan")
-    out = served(case)
-    torch.testing.assert_close(out.double(), row_by_row(case), atol=1e-5, rtol=1e-5)
+    out = run_op(case)
+    torch.testing.assert_close(out.double(), expected_output(case), atol=1e-5, rtol=1e-5)
     assert not out[0].any()
 
 
-def test_a_batch_of_padded_rows_only_is_zero() -> None:
+def test_a_batch_of_only_padded_tokens_results_in_zeros() -> None:
     case = draw_case(3, 2, *draw_weights(4, 8, 6, torch.float32, "cpu"))
     case.expert_ids[:] = EMPTY
     case.gate_up[:], case.down[:] = float("nan"), float("nan")
-    assert torch.equal(served(case), torch.zeros(3, 8))
+    assert torch.equal(run_op(case), torch.zeros(3, 8))
 
 
 def test_experts_of_another_dtype_are_refused() -> None:
@@ -126,77 +128,77 @@ def test_experts_of_another_dtype_are_refused() -> None:
         experts(case.x.float(), case.expert_ids, case.weights, gate_up, down)
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize(("hidden", "width"), [(64, 32), (40, 24), (17, 5), (33, 70)])
-@pytest.mark.parametrize("rows", [1, 25])
-def test_products_in_tiles_equal_one_row_at_a_time(rows: int, hidden: int, width: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 25])
+def test_tiled_products_equal_one_token_at_a_time(tokens: int, hidden: int, width: int) -> None:
     impl = triton_impl()
     tiles = impl.Tiles(16, impl.Tile(32, 16, 4, 2), impl.Tile(16, 32, 4, 2))
-    torch.manual_seed(rows + hidden)
-    case = draw_case(rows, 3, *draw_weights(5, hidden, width, torch.float32, "cpu"))
+    torch.manual_seed(tokens + hidden)
+    case = draw_case(tokens, 3, *draw_weights(5, hidden, width, torch.float32, "cpu"))
     out = impl.experts_in_tiles(*case.arguments, tiles)
-    torch.testing.assert_close(out.double(), row_by_row(case), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.double(), expected_output(case), atol=1e-5, rtol=1e-5)
 
 
-@interpreted
-def test_an_expert_that_every_row_chose_is_served_in_several_blocks() -> None:
+@needs_interpreter
+def test_an_expert_of_every_token_is_computed_in_several_blocks() -> None:
     torch.manual_seed(1)
     case = draw_case(37, 1, *draw_weights(5, 20, 12, torch.float32, "cpu"))
     case.expert_ids[:] = 3
     case.gate_up[[0, 1, 2, 4]] = float("nan")
-    torch.testing.assert_close(served(case).double(), row_by_row(case), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(run_op(case).double(), expected_output(case), atol=1e-5, rtol=1e-5)
 
 
-@interpreted
-def test_torchs_grouped_product_serves_the_same() -> None:
+@needs_interpreter
+def test_grouped_product_of_torch_equals_one_token_at_a_time() -> None:
     torch.manual_seed(2)
     case = draw_case(40, 3, *draw_weights(5, 16, 8, torch.float32, "cpu"))
     case.expert_ids[torch.rand(40, 3) < 0.3] = EMPTY
     out = triton_impl().experts_by_torch(*case.arguments)
-    torch.testing.assert_close(out.double(), row_by_row(case), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.double(), expected_output(case), atol=1e-5, rtol=1e-5)
 
 
-@interpreted
-def test_inputs_that_are_not_contiguous_are_read_where_they_lie() -> None:
+@needs_interpreter
+def test_inputs_need_not_be_contiguous() -> None:
     torch.manual_seed(3)
     case = draw_case(9, 2, *draw_weights(4, 20, 12, torch.float32, "cpu"))
-    for apart in (scattered(case), scattered(case, transposed=True)):
-        torch.testing.assert_close(served(apart), served(case), atol=0, rtol=0)
+    for strided in (with_other_strides(case), with_other_strides(case, transposed=True)):
+        torch.testing.assert_close(run_op(strided), run_op(case), atol=0, rtol=0)
 
 
-@interpreted
-@pytest.mark.parametrize(("rows", "k", "count"), [(1, 1, 1), (3, 2, 7), (90, 6, 64), (1300, 4, 3)], ids=str)
-def test_order_is_that_of_a_stable_sort_cut_into_blocks(rows: int, k: int, count: int) -> None:
-    torch.manual_seed(rows)
-    expert_ids = torch.randint(EMPTY, count, (rows, k))
+@needs_interpreter
+@pytest.mark.parametrize(("tokens", "k", "count"), [(1, 1, 1), (3, 2, 7), (90, 6, 64), (1300, 4, 3)], ids=str)
+def test_pairs_are_sorted_by_expert_stably_and_divided_into_blocks(tokens: int, k: int, count: int) -> None:
+    torch.manual_seed(tokens)
+    expert_ids = torch.randint(EMPTY, count, (tokens, k))
     pairs = expert_ids.flatten().tolist()
     block_pairs = 16
     order = triton_impl().sort_by_expert(expert_ids, count, block_pairs)
     by_expert = {e: [pair for pair, expert in enumerate(pairs) if expert == e] for e in range(EMPTY, count)}
     runs = [by_expert[e] for e in range(count)]
     assert order.pairs.tolist() == [pair for run in runs for pair in run] + by_expert[EMPTY]
-    assert order.pairs[order.sorted_index.long()].tolist() == list(range(rows * k))
+    assert order.pairs[order.sorted_index.long()].tolist() == list(range(tokens * k))
     ends = [sum(len(run) for run in runs[: e + 1]) for e in range(count)]
     assert order.ends.tolist() == ends
-    blocks = [(e, ends[e] - len(run) + at) for e, run in enumerate(runs) for at in range(0, len(run), block_pairs)]
-    found = zip(order.block_expert.tolist(), order.block_first.tolist(), strict=True)
-    assert [(e, first) for e, first in found if e != EMPTY] == blocks
+    blocks = [(e, ends[e] - len(run) + i) for e, run in enumerate(runs) for i in range(0, len(run), block_pairs)]
+    got = zip(order.block_expert.tolist(), order.block_first.tolist(), strict=True)
+    assert [(e, first) for e, first in got if e != EMPTY] == blocks
     assert (order.block_expert[len(blocks) :] == EMPTY).all()
 
 
-def scattered(case: Case, *, transposed: bool = False) -> Case:
-    """The same values, further apart in memory or in another order."""
+def with_other_strides(case: Case, *, transposed: bool = False) -> Case:
+    """Returns the same values with gaps between tokens, or transposed in memory."""
 
-    def apart(each: Tensor) -> Tensor:
+    def strided(tensor: Tensor) -> Tensor:
         if transposed:
-            return each.t().contiguous().t()
-        return torch.stack((torch.full_like(each, 77), each), dim=1)[:, 1]
+            return tensor.t().contiguous().t()
+        return torch.stack((torch.full_like(tensor, 77), tensor), dim=1)[:, 1]
 
-    return Case(apart(case.x), apart(case.expert_ids), apart(case.weights), case.gate_up, case.down)
+    return Case(strided(case.x), strided(case.expert_ids), strided(case.weights), case.gate_up, case.down)
 
 
 def poison_free_memory() -> None:
-    """Fills what the allocator will hand out next, small pieces and large ones, with NaN (as an index: far outside)."""
+    """Fills the memory that the allocator will return next with NaN, which is out of range as an index."""
     pieces = [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(64)]
     pieces.append(torch.full((1 << 28,), float("nan"), device="cuda"))
     torch.cuda.synchronize()
@@ -212,58 +214,58 @@ def check_on_gpu(case: Case, tolerance: float = BF16_ERROR) -> Tensor:
 
 @pytest.fixture(scope="module")
 def production() -> tuple[Tensor, Tensor]:
-    """Weights of 64 experts with 4096 inputs and a width of 1536."""
+    """Returns weights of 64 experts with 4096 inputs and a width of 1536."""
     torch.manual_seed(4)
     return draw_weights(64, 4096, 1536, torch.bfloat16, "cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 5, 16, 64, 130, 256, 512, 700, 2048])
-def test_on_a_gpu_production_sizes_equal_float32(production: tuple[Tensor, Tensor], rows: int) -> None:
-    check_on_gpu(draw_case(rows, 6, *production))
+@pytest.mark.parametrize("tokens", [1, 5, 16, 64, 130, 256, 512, 700, 2048])
+def test_on_a_gpu_production_sizes_equal_float32(production: tuple[Tensor, Tensor], tokens: int) -> None:
+    check_on_gpu(draw_case(tokens, 6, *production))
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_both_products_serve_a_long_prefill(production: tuple[Tensor, Tensor]) -> None:
+def test_on_a_gpu_both_products_equal_float32_in_a_long_prefill(production: tuple[Tensor, Tensor]) -> None:
     case = draw_case(1500, 6, *production)
     case.expert_ids[::7] = EMPTY
     expected = reference.experts(*case.widened().arguments)
     impl = triton_impl()
-    for serve in (
+    for run in (
         lambda: impl.experts_by_torch(*case.arguments),
         lambda: impl.experts_in_tiles(*case.arguments, impl.tiles_for(torch.bfloat16, 1500)),
     ):
         poison_free_memory()
-        assert close(serve(), expected, BF16_ERROR)
+        assert close(run(), expected, BF16_ERROR)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("count", "hidden", "width", "k", "rows", "dtype"),
+    ("count", "hidden", "width", "k", "tokens", "dtype"),
     [
-        (8, 256, 160, 2, 3, torch.bfloat16),  # the demo model's
+        (8, 256, 160, 2, 3, torch.bfloat16),  # the sizes of the demo model
         (8, 256, 160, 2, 40, torch.bfloat16),
         (5, 72, 24, 3, 33, torch.bfloat16),
         (5, 72, 24, 3, 33, torch.float32),
-        (3, 250, 37, 1, 100, torch.bfloat16),  # rows that no 16-byte copy can read
+        (3, 250, 37, 1, 100, torch.bfloat16),  # not aligned for 16-byte copies
         (256, 512, 64, 8, 17, torch.bfloat16),
     ],
     ids=str,
 )
 def test_on_a_gpu_odd_sizes_equal_float32(
-    count: int, hidden: int, width: int, k: int, rows: int, dtype: torch.dtype
+    count: int, hidden: int, width: int, k: int, tokens: int, dtype: torch.dtype
 ) -> None:
-    torch.manual_seed(rows)
-    case = draw_case(rows, k, *draw_weights(count, hidden, width, dtype, "cuda"))
+    torch.manual_seed(tokens)
+    case = draw_case(tokens, k, *draw_weights(count, hidden, width, dtype, "cuda"))
     tolerance = 1e-5 if dtype == torch.float32 else BF16_ERROR
     out = check_on_gpu(case, tolerance)
-    for apart in (scattered(case), scattered(case, transposed=True)):
-        assert close(experts(*apart.arguments), out, tolerance)
+    for strided in (with_other_strides(case), with_other_strides(case, transposed=True)):
+        assert close(experts(*strided.arguments), out, tolerance)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_one_expert_for_all_rows_is_read_alone(production: tuple[Tensor, Tensor]) -> None:
-    gate_up, down = (each[:4].clone() for each in production)
+def test_on_a_gpu_only_the_selected_expert_is_read(production: tuple[Tensor, Tensor]) -> None:
+    gate_up, down = (weight[:4].clone() for weight in production)
     case = draw_case(70, 1, gate_up, down)
     case.expert_ids[:] = 2
     case.expert_ids[::5] = EMPTY
@@ -273,34 +275,34 @@ def test_on_a_gpu_one_expert_for_all_rows_is_read_alone(production: tuple[Tensor
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_padded_rows_only_is_zero() -> None:
+def test_on_a_gpu_only_padded_tokens_result_in_zeros() -> None:
     gate_up, down = draw_weights(4, 256, 160, torch.bfloat16, "cuda")
     case = draw_case(16, 2, gate_up.fill_(float("nan")), down.fill_(float("nan")))
     case.expert_ids[:] = EMPTY
     poison_free_memory()
     assert not experts(*case.arguments).any()
-    assert experts(*(each[:0] for each in case.arguments[:3]), gate_up, down).shape == (0, 256)
+    assert experts(*(tensor[:0] for tensor in case.arguments[:3]), gate_up, down).shape == (0, 256)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_row_gets_the_same_bits_in_every_decode_batch(production: tuple[Tensor, Tensor]) -> None:
+def test_on_a_gpu_a_token_has_the_same_result_in_every_decode_batch(production: tuple[Tensor, Tensor]) -> None:
     case = draw_case(256, 6, *production)
     whole = experts(*case.arguments)
-    for rows in (1, 16, 64, 128):
-        part = experts(*(each[:rows] for each in case.arguments[:3]), case.gate_up, case.down)
-        assert torch.equal(part, whole[:rows]), f"a batch of {rows}"
+    for tokens in (1, 16, 64, 128):
+        part = experts(*(tensor[:tokens] for tensor in case.arguments[:3]), case.gate_up, case.down)
+        assert torch.equal(part, whole[:tokens]), f"a batch of {tokens}"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [16, 2048])
-def test_on_a_gpu_a_graph_serves_what_is_chosen_at_replay(production: tuple[Tensor, Tensor], rows: int) -> None:
-    case = draw_case(rows, 6, *production)
+@pytest.mark.parametrize("tokens", [16, 2048])
+def test_on_a_gpu_a_graph_reads_its_inputs_at_replay(production: tuple[Tensor, Tensor], tokens: int) -> None:
+    case = draw_case(tokens, 6, *production)
     experts(*case.arguments)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = experts(*case.arguments)
     for _ in range(2):
-        other = draw_case(rows, 6, *production)
+        other = draw_case(tokens, 6, *production)
         other.expert_ids[::3] = EMPTY
         for static, fresh in zip(case.arguments[:3], other.arguments[:3], strict=True):
             static.copy_(fresh)

@@ -1,6 +1,6 @@
-"""Every test of a Triton kernel once more where Triton interprets its kernels.
+"""Runs the tests of all Triton kernels again in a process in which Triton interprets its kernels on the CPU.
 
-In one process: Triton is slow to import, and reads the variable once.
+There is only one such process, because Triton is slow to import. It reads TRITON_INTERPRET once, at import.
 """
 
 import os
@@ -18,7 +18,7 @@ FILES = [
 
 
 @pytest.mark.not_interpreted
-@pytest.mark.timeout(1800)  # several times as long as on an overloaded machine
+@pytest.mark.timeout(1800)  # several times the duration on an overloaded machine
 def test_kernels_pass_their_tests_under_the_interpreter(pytestconfig: pytest.Config) -> None:
     """Includes the slow tests if this process does."""
     assert len(FILES) >= 10

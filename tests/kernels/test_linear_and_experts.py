@@ -1,4 +1,4 @@
-"""linear's packed path against its reference, and experts against one row and one expert at a time."""
+"""Compares the packed linear with its reference, and experts with a loop over tokens and experts."""
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ from hotset.kernels.linear import Linear, packed, reference
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 31, 64, 65])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 31, 64, 65])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 5), (96, 33), (130, 64)])
-def test_packed_linear_equals_the_reference(rows: int, outputs: int, inputs: int, bias: bool) -> None:
-    weight, x = torch.randn(outputs, inputs), torch.randn(rows, 2 * inputs)[:, :inputs]  # x is not contiguous
+def test_packed_linear_equals_the_reference(tokens: int, outputs: int, inputs: int, bias: bool) -> None:
+    weight, x = torch.randn(outputs, inputs), torch.randn(tokens, 2 * inputs)[:, :inputs]  # x is not contiguous
     added = torch.randn(outputs) if bias else None
     if not packed.supports(weight):
         assert not torch.backends.mkldnn.is_available()
@@ -26,21 +26,21 @@ def test_packed_linear_equals_the_reference(rows: int, outputs: int, inputs: int
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**31), st.data())
-def test_experts_sum_exactly_those_chosen(rows: int, count: int, seed: int, data: st.DataObject) -> None:
+def test_experts_sum_only_the_selected_experts(tokens: int, count: int, seed: int, data: st.DataObject) -> None:
     torch.manual_seed(seed)
     hidden, width = 4, 3
     k = data.draw(st.integers(1, count))
-    x = torch.randn(rows, hidden, dtype=torch.float64)
+    x = torch.randn(tokens, hidden, dtype=torch.float64)
     gate_up = torch.randn(count, 2 * width, hidden, dtype=torch.float64)
     down = torch.randn(count, hidden, width, dtype=torch.float64)
-    expert_ids = torch.stack([torch.randperm(count)[:k] for _ in range(rows)])
+    expert_ids = torch.stack([torch.randperm(count)[:k] for _ in range(tokens)])
     unused = sorted(set(range(count)) - set(expert_ids.flatten().tolist()))
     gate_up[unused], down[unused] = float("nan"), float("nan")
-    weights = torch.rand(rows, k, dtype=torch.float64)
+    weights = torch.rand(tokens, k, dtype=torch.float64)
     out = experts(x, expert_ids, weights, gate_up, down)
-    for row in range(rows):
+    for token in range(tokens):
         expected = torch.zeros(hidden, dtype=torch.float64)
-        for expert, weight in zip(expert_ids[row].tolist(), weights[row], strict=True):
-            gate, up = gate_up[expert, :width] @ x[row], gate_up[expert, width:] @ x[row]
+        for expert, weight in zip(expert_ids[token].tolist(), weights[token], strict=True):
+            gate, up = gate_up[expert, :width] @ x[token], gate_up[expert, width:] @ x[token]
             expected += weight * (down[expert] @ (gate * torch.sigmoid(gate) * up))
-        torch.testing.assert_close(out[row], expected)
+        torch.testing.assert_close(out[token], expected)

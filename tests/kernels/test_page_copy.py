@@ -1,4 +1,4 @@
-"""page_copy against plain loops, over poisoned memory: the reference, and the CUDA kernel built for the CPU."""
+"""Compares page_copy with plain loops, over poisoned memory: the reference, and the CUDA kernel built for the CPU."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ POISON = 0xAB
 Copy = Callable[..., None]
 
 
-def cuda_on_cpu_copy(pieces: Tensor, device_rows: Tensor, host_rows: Tensor, *, to_host: bool) -> None:
+def emulated_copy(pieces: Tensor, device_rows: Tensor, host_rows: Tensor, *, to_host: bool) -> None:
     with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
         tuning = cuda_impl.PageCopyTuning(blocks=3, threads=64)
         cuda_impl.copy(pieces, device_rows, host_rows, to_host=to_host, tuning=tuning)
@@ -28,17 +28,17 @@ with_each_op = pytest.mark.parametrize(
     [
         pytest.param(reference.copy, id="reference"),
         pytest.param(
-            cuda_on_cpu_copy,
+            emulated_copy,
             id="cuda",
             marks=pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no C++ compiler"),
         ),
     ],
 )
-both_ways = pytest.mark.parametrize("to_host", [True, False], ids=["to host", "to device"])
+both_directions = pytest.mark.parametrize("to_host", [True, False], ids=["to host", "to device"])
 
 
 def block_of_rows(layers: int, rows: int, width: int, gap: int, offset: int) -> Tensor:
-    """[layers, rows, width] of random bytes; `gap` bytes lie between rows, the first row at byte `offset`."""
+    """Returns random bytes [layers, rows, width] with `gap` bytes between rows; the first row is at byte `offset`."""
     stride = width + gap
     layer = rows * stride + 3 * (gap > 0)
     flat = torch.randint(0, 256, (offset + layers * layer,), dtype=torch.uint8)
@@ -46,54 +46,56 @@ def block_of_rows(layers: int, rows: int, width: int, gap: int, offset: int) -> 
 
 
 def draw_pieces(rows: int, count: int) -> list[tuple[int, int, int]]:
-    """Pieces that overlap on neither side, some of them empty."""
+    """Draws pieces that do not overlap on either side. Some are empty."""
     device, host = ([draw * 8 for draw in random.sample(range(rows // 8), count)] for _ in range(2))
     return [(device[i], host[i], random.choice([0, 1, 5, 8])) for i in range(count)]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Every byte of the memory behind it."""
+def all_bytes(tensor: Tensor) -> Tensor:
+    """Returns every byte of the memory that a tensor is a view of."""
     return torch.as_strided(tensor, (tensor.untyped_storage().nbytes(),), (1,), 0)
 
 
-def check(copy: Copy, layers: int, width: int, gap: int, offset: int, count: int, *, to_host: bool) -> None:
+def check_copy(
+    copy: Copy, *, layers: int, width: int, gap: int = 0, offset: int = 0, pieces: int, to_host: bool
+) -> None:
     torch.manual_seed(width)
     random.seed(width)
-    rows = max(64, 8 * count)
+    rows = max(64, 8 * pieces)
     device, host = (block_of_rows(layers, rows, width, gap, offset) for _ in range(2))
     source, target = (device, host) if to_host else (host, device)
-    before = whole(source).clone()
-    whole(target).fill_(POISON)
-    expected = torch.as_strided(whole(target).clone(), target.shape, target.stride(), offset)
-    pieces = draw_pieces(rows, count)
-    for device_row, host_row, many in pieces:
+    before = all_bytes(source).clone()
+    all_bytes(target).fill_(POISON)
+    expected = torch.as_strided(all_bytes(target).clone(), target.shape, target.stride(), offset)
+    drawn = draw_pieces(rows, pieces)
+    for device_row, host_row, count in drawn:
         first_read, first_written = (device_row, host_row) if to_host else (host_row, device_row)
         for layer in range(layers):
-            for i in range(many):
+            for i in range(count):
                 expected[layer, first_written + i] = source[layer, first_read + i]
-    copy(torch.tensor(pieces), device, host, to_host=to_host)
-    assert torch.equal(whole(target), whole(expected)), "rows of the pieces, or bytes beside them"
-    assert torch.equal(whole(source), before)
+    copy(torch.tensor(drawn), device, host, to_host=to_host)
+    assert torch.equal(all_bytes(target), all_bytes(expected)), "rows of the pieces, or other bytes"
+    assert torch.equal(all_bytes(source), before)
 
 
 @with_each_op
-@both_ways
+@both_directions
 @pytest.mark.parametrize("width", [1, 3, 4, 16, 37, 132, 656, 1152, 20_000])
 @pytest.mark.parametrize(("gap", "offset"), [(0, 0), (0, 4), (16, 0), (7, 1)], ids=str)
-def test_pieces_are_copied_in_every_layer_and_nothing_beside_them(
+def test_pieces_are_copied_in_every_layer_and_nothing_else_is_written(
     copy: Copy, width: int, gap: int, offset: int, to_host: bool
 ) -> None:
-    check(copy, 2, width, gap, offset, 5, to_host=to_host)
+    check_copy(copy, layers=2, width=width, gap=gap, offset=offset, pieces=5, to_host=to_host)
 
 
 @with_each_op
-@both_ways
+@both_directions
 def test_more_pieces_than_a_block_has_threads_are_all_copied(copy: Copy, to_host: bool) -> None:
-    check(copy, 3, 24, 0, 0, 150, to_host=to_host)
+    check_copy(copy, layers=3, width=24, pieces=150, to_host=to_host)
 
 
 @with_each_op
-def test_a_long_piece_is_shared_out_and_copied_whole(copy: Copy) -> None:
+def test_a_long_piece_is_divided_among_blocks_and_copied_completely(copy: Copy) -> None:
     device, host = torch.randint(0, 256, (2, 500, 656), dtype=torch.uint8), torch.zeros(2, 500, 656, dtype=torch.uint8)
     copy(torch.tensor([[3, 1, 490]]), device, host, to_host=True)
     assert torch.equal(host[:, 1:491], device[:, 3:493])
@@ -101,23 +103,27 @@ def test_a_long_piece_is_shared_out_and_copied_whole(copy: Copy) -> None:
 
 
 @with_each_op
-def test_keys_with_a_gap_after_every_page_are_copied_as_words(copy: Copy) -> None:
-    """Index keys of 132 bytes, 3 to a page of 400: pages do not follow each other at a multiple of a key."""
+def test_index_keys_with_a_gap_after_every_page_are_copied_as_words(copy: Copy) -> None:
+    """A page of 400 bytes holds 3 index keys of 132 bytes, so pages do not begin at a multiple of a key."""
     pool, host = torch.randint(0, 256, (2, 5 * 400), dtype=torch.uint8), torch.zeros(2, 20 * 132, dtype=torch.uint8)
     pieces = [(page * 100, position * 33, 3 * 33) for page, position in ((4, 0), (1, 3), (2, 6))]
-    words = (pool.view(torch.int32)[:, :, None], host.view(torch.int32)[:, :, None])
-    copy(torch.tensor(pieces), *words, to_host=True)
+    copy(
+        torch.tensor(pieces),
+        pool.view(torch.int32)[:, :, None],
+        host.view(torch.int32)[:, :, None],
+        to_host=True,
+    )
     read = torch.cat([pool[:, page * 400 : page * 400 + 396] for page in (4, 1, 2)], dim=1)
     assert torch.equal(host[:, : 9 * 132], read) and not host[:, 9 * 132 :].any()
 
 
-def test_no_pieces_are_no_work() -> None:
+def test_an_empty_list_of_pieces_is_allowed() -> None:
     rows = torch.zeros(1, 4, 4)
     page_copy.to_host(torch.zeros(0, 3, dtype=torch.int64), rows, rows.clone())
 
 
 def test_rows_of_any_dtype_are_copied_bit_by_bit() -> None:
-    device = torch.randint(0, 256, (1, 4, 6), dtype=torch.uint8)  # NaN among them
+    device = torch.randint(0, 256, (1, 4, 6), dtype=torch.uint8)  # includes NaN
     host = torch.zeros_like(device)
     page_copy.to_host(torch.tensor([[0, 2, 2]]), device.view(torch.bfloat16), host.view(torch.bfloat16))
     assert torch.equal(host[:, 2:], device[:, :2])
@@ -138,19 +144,19 @@ def test_rows_that_differ_between_the_tiers_are_refused(host: Tensor, message: s
 
 
 @pytest.mark.gpu
-@both_ways
+@both_directions
 @pytest.mark.parametrize("pinned_pieces", [True, False])
 @pytest.mark.parametrize(("width", "gap"), [(656, 0), (1152, 0), (132, 0), (37, 3)])
-def test_on_a_gpu_pieces_are_copied_as_the_reference_does(
+def test_on_a_gpu_pieces_are_copied_as_by_the_reference(
     width: int, gap: int, to_host: bool, pinned_pieces: bool
 ) -> None:
     rows, layers = 4000, 5
     device, host = (block_of_rows(layers, rows, width, gap, 0) for _ in range(2))
     pieces = torch.tensor([*draw_pieces(rows // 2, 200), (rows // 2, rows // 2 + 7, rows // 2 - 7)])
-    on_gpu = torch.as_strided(whole(device).cuda(), device.shape, device.stride())
-    pinned = torch.as_strided(whole(host).pin_memory(), host.shape, host.stride())
+    on_gpu = torch.as_strided(all_bytes(device).cuda(), device.shape, device.stride())
+    pinned = torch.as_strided(all_bytes(host).pin_memory(), host.shape, host.stride())
     copy = page_copy.to_host if to_host else page_copy.to_device
     copy(pieces.pin_memory() if pinned_pieces else pieces.cuda(), on_gpu, pinned)
     torch.cuda.synchronize()
     reference.copy(pieces, device, host, to_host=to_host)
-    assert torch.equal(whole(on_gpu).cpu(), whole(device)) and torch.equal(whole(pinned), whole(host))
+    assert torch.equal(all_bytes(on_gpu).cpu(), all_bytes(device)) and torch.equal(all_bytes(pinned), all_bytes(host))

@@ -1,4 +1,4 @@
-"""page_table_lookup against plain Python: the reference, the kernel under the interpreter, and the kernel on a GPU."""
+"""Compares page_table_lookup with plain Python: the reference, the interpreted kernel, and the kernel on a GPU."""
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from hotset.kernels.page_table_lookup import page_table_lookup, reference
 PAGE_ROWS, SEATS, PAGES = 5, 4, 6
 
 
-def case(rows: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions that are not contiguous, seats with a padded row among them, a table with seats of its own pages."""
-    positions = torch.randint(-1, PAGE_ROWS * PAGES, (n, rows)).T
-    seat_of = torch.randint(-1, SEATS, (rows,))
+def case(queries: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws positions that are not contiguous, seats of which some are EMPTY, and a page table."""
+    positions = torch.randint(-1, PAGE_ROWS * PAGES, (n, queries)).T
+    seat_of = torch.randint(-1, SEATS, (queries,))
     return positions, seat_of, torch.randperm(1000)[: SEATS * PAGES].view(SEATS, PAGES)
 
 
@@ -24,19 +24,20 @@ def expected(positions: Tensor, seat_of: Tensor, table: Tensor) -> list[list[int
             return EMPTY
         return int(table[seat, position // PAGE_ROWS]) * PAGE_ROWS + position % PAGE_ROWS
 
-    return [[row(seat, at) for at in each] for seat, each in zip(seat_of.tolist(), positions.tolist(), strict=True)]
+    pairs = zip(seat_of.tolist(), positions.tolist(), strict=True)
+    return [[row(seat, position) for position in query] for seat, query in pairs]
 
 
-@pytest.mark.parametrize(("rows", "n"), [(1, 1), (7, 3), (3, 700)])
-def test_positions_become_rows_and_padding_stays_empty(rows: int, n: int) -> None:
-    positions, seat_of, table = case(rows, n)
+@pytest.mark.parametrize(("queries", "n"), [(1, 1), (7, 3), (3, 700)])
+def test_positions_become_rows_and_padding_stays_empty(queries: int, n: int) -> None:
+    positions, seat_of, table = case(queries, n)
     op = triton_impl("page_table_lookup") if INTERPRETED else reference
     assert op.page_table_lookup(positions, seat_of, table, PAGE_ROWS).tolist() == expected(positions, seat_of, table)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "n"), [(1, 1), (128, 2048), (300, 513)])
-def test_on_a_gpu_as_well(rows: int, n: int) -> None:
-    positions, seat_of, table = case(rows, n)
-    found = page_table_lookup(positions.cuda(), seat_of.cuda(), table.cuda(), PAGE_ROWS)
-    assert found.tolist() == expected(positions, seat_of, table)
+@pytest.mark.parametrize(("queries", "n"), [(1, 1), (128, 2048), (300, 513)])
+def test_on_a_gpu_positions_become_rows_and_padding_stays_empty(queries: int, n: int) -> None:
+    positions, seat_of, table = case(queries, n)
+    rows = page_table_lookup(positions.cuda(), seat_of.cuda(), table.cuda(), PAGE_ROWS)
+    assert rows.tolist() == expected(positions, seat_of, table)

@@ -1,4 +1,4 @@
-"""Decoding over pages with the Triton kernels against the reference: odd pages, parts, groups, padded rows."""
+"""Compares paged decoding in Triton with the reference: odd page sizes, parts, groups, padded queries."""
 
 import importlib
 
@@ -16,23 +16,23 @@ from hotset.kernels.segments import Segments, make_segments
 from hotset.memory.pages import extend_runs
 
 CPU = torch.device("cpu")
-only_interpreted = pytest.mark.interpreted
+needs_interpreter = pytest.mark.interpreted
 
 
 class Batch:
-    """Query rows, one per context, over a pool that is NaN wherever no context has a row; the last row is padded."""
+    """One query per context, over a pool that is NaN wherever no context has a row. The last query is padding."""
 
     def __init__(
         self, lengths: list[int], heads: int, kv_heads: int, dim: int, page_rows: int, dtype: torch.dtype
     ) -> None:
         self.kv_heads, self.scale, self.lengths = kv_heads, dim**-0.5, lengths
         self.layout = gqa_row(kv_heads, dim, dtype)
-        each = [-(-length // page_rows) for length in lengths]
-        order = torch.randperm(sum(each) + 2).tolist()
+        page_counts = [-(-length // page_rows) for length in lengths]
+        order = torch.randperm(sum(page_counts) + 2).tolist()
         self.blocks = torch.full((1, len(order), page_rows, self.layout.stored_width), float("nan"), dtype=dtype)
-        self.table = torch.full((len(lengths) + 1, max(each) + 1), EMPTY)
+        self.table = torch.full((len(lengths) + 1, max(page_counts) + 1), EMPTY)
         self.runs: list[list[tuple[int, int]]] = []
-        for seat, (length, count) in enumerate(zip(lengths, each, strict=True)):
+        for seat, (length, count) in enumerate(zip(lengths, page_counts, strict=True)):
             pages = [order.pop() for _ in range(count)]
             self.table[seat, :count] = torch.tensor(pages)
             filled = torch.full((count * page_rows, self.layout.stored_width), float("nan"), dtype=dtype)
@@ -45,15 +45,16 @@ class Batch:
         self.seat_of = torch.tensor([*range(len(lengths)), EMPTY])
 
     def context(self, device: torch.device) -> PagedRows:
-        """As in a captured graph: no runs."""
+        """Returns the context as in a captured graph: without runs."""
         return PagedRows(self.blocks.to(device), [], self.layout, self.table.to(device), self.seat_of.to(device))
 
     def segments(self, device: torch.device) -> Segments:
-        rows = len(self.positions)
-        return Segments([1] * rows, [1] * rows, self.positions.to(device), torch.arange(rows, device=device))
+        queries = len(self.positions)
+        segment_of = torch.arange(queries, device=device)
+        return Segments([1] * queries, [1] * queries, self.positions.to(device), segment_of)
 
     def expect(self, wide: torch.dtype) -> Tensor:
-        """By the reference, in a wider dtype; zeros for the padded row."""
+        """Returns the result of the reference in a wider dtype, and zeros for the padded query."""
         layout = gqa_row(self.kv_heads, self.q.shape[2], wide)
         context = PagedRows(self.blocks.to(wide), self.runs, layout, self.table, self.seat_of[:-1])
         segments = make_segments([length - 1 for length in self.lengths], [1] * len(self.lengths), CPU)
@@ -65,7 +66,7 @@ def error(got: Tensor, expected: Tensor) -> float:
     return float((got.cpu().double() - expected.double()).norm() / expected.double().norm())
 
 
-@only_interpreted
+@needs_interpreter
 @pytest.mark.parametrize(
     ("page_rows", "heads", "kv_heads", "dim", "min_part_rows"),
     matrix([5, 16, 32], [(4, 2, 16), (3, 1, 24), (2, 2, 8)], [32, 10**6]),
@@ -80,8 +81,8 @@ def test_kernel_equals_the_reference(
     torch.testing.assert_close(got.double(), batch.expect(torch.float64), atol=1e-5, rtol=1e-5)
 
 
-@only_interpreted
-def test_contexts_are_cut_into_parts_where_the_batch_is_small() -> None:
+@needs_interpreter
+def test_contexts_are_divided_into_parts_if_the_batch_is_small() -> None:
     impl = triton_impl("paged_attention")
     assert impl._parts(8, 131_072, 132) == impl.MAX_PARTS and impl._parts(128, 131_072, 132) > 1
     assert impl._parts(100_000, 131_072, 132) == 1 and impl._parts(8, 100, 132) == 1
@@ -93,7 +94,7 @@ def test_contexts_are_cut_into_parts_where_the_batch_is_small() -> None:
     [
         (torch.bfloat16, [1, 2, 4097, 700, 63, 64, 65, 9000], 32, 8, 128, 64),
         (torch.bfloat16, [30_000], 32, 8, 128, 64),
-        pytest.param(torch.bfloat16, [5, 300] * 70, 32, 8, 128, 64, id="140 contexts, uncut"),
+        pytest.param(torch.bfloat16, [5, 300] * 70, 32, 8, 128, 64, id="140 contexts, undivided"),
         (torch.bfloat16, [77, 1000, 1], 16, 1, 80, 48),
         (torch.bfloat16, [513, 20, 2000], 4, 4, 96, 32),
         (torch.float32, [5, 300, 1025], 9, 3, 64, 64),
@@ -106,13 +107,13 @@ def test_decoding_on_a_gpu_equals_the_reference(
     device = torch.device("cuda")
     batch = Batch(lengths, heads, kv_heads, dim, page_rows, dtype)
     got = paged_attention(batch.q.cuda(), batch.context(device), batch.segments(device), kv_heads, batch.scale)
-    # bf16: the softmax's weights are rounded to 8 bits before they meet V, and the result once more.
+    # In bf16, the weights of the softmax are rounded to 8 bits before the product with V, and so is the result.
     assert error(got, batch.expect(torch.float64)) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
     assert bool((got[-1] == 0).all())
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_follows_new_positions_pages_and_padding() -> None:
+def test_a_graph_reads_positions_pages_and_padding_at_replay() -> None:
     device = torch.device("cuda")
     batch = Batch([3000, 40, 900], 8, 2, 64, 64, torch.bfloat16)
     context, segments = batch.context(device), batch.segments(device)
@@ -138,7 +139,7 @@ def test_a_captured_graph_follows_new_positions_pages_and_padding() -> None:
     ("heads", "kv_heads", "dim", "message"),
     [(8, 8, 36, "heads of 36 values"), (4, 4, 264, "heads of 264 values"), (65, 1, 64, "65 heads share")],
 )
-def test_heads_that_a_gpu_cannot_decode_are_refused_by_name(heads: int, kv_heads: int, dim: int, message: str) -> None:
+def test_heads_that_a_gpu_cannot_decode_are_refused(heads: int, kv_heads: int, dim: int, message: str) -> None:
     device = torch.device("cuda")
     batch = Batch([4], heads, kv_heads, dim, 16, torch.bfloat16)
     with pytest.raises(ConfigError, match=message):
@@ -146,7 +147,7 @@ def test_heads_that_a_gpu_cannot_decode_are_refused_by_name(heads: int, kv_heads
 
 
 @pytest.mark.gpu
-def test_prefill_on_a_gpu_stays_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_on_a_gpu_uses_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     impl = importlib.import_module("hotset.kernels.paged_attention.triton_impl")
     monkeypatch.setattr(impl, "decode", None)
     batch = Batch([40], 4, 2, 64, 64, torch.bfloat16)

@@ -1,7 +1,7 @@
-"""route against the rule in plain Python: groups, ties, weights, padded rows.
+"""Compares route with plain Python: groups, ties, weights, padded tokens.
 
-The tests run with the reference. Started with TRITON_INTERPRET=1 they run with the Triton kernels on CPU tensors
-instead; Triton reads that variable once per process, so one test starts a second process with it.
+The tests run with the reference. With TRITON_INTERPRET=1 they run with the Triton kernels on CPU tensors instead (see
+test_interpreted.py).
 """
 
 import importlib
@@ -21,10 +21,10 @@ from hotset.kernels import EMPTY
 from hotset.kernels.route import MAX_EXPERTS, Routes, RoutingRule, reference, route
 
 EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True, database=None)
-if INTERPRETED:  # slow: an example that fails is not made smaller
+if INTERPRETED:  # the interpreter is slow: few examples, and no shrinking of failing ones
     EXAMPLES = settings(EXAMPLES, max_examples=12, phases=[Phase.generate])
 
-# Sigmoids of these are far apart or equal (the last two both are 1), whoever computes them.
+# Logits whose sigmoids differ by much more than rounding, or are equal: the last two both give 1.
 LEVELS = [*(step / 2 for step in range(-6, 7)), 30.0, 40.0]
 
 PLAIN = RoutingRule(64, 6, scale=2.5)
@@ -38,7 +38,7 @@ def triton_impl() -> Any:
 
 @pytest.fixture(autouse=True)
 def fresh_memory_is_poisoned() -> Iterator[None]:
-    """Where the kernels run on CPU tensors, torch fills what it allocates with NaN or the largest integer."""
+    """In an interpreted process, makes torch fill fresh memory with NaN or the largest integer."""
     torch.use_deterministic_algorithms(INTERPRETED)
     yield
     torch.use_deterministic_algorithms(False)
@@ -49,91 +49,90 @@ def rules(draw: st.DrawFn) -> RoutingRule:
     groups = draw(st.integers(1, 5))
     group_size = draw(st.integers(2, 7))
     topk_group = draw(st.integers(1, groups))
-    chosen = draw(st.integers(1, topk_group * group_size))
+    experts_per_token = draw(st.integers(1, topk_group * group_size))
     normalise, scale = draw(st.booleans()), draw(st.sampled_from([1.0, 2.5]))
-    return RoutingRule(groups * group_size, chosen, groups, topk_group, normalise, scale)
+    return RoutingRule(groups * group_size, experts_per_token, groups, topk_group, normalise, scale)
 
 
-def best(scores: dict[int, float], count: int) -> list[int]:
-    """Keys of the `count` largest scores, ascending; of equals the lower key."""
+def top_keys(scores: dict[int, float], count: int) -> list[int]:
+    """Returns the keys of the `count` largest scores in ascending order. Among equal scores, the lower key wins."""
     return sorted(sorted(scores, key=lambda key: (-scores[key], key))[:count])
 
 
-def by_hand(logits: Tensor, correction: Tensor, rule: RoutingRule) -> tuple[list[int], list[float]]:
-    """One row's experts and weights."""
+def route_in_plain_python(logits: Tensor, correction: Tensor, rule: RoutingRule) -> tuple[list[int], list[float]]:
+    """Returns the experts and weights of one token."""
     scores = torch.sigmoid(logits)
     corrected = dict(enumerate((scores + correction).tolist()))
     size = rule.experts // rule.groups
     members = {group: range(group * size, (group + 1) * size) for group in range(rule.groups)}
-    two_best = {
-        group: float(torch.tensor(sorted((corrected[e] for e in of), reverse=True)[:2], dtype=logits.dtype).sum())
-        for group, of in members.items()
+    group_scores = {
+        group: float(torch.tensor(sorted((corrected[e] for e in ids), reverse=True)[:2], dtype=logits.dtype).sum())
+        for group, ids in members.items()
     }
-    allowed = best(two_best, rule.topk_group) if rule.groups > 1 else [0]
-    chosen = best({e: corrected[e] for group in allowed for e in members[group]}, rule.experts_per_token)
+    allowed = top_keys(group_scores, rule.topk_group) if rule.groups > 1 else [0]
+    chosen = top_keys({e: corrected[e] for group in allowed for e in members[group]}, rule.experts_per_token)
     weights = [float(scores[e]) for e in chosen]
     total = sum(weights) if rule.normalise else 1.0
     return chosen, [weight / total * rule.scale for weight in weights]
 
 
-def choose(logits: Tensor, correction: Tensor, rule: RoutingRule, seats: Tensor | None = None) -> Routes:
-    """By the path under test."""
+def select(logits: Tensor, correction: Tensor, rule: RoutingRule, seats: Tensor | None = None) -> Routes:
+    """Runs the implementation under test."""
     if INTERPRETED:
-        parts = torch.stack((logits - 1, torch.ones_like(logits)))  # both exact
+        parts = torch.stack((logits - 1, torch.ones_like(logits)))  # their sum is exact
         routes: Routes = triton_impl().select_experts(parts, correction, rule, seats)
         return routes
     return reference.select_experts(logits, correction, rule, seats)
 
 
-def draw_logits(rows: int, rule: RoutingRule, levels: int) -> tuple[Tensor, Tensor]:
-    """Few levels: many ties, between experts and between groups."""
-    logits = torch.tensor(LEVELS)[torch.randint(len(LEVELS) - levels, len(LEVELS), (rows, rule.experts))]
+def draw_logits(tokens: int, rule: RoutingRule, levels: int) -> tuple[Tensor, Tensor]:
+    """Draws logits with few different values, so that there are many ties between experts and between groups."""
+    logits = torch.tensor(LEVELS)[torch.randint(len(LEVELS) - levels, len(LEVELS), (tokens, rule.experts))]
     correction = torch.randint(0, 2, (rule.experts,)) * 0.375
     return logits, correction
 
 
 @EXAMPLES
 @given(rules(), st.integers(1, 5), st.integers(1, len(LEVELS)), st.integers(0, 2**31))
-def test_choice_and_weights_are_those_made_by_hand_with_ties_for_the_lower(
-    rule: RoutingRule, rows: int, levels: int, seed: int
+def test_selection_and_weights_equal_plain_python_and_ties_go_to_the_lower_expert(
+    rule: RoutingRule, tokens: int, levels: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    logits, correction = draw_logits(rows, rule, levels)
-    routes = choose(logits, correction, rule)
-    for row in range(rows):
-        chosen, weights = by_hand(logits[row], correction, rule)
-        assert routes.expert_ids[row].tolist() == chosen
-        torch.testing.assert_close(routes.weights[row], torch.tensor(weights), rtol=1e-5, atol=1e-7)
+    logits, correction = draw_logits(tokens, rule, levels)
+    routes = select(logits, correction, rule)
+    for token in range(tokens):
+        chosen, weights = route_in_plain_python(logits[token], correction, rule)
+        assert routes.expert_ids[token].tolist() == chosen
+        torch.testing.assert_close(routes.weights[token], torch.tensor(weights), rtol=1e-5, atol=1e-7)
 
 
-def test_the_correction_bears_on_the_choice_and_not_on_the_weights() -> None:
-    routes = choose(torch.zeros(1, 4), torch.tensor([0.0, 0.25, 0.0, 0.5]), RoutingRule(4, 2, normalise=False))
+def test_the_correction_affects_the_selection_and_not_the_weights() -> None:
+    routes = select(torch.zeros(1, 4), torch.tensor([0.0, 0.25, 0.0, 0.5]), RoutingRule(4, 2, normalise=False))
     assert routes.expert_ids.tolist() == [[1, 3]] and routes.weights.tolist() == [[0.5, 0.5]]
 
 
-def test_padded_rows_go_to_no_expert() -> None:
+def test_padded_tokens_go_to_no_expert() -> None:
     rule = RoutingRule(8, 3, groups=2, topk_group=1)
     logits, correction = draw_logits(4, rule, 5)
-    whole = choose(logits, correction, rule)
+    unpadded = select(logits, correction, rule)
     seats = torch.tensor([3, EMPTY, 0, EMPTY])
-    routes = choose(logits, correction, rule, seats)
+    routes = select(logits, correction, rule, seats)
     assert (routes.expert_ids[1::2] == EMPTY).all() and not routes.weights[1::2].any()
-    assert torch.equal(routes.expert_ids[::2], whole.expert_ids[::2]) and torch.equal(
-        routes.weights[::2], whole.weights[::2]
-    )
+    assert torch.equal(routes.expert_ids[::2], unpadded.expert_ids[::2])
+    assert torch.equal(routes.weights[::2], unpadded.weights[::2])
 
 
-def test_a_row_without_numbers_goes_nowhere() -> None:
+def test_a_token_whose_logits_are_nan_goes_to_no_expert() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0], [float("nan")] * 3])
-    routes = choose(logits, torch.zeros(3), RoutingRule(3, 2))
+    routes = select(logits, torch.zeros(3), RoutingRule(3, 2))
     assert routes.expert_ids.tolist() == [[1, 2], [EMPTY, EMPTY]]
     assert not routes.weights[1].any()
 
 
-@pytest.mark.parametrize(("hidden", "experts", "rows"), [(8, 3, 1), (100, 5, 20), (200, 70, 3)])
-def test_scores_are_products_with_the_router(hidden: int, experts: int, rows: int) -> None:
+@pytest.mark.parametrize(("hidden", "experts", "tokens"), [(8, 3, 1), (100, 5, 20), (200, 70, 3)])
+def test_logits_are_products_with_the_router(hidden: int, experts: int, tokens: int) -> None:
     torch.manual_seed(hidden)
-    x, router = torch.randn(rows, hidden + 3)[:, :hidden], torch.randn(experts, hidden)
+    x, router = torch.randn(tokens, hidden + 3)[:, :hidden], torch.randn(experts, hidden)
     correction, rule = torch.randn(experts), RoutingRule(experts, experts - 1)
     expected = reference.select_experts((x.double() @ router.double().t()).float(), correction, rule, None)
     routes = (triton_impl().route if INTERPRETED else reference.route)(x, router, correction, rule, None)
@@ -151,7 +150,7 @@ def test_scores_are_products_with_the_router(hidden: int, experts: int, rows: in
         ({"experts_per_token": 0}, "0 experts cannot be selected from 1 groups of 64"),
     ],
 )
-def test_a_rule_that_no_row_can_meet_is_refused(rule: dict[str, int], message: str) -> None:
+def test_an_impossible_rule_is_refused(rule: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(PLAIN, **rule)
 
@@ -159,7 +158,7 @@ def test_a_rule_that_no_row_can_meet_is_refused(rule: dict[str, int], message: s
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", [PLAIN, GROUPED, ODD, RoutingRule(8, 2), RoutingRule(512, 10)], ids=str)
 @pytest.mark.parametrize("levels", [2, len(LEVELS)])
-def test_on_a_gpu_ties_are_decided_as_in_the_reference(rule: RoutingRule, levels: int) -> None:
+def test_on_a_gpu_ties_are_broken_as_in_the_reference(rule: RoutingRule, levels: int) -> None:
     torch.manual_seed(levels)
     logits, correction = draw_logits(333, rule, levels)
     seats = torch.arange(333) % 7 - 1
@@ -171,37 +170,38 @@ def test_on_a_gpu_ties_are_decided_as_in_the_reference(rule: RoutingRule, levels
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 16, 77, 512, 1500])
+@pytest.mark.parametrize("tokens", [1, 16, 77, 512, 1500])
 @pytest.mark.parametrize(
     ("rule", "hidden", "dtype"),
     [(PLAIN, 4096, torch.bfloat16), (GROUPED, 7168, torch.bfloat16), (ODD, 250, torch.float32)],
     ids=str,
 )
-def test_on_a_gpu_routes_are_those_of_float32(rule: RoutingRule, hidden: int, dtype: torch.dtype, rows: int) -> None:
-    torch.manual_seed(rows)
-    x = torch.randn(rows, 2, hidden, device="cuda").to(dtype)[:, 1]  # not contiguous
+def test_on_a_gpu_routes_equal_float32(rule: RoutingRule, hidden: int, dtype: torch.dtype, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, 2, hidden, device="cuda").to(dtype)[:, 1]  # not contiguous
     router = torch.randn(rule.experts, hidden, device="cuda") * hidden**-0.5
     correction = torch.rand(rule.experts, device="cuda") * 0.1
     routes = route(x, router, correction, rule)
     exact = reference.select_experts(x.double() @ router.double().t(), correction.double(), rule, None)
-    # float32 cannot tell scores apart that differ in the seventh digit: a few rows may choose the other of such two.
+    # If two scores differ only in the seventh digit, float32 may select the other one.
     same = (routes.expert_ids == exact.expert_ids).all(1)
-    assert float(same.float().mean()) > 0.99 or (rows < 100 and int((~same).sum()) <= 1)
+    assert float(same.float().mean()) > 0.99 or (tokens < 100 and int((~same).sum()) <= 1)
     torch.testing.assert_close(routes.weights[same], exact.weights[same].float(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_row_is_routed_alike_in_every_decode_batch() -> None:
+def test_on_a_gpu_a_token_has_the_same_route_in_every_decode_batch() -> None:
     x, router = torch.randn(512, 4096, device="cuda").bfloat16(), torch.randn(64, 4096, device="cuda") / 64
     correction = torch.zeros(64, device="cuda")
     whole = route(x, router, correction, PLAIN)
-    for rows in (1, 16, 100):
-        part = route(x[:rows], router, correction, PLAIN)
-        assert torch.equal(part.expert_ids, whole.expert_ids[:rows]) and torch.equal(part.weights, whole.weights[:rows])
+    for tokens in (1, 16, 100):
+        part = route(x[:tokens], router, correction, PLAIN)
+        assert torch.equal(part.expert_ids, whole.expert_ids[:tokens])
+        assert torch.equal(part.weights, whole.weights[:tokens])
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_graph_routes_what_is_there_at_replay() -> None:
+def test_on_a_gpu_a_graph_reads_its_inputs_at_replay() -> None:
     x, router = torch.randn(16, 4096, device="cuda").bfloat16(), torch.randn(64, 4096, device="cuda") / 64
     correction, seats = torch.zeros(64, device="cuda"), torch.arange(16, device="cuda")
     route(x, router, correction, PLAIN, seats)  # compiles

@@ -1,4 +1,4 @@
-"""Row layouts: sizes, exact round trips, and fp8 against its definition."""
+"""Tests row layouts: sizes, exact round trips, and fp8 against its definition."""
 
 import math
 
@@ -22,14 +22,14 @@ from hotset.kernels.rows import RowLayout, gqa_row, index_key_row, mla_row
         (index_key_row(130, torch.bfloat16, fp8=True), 138, 140),
     ],
 )
-def test_a_row_takes_the_bytes_that_the_design_says(layout: RowLayout, row_bytes: int, stride_bytes: int) -> None:
+def test_rows_have_the_documented_sizes(layout: RowLayout, row_bytes: int, stride_bytes: int) -> None:
     assert (layout.row_bytes, layout.stride_bytes) == (row_bytes, stride_bytes)
     assert layout.stored_width * layout.stored_dtype.itemsize == stride_bytes
 
 
 @given(st.integers(1, 40), st.sampled_from([torch.bfloat16, torch.float32, torch.float64]), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_plain_rows_come_back_bit_for_bit(width: int, dtype: torch.dtype, seed: int) -> None:
+def test_plain_rows_are_decoded_exactly(width: int, dtype: torch.dtype, seed: int) -> None:
     layout = RowLayout(width, dtype)
     values = torch.randn(3, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
     stored = torch.full((3, layout.stored_width), float("nan"), dtype=dtype)
@@ -38,7 +38,7 @@ def test_plain_rows_come_back_bit_for_bit(width: int, dtype: torch.dtype, seed: 
 
 
 def nearest_e4m3(value: float) -> float:
-    """The closest of all finite e4m3 numbers, by the format's definition; ties to the even fraction."""
+    """Returns the nearest finite e4m3 number by the definition of the format. Ties go to the even fraction."""
     finite = []
     for exponent in range(16):
         for fraction in range(8):
@@ -46,13 +46,13 @@ def nearest_e4m3(value: float) -> float:
                 continue  # NaN
             size = fraction / 8 * 2.0**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7)
             finite.append((size, fraction % 2))
-    size, _odd = min(finite, key=lambda each: (abs(each[0] - abs(value)), each[1]))
+    size, _odd = min(finite, key=lambda number: (abs(number[0] - abs(value)), number[1]))
     return math.copysign(size, value)
 
 
 @given(st.integers(1, 300), st.integers(0, 9), st.sampled_from([1e-6, 1.0, 3e4]), st.integers(0, 2**31))
 @settings(max_examples=25, deadline=None, derandomize=True)
-def test_fp8_rows_are_scaled_in_blocks_of_128_and_rounded_to_the_nearest(
+def test_fp8_rows_are_scaled_in_blocks_of_128_and_rounded_to_nearest(
     latent: int, rope: int, size: float, seed: int
 ) -> None:
     layout = mla_row(latent, rope, torch.float32, fp8=True)
@@ -71,6 +71,6 @@ def test_fp8_rows_are_scaled_in_blocks_of_128_and_rounded_to_the_nearest(
             )
 
 
-def test_a_block_of_zeros_stays_zero() -> None:
+def test_a_block_of_zeros_is_decoded_as_zeros() -> None:
     layout = mla_row(130, 2, torch.bfloat16, fp8=True)
     assert torch.equal(layout.decode(layout.encode(torch.zeros(1, 132).bfloat16())), torch.zeros(1, 132).bfloat16())

@@ -1,4 +1,4 @@
-"""save_last_topk against plain Python: the reference, the kernel under the interpreter, and the kernel on a GPU."""
+"""Compares save_last_topk with plain Python: the reference, the interpreted kernel, and the kernel on a GPU."""
 
 import pytest
 import torch
@@ -12,11 +12,15 @@ SEATS, GROUPS, GROUP = 400, 3, 1
 UNTOUCHED = 77
 
 
-def case(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of one group among others, padded query rows among the seats, positions that are not contiguous."""
-    seat_of = torch.randperm(SEATS)[:rows]
-    seat_of[rows // 2 :: 3] = EMPTY
-    return torch.full((SEATS, GROUPS, k), UNTOUCHED, dtype=torch.int32), seat_of, torch.randint(-1, 2**31, (k, rows)).T
+def case(queries: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws a tensor of several groups, seats of which some are EMPTY, and positions that are not contiguous."""
+    seat_of = torch.randperm(SEATS)[:queries]
+    seat_of[queries // 2 :: 3] = EMPTY
+    return (
+        torch.full((SEATS, GROUPS, k), UNTOUCHED, dtype=torch.int32),
+        seat_of,
+        torch.randint(-1, 2**31, (k, queries)).T,
+    )
 
 
 def expected(kept: Tensor, seat_of: Tensor, positions: Tensor) -> list[list[list[int]]]:
@@ -27,20 +31,20 @@ def expected(kept: Tensor, seat_of: Tensor, positions: Tensor) -> list[list[list
     return lists
 
 
-@pytest.mark.parametrize(("rows", "k"), [(1, 1), (7, 3), (3, 1100)])
-def test_seats_keep_what_they_selected_and_others_what_they_had(rows: int, k: int) -> None:
-    kept, seat_of, positions = case(rows, k)
-    wanted = expected(kept, seat_of, positions)
+@pytest.mark.parametrize(("queries", "k"), [(1, 1), (7, 3), (3, 1100)])
+def test_only_the_seats_of_the_batch_are_overwritten(queries: int, k: int) -> None:
+    kept, seat_of, positions = case(queries, k)
+    expected_lists = expected(kept, seat_of, positions)
     op = triton_impl("save_last_topk") if INTERPRETED else reference
     op.save_last_topk(kept[:, GROUP], seat_of, positions)
-    assert kept.tolist() == wanted
+    assert kept.tolist() == expected_lists
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "k"), [(1, 1), (128, 2048), (300, 513)])
-def test_on_a_gpu_as_well(rows: int, k: int) -> None:
-    kept, seat_of, positions = case(rows, k)
-    wanted = expected(kept, seat_of, positions)
+@pytest.mark.parametrize(("queries", "k"), [(1, 1), (128, 2048), (300, 513)])
+def test_on_a_gpu_only_the_seats_of_the_batch_are_overwritten(queries: int, k: int) -> None:
+    kept, seat_of, positions = case(queries, k)
+    expected_lists = expected(kept, seat_of, positions)
     on_gpu = kept.cuda()
     save_last_topk(on_gpu[:, GROUP], seat_of.cuda(), positions.cuda())
-    assert on_gpu.tolist() == wanted
+    assert on_gpu.tolist() == expected_lists

@@ -1,5 +1,6 @@
-"""slice_pack and slice_unpack against plain loops, over poisoned memory: the reference, the kernel under the
-interpreter, and the kernel on a GPU.
+"""Compares slice_pack and slice_unpack with plain loops, over poisoned memory.
+
+The tests cover the reference, the interpreted kernel, and the kernel on a GPU.
 """
 
 import itertools
@@ -20,13 +21,13 @@ from hotset.base.errors import ConfigError
 from hotset.kernels.slice_pack import RowSlices, reference, slice_pack, slice_unpack
 
 POISON = 0xAB
-GUARD = 48  # bytes beside a packed buffer that must stay as they are
+GUARD = 48  # bytes before and after a packed buffer that must not change
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A context in the pages of `units` stores; gaps and the offset are bytes."""
+    """A context in the pages of `units` stores. Gaps and the offset are in bytes."""
 
     row_bytes: int
     spans: tuple[tuple[int, int], ...]
@@ -34,7 +35,7 @@ class Case:
     last: int
     page_rows: int = 4
     units: int = 2
-    count: int = 9  # pages of a store
+    count: int = 9  # pages per store
     row_gap: int = 0
     page_gap: int = 0
     offset: int = 0
@@ -44,22 +45,21 @@ class Case:
         return RowSlices(self.spans)
 
     def stores(self) -> list[Tensor]:
-        """Each unit in memory of its own, full of random bytes."""
+        """Returns one store of random bytes per unit, each in its own memory."""
         row = self.row_bytes + self.row_gap
         page = self.page_rows * row + self.page_gap
         shape, strides = (self.count, self.page_rows, self.row_bytes), (page, row, 1)
         flat = [torch.randint(0, 256, (self.offset + self.count * page,), dtype=torch.uint8) for _ in range(self.units)]
-        return [each.as_strided(shape, strides, self.offset) for each in flat]
+        return [store.as_strided(shape, strides, self.offset) for store in flat]
 
     def pages(self) -> list[int]:
-        """In no order, with neighbours among them."""
-        some = random.sample(range(2, self.count), self.count - 2)
-        some.insert(self.count // 2, 0)
-        some.insert(self.count // 2 + 1, 1)
-        return some
+        """Returns all pages in random order, except that pages 0 and 1 are consecutive."""
+        pages = random.sample(range(2, self.count), self.count - 2)
+        pages[self.count // 2 : self.count // 2] = [0, 1]
+        return pages
 
     def packed(self) -> Tensor:
-        """A poisoned buffer between guards, at the offset that stores have."""
+        """Returns a poisoned buffer between guards, with the same offset as the stores."""
         nbytes = self.units * (self.last - self.first) * self.slices.nbytes
         return torch.full((2 * GUARD + self.offset + nbytes,), POISON, dtype=torch.uint8)
 
@@ -67,13 +67,13 @@ class Case:
         return buffer[GUARD + self.offset : len(buffer) - GUARD]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Every byte of the memory behind it."""
+def all_bytes(tensor: Tensor) -> Tensor:
+    """Returns every byte of the memory that a tensor is a view of."""
     return torch.as_strided(tensor, (tensor.untyped_storage().nbytes(),), (1,), 0)
 
 
-def places(case: Case, pages: Sequence[int]) -> list[tuple[int, int, int, int, int]]:
-    """(unit, page, row, byte of the row, bytes) of every slice in the order in which they are packed."""
+def slice_locations(case: Case, pages: Sequence[int]) -> list[tuple[int, int, int, int, int]]:
+    """Returns (unit, page, row, first byte in the row, bytes) of every slice, in the order of packing."""
     return [
         (unit, pages[position // case.page_rows], position % case.page_rows, begin, nbytes)
         for unit in range(case.units)
@@ -85,15 +85,16 @@ def places(case: Case, pages: Sequence[int]) -> list[tuple[int, int, int, int, i
 def check_pack(case: Case) -> None:
     op = triton_impl("slice_pack") if INTERPRETED else reference
     stores, pages, buffer = case.stores(), case.pages(), case.packed()
-    before = [whole(store).clone() for store in stores]
+    before = [all_bytes(store).clone() for store in stores]
     expected = [
-        stores[unit][page, row, begin : begin + nbytes] for unit, page, row, begin, nbytes in places(case, pages)
+        stores[unit][page, row, begin : begin + nbytes]
+        for unit, page, row, begin, nbytes in slice_locations(case, pages)
     ]
     op.copy(stores, pages, case.first, case.last, case.slices, case.inner(buffer), unpack=False)
     assert torch.equal(case.inner(buffer), torch.cat([*expected, torch.empty(0, dtype=torch.uint8)]))
-    beside = torch.cat((buffer[: GUARD + case.offset], buffer[len(buffer) - GUARD :]))
-    assert (beside == POISON).all(), "bytes beside the buffer"
-    assert all(torch.equal(whole(store), old) for store, old in zip(stores, before, strict=True))
+    guards = torch.cat((buffer[: GUARD + case.offset], buffer[len(buffer) - GUARD :]))
+    assert (guards == POISON).all(), "bytes outside the buffer"
+    assert all(torch.equal(all_bytes(store), old) for store, old in zip(stores, before, strict=True))
 
 
 def check_unpack(case: Case) -> None:
@@ -102,17 +103,17 @@ def check_unpack(case: Case) -> None:
     case.inner(buffer).random_()
     before = buffer.clone()
     for store in stores:
-        whole(store).fill_(POISON)
+        all_bytes(store).fill_(POISON)
     expected = [
-        whole(store).clone().as_strided(store.shape, store.stride(), store.storage_offset()) for store in stores
+        all_bytes(store).clone().as_strided(store.shape, store.stride(), store.storage_offset()) for store in stores
     ]
-    at = 0
-    for unit, page, row, begin, nbytes in places(case, pages):
-        expected[unit][page, row, begin : begin + nbytes] = case.inner(buffer)[at : at + nbytes]
-        at += nbytes
+    packed = 0
+    for unit, page, row, begin, nbytes in slice_locations(case, pages):
+        expected[unit][page, row, begin : begin + nbytes] = case.inner(buffer)[packed : packed + nbytes]
+        packed += nbytes
     op.copy(stores, torch.tensor(pages), case.first, case.last, case.slices, case.inner(buffer), unpack=True)
-    for store, wanted in zip(stores, expected, strict=True):
-        assert torch.equal(whole(store), whole(wanted)), "slices, or bytes beside them"
+    for store, expected_store in zip(stores, expected, strict=True):
+        assert torch.equal(all_bytes(store), all_bytes(expected_store)), "slices, or other bytes"
     assert torch.equal(buffer, before)
 
 
@@ -124,13 +125,13 @@ CASES = {
     "single bytes": Case(37, ((0, 1), (36, 1), (5, 17)), 3, 33),
     "slices out of order": Case(64, ((48, 16), (0, 32)), 0, 13),
     "gaps between rows and pages": Case(48, ((16, 16), (0, 16)), 2, 19, row_gap=16, page_gap=32),
-    "gaps that align to nothing": Case(48, ((16, 16), (0, 16)), 2, 19, row_gap=3, page_gap=7),
-    "memory that begins anywhere": Case(64, ((16, 48),), 0, 9, offset=5),
-    "memory at a multiple of 4": Case(64, ((16, 48),), 0, 9, offset=4),
-    "a long slice in pieces": Case(1600, ((16, 1152), (1184, 16)), 3, 22),
+    "unaligned gaps": Case(48, ((16, 16), (0, 16)), 2, 19, row_gap=3, page_gap=7),
+    "unaligned memory": Case(64, ((16, 48),), 0, 9, offset=5),
+    "memory aligned to 4": Case(64, ((16, 48),), 0, 9, offset=4),
+    "a long slice": Case(1600, ((16, 1152), (1184, 16)), 3, 22),
     "a whole row of 656 bytes": Case(656, ((0, 656),), 0, 20),
     "one row in the middle of a page": Case(64, ((0, 64),), 5, 6),
-    "more rows than a program takes": Case(32, ((0, 16),), 7, 2500, page_rows=300, units=3),
+    "more rows than one program copies": Case(32, ((0, 16),), 7, 2500, page_rows=300, units=3),
     "pages of one row": Case(32, ((16, 16),), 1, 8, page_rows=1),
     "no rows": Case(32, ((16, 16),), 5, 5),
     "no slices": Case(32, (), 0, 5),
@@ -139,96 +140,99 @@ with_each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 @with_each_case
-def test_slices_are_packed_one_after_another_and_nothing_beside_them(case: Case) -> None:
+def test_slices_are_packed_in_order_and_nothing_else_is_written(case: Case) -> None:
     random.seed(case.last)
     check_pack(case)
 
 
 @with_each_case
-def test_slices_are_unpacked_to_their_places_and_nothing_beside_them(case: Case) -> None:
+def test_slices_are_unpacked_and_nothing_else_is_written(case: Case) -> None:
     random.seed(case.last)
     check_unpack(case)
 
 
-def ranks_of(heads: int, ranks: int, head: int) -> list[int]:
-    """Who holds a head: one rank, or, where there are more ranks than heads, several."""
+def ranks_of_head(heads: int, ranks: int, head: int) -> list[int]:
+    """Returns the ranks that hold a head: one, or several if there are more ranks than heads."""
     if ranks <= heads:
         return [head // (heads // ranks)]
     return [rank for rank in range(ranks) if rank // (ranks // heads) == head]
 
 
-def heads_of(heads: int, ranks: int, rank: int) -> list[int]:
-    return [head for head in range(heads) if rank in ranks_of(heads, ranks, head)]
+def heads_of_rank(heads: int, ranks: int, rank: int) -> list[int]:
+    return [head for head in range(heads) if rank in ranks_of_head(heads, ranks, head)]
 
 
 def stored_rows(context: Bytes, held: Sequence[int], stride: int) -> Bytes:
-    """[units, rows, K and V, heads, bytes] as a rank stores them: K of its heads, V of its heads, padding."""
+    """Stores [units, rows, K and V, heads, bytes] as a rank does: K of its heads, V of its heads, padding."""
     units, rows, _, _, head_bytes = context.shape
     result = np.full((units, rows, stride), POISON, np.uint8)
     for half in range(2):
-        for place, head in enumerate(held):
-            begin = (half * len(held) + place) * head_bytes
+        for i, head in enumerate(held):
+            begin = (half * len(held) + i) * head_bytes
             result[:, :, begin : begin + head_bytes] = context[:, :, half, head]
     return result
 
 
-def in_pages(rows: Bytes, pages: Sequence[int], count: int, page_rows: int) -> Bytes:
+def to_pages(rows: Bytes, pages: Sequence[int], count: int, page_rows: int) -> Bytes:
     result = np.full((rows.shape[0], count, page_rows, rows.shape[2]), POISON, np.uint8)
     for position in range(rows.shape[1]):
         result[:, pages[position // page_rows], position % page_rows] = rows[:, position]
     return result
 
 
-def slices_of(held: Sequence[int], moved: Sequence[int], head_bytes: int) -> RowSlices:
-    """K, then V, of the heads that move, in a row of the heads that are held."""
+def slices_of_heads(held: Sequence[int], moved: Sequence[int], head_bytes: int) -> RowSlices:
+    """Returns the slices of K and then V of the heads `moved`, in a row of the heads `held`."""
     spans = [((half * len(held) + held.index(head)) * head_bytes, head_bytes) for half in range(2) for head in moved]
     return RowSlices(tuple(spans))
 
 
-def hand_over(heads: int, source_ranks: int, target_ranks: int, head_bytes: int) -> None:
-    """Every target rank gets its heads, each from one source rank, in chunks that end within pages."""
+def check_transfer(heads: int, source_ranks: int, target_ranks: int, head_bytes: int) -> None:
+    """Transfers each head of every target rank from one source rank, in chunks that end within pages."""
     op = triton_impl("slice_pack") if INTERPRETED else reference
     draw = np.random.default_rng(heads * 100 + source_ranks * 10 + target_ranks)
     units, rows, chunks = 2, 11, ((0, 3), (3, 10), (10, 11))
     context = draw.integers(0, 256, (units, rows, 2, heads, head_bytes), np.uint8)
-    here = [int(page) for page in draw.permutation(6)[:4]]  # pages of 3 rows
-    there = [int(page) for page in draw.permutation(7)[:3]]  # pages of 4 rows
+    source_pages = [int(page) for page in draw.permutation(6)[:4]]  # of 3 rows
+    target_pages = [int(page) for page in draw.permutation(7)[:3]]  # of 4 rows
 
     def stride(ranks: int) -> int:
-        return -(-2 * len(heads_of(heads, ranks, 0)) * head_bytes // 16) * 16
+        return -(-2 * len(heads_of_rank(heads, ranks, 0)) * head_bytes // 16) * 16
 
-    held_by = [heads_of(heads, source_ranks, rank) for rank in range(source_ranks)]
+    held_by = [heads_of_rank(heads, source_ranks, rank) for rank in range(source_ranks)]
     sources = [
-        [torch.from_numpy(unit) for unit in in_pages(stored_rows(context, held, stride(source_ranks)), here, 6, 3)]
+        [
+            torch.from_numpy(unit)
+            for unit in to_pages(stored_rows(context, held, stride(source_ranks)), source_pages, 6, 3)
+        ]
         for held in held_by
     ]
     for rank in range(target_ranks):
-        wanted = heads_of(heads, target_ranks, rank)
+        wanted = heads_of_rank(heads, target_ranks, rank)
         target = [torch.full((7, 4, stride(target_ranks)), POISON, dtype=torch.uint8) for _ in range(units)]
-        for source in {ranks_of(heads, source_ranks, head)[-1] for head in wanted}:
+        for source in {ranks_of_head(heads, source_ranks, head)[-1] for head in wanted}:
             moved = [head for head in held_by[source] if head in wanted]
-            taken, put = slices_of(held_by[source], moved, head_bytes), slices_of(wanted, moved, head_bytes)
+            read, written = (slices_of_heads(held, moved, head_bytes) for held in (held_by[source], wanted))
             for first, last in chunks:
-                ring = torch.full((units * (last - first) * taken.nbytes,), POISON, dtype=torch.uint8)
-                op.copy(sources[source], here, first, last, taken, ring, unpack=False)
-                op.copy(target, there, first, last, put, ring, unpack=True)
-        expected = in_pages(stored_rows(context, wanted, stride(target_ranks)), there, 7, 4)
+                ring = torch.full((units * (last - first) * read.nbytes,), POISON, dtype=torch.uint8)
+                op.copy(sources[source], source_pages, first, last, read, ring, unpack=False)
+                op.copy(target, target_pages, first, last, written, ring, unpack=True)
+        expected = to_pages(stored_rows(context, wanted, stride(target_ranks)), target_pages, 7, 4)
         assert np.array_equal(np.stack([unit.numpy() for unit in target]), expected), (source_ranks, target_ranks, rank)
 
 
-def splits_of(heads: int) -> list[int]:
+def tensor_parallel_degrees(heads: int) -> list[int]:
     most = 2 if INTERPRETED else 8  # the interpreter is slow
     return [ranks for ranks in range(1, most + 1) if heads % ranks == 0 or ranks % heads == 0]
 
 
 @pytest.mark.parametrize("heads", (1, 2) if INTERPRETED else range(1, 9))
-def test_heads_arrive_whole_between_any_two_degrees_of_tensor_parallelism(heads: int) -> None:
-    for source, target in itertools.product(splits_of(heads), repeat=2):
-        hand_over(heads, source, target, head_bytes=6 if (source + target) % 2 else 32)
+def test_heads_are_transferred_between_any_two_degrees_of_tensor_parallelism(heads: int) -> None:
+    for source, target in itertools.product(tensor_parallel_degrees(heads), repeat=2):
+        check_transfer(heads, source, target, head_bytes=6 if (source + target) % 2 else 32)
 
 
 class Recorder:
-    """Stands in for the kernel: how it would be launched."""
+    """Replaces the kernel and records the bytes per access of its launch."""
 
     def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
         return self.launch
@@ -250,8 +254,8 @@ MISALIGNED = {
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("width", "changed"), MISALIGNED.values(), ids=MISALIGNED)
-def test_the_kernel_moves_no_more_at_a_time_than_everything_is_aligned_to(width: int, changed: dict[str, Any]) -> None:
-    """Interpreted memory may be read at any address, that of a GPU may not."""
+def test_the_kernel_uses_no_wider_accesses_than_the_alignment_allows(width: int, changed: dict[str, Any]) -> None:
+    """The interpreter does not check alignment, but a GPU requires it."""
     impl, recorder = triton_impl("slice_pack"), Recorder()
     moved_unit, moved_buffer = changed.pop("moved_unit", 0), changed.pop("moved_buffer", 0)
     case = replace(Case(64, ((0, 16), (32, 16)), 2, 27), **changed)
@@ -264,19 +268,19 @@ def test_the_kernel_moves_no_more_at_a_time_than_everything_is_aligned_to(width:
 
 
 @pytest.mark.not_interpreted
-def test_what_was_packed_is_unpacked_through_the_op_itself() -> None:
+def test_packed_slices_can_be_unpacked_through_the_op() -> None:
     case = Case(64, ((0, 16), (32, 16)), 2, 27)
     stores, copies, pages = case.stores(), case.stores(), case.pages()
     buffer = case.inner(case.packed())
     slice_pack(stores, pages, case.first, case.last, case.slices, buffer)
     slice_unpack(buffer, copies, torch.tensor(pages), case.first, case.last, case.slices)
-    for unit, page, row, begin, nbytes in places(case, pages):
+    for unit, page, row, begin, nbytes in slice_locations(case, pages):
         moved = slice(begin, begin + nbytes)
         assert torch.equal(copies[unit][page, row, moved], stores[unit][page, row, moved])
 
 
 @pytest.mark.parametrize("spans", [((0, 0),), ((-1, 4),), ((0, 4), (3, 4)), ((4, -2),)])
-def test_slices_that_make_no_sense_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
+def test_empty_negative_and_overlapping_slices_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ConfigError, match="slices"):
         RowSlices(spans)
 
@@ -294,7 +298,7 @@ def test_slices_outside_the_row_are_refused() -> None:
         torch.zeros(2, 4, 16, dtype=torch.uint8)[:, :, :8],
     ],
 )
-def test_units_that_differ_are_refused(other: Tensor) -> None:
+def test_stores_of_different_shape_are_refused(other: Tensor) -> None:
     stores = [torch.zeros(2, 4, 8, dtype=torch.uint8), other]
     with pytest.raises(ConfigError, match="not alike"):
         slice_pack(stores, [0], 0, 4, RowSlices(((0, 4),)), torch.zeros(32, dtype=torch.uint8))
@@ -313,7 +317,7 @@ def test_units_that_differ_are_refused(other: Tensor) -> None:
     ],
 )
 @pytest.mark.parametrize("unpack", [False, True])
-def test_wrong_pages_and_buffers_are_named_before_anything_is_written(
+def test_wrong_pages_and_buffers_are_refused_before_anything_is_written(
     pages: list[int], first: int, last: int, nbytes: int, message: str, unpack: bool
 ) -> None:
     stores, packed = [torch.zeros(2, 4, 8, dtype=torch.uint8)], torch.ones(nbytes, dtype=torch.uint8)
@@ -338,9 +342,9 @@ GPU_CASES = [
 ]
 
 
-def moved_to(tensor: Tensor, where: str) -> Tensor:
-    """On the GPU, or pinned, strided as it is."""
-    flat = whole(tensor).cuda() if where == "device" else whole(tensor).pin_memory()
+def copied_to(tensor: Tensor, tier: str) -> Tensor:
+    """Returns a copy in device memory or in pinned host memory, with the same strides."""
+    flat = all_bytes(tensor).cuda() if tier == "device" else all_bytes(tensor).pin_memory()
     return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
@@ -348,36 +352,36 @@ def moved_to(tensor: Tensor, where: str) -> Tensor:
 @pytest.mark.parametrize(("stored", "gathered"), [("device", "device"), ("device", "host"), ("host", "device")])
 @pytest.mark.parametrize("pages_on_device", [False, True])
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: f"{case.row_bytes}")
-def test_on_a_gpu_slices_travel_as_with_the_reference(
+def test_on_a_gpu_slices_are_copied_as_by_the_reference(
     case: Case, stored: str, gathered: str, pages_on_device: bool
 ) -> None:
     stores, pages, buffer = case.stores(), case.pages(), case.packed()
-    on_gpu, there = [moved_to(store, stored) for store in stores], moved_to(buffer, gathered)
-    used = torch.tensor(pages).cuda() if pages_on_device else pages
-    slice_pack(on_gpu, used, case.first, case.last, case.slices, case.inner(there))
+    copied_stores, copied_buffer = [copied_to(store, stored) for store in stores], copied_to(buffer, gathered)
+    page_list = torch.tensor(pages).cuda() if pages_on_device else pages
+    slice_pack(copied_stores, page_list, case.first, case.last, case.slices, case.inner(copied_buffer))
     reference.copy(stores, pages, case.first, case.last, case.slices, case.inner(buffer), unpack=False)
     torch.cuda.synchronize()
-    assert torch.equal(there.cpu(), buffer)
-    case.inner(there).random_()
-    slice_unpack(case.inner(there), on_gpu, used, case.first, case.last, case.slices)
-    reference.copy(stores, pages, case.first, case.last, case.slices, case.inner(there).cpu(), unpack=True)
+    assert torch.equal(copied_buffer.cpu(), buffer)
+    case.inner(copied_buffer).random_()
+    slice_unpack(case.inner(copied_buffer), copied_stores, page_list, case.first, case.last, case.slices)
+    reference.copy(stores, pages, case.first, case.last, case.slices, case.inner(copied_buffer).cpu(), unpack=True)
     torch.cuda.synchronize()
-    for store, copied in zip(stores, on_gpu, strict=True):
-        assert torch.equal(whole(copied).cpu(), whole(store))
+    for store, copied in zip(stores, copied_stores, strict=True):
+        assert torch.equal(all_bytes(copied).cpu(), all_bytes(store))
 
 
 @pytest.mark.gpu
-def test_defect_07_on_a_gpu_bytes_beyond_8_gib_are_where_they_should_be() -> None:
-    """Of a store, and of what is packed: neither counts words in 32 bits."""
+def test_defect_07_on_a_gpu_offsets_beyond_8_gib_are_exact() -> None:
+    """Offsets in the stores and in the buffer exceed 32 bits even if they count words."""
     store = torch.empty(72 * 1024, 64, 2048, dtype=torch.uint8, device="cuda")  # 9 GiB
     pages = [72 * 1024 - 1, *range(512), 72 * 1024 - 2]
     store[pages] = torch.randint(0, 256, (len(pages), 64, 2048), dtype=torch.uint8, device="cuda")
     rows, units = len(pages) * 64, 144
     packed = torch.full((units * rows * 2048,), POISON, dtype=torch.uint8, device="cuda")
     slice_pack([store] * units, pages, 0, rows, RowSlices(((0, 2048),)), packed)
-    wanted = store[pages].flatten()
-    for gathered in packed.view(units, -1):
-        assert torch.equal(gathered, wanted)
+    expected = store[pages].flatten()
+    for unit in packed.view(units, -1):
+        assert torch.equal(unit, expected)
     packed.view(units, rows, 2048)[-1].random_()
     slice_unpack(packed.view(units, -1)[-1], [store], pages, 0, rows, RowSlices(((0, 2048),)))
     assert torch.equal(store[pages].flatten(), packed.view(units, -1)[-1])
