@@ -27,11 +27,11 @@ from hotset.handoff.messages import (
     HandoffRequest,
     Hello,
     Landed,
-    Landing,
     ModelIdentity,
     RowsComputed,
     StartPrefill,
     Store,
+    StoreName,
 )
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
@@ -43,8 +43,8 @@ from hotset.tiers.ledger import LAND_ANYWHERE
 from hotset.transfer.api import Region, Writes, WriteState
 from hotset.transfer.engines import DEADLINE_S, LANES
 from hotset.transfer.lanes import Backend, Lanes
-from hotset.transfer.mooncake_engine import MooncakeBackend
-from hotset.transfer.nixl_engine import NixlBackend
+from hotset.transfer.mooncake_backend import MooncakeBackend
+from hotset.transfer.nixl_backend import NixlBackend
 from hotset.transfer.regions import Regions, decode_description, split_writes
 
 CPU = torch.device("cpu")
@@ -187,7 +187,7 @@ class Worker:
         source = host_stores(whole_host_store(self.memory))["host"]
         assert shape.key is not None
         model = ModelIdentity("synthetic", case.layers, shape.row.description, shape.key.description, shape.groups, "")
-        stores: Mapping[Landing, Store] = {"host": source}
+        stores: Mapping[StoreName, Store] = {"host": source}
         if not prefill and case.keys == "device":
             stores = landing_stores(whole_host_store(self.memory), self.memory.pool, LAND_ANYWHERE)
         self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe())

@@ -132,7 +132,7 @@ class Worker:
         self.has_events = threading.Event()
         machine: Sender | Receiver
         if prefill:
-            buffers = () if staging is None else staging.buffers
+            buffers = () if staging is None else staging.sender_buffers
             machine = Sender(self.memory.store, buffers=buffers, write_limit=TIMEOUT_S)
         else:
             machine = Receiver(staging=None if ring is None else ReceiverStaging(ring, stores))

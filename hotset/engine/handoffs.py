@@ -15,7 +15,7 @@ from hotset.base.config import EngineConfig
 from hotset.base.sampling import PromptSpec
 from hotset.base.units import MIB
 from hotset.engine.input_processor import ModelCard
-from hotset.engine.stores import host_landing, landing_stores, regions, stores_of_host
+from hotset.engine.stores import host_store_name, landing_stores, regions, stores_of_host
 from hotset.engine.workers.executor import Executor, Step
 from hotset.handoff.agent import HandoffAgent, HandoffStats, open_channel
 from hotset.handoff.messages import (
@@ -27,7 +27,6 @@ from hotset.handoff.messages import (
     HandoffRequest,
     Hello,
     Landed,
-    Landing,
     ModelIdentity,
     PrefillFailed,
     Quiesced,
@@ -35,6 +34,7 @@ from hotset.handoff.messages import (
     RowsComputed,
     StartPrefill,
     Store,
+    StoreName,
 )
 from hotset.handoff.packing import StagingMemory
 from hotset.handoff.receiver import Receiver
@@ -149,7 +149,7 @@ class DecodeEndpoint:
         request = HandoffRequest(
             key=self._key(replica, reservation.request_id, reservation.attempt),
             prompt=reservation.prompt,
-            landing="device" if reservation.on_device else host_landing(replica),
+            landing="device" if reservation.on_device else host_store_name(replica),
             row_pages=reservation.row_pages,
             key_pages=reservation.key_pages,
         )
@@ -271,7 +271,7 @@ def open_endpoint(
         hello = Hello(channel.address, model, stores, transfer.name, transfer.describe(), ring)
         machine: Sender | Receiver
         if prefill:
-            machine = Sender(stores[host_landing(0)], buffers=() if staging is None else staging.buffers)
+            machine = Sender(stores[host_store_name(0)], buffers=() if staging is None else staging.sender_buffers)
         else:
             writable = stores_of_host(stores, pool)
             machine = Receiver(staging=None if ring is None else ReceiverStaging(ring, writable))
@@ -287,7 +287,7 @@ def open_endpoint(
     return DecodeEndpoint(agent, resources, schedulers, executor), channel.address
 
 
-def _staging(config: EngineConfig, stores: Mapping[Landing, Store]) -> StagingMemory | None:
+def _staging(config: EngineConfig, stores: Mapping[StoreName, Store]) -> StagingMemory | None:
     """Allocates the staging memory. Raises ConfigError if it is too small for a single row."""
     if not config.staging_mib:
         return None

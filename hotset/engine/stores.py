@@ -6,27 +6,29 @@ from torch import Tensor
 
 from hotset.engine.workers.executor import HostShard
 from hotset.handoff.layout import head_shards, whole_rows
-from hotset.handoff.messages import Landing, PagedSpan, Store
+from hotset.handoff.messages import PagedSpan, Store, StoreName
 from hotset.memory.device_pool import DevicePool
 from hotset.tiers.ledger import LandingPolicy
 from hotset.transfer.api import MemoryKind, Region
 
 
-def host_landing(replica: int) -> Landing:
+def host_store_name(replica: int) -> StoreName:
     """Returns the name of a replica's host store."""
     return f"host {replica}" if replica else "host"
 
 
-def host_stores(hosts: Sequence[HostShard]) -> dict[Landing, Store]:
+def host_stores(hosts: Sequence[HostShard]) -> dict[StoreName, Store]:
     """Describes the host store of each replica, by name."""
     replicas = sorted({shard.replica for shard in hosts})
     return {
-        host_landing(replica): _host_store([shard for shard in hosts if shard.replica == replica])
+        host_store_name(replica): _host_store([shard for shard in hosts if shard.replica == replica])
         for replica in replicas
     }
 
 
-def landing_stores(hosts: Sequence[HostShard], pool: DevicePool | None, policy: LandingPolicy) -> dict[Landing, Store]:
+def landing_stores(
+    hosts: Sequence[HostShard], pool: DevicePool | None, policy: LandingPolicy
+) -> dict[StoreName, Store]:
     """Describes where contexts may land: in the host stores and, if peers can write to the device `pool`, there.
 
     Index keys of rows that land on the host go to the pool, unless the policy puts them on the host.
@@ -41,7 +43,7 @@ def landing_stores(hosts: Sequence[HostShard], pool: DevicePool | None, policy: 
     return {"device": on_device, **landings}
 
 
-def stores_of_host(stores: Mapping[Landing, Store], pool: DevicePool | None) -> dict[Landing, Store]:
+def stores_of_host(stores: Mapping[StoreName, Store], pool: DevicePool | None) -> dict[StoreName, Store]:
     """Returns the stores that this process can write to directly, because no part of them is in GPU memory."""
     if pool is None or pool.device.type == "cpu":
         return dict(stores)

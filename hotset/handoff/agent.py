@@ -40,7 +40,7 @@ from hotset.handoff.messages import (
 from hotset.handoff.prefill_role import ConnectFinished, PrefillRole
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
-from hotset.handoff.timers import Liveness, Timing
+from hotset.handoff.timers import Liveness, PeerTiming
 from hotset.transfer.api import Throughput, Transfer
 
 LOGGER = logging.getLogger("hotset.handoff")
@@ -174,7 +174,7 @@ class HandoffAgent:
         transfer: Transfer,
         *,
         wake: Callable[[], None],
-        timing: Timing | None = None,
+        timing: PeerTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`hello` introduces this worker: the channel's address, and the stores that contexts land in or come from. The
@@ -182,7 +182,7 @@ class HandoffAgent:
         assert hello.control == channel.address, f"{hello.control} is not {channel.address}"
         assert hello.stores, "peers cannot be compared with a worker that has no store"
         self._channel, self._wake, self._clock = channel, wake, clock
-        self._timing = timing or Timing()
+        self._timing = timing or PeerTiming()
         self._liveness = Liveness(self._timing)
         self._inbox: queue.SimpleQueue[HandoffCommand | ConnectFinished] = queue.SimpleQueue()
         self._events: deque[HandoffEvent] = deque()

@@ -30,7 +30,7 @@ from hotset.handoff.messages import (
     Welcome,
 )
 from hotset.handoff.receiver import OPEN_PHASES, Receiver
-from hotset.handoff.timers import Liveness, Timing
+from hotset.handoff.timers import Liveness, PeerTiming
 from hotset.transfer.api import Throughput
 
 
@@ -51,7 +51,7 @@ class DecodeRole:
         receiver: Receiver,
         hello: Hello,
         liveness: Liveness,
-        timing: Timing,
+        timing: PeerTiming,
         send: Callable[[str, Message], None],
         unpack: Callable[[PackedPiece], None],
     ) -> None:

@@ -31,7 +31,7 @@ from hotset.transfer.api import DeviceEvent, Writes
 
 PROTOCOL = 3
 
-Landing = str  # 'device', 'host', or the host store of a further replica
+StoreName = str  # 'device', 'host', or the host store of a further replica
 RowSlices = tuple[tuple[int, int], ...]  # (first byte in the whole model's row, bytes), in the order of storage
 Alternatives = Mapping[int, tuple[float, int]]  # as in schedule/plan.py: token id -> (log-probability, rank)
 
@@ -102,7 +102,7 @@ class MemoryRange:
 class Hello:
     control: str  # the control address of the worker that sends this
     model: ModelIdentity
-    stores: Mapping[Landing, Store]  # where contexts may land; a prefill worker has one, which they come from
+    stores: Mapping[StoreName, Store]  # where contexts may land; a prefill worker has one, which they come from
     transfer: str  # name of the transfer engine
     description: bytes  # for Transfer.connect
     ring: MemoryRange | None = None  # for packed rows
@@ -124,7 +124,7 @@ class HandoffRequest:
 
     key: HandoffKey
     prompt: PromptSpec
-    landing: Landing
+    landing: StoreName
     row_pages: tuple[int, ...]
     key_pages: tuple[int, ...]
 

@@ -1,8 +1,10 @@
-"""Moves the bytes of staging: from pages into a packed piece, and from there into pages. Memory is given by address."""
+"""Copies the bytes of staged contexts: the sender packs pages into a piece, the receiver unpacks a piece into pages.
+
+All memory is host memory of this process, given by address.
+"""
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,14 +12,14 @@ from torch import Tensor
 
 from hotset.handoff.layout import plan_writes
 from hotset.handoff.messages import MemoryRange, PackedPiece, PagedSpan
-from hotset.handoff.staging import Block, blocks, sender_buffers
+from hotset.handoff.staging import Block, blocks, split_into_buffers
 from hotset.kernels.slice_pack import RowSlices, slice_pack, slice_unpack
 from hotset.transfer.api import Region
 
 
 class StagingMemory:
-    """Host memory for packed pieces: the ring of a decode worker, or the buffers of a prefill worker. The caller
-    registers its region and keeps it until the transfer engine is closed."""
+    """Host memory for packed pieces. A decode worker uses it as its ring, a prefill worker divides it into buffers.
+    The caller registers `region` and keeps this object until the transfer engine is closed."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = torch.empty(nbytes, dtype=torch.uint8)
@@ -28,42 +30,46 @@ class StagingMemory:
         return Region(self.memory_range.address, self.memory_range.nbytes)
 
     @property
-    def buffers(self) -> tuple[MemoryRange, ...]:
-        return sender_buffers(self.memory_range)
+    def sender_buffers(self) -> tuple[MemoryRange, ...]:
+        return split_into_buffers(self.memory_range)
 
 
 def pack(piece: PackedPiece) -> None:
     """Copies a piece from the source's pages to `piece.address`, a buffer of this process."""
-    for packed, block in _located_blocks(piece):
-        stores = _unit_views(piece.source.shards[block.source].span, piece.row_pages)
+    for packed, block in _packed_blocks(piece):
+        layers = _layer_tensors(piece.source.shards[block.source].span, piece.row_pages)
         slices = RowSlices(tuple((source, nbytes) for source, _, nbytes in block.byte_ranges))
-        slice_pack(stores, piece.row_pages, piece.first, piece.last, slices, packed)
+        slice_pack(layers, piece.row_pages, piece.first, piece.last, slices, packed)
     if (keys := piece.source.keys) is not None:
         _copy(plan_writes(keys, piece.key_pages, _packed_keys(piece, keys), (0,), piece.first, piece.last))
 
 
 def unpack(piece: PackedPiece) -> None:
-    """Copies a piece from `piece.address`, a lease of this process, to the target's pages, and nowhere else."""
-    for packed, block in _located_blocks(piece):
+    """Copies a piece from `piece.address`, a lease in this process's ring, to the target's pages."""
+    for packed, block in _packed_blocks(piece):
         slices = RowSlices(tuple((target, nbytes) for _, target, nbytes in block.byte_ranges))
         for shard in block.targets:
-            stores = _unit_views(piece.target.shards[shard].span, piece.row_pages)
-            slice_unpack(packed, stores, piece.row_pages, piece.first, piece.last, slices)
+            layers = _layer_tensors(piece.target.shards[shard].span, piece.row_pages)
+            slice_unpack(packed, layers, piece.row_pages, piece.first, piece.last, slices)
     if (keys := piece.target.keys) is not None:
         _copy(plan_writes(_packed_keys(piece, keys), (0,), keys, piece.key_pages, piece.first, piece.last))
 
 
-def _located_blocks(piece: PackedPiece) -> Iterator[tuple[Tensor, Block]]:
-    """Yields every block with a view of its packed bytes."""
+def _packed_blocks(piece: PackedPiece) -> Iterator[tuple[Tensor, Block]]:
+    """Yields every block of the piece, with a tensor over its packed bytes."""
     address, rows = piece.address, (piece.last - piece.first) * len(piece.source.shards[0].span.bases)
     for block in blocks(piece.source, piece.target):
         nbytes = rows * block.row_bytes
-        yield MemoryView(address, (nbytes,), (1,)).tensor, block
+        yield _tensor_at(address, (nbytes,), (1,)), block
         address += nbytes
 
 
 def _packed_keys(piece: PackedPiece, keys: PagedSpan) -> PagedSpan:
-    """Describes the keys of the piece, which come last, as one page that holds the whole context."""
+    """Describes the packed index keys, which follow the blocks, as a span with a single page, page 0.
+
+    The page has `piece.last` rows, so that position p of the context is row p of the page. Only rows
+    [piece.first, piece.last) exist: the bases lie `piece.first` rows before the packed keys.
+    """
     rows = piece.last - piece.first
     layers = len(piece.source.shards[0].span.bases)
     start = piece.address + rows * layers * sum(block.row_bytes for block in blocks(piece.source, piece.target))
@@ -78,39 +84,35 @@ def _packed_keys(piece: PackedPiece, keys: PagedSpan) -> PagedSpan:
     )
 
 
-def _copy(planned: np.ndarray) -> None:
-    for source, target, nbytes in planned.tolist():
+def _copy(writes: np.ndarray) -> None:
+    """Performs planned writes within this process."""
+    for source, target, nbytes in writes.tolist():
         ctypes.memmove(target, source, nbytes)
 
 
-def _unit_views(span: PagedSpan, pages: Sequence[int]) -> list[Tensor]:
-    """Returns each unit as slice_pack expects it: [pages, page rows, row bytes], up to the last of these pages."""
+def _layer_tensors(span: PagedSpan, pages: Sequence[int]) -> list[Tensor]:
+    """Returns one tensor per layer in the shape that `slice_pack` expects: [pages, page rows, row bytes].
+
+    Each tensor begins with page 0 and ends with the highest of the given page numbers.
+    """
     shape = (max(pages) + 1, span.page_rows, span.row_bytes)
     strides = (span.page_bytes, span.row_bytes, 1)
-    return [MemoryView(base, shape, strides).tensor for (base,) in span.bases]
+    return [_tensor_at(base, shape, strides) for (base,) in span.bases]
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryView:
-    """Bytes of host memory at an address. Their owner must keep them for as long as the tensor is used."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def tensor(self) -> Tensor:
-        return torch.from_numpy(np.asarray(_ArrayInterface(self)))
+def _tensor_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Returns a uint8 tensor over existing host memory. The memory must outlive the tensor, which does not own it."""
+    return torch.from_numpy(np.asarray(_ArrayInterface(address, shape, strides)))
 
 
 class _ArrayInterface:
-    """Describes memory to numpy."""
+    """Describes bytes at an address in the form that numpy accepts."""
 
-    def __init__(self, memory: MemoryView) -> None:
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
-            "data": (memory.address, False),
-            "shape": memory.shape,
-            "strides": memory.strides,
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
         }

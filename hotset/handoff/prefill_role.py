@@ -33,7 +33,7 @@ from hotset.handoff.messages import (
     Welcome,
 )
 from hotset.handoff.sender import Sender
-from hotset.handoff.timers import Timing
+from hotset.handoff.timers import PeerTiming
 from hotset.transfer.api import Throughput, Transfer, WriteState, WriteTicket
 
 LOGGER = logging.getLogger("hotset.handoff")
@@ -76,7 +76,7 @@ class PrefillRole:
         sender: Sender,
         hello: Hello,
         transfer: Transfer,
-        timing: Timing,
+        timing: PeerTiming,
         send: Callable[[str, Message], None],
         enqueue: Callable[[ConnectFinished], None],
         pack: Callable[[PackedPiece], None],

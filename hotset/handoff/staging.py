@@ -22,7 +22,6 @@ from hotset.handoff.messages import (
     HandoffKey,
     HandoffRequest,
     Hello,
-    Landing,
     LeaseGranted,
     LeaseRequest,
     MemoryRange,
@@ -32,6 +31,7 @@ from hotset.handoff.messages import (
     RowSlices,
     SendMessage,
     Store,
+    StoreName,
 )
 from hotset.memory.ring import Ring
 
@@ -113,7 +113,7 @@ def check_staging(nbytes: int, store: Store) -> None:
         )
 
 
-def sender_buffers(memory: MemoryRange) -> tuple[MemoryRange, ...]:
+def split_into_buffers(memory: MemoryRange) -> tuple[MemoryRange, ...]:
     """Divides a sender's staging memory into buffers."""
     nbytes = memory.nbytes // RING_PIECES // ALIGN * ALIGN
     return tuple(MemoryRange(memory.address + number * nbytes, nbytes) for number in range(RING_PIECES))
@@ -147,7 +147,7 @@ class _StagedContext:
 class ReceiverStaging:
     """The ring, and every context that passes through it. Only the receiver changes it."""
 
-    def __init__(self, memory: MemoryRange, stores: Mapping[Landing, Store]) -> None:
+    def __init__(self, memory: MemoryRange, stores: Mapping[StoreName, Store]) -> None:
         """`memory` is the ring's. `stores` are the landings into which this process can unpack."""
         self.ring = Ring(memory.nbytes)
         self._memory, self._stores = memory, dict(stores)

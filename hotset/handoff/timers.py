@@ -1,4 +1,8 @@
-"""Timekeeping of handoffs: deadlines and retransmits of phases, and liveness of peers. Time comes as an argument."""
+"""Timers of handoffs: deadlines and retransmits of phases, and liveness of peers. Callers pass the current time.
+
+The timeouts of the phases themselves are tables beside the phases: RECEIVER_TIMEOUTS in `receiver.py`, SENDER_TIMEOUTS
+in `outgoing.py`, PIECE_TIMEOUTS in `sender_staging.py`. `PeerTiming` below is about peers, not about handoffs.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,18 +18,18 @@ MAX_PEERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimeout:
-    """How long a phase may last, in seconds, and how often it sends its message again (a retransmit, or Progress)."""
+    """The time limit of a phase, and the interval at which it sends its message again (a retransmit, or Progress)."""
 
-    limit: float
-    retransmit_every: float | None = None
+    limit: float  # seconds
+    retransmit_every: float | None = None  # seconds; None if the phase repeats no message
 
 
 class PhaseTable(Generic[P]):
     """One state machine's transitions and timeouts, and the seconds that handoffs have spent in each phase."""
 
     def __init__(self, transitions: Mapping[P, frozenset[P]], timeouts: Mapping[P, PhaseTimeout]) -> None:
-        """A phase without transitions is terminal and has no timeout. Every other phase must have one."""
-        assert timeouts.keys() == {phase for phase, following in transitions.items() if following}, (
+        """Requires a timeout for every phase except the terminal ones, which have no transitions."""
+        assert timeouts.keys() == {phase for phase, successors in transitions.items() if successors}, (
             "a phase without a timeout"
         )
         self.transitions, self.timeouts = transitions, timeouts
@@ -33,7 +37,10 @@ class PhaseTable(Generic[P]):
 
 
 class PhaseTimer(Generic[P]):
-    """The phase of one handoff, its deadline and its next retransmit. It raises IllegalTransition outside the table."""
+    """The phase of one handoff or piece, its deadline and its next retransmit.
+
+    `move` raises IllegalTransition if the table does not contain the transition.
+    """
 
     __slots__ = ("_entered", "_table", "deadline", "phase", "retransmit_at")
 
@@ -56,7 +63,7 @@ class PhaseTimer(Generic[P]):
         self._enter(to, now)
 
     def extend(self, now: float) -> None:
-        """Restarts the deadline of the phase after a sign of life."""
+        """Restarts the time limit of the current phase."""
         self.deadline = now + self._table.timeouts[self.phase].limit
 
     def retransmit_due(self, now: float) -> bool:
@@ -70,30 +77,31 @@ class PhaseTimer(Generic[P]):
 
 
 def earliest(times: Iterable[float]) -> float | None:
-    """Returns the smallest time, or None if all are infinite or there is none."""
-    first = min(times, default=float("inf"))
-    return None if first == float("inf") else first
+    """Returns the smallest time, or None if `times` is empty or contains only infinity."""
+    smallest = min(times, default=float("inf"))
+    return None if smallest == float("inf") else smallest
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """Intervals and timeouts between peers, in seconds."""
+class PeerTiming:
+    """Intervals and timeouts of Hello and Ping, and the interval at which writes are polled. All are in seconds."""
 
-    hello_every: float = 0.5  # between retransmits of Hello
-    hello_timeout: float = 30.0  # from the first Hello to its answer, which may wait for the connection
+    hello_every: float = 0.5  # interval between retransmits of Hello
+    hello_timeout: float = 30.0  # limit from the first Hello to its answer, which comes after the memory is connected
     ping_every: float = 1.0
-    peer_timeout: float = 4.0  # without a message the peer is lost, and must be introduced again
-    forget_after: float = 900.0  # without a message, for peers that no handoff depends on
-    poll_every: float = 0.002  # between polls of writes in flight
+    peer_timeout: float = 4.0  # a watched peer that sends no message for so long is lost, and needs a new Hello
+    forget_after: float = 900.0  # a peer that no handoff depends on is forgotten after so long without a message
+    poll_every: float = 0.002  # interval between polls of writes in flight
 
 
 class Liveness:
-    """Records when a message last came from each peer. Watched peers are pinged, and are lost if they stay silent."""
+    """Records when each peer last sent a message. Watched peers are pinged; one that sends nothing for `peer_timeout`
+    seconds is lost."""
 
-    def __init__(self, timing: Timing) -> None:
+    def __init__(self, timing: PeerTiming) -> None:
         self._timing = timing
-        self._heard: dict[str, float] = {}  # time of the last message; the most recent peer is last
-        self._pinged: dict[str, float] = {}  # watched peers: when the last ping was sent
+        self._heard: dict[str, float] = {}  # time of each peer's last message; the most recent peer is last
+        self._pinged: dict[str, float] = {}  # time of the last ping to each watched peer
         self._watched_since: dict[str, float] = {}
 
     def mark_heard(self, peer: str, now: float) -> None:
@@ -125,10 +133,13 @@ class Liveness:
     def timed_out(self, now: float) -> list[str]:
         """Returns the watched peers that must be treated as lost."""
         limit = self._timing.peer_timeout
-        since = self._watched_since.items()
-        return [peer for peer, began in since if now - max(began, self._heard.get(peer, began)) > limit]
+        return [
+            peer
+            for peer, began in self._watched_since.items()
+            if now - max(began, self._heard.get(peer, began)) > limit
+        ]
 
     def expired(self, now: float) -> list[str]:
-        """Returns peers that are not watched and were silent for so long that they can be forgotten."""
-        limit = self._timing.forget_after
-        return [peer for peer, at in self._heard.items() if peer not in self._watched_since and now - at > limit]
+        """Returns peers that are not watched and have sent nothing for `forget_after` seconds."""
+        limit, watched = self._timing.forget_after, self._watched_since
+        return [peer for peer, heard_at in self._heard.items() if peer not in watched and now - heard_at > limit]

@@ -7,8 +7,8 @@ from hotset.base.errors import ConfigError
 from hotset.transfer.api import Transfer
 from hotset.transfer.lanes import Lanes
 from hotset.transfer.loopback import Hub, Loopback
-from hotset.transfer.mooncake_engine import MooncakeBackend
-from hotset.transfer.nixl_engine import NixlBackend
+from hotset.transfer.mooncake_backend import MooncakeBackend
+from hotset.transfer.nixl_backend import NixlBackend
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.outputs import EngineStats
 from hotset.engine.process import AUDIT_AFTER_IDLE_S, EngineProcess
-from hotset.handoff.timers import Timing
+from hotset.handoff.timers import PeerTiming
 
 pytest.importorskip("nixl")
 
@@ -35,7 +35,7 @@ SHORT = LONG[:100]
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 MANY = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SCENARIO_S = 200.0
-SILENCE_S = Timing().peer_timeout + 30.0  # until a peer is declared dead and the engine knows it
+SILENCE_S = PeerTiming().peer_timeout + 30.0  # until a peer is declared dead and the engine knows it
 
 
 class Workers:

@@ -29,7 +29,6 @@ from hotset.handoff.messages import (
     HandoffRequest,
     Hello,
     Landed,
-    Landing,
     MemoryRange,
     Message,
     ModelIdentity,
@@ -43,6 +42,7 @@ from hotset.handoff.messages import (
     StartPrefill,
     StartWrites,
     Store,
+    StoreName,
     SubmitWrites,
     UnpackPiece,
 )
@@ -51,7 +51,7 @@ from hotset.handoff.packing import pack, unpack
 from hotset.handoff.receiver import RECEIVER_TIMEOUTS, Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.sender_staging import PIECE_TIMEOUTS
-from hotset.handoff.staging import ReceiverStaging, sender_buffers
+from hotset.handoff.staging import ReceiverStaging, split_into_buffers
 from hotset.memory.pages import PageAllocator
 from hotset.transfer.api import Region, WriteState, WriteTicket
 from hotset.transfer.loopback import Faults, Hub, Loopback
@@ -320,7 +320,7 @@ class Worker(ABC):
         stores = {landing: memory.store for landing, memory in zip(self.landings, self.memories, strict=True)}
         self.hello = Hello(self.name, MODEL, stores, "loopback", self.transfer.describe(), self.space)
 
-    landings: tuple[Landing, ...] = ("host",)
+    landings: tuple[StoreName, ...] = ("host",)
 
     @abstractmethod
     def make_memories(self, arena: Arena) -> list[Memory]:
@@ -511,7 +511,7 @@ class PrefillWorker(Worker):
             scaled(SENDER_TIMEOUTS, PACE),
             write_limit=3.0,
             tombstone_limit=20.0,
-            buffers=sender_buffers(self.space),
+            buffers=split_into_buffers(self.space),
             max_direct_writes=20,
             piece_timeouts=scaled(PIECE_TIMEOUTS, PACE / 4),
         )

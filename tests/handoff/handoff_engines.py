@@ -43,7 +43,7 @@ from hotset.handoff.messages import (
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.staging import ReceiverStaging
-from hotset.handoff.timers import Timing
+from hotset.handoff.timers import PeerTiming
 from hotset.transfer.api import DeviceEvent, Region, Throughput, Transfer, Writes, WriteState, WriteTicket
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ LAYERS, HEADS, HEAD_BYTES, GROUPS, KEY_BYTES = 2, 4, 6, 1, 16
 ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
 POISON = 0xAB
 MODEL = ModelIdentity("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
-QUICK = Timing(hello_every=0.1, ping_every=0.2, peer_timeout=1.5, poll_every=0.001)
+QUICK = PeerTiming(hello_every=0.1, ping_every=0.2, peer_timeout=1.5, poll_every=0.001)
 SCALE = 0.2  # scales the timeouts of the state machines
 SECONDS = 60.0  # generous: for an overloaded machine
 
@@ -170,7 +170,7 @@ class _Engine(ABC):
         memory: Memory,
         channel: ControlChannel,
         transfer: Transfer,
-        timing: Timing = QUICK,
+        timing: PeerTiming = QUICK,
         model: ModelIdentity = MODEL,
         staging: "StagingMemory | None" = None,
         clock: Callable[[], float] = time.monotonic,
@@ -354,7 +354,7 @@ class PrefillEngine(_Engine):
         self.held: dict[tuple[str, HandoffKey], list[int]] = {}
         self.computed: list[HandoffKey] = []
         self._stream: DeviceEvent | None = None  # the newest event
-        buffers = () if staging is None else staging.buffers
+        buffers = () if staging is None else staging.sender_buffers
         machine = Sender(
             memory.store, scaled(outgoing.SENDER_TIMEOUTS, scale), write_limit=40.0 * scale, buffers=buffers
         )

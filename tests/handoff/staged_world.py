@@ -69,7 +69,7 @@ class PrefillEnd:
         self.name = name
         self.memory = Sharded(ranks, HEADS, page_rows=page_rows, pages=200, seed=ranks)
         self.staging = StagingMemory(staging_bytes)
-        self.sender = Sender(self.memory.store, buffers=self.staging.buffers)
+        self.sender = Sender(self.memory.store, buffers=self.staging.sender_buffers)
         self.hello = Hello(name, MODEL, {"host": self.memory.store}, "loopback", b"")
         self.contexts: dict[HandoffKey, Context] = {}
         self.dropped: list[HandoffKey] = []

@@ -249,7 +249,7 @@ def test_a_prefill_worker_survives_any_message_of_its_peers(said: list[Said]) ->
     transfer.register(staging.region)
     hello = Hello(OURS, MODEL, {"host": source.store}, "loopback", b"")
     agent = HandoffAgent(
-        Sender(source.store, buffers=staging.buffers, max_direct_writes=2),
+        Sender(source.store, buffers=staging.sender_buffers, max_direct_writes=2),
         hello,
         channel,
         transfer,

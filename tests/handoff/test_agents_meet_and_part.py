@@ -15,7 +15,7 @@ from hotset.handoff.channel import Channel
 from hotset.handoff.messages import FetchFailed, Hello, Landed, MessageReceived, Refused
 from hotset.handoff.prefill_role import MAX_CONNECTING, MAX_HUNG_CONNECTS, STOPPING, PrefillRole
 from hotset.handoff.sender import Sender
-from hotset.handoff.timers import Timing
+from hotset.handoff.timers import PeerTiming
 from hotset.transfer.loopback import Hub, Loopback
 
 
@@ -95,12 +95,12 @@ def test_connects_that_hang_do_not_block_other_peers_for_good() -> None:
     for peer in peers:
         say_hello(peer)
     assert [*side._connecting] == peers[:MAX_CONNECTING]
-    clock.now = Timing().hello_timeout
+    clock.now = PeerTiming().hello_timeout
     say_hello(peers[-1])
     say_hello(peers[-1])
     assert [*side._connecting] == peers[-1:]
     for number in range(MAX_HUNG_CONNECTS):
-        clock.now += Timing().hello_timeout
+        clock.now += PeerTiming().hello_timeout
         agent._work()
         say_hello(peers[number % 2])
     assert (

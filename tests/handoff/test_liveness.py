@@ -1,8 +1,8 @@
 """When peers are treated as lost."""
 
-from hotset.handoff.timers import MAX_PEERS, Liveness, Timing
+from hotset.handoff.timers import MAX_PEERS, Liveness, PeerTiming
 
-TIMING = Timing(ping_every=1.0, peer_timeout=4.0, forget_after=100.0)
+TIMING = PeerTiming(ping_every=1.0, peer_timeout=4.0, forget_after=100.0)
 
 
 def test_watched_peers_are_pinged_every_second_and_others_not_at_all() -> None:

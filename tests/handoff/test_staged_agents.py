@@ -12,7 +12,7 @@ from handoff_world import prompt, worlds
 from hotset.handoff.channel import Channel
 from hotset.handoff.messages import Landed
 from hotset.handoff.packing import StagingMemory
-from hotset.handoff.timers import Timing
+from hotset.handoff.timers import PeerTiming
 from hotset.transfer.engines import open_transfer
 
 RING = 1 << 13  # about 70 rows
@@ -48,7 +48,7 @@ def serve(engine: str, ranks: int, pipe: Connection) -> None:
     """Runs a prefill worker in its own process until the test requests the number of written bytes."""
     memory, staging = Memory(64, 16, ranks=ranks), StagingMemory(RING)
     worker = PrefillEngine(
-        memory, Channel("127.0.0.1:0"), open_transfer(engine), staging=staging, scale=1.0, timing=Timing()
+        memory, Channel("127.0.0.1:0"), open_transfer(engine), staging=staging, scale=1.0, timing=PeerTiming()
     )
     pipe.send(worker.address)
     pipe.recv()
@@ -77,7 +77,7 @@ def test_between_processes_over_real_engines(engine: str) -> None:
         open_transfer(engine),
         staging=StagingMemory(RING),
         scale=1.0,
-        timing=Timing(),
+        timing=PeerTiming(),
     )
     try:
         with prefill_process(engine, 2) as (address, pipe):

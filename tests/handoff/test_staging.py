@@ -20,8 +20,8 @@ from hotset.handoff.staging import (
     check_staging,
     packed_row_bytes,
     piece_rows,
-    sender_buffers,
     should_stage,
+    split_into_buffers,
 )
 
 RANKS = (1, 2, 4, 8)
@@ -138,7 +138,7 @@ def test_pieces_fit_ring_and_buffer() -> None:
     assert piece_rows(source, target, 1 << 13, 1 << 12) == (1 << 11) // row
     assert piece_rows(source, target, 4 * 256, 255) == 1 and piece_rows(source, target, 3 * 256, 255) == 0
     memory = StagingMemory(5000)
-    assert {buffer.nbytes for buffer in sender_buffers(memory.memory_range)} == {1024}
+    assert {buffer.nbytes for buffer in split_into_buffers(memory.memory_range)} == {1024}
     assert memory.region.nbytes == memory.memory_range.nbytes == 5000
 
 

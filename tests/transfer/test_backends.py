@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from hotset.base.errors import StartupError, TransferError
-from hotset.transfer import mooncake_engine, nixl_engine
+from hotset.transfer import mooncake_backend, nixl_backend
 from hotset.transfer.api import Region, WriteState
-from hotset.transfer.mooncake_engine import ENDED_WELL, UNDER_WAY, MooncakeBackend
-from hotset.transfer.nixl_engine import NixlBackend
+from hotset.transfer.mooncake_backend import ENDED_WELL, UNDER_WAY, MooncakeBackend
+from hotset.transfer.nixl_backend import NixlBackend
 from hotset.transfer.regions import Regions
 
 REGION = Region(1 << 20, 4096)
@@ -61,7 +61,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
         DRAM_SEG=0,
         VRAM_SEG=1,
     )
-    monkeypatch.setattr(nixl_engine, "load_bindings", lambda: bindings)
+    monkeypatch.setattr(nixl_backend, "load_bindings", lambda: bindings)
     return made
 
 
@@ -129,7 +129,7 @@ class Native:
 def native(monkeypatch: pytest.MonkeyPatch) -> Native:
     made = Native()
     module = SimpleNamespace(TransferEngine=lambda: made, SUPPORT_CUDA=False)
-    monkeypatch.setattr(mooncake_engine, "load_module", lambda: module)
+    monkeypatch.setattr(mooncake_backend, "load_module", lambda: module)
     return made
 
 
