@@ -134,8 +134,8 @@ def test_rows_of_any_dtype_are_copied_bit_by_bit() -> None:
 @pytest.mark.parametrize(
     ("host", "message"),
     [
-        (torch.zeros(1, 2, 5), "host rows of 5 values, device rows of 6"),
-        (torch.zeros(1, 2, 6).half(), "host rows of torch.float16 and device rows of torch.float32"),
+        (torch.zeros(1, 2, 5), "host rows have 5 values, but device rows have 6"),
+        (torch.zeros(1, 2, 6).half(), "host rows have dtype torch.float16, but device rows have torch.float32"),
     ],
 )
 def test_rows_that_differ_between_the_tiers_are_refused(host: Tensor, message: str) -> None:

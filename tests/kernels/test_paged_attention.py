@@ -68,24 +68,24 @@ def error(got: Tensor, expected: Tensor) -> float:
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("page_rows", "heads", "kv_heads", "dim", "min_part_rows"),
+    ("page_rows", "heads", "kv_heads", "dim", "min_split_rows"),
     matrix([5, 16, 32], [(4, 2, 16), (3, 1, 24), (2, 2, 8)], [32, 10**6]),
 )
 def test_kernel_equals_the_reference(
-    page_rows: int, heads: int, kv_heads: int, dim: int, min_part_rows: int, monkeypatch: pytest.MonkeyPatch
+    page_rows: int, heads: int, kv_heads: int, dim: int, min_split_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     impl = triton_impl("paged_attention")
-    monkeypatch.setattr(impl, "MIN_PART_ROWS", min_part_rows)
+    monkeypatch.setattr(impl, "MIN_SPLIT_ROWS", min_split_rows)
     batch = Batch([1, 33, 100, 64], heads, kv_heads, dim, page_rows, torch.float32)
     got = impl.decode(batch.q, batch.context(CPU), batch.positions, kv_heads, batch.scale)
     torch.testing.assert_close(got.double(), batch.expect(torch.float64), atol=1e-5, rtol=1e-5)
 
 
 @needs_interpreter
-def test_contexts_are_divided_into_parts_if_the_batch_is_small() -> None:
+def test_contexts_are_split_if_the_batch_is_small() -> None:
     impl = triton_impl("paged_attention")
-    assert impl._parts(8, 131_072, 132) == impl.MAX_PARTS and impl._parts(128, 131_072, 132) > 1
-    assert impl._parts(100_000, 131_072, 132) == 1 and impl._parts(8, 100, 132) == 1
+    assert impl._num_splits(8, 131_072, 132) == impl.MAX_SPLITS and impl._num_splits(128, 131_072, 132) > 1
+    assert impl._num_splits(100_000, 131_072, 132) == 1 and impl._num_splits(8, 100, 132) == 1
 
 
 @pytest.mark.gpu

@@ -312,8 +312,8 @@ def test_impossible_tables_are_refused_before_the_maps_are_written(changed: dict
 @pytest.mark.parametrize(
     ("host", "device", "message"),
     [
-        (torch.zeros(2, 6), torch.zeros(2, 5), "host rows of 6 values, device rows of 5"),
-        (torch.zeros(2, 6), torch.zeros(2, 6).half(), "torch.float32 cannot be copied to device rows of torch.float16"),
+        (torch.zeros(2, 6), torch.zeros(2, 5), "host rows have 6 values, but device rows have 5"),
+        (torch.zeros(2, 6), torch.zeros(2, 6).half(), "torch.float32, but device rows have torch.float16"),
     ],
 )
 def test_rows_that_differ_between_the_tiers_are_refused(host: torch.Tensor, device: torch.Tensor, message: str) -> None:

@@ -186,17 +186,17 @@ def small_op_cases() -> dict[str, Case]:
         "decode": case(
             "paged_attention",
             "_decode_kernel",
-            {"*bf16": "q blocks out", "*fp32": "partial weight", "*i64": "table seat_of positions"},
+            {"*bf16": "q blocks out", "*fp32": "partial lse", "*i64": "table seat_of positions"},
             {"heads": 32, "dim": 128, "block_dim": 128, "group": 4, "block_group": 16}
-            | {"page_rows": 64, "block_rows": 64, "whole": False},
+            | {"page_rows": 64, "block_rows": 64, "one_split": False},
             warps=4,
             fusion=True,
         ),
         "merge": case(
             "paged_attention",
             "_merge_kernel",
-            {"*fp32": "partial weight", "*bf16": "out"},
-            {"heads": 32, "dim": 128, "block_dim": 128, "block_parts": 8},
+            {"*fp32": "partial lse", "*bf16": "out"},
+            {"heads": 32, "dim": 128, "block_dim": 128, "block_splits": 8},
             warps=4,
             fusion=True,
         ),

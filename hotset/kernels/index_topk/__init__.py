@@ -27,7 +27,7 @@ def index_topk(
 
     Ties at the boundary go to the earlier position. A query that sees at most k positions selects them all.
     On a GPU, 16-bit queries use the fast path. It reads only device tensors (`keys.table`, `keys.seat_of`,
-    `segments.positions`), so it can be captured in a graph. There, a padded query (seat EMPTY) selects nothing.
+    `segments.positions`), so it can be captured in a graph. There, a padding query (seat EMPTY) selects nothing.
     Raises ConfigError before any launch if the fast path does not support one of the sizes.
     """
     assert k > 0, f"the top-k must be positive, not {k}"

@@ -66,7 +66,7 @@ def score(
     q: Tensor,  # [queries, heads, head_dim]
     weights: Tensor,  # [queries, heads]
     keys: PagedRows,  # `keys.seat_of` is not read
-    seats: Tensor,  # [queries] int64; EMPTY: a padded query, which is not scored
+    seats: Tensor,  # [queries] int64; EMPTY: a padding query, which is not scored
     positions: Tensor,  # [queries] int64: a query sees the positions up to and including this one
     context: int,  # number of positions in the result
     k: int,  # a query that sees at most k positions is not scored: it selects them all

@@ -48,7 +48,7 @@ _MAX_MAGNITUDE = tl.constexpr(1e30)
 
 def select(
     scores: Scores,
-    seats: Tensor,  # [queries] int64; EMPTY: a padded query, which selects nothing
+    seats: Tensor,  # [queries] int64; EMPTY: a padding query, which selects nothing
     positions: Tensor,  # [queries] int64: a query has scores for the positions up to and including this one
     k: int,
     out: Tensor,  # [queries, k] int64, written: positions in ascending order, then EMPTY
@@ -260,7 +260,7 @@ def _finish_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _length(seat_of: tl.tensor, positions: tl.tensor, query: tl.tensor) -> tl.tensor:
-    """Returns the number of positions that a query has scores for; 0 for a padded query."""
+    """Returns the number of positions that a query has scores for; 0 for a padding query."""
     length = tl.load(positions + query).to(tl.int32) + 1
     return tl.where(tl.load(seat_of + query) == _EMPTY, 0, length)
 

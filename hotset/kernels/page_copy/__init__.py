@@ -1,4 +1,4 @@
-"""page_copy: stretches of rows between the device pool and the host store, in all layers at once."""
+"""page_copy: copies consecutive rows between the device pool and the host store, in all layers at once."""
 
 from types import ModuleType
 
@@ -13,35 +13,35 @@ __all__ = ["to_device", "to_host"]
 
 
 def to_host(
-    pieces: Tensor,  # [n, 3] int64: first device row, first host row, rows (0: nothing), consecutive on both sides
+    pieces: Tensor,  # [n, 3] int64: first device row, first host row, number of rows (may be 0)
     device_rows: Tensor,  # [layers, device rows, width]
-    host_rows: Tensor,  # [layers, host rows, width]; pinned where the device is a GPU
+    host_rows: Tensor,  # [layers, host rows, width]; pinned if the device is a GPU
 ) -> None:
-    """Copies every piece, in every layer, from the device to the host, byte for byte; nothing else is written.
+    """Copies the rows of every piece in every layer from the device to the host. Writes nothing else.
 
-    Values within a row are adjacent; rows and layers may lie further apart than they are long. What is not made of rows
-    alike can be copied as words: a view [layers, words, 1], whose pieces count words. On a GPU `pieces` may be in
-    device or pinned memory, where it must stay as it is until the copy is done, and who reads the host rows waits for
-    an event. Pieces may not overlap where they are written. Raises ConfigError before anything is written if the rows
-    of the two tiers are not alike.
+    The values of a row must be adjacent. The strides of rows and layers may exceed their sizes. Memory that does not
+    consist of rows can be copied as words: pass a view [layers, words, 1], and pieces that count words. The rows that
+    pieces write must not overlap. On a GPU, the copy is asynchronous. `pieces` must be in device memory or pinned
+    memory and must not change until the copy is complete; use an event before reading the host rows. Raises
+    ConfigError before anything is written if device rows and host rows differ in width or dtype.
     """
-    _checked(pieces, device_rows, host_rows).copy(pieces, device_rows, host_rows, to_host=True)
+    _checked_op(pieces, device_rows, host_rows).copy(pieces, device_rows, host_rows, to_host=True)
 
 
 def to_device(pieces: Tensor, device_rows: Tensor, host_rows: Tensor) -> None:
-    """The way back; arguments and rules are those of `to_host`."""
-    _checked(pieces, device_rows, host_rows).copy(pieces, device_rows, host_rows, to_host=False)
+    """Copies from the host to the device, with the arguments and rules of `to_host`."""
+    _checked_op(pieces, device_rows, host_rows).copy(pieces, device_rows, host_rows, to_host=False)
 
 
-def _checked(pieces: Tensor, device_rows: Tensor, host_rows: Tensor) -> ModuleType:
-    """What does the copy."""
+def _checked_op(pieces: Tensor, device_rows: Tensor, host_rows: Tensor) -> ModuleType:
+    """Checks the arguments and returns the implementation for them."""
     if host_rows.dtype != device_rows.dtype:
-        raise ConfigError(f"host rows of {host_rows.dtype} and device rows of {device_rows.dtype} cannot be copied")
+        raise ConfigError(f"host rows have dtype {host_rows.dtype}, but device rows have {device_rows.dtype}")
     if host_rows.shape[2] != device_rows.shape[2]:
-        raise ConfigError(f"host rows of {host_rows.shape[2]} values, device rows of {device_rows.shape[2]}")
+        raise ConfigError(f"host rows have {host_rows.shape[2]} values, but device rows have {device_rows.shape[2]}")
     assert host_rows.shape[0] == device_rows.shape[0], f"{host_rows.shape[0]} and {device_rows.shape[0]} layers"
-    assert pieces.dim() == 2 and pieces.shape[1] == 3, f"pieces {tuple(pieces.shape)}"
-    assert pieces.dtype == torch.int64 and pieces.is_contiguous(), f"pieces of {pieces.dtype}"
+    assert pieces.dim() == 2 and pieces.shape[1] == 3, f"pieces must have the shape [n, 3], not {tuple(pieces.shape)}"
+    assert pieces.dtype == torch.int64 and pieces.is_contiguous(), f"pieces must be contiguous int64: {pieces.dtype}"
     for name, rows in (("host", host_rows), ("device", device_rows)):
-        assert rows.stride(2) == 1, f"the values of a {name} row are {rows.stride(2)} apart"
+        assert rows.stride(2) == 1, f"the values of a {name} row must be adjacent, but their stride is {rows.stride(2)}"
     return kernels_of("page_copy", "cuda_impl") if device_rows.is_cuda else reference

@@ -1,4 +1,4 @@
-"""page_copy in CUDA C++: launch shapes. The same kernel serves both ways and every size."""
+"""page_copy in CUDA C++: constants and launch shapes. One kernel copies in both directions, for all sizes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +10,12 @@ from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
 
 SOURCE = Path(__file__).with_name("kernel.cu")
-CHUNK_BYTES = 16 << 10  # what a block copies at a time
+CHUNK_BYTES = 16 << 10  # that a block copies at a time
 
 
 @dataclass(frozen=True, slots=True)
 class PageCopyTuning:
-    """Few blocks fill the bus; the rest of the GPU is left to others."""
+    """The size of a launch. A few blocks saturate the bus and leave the rest of the GPU to other kernels."""
 
     blocks: int = 32
     threads: int = 256
@@ -32,7 +32,7 @@ def copy(
     layers, row_bytes = device.shape[0], device.shape[2]
     if pieces.shape[0] == 0 or row_bytes == 0:
         return
-    shared_bytes = tuning.threads * (3 * 8 + 4) + 32 * 4  # of `Shared` in kernel.cu
+    shared_bytes = tuning.threads * (3 * 8 + 4) + 32 * 4  # the size of `Shared` in kernel.cu
     kernel = cuda_source.kernel(SOURCE, "copy_pieces", THREADS=tuning.threads, SHARED_BYTES=shared_bytes)
     kernel.launch(
         LaunchShape(tuning.blocks, tuning.threads, shared_bytes),

@@ -15,7 +15,7 @@ def paged_attention(q: Tensor, context: PagedRows, segments: Segments, kv_heads:
         rows = context.gather(segment, length).unflatten(1, (2, kv_heads, head_dim))
         k, v = rows[:, 0].transpose(0, 1), rows[:, 1].transpose(0, 1)  # [kv_heads, length, head_dim]
         if last - first == 1:
-            # The heads that share a KV head stand in for query rows, so K and V are read once for all of them.
+            # The heads that share a KV head are passed as queries of one head, so that K and V are read once for them.
             grouped = q[first].view(kv_heads, heads // kv_heads, head_dim)
             out[first] = F.scaled_dot_product_attention(grouped[None], k[None], v[None], scale=scale)[0].reshape(
                 heads, head_dim

@@ -1,4 +1,4 @@
-"""slice_pack, slice_unpack: slices of the rows of one context, of many pages and layers, in one stretch of memory."""
+"""slice_pack and slice_unpack: copy slices of one context's rows, of many pages and layers, to and from one buffer."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -15,57 +15,62 @@ __all__ = ["RowSlices", "slice_pack", "slice_unpack"]
 
 
 def slice_pack(
-    stores: Sequence[Tensor],  # of each unit (a layer): [pages, page rows, row bytes] uint8, strided alike
-    pages: Tensor | Sequence[int],  # int64: the context's pages, from its first
+    stores: Sequence[Tensor],  # one per unit (a layer): [pages, page rows, row bytes] uint8, with equal strides
+    pages: Tensor | Sequence[int],  # int64: all pages of the context, in order
     first: int,
     last: int,
     slices: RowSlices,
-    out: Tensor,  # [units * (last - first) * slices.nbytes] uint8: [unit][row][slices], no gaps
+    out: Tensor,  # [units * (last - first) * slices.nbytes] uint8: [unit][row][slices] without gaps
 ) -> None:
-    """Gathers the slices of the rows at positions [first, last) of a context; writes all of `out` and nothing else.
+    """Copies the slices of the rows at positions [first, last) of a context to `out`.
 
-    Position p is row p % page_rows of page `pages[p // page_rows]`, in every unit. The bytes of a row are adjacent;
-    rows and pages may lie further apart than they are long. If `out` or a store is on a GPU, a kernel is queued on the
-    current stream, and memory of the host that it reads or writes must be pinned and left alone until it is done; but
-    pages given on the host may be changed at once. (A graph can capture the call if pages are on the device and the
-    same stores and slices came before.) Otherwise the copy is done on return.
+    Writes all of `out` and nothing else. Position p is row p % page_rows of page `pages[p // page_rows]` in every unit.
+    The bytes of a row must be adjacent. The strides of rows and pages may exceed their sizes.
 
-    Raises ConfigError, before anything is written, for slices that leave the row and for units that are not alike.
-    Page numbers are checked where they are on the host.
+    If `out` or a store is on a GPU, the copy is asynchronous, on the current stream. Host memory that it reads or
+    writes must be pinned and must not change until the copy is complete. Only `pages` on the host may change after the
+    call. A graph can capture the call if `pages` is on the device and an earlier call had the same stores and slices.
+    If all memory is on the host, the copy is complete on return.
+
+    Raises ConfigError before anything is written if slices exceed the row, or if the stores differ in shape or strides.
+    Page numbers are checked if they are on the host.
     """
-    _checked(stores, pages, first, last, slices, out).copy(stores, pages, first, last, slices, out, unpack=False)
+    op = _checked_op(stores, pages, first, last, slices, out)
+    op.copy(stores, pages, first, last, slices, out, unpack=False)
 
 
 def slice_unpack(
     packed: Tensor, stores: Sequence[Tensor], pages: Tensor | Sequence[int], first: int, last: int, slices: RowSlices
 ) -> None:
-    """The way back, into those slices of those rows; arguments and rules are those of `slice_pack`.
+    """Copies `packed` back into these slices of these rows, with the arguments and rules of `slice_pack`.
 
-    No page may stand twice among those of [first, last).
+    The pages of [first, last) must be distinct.
     """
-    _checked(stores, pages, first, last, slices, packed).copy(stores, pages, first, last, slices, packed, unpack=True)
+    op = _checked_op(stores, pages, first, last, slices, packed)
+    op.copy(stores, pages, first, last, slices, packed, unpack=True)
 
 
-def _checked(
+def _checked_op(
     stores: Sequence[Tensor], pages: Tensor | Sequence[int], first: int, last: int, slices: RowSlices, packed: Tensor
 ) -> ModuleType:
-    """What does the copy."""
-    assert len(stores) > 0, "no units"
+    """Checks the arguments and returns the implementation for them."""
+    assert len(stores) > 0, "there are no stores"
     shape, strides = stores[0].shape, stores[0].stride()
     for store in stores:
         if store.shape != shape or store.stride() != strides or store.dtype != torch.uint8:
             raise ConfigError(
-                f"units that are not alike: {tuple(shape)} bytes, {strides} apart, and "
-                f"{tuple(store.shape)} of {store.dtype}, {store.stride()} apart"
+                f"the stores differ: one has {tuple(shape)} bytes with strides {strides}, "
+                f"another has {tuple(store.shape)} of {store.dtype} with strides {store.stride()}"
             )
-    assert len(shape) == 3 and strides[2] == 1, f"a unit of {tuple(shape)} bytes, {strides} apart"
+    assert len(shape) == 3 and strides[2] == 1, f"a store of shape {tuple(shape)} with strides {strides}"
     count, page_rows, row_bytes = shape
     if slices.end > row_bytes:
-        raise ConfigError(f"slices {slices.spans} leave a row of {row_bytes} bytes")
+        raise ConfigError(f"slices {slices.spans} exceed a row of {row_bytes} bytes")
     assert 0 <= first <= last <= len(pages) * page_rows, f"rows [{first}, {last}) of {len(pages)} pages of {page_rows}"
-    wanted = len(stores) * (last - first) * slices.nbytes
-    assert packed.dtype == torch.uint8 and packed.dim() == 1 and packed.is_contiguous(), f"packed into {packed.dtype}"
-    assert packed.numel() == wanted, f"{wanted} packed bytes in a buffer of {packed.numel()}"
+    nbytes = len(stores) * (last - first) * slices.nbytes
+    assert packed.dtype == torch.uint8, f"the packed buffer must be uint8, not {packed.dtype}"
+    assert packed.dim() == 1 and packed.is_contiguous(), f"the packed buffer has strides {packed.stride()}"
+    assert packed.numel() == nbytes, f"{nbytes} packed bytes in a buffer of {packed.numel()}"
     if not (isinstance(pages, Tensor) and pages.is_cuda):
         used = torch.as_tensor(pages)[first // page_rows : -(-last // page_rows)]
         assert not len(used) or (int(used.min()) >= 0 and int(used.max()) < count), f"pages {pages} of {count}"

@@ -1,4 +1,4 @@
-"""The specification of slice_pack and slice_unpack. The CPU engine runs it: one call per unit and run of pages."""
+"""The specification of slice_pack and slice_unpack. On a CPU it is also the implementation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from hotset.base.errors import ConfigError
 
-Strip = tuple[int, int, int, int]  # first byte of a row, slices, bytes from one to the next, bytes of each
+Strip = tuple[int, int, int, int]  # first byte in the row, number of slices, stride of slices, bytes of a slice
 
 
 @dataclass(frozen=True, slots=True)
 class RowSlices:
-    """Parts of each row: `spans[i]` is (first byte in the stored row, bytes). They are packed one after another.
+    """The parts of each row to copy: `spans[i]` is (first byte in the stored row, bytes). They are packed in order.
 
-    Raises ConfigError for spans that are empty, begin before the row, or share bytes.
+    Raises ConfigError for spans that are empty, begin before the row or overlap.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -25,17 +25,17 @@ class RowSlices:
         end = 0
         for first, nbytes in sorted(self.spans):
             if nbytes < 1 or first < end:
-                raise ConfigError(f"slices {self.spans} of a row: bytes must be taken, and none of them twice")
+                raise ConfigError(f"slices {self.spans} of a row must not be empty and must not overlap")
             end = first + nbytes
 
     @property
     def nbytes(self) -> int:
-        """Of one packed row."""
+        """The bytes of one packed row."""
         return sum(nbytes for _, nbytes in self.spans)
 
     @property
     def end(self) -> int:
-        """The bytes that a row must have."""
+        """The minimum size of a stored row, in bytes."""
         return max((first + nbytes for first, nbytes in self.spans), default=0)
 
 
@@ -55,8 +55,8 @@ def copy(
         for row, rows, offset in runs:
             begin_packed = packed.storage_offset() + (unit * (last - first) + row) * packed_stride
             for begin, count, step, nbytes in strips:
-                place = store.storage_offset() + offset + begin
-                stored = store.as_strided((rows, count, nbytes), (row_stride, step, 1), place)
+                begin_stored = store.storage_offset() + offset + begin
+                stored = store.as_strided((rows, count, nbytes), (row_stride, step, 1), begin_stored)
                 flat = packed.as_strided((rows, count, nbytes), (packed_stride, nbytes, 1), begin_packed)
                 if unpack:
                     stored.copy_(flat)
@@ -66,7 +66,7 @@ def copy(
 
 
 def _strips(slices: RowSlices) -> list[Strip]:
-    """Slices as long as each other and evenly apart, as K and V of some heads are, go as one."""
+    """Merges slices of equal length and equal distance into one strip. K and V of some heads are such slices."""
     begins, lengths = [begin for begin, _ in slices.spans], {nbytes for _, nbytes in slices.spans}
     steps = {after - before for before, after in pairwise(begins)}
     if len(lengths) == len(steps) == 1 and min(steps) > 0:
@@ -75,7 +75,7 @@ def _strips(slices: RowSlices) -> list[Strip]:
 
 
 def _runs(store: Tensor, pages: Tensor, first: int, last: int) -> list[tuple[int, int, int]]:
-    """(row of [first, last), rows, bytes from the start of a unit) of each run of rows that lie evenly in memory."""
+    """Returns (first row, counted from `first`; rows; byte offset in a store) of each run of equally spaced rows."""
     page_rows, (page_stride, row_stride, _) = store.shape[1], store.stride()
     positions = torch.arange(first, last)
     offsets = pages[positions // page_rows] * page_stride + positions % page_rows * row_stride

@@ -24,10 +24,10 @@ def sparse_attention(
 ) -> Tensor:  # [queries, heads, rank]: attention-weighted latents, before the value up-projection
     """Applies softmax(scale * q . row) over the rows in `row_ids` to their latents. The order of row ids is irrelevant.
 
-    A query without rows (a padded query) gets zeros, whatever its q holds. bfloat16 tensors on a GPU use the fast path,
-    which can be captured in a graph. It supports any number of heads and of row ids, the ranks RANKS, the ropes ROPES,
-    plain rows, and rows whose latent is fp8. Other sizes raise a ConfigError that contains the value. Other dtypes use
-    the reference.
+    A query without rows (a padding query) gets zeros, whatever its q holds. bfloat16 tensors on a GPU use the fast
+    path, which can be captured in a graph. It supports any number of heads and of row ids, the ranks RANKS, the ropes
+    ROPES, plain rows, and rows whose latent is fp8. Other sizes raise a ConfigError that contains the value. Other
+    dtypes use the reference.
     """
     assert q.shape[2] == layout.width, f"queries have {q.shape[2]} values, but rows have {layout.width}"
     assert row_ids.shape[0] == q.shape[0], f"{row_ids.shape[0]} lists of row ids for {q.shape[0]} queries"

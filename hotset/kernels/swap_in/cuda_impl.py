@@ -1,4 +1,4 @@
-"""swap_in in CUDA C++: constants and launch shapes. The sizes of a step are arguments."""
+"""swap_in in CUDA C++: constants and launch shapes. The sizes of a step are arguments of the kernels."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -13,41 +13,41 @@ from hotset.kernels.cuda_source import LaunchShape
 from hotset.kernels.swap_in.tables import Copies, SeatTables, Swap
 
 PLAN, COPY = (Path(__file__).with_name(name) for name in ("plan.cu", "copy.cu"))
-UNITS = (16, 8, 4, 2, 1)  # bytes that one access of a copy may span
-MAX_UNITS = 4  # of rows that one lane of the planning kernel holds: more would not fit its registers
+UNITS = (16, 8, 4, 2, 1)  # bytes per access of a copy
+MAX_UNITS = 4  # units that one lane of the planning kernel holds; more would not fit into its registers
 HISTOGRAM_BYTES = (1024 + 22 * 64) * 4
-ROOMY_TABLE = 4096  # up to this size the hash table has twice as many places as it may need
+ROOMY_TABLE = 4096  # up to this size, the hash table has room for twice the positions
 LINE = 128  # bytes
-MAX_POSITIONS = 8_192  # of one batch row: lists of them lie in shared memory
-CLUSTERS_SINCE = 9  # compute capability, major
+MAX_POSITIONS = 8_192  # per query: the lists of positions are in shared memory
+CLUSTERS_SINCE = 9  # major compute capability of the first GPUs with clusters
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Blocks that plan and copy for one batch row, all in one launch."""
+    """The blocks that plan and copy for one query, in one launch."""
 
     blocks: int  # at most 8
-    threads: int = 512  # of a block
-    rows_at_once: int = 2  # of each warp
+    threads: int = 512  # per block
+    rows_at_once: int = 2  # per warp
 
 
 @dataclass(frozen=True, slots=True)
 class SwapInTuning:
-    """What was found best by `benchmarks/swap_in.py --sweep`."""
+    """The parameters of the launches. The defaults were the best in `benchmarks/swap_in.py --sweep`."""
 
-    plan_threads: int = 512  # where plan and copy are two launches
-    # By batch, up to and including: None: plan and copy are two launches. The last serves larger batches as well.
+    plan_threads: int = 512  # used if plan and copy are two launches
+    # (largest batch, cluster); None: plan and copy are two launches. The last entry is also used for larger batches.
     clusters: tuple[tuple[int, Cluster | None], ...] = (
         (16, Cluster(8, threads=1024)),
         (132, Cluster(2)),
     )
-    lists_at_once: int = 16  # of a batch, whose rows are copied at the same time
-    copy_blocks: int = 132  # at most: a copy leaves the rest of the GPU to others
+    lists_at_once: int = 16  # queries of a batch whose rows are copied at the same time
+    copy_blocks: int = 132  # upper limit, which leaves the rest of the GPU to other kernels
     copy_threads: int = 256
-    rows_at_once: int = 2  # of each warp of a copy
+    rows_at_once: int = 2  # per warp of a copy
 
     def cluster(self, batch: int) -> Cluster | None:
-        return next((cluster for most, cluster in self.clusters if batch <= most), self.clusters[-1][1])
+        return next((cluster for max_batch, cluster in self.clusters if batch <= max_batch), self.clusters[-1][1])
 
 
 TUNED = SwapInTuning()
@@ -69,14 +69,14 @@ def plan(
 ) -> Swap:
     batch, k = positions.shape
     if k > MAX_POSITIONS:
-        raise ConfigError(f"top-{k} is more than the {MAX_POSITIONS} positions that a plan on a GPU can take")
+        raise ConfigError(f"top-{k} is more than the {MAX_POSITIONS} positions that a plan on a GPU supports")
     device = positions.device
     pages = (tables.row_pages, tables.host_pages, tables.slot_pages, tables.tail_pages, tables.map_pages)
     for table in pages:
-        assert table.stride(1) == 1, f"the pages of a seat are {table.stride(1)} apart"
+        assert table.stride(1) == 1, f"the pages of a seat must be adjacent, but their stride is {table.stride(1)}"
     rows, from_host, to_device = (torch.empty(batch, k, dtype=torch.int64, device=device) for _ in range(3))
     copies = Copies(from_host, to_device, torch.empty(batch, dtype=torch.int32, device=device))
-    layer = _Layer(host_rows, device_rows) if host_rows is not None and device_rows is not None else None
+    layer = _LayerRows(host_rows, device_rows) if host_rows is not None and device_rows is not None else None
     cluster = tuning.cluster(batch) if layer is not None and _has_clusters(device) else None
     threads = tuning.plan_threads if cluster is None else cluster.threads
     constants = _plan_constants(k, tables, words, words_per_page, threads)
@@ -110,41 +110,41 @@ def plan(
 
 
 def copy(copies: Copies, host_rows: Tensor, device_rows: Tensor, *, tuning: SwapInTuning = TUNED) -> None:
-    _launch_copy(copies, _Layer(host_rows, device_rows), early=False, tuning=tuning)
+    _launch_copy(copies, _LayerRows(host_rows, device_rows), early=False, tuning=tuning)
 
 
-def _launch_copy(copies: Copies, layer: "_Layer", *, early: bool, tuning: SwapInTuning) -> None:
-    """`early`: the launch before it is the plan that made `copies`."""
-    batch, most = copies.host_rows.shape
+def _launch_copy(copies: Copies, layer: "_LayerRows", *, early: bool, tuning: SwapInTuning) -> None:
+    """Launches the copy. `early`: the previous launch is the plan that wrote `copies`, and the copy waits for it."""
+    batch, list_length = copies.host_rows.shape
     teams, warps = max(1, min(batch, tuning.lists_at_once)), tuning.copy_threads // 32
-    team = max(1, min(tuning.copy_blocks // teams, -(-most // warps)))  # blocks
+    team_blocks = max(1, min(tuning.copy_blocks // teams, -(-list_length // warps)))
     kernel = cuda_source.kernel(
         COPY, "copy_rows", THREADS=tuning.copy_threads, **layer.constants(), ROWS_AT_ONCE=tuning.rows_at_once
     )
     kernel.launch(
-        LaunchShape(teams * team, tuning.copy_threads, dependent_launch=early),
+        LaunchShape(teams * team_blocks, tuning.copy_threads, dependent_launch=early),
         copies.host_rows.contiguous(),
         copies.device_rows.contiguous(),
         copies.counts.contiguous(),
         batch,
-        most,
-        team,
+        list_length,
+        team_blocks,
         *layer.arguments(),
     )
 
 
-class _Layer:
-    """One layer's rows in both tiers, as bytes."""
+class _LayerRows:
+    """The rows of one layer on the host and on the device, as bytes."""
 
     def __init__(self, host_rows: Tensor, device_rows: Tensor) -> None:
         self._host, self._device = host_rows.view(torch.uint8), device_rows.view(torch.uint8)
 
     def constants(self) -> dict[str, int]:
-        """How such rows are best read."""
+        """Returns the widest unit that all rows are aligned to, and the loads per lane that a row needs."""
         tiers = (self._host, self._device)
         addresses = [address for rows in tiers for address in (rows.data_ptr(), rows.stride(0))]
         unit = next(unit for unit in UNITS if all(address % unit == 0 for address in addresses))
-        # A row that begins within a line of host memory may reach into one line more.
+        # A row that does not begin with a line of host memory may extend into one more line.
         return {"UNIT": unit, "LOADS": min(4, -(-(self._host.shape[1] + LINE - unit) // (32 * unit)))}
 
     def arguments(self) -> tuple[Tensor | int, ...]:
@@ -156,18 +156,20 @@ def _has_clusters(device: torch.device) -> bool:
 
 
 def _plan_constants(k: int, tables: SeatTables, words: Tensor, words_per_page: int, threads: int) -> dict[str, int]:
-    entries, table = _power_of_2(-(-k // threads)), max(_power_of_2(k), min(2 * _power_of_2(k), ROOMY_TABLE))
+    entries = _next_power_of_2(-(-k // threads))
+    hash_entries = max(_next_power_of_2(k), min(2 * _next_power_of_2(k), ROOMY_TABLE))
     wide = tables.slots % 4 == 0 and words_per_page % 4 == 0 and words.data_ptr() % 16 == 0
-    held = -(-tables.slots // threads)
-    held = -(-held // 4) * 4 if wide else held
-    # Of `Shared` in plan.cu: pages, the hash table, lists, ages, marks, sums and counts.
-    shared_bytes = 4 * threads + 8 * table + 8 * threads * entries + max(HISTOGRAM_BYTES, 2 * threads * entries) + 8
-    shared_bytes += threads * held + 33 * 4 + 8
+    slots_held = -(-tables.slots // threads)
+    slots_held = -(-slots_held // 4) * 4 if wide else slots_held
+    # The size of `Shared` in plan.cu: pages, the hash table, lists, ages, marks, sums and counts.
+    shared_bytes = 4 * threads + 8 * hash_entries + 8 * threads * entries
+    shared_bytes += max(HISTOGRAM_BYTES, 2 * threads * entries) + 8
+    shared_bytes += threads * slots_held + 33 * 4 + 8
     return {
         "THREADS": threads,
         "ENTRIES": entries,
-        "SLOTS_HELD": held,
-        "TABLE": table,
+        "SLOTS_HELD": slots_held,
+        "TABLE": hash_entries,
         "SHARED_BYTES": shared_bytes,
         "SLOTS": tables.slots,
         "PAGE_ROWS": tables.page_rows,
@@ -178,11 +180,11 @@ def _plan_constants(k: int, tables: SeatTables, words: Tensor, words_per_page: i
 
 @cache
 def _turns(device: torch.device) -> Tensor:
-    """The turns that all plans of a device take. Made with the first of them, before any graph is captured."""
+    """Returns the turn counters that all plans of a device share. The first plan creates them, before any graph."""
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
-def _cluster_constants(cluster: Cluster | None, layer: _Layer | None, lists_at_once: int) -> dict[str, int]:
+def _cluster_constants(cluster: Cluster | None, layer: _LayerRows | None, lists_at_once: int) -> dict[str, int]:
     if cluster is None or layer is None:
         return {"COPIES": 0, "CLUSTER": 1}
     reading = layer.constants()
@@ -194,6 +196,6 @@ def _cluster_constants(cluster: Cluster | None, layer: _Layer | None, lists_at_o
     } | reading
 
 
-def _power_of_2(number: int) -> int:
-    """The least that is no smaller."""
+def _next_power_of_2(number: int) -> int:
+    """Returns the smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
