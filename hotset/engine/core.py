@@ -140,7 +140,7 @@ class Engine:
             handed_off=counters.handed_off,
             quarantined_pages=sum(ledger.quarantined.device + ledger.quarantined.host for ledger in ledgers),
             handoff=None if self._endpoint is None else self._endpoint.stats(),
-            rows_flushed=traffic.rows_flushed,
+            rows_mirrored=traffic.rows_mirrored,
             bytes_swapped=traffic.bytes_swapped,
             slot_lookups=traffic.lookups,
             slot_misses=traffic.misses,

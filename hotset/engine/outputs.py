@@ -89,7 +89,7 @@ class EngineStats:
     handed_off: int = 0  # prompts computed for decode workers
     quarantined_pages: int = 0
     handoff: HandoffStats | None = None
-    rows_flushed: int = 0
+    rows_mirrored: int = 0
     bytes_swapped: int = 0
     slot_lookups: Mapping[int, int] = field(default_factory=dict)  # by the layer that runs the indexer
     slot_misses: Mapping[int, int] = field(default_factory=dict)

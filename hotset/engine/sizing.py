@@ -122,7 +122,7 @@ def _device_pages(
     config: EngineConfig, geometry: Geometry, wanted: int, device: torch.device, parts: Sequence[WorkerMemory]
 ) -> tuple[int, str]:
     """Returns the pages of every worker's device pool, and the flag that changes them."""
-    page_bytes = [part.shape.layers * geometry.part_bytes for part in parts]
+    page_bytes = [part.shape.layers * geometry.layer_page_bytes for part in parts]
     if config.device_kv_tokens is not None:
         pages, flag = geometry.resident_pages(config.device_kv_tokens), "--device-kv-tokens"
     elif config.device_kv_gib is not None:
@@ -156,7 +156,7 @@ def _host_pages(
     if config.tiers == "off":
         return 0, "--tiers"
     page_bytes = sum(part.shape.token_bytes for part in parts if part.owns_store) * config.page_rows
-    on_devices = sum(part.shape.layers for part in parts) * geometry.part_bytes * device_pages
+    on_devices = sum(part.shape.layers for part in parts) * geometry.layer_page_bytes * device_pages
     free = free_bytes(CPU) - (on_devices if device.type == "cpu" else 0)  # the same memory holds both pools
     on_device = _most_row_pages(geometry, device_pages)
     if config.host_kv_tokens is not None:

@@ -83,14 +83,14 @@ def _host_store(shards: Sequence[HostShard]) -> Store:
 def _device_store(pool: DevicePool) -> Store:
     geometry, stride = pool.geometry, pool.shape.row.stride_bytes
     bases = tuple((layer.data_ptr(),) for layer in pool.bytes)
-    rows = PagedSpan(bases, geometry.part_bytes, geometry.page_rows, geometry.page_rows, stride)
+    rows = PagedSpan(bases, geometry.layer_page_bytes, geometry.page_rows, geometry.page_rows, stride)
     keys = None
     if pool.shape.key is not None:
         assert pool.key_blocks is not None
         parts = range(pool.key_parts)
         starts = tuple(tuple(pool.bytes[first + part].data_ptr() for part in parts) for first in pool.shape.key_layers)
         per_part, stride = pool.key_blocks.shape[2], pool.shape.key.stride_bytes
-        keys = PagedSpan(starts, geometry.part_bytes, geometry.keys_per_page, per_part, stride)
+        keys = PagedSpan(starts, geometry.layer_page_bytes, geometry.keys_per_page, per_part, stride)
     return Store(whole_rows(rows), keys)
 
 

@@ -46,13 +46,13 @@ class KvShape:
         return self.layers * self.row.stride_bytes + keys
 
     def geometry(self, page_rows: int, slots: int = 0) -> Geometry:
-        part_bytes = page_rows * self.row.stride_bytes
+        layer_page_bytes = page_rows * self.row.stride_bytes
         keys_per_page = 0
         if self.key is not None:
-            keys_per_page = self.key_parts * (part_bytes // self.key.stride_bytes)
+            keys_per_page = self.key_parts * (layer_page_bytes // self.key.stride_bytes)
             if keys_per_page == 0:
                 raise ConfigError(f"--page-rows {page_rows} is too small: a page must hold at least one index key")
-        return Geometry(page_rows, self.layers, part_bytes, keys_per_page, slots, self.topk)
+        return Geometry(page_rows, self.layers, layer_page_bytes, keys_per_page, slots, self.topk)
 
 
 class DevicePool:
@@ -63,7 +63,7 @@ class DevicePool:
 
     def __init__(self, shape: KvShape, geometry: Geometry, pages: int, device: torch.device) -> None:
         self.shape, self.geometry, self.pages, self.device = shape, geometry, pages, device
-        self.bytes = torch.empty(shape.layers, pages, geometry.part_bytes, dtype=torch.uint8, device=device)
+        self.bytes = torch.empty(shape.layers, pages, geometry.layer_page_bytes, dtype=torch.uint8, device=device)
         stored = self.bytes.view(shape.row.stored_dtype)
         self.rows = stored.view(shape.layers, pages * geometry.page_rows, shape.row.stored_width)
         self.flat_rows = self.rows.flatten(0, 1)  # row r of layer l is number l * layer_rows + r
@@ -72,7 +72,7 @@ class DevicePool:
         self.key_blocks: Tensor | None = None
         if shape.key is not None:
             keys = self.bytes.view(shape.key.stored_dtype)
-            per_block = geometry.part_bytes // shape.key.stride_bytes
+            per_block = geometry.layer_page_bytes // shape.key.stride_bytes
             used = keys[:, :, : per_block * shape.key.stored_width]
             self.key_blocks = used.unflatten(2, (per_block, shape.key.stored_width))  # [layers, pages, keys, width]
 

@@ -24,18 +24,18 @@ class Geometry:
 
     page_rows: int
     layers: int
-    part_bytes: int  # bytes of one page in one layer
+    layer_page_bytes: int  # bytes of one page in one layer
     keys_per_page: int = 0  # 0 if the model has no index keys
     slots: int = 0  # slots of a hot buffer; 0 if requests cannot be tiered
     topk: int = 0  # positions that one token selects
 
     @property
     def page_bytes(self) -> int:
-        return self.layers * self.part_bytes
+        return self.layers * self.layer_page_bytes
 
     @property
     def words_per_page(self) -> int:
-        return self.part_bytes // WORD_BYTES
+        return self.layer_page_bytes // WORD_BYTES
 
     @property
     def slot_pages(self) -> int:

@@ -33,7 +33,7 @@ COUNTERS = {
     "parks": ("hotset_parks", "Preemptions that kept the KV rows on the host."),
     "resumes": ("hotset_resumes", "Parked requests that were resumed."),
     "recomputes": ("hotset_recomputes", "Preemptions that dropped the KV rows, to be recomputed."),
-    "rows_flushed": ("hotset_rows_flushed", "KV rows copied to the host; a row counts once for all layers."),
+    "rows_mirrored": ("hotset_rows_flushed", "KV rows copied to the host; a row counts once for all layers."),
     "bytes_swapped": ("hotset_bytes_swapped", "Bytes copied from the host into hot buffers."),
     "steps": ("hotset_steps", "Steps computed."),
     "retries": ("hotset_handoff_retries", "Handoffs that were lost and retried."),

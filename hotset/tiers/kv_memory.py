@@ -21,7 +21,7 @@ from hotset.tiers.view import TieredView
 class Traffic:
     """Totals of what was copied between host and device since start."""
 
-    rows_flushed: int  # each counted once for all layers
+    rows_mirrored: int  # each counted once for all layers
     lookups: Mapping[int, int]  # positions looked up in slots, by the layer whose indexer selected them
     misses: Mapping[int, int]
     bytes_swapped: int  # from host to slots, in all layers
@@ -119,7 +119,7 @@ class KvMemory:
         counts = [] if self.hot_buffers is None else self.hot_buffers.counts.tolist()
         row_bytes = shape.row.row_bytes
         return Traffic(
-            rows_flushed=0 if self._mirror is None else self._mirror.rows_flushed,
+            rows_mirrored=0 if self._mirror is None else self._mirror.rows_mirrored,
             lookups={shape.key_layers[group]: looked_up for group, (looked_up, _) in enumerate(counts)},
             misses={shape.key_layers[group]: missed for group, (_, missed) in enumerate(counts)},
             bytes_swapped=sum(

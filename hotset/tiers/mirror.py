@@ -47,7 +47,7 @@ class Mirror:
         key = pool.shape.key
         self._key_word = torch.uint8 if key is None or key.stride_bytes % WORD_BYTES else torch.int32
         self.reading: set[int] = set()  # device pages that the side stream may still have to read
-        self.rows_flushed = 0  # rows copied to the host since start, each counted once for all layers
+        self.rows_mirrored = 0  # rows copied to the host since start, each counted once for all layers
 
     def warm_up(self) -> None:
         """Compiles the copy kernels by copying nothing."""
@@ -137,7 +137,7 @@ class Mirror:
             self._store_rows(rows)
             if self._host.keys is not None:
                 self._store_keys(keys)
-        self.rows_flushed += sum(last - first for _seat, first, last in keys)
+        self.rows_mirrored += sum(last - first for _seat, first, last in keys)
 
     def _store_rows(self, ranges: Sequence[TokenRange]) -> None:
         runs: list[CopyRun] = []
@@ -179,7 +179,7 @@ class Mirror:
         pool, page_rows, word = self._pool, self._pool.geometry.page_rows, self._key_word.itemsize
         assert pool.shape.key is not None and pool.key_blocks is not None
         key_words, per_block = pool.shape.key.stride_bytes // word, pool.key_blocks.shape[2]
-        per_page, words_per_page = pool.geometry.keys_per_page, pool.geometry.part_bytes // word
+        per_page, words_per_page = pool.geometry.keys_per_page, pool.geometry.layer_page_bytes // word
         runs: dict[int, list[CopyRun]] = {}
         for seat, first, last in ranges:
             pages, host_pages = self._tables.key_pages[seat], self._tables.host_pages[seat]

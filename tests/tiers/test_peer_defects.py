@@ -182,14 +182,14 @@ def test_defect_08_contexts_that_end_on_a_page_boundary_park_and_resume_byte_for
     bench = Bench(60, 40, tiers=tiers)
     request = bench.add("r", 21, 24)
     bench.run(until=lambda: request.num_scheduled == length and bench.settled)
-    flushed = bench.memory.traffic().rows_flushed
+    flushed = bench.memory.traffic().rows_mirrored
     assert flushed == length // 4 * 4, "a page is copied when it is full, and once"
     bench.scheduler._preemptor.change_residence(request, Residence.PARKED)
     bench.step()
     assert bench.scheduler.counters.resumes == 1
     written = length + 1
     again = written // 4 * 4 - length // 4 * 4  # a partly flushed page is copied again as a whole when it is full
-    assert bench.memory.traffic().rows_flushed == flushed + length % 4 + again, "not the rows of the last page alone"
+    assert bench.memory.traffic().rows_mirrored == flushed + length % 4 + again, "not the rows of the last page alone"
     bench.finish()
 
 

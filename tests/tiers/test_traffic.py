@@ -86,7 +86,7 @@ def test_defect_19_lookups_misses_bytes_and_flushes_are_those_of_plain_counting(
     assert dict(stats.slot_lookups) == dict(zip(INDEXED, slots.lookups, strict=True))
     assert dict(stats.slot_misses) == dict(zip(INDEXED, slots.misses, strict=True))
     assert stats.bytes_swapped == sum(slots.misses) * 2 * SHAPE.row.row_bytes, "two layers share each selection"
-    assert stats.rows_flushed == flushed
+    assert stats.rows_mirrored == flushed
     assert 0 < sum(slots.misses) < sum(slots.lookups), "there must be misses and hits"
 
 

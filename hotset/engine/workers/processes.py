@@ -248,15 +248,15 @@ class MultiprocessExecutor:
         ]
         lookups: dict[int, int] = {}
         misses: dict[int, int] = {}
-        rows_flushed = 0
+        rows_mirrored = 0
         for rank, traffic in reports:
             if rank.split.tp_rank == 0:
                 first = rank.split.first_layer
                 for total, counts in ((lookups, traffic.lookups), (misses, traffic.misses)):
                     for layer, count in counts.items():
                         total[first + layer] = total.get(first + layer, 0) + count
-                rows_flushed += traffic.rows_flushed if rank.stage == 0 else 0
-        return Traffic(rows_flushed, lookups, misses, sum(traffic.bytes_swapped for _, traffic in reports))
+                rows_mirrored += traffic.rows_mirrored if rank.stage == 0 else 0
+        return Traffic(rows_mirrored, lookups, misses, sum(traffic.bytes_swapped for _, traffic in reports))
 
     def audit(self, tiered: Sequence[Mapping[int, int]]) -> None:
         self._drain()
