@@ -13,11 +13,11 @@ from hotset.memory.geometry import Geometry
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one token stores: one row per layer, and one index key per index group (none without an indexer)."""
+    """Describes what a token stores: one row per layer, and one index key per index group (none without an indexer)."""
 
     layers: int
     row: RowLayout
-    key_layers: tuple[int, ...] = ()  # first layer of each index group: the one that has the indexer
+    key_layers: tuple[int, ...] = ()  # first layer of each index group, which has the indexer
     key: RowLayout | None = None
     topk: int = 0
 
@@ -36,7 +36,10 @@ class KvShape:
 
     @property
     def key_parts(self) -> int:
-        """The number of layers of a page that can hold one group's keys: the size of the smallest group."""
+        """The number of parts in which a page holds the keys of one group.
+
+        Each part lies in a different layer of the group, so there are no more parts than layers in the smallest group.
+        """
         return min((len(self.layers_of(group)) for group in range(self.groups)), default=0)
 
     @property
@@ -82,14 +85,15 @@ class DevicePool:
 
     @property
     def key_parts(self) -> int:
-        """The number of layers of a page that hold one group's keys."""
+        """The number of parts in which a page holds the keys of one group, each in a different layer."""
         assert self.key_blocks is not None, "this model has no index keys"
         return self.geometry.keys_per_page // self.key_blocks.shape[2]
 
     def keys_of(self, group: int) -> Tensor:
         """Returns the keys of one index group, [parts, pages, keys, stored width].
 
-        Position p of a context is key p % keys_per_page of its page. The parts hold a page's keys one after another.
+        Position p of a context is key p % keys_per_page of its page. Each part holds consecutive
+        keys of a page.
         """
         assert self.key_blocks is not None, "this model has no index keys"
         first = self.shape.key_layers[group]

@@ -2,19 +2,20 @@
 
 Every page of the device pool has the same size, `page_rows` rows in each layer, and may hold any of these:
 
-    rows   `page_rows` rows of a request, in every layer (a resident request's, a hot buffer's slots, a tail)
+    rows   `page_rows` rows of a request in every layer: rows of a resident request, slots, or a tail page
     keys   `keys_per_page` index keys of a request, for every index group
     maps   words of a tiered request's residency maps, for every index group
     work   the rows of one layer of a context that streams through the device during prefill
 
-All uses share one budget: a page that one use frees, any other may take. So tiers never lower concurrency.
+A page that is freed from one use can be granted for any other. Therefore, enabling tiers never lowers the number of
+requests that fit.
 """
 
 from dataclasses import dataclass
 
 from hotset.base.units import ceil_div
 
-TAIL_PAGES = 2  # page n of a context lies in tail page n % 2
+TAIL_PAGES = 2  # the newest two pages of a context: page n is in tail page n % TAIL_PAGES
 WORD_BYTES = 4
 
 
@@ -48,11 +49,11 @@ class Geometry:
         return ceil_div(tokens, self.keys_per_page) if self.keys_per_page else 0
 
     def map_pages(self, tokens: int) -> int:
-        """Maps hold `slots` words of position_of, `slots` of last_used, and slot_of with two positions per word."""
+        """Pages for `slots` words of position_of, as many of last_used, and slot_of with two positions per word."""
         return ceil_div(2 * self.slots + ceil_div(tokens, 2), self.words_per_page)
 
     def work_pages(self, tokens: int) -> int:
-        """A workspace page holds rows of a single layer in the parts of all its layers."""
+        """Pages of a workspace, which uses all `layers` layers of its pages for the rows of one layer of the model."""
         return ceil_div(self.row_pages(tokens), self.layers)
 
     def hot_pages(self, tokens: int) -> int:
@@ -66,7 +67,7 @@ class Geometry:
         return self.hot_pages(tokens) + self.key_pages(tokens)
 
     def streamed_pages(self, tokens: int) -> int:
-        """Pages of a streamed prefill, including enough to become tiered at its end."""
+        """Pages of a streamed prefill. They suffice for the request to become tiered at the end of the prefill."""
         return max(self.work_pages(tokens), self.hot_pages(tokens)) + self.key_pages(tokens)
 
     def tail_first(self, position: int) -> int:

@@ -11,14 +11,14 @@ from hotset.memory.device_pool import KvShape
 
 
 def host_bytes(shape: KvShape, pages: int, page_rows: int) -> int:
-    """Returns the size of a store of `pages` pages."""
+    """Returns the size of a host store of `pages` pages."""
     return pages * page_rows * shape.token_bytes
 
 
 class HostStore:
     """Owns `pages` pages of host memory, pinned if `device` is a GPU. Fresh memory is not cleared.
 
-    Several workers may share one store. Then all of them read every page, and each page has one writer.
+    If several workers share one store, all of them read every page, but only one of them writes to a given page.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class HostStore:
             self._pin(progress)
 
     def writes(self, page: int) -> bool:
-        """Whether this worker writes that page."""
+        """Whether this worker is the one that writes to `page`."""
         return page % self.writers == self.writer
 
     def _pin(self, progress: Callable[[int, int], None] | None) -> None:
-        """Pins layer by layer, to report progress. A copy must not span two layers, which are pinned separately."""
+        """Pins each layer separately, so that progress can be reported. A copy must therefore not span two layers."""
         layers = [layer for tensor in (self.rows, self.keys) if tensor is not None for layer in tensor]
         total, done = sum(layer.nbytes for layer in layers), 0
         for layer in layers:
@@ -74,6 +74,6 @@ class HostStore:
                 progress(done, total)
 
     def close(self) -> None:
-        """Unpins the layers one by one. An exit that leaves this to the kernel can hang a machine. Idempotent."""
+        """Unpins the layers one by one. If the operating system does it at exit, the machine can hang. Idempotent."""
         while self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())

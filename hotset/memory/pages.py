@@ -5,13 +5,13 @@ from collections.abc import Iterable
 
 
 class PageAllocator:
-    """Allocates page ids in [0, capacity), in runs of neighbours if possible.
+    """Allocates page ids in [0, capacity), as runs of consecutive pages if possible.
 
     If too few pages are free, `allocate` returns None and does not raise.
     """
 
     def __init__(self, capacity: int) -> None:
-        assert capacity > 0, f"an allocator of {capacity} pages"
+        assert capacity > 0, f"an allocator needs at least one page, not {capacity}"
         self.capacity = capacity
         self._held = bytearray(capacity)
         self._free = 0
@@ -32,9 +32,9 @@ class PageAllocator:
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
         """Returns `count` pages, now held by the caller, or None (and changes nothing) if fewer are free.
 
-        The pages continue the run that ends in page `after` if its next page is free, so that a growing request stays
-        in one run. Otherwise they come from the shortest run that fits or, for a growing request (`after` given), from
-        the longest run, so that it can grow further.
+        A growing request passes its last page as `after`. It gets the free pages that follow this page, so that it
+        stays in one run, and any further pages from the longest free runs, so that it can grow again. Without `after`,
+        the pages come from the shortest free run that is long enough or, if there is none, from the longest ones.
         """
         if count > self._free:
             return None
@@ -49,9 +49,9 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
-        """Releases pages. Each must be held; releasing a page twice is a bug of the caller and fails at once."""
+        """Releases pages. Each must be held: releasing a page twice fails an assertion."""
         for page in sorted(pages):
-            assert self._held[page], f"page {page} released while free"
+            assert self._held[page], f"page {page} was released while it was free"
             self._held[page] = 0
             first, length = page, 1
             if page in self._first_before:
@@ -65,8 +65,8 @@ class PageAllocator:
         """Proves that the free runs are exactly the pages that are not held, and that all counts agree."""
         free = [page for page in range(self.capacity) if not self._held[page]]
         in_runs = [page for first in sorted(self._length_at) for page in range(first, first + self._length_at[first])]
-        assert free == in_runs, "free runs disagree with the pages held"
-        assert len(free) == self._free, f"{len(free)} pages are free, the count says {self._free}"
+        assert free == in_runs, "the free runs are not the pages that are not held"
+        assert len(free) == self._free, f"{len(free)} pages are free, but {self._free} are counted"
         assert self._by_length == sorted((length, first) for first, length in self._length_at.items())
         assert self._first_before == {first + length: first for first, length in self._length_at.items()}
 
@@ -94,7 +94,7 @@ class PageAllocator:
 
 
 def extend_runs(runs: list[tuple[int, int]], pages: Iterable[int]) -> None:
-    """Appends `pages` to `runs` of (first page, count), merging neighbours."""
+    """Appends `pages` to `runs` of (first page, count), and merges consecutive pages."""
     for page in pages:
         if runs and runs[-1][0] + runs[-1][1] == page:
             runs[-1] = (runs[-1][0], runs[-1][1] + 1)

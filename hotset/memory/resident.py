@@ -22,7 +22,7 @@ from hotset.memory.view import NewRows, Selected
 class Batch:
     """The tokens of one step. Segment i belongs to the request on `seats[i]`.
 
-    While a graph is captured, the host does not know which requests will use it. Then `seats` is empty, and the view
+    A batch for the capture of a graph has no `seats`, because the requests of later replays are not known yet. Its view
     uses only `seat_of` and the segments' positions, which are device tensors.
     """
 
@@ -39,7 +39,7 @@ def make_batch(seats: Sequence[int], starts: Sequence[int], counts: Sequence[int
 
 
 def make_captured_batch(seat_of: Tensor, positions: Tensor) -> Batch:
-    """Makes a batch of one token for each seat, for capture: seats and positions are read from device memory."""
+    """Makes a batch for capture, with one token per seat: seats and positions are read from device memory at replay."""
     tokens = seat_of.shape[0]
     segment_of = torch.arange(tokens, device=seat_of.device)
     return Batch((), Segments((1,) * tokens, (), positions, segment_of), seat_of)
@@ -49,7 +49,7 @@ class ResidentView:
     """Implements `View` over one device pool.
 
     A view reads only [0, start + count) of each context and writes [start, start + count) before it reads. Rows past
-    the end of a context are therefore never read, and a later view may write over them.
+    the end of a context are therefore never read, and a later view can overwrite them.
     """
 
     def __init__(self, pool: DevicePool, tables: PageTables, batch: Batch) -> None:

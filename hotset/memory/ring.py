@@ -1,4 +1,4 @@
-"""The ring allocator grants leases on ranges of a ring of bytes. It only keeps records and owns no memory."""
+"""The ring allocator grants leases of byte ranges in a ring. It only keeps records and owns no memory."""
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,31 +19,32 @@ class Lease:
 class Ring:
     """Grants free ranges of a ring of `nbytes` bytes in the order of requests.
 
-    Each lease is one range that begins at a multiple of `align`. It is placed after the lease granted before it, or at
-    the first gap that fits if the end of the ring is too near. Released bytes thus stay unused for as long as possible.
-    Leases may end in any order, and their bytes are free at once. Requests are never reordered: the first in the queue
-    waits until it fits, and no other request is granted meanwhile. So even a request for the whole ring is granted, at
-    the latest when every lease has ended. A request that does not fit waits; it does not raise.
+    Each lease is one range that begins at a multiple of `align`. It is placed in the first gap after the newest lease
+    that is large enough or, if there is none, in the first such gap of the ring. Released bytes therefore stay unused
+    for as long as possible. Leases can end in any order, and their bytes are free at once. Requests are never
+    reordered: the first in the queue waits until it fits, and no other request is granted meanwhile. Even a request for
+    the whole ring is therefore granted, at the latest when every lease has ended. A request that does not fit waits; it
+    does not raise.
 
-    Every call may be repeated, and the number of an ended lease changes nothing. But an owner whose lease has ended may
-    request another, so a delayed duplicate of its first request would be granted again. The caller must filter such
-    duplicates.
+    Every call can be repeated, and a call with the number of an ended lease changes nothing. But an owner whose lease
+    has ended can request another, so a delayed duplicate of its first request would be granted again. The caller must
+    filter such duplicates.
     """
 
     def __init__(self, nbytes: int, align: int = 256) -> None:
-        assert nbytes > 0 and align > 0, f"a ring of {nbytes} bytes, aligned to {align}"
+        assert nbytes > 0 and align > 0, f"the size {nbytes} and the alignment {align} of a ring must be positive"
         self.nbytes, self.align = nbytes, align
         self._leases: dict[int, Lease] = {}  # by number, including those in quarantine
         self._number_of: dict[Hashable, int] = {}  # number of each owner's lease, unless it is in quarantine
         self._queue: dict[Hashable, int] = {}  # bytes that each waiting owner has requested, in order
         self._quarantined: set[int] = set()
         self._unreported: list[int] = []
-        self._front = 0  # the end of the newest lease
+        self._front = 0  # end of the newest lease; 0 if there is no lease
         self._next_number = 0
 
     @property
     def held(self) -> int:
-        """Bytes under a lease or in quarantine, including the padding for alignment behind them."""
+        """Bytes under a lease or in quarantine, including the padding up to the next aligned byte."""
         return sum(self._end(lease) - lease.first for lease in self._leases.values())
 
     @property
@@ -62,17 +63,17 @@ class Ring:
 
     @property
     def stuck(self) -> bool:
-        """Whether the first in the queue would wait even if every lease ended, because of quarantined bytes."""
+        """Whether the first in the queue could not be granted even if every lease outside quarantine ended."""
         return bool(self._queue) and not self.fits(self._next_size())
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a lease of `nbytes` bytes would fit if every lease ended that is not in quarantine."""
+        """Whether a lease of `nbytes` bytes would fit if every lease outside quarantine ended."""
         return nbytes > 0 and self._first_fit(self._gaps(self._in_quarantine()), nbytes) is not None
 
     def request(self, owner: Hashable, nbytes: int) -> bool:
-        """Puts `owner` in the queue for `nbytes` bytes. Returns False if no lease can be so large.
+        """Puts `owner` in the queue for `nbytes` bytes. Returns False if the ring can never grant such a size.
 
-        Nothing changes for an owner that already waits or has a lease.
+        Does nothing and returns True if the owner already waits or has a lease.
         """
         if owner in self._queue or owner in self._number_of:
             return True
@@ -83,7 +84,7 @@ class Ring:
         return True
 
     def take_granted(self) -> list[Lease]:
-        """Returns the leases granted since the last call, in the order of requests, without those that have ended."""
+        """Returns the leases granted since the last call, in the order of requests, except those that have ended."""
         unreported, self._unreported = self._unreported, []
         return [self._leases[number] for number in unreported if self._may_write(number)]
 
@@ -92,11 +93,11 @@ class Ring:
         return None if number is None else self._leases[number]
 
     def withdraw(self, owner: Hashable) -> None:
-        """Removes the owner from the queue, or releases its lease. No process may still write to that lease."""
+        """Removes the owner from the queue, or releases its lease. The caller ensures that no process writes to it."""
         if owner in self._number_of:
             self.release(self._number_of[owner])
         elif self._queue.pop(owner, None) is not None:
-            self._grant()  # smaller requests may have waited behind it
+            self._grant()  # requests behind it may fit
 
     def release(self, number: int) -> bool:
         """Ends a lease and frees its bytes. Returns False, and changes nothing, if it has ended or is in quarantine."""
@@ -109,7 +110,7 @@ class Ring:
     def quarantine(self, number: int) -> None:
         """Ends a lease whose writer may still write. Its bytes stay unused until `end_quarantine`.
 
-        The owner may request another lease.
+        The owner can request another lease.
         """
         if self._may_write(number):
             del self._number_of[self._leases[number].owner]
@@ -122,21 +123,21 @@ class Ring:
             self._free(number)
 
     def audit(self) -> None:
-        """Proves that leases do not overlap, that counts and owners agree, and that no request waits that fits."""
+        """Proves that leases do not overlap, that all records agree, and that the first in the queue does not fit."""
         end = 0
         for lease in sorted(self._leases.values(), key=_first):
-            assert lease.first >= end and lease.first % self.align == 0, f"{lease} begins before {end}, or unaligned"
-            assert lease.nbytes > 0 and lease.first + lease.nbytes <= self.nbytes, f"{lease} leaves the ring"
+            assert lease.first >= end and lease.first % self.align == 0, f"{lease} begins before {end} or is unaligned"
+            assert lease.nbytes > 0 and lease.first + lease.nbytes <= self.nbytes, f"{lease} is not inside the ring"
             end = self._end(lease)
         assert all(number == lease.number < self._next_number for number, lease in self._leases.items())
         writing = {lease.owner: number for number, lease in self._leases.items() if self._may_write(number)}
-        assert writing == self._number_of, f"owners {self._number_of} of leases {writing}"
-        assert self._quarantined <= self._leases.keys(), f"{self._quarantined} in quarantine hold nothing"
-        assert not self._queue.keys() & self._number_of.keys(), "an owner waits and has a lease"
+        assert writing == self._number_of, f"the owners {self._number_of} are not those of the leases {writing}"
+        assert self._quarantined <= self._leases.keys(), f"{self._quarantined} are quarantined, but not all exist"
+        assert not self._queue.keys() & self._number_of.keys(), "an owner waits although it has a lease"
         gaps = sum(end - first for first, end in self._gaps(self._leases.values()))
-        assert gaps == self.free, f"{gaps} bytes lie between leases, {self.free} are free"
+        assert gaps == self.free, f"{gaps} bytes lie between leases, but {self.free} are free"
         assert not self._queue or self._find_place(self._next_size()) is None, (
-            "the first in the queue waits though there is room"
+            "the first in the queue waits although it fits"
         )
 
     def _grant(self) -> None:
@@ -183,7 +184,7 @@ class Ring:
         return next((first for first, end in gaps if end - first >= nbytes), None)
 
     def _next_size(self) -> int:
-        """Returns the bytes that the first in the queue has requested."""
+        """Returns how many bytes the first in the queue has requested."""
         return next(iter(self._queue.values()))
 
     def _may_write(self, number: int) -> bool:
@@ -193,7 +194,7 @@ class Ring:
         return (self._leases[number] for number in self._quarantined)
 
     def _end(self, lease: Lease) -> int:
-        """Returns where the next lease may begin, or the end of the ring."""
+        """Returns the first aligned byte after a lease, or the end of the ring."""
         return min(self.nbytes, ceil_div(lease.first + lease.nbytes, self.align) * self.align)
 
 

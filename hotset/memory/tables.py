@@ -15,7 +15,7 @@ from hotset.memory.pages import extend_runs
 class PageTables:
     """Page tables of up to `seats` requests, each of at most `context` tokens.
 
-    A seat is a running request's fixed place in the worker's tensors. Numbers are written with `fill_`, because
+    A seat is a running request's fixed index in the worker's tensors. Numbers are written with `fill_`, because
     assigning a Python number to an element makes a copy that waits for the device.
     """
 
@@ -39,11 +39,11 @@ class PageTables:
         self.key_pages: list[list[int]] = [[] for _ in range(seats)]
         self.host_pages: list[list[int]] = [[] for _ in range(seats)]
         self.tail_pages: list[tuple[int, ...]] = [() for _ in range(seats)]
-        self.work_pages: list[list[int]] = [[] for _ in range(seats)]  # workspaces of seats whose prefill streams
-        self.tiered_seats: set[int] = set()  # the same as `tiered`, for the host
+        self.work_pages: list[list[int]] = [[] for _ in range(seats)]  # workspaces of seats with streamed prefill
+        self.tiered_seats: set[int] = set()  # the same information as `tiered`, on the host
 
     def clear(self, seat: int) -> None:
-        """Removes all pages of a seat, for a new request."""
+        """Removes all pages of a seat before a new request uses it."""
         for table in (self.host, self.keys, self.slots, self.tail, self.maps):
             table[seat].fill_(EMPTY)
         self.set_tiered(seat, False)
@@ -86,7 +86,7 @@ class PageTables:
         self.host_pages[seat] += pages
 
     def rows_at(self, seats: Tensor | int, positions: Tensor) -> Tensor:
-        """Returns the device rows, within a layer, of `positions` in resident contexts (same shape, or broadcast)."""
+        """Returns the device rows, within a layer, of `positions` in resident contexts. `seats` is broadcast."""
         page_rows = self.geometry.page_rows
         return self.rows[seats, positions // page_rows] * page_rows + positions % page_rows
 

@@ -1,7 +1,8 @@
 """The interface between models and memory: how a decoder reads and writes rows during one step.
 
-Top-k is known only inside a layer, but memory finds the rows. Models call this protocol, `memory` and `tiers` implement
-it, and the runner passes a view to the model. Models and memory do not import each other.
+The top-k positions are known only inside a layer, and only the memory can locate their rows. Models call this
+protocol, `memory` and `tiers` implement it, and the runner passes a view to the model. Models and memory do not import
+each other.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from hotset.kernels.segments import Segments
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The rows that attention selected."""
+    """The rows that attention reads in one layer."""
 
     rows: Tensor  # [device rows, stored width]
     row_ids: Tensor  # [tokens, k] int64 indices into `rows`, EMPTY-padded
@@ -25,14 +26,14 @@ class Selected:
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """The place of a step's new rows in one layer."""
+    """Where a step's new rows are stored in one layer."""
 
     rows: Tensor  # [device rows, stored width]
     row_ids: Tensor  # [tokens] int64, distinct indices into `rows`; EMPTY for padding, whose rows are dropped
     layout: RowLayout  # how `rows` are stored
 
     def store(self, values: Tensor) -> None:
-        """Writes `values` [tokens, width]."""
+        """Writes `values` [tokens, width], except those of padding."""
         kept = self.row_ids != EMPTY
         self.rows.index_copy_(0, self.row_ids[kept], self.layout.encode(values)[kept])
 
@@ -42,17 +43,17 @@ class View(Protocol):
 
     @property
     def segments(self) -> Segments:
-        """Maps each token of the step to its context and its position there."""
+        """The tokens of the step, grouped by context, with their positions in it."""
 
     @property
     def padded_seats(self) -> Tensor | None:
         """[tokens] int64: seats, EMPTY for padding. None if the batch has no padding."""
 
     def new_rows(self, layer: int) -> NewRows:
-        """Returns where this step's rows go. They must be written before any of the layer's rows are read."""
+        """Returns where this step's rows are stored. They must be written before any row of the layer is read."""
 
     def keys(self, group: int) -> PagedRows:
-        """Returns all index keys of every context. This step's keys must be written there before any are read."""
+        """Returns all index keys of every context. This step's keys must be written to it before any key is read."""
 
     def context(self, layer: int) -> PagedRows:
         """Returns all rows of every context, including this step's, for attention without selection."""

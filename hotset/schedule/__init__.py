@@ -1,1 +1,1 @@
-"""Floor 5: which request computes what in which step. Pure policy: no torch, no text, no HTTP."""
+"""Floor 5: decides which requests compute which tokens in each step. Pure policy: no torch, no text, no HTTP."""

@@ -1,4 +1,4 @@
-"""Which waiting request is admitted, and in which residence; and where prompts computed elsewhere land."""
+"""Decides whether a waiting request is admitted and in which residence, and where prompts of prefill workers land."""
 
 from hotset.base.config import TiersMode
 from hotset.schedule.landings import Landings
@@ -14,16 +14,19 @@ def admissible_residences(ledger: Ledger, request: Request, mode: TiersMode) -> 
     """Returns the residences in which a waiting or parked request may be admitted, the best first."""
     if not ledger.tiers or request.tiers == "resident" or request.holding.pages[PageUse.ROWS]:
         return (Residence.RESIDENT,)
-    below = Residence.TIERED if request.phase is Phase.PARKED and request.prefilled else Residence.STREAMED
+    rows_on_host = Residence.TIERED if request.phase is Phase.PARKED and request.prefilled else Residence.STREAMED
     if mode == "always" or request.tiers == "tiered":
-        return (below,)
-    return (Residence.RESIDENT, below)
+        return (rows_on_host,)
+    return (Residence.RESIDENT, rows_on_host)
 
 
 def admissible_landings(ledger: Ledger, request: Request, mode: TiersMode) -> list[tuple[bool, Residence]]:
-    """Returns where a prompt computed elsewhere may land, the best first: (on the device, residence afterwards)."""
+    """Returns where the prompt of a prefill worker may land, the best place first.
+
+    Each entry is (whether it lands in device pages, residence of the request afterwards).
+    """
     may_be_tiered = ledger.tiers and request.tiers != "resident"
-    must_be_resident = request.tiers == "resident" or request.landing == "device"  # even if all others are tiered
+    must_be_resident = request.tiers == "resident" or request.landing == "device"  # even if `mode` is "always"
     may_be_resident = must_be_resident or not (ledger.tiers and (mode == "always" or request.tiers == "tiered"))
     landings = []
     if may_be_resident and ledger.landing.on_device and request.landing != "host":
@@ -34,7 +37,7 @@ def admissible_landings(ledger: Ledger, request: Request, mode: TiersMode) -> li
 
 
 class Admission:
-    """Gives waiting requests a seat and pages, or pages for their prompt to land in."""
+    """Admits waiting requests. Each gets a seat and pages, or first the pages in which its prompt will land."""
 
     def __init__(
         self,
@@ -50,19 +53,19 @@ class Admission:
         self._preemptor, self._landings, self._mode = preemptor, landings, mode
 
     def check_possible(self, request: Request) -> None:
-        """Asserts that the request fits the pools when it is alone. The front end has refused all that do not."""
+        """Asserts that the request fits empty pools. The front end has refused requests that do not."""
         ledger, rows = self._ledger, request.max_length - 1
         residences = admissible_residences(ledger, request, self._mode)
         least = min(ledger.pages_needed(request.holding, to, rows).device for to in residences)
-        assert least <= ledger.device.capacity, f"{least} device pages never fit {ledger.device.capacity}"
+        assert least <= ledger.device.capacity, f"{least} device pages are needed, {ledger.device.capacity} exist"
         if ledger.host is not None:
             on_host = ledger.geometry.row_pages(rows)
-            assert on_host <= ledger.host.capacity, f"{on_host} host pages never fit {ledger.host.capacity}"
+            assert on_host <= ledger.host.capacity, f"{on_host} host pages are needed, {ledger.host.capacity} exist"
 
     def admit(self, request: Request) -> bool:
         """Admits a waiting or parked request with pages for all its tokens. Returns False if it does not fit yet.
 
-        A request whose prompt a prefill worker computes gets pages for the prompt to land in, but no seat.
+        A request whose prompt a prefill worker computes gets the pages in which the prompt will land, but no seat yet.
         """
         if request.phase is Phase.WAITING and request.prefill_at is not None:
             return self._reserve_landing(request)
@@ -81,13 +84,16 @@ class Admission:
         return False
 
     def on_kv_ready(self, request: Request) -> None:
-        """Moves a request to decoding. This is the only way there; all its tokens but the newest have rows."""
+        """Moves a request to phase DECODE. This is the only way there. All its tokens but the newest have rows."""
         request.move(Phase.DECODE)
         if request.holding.residence is Residence.STREAMED:
             self._next_plan.commands += self._ledger.end_streaming(request.holding, request.num_scheduled)
 
     def _reserve_landing(self, request: Request) -> bool:
-        """Reserves pages for a prompt to land in, if the request could then also be admitted."""
+        """Reserves the pages in which a prompt will land.
+
+        Returns False if there is too little room for them, or to admit the request afterwards.
+        """
         ledger, spare, rows = self._ledger, headroom(self._queues.running), len(request.tokens)
         for on_device, residence in admissible_landings(ledger, request, self._mode):
             need = ledger.pages_needed(request.holding, residence, min(rows + 1, request.max_length - 1))

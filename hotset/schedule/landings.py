@@ -1,6 +1,7 @@
-"""Prompts that cross between workers: reservations of a decode worker, and announcements of a prefill worker.
+"""Messages about prompts that a prefill worker computes for a decode worker, kept until they can be sent.
 
-The scheduler decides. The classes here keep what peers must be sent, and the moment from which it may be sent.
+A decode worker sends reservations and withdrawals; a prefill worker sends announcements. The scheduler decides about
+them, and the classes here keep each message until the plans before it allow sending it.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from hotset.tiers.residence import PageUse
 
 @dataclass(frozen=True, slots=True)
 class _Unsent:
-    """A reservation whose pages plans up to number `last_plan` may still use for their last owner."""
+    """An unsent reservation. Plans up to number `last_plan` may still use its pages for their previous owner."""
 
     reservation: Reservation
     last_plan: int
@@ -27,7 +28,10 @@ class Landings:
         self._withdrawn: list[Withdrawal] = []
 
     def reserve(self, request: Request, on_device: bool, plan: int) -> None:
-        """Adds the reservation of a waiting request that got pages while plan number `plan` was made."""
+        """Moves a waiting request to phase LANDING and adds its reservation.
+
+        The request got its pages while plan number `plan` was made.
+        """
         request.move(Phase.LANDING)
         assert request.prefill_at is not None
         pages = request.holding.pages
@@ -44,18 +48,25 @@ class Landings:
         self._unsent[request] = _Unsent(reservation, last_plan=plan)
 
     def withdraw(self, request: Request) -> bool:
-        """Cancels a landing. Returns True if its reservation was never sent; then its pages are free at once."""
+        """Cancels a landing.
+
+        Returns True if its reservation was never sent. In this case no peer can write, and the caller can release the
+        pages at once. Otherwise a withdrawal will be sent.
+        """
         if self._unsent.pop(request, None) is not None:
             return True
         self._withdrawn.append(Withdrawal(request.request_id, request.attempt))
         return False
 
     def reserved_in(self, plan: int) -> bool:
-        """Whether a reservation was made in this plan. Then the plan must be executed even if it computes nothing."""
+        """Whether a reservation was made in this plan. Such a plan must be executed even if it computes nothing."""
         return any(unsent.last_plan == plan for unsent in self._unsent.values())
 
     def take(self, first_in_flight: int) -> list[Reservation | Withdrawal]:
-        """Returns, once, what may be sent now. All plans before number `first_in_flight` have been committed."""
+        """Returns the messages that can be sent now, each of them once.
+
+        All plans before number `first_in_flight` have been committed.
+        """
         ready = [request for request, unsent in self._unsent.items() if unsent.last_plan < first_in_flight]
         reservations = [self._unsent.pop(request).reservation for request in ready]
         withdrawn, self._withdrawn = self._withdrawn, []
@@ -63,7 +74,7 @@ class Landings:
 
 
 class Announcements:
-    """Announcements of prompts computed for decode workers, which the next plan will carry."""
+    """Announcements about prompts computed for decode workers. The next plan will carry them."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
@@ -73,7 +84,10 @@ class Announcements:
         return bool(self._pending)
 
     def announce_rows(self, request: Request, *, whole: bool = False) -> None:
-        """Announces the full pages that the next plan puts on the host or, if `whole`, all scheduled rows."""
+        """Announces rows that will be on the host once the next plan has been executed.
+
+        These are the scheduled rows of full pages or, if `whole`, all scheduled rows.
+        """
         page_rows = self._geometry.page_rows
         last = request.num_scheduled if whole else request.num_scheduled - request.num_scheduled % page_rows
         if last > request.num_announced:
@@ -85,7 +99,7 @@ class Announcements:
         self._pending.append(PromptComputed(request.request_id, token, alternatives))
 
     def discard(self, request: Request) -> None:
-        """Removes the announcements of a request that is not needed any more."""
+        """Removes the announcements of a request that was dropped."""
         self._pending = [kept for kept in self._pending if kept.request_id != request.request_id]
 
     def take(self) -> list[Announcement]:

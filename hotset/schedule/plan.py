@@ -12,7 +12,7 @@ Alternatives = Mapping[int, tuple[float, int]]  # token id -> (log-probability, 
 
 @dataclass(frozen=True, slots=True)
 class AssignSeat:
-    """Gives a request a seat, its fixed place in the worker's tensors. The seat's previous state is cleared."""
+    """Gives a request a seat, its fixed index in the worker's tensors. The seat's previous state is cleared."""
 
     seat: int
     prompt: PromptSpec
@@ -23,7 +23,8 @@ class AssignSeat:
 class RowsWritten:
     """Announces that rows and index keys [first, last) of a prompt computed for a peer are on the host.
 
-    They are there once the plan that carries this has been executed. `pages` are host pages, from the prompt's first.
+    This is true once the plan that carries the announcement has been executed. `pages` are the host pages of rows
+    [0, last).
     """
 
     request_id: str
@@ -34,7 +35,7 @@ class RowsWritten:
 
 @dataclass(frozen=True, slots=True)
 class PromptComputed:
-    """Announces the first token of a prompt computed for a peer, after all of its rows."""
+    """Announces the token sampled after a prompt computed for a peer. All rows of the prompt were announced before."""
 
     request_id: str
     token_id: int
@@ -46,7 +47,11 @@ Announcement = RowsWritten | PromptComputed
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Requests that the prefill worker at `prefill_at` computes a prompt and writes it into the reserved pages."""
+    """Requests a prompt from the prefill worker at `prefill_at`, which writes the KV into the reserved pages.
+
+    `row_pages` are device pages if `on_device`, otherwise host pages. `key_pages` are device pages, or the same host
+    pages if there are no device pages for index keys.
+    """
 
     request_id: str
     attempt: int
@@ -67,7 +72,7 @@ class Withdrawal:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. Plans are executed in the order of their numbers; several may be in flight.
+    """Describes one step. Plans are executed in the order of their numbers; several can be in flight.
 
     Columns have one entry per segment: `seats[i]` computes tokens [starts[i], starts[i] + counts[i]) of its context.
     The last token of segment `sampled[j]` yields the j-th token of the result. Token ids are not in the plan. The
@@ -81,8 +86,8 @@ class Plan:
     starts: Sequence[int]
     counts: Sequence[int]
     sampled: Sequence[int]
-    announcements: Sequence[Announcement] = ()  # for peers, of prompts computed for them
-    reads_host: bool = False  # host pages are read that other workers may have written in earlier plans
+    announcements: Sequence[Announcement] = ()  # about prompts computed for peers
+    reads_host: bool = False  # whether it reads host pages that other workers may have written in earlier plans
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +95,7 @@ class Plan:
 
 
 class PlanBuilder:
-    """Collects the next plan. Commands may be added at any time, also between two calls of `Scheduler.plan`."""
+    """Collects the next plan. Commands can be added at any time, also between two calls of `Scheduler.plan`."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -98,14 +103,14 @@ class PlanBuilder:
 
     def _clear(self) -> None:
         self.commands: list[AssignSeat | Command] = []
-        self.requests: list[Request] = []  # of each segment
+        self.requests: list[Request] = []  # the request of each segment
         self.seats: list[int] = []
         self.starts: list[int] = []
         self.counts: list[int] = []
         self.sampled: list[int] = []
 
     def build(self, announcements: Sequence[Announcement], *, reads_host: bool) -> Plan:
-        """Returns the plan, and begins the next one."""
+        """Returns the collected plan and begins the next one."""
         plan = Plan(
             number=self.number,
             commands=self.commands,
@@ -132,11 +137,11 @@ class StepResult:
 
 @dataclass(slots=True)
 class TokenOutputs:
-    """New tokens and finished requests. The columns say that `token_ids[i]` is the next token of `request_ids[i]`."""
+    """New tokens and finished requests. `token_ids[i]` is the next token of request `request_ids[i]`."""
 
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    alternatives: dict[int, Alternatives] = field(default_factory=dict)
+    alternatives: dict[int, Alternatives] = field(default_factory=dict)  # by index into `token_ids`, if requested
     finished: dict[str, FinishReason] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # messages for requests that ended as 'lost' or 'no_room'
 

@@ -1,8 +1,8 @@
 """Decides which requests are demoted, parked or recomputed when pages are short, and promoted when pages are free.
 
-The functions only choose; they change nothing. `Preemptor` carries the choices out. A request's residence changes only
+The functions only choose and change nothing; `Preemptor` carries the choices out. A request's residence changes only
 while no plan in flight uses the request; until then the change is pending, and no other victim is chosen. Pages that
-are freed can be granted in the same plan. `running` is in order of arrival.
+are freed can be granted in the same plan. `running` is always in order of arrival.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,19 +15,19 @@ from hotset.schedule.request import Counters, Phase, Request
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
 from hotset.tiers.residence import Residence
 
-MAX_PARKS = 3  # a request that was parked this often is spared while others can be parked
+MAX_PARKS = 3  # a request parked this often is parked again only if all others were, too
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """`request` must change to residence `to`."""
+    """The choice that `request` must change to residence `to`."""
 
     request: Request
     to: Residence
 
 
 def pick_victim(ledger: Ledger, needy: Request, running: Sequence[Request], waiting: Iterable[Request]) -> Victim:
-    """Chooses the request that frees a page for the next token of `needy`. It may be `needy` itself.
+    """Chooses the request that frees a page for the next token of `needy`. The victim may be `needy` itself.
 
     If device pages are short, the request whose demotion frees the most pages is demoted. If no demotion frees any, the
     youngest request is parked. If host pages are short, or there is no host store, the youngest request that holds
@@ -38,8 +38,8 @@ def pick_victim(ledger: Ledger, needy: Request, running: Sequence[Request], wait
     if short_of_device and (freed := _pages_freed(ledger, running)):
         return Victim(max(freed, key=freed.__getitem__), Residence.TIERED)
     if short_of_device and ledger.host is not None:
-        seldom_parked = [request for request in running if request.parks < MAX_PARKS]
-        return Victim((seldom_parked or running)[-1], Residence.PARKED)
+        parkable = [request for request in running if request.parks < MAX_PARKS]
+        return Victim((parkable or running)[-1], Residence.PARKED)
     holders = [*running, *(request for request in waiting if request.phase is Phase.PARKED)]
     return Victim(max(holders, key=lambda request: request.arrival), Residence.ABSENT)
 
@@ -71,7 +71,7 @@ def promotable(ledger: Ledger, running: Sequence[Request]) -> Request | None:
 
 
 def headroom(running: Iterable[Request]) -> PageCounts:
-    """Returns one page for every running request that will need more pages. Admission leaves these free."""
+    """Returns the pages that admission leaves free: one of each pool for every request that may need more of them."""
     device = host = 0
     for request in running:
         device += request.holding.device_capacity < request.max_length - 1
@@ -80,7 +80,7 @@ def headroom(running: Iterable[Request]) -> PageCounts:
 
 
 def _pages_freed(ledger: Ledger, running: Iterable[Request]) -> dict[Request, int]:
-    """Returns the pages that demotion would free, for every request where it would free any."""
+    """Returns how many pages demotion would free, for every request where that is at least one."""
     return {
         request: freed
         for request in running
@@ -91,7 +91,7 @@ def _pages_freed(ledger: Ledger, running: Iterable[Request]) -> dict[Request, in
 
 
 class Preemptor:
-    """Makes room for requests that grow or are admitted, and uses room that has lasted for promotions."""
+    """Makes room for requests that grow or are admitted, and promotes requests when room has remained for a while."""
 
     def __init__(
         self,
@@ -103,13 +103,13 @@ class Preemptor:
         promote_after_plans: int,
     ) -> None:
         """A tiered request is promoted only after `promote_after_plans` plans without memory pressure."""
-        self.pending: dict[Request, Residence] = {}  # not scheduled until its plans have drained; then it changes
+        self.pending: dict[Request, Residence] = {}  # residence to change to once no plan in flight uses the request
         self._ledger, self._queues, self._next_plan, self._counters = ledger, queues, next_plan, counters
         self._mode, self._promote_after_plans = mode, promote_after_plans
         self._last_pressure = 0  # number of the last plan for which pages were short
 
     def grow(self, request: Request) -> bool:
-        """Grants pages for one more token, and preempts other requests for them if it must.
+        """Grants pages for one more token, and preempts requests for them if necessary.
 
         Returns False if the request cannot be scheduled in this plan. It may itself have been preempted.
         """
@@ -127,7 +127,7 @@ class Preemptor:
     def make_room(self, need: PageCounts, spare: PageCounts) -> bool:
         """Demotes requests, if necessary, until `need` fits with `spare` pages left. Returns whether it fits now.
 
-        No request is demoted if that would not suffice. If demotions are pending, it may fit in a later plan.
+        No request is demoted if that would not suffice. If demotions are pending, `need` may fit in a later plan.
         """
         if self._ledger.fits(need, spare):
             return True
@@ -143,7 +143,7 @@ class Preemptor:
         self._last_pressure = self._next_plan.number
 
     def change_residence(self, request: Request, to: Residence) -> bool:
-        """Changes a request's residence, now or when no plan in flight uses it any more. Returns whether it did now."""
+        """Changes a request's residence. Returns False if that must wait because plans in flight use the request."""
         if request.in_flight > 0:
             self.pending[request] = to
             return False
@@ -158,7 +158,7 @@ class Preemptor:
                 self._change(request, to)
 
     def promote_one(self) -> None:
-        """Promotes the oldest tiered request that fits, if no request waits and pages have not been short for long."""
+        """Promotes the oldest tiered request that fits, if no request waits and pages were not short lately."""
         if self._mode == "always" or self._queues.waiting or self.pending or not self._ledger.tiers:
             return
         if self._next_plan.number - self._last_pressure < self._promote_after_plans:
@@ -167,10 +167,10 @@ class Preemptor:
             self.change_residence(request, Residence.RESIDENT)
 
     def recompute(self, request: Request) -> None:
-        """Releases all pages of a running or parked request, which must then be computed again from its first token."""
+        """Releases all pages of a running or parked request. All its tokens will be computed again."""
         self._ledger.release(request.holding)
         request.num_scheduled = 0
-        request.prefill_at = None  # prefill workers compute only prompts, and this one has an answer already
+        request.prefill_at = None  # prefill workers compute only prompts, not the answer that this request has
         self._counters.recomputes += 1
         if request.phase is Phase.PARKED:
             request.move(Phase.WAITING)

@@ -8,7 +8,7 @@ from hotset.tiers.residence import Residence
 
 
 class Queues:
-    """Holds every request that waits for admission or runs. A request runs while it has a seat."""
+    """Holds the requests that wait for admission, the requests that run, and the free seats."""
 
     def __init__(self, seats: int) -> None:
         self.waiting: deque[Request] = deque()  # waiting and parked requests, in order of arrival
@@ -16,9 +16,9 @@ class Queues:
         self.free_seats = list(range(seats - 1, -1, -1))
 
     def enqueue(self, request: Request) -> None:
-        """Inserts a request in order of arrival, so that a preempted request is ahead of all that never ran."""
-        place = sum(waiting.arrival < request.arrival for waiting in self.waiting)
-        self.waiting.insert(place, request)
+        """Inserts a request in order of arrival. A preempted request is ahead of younger ones that never ran."""
+        index = sum(waiting.arrival < request.arrival for waiting in self.waiting)
+        self.waiting.insert(index, request)
 
     def start(self, request: Request) -> int:
         """Adds a request to the running batch and returns the seat that it gets. A seat must be free."""
@@ -27,7 +27,7 @@ class Queues:
         return request.seat
 
     def stop(self, request: Request, phase: Phase) -> None:
-        """Moves a running request to `phase`, out of the batch. Its seat is free."""
+        """Removes a request from the running batch, moves it to `phase` and frees its seat."""
         request.move(phase)
         self.running.remove(request)
         self.release_seat(request)

@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: tokens, limits, pages and phase; and the totals over all requests."""
+"""The scheduler's record of a request (tokens, limits, pages and phase), and counters over all requests."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -16,12 +16,12 @@ FinishReason = Literal["stop", "length", "abort", "lost", "no_room"]
 
 class Phase(Enum):
     WAITING = "waiting"  # holds no seat and no pages
-    PREFILL = "prefill"  # holds a seat and pages; more than one of its tokens has no row yet
-    DECODE = "decode"  # every token but the newest has its row
-    PARKED = "parked"  # its rows are on the host, or have landed; it waits for a seat and device pages
-    LANDING = "landing"  # a prefill worker computes its prompt and writes the rows into its pages
-    HANDOFF = "handoff"  # its prompt was computed for a decode worker; its rows are on the host and are being sent
-    ENDING = "ending"  # it has ended, but plans in flight, or a landing, still use its pages
+    PREFILL = "prefill"  # holds a seat and pages; its prompt, and an answer to recompute, are being computed
+    DECODE = "decode"  # holds a seat and pages; every token but the newest has its row
+    PARKED = "parked"  # has rows on the host, or rows that landed; it waits for a seat and further device pages
+    LANDING = "landing"  # a prefill worker computes its prompt and writes the KV into pages reserved for it
+    HANDOFF = "handoff"  # its prompt was computed for a decode worker; its rows stay on the host until they are sent
+    ENDING = "ending"  # it has ended, but a plan in flight or a landing still uses its pages
     FINISHED = "finished"  # its seat and pages have been released
 
 
@@ -38,7 +38,7 @@ PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 
 class Request:
-    """One sequence to continue. Only the scheduler changes it."""
+    """One sequence that the model continues. Only the scheduler changes a request."""
 
     __slots__ = (
         "arrival",
@@ -71,28 +71,29 @@ class Request:
         landing: LandingChoice = "auto",
         for_peer: bool = False,
     ) -> None:
-        """`max_length` bounds prompt and answer together.
+        """`max_length` is the maximal number of tokens of prompt and answer together.
 
-        `prefill_at` is the control address of the worker that computes the prompt; its KV lands as `landing` requires.
-        `for_peer` marks a prompt that is computed for a decode worker, which needs only its KV and its first token.
+        `prefill_at` is the control address of the prefill worker that computes the prompt, or None. `landing`
+        restricts where its KV lands. `for_peer` marks a prompt that is computed for a decode worker, which needs only
+        the KV of the prompt and the first token of the answer.
         """
-        assert 0 < len(prompt) < max_length, f"a prompt of {len(prompt)} tokens with room for {max_length}"
+        assert 0 < len(prompt) < max_length, f"the prompt must have 1 to {max_length - 1} tokens, but has {len(prompt)}"
         self.request_id = request_id
         self.prompt = prompt
         self.max_length = max_length
         self.tiers = tiers
         self.prefill_at = prefill_at
         self.landing = landing
-        self.attempt = 1  # to have its prompt computed by a prefill worker
+        self.attempt = 1  # number of the current attempt to have a prefill worker compute the prompt
         self.for_peer = for_peer
-        self.num_announced = 0  # rows [0, num_announced) of a prompt computed for a peer were announced as written
+        self.num_announced = 0  # announcements to the peer cover rows [0, num_announced)
         self.tokens = list(prompt.token_ids)  # the prompt and the committed part of the answer
         self.phase = Phase.WAITING
         self.arrival = 0  # the scheduler numbers requests in order of arrival
         self.seat: int | None = None
         self.holding = Holding()
         self.parks = 0
-        self.num_scheduled = 0  # tokens [0, num_scheduled) are computed, or will be by plans in flight
+        self.num_scheduled = 0  # tokens [0, num_scheduled) have been computed, or plans in flight compute them
         self.num_unsampled = 0  # tokens that plans in flight will sample
         self.in_flight = 0  # number of plans in flight that this request is part of
 
@@ -124,7 +125,7 @@ class Counters:
     resumes: int = 0
     recomputes: int = 0
     landed: int = 0
-    lost: int = 0  # landings that failed; the request may have been tried again
+    lost: int = 0  # landings that failed, including those that were retried
     retries: int = 0  # attempts after a landing that failed
     handed_off: int = 0  # prompts computed for decode workers
     finished: Counter[FinishReason] = field(default_factory=Counter)

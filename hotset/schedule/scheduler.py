@@ -1,10 +1,11 @@
 """The scheduler: continuous batching with chunked prefill over a fixed number of seats and two pools of pages.
 
 `plan()` decides the next step, the runner executes it, and `commit(result)` records its tokens. Several plans may be in
-flight; they commit in order. A request's seat, pages and residence change only while no plan in flight uses them.
+flight; they commit in order. A request loses its seat or pages, or changes its residence, only while no plan in flight
+uses it.
 
-`queues` holds the waiting and running requests, `admission` decides which request is admitted and where, `preemption`
-which request is preempted, and `landings` keeps what prefill and decode workers must be sent.
+`queues` holds the waiting and running requests. `admission` decides which request is admitted and where, and
+`preemption` decides which request is preempted. `landings` keeps the messages to prefill and decode workers.
 """
 
 from collections import deque
@@ -22,9 +23,9 @@ from hotset.tiers.commands import Demote, Load, Promote
 from hotset.tiers.ledger import NO_PAGES, Ledger
 from hotset.tiers.residence import Residence
 
-READS_HOST = (Load, Demote, Promote)
+READS_HOST = (Load, Demote, Promote)  # commands that read host pages
 PROMOTE_AFTER_PLANS = 8  # plans without memory pressure before a tiered request is promoted
-MAX_ATTEMPTS = 3  # to have one prompt computed by a prefill worker
+MAX_ATTEMPTS = 3  # attempts to have one prompt computed by a prefill worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,8 @@ class Scheduler:
         A step computes one token of every decoding request, and prompt tokens until there are `max_num_batched_tokens`
         in all. It computes at least one prompt token, so that prompts advance however many requests decode. A tiered
         request is promoted only after `promote_after_plans` plans without memory pressure. With several pipeline
-        `stages`, the first stage needs a token before it can compute the next. Decoding requests are therefore divided
-        among as many plans in flight.
+        `stages`, the first stage can compute a sampled token only after the last stage has sampled it. Decoding
+        requests are therefore divided among `stages` plans in flight.
         """
         self.counters = Counters()
         self._ledger = ledger
@@ -88,12 +89,12 @@ class Scheduler:
 
     @property
     def load(self) -> int:
-        """Tokens of all requests. A new request goes to the replica with the smallest load."""
+        """The number of tokens of all requests. A new request goes to the replica with the smallest load."""
         return sum(len(request.tokens) for request in self._requests.values())
 
     @property
     def tokens_to_prefill(self) -> int:
-        """Tokens of waiting and running prompts that this worker has still to compute."""
+        """The number of known tokens of waiting, parked and prefilling requests that this worker has yet to compute."""
         waiting = (request for request in self._queues.waiting if request.prefill_at is None)
         running = (request for request in self._queues.running if request.phase is Phase.PREFILL)
         return sum(len(request.tokens) - request.num_scheduled for request in (*waiting, *running))
@@ -102,9 +103,9 @@ class Scheduler:
         return self._queues.count(residence)
 
     def tiered_seats(self) -> dict[int, int]:
-        """Returns the seats that are tiered in the workers' memory, with the rows of each, for audits.
+        """Returns the number of rows of every seat that is tiered in the workers' memory, for audits.
 
-        Seats whose commands are not part of a plan yet are left out.
+        A seat is left out if the next plan has commands for it, because workers have not executed these yet.
         """
         not_executed = {command.seat for command in self._next_plan.commands}
         return {
@@ -126,7 +127,7 @@ class Scheduler:
         A worker that computes prompts for peers has no other requests. Such prompts hold all their pages from the start
         and never grow, so none is preempted while its rows are being sent.
         """
-        assert request.request_id not in self._requests, f"request {request.request_id} is known already"
+        assert request.request_id not in self._requests, f"there is already a request {request.request_id}"
         self._admission.check_possible(request)
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         self._requests[request.request_id] = request
@@ -139,7 +140,10 @@ class Scheduler:
             self._end(request, reason)
 
     def complete_landing(self, request_id: str, attempt: int, token_id: int, alternatives: Alternatives | None) -> None:
-        """Records that all rows of a prompt computed elsewhere are in its pages. `token_id` is its first token."""
+        """Records that the KV of a prompt has landed completely. `token_id` is the first token of the answer.
+
+        A landing that has ended already is ignored.
+        """
         request = self._landing(request_id, attempt)
         if request is None:
             return
@@ -156,9 +160,10 @@ class Scheduler:
         self._check_end(request, token_id)
 
     def fail_landing(self, request_id: str, attempt: int, *, quiesced: bool, retry: bool, reason: str = "") -> bool:
-        """Records that a landing has failed. Unless `quiesced`, its writer may still write to its pages.
+        """Records that a landing has failed. The request waits again if `retry` and attempts remain, otherwise it ends.
 
-        Returns False if the request was already cancelled.
+        Unless `quiesced`, the writer may still write to the pages, so these go into quarantine. Returns False if the
+        landing has ended already or the request was cancelled.
         """
         request = self._landing(request_id, attempt)
         if request is None:
@@ -180,25 +185,25 @@ class Scheduler:
         return True
 
     def end_quarantine(self, request_id: str, attempt: int) -> None:
-        """Releases the quarantined pages of a failed landing, whose writer has stopped."""
+        """Releases the quarantined pages of a failed landing after its writer has stopped."""
         self._ledger.end_quarantine(_landing_name(request_id, attempt))
 
     def drop_prompt(self, request_id: str) -> None:
-        """Removes a prompt computed for a peer, which has received it or cancelled it. Unknown ids are ignored."""
+        """Removes a prompt computed for a peer after the peer received or cancelled it. Unknown ids are ignored."""
         request = self._requests.get(request_id)
         if request is not None and request.phase is not Phase.ENDING:
             self._remove(request)
 
     def take_landing_updates(self) -> list[Reservation | Withdrawal]:
-        """Returns, once, the reservations and withdrawals that prefill workers must be sent.
+        """Returns the reservations and withdrawals to send to prefill workers, each of them once.
 
-        Peers may write at any time. A reservation is returned only after every plan in flight that could still use its
-        pages for their last owner has been committed.
+        A peer can write as soon as it has a reservation. A reservation is therefore returned only after every plan
+        that could still use its pages for their previous owner has been committed.
         """
         return self._landings.take(self._in_flight[0].plan.number if self._in_flight else self._next_plan.number)
 
     def plan(self) -> Plan | None:
-        """Returns the next step, or None if nothing can be computed now."""
+        """Returns the plan of the next step, or None if there is nothing to execute now."""
         queues, next_plan, pending = self._queues, self._next_plan, self._preemptor.pending
         self._preemptor.apply_pending()
         prefills = self._schedule_decodes()
@@ -226,15 +231,15 @@ class Scheduler:
     def commit(self, result: StepResult) -> TokenOutputs:
         """Records the result of the oldest plan in flight. Returns its tokens, and what `take_outputs` would return."""
         in_flight = self._in_flight.popleft()
-        assert result.number == in_flight.plan.number, f"plan {result.number} committed before {in_flight.plan.number}"
+        assert result.number == in_flight.plan.number, f"plan {result.number} came before {in_flight.plan.number}"
         outputs, requests = self._outputs, in_flight.requests
-        num_early = len(outputs.token_ids)
+        num_landed = len(outputs.token_ids)  # first tokens of landings
         for request in requests:
             request.in_flight -= 1
         for index, (segment, token) in enumerate(zip(in_flight.plan.sampled, result.token_ids, strict=True)):
             request = requests[segment]
             if request.phase is Phase.ENDING:
-                continue  # it ended while this plan was in flight
+                continue  # the request ended while this plan was in flight
             alternatives = result.alternatives.get(index)
             if request.for_peer:
                 self._hand_off(request, token, alternatives)
@@ -245,11 +250,11 @@ class Scheduler:
             if request.phase is Phase.ENDING and request.in_flight == 0:
                 self._release(request)
         self.counters.steps += 1
-        self.counters.tokens_generated += len(outputs.token_ids) - num_early
+        self.counters.tokens_generated += len(outputs.token_ids) - num_landed
         return self.take_outputs()
 
     def take_outputs(self) -> TokenOutputs:
-        """Returns, once, what is known without a step: first tokens of landings, and requests that have ended."""
+        """Returns outputs that need no step, each of them once: first tokens of landings, and requests that ended."""
         outputs, self._outputs = self._outputs, TokenOutputs()
         return outputs
 
@@ -261,28 +266,31 @@ class Scheduler:
         assert sorted(seats + queues.free_seats) == list(range(len(seats) + len(queues.free_seats))), (
             "a seat is lost or shared"
         )
-        assert set(self._preemptor.pending) <= set(queues.running), "a request that does not run is to be preempted"
+        assert set(self._preemptor.pending) <= set(queues.running), "a request that does not run has a pending change"
         for request in requests:
-            at_rest = request.holding.residence in (Residence.ABSENT, Residence.PARKED, Residence.LANDING)
-            assert at_rest == (request.seat is None), f"{request.request_id}: {request.holding.residence} and its seat"
-            if not at_rest:
-                need = self._ledger.pages_needed(request.holding, request.holding.residence, request.num_scheduled)
+            residence = request.holding.residence
+            seated = residence not in (Residence.ABSENT, Residence.PARKED, Residence.LANDING)
+            assert seated == (request.seat is not None), (
+                f"{request.request_id} is {residence.value} on seat {request.seat}"
+            )
+            if seated:
+                need = self._ledger.pages_needed(request.holding, residence, request.num_scheduled)
                 assert need == NO_PAGES, f"{request.request_id} has rows without a page"
 
     def _schedule_decodes(self) -> list[Request]:
-        """Adds one token of every request that decodes. Returns the requests that have more than one to compute."""
+        """Adds one token of every decoding request to the plan. Returns the requests with more than one to compute."""
         prefills = []
         running, seats, preemptor = self._queues.running, self._next_plan.seats, self._preemptor
         pending, max_decodes = preemptor.pending, ceil_div(len(running), self._stages)
         for request in tuple(running):
             if request.seat is None or (pending and request in pending):
-                continue  # it was preempted for an older request in this plan, or will be
+                continue  # it was preempted for an older request in this plan, or its change is pending
             num_scheduled = request.num_scheduled
             remaining = min(len(request.tokens) + request.num_unsampled, request.max_length - 1) - num_scheduled
             if remaining > 1:
                 prefills.append(request)
             elif self._stages > 1 and (request.num_unsampled or len(seats) == max_decodes):
-                continue
+                continue  # its newest token is not sampled yet, or the plan has its share of decodes
             elif (
                 remaining == 1
                 and (num_scheduled < request.holding.capacity or preemptor.grow(request))
@@ -292,13 +300,13 @@ class Scheduler:
         return prefills
 
     def _becomes_tiered(self, request: Request) -> bool:
-        """Whether the request's prompt was streamed completely. It becomes tiered when its last chunk is committed."""
+        """Whether all chunks of a streamed prompt are scheduled. It becomes tiered when the last one is committed."""
         if request.phase is Phase.DECODE:
             return False
         return request.holding.residence is Residence.STREAMED and request.num_scheduled >= len(request.tokens)
 
     def _schedule_chunk(self, request: Request, budget: int) -> int:
-        """Adds the next tokens of a prompt, at most `budget`. Returns their number."""
+        """Adds the next tokens of a prompt to the plan, at most `budget`. Returns their number."""
         count = min(budget, len(request.tokens) - request.num_scheduled)
         self._schedule(request, count)
         return count
@@ -322,10 +330,10 @@ class Scheduler:
         request.in_flight += 1
 
     def _make_room_for_first(self) -> None:
-        """Makes room if no request runs and still the first in the queue does not fit.
+        """Makes room for the first request in the queue, which does not fit although no request runs.
 
-        The youngest other request that holds pages releases them and will be recomputed. If there is none, quarantine
-        has taken so many pages that the first request can never be admitted, and it ends.
+        The youngest other request that holds pages releases them and will be recomputed. If no other request holds
+        pages, those in quarantine are the reason, and the first request ends.
         """
         first, *others = self._queues.waiting
         holders = [request for request in others if request.phase is Phase.PARKED]
@@ -333,8 +341,8 @@ class Scheduler:
             self._preemptor.recompute(holders[-1])
         elif self._ledger.quarantined != NO_PAGES and len(self._requests) == len(self._queues.waiting):
             pages = self._ledger.quarantined.device + self._ledger.quarantined.host
-            why = f"{pages} pages are in quarantine, since lost prefill workers might still write to them, and too few"
-            self._end(first, "no_room", f"{why} are left; restart this worker")
+            why = f"{pages} pages are in quarantine, because lost prefill workers could still write to them"
+            self._end(first, "no_room", f"{why}; the remaining pages are too few: restart this worker")
 
     def _append_token(self, request: Request, token: int) -> None:
         request.num_unsampled -= 1
@@ -344,14 +352,14 @@ class Scheduler:
         self._check_end(request, token)
 
     def _check_end(self, request: Request, token: int) -> None:
-        """Ends the request if `token`, its newest, is a stop token or reaches its maximal length."""
+        """Ends the request if `token`, its newest, is a stop token or is the last that its maximal length allows."""
         if token in request.prompt.stop_ids:
             self._end(request, "stop")
         elif len(request.tokens) >= request.max_length:
             self._end(request, "length")
 
     def _hand_off(self, request: Request, token: int, alternatives: Alternatives | None) -> None:
-        """Announces a completed prompt to its peer. Its rows stay on the host until they have been sent."""
+        """Parks a prompt computed for a peer and announces it. Its rows stay on the host until they have been sent."""
         self._next_plan.commands += self._ledger.park(request.holding, request.num_scheduled)
         self._queues.stop(request, Phase.HANDOFF)
         self._announcements.announce_rows(request, whole=True)
@@ -373,7 +381,7 @@ class Scheduler:
         self._remove(request)
 
     def _remove(self, request: Request) -> None:
-        """Removes a request in any phase. It is released as soon as no plan and no peer uses its pages."""
+        """Removes a request in any phase. It is released once no plan in flight and no peer uses its pages."""
         if request.phase in (Phase.WAITING, Phase.PARKED):
             self._queues.waiting.remove(request)
             self._release(request)

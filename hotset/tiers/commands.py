@@ -21,7 +21,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Copies the partly filled last page of a context of `length` rows, rows and index keys, to the host."""
+    """Copies the partly filled last page of a context of `length` rows, if there is one, to the host."""
 
     seat: int
     length: int
@@ -29,7 +29,7 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Loads a context of `length` rows from the host: the rows that residence `to` needs, and, if `keys`, all keys."""
+    """Loads a context of `length` rows from the host: rows as residence `to` needs them, and, if `keys`, all keys."""
 
     seat: int
     length: int
@@ -39,9 +39,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class MirrorLanded:
-    """Copies the full pages of a context of `length` rows that landed on the device to the host.
+    """Copies the full pages of a context of `length` rows that landed in device pages to the host.
 
-    Its index keys are copied, and, if `rows`, its rows as well: otherwise they landed on the host.
+    Its index keys are copied and, if `rows`, also its rows. Otherwise the rows landed in host pages.
     """
 
     seat: int
@@ -53,7 +53,8 @@ class MirrorLanded:
 class Demote:
     """Makes a resident seat tiered. Its own pages become slots, tail and maps.
 
-    Slot s already holds position `first` * page_rows + s, and the tail's pages already hold the newest rows.
+    Page number `first` of the context is the first that becomes slots: slot s already holds position
+    `first` * page_rows + s. The tail's pages already hold the newest rows.
     """
 
     seat: int
@@ -66,7 +67,7 @@ class Demote:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Makes a tiered seat resident. `rows` are all its pages in order; those of the tail already hold their rows."""
+    """Makes a tiered seat resident. `rows` are all its row pages in order; those of its tail are the last."""
 
     seat: int
     length: int

@@ -27,12 +27,14 @@ NEVER = -1  # last_used of a slot that has not been used
 class HotBuffers:
     """The hot buffers of all tiered seats.
 
-    `last_selected` keeps the last step's selection of every seat, because demotion fills slots with those rows.
+    `last_selected` keeps the last selection of every seat. When a request becomes tiered, they fill slots.
     """
 
     def __init__(self, pool: DevicePool, host: HostStore, tables: PageTables, seats: int) -> None:
         geometry = pool.geometry
-        assert pool.shape.topk <= geometry.slots <= MAX_SLOTS, f"{geometry.slots} slots for top-{pool.shape.topk}"
+        assert pool.shape.topk <= geometry.slots <= MAX_SLOTS, (
+            f"{geometry.slots} slots, but {pool.shape.topk} to {MAX_SLOTS} are possible"
+        )
         self._pool, self._host, self._tables, self._geometry = pool, host, tables, geometry
         self._seat_tables = SeatTables(
             tables.rows, tables.host, tables.slots, tables.tail, tables.maps, tables.tiered,
@@ -40,30 +42,31 @@ class HotBuffers:
         )  # fmt: skip
         size = (seats, pool.shape.groups, pool.shape.topk)
         self.last_selected = torch.full(size, EMPTY, dtype=torch.int32, device=pool.device)
-        self._opened_at = [0] * seats  # rows of the context when it became tiered: its tail was made for the next row
+        self._opened_at = [0] * seats  # context length when the seat became tiered; its tail has room for one more row
         self._prefetch_stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
         self._prefetched: dict[int, torch.cuda.Event] = {}  # by layer: fires when its rows have been copied
-        self.counts = torch.zeros(pool.shape.groups, 2, dtype=torch.int64, device=pool.device)
+        self.counts = torch.zeros(pool.shape.groups, 2, dtype=torch.int64, device=pool.device)  # lookups, misses
         self._uncounted = torch.zeros(2, dtype=torch.int64, device=pool.device)  # never read
-        # Assigning a Python number would make the host wait for the device.
+        # EMPTY as a tensor: assigning a Python number would make the host wait for the device.
         self._empty = torch.full((), EMPTY, dtype=torch.int16, device=pool.device)
         self._key_layers = torch.tensor(pool.shape.key_layers, device=pool.device)
 
     def warm_up(self) -> None:
-        """Compiles the kernels used between steps by planning and copying nothing."""
+        """Compiles the kernels used between steps by calling them with nothing to do."""
         padding = torch.full((1,), EMPTY, device=self._pool.device)
         for k in {min(self._geometry.page_rows, self._geometry.slots), self._geometry.topk}:
             swap = self._plan_outside_tail(0, padding, torch.full((1, k), EMPTY, device=self._pool.device), padding)
             self._copy_on_device(0, swap.copies)
 
     def save_last_topk(self, group: int, seats: Tensor, positions: Tensor) -> None:
-        """Keeps the newest selection of each seat."""
+        """Keeps `positions` [seats, k] as the last selection of `seats`."""
         save_last_topk(self.last_selected[:, group], seats, positions)
 
     def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> Swap:
-        """Finds the rows at `positions` [tokens, k] of tiered seats, one token each, and stamps slots with `stamps`.
+        """Finds the rows at `positions` [tokens, k], and sets `last_used` of the slots that are used to `stamps`.
 
-        Missing rows are copied into the slots of the group's first layer. The caller copies those of later layers.
+        A tiered seat has at most one token. Missing rows are copied into slots in the group's first layer. The caller
+        copies them in the other layers.
         """
         words, per_page = self._pool.words_of(group), self._geometry.words_per_page
         first = self._pool.shape.layers_of(group)[0]
@@ -80,11 +83,11 @@ class HotBuffers:
         )
 
     def copy(self, layer: int, swap: Swap) -> None:
-        """Copies the rows that `swap` misses from the host into this layer's slots."""
+        """Copies the missing rows of `swap` from the host into this layer's slots."""
         copy(swap.copies, self._host.rows[layer], self._pool.rows[layer])
 
     def prefetch(self, layers: Sequence[int], swap: Swap) -> None:
-        """Copies the missing rows of later layers while the main stream computes."""
+        """Copies the missing rows of `layers` while the main stream computes."""
         if self._prefetch_stream is not None:
             self._prefetch_stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         with torch.cuda.stream(self._prefetch_stream):
@@ -118,8 +121,8 @@ class HotBuffers:
         seats = list_to_device([seat for seat, _start in reused], torch.int64, device)
         starts = list_to_device([start for _seat, start in reused], torch.int64, device)
         first = starts - TAIL_PAGES * page_rows
-        room = min(page_rows, slots - self._geometry.topk)
-        count = torch.where(first + page_rows <= slots, page_rows, room)
+        evictable = min(page_rows, slots - self._geometry.topk)  # the last step used at most `topk` slots
+        count = torch.where(first + page_rows <= slots, page_rows, evictable)
         number = torch.arange(min(page_rows, slots), device=device)  # at most `slots` positions can be planned for
         entering = (first + page_rows - count)[:, None] + number
         entering = torch.where(number < count[:, None], entering, EMPTY)
@@ -132,10 +135,10 @@ class HotBuffers:
             self._copy_on_device(group, Copies(tail_rows, swap.rows, count))
 
     def open(self, seat: int, length: int) -> None:
-        """Makes a context of `length` rows, all of them on the host, tiered. Its newest rows are loaded into the tail.
+        """Makes a seat tiered whose context of `length` rows is on the host, and loads the newest rows into the tail.
 
-        If all other rows fit into the slots, they are loaded, so that the context never misses. Otherwise the rows last
-        selected are loaded. These are known after a streamed prefill, but not after parking.
+        If all other rows fit into the slots, they are loaded, so that no row is missing. Otherwise the rows that were
+        selected last are loaded. These are known after a streamed prefill, but not after parking.
         """
         self._tables.set_tiered(seat, True)
         self._opened_at[seat] = length
@@ -148,15 +151,15 @@ class HotBuffers:
             return
         for group in range(self._pool.shape.groups):
             self._clear_maps(seat, group, length)
-            wanted = self.last_selected[seat, group].long()
-            wanted = torch.where(wanted < tail_first, wanted, EMPTY)
+            selected = self.last_selected[seat, group].long()
+            selected = torch.where(selected < tail_first, selected, EMPTY)
             seats, stamps = (torch.full((1,), number, device=self._pool.device) for number in (seat, length - 1))
-            swap = self._plan_outside_tail(group, seats, wanted[None], stamps)
+            swap = self._plan_outside_tail(group, seats, selected[None], stamps)
             for layer in self._pool.shape.layers_of(group):
                 self.copy(layer, swap)
 
     def demote(self, command: Demote) -> None:
-        """Makes a resident seat tiered on its own pages; no free page is needed."""
+        """Makes a resident seat tiered. Its own pages become slots, tail and maps; no free page is needed."""
         seat, length, tables = command.seat, command.length, self._tables
         tables.put(tables.slots, seat, 0, command.slots)
         tables.set_tail(seat, command.tail)
@@ -190,14 +193,14 @@ class HotBuffers:
     def _open_whole(self, seat: int, positions: Tensor, length: int) -> None:
         """Loads every position outside the tail into the slot of the same number."""
         slots = torch.arange(self._geometry.slots, device=self._pool.device)
-        taken = slots < positions.shape[0]
-        position_of, last_used = torch.where(taken, slots, EMPTY), torch.where(taken, length - 1, NEVER)
+        filled = slots < positions.shape[0]
+        position_of, last_used = torch.where(filled, slots, EMPTY), torch.where(filled, length - 1, NEVER)
         for group in range(self._pool.shape.groups):
             self._write_maps(seat, group, position_of, last_used, positions.shape[0], length)
         self._load_rows(seat, positions, self._slot_rows(seat, positions))
 
     def _load_rows(self, seat: int, positions: Tensor, device_rows: Tensor) -> None:
-        """Copies the rows at `positions` from the host, in every layer."""
+        """Copies the rows at `positions` from the host to `device_rows`, in every layer."""
         host_rows = self._tables.host_at(seat, positions)
         count = torch.full((1,), positions.shape[0], dtype=torch.int32, device=self._pool.device)
         copies = Copies(host_rows[None], device_rows[None], count)
@@ -210,16 +213,16 @@ class HotBuffers:
             copy(copies, self._pool.rows[layer], self._pool.rows[layer])
 
     def _seed_slots(self, group: int, seat: int, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Copies the rows last selected over slots that hold other rows, in every layer of the group.
+        """Copies the rows that were selected last over slots that hold other rows, in every layer of the group.
 
-        Slot n already holds position `first + n` in place. Returns position_of and last_used [slots].
+        Before this, slot n holds position `first + n`. Returns position_of and last_used [slots].
         """
         device, slots = self._pool.device, self._geometry.slots
         selected = self.last_selected[seat, group].long()
         outside_tail = (selected >= 0) & (selected < self._geometry.tail_first(length))
         in_place = outside_tail & (selected >= first) & (selected < first + slots)
         moves = outside_tail & ~in_place
-        # An extra slot at the end takes the writes of entries that need no slot.
+        # An extra slot at the end receives the writes of entries that need no slot.
         kept = torch.zeros(slots + 1, dtype=torch.bool, device=device)
         kept.scatter_(0, torch.where(in_place, selected - first, slots), True)
         # Slots to overwrite, the oldest rows first; slots whose rows were selected come last.
@@ -233,10 +236,10 @@ class HotBuffers:
         used = kept.scatter(0, target, True)
         return held.scatter(0, target, selected)[:slots], torch.where(used, length - 1, held)[:slots]
 
-    def _plan_outside_tail(self, group: int, seats: Tensor, wanted: Tensor, stamps: Tensor) -> Swap:
-        """Plans for positions as if none were in the tail. Misses are not counted, because no step selected them."""
+    def _plan_outside_tail(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> Swap:
+        """Plans as if no position were in the tail. Misses are not counted, because no step selected the positions."""
         words, per_page = self._pool.words_of(group), self._geometry.words_per_page
-        return plan(wanted, seats, stamps, self._seat_tables, words, per_page, self._uncounted, ignore_tail=True)
+        return plan(positions, seats, stamps, self._seat_tables, words, per_page, self._uncounted, ignore_tail=True)
 
     def _clear_maps(self, seat: int, group: int, length: int) -> None:
         slots = torch.full((self._geometry.slots,), EMPTY, dtype=torch.int64, device=self._pool.device)
@@ -252,15 +255,15 @@ class HotBuffers:
         words, device = self._pool.words_of(group), self._pool.device
         per_page = self._geometry.words_per_page
         number = torch.arange(2 * self._geometry.slots, device=device)
-        place = self._tables.maps[seat, number // per_page] * per_page + number % per_page
-        words[place] = torch.cat((position_of, last_used)).int()
+        index = self._tables.maps[seat, number // per_page] * per_page + number % per_page
+        words[index] = torch.cat((position_of, last_used)).int()
         halves = words.view(torch.int16)
         halves[self._slot_of_index(seat, torch.arange(length, device=device))] = self._empty
         in_slots = torch.arange(occupied, dtype=torch.int16, device=device)
         halves[self._slot_of_index(seat, position_of[:occupied])] = in_slots
 
     def _slot_of_index(self, seats: Tensor | int, positions: Tensor) -> Tensor:
-        """Returns the index of slot_of of each position in the pool's map words, viewed as int16."""
+        """Returns where slot_of of each position is stored: an index into a group's map words, viewed as int16."""
         per_page, half = 2 * self._geometry.words_per_page, 4 * self._geometry.slots + positions
         return self._tables.maps[seats, half // per_page] * per_page + half % per_page
 

@@ -19,11 +19,11 @@ from hotset.tiers.view import TieredView
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Totals of what was copied between host and device since start."""
+    """Totals of the copies between host and device since start."""
 
-    rows_mirrored: int  # each counted once for all layers
+    rows_mirrored: int  # copied to the host; each is counted once for all layers
     lookups: Mapping[int, int]  # positions looked up in slots, by the layer whose indexer selected them
-    misses: Mapping[int, int]
+    misses: Mapping[int, int]  # positions that were in no slot, by the same layer
     bytes_swapped: int  # from host to slots, in all layers
 
 
@@ -44,13 +44,13 @@ class KvMemory:
             self.hot_buffers = HotBuffers(pool, host, self.tables, seats)
 
     def warm_up(self) -> None:
-        """Compiles kernels, so that no request waits for compilation. Memory does not change."""
-        for part in (self._mirror, self.hot_buffers):
-            if part is not None:
-                part.warm_up()
+        """Compiles kernels, so that no request waits for compilation. It changes no rows, keys or maps."""
+        for component in (self._mirror, self.hot_buffers):
+            if component is not None:
+                component.warm_up()
 
     def clear_seat(self, seat: int) -> None:
-        """Removes all pages of the seat's last request from the tables."""
+        """Removes all pages of the seat's previous request from the tables."""
         self.tables.clear(seat)
 
     def execute(self, command: Command) -> None:
@@ -90,9 +90,9 @@ class KvMemory:
         return self._view(make_batch(seats, starts, counts, self.pool.device), has_tiered)
 
     def captured_view(self, seat_of: Tensor, positions: Tensor, has_tiered: bool) -> ResidentView:
-        """Returns the view to capture in a graph: one token of each seat in `seat_of`, whatever that tensor will hold.
+        """Returns the view to capture in a graph, with one token of each seat that `seat_of` holds at replay.
 
-        The caller calls `prepare_step` before each replay. `has_tiered`: some of the seats may be tiered.
+        The caller calls `prepare_step` before each replay. If not `has_tiered`, none of the seats may be tiered.
         """
         return self._view(make_captured_batch(seat_of, positions), has_tiered)
 
@@ -114,7 +114,7 @@ class KvMemory:
         return None if self._mirror is None else self._mirror.mirrored_event()
 
     def traffic(self) -> Traffic:
-        """Returns the totals since start. They are counted on the device, and reading them waits for it."""
+        """Returns the totals since start. Some are counted on the device, so this call waits for the device."""
         shape = self.pool.shape
         counts = [] if self.hot_buffers is None else self.hot_buffers.counts.tolist()
         row_bytes = shape.row.row_bytes
@@ -155,7 +155,7 @@ class KvMemory:
     def _grant(self, grant: Grant) -> None:
         tables, seat, first, pages = self.tables, grant.seat, grant.first, grant.pages
         if self._mirror is not None and grant.use is not PageUse.HOST and not self._mirror.reading.isdisjoint(pages):
-            self._mirror.wait()  # the mirror still reads the rows of the page's last owner
+            self._mirror.wait()  # the mirror may still read what the previous owner wrote to the page
         match grant.use:
             case PageUse.ROWS:
                 tables.extend_rows(seat, first, pages)
@@ -183,7 +183,7 @@ class KvMemory:
             self._required_hot_buffers.open(seat, length)
 
     def _promote(self, command: Promote) -> None:
-        """Loads all rows from the host but those of the newest two pages, which are the tail's and stay in place."""
+        """Loads all rows from the host except those of the newest two pages, which stay in the tail's pages."""
         seat, page_rows = command.seat, self.pool.geometry.page_rows
         newest = command.length // page_rows
         self.tables.extend_rows(seat, 0, command.rows)

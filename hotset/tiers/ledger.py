@@ -1,4 +1,4 @@
-"""The ledger records which request holds which pages of which pool, and in which residence. It has no tensors.
+"""The ledger records which request holds which pages of which pool, and in which residence it is. It has no tensors.
 
 Every change is all or nothing. It returns the commands that carry it out, or None if a pool has too few free pages; in
 that case nothing has changed. Freed pages may be granted again at once, because workers execute commands in order.
@@ -27,7 +27,7 @@ NO_PAGES = PageCounts(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """Pages that a lost writer may still write to. No request holds them."""
+    """Pages that the writer of a failed landing may still write to. No request holds them."""
 
     device: list[int]
     host: list[int]
@@ -38,7 +38,7 @@ class LandingPolicy:
     """Where KV from prefill workers may arrive. It is decided once, when the engine is built."""
 
     on_device: bool = True  # peers can write to device pages
-    keys_on_host: bool = False  # rows that land on the host have their index keys beside them, not on the device
+    keys_on_host: bool = False  # index keys of rows that land on the host land there, too, not on the device
 
     def __post_init__(self) -> None:
         assert self.on_device or self.keys_on_host, "index keys cannot land on a device that peers cannot write to"
@@ -96,9 +96,9 @@ class Ledger:
         return self._grant(holding, self._required(holding.residence, tokens))
 
     def end_streaming(self, holding: Holding, length: int) -> list[Command]:
-        """Makes a streamed request whose prefill is done tiered.
+        """Makes a streamed request tiered when its prefill is complete.
 
-        Its workspace is released and slots, tail and maps are granted, which never take more pages than that.
+        Its workspace is released, and slots, tail and maps are granted. They never take more pages than the workspace.
         """
         holding.move(Residence.TIERED)
         self.device.release(self._take(holding, PageUse.WORK))
@@ -106,24 +106,22 @@ class Ledger:
         return [*commands, Load(holding.seat, length, Residence.TIERED, keys=False)]
 
     def pages_freed_by_demotion(self, holding: Holding, length: int) -> int:
-        """Returns how many device pages demotion would free. 0 or less: demotion is impossible or useless."""
+        """Returns how many device pages demotion would free. At 0 or less, demotion is impossible or useless."""
         if not self.tiers or holding.residence is not Residence.RESIDENT:
             return 0
         geometry = self.geometry
         surplus = length // geometry.page_rows - 1 - geometry.slot_pages  # pages before those kept as slots
-        started = (
-            len(holding.pages[PageUse.ROWS]) - length // geometry.page_rows
-        )  # the newest page: 1, or 0 if not begun
-        return surplus - geometry.map_pages(length) - (TAIL_PAGES - 1 - started)
+        granted = len(holding.pages[PageUse.ROWS]) - length // geometry.page_rows  # 1 if the next row has a page
+        return surplus - geometry.map_pages(length) - (TAIL_PAGES - 1 - granted)
 
     def demote(self, holding: Holding, length: int) -> list[Command]:
-        """Makes a resident request tiered on its own pages and releases the rest. It must free at least one page.
+        """Makes a resident request tiered on its own pages and releases the others. It must free at least one page.
 
-        The pages just before the tail stay in place as slots, and the tail's own pages stay in place. Maps are put
-        into the oldest pages, after the rows last selected there were copied into slots. So is the tail's second page
-        if the context has not begun it.
+        The tail's pages stay in place, and the pages just before them stay in place as slots. The maps are put into
+        older pages, after the rows that were selected last have been copied from there into slots. If the next row has
+        no page yet, an older page also becomes the tail's second page.
         """
-        assert self.pages_freed_by_demotion(holding, length) > 0, "a demotion that frees nothing"
+        assert self.pages_freed_by_demotion(holding, length) > 0, "a demotion must free at least one page"
         geometry, rows = self.geometry, holding.pages[PageUse.ROWS]
         newest = length // geometry.page_rows
         first = newest - 1 - geometry.slot_pages
@@ -169,7 +167,7 @@ class Ledger:
         return [Promote(holding.seat, length, tuple(holding.pages[PageUse.ROWS]))]
 
     def park(self, holding: Holding, length: int) -> list[Command]:
-        """Releases all device pages, after a flush of the last page. Every row already has its host page."""
+        """Releases all device pages, after a flush of the last page. Every row has a host page already."""
         assert self.host is not None, "there is no host store to park in"
         holding.move(Residence.PARKED)
         self._release_device_pages(holding)
@@ -211,17 +209,17 @@ class Ledger:
         holding.seat = seat
         commands: list[Command] = [Grant(seat, use, 0, tuple(held)) for use, held in holding.pages.items() if held]
         in_place = bool(holding.pages[PageUse.ROWS])
-        on_host = not in_place and self.landing.keys_on_host
+        keys_on_host = not in_place and self.landing.keys_on_host
         commands += self._grant(holding, self._required(to, tokens))
-        if self.host is not None and not on_host:
+        if self.host is not None and not keys_on_host:
             commands.append(MirrorLanded(seat, length, rows=in_place))
         if not in_place:
-            commands.append(Load(seat, length, to, keys=on_host))
+            commands.append(Load(seat, length, to, keys=keys_on_host))
         return commands
 
     def quarantine(self, holding: Holding, name: str) -> None:
         """Ends a landing whose writer may not have stopped. Its pages stay unavailable, recorded under `name`."""
-        assert holding.residence is Residence.LANDING, f"no other process writes to a {holding.residence.value} request"
+        assert holding.residence is Residence.LANDING, f"a request that is {holding.residence.value} has no writer"
         holding.move(Residence.ABSENT)
         host = self._take(holding, PageUse.HOST)
         device = [page for use in PageUse for page in self._take(holding, use)]
@@ -260,20 +258,20 @@ class Ledger:
         held = [page for h in holdings for use, pages in h.pages.items() if use is not PageUse.HOST for page in pages]
         held += [page for pages in self._quarantined.values() for page in pages.device]
         assert len(held) == len(set(held)), "a device page has two owners"
-        assert len(held) == self.device.held, f"{len(held)} device pages are owned, {self.device.held} are held"
+        assert len(held) == self.device.held, f"{len(held)} device pages have owners, {self.device.held} are held"
         on_host = [page for holding in holdings for page in holding.pages[PageUse.HOST]]
         on_host += [page for pages in self._quarantined.values() for page in pages.host]
         assert len(on_host) == len(set(on_host)), "a host page has two owners"
         if self.host is not None:
             self.host.audit()
-            assert len(on_host) == self.host.held, f"{len(on_host)} host pages are owned, {self.host.held} are held"
+            assert len(on_host) == self.host.held, f"{len(on_host)} host pages have owners, {self.host.held} are held"
         for holding in holdings:
             for use, pages in holding.pages.items():
                 allowed = not pages or use in PAGE_USES[holding.residence]
                 assert allowed, f"a {holding.residence.value} request holds pages for {use.value}"
 
     def _required(self, to: Residence, tokens: int) -> dict[PageUse, int]:
-        """Returns the pages for each use that a context of `tokens` rows holds in residence `to`."""
+        """Returns the number of pages for each use that a context of `tokens` rows requires in residence `to`."""
         geometry = self.geometry
         required = {
             PageUse.KEYS: geometry.key_pages(tokens),
@@ -288,7 +286,7 @@ class Ledger:
         return required | {PageUse.SLOTS: geometry.slot_pages, PageUse.TAIL: TAIL_PAGES, PageUse.MAPS: maps}
 
     def _required_to_land(self, on_device: bool, tokens: int) -> dict[PageUse, int]:
-        """Returns the pages for each use that `tokens` rows land in."""
+        """Returns the number of pages for each use in which `tokens` rows land."""
         rows = self.geometry.row_pages(tokens)
         assert on_device or self.host is not None, "there is no host store to land in"
         return {

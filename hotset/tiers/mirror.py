@@ -1,8 +1,8 @@
 """Copies pages between device and host: full pages are mirrored, parking flushes the last page, resuming loads pages.
 
-[0, flushed) of a context is on the host, where `flushed` is the start of its newest page: a page is copied once, when
-its last row has been written. [flushed, length) is only on the device until `flush`. A copy is a list of runs, and one
-kernel carries it out in all layers.
+A page is copied to the host when its last row has been written. The host therefore has all rows and index keys of a
+context except those of its newest page, which are only on the device until `flush`. A copy is a list of runs, and one
+kernel copies them in all layers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ from hotset.memory.tables import PageTables
 
 
 class TokenRange(NamedTuple):
-    """Positions [first, last) of the context on a seat."""
+    """Positions [first, last) in the context of the request on `seat`."""
 
     seat: int
     first: int
@@ -29,7 +29,7 @@ class TokenRange(NamedTuple):
 
 
 class CopyRun(NamedTuple):
-    """`size` rows, or words of keys, that are consecutive on the device and on the host."""
+    """`size` rows, or words of index keys, that begin at `device` in the pool and at `host` in the host store."""
 
     device: int
     host: int
@@ -45,29 +45,29 @@ class Mirror:
         self._tables = tables
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
         key = pool.shape.key
-        self._key_word = torch.uint8 if key is None or key.stride_bytes % WORD_BYTES else torch.int32
-        self.reading: set[int] = set()  # device pages that the side stream may still have to read
-        self.rows_mirrored = 0  # rows copied to the host since start, each counted once for all layers
+        self._key_word_dtype = torch.uint8 if key is None or key.stride_bytes % WORD_BYTES else torch.int32
+        self.reading: set[int] = set()  # device pages that the side stream may not have read yet
+        self.rows_mirrored = 0  # positions copied to the host since start, each counted once for all layers
 
     def warm_up(self) -> None:
-        """Compiles the copy kernels by copying nothing."""
-        nothing = self._to_device([CopyRun(0, 0, 0)])
+        """Compiles the copy kernels by calling them with an empty run."""
+        nothing = self._runs_tensor([CopyRun(0, 0, 0)])
         pairs = [(self._pool.rows, self._host.rows)]
         if self._host.keys is not None:
-            pairs += self._key_words(0)
+            pairs += self._key_tensors(0)
         for device, host in pairs:
             page_copy.to_host(nothing, device, host)
             page_copy.to_device(nothing, device, host)
 
     def mirror_filled_pages(self, written: Sequence[TokenRange]) -> None:
-        """Copies every page that the step just submitted has filled by writing these rows.
+        """Copies to the host every page that is full once the submitted step has written the rows `written`.
 
-        A streamed seat's rows went to the host during the step; only its index keys are copied here.
+        Of a streamed seat, only index keys are copied here. Its rows are copied during the step.
         """
         page_rows = self._pool.geometry.page_rows
         whole = ((seat, first - first % page_rows, last - last % page_rows) for seat, first, last in written)
         ranges = [TokenRange(seat, first, last) for seat, first, last in whole if first < last]
-        self._store([pages for pages in ranges if not self._tables.work_pages[pages.seat]], ranges)
+        self._store([filled for filled in ranges if not self._tables.work_pages[filled.seat]], ranges)
 
     def flush(self, seat: int, length: int) -> None:
         """Copies the rows and keys of the newest page if it is not full. All earlier pages are on the host already."""
@@ -101,25 +101,25 @@ class Mirror:
             return
         self.wait()
         for part, runs in self._key_runs([TokenRange(seat, 0, length)]).items():
-            on_device = self._to_device(runs)
-            for device, host in self._key_words(part):
+            on_device = self._runs_tensor(runs)
+            for device, host in self._key_tensors(part):
                 page_copy.to_device(on_device, device, host)
 
     def stream_in(self, layer: int, runs: Tensor) -> None:
-        """Copies rows of one layer into a workspace. `runs` number the pool's flat rows."""
+        """Copies rows of one layer from the host to a workspace. Device rows in `runs` are indices into `flat_rows`."""
         page_copy.to_device(runs, self._pool.flat_rows[None], self._host.rows[layer : layer + 1])
 
     def stream_out(self, layer: int, runs: Tensor) -> None:
-        """Copies new rows of one layer from a workspace to the host."""
+        """Copies new rows of one layer from a workspace to the host. `runs` are as for `stream_in`."""
         if len(runs):
             page_copy.to_host(runs, self._pool.flat_rows[None], self._host.rows[layer : layer + 1])
 
     def row_runs(self, token_range: TokenRange, pages: Sequence[int], *, own: bool = False) -> Tensor:
-        """Returns [runs, 3] on the device, for `page_copy`: a range of a context whose device pages are `pages`.
+        """Returns the runs of a range as a device tensor [runs, 3], which `page_copy` takes.
 
-        If `own`, host pages that other workers write are left out.
+        `pages` are the device pages of the whole context. If `own`, host pages that other workers write are left out.
         """
-        return self._to_device(self._row_runs(token_range, pages, own))
+        return self._runs_tensor(self._row_runs(token_range, pages, own))
 
     def wait(self) -> None:
         """Makes the main stream wait for all copies started so far on the side stream."""
@@ -150,10 +150,10 @@ class Mirror:
             self.reading.update(pages[token_range.first // page_rows : -(-token_range.last // page_rows)])
             runs += self._row_runs(token_range, pages, own=True)
         if runs:
-            page_copy.to_host(self._to_device(runs), self._pool.rows, self._host.rows)
+            page_copy.to_host(self._runs_tensor(runs), self._pool.rows, self._host.rows)
 
     def _row_runs(self, token_range: TokenRange, pages: Sequence[int], own: bool = False) -> list[CopyRun]:
-        """Returns the runs of a range, split where pages of either side are not neighbours."""
+        """Returns the runs of a range. A run ends where pages are not consecutive on the device or on the host."""
         page_rows, host_pages = self._pool.geometry.page_rows, self._tables.host_pages[token_range.seat]
         return _merged(
             CopyRun(
@@ -170,34 +170,37 @@ class Mirror:
         for seat, first, last in ranges:
             self.reading.update(self._tables.key_pages[seat][first // per_page : -(-last // per_page)])
         for part, runs in self._key_runs(ranges, own=True).items():
-            on_device = self._to_device(runs)
-            for device, host in self._key_words(part):
+            on_device = self._runs_tensor(runs)
+            for device, host in self._key_tensors(part):
                 page_copy.to_host(on_device, device, host)
 
     def _key_runs(self, ranges: Sequence[TokenRange], own: bool = False) -> dict[int, list[CopyRun]]:
-        """Returns runs in words, by part of a page. They are the same for every index group."""
-        pool, page_rows, word = self._pool, self._pool.geometry.page_rows, self._key_word.itemsize
+        """Returns the runs of index keys, in words, for each part of key pages. They hold for every index group."""
+        pool, page_rows, word = self._pool, self._pool.geometry.page_rows, self._key_word_dtype.itemsize
         assert pool.shape.key is not None and pool.key_blocks is not None
-        key_words, per_block = pool.shape.key.stride_bytes // word, pool.key_blocks.shape[2]
+        words_per_key, keys_per_part = pool.shape.key.stride_bytes // word, pool.key_blocks.shape[2]
         per_page, words_per_page = pool.geometry.keys_per_page, pool.geometry.layer_page_bytes // word
         runs: dict[int, list[CopyRun]] = {}
         for seat, first, last in ranges:
             pages, host_pages = self._tables.key_pages[seat], self._tables.host_pages[seat]
-            for low, high in _split(first, last, page_rows, per_block, per_page):
+            for low, high in _split(first, last, page_rows, keys_per_part, per_page):
                 if own and not self._host.writes(host_pages[low // page_rows]):
                     continue
-                part, key = divmod(low % per_page, per_block)
-                device = pages[low // per_page] * words_per_page + key * key_words
-                host = (host_pages[low // page_rows] * page_rows + low % page_rows) * key_words
-                runs.setdefault(part, []).append(CopyRun(device, host, (high - low) * key_words))
-        return {part: _merged(of_part) for part, of_part in runs.items()}
+                part, key = divmod(low % per_page, keys_per_part)
+                device = pages[low // per_page] * words_per_page + key * words_per_key
+                host = (host_pages[low // page_rows] * page_rows + low % page_rows) * words_per_key
+                runs.setdefault(part, []).append(CopyRun(device, host, (high - low) * words_per_key))
+        return {part: _merged(part_runs) for part, part_runs in runs.items()}
 
-    def _key_words(self, part: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (device, host) words [groups, words, 1] of this part, all groups at once if evenly spaced."""
+    def _key_tensors(self, part: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields pairs of tensors [groups, words, 1]: this part of all device pages, and the index keys on the host.
+
+        There is one pair for all index groups if their layers are evenly spaced, otherwise one pair per group.
+        """
         assert self._host.keys is not None
         layers = self._pool.shape.key_layers
-        device = self._pool.bytes.flatten(1).view(self._key_word)[:, :, None]
-        host = self._host.keys.view(torch.uint8).flatten(1).view(self._key_word)[:, :, None]
+        device = self._pool.bytes.flatten(1).view(self._key_word_dtype)[:, :, None]
+        host = self._host.keys.view(torch.uint8).flatten(1).view(self._key_word_dtype)[:, :, None]
         distances = {after - before for before, after in pairwise(layers)} or {1}
         if len(distances) == 1:
             every = slice(layers[0] + part, layers[-1] + part + 1, distances.pop())
@@ -206,23 +209,25 @@ class Mirror:
         for group, layer in enumerate(layers):
             yield device[layer + part][None], host[group : group + 1]
 
-    def _to_device(self, runs: Sequence[CopyRun]) -> Tensor:
+    def _runs_tensor(self, runs: Sequence[CopyRun]) -> Tensor:
         return list_to_device([number for run in runs for number in run], torch.int64, self._pool.device).view(-1, 3)
 
 
-def _split(first: int, last: int, page_rows: int, per_block: int = 0, per_page: int = 0) -> Iterator[tuple[int, int]]:
-    """Splits [first, last) at the ends of row pages and, for keys, also at the ends of blocks of a key page."""
+def _split(
+    first: int, last: int, page_rows: int, keys_per_part: int = 0, keys_per_page: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Splits [first, last) at the ends of row pages and, for keys, also at the ends of key pages and their parts."""
     while first < last:
         end = min(last, first - first % page_rows + page_rows)
-        if per_page:
-            within = first % per_page
-            end = min(end, first - within % per_block + per_block, first - within + per_page)
+        if keys_per_page:
+            within = first % keys_per_page
+            end = min(end, first - within % keys_per_part + keys_per_part, first - within + keys_per_page)
         yield first, end
         first = end
 
 
 def _merged(runs: Iterable[CopyRun]) -> list[CopyRun]:
-    """Joins runs that are neighbours on both sides."""
+    """Merges runs that follow each other both on the device and on the host."""
     merged: list[CopyRun] = []
     for run in runs:
         if merged:

@@ -1,4 +1,4 @@
-"""Where a request's rows are, the pages that it holds there, and the table of allowed changes."""
+"""The residences of a request, the pages that it holds in each, and the table of allowed transitions."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -7,6 +7,8 @@ from hotset.base.errors import IllegalTransition
 
 
 class Residence(Enum):
+    """Where the rows of a request are."""
+
     ABSENT = "absent"  # holds no pages: not admitted, or everything was released
     RESIDENT = "resident"  # every row is on the device; full pages are on the host as well
     STREAMED = "streamed"  # being prefilled with its rows on the host; each layer passes through a workspace
@@ -18,7 +20,7 @@ class Residence(Enum):
 RESIDENCE_TRANSITIONS: dict[Residence, frozenset[Residence]] = {
     Residence.ABSENT: frozenset({Residence.RESIDENT, Residence.STREAMED, Residence.LANDING}),  # admit, reserve
     Residence.RESIDENT: frozenset({Residence.TIERED, Residence.PARKED, Residence.ABSENT}),  # demote, park, release
-    Residence.STREAMED: frozenset({Residence.TIERED, Residence.PARKED, Residence.ABSENT}),  # ready, park, release
+    Residence.STREAMED: frozenset({Residence.TIERED, Residence.PARKED, Residence.ABSENT}),  # stream ends, park, release
     Residence.TIERED: frozenset({Residence.RESIDENT, Residence.PARKED, Residence.ABSENT}),  # promote, park, release
     Residence.PARKED: frozenset({Residence.RESIDENT, Residence.STREAMED, Residence.TIERED, Residence.ABSENT}),  # resume
     Residence.LANDING: frozenset({Residence.RESIDENT, Residence.TIERED, Residence.ABSENT}),  # land, release
@@ -54,8 +56,8 @@ class Holding:
     seat: int = -1  # meaningless while absent, parked or landing
     residence: Residence = Residence.ABSENT
     pages: dict[PageUse, list[int]] = field(default_factory=lambda: {use: [] for use in PageUse})
-    # Rows for which it holds device pages, host pages, and both. Updated after every change, because every step
-    # reads them.
+    # Numbers of rows for which the request holds device pages, host pages, and both. They are stored, and updated after
+    # every change, because every step reads them.
     device_capacity: int = 0
     host_capacity: int = 0
     capacity: int = 0

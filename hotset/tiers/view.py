@@ -21,32 +21,32 @@ class StreamedSegment:
 
     def __init__(self, pool: DevicePool, tables: PageTables, mirror: Mirror, seat: int, span: SegmentSpan) -> None:
         layers, page_rows = pool.geometry.layers, pool.geometry.page_rows
-        self.tokens = slice(span.first, span.last)  # of the batch
+        self.tokens = slice(span.first, span.last)  # this segment's tokens in the batch
         self.start = span.length - (span.last - span.first)
-        # Block b of the workspace is part b % layers of its page b // layers.
+        # Block b of the workspace, which holds page b of the context, lies in layer b % layers of its page b // layers.
         work = tables.work_pages[seat]
         blocks = [b % layers * pool.pages + work[b // layers] for b in range(pool.geometry.row_pages(span.length))]
         self.prefix = mirror.row_runs(TokenRange(seat, 0, self.start), blocks)
         self.new = mirror.row_runs(TokenRange(seat, self.start, span.length), blocks, own=True)
         positions = torch.arange(span.length, device=pool.device)
         in_block = list_to_device(blocks, torch.int64, pool.device)[positions // page_rows]
-        self.row_ids = in_block * page_rows + positions % page_rows  # of every position, in the pool's flat rows
+        self.row_ids = in_block * page_rows + positions % page_rows  # of every position, indices into `pool.flat_rows`
 
 
 class TieredView(ResidentView):
-    """Implements `View`. A tiered segment has one token; a streamed segment has its own workspace.
+    """Implements `View`. A segment of a tiered request has one token; a streamed segment has its own workspace.
 
-    If no segment streams, kernels read from device memory which requests are tiered and where their rows are. Such a
-    step can be captured once and replayed for any other step with the same number of tokens.
+    If no segment is streamed, kernels read from device memory which requests are tiered and where their rows are. A
+    decode step can therefore be captured once and replayed for other decode steps with the same number of tokens.
     """
 
     def __init__(
         self, pool: DevicePool, tables: PageTables, hot: HotBuffers, mirror: Mirror, batch: Batch, has_tiered: bool
     ) -> None:
-        """`has_tiered`: some requests of the batch may be tiered."""
+        """If not `has_tiered`, no request of the batch may be tiered."""
         super().__init__(pool, tables, batch)
         self._hot, self._mirror, self._has_tiered = hot, mirror, has_tiered
-        self._selected: Tensor | None = None  # rows of the index group whose layers are being computed
+        self._selected: Tensor | None = None  # rows selected by the index group whose layers are being computed
         self._swap: Swap | None = None
         seat_of, positions = batch.seat_of, batch.segments.positions
         if has_tiered:
@@ -54,12 +54,12 @@ class TieredView(ResidentView):
             tiered = tables.tiered[seats] & (seat_of != EMPTY)
             self._new_rows = torch.where(tiered, tables.tail_at(seats, positions), self._new_rows)
         self._streamed: list[StreamedSegment] = []
-        self._newest: Tensor | None = None  # the last token of each segment; None: all segments have one token
+        self._newest: Tensor | None = None  # index of each segment's last token; None if each has only one
         if not batch.segments.decoding or any(tables.work_pages[seat] for seat in batch.seats):
-            self._sort_segments()
+            self._inspect_segments()
 
-    def _sort_segments(self) -> None:
-        """Finds the segments that stream, and each segment's last token."""
+    def _inspect_segments(self) -> None:
+        """Finds the streamed segments, and the last token of each segment."""
         pool, tables, segments = self._pool, self._tables, self.segments
         newest: list[int] = []
         for span in segments:
@@ -74,7 +74,7 @@ class TieredView(ResidentView):
     def new_rows(self, layer: int) -> NewRows:
         if not self._streamed:
             return super().new_rows(layer)
-        # A workspace uses the parts of all layers of its pages, so rows are numbered over all layers.
+        # A workspace uses all layers of its pages, so row ids are indices into the rows of all layers.
         row_ids = self._new_rows + layer * self._pool.layer_rows
         for stream in self._streamed:
             self._mirror.stream_in(layer, stream.prefix)
@@ -103,12 +103,12 @@ class TieredView(ResidentView):
         row_ids = torch.where(self._selected == EMPTY, EMPTY, self._selected + layer * self._pool.layer_rows)
         for stream in self._streamed:
             self._mirror.stream_out(layer, stream.new)
-            wanted = positions[stream.tokens]
-            row_ids[stream.tokens] = torch.where(wanted == EMPTY, EMPTY, stream.row_ids[wanted.clamp_min(0)])
+            selected = positions[stream.tokens]
+            row_ids[stream.tokens] = torch.where(selected == EMPTY, EMPTY, stream.row_ids[selected.clamp_min(0)])
         return Selected(self._pool.flat_rows, row_ids, shape.row)
 
     def _find_selected(self, group: int, positions: Tensor) -> None:
-        """Finds the rows of a group's selection, whose numbers are the same in each of its layers.
+        """Finds the rows of a group's selection. Their ids are the same in each of its layers.
 
         Missing rows of tiered requests are copied into the group's first layer; `_swap` lists them for later layers.
         """
@@ -119,7 +119,7 @@ class TieredView(ResidentView):
             self._selected = self._find(positions)
 
     def _save_last_topk(self, group: int, positions: Tensor) -> None:
-        """Saves the newest selection of every request."""
+        """Saves the selection of every request's last token."""
         seats, newest = self.seat_of, positions
         if self._newest is not None:
             seats, newest = seats[self._newest], positions[self._newest]
