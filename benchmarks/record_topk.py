@@ -96,9 +96,9 @@ class RecordingModel:
     def kv_shape(self) -> KvShape:
         return self.inner.kv_shape
 
-    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
+    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
         assert isinstance(view, ResidentView)
-        return self.inner.forward(token_ids, RecordingView(view, self._recorded), wanted)
+        return self.inner.forward(token_ids, RecordingView(view, self._recorded), logit_indices)
 
     def selections(self, prompt_lengths: Sequence[int], steps: int, k: int) -> np.ndarray:
         """Returns [requests, steps, layers, k] int32. Prompt lengths identify requests and must differ."""

@@ -35,8 +35,8 @@ class NullModel:
     def __init__(self, rows: int) -> None:
         self._logits = torch.zeros(rows, VOCAB)
 
-    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
-        return self._logits[: token_ids.shape[0] if wanted is None else wanted.shape[0]]
+    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
+        return self._logits[: token_ids.shape[0] if logit_indices is None else logit_indices.shape[0]]
 
 
 def measure(requests: int, steps: int) -> list[float]:

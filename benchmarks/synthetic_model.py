@@ -43,7 +43,7 @@ class SyntheticModel:
         self._rows = torch.randn(tokens, shape.row.width, generator=random).to(shape.row.dtype)
         self._keys = torch.randn(tokens, shape.key.width, generator=random).to(shape.key.dtype)
 
-    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
+    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
         count = token_ids.shape[0]
         for group in range(self._shape.groups):
             view.keys(group).store(view.segments.positions, self._keys[:count])
@@ -51,7 +51,7 @@ class SyntheticModel:
             for layer in self._shape.layers_of(group):
                 view.new_rows(layer).store(self._rows[:count])
                 view.select(layer, positions)
-        return self._logits[: count if wanted is None else wanted.shape[0]]
+        return self._logits[: count if logit_indices is None else logit_indices.shape[0]]
 
     def _select(self, view: View, group: int) -> Tensor:
         """Returns [tokens, topk]. In a prompt, only the last token selects: other selections would have no effect."""
@@ -98,9 +98,9 @@ class DemoModel:
         self.synthetic = SyntheticModel(self.kv_shape, self.spec.vocab)
         self.computes_decode = False
 
-    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
+    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
         model = self._decoder if self.computes_decode and view.segments.decoding else self.synthetic
-        return model.forward(token_ids, view, wanted)
+        return model.forward(token_ids, view, logit_indices)
 
 
 class DemoEngine:

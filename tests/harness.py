@@ -69,7 +69,7 @@ class Recorder:
     def kv_shape(self) -> KvShape:
         return self._inner.kv_shape
 
-    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
+    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
         assert isinstance(view, ResidentView)
         logits = self._inner.forward(token_ids, view, None)
         for _segment, first, last, length in view.segments:
@@ -77,7 +77,7 @@ class Recorder:
             assert context[length - (last - first) :] == token_ids[first:last].tolist()
             for row in range(first, last):
                 self.logits.setdefault(tuple(context[: length - (last - 1 - row)]), []).append(logits[row].clone())
-        return logits if wanted is None else logits[wanted]
+        return logits if logit_indices is None else logits[logit_indices]
 
 
 @dataclass

@@ -32,10 +32,10 @@ class RunnerModel(Protocol):
     def kv_shape(self) -> KvShape:
         """The KV of one token."""
 
-    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor | None:
-        """Computes the tokens, reading and writing KV through the view, and returns the logits of those in `wanted`.
+    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor | None:
+        """Computes the tokens, reads and writes KV through the view, and returns logits at `logit_indices`.
 
-        `wanted` are indices into `token_ids`; None means all. A pipeline stage that is not the last returns None.
+        `logit_indices` are indices into `token_ids`; None means all. Pipeline stages before the last return None.
         """
 
 

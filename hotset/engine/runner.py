@@ -112,12 +112,12 @@ class Runner:
         view = self._memory.view(plan.seats, plan.starts, plan.counts)
         positions, seat_of = view.segments.positions, view.seat_of
         token_ids = self._tokens[seat_of, positions]
-        wanted = self._last_tokens(plan)
-        logits = self._model.forward(token_ids, view, wanted)
+        logit_indices = self._last_tokens(plan)
+        logits = self._model.forward(token_ids, view, logit_indices)
         if logits is None:
             return None
-        if wanted is not None:
-            positions, seat_of = positions[wanted], seat_of[wanted]
+        if logit_indices is not None:
+            positions, seat_of = positions[logit_indices], seat_of[logit_indices]
         return SampledLogits(logits, positions, seat_of)
 
     def _assign_seat(self, command: AssignSeat) -> None:

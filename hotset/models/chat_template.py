@@ -1,7 +1,7 @@
 """Chat templates: Jinja programs that come with a model and turn messages into its prompt format.
 
-They run as in the `transformers` library (block trimming, loop controls, `raise_exception`, `strftime_now`, a plain
-`tojson`, the `generation` tag), and in a sandbox, because they are untrusted.
+Templates run as in the `transformers` library (block trimming, loop controls, `raise_exception`, `strftime_now`, a
+plain `tojson`, the `generation` tag), and in a sandbox, because they are untrusted.
 """
 
 import json
@@ -49,9 +49,9 @@ class ChatTemplate:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it renders its body unchanged."""
+    """`{% generation %}` marks the assistant's words for training. Here the tag renders its body unchanged."""
 
-    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a mutable set
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -73,5 +73,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter, this does not escape <, > and &: prompts are not HTML."""
+    """Implements `tojson`. Unlike Jinja's own filter, it does not escape <, > and &, because prompts are not HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

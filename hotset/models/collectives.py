@@ -22,11 +22,11 @@ class Collectives(Protocol):
         ...
 
     def all_gather_columns(self, x: Tensor) -> Tensor:
-        """Concatenates [tokens, w] of all ranks along the columns: [tokens, size * w]."""
+        """Concatenates the [tokens, w] of all ranks along the columns and returns [tokens, size * w]."""
         ...
 
     def all_gather_tokens(self, x: Tensor) -> Tensor:
-        """Data parallel: concatenates all ranks' tokens, `tokens_per_rank[r]` of rank r."""
+        """Data parallel: concatenates the tokens of all ranks in rank order; rank r has `tokens_per_rank[r]` tokens."""
         ...
 
     def reduce_scatter(self, x: Tensor) -> Tensor:

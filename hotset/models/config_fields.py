@@ -12,7 +12,8 @@ from hotset.base.errors import CheckpointError
 class ConfigFields:
     """Typed access to the fields of one JSON object. A null counts as absent, as in the `transformers` library.
 
-    Every reader raises `CheckpointError`, in one line, if the value has the wrong type or is absent without a default.
+    Every method that returns a typed value raises `CheckpointError`, with a message of one line, if the value has the
+    wrong type, or if it is absent and there is no default.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
@@ -85,7 +86,7 @@ class ConfigFields:
         return str(value)
 
     def layer_choices(self, name: str, length: int, supported: tuple[str, ...]) -> list[str] | None:
-        """Returns a list with one choice for each layer. Entries for further layers, which are not run, are dropped."""
+        """Returns a list with one choice for each layer. Entries beyond `length` are for layers that are not run."""
         value = self.get(name)
         if value is None:
             return None
@@ -107,13 +108,13 @@ class ConfigFields:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads the object in `path`. Raises `CheckpointError` if it is unreadable, damaged or not an object."""
+    """Reads the object in `path`. Raises `CheckpointError` if the file is unreadable, damaged or not an object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable as JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
+        raise CheckpointError(f"{path} contains no JSON object")
     return value
 
 

@@ -26,7 +26,7 @@ class _GqaDefaults:
     head_dim: int | None  # None: hidden_size / num_attention_heads
     kv_heads: int | None  # None: the number of attention heads
     qk_norm: bool
-    mlp_bias: bool  # whether the architecture has the field mlp_bias
+    has_mlp_bias: bool  # whether config.json has the field mlp_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class _DsaDefaults:
 
 
 GQA_DEFAULTS = {
-    "llama": _GqaDefaults(2048, eos_ids=(2,), head_dim=None, kv_heads=None, qk_norm=False, mlp_bias=True),
-    "qwen3": _GqaDefaults(32768, eos_ids=(), head_dim=128, kv_heads=32, qk_norm=True, mlp_bias=False),
+    "llama": _GqaDefaults(2048, eos_ids=(2,), head_dim=None, kv_heads=None, qk_norm=False, has_mlp_bias=True),
+    "qwen3": _GqaDefaults(32768, eos_ids=(), head_dim=128, kv_heads=32, qk_norm=True, has_mlp_bias=False),
 }
 DSA_DEFAULTS = {
     "deepseek_v32": _DsaDefaults(
@@ -77,10 +77,10 @@ ARCHITECTURES = (*GQA_DEFAULTS, *DSA_DEFAULTS)
 
 
 def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> ModelSpec:
-    """Returns the model that `config` describes; stop tokens of `generation` take precedence.
+    """Returns the model that `config` describes. Stop tokens in `generation` take precedence over those in `config`.
 
-    `source` is the file that errors name. Raises `CheckpointError`, in one line, for fields that are missing, have the
-    wrong type, or request a feature that Hotset does not implement.
+    Error messages start with `source`, the path of config.json. Raises `CheckpointError`, with a message of one line,
+    for fields that are missing, have the wrong type, or request a feature that Hotset does not implement.
     """
     fields = ConfigFields(config, source)
     architecture = fields.get("model_type")
@@ -104,8 +104,8 @@ def _read_gqa(fields: ConfigFields, generation: ConfigFields, architecture: str)
     hidden = fields.count("hidden_size")
     head_dim = fields.count("head_dim", defaults.head_dim or hidden // heads)
     if "head_dim" not in fields and defaults.head_dim is None and hidden % heads:
-        fields.refuse("hidden_size", f"a multiple of num_attention_heads ({heads}), or a head_dim beside it")
-    if not defaults.mlp_bias and fields.flag("mlp_bias", False):
+        fields.refuse("hidden_size", f"a multiple of num_attention_heads ({heads}), unless head_dim is set")
+    if not defaults.has_mlp_bias and fields.flag("mlp_bias", False):
         fields.refuse("mlp_bias", "false")
     _refuse_windows(fields, fields.count("num_hidden_layers"))
     bias = fields.flag("attention_bias", False)
@@ -260,13 +260,13 @@ def _moe_layers(fields: ConfigFields, layers: int) -> tuple[int, ...]:
 
 
 def _read_rope(fields: ConfigFields, dim: int, dim_field: str, context: int) -> RopeSpec:
-    """Reads `rope_scaling` (older files) or `rope_parameters`; theta is inside either, or at the top level."""
+    """Reads `rope_scaling` (older files) or `rope_parameters`. `rope_theta` is in that section or at the top level."""
     rope = fields.section("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
-    for where in (fields, rope):
-        if where.number("partial_rotary_factor", 1.0) != 1.0:
-            where.refuse("partial_rotary_factor", "1.0")
+    for section in (fields, rope):
+        if section.number("partial_rotary_factor", 1.0) != 1.0:
+            section.refuse("partial_rotary_factor", "1.0")
     if dim % 2:
-        fields.refuse(dim_field, "an even number (rotary embedding turns pairs)")
+        fields.refuse(dim_field, "an even number (rotary embedding rotates pairs of values)")
     for layer_type in (*FULL_ATTENTION, *INDEXED_ATTENTION, "sliding_attention"):
         if layer_type in rope:
             rope.refuse(layer_type, "one rope for all layers")
@@ -274,8 +274,8 @@ def _read_rope(fields: ConfigFields, dim: int, dim_field: str, context: int) -> 
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0, above=1.0), above=1.0)
     if kind == "default":
         return RopeSpec(dim, theta)
-    where = fields if "original_max_position_embeddings" in fields else rope
-    original = where.count("original_max_position_embeddings", context)
+    section = fields if "original_max_position_embeddings" in fields else rope
+    original = section.count("original_max_position_embeddings", context)
     factor_is_null = kind == "yarn" and rope.is_null("factor")
     low_freq = rope.number("low_freq_factor", None if kind == "llama3" else 1.0)
     high_freq = rope.number("high_freq_factor", None if kind == "llama3" else 4.0)
@@ -308,11 +308,11 @@ def _read_dtype(fields: ConfigFields) -> str:
 
 
 def _read_eos(fields: ConfigFields, generation: ConfigFields, default: tuple[int, ...]) -> tuple[int, ...]:
-    stated = generation if "eos_token_id" in generation else fields
-    ids = stated.ids("eos_token_id")
+    section = generation if "eos_token_id" in generation else fields
+    ids = section.ids("eos_token_id")
     if ids is None:
         ids = () if fields.is_null("eos_token_id") else default
     vocab = fields.count("vocab_size")
     if any(token >= vocab for token in ids):
-        stated.refuse("eos_token_id", f"token ids below vocab_size ({vocab})")
+        section.refuse("eos_token_id", f"token ids below vocab_size ({vocab})")
     return ids

@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers of attention and feed-forward, logits. The split selects one worker's part of it."""
+"""The decoder: embedding, layers of attention and MLP, logits. A `Split` selects the part that one worker holds."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from hotset.models.checkpoint.source import SkippedWeights, WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.dsa import DsaAttention, dsa_kv_shape
 from hotset.models.gqa import GqaAttention, gqa_kv_shape
-from hotset.models.layers import Embedding, Head, Mlp, Moe, RmsNorm, ShardLoader, feed_forward
+from hotset.models.layers import Embedding, LmHead, Mlp, Moe, RmsNorm, ShardLoader, feed_forward
 from hotset.models.rope import Rope
 from hotset.models.spec import AS_COMPUTED, GqaSpec, KvStorage, ModelSpec
 from hotset.models.split import WHOLE_MODEL, Split, check_data_parallel, check_tensor_parallel
@@ -20,9 +20,9 @@ from hotset.models.split import WHOLE_MODEL, Split, check_data_parallel, check_t
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    before: RmsNorm
+    input_norm: RmsNorm
     attention: GqaAttention | DsaAttention
-    between: RmsNorm
+    post_attention_norm: RmsNorm
     mlp: Mlp | Moe
 
     def __call__(
@@ -36,11 +36,12 @@ class _Layer:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Computes one layer. The residual stream is x + delta; the next norm computes that sum.
 
-        Returns the new x and delta [tokens, hidden], and the positions that layers sharing this one's indexer reuse.
+        Returns the new x and delta [tokens, hidden], and the selected positions, which the next layers of the index
+        group reuse (None in a GQA model).
         """
-        x, normed = (x, self.before(x)) if delta is None else self.before.add_then_norm(x, delta)
+        x, normed = (x, self.input_norm(x)) if delta is None else self.input_norm.add_then_norm(x, delta)
         attended, selected = self.attention(normed, rotation, view, selected)
-        x, normed = self.between.add_then_norm(x, attended)
+        x, normed = self.post_attention_norm.add_then_norm(x, attended)
         return x, self.mlp(normed, seats), selected
 
 
@@ -59,12 +60,13 @@ class Decoder:
         split: Split = WHOLE_MODEL,
         collectives: Collectives = SINGLE_RANK,
     ) -> None:
-        """Loads every weight of its part of the model, in the source's dtype and on its device.
+        """Loads this worker's weights, in the dtype and on the device of the source.
 
-        `collectives` connect the ranks of this stage. Raises `ConfigError` if that many ranks cannot share the model.
+        `collectives` connect the ranks of this stage. Raises `ConfigError` if they cannot divide the model evenly.
         """
-        mine = (collectives.rank, collectives.size)
-        assert mine == (split.rank, split.size), f"rank {collectives.rank} of {collectives.size} for {split}"
+        assert (collectives.rank, collectives.size) == (split.rank, split.size), (
+            f"the collectives are those of rank {collectives.rank} of {collectives.size}, the split is {split}"
+        )
         check_tensor_parallel(spec, split.tp_size)
         check_data_parallel(spec, split.dp_size)
         self.spec = spec
@@ -72,7 +74,7 @@ class Decoder:
         self._storage, self._split, self._collectives = storage, split, collectives
         loader = ShardLoader(weights, split, collectives)
         skipping = ShardLoader(SkippedWeights(weights), split, collectives)
-        stage = split.stage(spec.layers)
+        stage = split.layer_range(spec.layers)
         self.first, self.last = stage.start == 0, stage.stop == spec.layers
         self._layers: list[_Layer] = []
         for layer in range(spec.layers):
@@ -81,26 +83,26 @@ class Decoder:
                 self._layers.append(built)
         embedding = Embedding(loader if self.first else skipping, spec)
         tied = embedding.weight if self.first and spec.tied_embeddings else None
-        head = Head(loader if self.last else skipping, spec, tied)
+        head = LmHead(loader if self.last else skipping, spec, tied)
         self._embedding, self._head = embedding if self.first else None, head if self.last else None
-        like = self._layers[0].before.weight
+        like = self._layers[0].input_norm.weight
         self.dtype, self.device = like.dtype, like.device
         self._rope = Rope(spec.rope, like.dtype, like.device)
 
     @property
     def kv_shape(self) -> KvShape:
-        """The KV of this worker's part of the model: its layers, numbered from 0, and its KV heads."""
-        attention, stage = self.spec.attention, self._split.stage(self.spec.layers)
+        """The shape of this worker's KV: its layers, numbered from 0, and its KV heads."""
+        attention, stage = self.spec.attention, self._split.layer_range(self.spec.layers)
         if isinstance(attention, GqaSpec):
             return gqa_kv_shape(len(stage), attention, self._split, self.dtype)
         return dsa_kv_shape(stage, attention, self.dtype, self._storage)
 
-    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
-        """Returns the logits [wanted tokens, vocab] of the tokens at the indices `wanted` (None: of all tokens)."""
-        return self.logits(self.run_layers(self.embed(token_ids), view), wanted)
+    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
+        """Returns the logits [n, vocab] of the tokens at the n indices `logit_indices` (None: of all tokens)."""
+        return self.logits(self.run_layers(self.embed(token_ids), view), logit_indices)
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [tokens] int64 -> [tokens, hidden]
-        assert self._embedding is not None, "the embedding is at the first stage"
+        assert self._embedding is not None, "only the first stage holds the embedding"
         return self._embedding(token_ids)
 
     def run_layers(self, x: Tensor, view: View) -> Tensor:
@@ -113,14 +115,14 @@ class Decoder:
             x, delta, selected = layer(x, delta, rotation, view, seats, selected)
         return x if delta is None else x + delta
 
-    def logits(self, x: Tensor, wanted: Tensor | None) -> Tensor:
-        """Returns [wanted tokens, vocab] in the accumulation dtype: every rank receives the whole vocabulary."""
-        assert self._head is not None, "the head is at the last stage"
-        return self._head(x if wanted is None else x[wanted])
+    def logits(self, x: Tensor, logit_indices: Tensor | None) -> Tensor:
+        """Returns the logits as `forward` does, in the accumulation dtype. Every rank gets the whole vocabulary."""
+        assert self._head is not None, "only the last stage holds the LM head"
+        return self._head(x if logit_indices is None else x[logit_indices])
 
     def idle_moe_step(self) -> None:
         """Data parallel: runs this rank's experts in a step in which only other ranks have tokens."""
-        assert self._split.dp_size > 1, "tensor parallel ranks compute every token"
+        assert self._split.dp_size > 1, "tensor parallel ranks are never idle: they compute every token"
         seats = self._seats(0, None)
         no_tokens = torch.empty(0, self.hidden, dtype=self.dtype, device=self.device)
         for layer in self._layers:
@@ -128,27 +130,28 @@ class Decoder:
                 layer.mlp.routed(no_tokens, seats)
 
     def _seats(self, tokens: int, padded: Tensor | None) -> Tensor | None:
-        """Returns the seats of all tokens that this worker's experts see; data parallel ranks gather them once a step.
+        """Returns the seats of all tokens that this worker's experts compute. None means that no token is padding.
 
-        A rank does not know whether others have padded their batches, so every rank sends its seats.
+        Data parallel ranks gather the seats once per step. A rank without padding sends seats too, because another rank
+        may have padded its batch.
         """
         if self._split.dp_size == 1 or not any(isinstance(layer.mlp, Moe) for layer in self._layers):
             return padded
-        own = torch.zeros(tokens, dtype=torch.int64, device=self.device) if padded is None else padded
-        return self._collectives.all_gather_tokens(own[:, None])[:, 0]
+        own_seats = torch.zeros(tokens, dtype=torch.int64, device=self.device) if padded is None else padded
+        return self._collectives.all_gather_tokens(own_seats[:, None])[:, 0]
 
 
 def _build_layer(loader: ShardLoader, layer: int, local_layer: int, spec: ModelSpec) -> _Layer:
-    """Builds layer `layer` of the whole model, which is number `local_layer` of this worker."""
+    """Builds layer `layer` of the whole model, which this worker's views number `local_layer`."""
 
     def norm(name: str) -> RmsNorm:
         return RmsNorm(loader.weights.load(f"model.layers.{layer}.{name}.weight", (spec.hidden,)), spec.norm_eps)
 
-    before = norm("input_layernorm")
-    like = before.weight
+    input_norm = norm("input_layernorm")
+    like = input_norm.weight
     attention: GqaAttention | DsaAttention
     if isinstance(spec.attention, GqaSpec):
         attention = GqaAttention(loader, layer, local_layer, spec, spec.attention, like)
     else:
         attention = DsaAttention(loader, layer, local_layer, spec, spec.attention)
-    return _Layer(before, attention, norm("post_attention_layernorm"), feed_forward(loader, layer, spec, like))
+    return _Layer(input_norm, attention, norm("post_attention_layernorm"), feed_forward(loader, layer, spec, like))

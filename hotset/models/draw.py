@@ -1,8 +1,8 @@
-"""The draw of one token for each request from its adjusted logits, `x` [n, vocab].
+"""Draws one token for each request from its adjusted logits, `x` [n, vocab].
 
-Probabilities are integers here: a token's weight is its probability relative to the request's likeliest token, in units
-of 1 / WEIGHT_ONE. Sums of integers do not depend on the order of addition. So a request's draw is the same alone and in
-a batch, and the same on every device.
+Probabilities are represented by integers: the weight of a token is its probability relative to the request's likeliest
+token, in units of 1 / WEIGHT_ONE. Sums of integers do not depend on the order of addition, which differs between batch
+sizes and devices. Therefore a request's draw does not depend on its batch.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _STRIDE = _signed(0x9E3779B97F4A7C15)
 _ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
 
 
-def _mixed(words: Tensor) -> Tensor:
+def _splitmix64(words: Tensor) -> Tensor:
     """Applies the finaliser of SplitMix64 to int64 words, with wrap-around and logical shifts."""
     for shift, factor in _ROUNDS:
         words = (words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))) * factor
@@ -31,18 +31,18 @@ def _mixed(words: Tensor) -> Tensor:
 
 def draw_key(seed: int) -> int:
     """Returns the key of a seed for `uniforms`; neighbouring seeds have unrelated keys."""
-    return int(_mixed(torch.tensor([seed], dtype=torch.int64)).item())
+    return int(_splitmix64(torch.tensor([seed], dtype=torch.int64)).item())
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Returns numbers in [0, 1), [n] float64. They depend on key and position only and are the same on every device."""
-    words = _mixed(keys + positions * _STRIDE)
+    words = _splitmix64(keys + positions * _STRIDE)
     return ((words >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
 class DrawRules:
-    """The sampling rules of each request. A greedy request has temperature 1 and top_k 1."""
+    """The sampling parameters of each request. A greedy request has temperature 1 and top_k 1."""
 
     temperature: Tensor  # [n] float64, above 0
     top_k: Tensor  # [n] int64, in [1, vocab]
@@ -70,13 +70,13 @@ def leading(x: Tensor, count: int) -> _Shortlist:
     if count >= vocab:
         ordered = x.sort(dim=-1, descending=True, stable=True)
         return _Shortlist(ordered.values, ordered.indices)
-    # topk determines the values, but among ties at the cut it may pick any token: the lowest ids fill the remaining
-    # places.
-    cut = x.topk(count, dim=-1).values[:, -1:]
-    above, tied = x > cut, x == cut
+    # topk may return any of the tokens that are tied at the threshold. The lowest ids among them must fill the places
+    # that remain.
+    threshold = x.topk(count, dim=-1).values[:, -1:]
+    above, tied = x > threshold, x == threshold
     remaining = count - above.sum(dim=-1, keepdim=True)
-    leads = above | (tied & (tied.cumsum(dim=-1) <= remaining))
-    ids = torch.nonzero_static(leads, size=n * count)[:, 1].view(n, count)  # ascending for each request
+    is_leading = above | (tied & (tied.cumsum(dim=-1) <= remaining))
+    ids = torch.nonzero_static(is_leading, size=n * count)[:, 1].view(n, count)  # ascending for each request
     ordered = x.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     return _Shortlist(ordered.values, ids.gather(-1, ordered.indices))
 
@@ -95,8 +95,8 @@ def _choose(
 
     `total` [n, 1] is the weight of all tokens of a request; None means that the shortlist holds every token that can be
     drawn. top_k, top_p and min_p each keep a prefix of the sorted tokens, so together they keep the shortest of these
-    prefixes. A draw is uncertain if the cut of top_k, the end of that prefix, or the drawn token lies beyond the
-    shortlist.
+    prefixes. A draw is uncertain if the shortlist is too short to determine the weight of the top_k tokens, the end of
+    the kept prefix, or the drawn token.
     """
     weights = _weights(shortlist.values, shortlist.values[:, :1], rules.temperature)
     mass = weights.cumsum(dim=-1)  # [n, length]
@@ -104,7 +104,7 @@ def _choose(
     top_k, top_p = rules.top_k.unsqueeze(-1), rules.top_p.unsqueeze(-1)
     whole = mass[:, -1:] if total is None else total
     base = torch.where(top_k <= length, mass.gather(-1, top_k.clamp(max=length) - 1), whole)
-    # At most base, so that top_k's cut applies; float64 may round a large base up or down.
+    # float64 may round the product to more than base, which would keep tokens beyond top_k.
     nucleus = torch.where(top_p >= 1.0, base, (top_p * base).ceil().to(torch.int64).minimum(base))
     kept = (mass - weights < nucleus) & (weights >= rules.min_weight.unsqueeze(-1))
     survivors = kept.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -123,8 +123,8 @@ def draw(x: Tensor, rules: DrawRules, uniform: Tensor, *, in_shortlist: bool) ->
     """Draws one token per request: the inverse CDF at `uniform` [n] over the surviving tokens, likeliest first.
 
     `in_shortlist` promises that every top_k is at most SHORTLIST_TOKENS. `x` contains no NaN and no inf; if all logits
-    of a request are -inf, its token is 0. On a CUDA device the host never waits for the draw, so without `in_shortlist`
-    all logits are sorted there.
+    of a request are -inf, its token is 0. Without `in_shortlist`, a CUDA device sorts all logits: to test whether a
+    draw is certain, the host would have to wait for the device.
     """
     vocab = x.shape[-1]
     if vocab <= SHORTLIST_TOKENS or (x.is_cuda and not in_shortlist):
@@ -136,6 +136,6 @@ def draw(x: Tensor, rules: DrawRules, uniform: Tensor, *, in_shortlist: bool) ->
     tokens, certain = _choose(shortlist, rules, uniform, vocab, total)
     if bool(certain.all()):
         return tokens
-    late = (~certain).nonzero().squeeze(-1)
-    tokens[late] = _choose(leading(x[late], vocab), rules.of(late), uniform[late], vocab, None)[0]
+    uncertain = (~certain).nonzero().squeeze(-1)
+    tokens[uncertain] = _choose(leading(x[uncertain], vocab), rules.of(uncertain), uniform[uncertain], vocab, None)[0]
     return tokens

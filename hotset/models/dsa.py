@@ -1,4 +1,4 @@
-"""Sparse attention over MLA: DeepSeek-V3.2, GLM-5."""
+"""DeepSeek sparse attention (DSA) over multi-head latent attention (MLA): DeepSeek-V3.2, GLM-5."""
 
 import torch
 from torch import Tensor
@@ -17,16 +17,16 @@ from hotset.models.layers import RmsNorm, RowParallelLinear, ShardLoader, load_f
 from hotset.models.rope import softmax_gain
 from hotset.models.spec import KvStorage, MlaSpec, ModelSpec
 
-LATENT_NORM_EPS = 1e-6  # of the norms on the two latents; the model's own epsilon does not apply
-INDEX_NORM_EPS = 1e-6  # of the layer norm on index keys
+LATENT_NORM_EPS = 1e-6  # for the norms of the query latent and the KV latent, instead of the model's norm_eps
+INDEX_NORM_EPS = 1e-6  # for the layer norm of index keys
 
 
 class Indexer:
     """Selects the top-k positions of each token's context.
 
-    Every tensor parallel rank holds the whole indexer. Its inputs are bitwise the same on every rank (they come from
-    all_reduce), and so are its weights and kernels. So every rank writes the same index keys and selects the same
-    positions, ties included, without communication.
+    Every tensor parallel rank holds the whole indexer. The indexer's inputs have the same bits on every rank, because
+    they come from all_reduce; its weights and kernels are the same too. Therefore every rank writes the same index keys
+    and selects the same positions, ties included, without communication.
     """
 
     def __init__(self, weights: WeightSource, prefix: str, group: int, model: ModelSpec, spec: MlaSpec) -> None:
@@ -66,7 +66,7 @@ class DsaAttention:
     """
 
     def __init__(self, loader: ShardLoader, layer: int, local_layer: int, model: ModelSpec, spec: MlaSpec) -> None:
-        """Loads layer `layer` of the whole model, which is number `local_layer` of this worker."""
+        """Loads layer `layer` of the whole model, which this worker's views number `local_layer`."""
         weights, prefix = loader.weights, f"model.layers.{layer}.self_attn"
         heads = loader.split.tp_shard(spec.heads)
         self._layer = local_layer
@@ -104,7 +104,7 @@ class DsaAttention:
             self._indexer = Indexer(weights, f"{prefix}.indexer", group, model, spec)
 
     def __call__(self, x: Tensor, rotation: Rotation, view: View, previous: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns [tokens, hidden] and the selected positions: this layer's own, or `previous` if it has no indexer."""
+        """Returns [tokens, hidden] and the selected positions: `previous` if this layer has no indexer."""
         spec = self._spec
         q_latent = self._q_norm(self._q_down(x))
         q = self._q_up(q_latent).view(-1, self._heads, spec.nope_dim + spec.rope_dim)
@@ -125,12 +125,12 @@ class DsaAttention:
 
 
 def local_index_groups(spec: MlaSpec, layers: range) -> tuple[int, ...]:
-    """Returns which of `layers` run an indexer, numbered from the first of `layers`."""
+    """Returns the layers in `layers` that run an indexer, numbered from the first layer of the range."""
     return tuple(layer - layers.start for layer in spec.index.full_layers if layer in layers)
 
 
 def dsa_kv_shape(layers: range, spec: MlaSpec, dtype: torch.dtype, storage: KvStorage) -> KvShape:
-    """Returns the KV shape of these layers. It is the same on every tensor parallel rank."""
+    """Returns the KV shape of these layers. The shape is the same on every tensor parallel rank."""
     row = mla_row(spec.kv_lora_rank, spec.rope_dim, dtype, storage.fp8_rows)
     key = index_key_row(spec.index.head_dim, dtype, storage.fp8_keys)
     return KvShape(len(layers), row, local_index_groups(spec, layers), key, spec.index.topk)

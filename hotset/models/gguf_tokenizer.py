@@ -41,7 +41,7 @@ NORMALISES_TO_NFC = ("qwen2",)  # Unicode normal form C, before the split into w
 
 
 def build_gguf_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
-    """Builds a byte-level BPE from the vocabulary. Raises `CheckpointError`, with the remedy, for other kinds."""
+    """Builds a byte-level BPE from the vocabulary. Raises `CheckpointError`, with advice, for other kinds."""
     pre = str(file.metadata.get("tokenizer.ggml.pre", "default"))
     _check_kind(file, pre)
     tokens: list[str] = _metadata_list(file, "tokens")

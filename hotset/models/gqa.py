@@ -1,4 +1,4 @@
-"""Full attention over grouped heads: Llama, Qwen3."""
+"""Full grouped-query attention (GQA): Llama, Qwen3."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ class GqaAttention:
     def __init__(
         self, loader: ShardLoader, layer: int, local_layer: int, model: ModelSpec, spec: GqaSpec, like: Tensor
     ) -> None:
-        """Loads layer `layer` of the whole model, which is number `local_layer` of this worker."""
+        """Loads layer `layer` of the whole model, which this worker's views number `local_layer`."""
         weights, head_dim = loader.weights, spec.head_dim
         prefix = f"model.layers.{layer}.self_attn"
         heads, kv_heads = loader.split.tp_shard(spec.heads), loader.split.kv_heads(spec.kv_heads)
@@ -48,7 +48,7 @@ class GqaAttention:
             self._head_norms = HeadNorms(q_norm, k_norm, model.norm_eps)
 
     def __call__(self, x: Tensor, rotation: Rotation, view: View, previous: Tensor | None) -> tuple[Tensor, None]:
-        """Maps [tokens, hidden] to [tokens, hidden]. Full attention selects no positions for the next layer."""
+        """Maps [tokens, hidden] to [tokens, hidden]. The second result is None: full attention selects no positions."""
         qkv = self._qkv(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._head_dim)
         new = view.new_rows(self._layer)
         q = gqa_append(qkv, self._kv_heads, self._head_norms, rotation, new.layout, new.rows, new.row_ids)

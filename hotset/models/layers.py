@@ -1,4 +1,4 @@
-"""The building blocks of both decoders: embedding, norms, feed-forward layers, the head."""
+"""The building blocks of DSA and GQA decoders: embedding, norms, linear layers, MLP, MoE, LM head."""
 
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ from hotset.models.split import Split
 
 @dataclass(frozen=True, slots=True)
 class ShardLoader:
-    """What every layer is built from: a source of weights, this worker's split of them, and its peers."""
+    """A source of weights, the part of the model that this worker loads from it, and the collectives of its ranks."""
 
     weights: WeightSource
     split: Split
@@ -29,7 +29,7 @@ class ShardLoader:
 
     @property
     def tp_collectives(self) -> Collectives:
-        """The ranks that share heads, widths and vocabulary. Data parallel ranks share none of these."""
+        """The collectives of the ranks that divide heads, columns and vocabulary. Data parallel ranks do not."""
         return self.collectives if self.split.tp_size > 1 else SINGLE_RANK
 
 
@@ -55,17 +55,17 @@ def shard_slice(dim: int, shard: range, width: int = 1) -> TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """This rank's outputs of one weight [outputs, inputs], to be merged with others."""
+    """This rank's slice of the outputs of one weight [outputs, inputs]."""
 
     name: str  # without .weight or .bias
-    outputs: int  # of the whole weight
+    outputs: int  # in the whole weight
     tensor_slice: TensorSlice
 
 
 def column_parallel_linear(
     weights: WeightSource, shards: list[WeightShard], inputs: int, bias: bool, like: Tensor
 ) -> Linear:
-    """Merges the shards of several weights along their outputs: one matrix product instead of several."""
+    """Merges the shards of several weights along their outputs, so that one matrix product computes all of them."""
     sizes = [shard.tensor_slice.size for shard in shards]
     weight = torch.empty(sum(sizes), inputs, dtype=like.dtype, device=like.device)
     for shard, out in zip(shards, weight.split(sizes), strict=True):
@@ -77,15 +77,15 @@ def column_parallel_linear(
 
 
 class RowParallelLinear:
-    """A product whose inputs are divided among ranks: each rank multiplies its inputs, and all_reduce adds the results.
+    """A linear layer whose inputs are divided among ranks. all_reduce adds the partial results of the ranks.
 
-    Every rank adds the bias once, after the sum.
+    With several ranks, every rank adds the bias to that sum.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, collectives: Collectives) -> None:
-        alone = collectives.size == 1
-        self._product = Linear(weight, bias if alone else None)
-        self._bias = None if alone else bias
+        single_rank = collectives.size == 1
+        self._product = Linear(weight, bias if single_rank else None)
+        self._bias = None if single_rank else bias
         self._collectives = collectives
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, this rank's inputs] -> [tokens, outputs]
@@ -94,12 +94,12 @@ class RowParallelLinear:
 
 
 def load_fp32(weights: WeightSource, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Loads a weight that is kept in the accumulation dtype (fp32, or fp64 in a float64 model), never rounded."""
+    """Loads a weight in the accumulation dtype (fp32, or fp64 in a float64 model), not in the model's dtype."""
     return weights.load(name, shape, out=torch.empty(shape, dtype=accumulation_dtype(like.dtype), device=like.device))
 
 
 class Mlp:
-    """Computes down(silu(gate(x)) * up(x)). Tensor parallel ranks divide its width."""
+    """Computes down(silu(gate(x)) * up(x)). Tensor parallel ranks divide the columns of gate and up."""
 
     def __init__(self, loader: ShardLoader, prefix: str, hidden: int, width: int, bias: bool, like: Tensor) -> None:
         weights, shard = loader.weights, loader.split.tp_shard(width)
@@ -110,16 +110,17 @@ class Mlp:
         self._down = RowParallelLinear(down, down_bias, loader.tp_collectives)
 
     def __call__(self, x: Tensor, seats: Tensor | None = None) -> Tensor:  # [tokens, hidden]
-        """Ignores `seats`: padding costs nothing here, because the weights are read once for all tokens."""
+        """Ignores `seats`: padding hardly costs time here, because the weights are read once for all tokens."""
         return self._down(swiglu(self._gate_up(x)))
 
 
 class Moe:
-    """Routed experts and shared ones. Each token uses `experts_per_token` experts of its best `topk_group` groups.
+    """Routed and shared experts. Each token uses `experts_per_token` experts of its best `topk_group` groups.
 
-    This rank holds a run of the experts and the whole router, so every rank computes the same routes. A token's output
-    is the sum over ranks. `seats` has an entry for each token that this rank's experts see: those of all data parallel
-    ranks. Tokens whose seat is EMPTY are padding; they go to no expert, so that no expert's weights are read for them.
+    Every rank holds some consecutive experts and the whole router, so all ranks compute the same routes. A token's
+    output is the sum of the outputs of all ranks. `seats` has an entry for each token that this rank's experts compute,
+    including the tokens of other data parallel ranks. Tokens with seat EMPTY are padding. They are routed to no expert,
+    so that no weights are read for them.
     """
 
     def __init__(self, loader: ShardLoader, prefix: str, hidden: int, spec: MoeSpec, like: Tensor) -> None:
@@ -145,7 +146,7 @@ class Moe:
         self._local_ids = None if len(local) == spec.experts else _local_expert_ids(local, spec.experts, like.device)
         self._shared: Mlp | None = None
         if spec.shared:
-            # Its partial sum is added to that of the routed experts before the all_reduce.
+            # Tensor parallel ranks add the partial sums of shared and routed experts before one common all_reduce.
             without_reduce = replace(loader, collectives=SINGLE_RANK)
             width = spec.width * spec.shared
             self._shared = Mlp(without_reduce, f"{prefix}.shared_experts", hidden, width, False, like)
@@ -157,10 +158,10 @@ class Moe:
         out = self._local_experts(x, seats)
         return self._collectives.all_reduce(out if self._shared is None else out + self._shared(x))
 
-    def routed(self, x: Tensor, seats: Tensor | None) -> Tensor:  # [own tokens, hidden]; there may be none
-        """Data parallel: returns what all ranks' experts compute for this rank's tokens.
+    def routed(self, x: Tensor, seats: Tensor | None) -> Tensor:  # [own tokens, hidden]
+        """Data parallel: returns the output of all ranks' routed experts for this rank's tokens.
 
-        Every rank must call this in every step, because its experts serve all ranks' tokens.
+        Every rank must call this in every step, even without tokens, because its experts compute all ranks' tokens.
         """
         return self._collectives.reduce_scatter(self._local_experts(self._collectives.all_gather_tokens(x), seats))
 
@@ -179,9 +180,9 @@ def _load_expert(weights: WeightSource, name: str, gate_up: Tensor, down: Tensor
 
 
 def _local_expert_ids(local: range, experts: int, device: torch.device) -> Tensor:
-    """Returns [experts + 1] int64: the index of each expert among the local ones, EMPTY for the others.
+    """Returns [experts + 1] int64: the index of each expert among the local experts, EMPTY for other ranks' experts.
 
-    The id EMPTY (-1) indexes the last entry, which is EMPTY as well.
+    The last entry is EMPTY too, so that expert id EMPTY (-1) maps to EMPTY.
     """
     ids = torch.full((experts + 1,), EMPTY, dtype=torch.int64, device=device)
     ids[local.start : local.stop] = torch.arange(len(local), device=device)
@@ -189,7 +190,7 @@ def _local_expert_ids(local: range, experts: int, device: torch.device) -> Tenso
 
 
 def feed_forward(loader: ShardLoader, layer: int, spec: ModelSpec, like: Tensor) -> Mlp | Moe:
-    """Builds the layer's feed-forward part: dense or routed, according to the spec."""
+    """Builds the layer's MLP or MoE, according to the spec."""
     prefix = f"model.layers.{layer}.mlp"
     if spec.moe is not None and layer in spec.moe.layers:
         return Moe(loader, prefix, spec.hidden, spec.moe, like)
@@ -213,11 +214,11 @@ class Embedding:
         return self._collectives.all_reduce(embedded.masked_fill(not_local[:, None], 0.0))
 
 
-class Head:
-    """The final norm and the logits. Tensor parallel ranks divide the vocabulary and gather all logits."""
+class LmHead:
+    """The final norm and the LM head. Tensor parallel ranks divide the vocabulary, and each gathers all logits."""
 
     def __init__(self, loader: ShardLoader, spec: ModelSpec, tied: Tensor | None) -> None:
-        """`tied` is the embedding's weight, if this worker already holds it and the head shares it."""
+        """`tied` is the embedding's weight if the LM head shares it and this worker has already loaded it."""
         self._norm = RmsNorm(loader.weights.load("model.norm.weight", (spec.hidden,)), spec.norm_eps)
         name = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
         self._product = Linear(_vocabulary_shard(loader, name, spec) if tied is None else tied)
@@ -230,7 +231,7 @@ class Head:
 
 
 def _vocabulary_shard(loader: ShardLoader, name: str, spec: ModelSpec) -> Tensor:
-    """Loads [shard size, hidden], the same size on every rank: zeros follow the last token."""
+    """Loads this rank's vocabulary entries [shard size, hidden], padded with zeros to the same size on every rank."""
     shard = loader.split.vocabulary(spec.vocab)
     weight = loader.weights.load(name, (spec.vocab, spec.hidden), tensor_slice=shard_slice(0, shard))
     padding = loader.split.vocabulary_shard_size(spec.vocab) - len(shard)

@@ -39,13 +39,16 @@ def inverse_frequencies(spec: RopeSpec, precision: torch.dtype) -> Tensor:
 
 def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
     """Stretches long waves by `factor`, keeps short ones, and blends those between."""
-    turns = spec.original_context * plain / (2 * math.pi)  # how often each wave fits the original context
+    turns = spec.original_context * plain / (2 * math.pi)  # how often each wave fits into the original context
     keep = ((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
     return keep * plain + (1 - keep) * plain / spec.factor
 
 
 def _yarn(spec: RopeSpec, plain: Tensor) -> Tensor:
-    """Blends as `llama3` does, but linearly in the dimension: from `beta_fast` to `beta_slow` turns per context."""
+    """Blends like `_llama3`, but linearly in the dimension.
+
+    The blend goes from the dimension with `beta_fast` turns per original context to the one with `beta_slow`.
+    """
 
     def dimension_of(turns: float) -> float:
         return spec.dim * math.log(spec.original_context / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))

@@ -1,4 +1,4 @@
-"""The sampler: it samples one token for each request of a batch, by that request's own parameters."""
+"""Samples one token for each request of a batch, according to the request's own parameters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ from hotset.base.sampling import SamplingParams
 from hotset.kernels.device_copies import list_to_device
 from hotset.models.draw import SHORTLIST_TOKENS, WEIGHT_ONE, DrawRules, draw, draw_key, leading, uniforms
 
-_MIN_TEMPERATURE = torch.finfo(torch.float32).tiny  # in float32, less would be a division by 0
+_MIN_TEMPERATURE = torch.finfo(torch.float32).tiny  # the smallest normal float32: logits are divided by the temperature
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """The model's own log-probabilities for the `m` requests of a batch that asked for them.
+    """The model's own log-probabilities for the `m` requests of a batch that requested them.
 
-    Ranks start at 1 and are unique: ties are ranked by ascending id. A token that the model rules out has -inf.
+    Ranks start at 1 and are unique: ties are ranked by ascending id. A token with logit -inf has log-probability -inf.
     """
 
     wanted: Mapping[int, tuple[int, int]]  # index in the batch -> index in the tensors, number of alternatives
@@ -40,7 +40,7 @@ class Logprobs:
         )
 
     def of(self, index: int) -> dict[int, tuple[float, int]] | None:
-        """Returns {token id: (log-probability, rank)} of one request of the batch, or None if it did not ask.
+        """Returns {token id: (log-probability, rank)} of one request of the batch, or None if it requested none.
 
         The chosen token comes first, then the likeliest ones.
         """
@@ -59,16 +59,16 @@ class SamplerOutput:
     """The sampled tokens of one step. The tensors are on the logits' device, which may still be computing them."""
 
     token_ids: Tensor  # [n] int64
-    logprobs: Logprobs | None  # None: no request asked for them
+    logprobs: Logprobs | None  # None: no request has log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """The host's part of a running request's sampling state; the device's part is in the sampler's tables."""
+    """The sampling state of a running request on the host. The rest of it is in device tensors of the sampler."""
 
     params: SamplingParams
     top_k: int
-    banned_ids: tuple[int, ...]  # may not be sampled before the answer has min_tokens tokens
+    banned_ids: tuple[int, ...]  # must not be sampled before the answer has min_tokens tokens
     count_row: int | None  # None: the request has no penalties
 
 
@@ -104,16 +104,16 @@ class _Batch:
 class Sampler:
     """The sampling state of up to `seats` running requests.
 
-    All work is queued on the current stream, and no call waits for a CUDA device. One thread uses a sampler.
+    All work is queued on the current stream, and no call waits for a CUDA device. Only one thread may use a sampler.
     """
 
     def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
         self._vocab = vocab
         self._device = device
         self._seats: list[_Seat | None] = [None] * seats
-        # [seat] draw key, top_k, minimum weight, first position at which the banned ids are allowed
+        # Columns: draw key, top_k, minimum weight, first position at which the banned ids are allowed
         self._integers = torch.zeros(seats, 4, dtype=torch.int64, device=device)
-        # [seat] temperature, top_p, repetition, presence and frequency penalty
+        # Columns: temperature, top_p, repetition, presence and frequency penalty
         self._floats = torch.ones(seats, 5, dtype=torch.float64, device=device)
         self._counts = TokenCounts(vocab, device)
         self._batch: _Batch | None = None
@@ -126,17 +126,17 @@ class Sampler:
         prompt_length: int,
         stop_ids: frozenset[int],
     ) -> None:
-        """Assigns a request to the seat and releases the one that held it.
+        """Assigns a request to the seat, and releases the request that held the seat before.
 
         `token_ids` are the prompt and the answer so far, so a request that resumes continues as if it had never been
-        parked. `params.seed` must be set, with one seed per choice. The ids in `logit_bias` must lie within the
-        vocabulary; the engine refuses others.
+        parked. `params.seed` must be set, with one seed per choice. The ids in `logit_bias` must be in the
+        vocabulary; the engine refuses requests with other ids.
         """
         assert params.seed is not None, "a request reached the sampler without a seed"
         biased = params.logit_bias or {}
         assert all(token < self._vocab for token in biased), "a logit_bias id outside the vocabulary"
         self.release(seat)
-        # Greedy sampling is a draw from one token, so that both kinds of request take the same path.
+        # Greedy sampling is a draw from one token, so that greedy and other requests can be in one batch.
         top_k = 1 if params.greedy else min(params.top_k or self._vocab, self._vocab)
         temperature = 1.0 if params.greedy else max(params.temperature, _MIN_TEMPERATURE)
         min_weight = math.ceil(params.min_p * WEIGHT_ONE)
@@ -258,7 +258,7 @@ class Penalties:
 
 
 class TokenCounts:
-    """How often each penalised request has seen each token: [count row][token], on the device.
+    """The tokens in prompt and answer of each penalised request: [count row][token], on the device.
 
     Each penalised request owns one count row. The tensors grow as needed and never shrink.
     """
@@ -270,6 +270,7 @@ class TokenCounts:
 
     @property
     def held(self) -> int:
+        """The number of count rows in use."""
         return self._in_answer.shape[0] - len(self._free)
 
     def allocate(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> int:
@@ -304,7 +305,7 @@ class TokenCounts:
         seen = self._in_prompt[rows] | (in_answer > 0)
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
         x = x - presence * (in_answer > 0) - frequency * in_answer
-        return x.clamp_(max=torch.finfo(x.dtype).max)  # a repetition penalty below 1 may overflow to inf
+        return x.clamp_(max=torch.finfo(x.dtype).max)  # with a repetition penalty below 1, a logit can overflow to inf
 
     def _to_device(self, token_ids: Sequence[int]) -> Tensor:
         vocab = self._in_answer.shape[1]

@@ -19,7 +19,7 @@ class RopeSpec:
     beta_slow: float = 1.0  # yarn
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
-    attention_factor: float | None = None  # yarn; None: derived
+    attention_factor: float | None = None  # yarn; None: derived from the other fields
     truncate: bool = True  # yarn
 
 
@@ -42,8 +42,8 @@ class IndexSpec:
     heads: int
     head_dim: int
     topk: int
-    interleaved_rope: bool  # GLM: pairs (0,1),(2,3)...; DeepSeek-V3.2: halves
-    full_layers: tuple[int, ...]  # run their own indexer; every other layer reuses the last full one before it
+    interleaved_rope: bool  # rotated pairs are (0, 1), (2, 3), ... (GLM), else (i, i + dim / 2) (DeepSeek-V3.2)
+    full_layers: tuple[int, ...]  # the layers that run an indexer; each other layer reuses the selection before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class MlaSpec:
     nope_dim: int
     rope_dim: int
     v_dim: int
-    bias: bool  # on q_a_proj, kv_a_proj_with_mqa and o_proj
+    bias: bool  # whether there is a bias on q_a_proj, kv_a_proj_with_mqa and o_proj
     index: IndexSpec
 
 
@@ -83,7 +83,7 @@ class ModelSpec:
     vocab: int
     hidden: int
     layers: int
-    mlp_width: int  # of dense layers
+    mlp_width: int  # the width of dense MLPs
     mlp_bias: bool
     norm_eps: float
     tied_embeddings: bool
@@ -91,7 +91,7 @@ class ModelSpec:
     rope: RopeSpec
     attention: GqaSpec | MlaSpec
     moe: MoeSpec | None
-    dtype: str  # of the checkpoint: 'bfloat16', 'float16', 'float32' or 'float64'
+    dtype: str  # the checkpoint's dtype: 'bfloat16', 'float16', 'float32' or 'float64'
     eos_ids: tuple[int, ...]
 
 

@@ -1,4 +1,4 @@
-"""Which part of a model one worker holds, and which degrees of parallelism a model allows."""
+"""The part of a model that one worker holds, and the degrees of parallelism that a model allows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,16 +8,17 @@ from hotset.base.errors import ConfigError
 from hotset.base.units import ceil_div
 from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
 
-Cost = tuple[int, int]
+Cost = tuple[int, int]  # compared in order: the second number decides between equal first numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """The part of a model that one worker holds.
 
-    Tensor parallel ranks divide attention heads, the width of MLPs, experts and the vocabulary; each of them computes
-    every token. Data parallel ranks divide the experts alone; each of them computes its own tokens. A pipeline stage
-    holds `layers` only, numbered as in the whole model (None: all of them).
+    Tensor parallel ranks divide the attention heads, the columns of MLPs, the experts and the vocabulary among
+    themselves; every rank computes every token. Data parallel ranks divide only the experts; every rank computes its
+    own tokens. A pipeline stage holds only the layers in `layers`, numbered as in the whole model. None stands for all
+    layers.
     """
 
     tp_rank: int = 0
@@ -31,12 +32,12 @@ class Split:
 
     @property
     def rank(self) -> int:
-        """This worker's rank among those that share its layers."""
+        """This worker's rank among the workers that hold the same layers."""
         return self.dp_rank * self.tp_size + self.tp_rank
 
     @property
     def size(self) -> int:
-        """The number of ranks that share these layers."""
+        """The number of workers that hold the same layers."""
         return self.dp_size * self.tp_size
 
     @property
@@ -48,7 +49,10 @@ class Split:
         return _shard(count, self.tp_rank, self.tp_size)
 
     def kv_heads(self, count: int) -> range:
-        """Returns which of `count` KV heads this rank holds. With more ranks than heads, neighbours hold the same."""
+        """Returns which of `count` KV heads this rank holds.
+
+        If there are more ranks than KV heads, `tp_size / count` consecutive ranks hold the same KV head.
+        """
         if self.tp_size <= count:
             return self.tp_shard(count)
         head = self.tp_rank // (self.tp_size // count)
@@ -59,18 +63,18 @@ class Split:
         return _shard(count, self.rank, self.size)
 
     def vocabulary_shard_size(self, vocab: int) -> int:
-        """Returns how many entries of embedding and head every rank holds; those past the last token are padding."""
+        """Returns how many vocabulary entries each rank's embedding and LM head have, including padding at the end."""
         return ceil_div(vocab, self.tp_size)
 
     def vocabulary(self, vocab: int) -> range:
-        """Returns which tokens this rank holds: up to `vocabulary_shard_size` of them."""
+        """Returns the token ids of this rank: at most `vocabulary_shard_size`."""
         size = self.vocabulary_shard_size(vocab)
         first = self.tp_rank * size
         return range(min(first, vocab), min(first + size, vocab))
 
-    def stage(self, layers: int) -> range:
-        """Returns which of the model's `layers` layers this worker holds."""
-        return range(layers) if self.layers is None else self.layers
+    def layer_range(self, num_layers: int) -> range:
+        """Returns which of the model's `num_layers` layers this worker holds."""
+        return range(num_layers) if self.layers is None else self.layers
 
 
 WHOLE_MODEL = Split()
@@ -82,67 +86,71 @@ def _shard(count: int, rank: int, size: int) -> range:
 
 
 def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
-    """Raises `ConfigError`, with the numbers and the nearest sizes that work, if `size` ranks cannot share it."""
-    _check_size(spec, size, "--tensor-parallel-size", _not_divided_by_heads)
+    """Raises `ConfigError` if `size` tensor parallel ranks cannot divide the model evenly.
+
+    The message lists the counts that `size` does not divide, and the nearest sizes that work.
+    """
+    _check_size(spec, size, "--tensor-parallel-size", _indivisible_by_tensor_parallel)
 
 
 def check_data_parallel(spec: ModelSpec, size: int) -> None:
-    """Raises `ConfigError`, with the numbers and the nearest sizes that work, if `size` ranks cannot share experts."""
-    _check_size(spec, size, "--data-parallel-size", _not_divided_by_experts)
+    """Raises `ConfigError`, with the nearest sizes that work, if `size` ranks cannot divide the experts evenly."""
+    _check_size(spec, size, "--data-parallel-size", _indivisible_experts)
 
 
-def _check_size(spec: ModelSpec, size: int, flag: str, not_divided: Callable[[ModelSpec, int], list[str]]) -> None:
-    obstacles = not_divided(spec, size)
-    if obstacles:
+def _check_size(spec: ModelSpec, size: int, flag: str, indivisible: Callable[[ModelSpec, int], list[str]]) -> None:
+    counts = indivisible(spec, size)
+    if counts:
         largest = max(spec.attention.heads, spec.moe.experts if spec.moe else 1)
-        working = [candidate for candidate in range(1, largest + 1) if not not_divided(spec, candidate)]
+        working = [candidate for candidate in range(1, largest + 1) if not indivisible(spec, candidate)]
         below = [candidate for candidate in working if candidate < size][-1:]
         above = [candidate for candidate in working if candidate > size][:1]
         nearest = " or ".join(str(candidate) for candidate in below + above)
-        raise ConfigError(
-            f"{flag} {size} does not divide {' and '.join(obstacles)} evenly; nearest that works: {nearest}"
-        )
+        raise ConfigError(f"{flag} {size} does not divide {' and '.join(counts)} evenly; nearest that works: {nearest}")
 
 
-def _not_divided_by_experts(spec: ModelSpec, size: int) -> list[str]:
+def _indivisible_experts(spec: ModelSpec, size: int) -> list[str]:
+    """Returns the number of experts if `size` does not divide it."""
     experts = spec.moe.experts if spec.moe else 0
     return [f"{experts} experts"] if experts % size else []
 
 
-def _not_divided_by_heads(spec: ModelSpec, size: int) -> list[str]:
+def _indivisible_by_tensor_parallel(spec: ModelSpec, size: int) -> list[str]:
+    """Returns the counts of experts, heads and columns that `size` does not divide."""
     moe = spec.moe
     counts = {
         "attention heads": spec.attention.heads,
         "columns of a dense MLP": 0 if moe and len(moe.layers) == spec.layers else spec.mlp_width,
         "columns of the shared experts": moe.width * moe.shared if moe else 0,
     }
-    obstacles = [f"{count} {what}" for what, count in counts.items() if count % size]
+    indivisible = [f"{count} {what}" for what, count in counts.items() if count % size]
     if isinstance(spec.attention, GqaSpec):
         kv_heads = spec.attention.kv_heads
         if kv_heads % size and size % kv_heads:
-            obstacles.append(f"{kv_heads} KV heads")
-    return _not_divided_by_experts(spec, size) + obstacles
+            indivisible.append(f"{kv_heads} KV heads")
+    return _indivisible_experts(spec, size) + indivisible
 
 
-def stage_layers(spec: ModelSpec, stages: int, wanted: Sequence[int] | None = None) -> list[range]:
-    """Returns the layers of each pipeline stage: balanced by weights, or with the numbers of layers in `wanted`.
+def stage_layers(spec: ModelSpec, stages: int, layer_counts: Sequence[int] | None = None) -> list[range]:
+    """Returns the layers of each pipeline stage.
 
-    Layers that share one indexer stay in one stage. Raises `ConfigError`, with the numbers, if that is impossible.
+    Stage i has `layer_counts[i]` layers. If `layer_counts` is None, the stages are balanced by their number of weights.
+    Layers that share one indexer are in one stage. Raises `ConfigError`, with the numbers, if that is impossible.
     """
     starts = _group_starts(spec)
     if not 1 <= stages <= len(starts):
-        groups = "" if len(starts) == spec.layers else f" in {len(starts)} groups, each of which shares an indexer"
+        groups = "" if len(starts) == spec.layers else f" in {len(starts)} groups that share an indexer"
         raise ConfigError(
             f"--pipeline-parallel-size {stages}: the model has {spec.layers} layers{groups}; "
             f"from 1 to {len(starts)} stages work"
         )
-    if wanted is None:
+    if layer_counts is None:
         return _ranges(_balanced(spec, starts, stages))
-    return _ranges(_explicit(spec, starts, stages, wanted))
+    return _ranges(_explicit(spec, starts, stages, layer_counts))
 
 
 def _group_starts(spec: ModelSpec) -> tuple[int, ...]:
-    """Returns the layers at which a stage may begin."""
+    """Returns the layers at which a stage can begin."""
     return spec.attention.index.full_layers if isinstance(spec.attention, MlaSpec) else tuple(range(spec.layers))
 
 
@@ -151,25 +159,29 @@ def _ranges(bounds: Sequence[int]) -> list[range]:
 
 
 def _balanced(spec: ModelSpec, starts: Sequence[int], stages: int) -> list[int]:
-    """Returns the bounds that minimise the weights of the heaviest stage, then the sum of squares over stages."""
-    before = [0, *accumulate(layer_weights(spec))]
-    vocabulary = spec.vocab * spec.hidden
+    """Returns the bounds with the fewest weights in the heaviest stage, then the least sum of squares over stages."""
+    weights_before = [0, *accumulate(layer_weights(spec))]  # the weights of all layers before each layer
+    vocabulary_weights = spec.vocab * spec.hidden  # of the embedding, and of the LM head
 
     def cost(stage: int, first: int, last: int) -> Cost:
-        ends = (stage == 0) + (stage == stages - 1)
-        weights = before[last] - before[first] + ends * vocabulary
+        vocabulary_matrices = (stage == 0) + (stage == stages - 1)
+        weights = weights_before[last] - weights_before[first] + vocabulary_matrices * vocabulary_weights
         return weights, weights**2
 
     return _cheapest((*starts, spec.layers), stages, cost, lambda a, b: (max(a[0], b[0]), a[1] + b[1]))
 
 
-def _explicit(spec: ModelSpec, starts: Sequence[int], stages: int, wanted: Sequence[int]) -> list[int]:
-    flag = f"--pipeline-layers {','.join(str(count) for count in wanted)}"
-    if len(wanted) != stages:
-        raise ConfigError(f"{flag} names {len(wanted)} stages, --pipeline-parallel-size {stages}")
-    if min(wanted) < 1 or sum(wanted) != spec.layers:
-        raise ConfigError(f"{flag} has {sum(wanted)} layers, the model {spec.layers}; each stage needs at least one")
-    bounds = [0, *accumulate(wanted)]
+def _explicit(spec: ModelSpec, starts: Sequence[int], stages: int, layer_counts: Sequence[int]) -> list[int]:
+    """Returns the bounds that `layer_counts` requests. Raises `ConfigError` if they are not possible."""
+    flag = f"--pipeline-layers {','.join(str(count) for count in layer_counts)}"
+    if len(layer_counts) != stages:
+        raise ConfigError(f"{flag} has {len(layer_counts)} stages, but --pipeline-parallel-size is {stages}")
+    if min(layer_counts) < 1 or sum(layer_counts) != spec.layers:
+        raise ConfigError(
+            f"{flag} has {sum(layer_counts)} layers and the model has {spec.layers}: "
+            "these must be equal, and each stage needs at least one layer"
+        )
+    bounds = [0, *accumulate(layer_counts)]
 
     def cost(stage: int, first: int, last: int) -> Cost:
         return abs(last - bounds[stage + 1]), 0
@@ -177,32 +189,32 @@ def _explicit(spec: ModelSpec, starts: Sequence[int], stages: int, wanted: Seque
     nearest = _cheapest((*starts, spec.layers), stages, cost, lambda a, b: (a[0] + b[0], 0))
     if nearest != bounds:
         counts = ",".join(str(last - first) for first, last in pairwise(nearest))
-        raise ConfigError(f"{flag} would part layers that share an indexer; nearest that works: {counts}")
+        raise ConfigError(f"{flag} would separate layers that share an indexer; nearest that works: {counts}")
     return bounds
 
 
 def _cheapest(
-    bounds: Sequence[int],  # layers at which a stage may begin, and the end
+    bounds: Sequence[int],  # the layers at which a stage can begin, then the number of layers
     stages: int,
-    cost: Callable[[int, int, int], Cost],  # of layers [first, last) as stage number `stage`
+    cost: Callable[[int, int, int], Cost],  # cost(stage, first, last) of layers [first, last) as that stage
     combine: Callable[[Cost, Cost], Cost],
 ) -> list[int]:
-    """Returns the bounds of the cheapest division into `stages` stages, by dynamic programming over their ends."""
-    best: dict[int, tuple[Cost, list[int]]] = {0: ((0, 0), [0])}  # by the layer at which the stages so far end
+    """Returns the bounds of the cheapest division into stages, by dynamic programming over the last layer of each."""
+    best: dict[int, tuple[Cost, list[int]]] = {0: ((0, 0), [0])}  # the cheapest first stages, by their end
     for stage in range(stages):
         extended: dict[int, tuple[Cost, list[int]]] = {}
-        for first, (cost_so_far, cut) in best.items():
+        for first, (cost_so_far, bounds_so_far) in best.items():
             for last in bounds:
                 if last > first:
                     total = combine(cost_so_far, cost(stage, first, last))
                     if last not in extended or total < extended[last][0]:
-                        extended[last] = (total, [*cut, last])
+                        extended[last] = (total, [*bounds_so_far, last])
         best = extended
     return best[bounds[-1]][1]
 
 
 def layer_weights(spec: ModelSpec) -> list[int]:
-    """Returns how many weights the matrices of each layer have; its bytes are proportional to that."""
+    """Returns the number of weights in the matrices of each layer."""
     return [_attention_weights(spec, layer) + _mlp_weights(spec, layer) for layer in range(spec.layers)]
 
 

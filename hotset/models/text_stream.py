@@ -9,7 +9,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStream(Protocol):
-    """Turns the tokens of one answer into text, one at a time. Unknown token ids are accepted and give no text."""
+    """Turns the tokens of one answer into text, one at a time. Unknown token ids produce no text."""
 
     def push(self, token_id: int) -> str:
         """Returns the text that this token completes: "" while bytes of a character are still missing."""
@@ -35,7 +35,7 @@ class ByteStream:
 
 
 class WindowStream:
-    """A stream for all other vocabularies: it decodes a short window of tokens again and returns the new text.
+    """A stream for all other vocabularies. It decodes a short window of tokens again and returns the new text.
 
     The window starts with a token whose text was already returned, so that a decoder's treatment of the first token
     (such as dropping its space) cannot change new text. A run of byte tokens (`<0xE2>`) is held back until it ends,

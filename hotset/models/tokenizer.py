@@ -32,7 +32,7 @@ class TokenizerParts:
     adds_bos: bool  # prompts start with BOS even if the backend does not add it
     chat_stop_ids: tuple[int, ...]
     chat_template: str | None
-    source: str  # the file that errors name
+    source: str  # the path with which error messages start
 
 
 class Tokenizer:
@@ -75,11 +75,11 @@ class Tokenizer:
             # The library holds the GIL while it encodes one text, but not while it encodes a batch.
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
         except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair: valid in JSON, not in UTF-8
-            raise RequestError("the text cannot be written in UTF-8: it holds half of a surrogate pair") from error
+            raise RequestError("the text cannot be encoded in UTF-8: it contains half of a surrogate pair") from error
         return [*self._prefix, *encoding.ids] if add_special else encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Decodes `token_ids`; ids outside the vocabulary give no text."""
+        """Decodes `token_ids`; ids outside the vocabulary produce no text."""
         valid = [token_id for token_id in token_ids if 0 <= token_id <= MAX_TOKEN_ID]
         return self._backend.decode(valid, skip_special_tokens=skip_special)
 
@@ -97,7 +97,7 @@ class Tokenizer:
         return WindowStream(piece_of, lambda ids: self.decode(ids, skip_special=False))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of one token, which may be a part of a character; empty outside the vocabulary."""
+        """Returns the bytes of one token, which may be a part of a character. Ids outside the vocabulary have none."""
         piece = self._piece(token_id)
         if piece is None:
             return b""
@@ -127,8 +127,8 @@ def _byte_alphabet() -> dict[str, int]:
     Visible Latin-1 characters stand for their own byte; the characters from 256 stand for the other bytes, in order.
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + number): byte for number, byte in enumerate(others)}
+    invisible = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + number): byte for number, byte in enumerate(invisible)}
 
 
 BYTE_OF = _byte_alphabet()
@@ -169,13 +169,13 @@ def _directory_parts(directory: Path) -> TokenizerParts:
     config = read_optional_json(directory / "special_tokens_map.json")
     config |= read_optional_json(directory / "tokenizer_config.json")
     special = {name: _content(config.get(name)) for name in SPECIAL_TOKEN_NAMES}
-    named = {name: token for name, token in special.items() if token is not None}
-    end_id = backend.token_to_id(named.get("eos_token", ""))
+    special_tokens = {name: token for name, token in special.items() if token is not None}
+    eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
     return TokenizerParts(
         backend=backend,
-        special_tokens=named,
+        special_tokens=special_tokens,
         adds_bos=config.get("add_bos_token") is True,
-        chat_stop_ids=() if end_id is None else (end_id,),
+        chat_stop_ids=() if eos_id is None else (eos_id,),
         chat_template=_find_template(directory, config.get("chat_template")),
         source=str(directory),
     )
@@ -188,7 +188,7 @@ def _content(token: object) -> str | None:
 
 
 def _find_template(directory: Path, configured: object) -> str | None:
-    """Returns `chat_template.jinja`, or the configured string, or the template named 'default' of a configured list."""
+    """Returns the contents of chat_template.jinja, or the configured template (of a list, the one named 'default')."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:
@@ -196,8 +196,8 @@ def _find_template(directory: Path, configured: object) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
     if isinstance(configured, list):
-        named = {item.get("name"): item.get("template") for item in configured if isinstance(item, Mapping)}
-        configured = named.get("default")
+        templates = {item.get("name"): item.get("template") for item in configured if isinstance(item, Mapping)}
+        configured = templates.get("default")
     return configured if isinstance(configured, str) else None
 
 

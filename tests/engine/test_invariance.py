@@ -153,11 +153,11 @@ class FailingModel:
         self.device = self._inner.device
         self.kv_shape = self._inner.kv_shape
 
-    def forward(self, token_ids: torch.Tensor, view: View, wanted: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, view: View, logit_indices: torch.Tensor | None) -> torch.Tensor:
         self._left -= 1
         if self._left < 0:
             raise RuntimeError("the device is gone")
-        return self._inner.forward(token_ids, view, wanted)
+        return self._inner.forward(token_ids, view, logit_indices)
 
 
 def test_a_failed_step_raises_and_ends_the_engine_instead_of_hanging() -> None:

@@ -146,18 +146,18 @@ def test_explicit_stage_layers_are_used_as_given() -> None:
 
 
 def test_explicit_stage_layers_that_do_not_add_up_are_refused_with_both_numbers() -> None:
-    assert "--pipeline-layers 2,3 has 5 layers, the model 4" in stages_refused(LLAMA, 2, (2, 3))
+    assert "--pipeline-layers 2,3 has 5 layers and the model has 4" in stages_refused(LLAMA, 2, (2, 3))
     assert "at least one" in stages_refused(LLAMA, 2, (4, 0))
-    assert "names 3 stages, --pipeline-parallel-size 2" in stages_refused(LLAMA, 2, (1, 1, 2))
+    assert "has 3 stages, but --pipeline-parallel-size is 2" in stages_refused(LLAMA, 2, (1, 1, 2))
 
 
 def test_a_cut_through_a_group_that_shares_an_indexer_is_refused_with_the_nearest_that_works() -> None:
     message = stages_refused(GLM, 2, (4, 1))
-    assert message == ("--pipeline-layers 4,1 would part layers that share an indexer; nearest that works: 3,2")
+    assert message == ("--pipeline-layers 4,1 would separate layers that share an indexer; nearest that works: 3,2")
     assert stages_refused(GLM, 3, (2, 2, 1)).endswith("nearest that works: 1,2,2")
 
 
 def test_more_stages_than_layers_or_groups_are_refused() -> None:
     assert stages_refused(LLAMA, 5).endswith("the model has 4 layers; from 1 to 4 stages work")
     message = stages_refused(GLM, 4)
-    assert "5 layers in 3 groups, each of which shares an indexer; from 1 to 3 stages work" in message
+    assert "5 layers in 3 groups that share an indexer; from 1 to 3 stages work" in message

@@ -50,7 +50,7 @@ class IntegerModel:
     def __init__(self) -> None:
         self.chosen: list[tuple[int, int, list[list[int]]]] = []  # seat, newest position, positions of each group
 
-    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor:
+    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
         at = view.segments.positions
         hidden = _mix(token_ids.long() + 1, at + 1)
         choices: list[Tensor] = []
@@ -64,7 +64,7 @@ class IntegerModel:
         for _segment, _first, last, length in view.segments:
             picked = [[each for each in choice[last - 1].tolist() if each != EMPTY] for choice in choices]
             self.chosen.append((int(view.seat_of[last - 1]), length - 1, picked))
-        tokens = hidden % VOCAB if wanted is None else hidden[wanted] % VOCAB
+        tokens = hidden % VOCAB if logit_indices is None else hidden[logit_indices] % VOCAB
         return F.one_hot(tokens, VOCAB).float()
 
     def _choose(self, view: View, group: int, query: Tensor) -> Tensor:

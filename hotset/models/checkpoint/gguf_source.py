@@ -1,9 +1,9 @@
-"""Llama-family GGUF files: their metadata as a `ModelSpec`, their tensors under Hugging Face names.
+"""Reads GGUF files of the Llama family: metadata as a `ModelSpec`, tensors under their Hugging Face names.
 
 GGUF files store the rows of the Q and K matrices in another order than Hugging Face checkpoints. In the latter, rope
 rotates value `i` of a head together with value `i + d/2`; llama.cpp rotates neighbours, so its converter moves row
-`half * d/2 + i` of each head to row `2 * i + half`. `load` undoes this permutation on the quantised rows, each of which
-is packed on its own.
+`half * d/2 + i` of each head to row `2 * i + half`. `load` undoes this permutation on the quantised rows, which
+is possible because each row is quantised separately.
 """
 
 import re
@@ -46,7 +46,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def gguf_name(name: str) -> str | None:
-    """`model.layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight`. Returns None if GGUF has no such tensor."""
+    """Returns the name in GGUF files, such as blk.0.ffn_up.weight for model.layers.0.mlp.up_proj.weight, or None."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return TOP_NAMES.get(name)
@@ -55,13 +55,15 @@ def gguf_name(name: str) -> str | None:
 
 
 def gguf_spec(file: GgufFile) -> ModelSpec:
-    """Returns the spec of the model in the file. Raises `CheckpointError` for what the decoder does not support."""
+    """Returns the spec of the model in the file. Raises `CheckpointError` for features that decoders do not support."""
     metadata = file.metadata
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise CheckpointError(f"{file.path}: general.architecture is {architecture!r}; supported in GGUF files: llama")
     if metadata.get("llama.expert_count"):
-        raise CheckpointError(f"{file.path}: llama.expert_count is {metadata['llama.expert_count']}; supported: none")
+        raise CheckpointError(
+            f"{file.path}: llama.expert_count is {metadata['llama.expert_count']}; supported: no experts"
+        )
     tokens = metadata.get("tokenizer.ggml.tokens")
     embedding = file.tensors.get(TOP_NAMES["model.embed_tokens.weight"])
     heads = metadata.get("llama.attention.head_count")
@@ -92,8 +94,8 @@ def gguf_spec(file: GgufFile) -> ModelSpec:
 
 def gguf_eos_ids(file: GgufFile) -> tuple[int, ...]:
     """Returns the tokens that end a text or a turn of a chat."""
-    named = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-    return tuple(dict.fromkeys(token for token in named if token is not None))
+    ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
 def _rope(file: GgufFile) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def _llama3_rope(file: GgufFile, theta: float) -> dict[str, Any]:
     """Recovers the parameters of Llama 3's scaled rope from the divisor of each frequency, which converters store.
 
     The largest divisor is the factor itself. The other parameters are the same in every Llama 3 model. A file with
-    other ones is refused, because running it with these would give slightly wrong results.
+    other parameters is refused, because these would give slightly wrong results.
     """
     tensor = file.tensors[ROPE_FACTORS]
     count = tensor.shape[0] if len(tensor.shape) == 1 and tensor.type_id == F32 else 0
@@ -127,7 +129,7 @@ def _llama3_rope(file: GgufFile, theta: float) -> dict[str, Any]:
     turns = LLAMA3_ROPE["original_max_position_embeddings"] / (2 * numpy.pi * theta ** (numpy.arange(count) / count))
     low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
     kept = numpy.clip((turns - low) / (high - low), 0.0, 1.0)
-    # stored = 1 / (kept + (1 - kept) / factor), written so that no damaged number divides by zero
+    # stored = 1 / (kept + (1 - kept) / factor), rearranged so that damaged numbers cannot cause a division by zero
     if factor < 1.0 or not numpy.allclose(stored * (kept * factor + 1.0 - kept), factor, rtol=1e-4):
         raise CheckpointError(f"{file.path}: tensor {ROPE_FACTORS} holds rope factors other than those of Llama 3")
     return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
@@ -197,7 +199,9 @@ class GgufSource:
             kind = self._gguf.GGMLQuantizationType(tensor.type_id)
             block, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{where} is of type {tensor.type_id}, unknown to the gguf package") from error
+            raise CheckpointError(
+                f"{where} is of type {tensor.type_id}, which the gguf package does not support"
+            ) from error
         *rows, columns = tensor.shape
         packed_shape = (*rows, columns // block * block_bytes)
         count = int(numpy.prod(packed_shape))

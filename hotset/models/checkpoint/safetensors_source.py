@@ -1,6 +1,6 @@
-"""Hugging Face checkpoints: one `model.safetensors` file, or shards with an index.
+"""Reads Hugging Face checkpoints: one `model.safetensors` file, or shards with an index.
 
-Tensors are plain, or fp8 with one fp32 factor for each block of a matrix (`weight_scale_inv`):
+Tensors are floating point, or fp8 with one fp32 factor for each block of a matrix (`weight_scale_inv`):
 `value[i, j] = weight[i, j] * scale[i // block_rows, j // block_columns]`. Blocks at the lower and right edge may be
 partial.
 """
@@ -27,7 +27,8 @@ DEFAULT_BLOCK = (128, 128)
 class SafetensorsSource:
     """Reads tensors from memory-mapped files, so that only the tensor being converted needs memory of its own.
 
-    The constructor checks that every shard exists and is complete, so a damaged checkpoint fails before the loading.
+    The constructor checks that every shard exists and is complete, so a damaged checkpoint fails before any weight is
+    loaded.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class SafetensorsSource:
         self._bytes_total = sum(path.stat().st_size for path in files)
         for name, shard in (index or {}).items():
             if self._file_of.get(name) != directory / shard:
-                raise CheckpointError(f"{directory / shard}: tensor {name} is missing, though {INDEX} names it there")
+                raise CheckpointError(f"{directory / shard}: tensor {name} is missing, although {INDEX} lists it there")
 
     def _open(self, path: Path) -> None:
         if not path.is_file():
@@ -75,8 +76,10 @@ class SafetensorsSource:
         out: torch.Tensor | None = None,
         tensor_slice: TensorSlice | None = None,
     ) -> torch.Tensor:
-        """Implements `WeightSource`. Of a plain tensor only the pages that hold the slice are read; an fp8 tensor is
-        dequantised whole for a moment."""
+        """Implements `WeightSource`.
+
+        Only the slice is read from the file, except for an fp8 tensor, which is dequantised before it is sliced.
+        """
         stored = self._view(name)
         check_shape(str(self._file_of[name]), name, tuple(stored.shape), shape)
         device = self._device if out is None else out.device
@@ -138,7 +141,7 @@ class SafetensorsSource:
         if tuple(scale.shape) != expected:
             raise CheckpointError(
                 f"{self._file_of[scale_name]}: tensor {scale_name} has shape {list(scale.shape)}, "
-                f"blocks of {self._block[0]} x {self._block[1]} ask for {list(expected)}"
+                f"but blocks of {self._block[0]} x {self._block[1]} require {list(expected)}"
             )
         return scale
 
@@ -161,7 +164,7 @@ def _read_index(directory: Path) -> Mapping[str, str] | None:
 
 
 def _fp8_block(config_path: Path) -> tuple[int, int]:
-    """Returns the size of fp8 blocks. Raises `CheckpointError` for every other kind of quantisation."""
+    """Returns the rows and columns of an fp8 block. Raises `CheckpointError` for every other kind of quantisation."""
     if not config_path.is_file():
         return DEFAULT_BLOCK
     quantisation = ConfigFields(read_json(config_path), str(config_path)).section("quantization_config")
@@ -175,7 +178,7 @@ def _fp8_block(config_path: Path) -> tuple[int, int]:
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Returns the shape of the factors of a matrix of `shape`."""
+    """Returns the shape of the scale of a matrix of shape `shape`: one factor per block."""
     rows, columns = shape
     return ceil_div(rows, block[0]), ceil_div(columns, block[1])
 
@@ -186,7 +189,7 @@ def dequantise_blocks(
     block: tuple[int, int],
     out: torch.Tensor,  # [rows, columns], any float dtype
 ) -> torch.Tensor:
-    """Writes the values to `out`, one row of blocks at a time, so that the fp32 products never exist all at once."""
+    """Writes the values to `out`, one row of blocks at a time, so that fp32 values of the whole tensor never exist."""
     assert tuple(scale.shape) == scale_shape(tuple(weight.shape), block), (
         "the caller passed a scale that does not fit the weight"
     )

@@ -1,4 +1,4 @@
-"""The protocol between decoders, which name tensors, and checkpoints, which store them; and sources without files."""
+"""The protocol through which decoders load weights by name, and the sources that do not read files."""
 
 import hashlib
 import logging
@@ -23,7 +23,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """The entries [first, last) along dimension `dim`: what one of several workers holds of a tensor."""
+    """The entries [first, last) of a tensor along dimension `dim`: the slice that one worker holds."""
 
     dim: int
     first: int
@@ -55,10 +55,10 @@ class WeightSource(Protocol):
     ) -> torch.Tensor:
         """Returns the tensor `name` in the source's dtype and on its device; the caller owns it.
 
-        With `out` (which may be a view of a merged weight), the values are converted straight to its dtype, written
-        there, and `out` is returned. With `tensor_slice`, only that slice is returned and kept; `shape` is still the
-        shape of the whole tensor. Raises `CheckpointError`, naming file and tensor, if the tensor is missing, damaged
-        or not of `shape`.
+        With `out` (which may be a view of a merged weight), the values are converted directly to the dtype of `out` and
+        written to it, and `out` is returned. With `tensor_slice`, only that slice is returned; `shape` is still the
+        shape of the whole tensor. Raises `CheckpointError`, with file and tensor name, if the tensor is missing,
+        damaged or not of shape `shape`.
         """
         ...
 
@@ -72,9 +72,9 @@ class WeightSource(Protocol):
 
 
 class SkippedWeights:
-    """A source for the parts of a model that other workers hold: what is built from it has shapes but no memory.
+    """A source for the parts of a model that other workers hold. It returns tensors without memory.
 
-    It marks every requested tensor as skipped. So the code that loads weights is the only place that lists their names.
+    Every requested tensor is marked as skipped, so only the code that loads weights lists their names.
     """
 
     def __init__(self, weights: WeightSource) -> None:
@@ -103,7 +103,8 @@ class SkippedWeights:
 class DummySource:
     """Random weights for a configuration without a checkpoint.
 
-    Each tensor is drawn from its name and one seed, so the order of loading and the dtype do not change it.
+    The values of a tensor depend on its name, the seed and the type of device, but not on the order of loading. Each
+    dtype rounds the same values.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> None:
@@ -119,7 +120,7 @@ class DummySource:
         out: torch.Tensor | None = None,
         tensor_slice: TensorSlice | None = None,
     ) -> torch.Tensor:
-        """Draws the whole tensor even if only a slice is returned, so that all workers hold slices of the same one."""
+        """Draws the whole tensor even for a slice, so that all workers have slices of the same tensor."""
         device = self._device if out is None else out.device
         if name.endswith("norm.weight"):
             return copy_to(out, sliced(torch.ones(shape, device=device), tensor_slice), self._dtype, device)
@@ -136,7 +137,7 @@ class DummySource:
 
 
 def sliced(values: torch.Tensor, tensor_slice: TensorSlice | None) -> torch.Tensor:
-    """Returns a view of the slice; None stands for the whole tensor."""
+    """Returns a view of the slice, or the whole tensor if `tensor_slice` is None."""
     return values if tensor_slice is None else tensor_slice.of(values)
 
 
@@ -149,28 +150,29 @@ def copy_to(out: torch.Tensor | None, values: torch.Tensor, dtype: torch.dtype, 
 def check_shape(file: str, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
         raise CheckpointError(
-            f"{file}: tensor {name} has shape {list(found)}, the configuration requires {list(expected)}"
+            f"{file}: tensor {name} has shape {list(found)}, but the configuration requires {list(expected)}"
         )
 
 
 def check_unused_tensors(file: str, unused: Iterable[str], spec: ModelSpec) -> None:
-    """Raises `CheckpointError` if the checkpoint holds tensors that no worker loads and that nothing explains.
+    """Raises `CheckpointError` if `unused` contains tensors that do not belong to the model.
 
-    Whole layers beyond the last one are reported in one log line. Rotary frequencies (they are computed), the head of
-    tied embeddings and the indexers of layers that reuse another layer's indexer are ignored.
+    Layers beyond the model's last layer are reported in one log line. Three kinds of tensor are ignored: rotary
+    frequencies, which are computed; the LM head of tied embeddings; and the indexer of a layer that reuses another
+    layer's selection.
     """
     extra_layers: set[int] = set()
-    unexplained: list[str] = []
+    foreign: list[str] = []
     for name in unused:
         layer = _LAYER.match(name)
         if layer is not None and int(layer[1]) >= spec.layers:
             extra_layers.add(int(layer[1]))
-        elif not (name.endswith("rotary_emb.inv_freq") or _is_tied_head(name, spec) or _is_shared_indexer(name, spec)):
-            unexplained.append(name)
-    if unexplained:
-        examples = ", ".join(sorted(unexplained)[:3])
+        elif not (name.endswith("rotary_emb.inv_freq") or _is_tied_head(name, spec) or _is_unused_indexer(name, spec)):
+            foreign.append(name)
+    if foreign:
+        examples = ", ".join(sorted(foreign)[:3])
         raise CheckpointError(
-            f"{file}: {len(unexplained)} tensors belong to no part of a {spec.architecture} model: {examples}"
+            f"{file}: {len(foreign)} tensors do not belong to a {spec.architecture} model: {examples}"
         )
     if extra_layers:
         listed = ", ".join(str(layer) for layer in sorted(extra_layers))
@@ -181,7 +183,7 @@ def _is_tied_head(name: str, spec: ModelSpec) -> bool:
     return spec.tied_embeddings and name == "lm_head.weight"
 
 
-def _is_shared_indexer(name: str, spec: ModelSpec) -> bool:
+def _is_unused_indexer(name: str, spec: ModelSpec) -> bool:
     layer = _LAYER.match(name)
     if layer is None or ".self_attn.indexer." not in name or not isinstance(spec.attention, MlaSpec):
         return False
