@@ -1,4 +1,4 @@
-"""A receiver and senders with real memory. The test delivers messages and performs writes by hand."""
+"""A receiver and senders with real memory. The test decides when messages are delivered and when writes end."""
 
 import ctypes
 from collections import deque
@@ -39,7 +39,7 @@ MODEL = ModelIdentity("m", 3, "any", "5 bytes", 2, "w")
 
 
 class Event:
-    """The event of a forward pass."""
+    """The event of a forward pass. The test sets `happened`."""
 
     def __init__(self, happened: bool = True) -> None:
         self.happened = happened
@@ -50,8 +50,10 @@ class Event:
 
 @dataclass
 class Write:
-    peer: str
-    submit: SubmitWrites
+    """A write in flight."""
+
+    sender: str  # name of the prefill worker
+    action: SubmitWrites
     ticket: WriteTicket
 
 
@@ -59,12 +61,13 @@ class Write:
 class Context:
     """A context at the prefill engine."""
 
-    prompt: StartPrefill
     pages: list[int]
-    told: int = 0
+    num_announced: int = 0  # rows for which RowsComputed was sent
 
 
-class PrefillEnd:
+class PrefillWorker:
+    """A sender, and the memory and contexts of its engine."""
+
     def __init__(self, name: str, ranks: int, staging_bytes: int, page_rows: int = 16) -> None:
         self.name = name
         self.memory = Sharded(ranks, HEADS, page_rows=page_rows, pages=200, seed=ranks)
@@ -72,12 +75,20 @@ class PrefillEnd:
         self.sender = Sender(self.memory.store, buffers=self.staging.sender_buffers)
         self.hello = Hello(name, MODEL, {"host": self.memory.store}, "loopback", b"")
         self.contexts: dict[HandoffKey, Context] = {}
-        self.dropped: list[HandoffKey] = []
+        self.released: list[HandoffKey] = []  # one entry for each ReleasePages
         self.pages = PageAllocator(200)
+
+    def check_released(self) -> None:
+        released, started = sorted(map(str, self.released)), sorted(map(str, self.contexts))
+        assert released == started, "ReleasePages must be sent exactly once for every StartPrefill"
 
 
 class World:
-    """Messages wait in `messages` until `carry` delivers them, writes in `writes` until `write` ends them."""
+    """One decode worker and several prefill workers. `prefills` are their numbers of ranks.
+
+    Messages wait in `messages` until `deliver_messages` delivers them. Writes wait in `writes` until `end_write`
+    ends them.
+    """
 
     def __init__(self, ring_bytes: int = 8192, ranks: int = 4, prefills: Iterable[int] = (2,)) -> None:
         self.now, self.tickets = 0.0, 0
@@ -89,30 +100,33 @@ class World:
         self.receiver = Receiver(staging=self.staging)
         self.hello = Hello(DECODE, MODEL, stores, "loopback", b"", self.ring_memory.memory_range)
         self.prefills = {
-            f"prefill:{at}": PrefillEnd(f"prefill:{at}", each, 8192) for at, each in enumerate(prefills, 1)
+            f"prefill:{number}": PrefillWorker(f"prefill:{number}", ranks, 8192)
+            for number, ranks in enumerate(prefills, 1)
         }
         self.pages = PageAllocator(400)
-        self.messages: deque[tuple[str, str, Message]] = deque()  # from, to
+        self.messages: deque[tuple[str, str, Message]] = deque()  # (from, to, message), not delivered yet
         self.writes: list[Write] = []
-        self.written = 0
+        self.num_written = 0  # writes that ended as DONE
         self.events: dict[HandoffKey, list[ReceiverEvent]] = {}
         self.requests: dict[HandoffKey, HandoffRequest] = {}
-        self.lose: dict[type, int] = {}  # how many messages of this kind will still be lost
-        self.twice = False
-        self.sent: list[tuple[str, str, Message]] = []  # all messages so far
-        for end in self.prefills.values():
-            self.introduce(end)
+        self.lose: dict[type, int] = {}  # the number of further messages of each type that will be lost
+        self.duplicate = False  # whether every message is delivered twice
+        self.sent: list[tuple[str, str, Message]] = []  # all messages so far, including lost ones
+        for worker in self.prefills.values():
+            self.introduce(worker)
 
     @property
     def ring(self) -> Any:
         return self.staging.ring
 
-    def introduce(self, end: PrefillEnd) -> None:
-        assert check_peers(end.hello, self.hello) is None and check_peers(self.hello, end.hello) is None
-        end.sender.add_peer(DECODE, self.hello)
-        self.receiver.add_peer(end.name, end.hello)
+    def introduce(self, worker: PrefillWorker) -> None:
+        """Exchanges the Hello messages of the decode worker and this prefill worker."""
+        assert check_peers(worker.hello, self.hello) is None and check_peers(self.hello, worker.hello) is None
+        worker.sender.add_peer(DECODE, self.hello)
+        self.receiver.add_peer(worker.name, worker.hello)
 
-    def fetch(self, rows: int, name: str = "r", at: int = 1) -> HandoffKey:
+    def fetch(self, rows: int, name: str = "r", prefill: int = 1) -> HandoffKey:
+        """Requests a context of `rows` rows from a prefill worker. The target pages are poisoned."""
         key, count = HandoffKey(name, 1), pages_for(self.memory.store.shards[0].span, rows)
         pages = self.pages.allocate(count)
         assert pages is not None
@@ -122,133 +136,141 @@ class World:
             key, PromptSpec(tuple(range(seed, seed + rows)), SamplingParams()), "host", tuple(pages), tuple(pages)
         )
         self.requests[key], self.events[key] = request, []
-        self.receiver.fetch(Fetch(f"prefill:{at}", request), self.now)
+        self.receiver.fetch(Fetch(f"prefill:{prefill}", request), self.now)
         return key
 
-    def compute(self, key: HandoffKey, last: int | None = None, after: Event | None = None, at: int = 1) -> None:
-        """Computes the next rows, up to `last`. By default it computes all and samples the first token."""
-        end = self.prefills[f"prefill:{at}"]
-        context, request = end.contexts[key], self.requests[key]
-        total, first = len(request.prompt), context.told
+    def compute(self, key: HandoffKey, last: int | None = None, after: Event | None = None, prefill: int = 1) -> None:
+        """Computes and announces the next rows, up to `last`, by default all. Then samples the first token if all rows
+        are computed."""
+        worker = self.prefills[f"prefill:{prefill}"]
+        context, request = worker.contexts[key], self.requests[key]
+        total, first = len(request.prompt), context.num_announced
         until = total if last is None else last
         if first < until:
-            end.memory.compute(context.pages, first, until, seed=request.prompt.token_ids[0])
-            context.told = until
-            end.sender.handle_command(RowsComputed(DECODE, key, first, until, tuple(context.pages), after), self.now)
+            worker.memory.compute(context.pages, first, until, seed=request.prompt.token_ids[0])
+            context.num_announced = until
+            worker.sender.handle_command(RowsComputed(DECODE, key, first, until, tuple(context.pages), after), self.now)
         if until == total:
-            end.sender.handle_command(FirstTokenSampled(DECODE, key, 7, None), self.now)
-        self.act()
+            worker.sender.handle_command(FirstTokenSampled(DECODE, key, 7, None), self.now)
+        self.run_actions()
 
-    def act(self) -> None:
-        """Runs the actions of the state machines. Messages and writes are only queued."""
+    def run_actions(self) -> None:
+        """Runs the actions of the state machines, which queue messages and writes, and audits the state machines."""
         for action in self.receiver.take_actions():
             match action:
                 case SendMessage(peer, message):
-                    self._say(DECODE, peer, message)
+                    self._queue(DECODE, peer, message)
                 case UnpackPiece(piece):
                     unpack(piece)
                 case event:
                     self.events[event.key].append(event)
-        for end in self.prefills.values():
-            for action in end.sender.take_actions():
-                self._obey(end, action)
+        for worker in self.prefills.values():
+            for action in worker.sender.take_actions():
+                self._run_sender_action(worker, action)
         self.receiver.audit()
-        for end in self.prefills.values():
-            end.sender.audit()
+        for worker in self.prefills.values():
+            worker.sender.audit()
 
-    def _obey(self, end: PrefillEnd, action: Any) -> None:
+    def _run_sender_action(self, worker: PrefillWorker, action: Any) -> None:
         match action:
             case SendMessage(_, message):
-                self._say(end.name, DECODE, message)
+                self._queue(worker.name, DECODE, message)
             case SubmitWrites(_, key):
                 if action.pack is not None:
-                    assert key not in end.dropped, "read after its pages were given back"
+                    assert key not in worker.released, f"pages of {key} are read after ReleasePages"
                     pack(action.pack)
                 self.tickets += 1
                 ticket = WriteTicket(self.tickets, 0)
-                end.sender.on_submitted(DECODE, key, ticket)
-                self.writes.append(Write(end.name, action, ticket))
+                worker.sender.on_submitted(DECODE, key, ticket)
+                self.writes.append(Write(worker.name, action, ticket))
             case StartPrefill():
-                pages = end.pages.allocate(pages_for(end.memory.store.shards[0].span, len(action.prompt)))
+                pages = worker.pages.allocate(pages_for(worker.memory.store.shards[0].span, len(action.prompt)))
                 assert pages is not None
-                end.contexts[action.key] = Context(action, pages)
+                worker.contexts[action.key] = Context(pages)
             case ReleasePages(_, key):
-                end.dropped.append(key)
+                worker.released.append(key)
 
-    def _say(self, origin: str, to: str, message: Message) -> None:
+    def _queue(self, origin: str, to: str, message: Message) -> None:
         self.sent.append((origin, to, message))
         if self.lose.get(type(message), 0) > 0:
             self.lose[type(message)] -= 1
             return
-        for _ in range(2 if self.twice else 1):
+        for _ in range(2 if self.duplicate else 1):
             self.messages.append((origin, to, message))
 
     def deliver(self, origin: str, to: str, message: Message) -> None:
+        """Delivers one message and runs the actions that follow. It does not deliver the answers."""
         machine = self.receiver if to == DECODE else self.prefills[to].sender
         machine.handle_message(origin, message, self.now)
-        self.act()
+        self.run_actions()
 
-    def carry(self, *but: type) -> None:
-        """Delivers all messages, and the answers to them, except for some kinds, which stay queued."""
-        self.act()
+    def deliver_messages(self, *held_back: type) -> None:
+        """Delivers all messages and the answers to them. Messages of the types `held_back` stay queued."""
+        self.run_actions()
         kept = []
         while self.messages:
             envelope = self.messages.popleft()
-            if isinstance(envelope[2], but):
+            if isinstance(envelope[2], held_back):
                 kept.append(envelope)
             else:
                 self.deliver(*envelope)
         self.messages.extend(kept)
 
-    def write(self, state: WriteState = WriteState.DONE, number: int = 0) -> None:
-        """Ends a write, by default the oldest."""
+    def end_write(self, state: WriteState = WriteState.DONE, number: int = 0) -> None:
+        """Ends a write, by default the oldest. Copies its bytes if it is DONE."""
         write = self.writes.pop(number)
         if state is WriteState.DONE:
-            for here, there, nbytes in write.submit.writes.tolist():
-                ctypes.memmove(there, here, nbytes)
-                self.written += 1
-        self.prefills[write.peer].sender.on_write_ended(DECODE, write.submit.key, write.ticket, state, self.now)
-        self.act()
+            for local, remote, nbytes in write.action.writes.tolist():
+                ctypes.memmove(remote, local, nbytes)
+                self.num_written += 1
+        self.prefills[write.sender].sender.on_write_ended(DECODE, write.action.key, write.ticket, state, self.now)
+        self.run_actions()
 
     def finish(self) -> None:
         """Delivers messages and performs writes until nothing is left to do."""
         for _ in range(100_000):
-            self.carry()
+            self.deliver_messages()
             if self.writes:
-                self.write()
+                self.end_write()
             elif not self.messages:
                 return
-        raise AssertionError("it does not end")
+        raise AssertionError("messages and writes do not end")
 
-    def look(self) -> None:
-        for end in self.prefills.values():
-            end.sender.poll_events(self.now)
-        self.act()
+    def poll_events(self) -> None:
+        """Lets the senders check which forward passes have finished."""
+        for worker in self.prefills.values():
+            worker.sender.poll_events(self.now)
+        self.run_actions()
 
-    def pass_time(self, seconds: float, *but: type) -> None:
-        """Ticks at every deadline on the way, as an agent does, and delivers the messages."""
+    def pass_time(self, seconds: float, *held_back: type) -> None:
+        """Advances the clock. Ticks the state machines at each of their deadlines, as an agent does, and delivers
+        messages after each tick, except for the types `held_back`."""
         end = self.now + seconds
-        machines = [self.receiver, *(each.sender for each in self.prefills.values())]
+        machines = [self.receiver, *(worker.sender for worker in self.prefills.values())]
         while True:
-            times = [at for machine in machines if (at := machine.next_deadline()) is not None and at <= end]
-            self.now = max(self.now, min(times, default=end))
+            deadlines = [
+                deadline
+                for machine in machines
+                if (deadline := machine.next_deadline()) is not None and deadline <= end
+            ]
+            self.now = max(self.now, min(deadlines, default=end))
             for machine in machines:
                 machine.tick(self.now)
-            self.carry(*but)
-            if not times:
+            self.deliver_messages(*held_back)
+            if not deadlines:
                 return
 
-    def check(self, key: HandoffKey) -> None:
-        """Asserts that the context has landed, byte for byte."""
+    def check_landed(self, key: HandoffKey) -> None:
+        """Asserts that the context has landed and that every byte of it is correct."""
         request = self.requests[key]
         assert [type(event).__name__ for event in self.events[key]] == ["Landed"], self.events[key]
         self.memory.check_rows(
             request.row_pages, request.key_pages, len(request.prompt), seed=request.prompt.token_ids[0]
         )
 
-    def check_calm(self) -> None:
-        """Asserts that no lease, buffer or handoff is left."""
+    def check_idle(self) -> None:
+        """Asserts that no handoff is open, no lease or buffer is in use, and all source pages are released."""
         assert self.receiver.phases() == {} and self.ring.held == 0 and not self.ring.waiting
-        for end in self.prefills.values():
-            assert end.sender.phases() == {} and not end.sender._buffers.users
-            assert sorted(map(str, end.dropped)) == sorted(map(str, end.contexts)), "Drop comes once for every Prefill"
+        for worker in self.prefills.values():
+            assert worker.sender.phases() == {} and not worker.sender._buffers.users
+            worker.check_released()

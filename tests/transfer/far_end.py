@@ -1,4 +1,4 @@
-"""The other end of a transfer: another process with its own memory, or a stand-in in this process for loopback."""
+"""Remote endpoints for tests of transfer engines: a separate process, or for loopback an endpoint in this process."""
 
 import multiprocessing
 import os
@@ -15,12 +15,12 @@ from hotset.transfer.loopback import Hub
 
 NBYTES = 8 << 20
 POISON = 0xAB
-POISONED = slice(0, 0)  # a command to poison, sent in place of a span to read
+POISON_COMMAND = slice(0, 0)  # an empty span: the process fills its memory with POISON
 ANSWER_S = 30.0
 
 
 def serve(engine: str, pipe: Connection) -> None:
-    """Answers reads of its memory until it receives the command to end, or the pipe closes."""
+    """Runs in the far process: sends the requested spans of its memory until it receives None or the pipe closes."""
     memory = np.full(NBYTES, POISON, np.uint8)
     transfer = open_transfer(engine)
     transfer.register(Region(memory.ctypes.data, NBYTES))
@@ -28,7 +28,7 @@ def serve(engine: str, pipe: Connection) -> None:
     try:
         while (span := pipe.recv()) is not None:
             pipe.send_bytes(memory[span].tobytes())
-            if span == POISONED:
+            if span == POISON_COMMAND:
                 memory[:] = POISON
     except EOFError:
         pass
@@ -36,28 +36,28 @@ def serve(engine: str, pipe: Connection) -> None:
 
 
 class FarProcess:
-    """A real process, with the `description` and `address` of its memory."""
+    """A separate process with an open endpoint. `description` and `address` are those of its registered memory."""
 
     def __init__(self, engine: str) -> None:
-        # Real processes, forked from one that has done the slow imports and has not loaded an engine.
+        # The fork server has done the slow imports and has not opened an engine.
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "nixl"])
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(engine, theirs), daemon=True)
+        self._pipe, remote_pipe = context.Pipe()
+        self._process = context.Process(target=serve, args=(engine, remote_pipe), daemon=True)
         self._process.start()
-        theirs.close()
-        assert self._pipe.poll(ANSWER_S), "the far end does not start"
+        remote_pipe.close()
+        assert self._pipe.poll(ANSWER_S), f"the far process did not start within {ANSWER_S} s"
         self.description, self.address = self._pipe.recv()
 
     def read(self, first: int = 0, last: int = NBYTES) -> np.ndarray:
-        """Returns bytes [first, last) of its memory at the time when the process handles this."""
+        """Returns bytes [first, last) of the far process's memory, as they are when that process handles the call."""
         self._pipe.send(slice(first, last))
-        assert self._pipe.poll(ANSWER_S), "the far end does not answer"
+        assert self._pipe.poll(ANSWER_S), f"the far process did not answer within {ANSWER_S} s"
         return np.frombuffer(self._pipe.recv_bytes(), np.uint8)
 
     def poison(self) -> None:
-        self.read(0, 0)
-        self.read(0, 1)  # the answer proves that the poisoning is done
+        self.read(POISON_COMMAND.start, POISON_COMMAND.stop)
+        self.read(0, 1)  # the answer proves that the memory is filled
 
     def pause(self) -> None:
         pause(self._process.pid)
@@ -73,12 +73,14 @@ class FarProcess:
         if self._process.is_alive():
             self._pipe.send(None)
             self._process.join(ANSWER_S)
-        assert self._process.exitcode in (0, -signal.SIGKILL), f"the far end ended with {self._process.exitcode}"
+        assert self._process.exitcode in (0, -signal.SIGKILL), (
+            f"the far process ended with exit code {self._process.exitcode}"
+        )
         self._pipe.close()
 
 
-class FarStandIn:
-    """The same interface for loopback."""
+class FarLoopback:
+    """A loopback endpoint in this process, with the interface of `FarProcess`."""
 
     def __init__(self, hub: Hub) -> None:
         self._memory = np.full(NBYTES, POISON, np.uint8)

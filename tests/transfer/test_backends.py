@@ -1,4 +1,8 @@
-"""The NIXL and Mooncake backends over fake native engines, for faults that real ones do not produce on demand."""
+"""Tests of the NIXL and Mooncake backends over fakes of the native libraries.
+
+The fakes produce faults that the real libraries do not produce on demand. The numbers in names like
+`test_defect_12_…` are explained in tests/tiers/test_peer_defects.py.
+"""
 
 import json
 import threading
@@ -18,20 +22,20 @@ from hotset.transfer.regions import Regions
 REGION = Region(1 << 20, 4096)
 
 
-class Agent:
-    """A fake NIXL agent. Connecting to `stuck` blocks until the test releases it; connecting to `nobody` fails."""
+class FakeNixlAgent:
+    """A fake NIXL agent. Connecting to `slow` blocks until `may_connect` is set. Connecting to `unreachable` fails."""
 
     def __init__(self) -> None:
-        self.go = threading.Event()
-        self.connecting: list[str] = []
+        self.may_connect = threading.Event()
+        self.connecting: list[str] = []  # names of the peers for which a connection was begun
         self.invalidated: list[str] = []
-        self.registers = True
+        self.refuse_registration = False
 
     def createBackend(self, name: str, parameters: dict[str, str]) -> str:
         return name
 
     def registerMem(self, entries: Any, backends: list[str]) -> None:
-        if not self.registers:
+        if self.refuse_registration:
             raise RuntimeError("NIXL_ERR_BACKEND")
 
     def deregisterMem(self, entries: Any, backends: list[str]) -> None: ...
@@ -41,74 +45,75 @@ class Agent:
 
     def makeConnection(self, name: str, backends: list[str]) -> None:
         self.connecting.append(name)
-        if name == "nobody":
+        if name == "unreachable":
             raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
-        if name == "stuck":
-            self.go.wait(10.0)
+        if name == "slow":
+            self.may_connect.wait(10.0)
 
     def invalidateRemoteMD(self, name: str) -> None:
         self.invalidated.append(name)
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
-    made = Agent()
+def agent(monkeypatch: pytest.MonkeyPatch) -> FakeNixlAgent:
+    fake = FakeNixlAgent()
     bindings = SimpleNamespace(
         nixlAgentConfig=SimpleNamespace,
-        nixlAgent=lambda name, config: made,
+        nixlAgent=lambda name, config: fake,
         nixlRegDList=lambda kind, entries: entries,
         NIXL_THREAD_SYNC_RW=0,
         DRAM_SEG=0,
         VRAM_SEG=1,
     )
     monkeypatch.setattr(nixl_backend, "load_bindings", lambda: bindings)
-    return made
+    return fake
 
 
-def test_defect_12_nixl_reports_that_memory_was_not_registered(agent: Agent) -> None:
-    wire = NixlBackend("127.0.0.1", 1)
-    agent.registers = False
+def test_defect_12_nixl_raises_if_memory_cannot_be_registered(agent: FakeNixlAgent) -> None:
+    backend = NixlBackend("127.0.0.1", 1)
+    agent.refuse_registration = True
     with pytest.raises(StartupError, match="4096 bytes of host memory cannot be registered: NIXL_ERR_BACKEND"):
-        wire.register(REGION)
-    wire.close()
+        backend.register(REGION)
+    backend.close()
 
 
-def test_a_peer_to_which_nixl_is_slow_to_connect_delays_no_other(agent: Agent) -> None:
-    wire, made = NixlBackend("127.0.0.1", 1), list[Any]()
-    slow = threading.Thread(target=lambda: made.append(wire.connect(b"stuck", Regions())), daemon=True)
+def test_a_slow_nixl_connection_does_not_delay_other_peers(agent: FakeNixlAgent) -> None:
+    backend, remotes = NixlBackend("127.0.0.1", 1), list[Any]()
+    slow = threading.Thread(target=lambda: remotes.append(backend.connect(b"slow", Regions())), daemon=True)
     slow.start()
     while not agent.connecting:
         pass
-    quick = threading.Thread(target=lambda: wire.disconnect(wire.connect(b"other", Regions())), daemon=True)
+    quick = threading.Thread(target=lambda: backend.disconnect(backend.connect(b"other", Regions())), daemon=True)
     quick.start()
     quick.join(5.0)
     assert not quick.is_alive() and agent.invalidated == ["other"]
-    agent.go.set()
+    agent.may_connect.set()
     slow.join(5.0)
-    assert made[0].agent == "stuck"
-    wire.close()
+    assert remotes[0].agent == "slow"
+    backend.close()
 
 
-def test_nixl_releases_a_peer_that_it_cannot_reach(agent: Agent) -> None:
-    wire = NixlBackend("127.0.0.1", 1)
+def test_nixl_releases_a_peer_that_it_cannot_reach(agent: FakeNixlAgent) -> None:
+    backend = NixlBackend("127.0.0.1", 1)
     with pytest.raises(TransferError, match="nixl cannot connect: NIXL_ERR_REMOTE_DISCONNECT"):
-        wire.connect(b"nobody", Regions())
-    assert agent.invalidated == ["nobody"] and not wire._connections
-    wire.close()
+        backend.connect(b"unreachable", Regions())
+    assert agent.invalidated == ["unreachable"] and not backend._connections
+    backend.close()
 
 
-class Native:
-    """A fake Mooncake engine."""
+class FakeMooncakeEngine:
+    """A fake of Mooncake's `TransferEngine`. The test sets what its methods return."""
 
     def __init__(self) -> None:
-        self.initialized = self.registered = 0  # status codes
-        self.batch, self.status = 7, ENDED_WELL
+        self.initialize_status = self.register_status = 0  # 0 is success
+        self.batch = 7  # identifies a submitted write; 0 means that the write was refused
+        self.status = ENDED_WELL
 
     def initialize(self, *settings: str) -> int:
-        return self.initialized
+        return self.initialize_status
 
-    def register_memory(self, address: int, nbytes: int, place: str) -> int:
-        return self.registered
+    def register_memory(self, address: int, nbytes: int, location: str) -> int:
+        return self.register_status
 
     def unregister_memory(self, address: int) -> None: ...
 
@@ -118,7 +123,7 @@ class Native:
     def get_first_buffer_address(self, address: str) -> int:
         return 1
 
-    def transfer_submit_write(self, address: str, here: int, there: int, nbytes: int) -> int:
+    def transfer_submit_write(self, address: str, local: int, remote: int, nbytes: int) -> int:
         return self.batch
 
     def transfer_check_status(self, batch: int) -> int:
@@ -126,54 +131,58 @@ class Native:
 
 
 @pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> Native:
-    made = Native()
-    module = SimpleNamespace(TransferEngine=lambda: made, SUPPORT_CUDA=False)
+def mooncake(monkeypatch: pytest.MonkeyPatch) -> FakeMooncakeEngine:
+    fake = FakeMooncakeEngine()
+    module = SimpleNamespace(TransferEngine=lambda: fake, SUPPORT_CUDA=False)
     monkeypatch.setattr(mooncake_backend, "load_module", lambda: module)
-    return made
+    return fake
 
 
-def test_defect_12_mooncake_reports_that_memory_was_not_registered(native: Native) -> None:
-    wire = MooncakeBackend("127.0.0.1", "tcp")
-    native.registered = -101
+def test_defect_12_mooncake_raises_if_memory_cannot_be_registered(mooncake: FakeMooncakeEngine) -> None:
+    backend = MooncakeBackend("127.0.0.1", "tcp")
+    mooncake.register_status = -101
     with pytest.raises(StartupError, match="4096 bytes of host memory cannot be registered: error -101"):
-        wire.register(REGION)
-    wire.close()
+        backend.register(REGION)
+    backend.close()
 
 
-def test_mooncake_that_does_not_start_reports_it(native: Native) -> None:
-    native.initialized = -1
+def test_a_mooncake_backend_that_does_not_start_raises(mooncake: FakeMooncakeEngine) -> None:
+    mooncake.initialize_status = -1
     with pytest.raises(StartupError, match=r"does not start on 10\.0\.0\.1 over rdma"):
         MooncakeBackend("10.0.0.1", "rdma")
 
 
-def described(instance: str) -> bytes:
+def native_description(instance: str) -> bytes:
+    """Returns what Mooncake's backend describes to its peers. A restarted process has another `instance`."""
     return json.dumps({"address": "10.0.0.1:1", "instance": instance}).encode()
 
 
-def test_a_second_mooncake_engine_that_does_not_start_fails_one_connection(native: Native) -> None:
-    wire = MooncakeBackend("127.0.0.1", "tcp")
-    wire.register(REGION)
-    first = wire.connect(described("a"), Regions([REGION]))
-    native.registered = -101
+def test_if_a_second_mooncake_backend_does_not_start_only_the_new_connection_fails(
+    mooncake: FakeMooncakeEngine,
+) -> None:
+    backend = MooncakeBackend("127.0.0.1", "tcp")
+    backend.register(REGION)
+    first = backend.connect(native_description("a"), Regions([REGION]))
+    mooncake.register_status = -101
     with pytest.raises(TransferError, match=r"second engine.*error -101"):
-        wire.connect(described("b"), Regions([REGION]))
-    assert wire.connect(described("a"), Regions([REGION])) == first, "one queue, counted as two"
-    native.registered = 0
-    assert wire.connect(described("b"), Regions([REGION])) != first
-    wire.close()
+        backend.connect(native_description("b"), Regions([REGION]))
+    again = backend.connect(native_description("a"), Regions([REGION]))
+    assert again == first, "two connections to one process must have equal handles"
+    mooncake.register_status = 0
+    assert backend.connect(native_description("b"), Regions([REGION])) != first
+    backend.close()
 
 
 @pytest.mark.parametrize("status", [-1, 2])
-def test_defect_13_a_failed_mooncake_write_may_still_be_writing(native: Native, status: int) -> None:
-    wire = MooncakeBackend("127.0.0.1", "tcp")
-    remote = wire.connect(described("a"), Regions())
-    post = wire.post(remote, np.array([[1, 2, 3], [4, 5, 6]]))
-    native.status = UNDER_WAY
-    assert wire.check(post) is WriteState.PENDING
-    native.status = status
-    assert wire.check(post) is WriteState.FAILED_UNKNOWN
-    native.batch = 0
+def test_defect_13_a_failed_mooncake_write_is_reported_as_unknown(mooncake: FakeMooncakeEngine, status: int) -> None:
+    backend = MooncakeBackend("127.0.0.1", "tcp")
+    remote = backend.connect(native_description("a"), Regions())
+    post = backend.post(remote, np.array([[1, 2, 3], [4, 5, 6]]))
+    mooncake.status = UNDER_WAY
+    assert backend.check(post) is WriteState.PENDING
+    mooncake.status = status
+    assert backend.check(post) is WriteState.FAILED_UNKNOWN
+    mooncake.batch = 0
     with pytest.raises(TransferError, match="refused"):
-        wire.post(remote, np.array([[1, 2, 3]]))
-    wire.close()
+        backend.post(remote, np.array([[1, 2, 3]]))
+    backend.close()

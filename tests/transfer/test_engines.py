@@ -1,4 +1,7 @@
-"""Opening engines, and properties of single engines."""
+"""Tests of opening a transfer engine, and of properties that only NIXL or only Mooncake has.
+
+The numbers in names like `test_defect_13_…` are explained in tests/tiers/test_peer_defects.py.
+"""
 
 import builtins
 import json
@@ -24,7 +27,8 @@ from hotset.transfer.regions import decode_description
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def ended(transfer: Transfer, ticket: WriteTicket, seconds: float = 10.0) -> WriteState:
+def wait_for_end(transfer: Transfer, ticket: WriteTicket, seconds: float = 10.0) -> WriteState:
+    """Returns the final state of a list, or PENDING if it has not ended after `seconds`."""
     until = time.monotonic() + seconds
     while (state := transfer.poll(ticket)) is WriteState.PENDING and time.monotonic() < until:
         time.sleep(0.001)
@@ -51,8 +55,8 @@ def far() -> Iterator[FarProcess]:
     far.close()
 
 
-@pytest.mark.parametrize(("name", "message"), [("pigeons", "nixl, mooncake, loopback"), ("loopback", "one process")])
-def test_an_unusable_engine_is_refused_by_name(name: str, message: str) -> None:
+@pytest.mark.parametrize(("name", "message"), [("unknown", "nixl, mooncake, loopback"), ("loopback", "one process")])
+def test_an_unknown_engine_loopback_between_processes_and_zero_lanes_are_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_transfer(name)
     with pytest.raises(ConfigError, match="lane"):
@@ -67,22 +71,22 @@ def test_an_unusable_engine_is_refused_by_name(name: str, message: str) -> None:
         ("mooncake", ImportError("libibverbs.so.1: cannot open shared object file"), "apt-get install libibverbs1"),
     ],
 )
-def test_a_missing_package_or_library_is_named_with_the_command_that_adds_it(
+def test_the_error_about_a_missing_package_or_library_contains_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, name: str, error: ImportError, message: str
 ) -> None:
-    real: Any = builtins.__import__
+    real_import: Any = builtins.__import__
 
-    def failing(module: str, *rest: Any, **named: Any) -> Any:
+    def failing_import(module: str, *args: Any, **kwargs: Any) -> Any:
         if module.partition(".")[0] == name:
             raise error
-        return real(module, *rest, **named)
+        return real_import(module, *args, **kwargs)
 
-    monkeypatch.setattr(builtins, "__import__", failing)
+    monkeypatch.setattr(builtins, "__import__", failing_import)
     with pytest.raises(MissingDependency, match=message):
         open_transfer(name)
 
 
-TELL_TRANSPORTS = f"""
+PRINT_TRANSPORTS = f"""
 import logging, time
 import numpy as np
 from hotset.transfer.api import Region, WriteState
@@ -103,7 +107,7 @@ far.close()
 
 def test_nixl_reports_the_transports_that_it_uses() -> None:
     """Runs in its own process, because UCX reads its log settings once, when it is loaded."""
-    command = [sys.executable, "-c", TELL_TRANSPORTS]
+    command = [sys.executable, "-c", PRINT_TRANSPORTS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "UCX (" in done.stdout and "tcp/lo" in done.stdout
@@ -117,10 +121,10 @@ def test_mooncake_without_cuda_refuses_gpu_memory(mooncake: Transfer) -> None:
 
 
 def test_closing_mooncake_releases_its_ports(mooncake: Transfer, far: FarProcess, memory: np.ndarray) -> None:
-    """This also holds while a ticket still exists."""
+    """The ports are released even while the caller still holds a ticket."""
     mooncake.connect("far", far.description)
     ticket = mooncake.submit("far", np.array([[memory.ctypes.data, far.address, 8]]))
-    assert ended(mooncake, ticket) is WriteState.DONE
+    assert wait_for_end(mooncake, ticket) is WriteState.DONE
     port = int(json.loads(decode_description(mooncake.describe(), "mooncake").native)["address"].rpartition(":")[2])
     socket.create_connection(("127.0.0.1", port)).close()
     mooncake.close()
@@ -129,24 +133,24 @@ def test_closing_mooncake_releases_its_ports(mooncake: Transfer, far: FarProcess
     assert mooncake.poll(ticket) is WriteState.DONE
 
 
-def test_mooncake_refuses_a_protocol_without_acknowledgements(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mooncake_refuses_the_setting_with_which_the_end_of_a_write_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_PROTO", "1")
     with pytest.raises(StartupError, match="MC_TCP_PROTO"):
         open_transfer("mooncake")
 
 
-def test_defect_13_a_write_that_failed_by_deadline_still_lands(
+def test_defect_13_a_write_that_failed_at_its_deadline_may_still_arrive(
     mooncake: Transfer, far: FarProcess, memory: np.ndarray
 ) -> None:
-    """Shows why FAILED_UNKNOWN exists: the peer was only slow. Writes to other peers continue."""
+    """Shows why FAILED_UNKNOWN exists: the peer was only paused. Writes to another peer end in the meantime."""
     other = FarProcess("mooncake")
     mooncake.connect("slow", far.description)
     mooncake.connect("other", other.description)
     far.pause()
     slow = mooncake.submit("slow", np.array([[memory.ctypes.data, far.address, NBYTES]]))
     quick = mooncake.submit("other", np.array([[memory.ctypes.data, other.address, NBYTES]]))
-    assert ended(mooncake, quick) is WriteState.DONE
-    assert ended(mooncake, slow) is WriteState.FAILED_UNKNOWN
+    assert wait_for_end(mooncake, quick) is WriteState.DONE
+    assert wait_for_end(mooncake, slow) is WriteState.FAILED_UNKNOWN
     far.resume()
     until = time.monotonic() + 10
     while not np.array_equal(far.read(), memory) and time.monotonic() < until:
@@ -159,20 +163,23 @@ def test_defect_13_a_write_that_failed_by_deadline_still_lands(
 def test_mooncake_connects_to_a_new_process_at_a_known_address(
     mooncake: Transfer, far: FarProcess, memory: np.ndarray
 ) -> None:
-    """The description is changed as if it came from another process: the engine's cache must not be used."""
+    """The second description has another instance, as after a restart: Mooncake's cached metadata must not be used."""
     mooncake.connect("far", far.description)
-    assert ended(mooncake, mooncake.submit("far", np.array([[memory.ctypes.data, far.address, 8]]))) is WriteState.DONE
+    assert (
+        wait_for_end(mooncake, mooncake.submit("far", np.array([[memory.ctypes.data, far.address, 8]])))
+        is WriteState.DONE
+    )
     found = decode_description(far.description, "mooncake")
     native = json.dumps(json.loads(found.native) | {"instance": "another"}).encode()
     mooncake.connect("far", replace(found, native=native).encode())
     writes = np.array([[memory.ctypes.data, far.address, NBYTES]])
-    assert ended(mooncake, mooncake.submit("far", writes)) is WriteState.DONE
+    assert wait_for_end(mooncake, mooncake.submit("far", writes)) is WriteState.DONE
     assert np.array_equal(far.read(), memory)
 
 
 @pytest.mark.slow
 def test_the_contract_holds_for_nixl_over_tcp() -> None:
-    """Between processes of one machine UCX would copy memory directly; between machines without RDMA it uses TCP."""
+    """Between processes of one machine UCX would use shared memory. Between machines without RDMA it uses TCP."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/transfer/test_contract.py", "-k", "nixl"]
     done = subprocess.run(
         command,

@@ -1,4 +1,7 @@
-"""The faults of loopback: each has its documented effect and no other, and the same seed gives the same run."""
+"""Tests of the faults of the loopback engine, and of its determinism: the same seed gives the same run.
+
+The numbers in names like `test_defect_13_…` are explained in tests/tiers/test_peer_defects.py.
+"""
 
 from dataclasses import dataclass, field
 
@@ -30,7 +33,10 @@ class Pair:
         self.near.connect("far", self.far.describe())
 
     def submit(self, first: int = 0, last: int = NBYTES, step: int = 64) -> WriteTicket:
-        """Writes [first, last) in pieces that cannot be merged: the second half of each comes before the first."""
+        """Writes [first, last) in reverse order: the first `step` bytes go to the end of the target, and so on.
+
+        No two of these writes can be merged.
+        """
         starts = np.arange(first, last, step)
         offsets = np.stack([starts, NBYTES - step - starts], axis=1)
         spans = np.concatenate([offsets, np.full((len(starts), 1), step)], axis=1)
@@ -38,41 +44,42 @@ class Pair:
 
     @property
     def expected(self) -> np.ndarray:
+        """Returns the target after all of it was written in steps of 64 bytes."""
         return self.source.reshape(-1, 64)[::-1].reshape(-1)
 
     @property
-    def landed(self) -> int:
-        """Returns the number of bytes written so far, and asserts that each is correct."""
+    def num_landed(self) -> int:
+        """Returns the number of bytes written so far, and asserts that each of them is correct."""
         written = self.target != POISON
         assert np.array_equal(self.target[written], self.expected[written])
         return int(written.sum())
 
 
-def test_nothing_moves_until_the_clock_does() -> None:
+def test_no_byte_arrives_before_the_clock_reaches_its_delay() -> None:
     pair = Pair(Faults(delay_s=(2.0, 2.0)))
     ticket = pair.submit()
     pair.hub.advance(1.9)
-    assert (pair.near.poll(ticket), pair.landed) == (WriteState.PENDING, 0)
+    assert (pair.near.poll(ticket), pair.num_landed) == (WriteState.PENDING, 0)
     assert pair.hub.next_due() == 2.0
     pair.hub.advance(2.0)
-    assert (pair.near.poll(ticket), pair.landed) == (WriteState.DONE, NBYTES)
+    assert (pair.near.poll(ticket), pair.num_landed) == (WriteState.DONE, NBYTES)
     assert pair.near.throughput().nbytes == NBYTES
     assert pair.near.throughput().seconds == 2.0
 
 
 def test_a_cut_list_arrives_in_part_and_nothing_of_it_arrives_later() -> None:
-    parts = set()
+    landed_counts = set()
     for seed in range(20):
         pair = Pair(Faults(cut=1.0, delay_s=(0.0, 1.0)), seed)
         ticket = pair.submit()
         pair.hub.advance(1.0)
         assert pair.near.poll(ticket) is WriteState.FAILED_QUIESCED
-        parts.add(pair.landed)
+        landed_counts.add(pair.num_landed)
         pair.target[:] = POISON
         pair.hub.advance(1000.0)
-        assert pair.landed == 0
-    assert len(parts) > 10 and max(parts) < NBYTES
-    assert any(part % 64 for part in parts), "no list was cut within a write"
+        assert pair.num_landed == 0
+    assert len(landed_counts) > 10 and max(landed_counts) < NBYTES
+    assert any(count % 64 for count in landed_counts), "no list was cut in the middle of a write"
 
 
 def test_a_lost_list_is_reported_as_unknown() -> None:
@@ -80,7 +87,7 @@ def test_a_lost_list_is_reported_as_unknown() -> None:
     ticket = pair.submit()
     pair.hub.pump()
     assert pair.near.poll(ticket) is WriteState.FAILED_UNKNOWN
-    assert pair.landed < NBYTES
+    assert pair.num_landed < NBYTES
 
 
 def test_a_silent_list_is_pending_until_its_deadline() -> None:
@@ -92,45 +99,45 @@ def test_a_silent_list_is_pending_until_its_deadline() -> None:
     assert pair.near.poll(ticket) is WriteState.FAILED_UNKNOWN
 
 
-def test_defect_13_a_late_list_fails_first_and_lands_afterwards() -> None:
+def test_defect_13_a_late_list_fails_first_and_its_last_bytes_arrive_afterwards() -> None:
     pair = Pair(Faults(late=1.0, late_s=(3.0, 3.0)))
     ticket = pair.submit()
     pair.hub.pump()
     assert pair.near.poll(ticket) is WriteState.FAILED_UNKNOWN
-    assert pair.landed < NBYTES
+    assert pair.num_landed < NBYTES
     pair.hub.advance(2.9)
-    assert pair.landed < NBYTES
+    assert pair.num_landed < NBYTES
     pair.hub.advance(3.0)
-    assert (pair.near.poll(ticket), pair.landed) == (WriteState.FAILED_UNKNOWN, NBYTES)
+    assert (pair.near.poll(ticket), pair.num_landed) == (WriteState.FAILED_UNKNOWN, NBYTES)
 
 
-def test_bytes_that_arrive_after_the_deadline_are_late() -> None:
+def test_a_list_fails_at_its_deadline_and_its_bytes_still_arrive_after_their_delay() -> None:
     pair = Pair(Faults(delay_s=(20.0, 20.0)))
     ticket = pair.submit()
     pair.hub.advance(15.0)
-    assert (pair.near.poll(ticket), pair.landed) == (WriteState.FAILED_UNKNOWN, 0)
+    assert (pair.near.poll(ticket), pair.num_landed) == (WriteState.FAILED_UNKNOWN, 0)
     pair.hub.advance(20.0)
-    assert (pair.near.poll(ticket), pair.landed) == (WriteState.FAILED_UNKNOWN, NBYTES)
+    assert (pair.near.poll(ticket), pair.num_landed) == (WriteState.FAILED_UNKNOWN, NBYTES)
 
 
-def test_reordering_and_duplication_lose_nothing_and_end_before_done() -> None:
-    halves = 0
+def test_reordered_and_duplicated_writes_all_arrive_before_done() -> None:
+    partly_landed = 0
     for seed in range(30):
         pair = Pair(Faults(reorder=1.0, duplicate=1.0, delay_s=(0.0, 1.0)), seed)
         ticket = pair.submit()
         while pair.near.poll(ticket) is WriteState.PENDING:
-            halves += 0 < pair.landed < NBYTES
+            partly_landed += 0 < pair.num_landed < NBYTES
             due = pair.hub.next_due()
             assert due is not None
             pair.hub.advance(due)
-        assert (pair.near.poll(ticket), pair.landed) == (WriteState.DONE, NBYTES)
+        assert (pair.near.poll(ticket), pair.num_landed) == (WriteState.DONE, NBYTES)
         pair.target[:] = POISON
         pair.hub.advance(1000.0)
-        assert pair.landed == 0, "a duplicate came after the end"
-    assert halves > 10
+        assert pair.num_landed == 0, "a duplicate arrived after the list had ended"
+    assert partly_landed > 10
 
 
-def test_lists_overtake_each_other() -> None:
+def test_a_later_list_may_end_before_an_earlier_one() -> None:
     overtaken = False
     for seed in range(10):
         pair = Pair(Faults(delay_s=(0.0, 1.0)), seed)
@@ -142,6 +149,7 @@ def test_lists_overtake_each_other() -> None:
 
 
 def history(seed: int) -> list[object]:
+    """Returns the target, the states of all lists and the next due time after each of 60 steps with random faults."""
     chances = Faults(0.2, 0.1, 0.1, 0.2, reorder=0.5, duplicate=0.5, delay_s=(0.0, 0.5))
     pair, seen = Pair(chances, seed, deadline_s=2.0), []
     tickets: list[WriteTicket] = []
@@ -160,7 +168,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
     assert history(1) != history(2)
 
 
-def test_fates_can_be_dictated() -> None:
+def test_a_test_can_set_the_fates_of_the_next_lists() -> None:
     pair = Pair()
     pair.hub.fates.extend([Fate.CUT, Fate.WRITTEN, Fate.LATE])
     tickets = [pair.submit() for _ in range(4)]
@@ -175,29 +183,29 @@ def test_fates_can_be_dictated() -> None:
 
 def test_faults_of_one_endpoint_do_not_affect_others() -> None:
     pair = Pair()
-    bad = Loopback(pair.hub, Faults(lost=1.0))
+    faulty = Loopback(pair.hub, Faults(lost=1.0))
     memory = np.full(NBYTES, POISON, np.uint8)
-    bad.register(Region(memory.ctypes.data, NBYTES))
-    pair.near.connect("bad", bad.describe())
-    to_bad = pair.near.submit("bad", np.array([[pair.source.ctypes.data, memory.ctypes.data, 100]]))
-    to_good = pair.submit()
+    faulty.register(Region(memory.ctypes.data, NBYTES))
+    pair.near.connect("faulty", faulty.describe())
+    to_faulty = pair.near.submit("faulty", np.array([[pair.source.ctypes.data, memory.ctypes.data, 100]]))
+    to_far = pair.submit()
     pair.hub.pump()
-    assert (pair.near.poll(to_bad), pair.near.poll(to_good)) == (WriteState.FAILED_UNKNOWN, WriteState.DONE)
+    assert (pair.near.poll(to_faulty), pair.near.poll(to_far)) == (WriteState.FAILED_UNKNOWN, WriteState.DONE)
 
 
-@pytest.mark.parametrize("who", ["near", "far"])
-def test_no_byte_moves_once_an_endpoint_is_closed(who: str) -> None:
-    """The memory of a closed endpoint may be gone."""
+@pytest.mark.parametrize("closed", ["near", "far"])
+def test_no_byte_moves_once_an_endpoint_is_closed(closed: str) -> None:
+    """The memory of a closed endpoint may have been freed."""
     pair = Pair(Faults(late=0.5, delay_s=(1.0, 1.0)))
     tickets = [pair.submit() for _ in range(8)]
     pair.hub.advance(0.5)
-    (pair.near if who == "near" else pair.far).close()
+    (pair.near if closed == "near" else pair.far).close()
     pair.hub.advance(100.0)
     assert {pair.near.poll(ticket) for ticket in tickets} == {WriteState.FAILED_UNKNOWN}
-    assert pair.landed == 0
+    assert pair.num_landed == 0
 
 
-def test_gpu_memory_is_refused() -> None:
+def test_loopback_refuses_gpu_memory() -> None:
     with pytest.raises(StartupError, match="host memory only"):
         Loopback(Hub()).register(Region(1 << 40, 4096, MemoryKind.DEVICE))
 
@@ -212,9 +220,10 @@ def test_an_endpoint_that_left_or_is_on_another_hub_cannot_be_connected() -> Non
         pair.near.connect("far", description)
 
 
-def test_closing_the_hub_closes_its_endpoints_and_its_thread() -> None:
+def test_closing_a_hub_twice_closes_its_endpoints_and_ends_its_thread() -> None:
     hub = Hub(threaded=True)
     end = Loopback(hub)
     hub.close()
     hub.close()
     assert end.closed
+    assert hub._thread is not None and not hub._thread.is_alive()
