@@ -1,12 +1,12 @@
-"""Sparse MLA decode attention over row indices, on one GPU.
+"""Measures sparse MLA decode attention on one GPU against the copy bandwidth and the matrix rate of the same run.
 
     python benchmarks/attention.py --json attention.json --png attention.png
 
-One query row per request, each with 2048 rows of its own, drawn at random from a pool of 2 GiB; MLA 512 + 64, plain
-bf16 rows (1152 B) and fp8 rows (656 B). GB/s counts every chosen row once; TFLOP/s counts the two products. Each is
-held against what the same run measures for a large copy and a large matrix product. The bars, at batch 32 and 128:
-16 heads at 60 % of the copy bandwidth; 128 heads at 50 % (bf16 rows) and 40 % (fp8 rows) of the matrix rate. Other
-cells are reported. Every call is timed cold: the L2 is flushed before it.
+Each request has one query and selects 2048 random rows from a pool of 2 GiB. MLA rows have 512 + 64 values, in bf16
+(1152 bytes) or fp8 (656 bytes). GB/s counts every selected row once; TFLOP/s counts the two matrix products. "of copy"
+and "of matrix" are shares of a large copy's bandwidth and of a large matrix product's rate. The L2 is flushed before
+every call. Bars (required results), at batch 32 and 128: 60 % of the copy bandwidth with 16 heads; 50 % (bf16 rows) and
+40 % (fp8 rows) of the matrix rate with 128 heads. Other combinations have no bar.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,16 +37,18 @@ from hotset.kernels.sparse_attention.launch import (
 TOPK, RANK, ROPE = 2048, 512, 64
 SCALE = (RANK + ROPE) ** -0.5
 POOL_BYTES = 2 << 30
-ROWS_ENCODED = 1 << 16  # the pool repeats them: what counts is where rows lie
-INPUTS = 3  # different ones, in turn
+ENCODED_ROWS = 1 << 16  # the pool repeats these; only the addresses of rows matter
+INPUTS = 3  # in rotation
 COPY_BAR = {16: 0.6}
 MATRIX_BAR = {(128, False): 0.5, (128, True): 0.4}
-BARRED_BATCHES = (32, 128)
+BAR_BATCHES = (32, 128)
 SWEPT_HEADS, SWEPT_BATCHES = (16, 32), (8, 16, 32, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class AttentionCase:
+    """One combination that is measured."""
+
     batch: int
     heads: int
     fp8: bool
@@ -68,115 +70,121 @@ class Cell:
         return 2 * self.batch * self.heads * TOPK * (2 * RANK + ROPE)
 
 
-ALL = [Cell(batch, heads, fp8) for heads in (16, 32, 64, 128) for fp8 in (False, True) for batch in (1, 8, 32, 128)]
-QUICK = [cell for cell in ALL if cell.heads != 64 and cell.batch in BARRED_BATCHES]
+ALL = [
+    AttentionCase(batch, heads, fp8)
+    for heads in (16, 32, 64, 128)
+    for fp8 in (False, True)
+    for batch in (1, 8, 32, 128)
+]
+QUICK = [case for case in ALL if case.heads != 64 and case.batch in BAR_BATCHES]
 
 
 @cache
 def pool(fp8: bool) -> Tensor:
     layout = mla_row(RANK, ROPE, torch.bfloat16, fp8)
-    rows = layout.encode(torch.randn(ROWS_ENCODED, RANK + ROPE, dtype=torch.bfloat16, device="cuda"))
-    return rows.repeat(POOL_BYTES // layout.stride_bytes // ROWS_ENCODED, 1)
+    rows = layout.encode(torch.randn(ENCODED_ROWS, RANK + ROPE, dtype=torch.bfloat16, device="cuda"))
+    return rows.repeat(POOL_BYTES // layout.stride_bytes // ENCODED_ROWS, 1)
 
 
-def seconds(cell: Cell, launch: LaunchConfig | None = None, *, empty: bool = False) -> float:
-    """`empty`: nothing is chosen, so what is left is what every call costs."""
-    rows = pool(cell.fp8)
+def measure_seconds(case: AttentionCase, launch: LaunchConfig | None = None, *, empty: bool = False) -> float:
+    """Returns the seconds of a call. `empty` selects no rows and so measures the fixed cost of a call."""
+    rows = pool(case.fp8)
     inputs = [
         (
-            torch.randn(cell.batch, cell.heads, RANK + ROPE, dtype=torch.bfloat16, device="cuda"),
-            torch.randint(EMPTY if empty else 0, 0 if empty else rows.shape[0], (cell.batch, TOPK), device="cuda"),
+            torch.randn(case.batch, case.heads, RANK + ROPE, dtype=torch.bfloat16, device="cuda"),
+            torch.randint(EMPTY if empty else 0, 0 if empty else rows.shape[0], (case.batch, TOPK), device="cuda"),
         )
         for _ in range(INPUTS)
     ]
 
     def call(q: Tensor, row_ids: Tensor) -> object:
         if launch is None:
-            return sparse_attention(q, rows, row_ids, cell.layout, RANK, SCALE)
+            return sparse_attention(q, rows, row_ids, case.layout, RANK, SCALE)
         from hotset.kernels.sparse_attention import triton_impl
 
-        return triton_impl.sparse_attention(q, rows, row_ids, cell.layout, RANK, SCALE, launch)
+        return triton_impl.sparse_attention(q, rows, row_ids, case.layout, RANK, SCALE, launch)
 
     return seconds_of([lambda q=q, row_ids=row_ids: call(q, row_ids) for q, row_ids in inputs])
 
 
-def measured(cell: Cell) -> dict[str, Any]:
-    spent, launch = seconds(cell), choose_launch(cell.shape, gpu())
-    of_copy, of_matrix = (cell.row_bytes / spent / copy_bandwidth(), cell.flops / spent / matrix_rate())
+def measure(case: AttentionCase) -> dict[str, Any]:
+    seconds, launch = measure_seconds(case), choose_launch(case.shape, gpu_traits())
+    of_copy = case.row_bytes / seconds / copy_bandwidth()
+    of_matrix = case.flops / seconds / matrix_rate()
     return {
-        "batch": cell.batch,
-        "heads": cell.heads,
-        "rows": "fp8" if cell.fp8 else "bf16",
+        "batch": case.batch,
+        "heads": case.heads,
+        "rows": "fp8" if case.fp8 else "bf16",
         "kernel": f"{launch.kernel} {launch.block_heads}x{launch.block_keys}",
         "splits": launch.splits,
-        "us": spent * 1e6,
-        "GB/s": cell.row_bytes / spent * 1e-9,
-        "TFLOP/s": cell.flops / spent * 1e-12,
+        "us": seconds * 1e6,
+        "GB/s": case.row_bytes / seconds * 1e-9,
+        "TFLOP/s": case.flops / seconds * 1e-12,
         "of copy": of_copy,
         "of matrix": of_matrix,
-        "bar": verdict(cell, of_copy, of_matrix),
+        "bar": verdict(case, of_copy, of_matrix),
     }
 
 
-def verdict(cell: Cell, of_copy: float, of_matrix: float) -> str:
-    """The bar of a cell, and whether it is met."""
-    if cell.batch in BARRED_BATCHES:
-        if (least := COPY_BAR.get(cell.heads)) is not None:
-            return f"copy {least:.0%} {'met' if of_copy >= least else 'MISSED'}"
-        if (least := MATRIX_BAR.get((cell.heads, cell.fp8))) is not None:
-            return f"matrix {least:.0%} {'met' if of_matrix >= least else 'MISSED'}"
+def verdict(case: AttentionCase, of_copy: float, of_matrix: float) -> str:
+    """Returns the bar of a case and whether it is met."""
+    if case.batch in BAR_BATCHES:
+        if (minimum := COPY_BAR.get(case.heads)) is not None:
+            return f"copy {minimum:.0%} {'met' if of_copy >= minimum else 'MISSED'}"
+        if (minimum := MATRIX_BAR.get((case.heads, case.fp8))) is not None:
+            return f"matrix {minimum:.0%} {'met' if of_matrix >= minimum else 'MISSED'}"
     return "-"
 
 
-def gpu() -> GpuTraits:
-    found = torch.cuda.get_device_properties(0)
-    return GpuTraits(found.multi_processor_count, found.major == 9)
+def gpu_traits() -> GpuTraits:
+    properties = torch.cuda.get_device_properties(0)
+    return GpuTraits(properties.multi_processor_count, properties.major == 9)
 
 
 def candidates(heads: int, fp8: bool) -> list[LaunchConfig]:
-    """The launch in use and that of the Triton kernel."""
+    """Returns the launch in use and the launch of the Triton kernel."""
     group = 16 if heads <= 16 else 32 if heads <= 32 else 64
     return [HOPPER[fp8, group], PORTABLE[fp8, group]]
 
 
 def sweep(heads: Iterable[int], batches: Sequence[int]) -> None:
-    """Tries another launch and other numbers of splits, and prints every time: for whoever sets the constants.
+    """Prints the times of other launches and numbers of splits.
 
-    Where they stand: HOPPER and the costs of splits in hotset/kernels/sparse_attention/launch.py. A star stands at the
-    number of splits that `with_splits` takes; only there the time of a call without rows is taken.
+    Use them to set HOPPER and the costs of splits in hotset/kernels/sparse_attention/launch.py. A star marks the number
+    of splits that `with_splits` chooses. A call without rows is measured only for that number.
     """
     for count in heads:
         for fp8 in (False, True):
             rows: list[dict[str, Any]] = []
-            cells = [Cell(batch, count, fp8) for batch in batches]
+            cases = [AttentionCase(batch, count, fp8) for batch in batches]
             for launch in candidates(count, fp8):
-                rows += sweep_rows(launch, cells)
+                rows += sweep_rows(launch, cases)
             rows.sort(key=lambda row: (row["batch"], row["us"]))
             report(f"{count} heads, {'fp8' if fp8 else 'bf16'} rows", rows, None)
 
 
-def sweep_rows(launch: LaunchConfig, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def sweep_rows(launch: LaunchConfig, cases: Sequence[AttentionCase]) -> list[dict[str, Any]]:
     rows = []
-    for cell in cells:
-        taken = with_splits(launch, cell.shape, gpu()).splits
-        for splits in sorted({max(1, taken // 2), taken, min(MAX_SPLITS, 2 * taken)}):
+    for case in cases:
+        chosen = with_splits(launch, case.shape, gpu_traits()).splits
+        for splits in sorted({max(1, chosen // 2), chosen, min(MAX_SPLITS, 2 * chosen)}):
             tried = replace(launch, splits=splits)
             try:
-                spent = seconds(cell, tried)
-                empty = f"{seconds(cell, tried, empty=True) * 1e6:.3g}" if splits == taken else "-"
-            except Exception as error:  # what does not compile or fit must not end the sweep
+                seconds = measure_seconds(case, tried)
+                empty = f"{measure_seconds(case, tried, empty=True) * 1e6:.3g}" if splits == chosen else "-"
+            except Exception as error:  # a launch that does not compile or fit must not end the sweep
                 print(f"{tried}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
                 continue
             rows.append(
                 {
-                    "batch": cell.batch,
+                    "batch": case.batch,
                     "launch": f"{launch.kernel} {launch.block_heads}x{launch.block_keys}",
                     "per SM": launch.programs_per_sm,
-                    "splits": f"{splits}{' *' if splits == taken else ''}",
-                    "us": spent * 1e6,
-                    "us empty": empty,
-                    "of copy": cell.row_bytes / spent / copy_bandwidth(),
-                    "of matrix": cell.flops / spent / matrix_rate(),
+                    "splits": f"{splits}{' *' if splits == chosen else ''}",
+                    "us": seconds * 1e6,
+                    "us without rows": empty,
+                    "of copy": case.row_bytes / seconds / copy_bandwidth(),
+                    "of matrix": case.flops / seconds / matrix_rate(),
                 }
             )
     return rows
@@ -190,17 +198,17 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     names = [f"{row['heads']} heads\n{row['rows']}\nbatch {row['batch']}" for row in rows]
     figure, axes = pyplot.subplots(figsize=(0.55 * len(rows) + 3, 5))
-    places = range(len(rows))
-    axes.bar([at - 0.2 for at in places], [100 * row["of copy"] for row in rows], 0.4, label="of copy bandwidth")
-    axes.bar([at + 0.2 for at in places], [100 * row["of matrix"] for row in rows], 0.4, label="of matrix rate")
-    for at, row in zip(places, rows, strict=True):
+    ticks = range(len(rows))
+    axes.bar([x - 0.2 for x in ticks], [100 * row["of copy"] for row in rows], 0.4, label="of copy bandwidth")
+    axes.bar([x + 0.2 for x in ticks], [100 * row["of matrix"] for row in rows], 0.4, label="of matrix rate")
+    for x, row in zip(ticks, rows, strict=True):
         if row["bar"] != "-":
-            ceiling, least, _ = row["bar"].split()
-            middle = at - 0.2 if ceiling == "copy" else at + 0.2
-            axes.hlines(float(least.rstrip("%")), middle - 0.25, middle + 0.25, color="black", linewidth=2)
-    axes.set_xticks(list(places), names, fontsize=7)
-    axes.set_ylabel("%; black: the bar")
-    axes.set_title(f"sparse MLA decode attention, top-k {TOPK}, {torch.cuda.get_device_name()}")
+            ceiling, minimum, _ = row["bar"].split()
+            middle = x - 0.2 if ceiling == "copy" else x + 0.2
+            axes.hlines(float(minimum.rstrip("%")), middle - 0.25, middle + 0.25, color="black", linewidth=2)
+    axes.set_xticks(list(ticks), names, fontsize=7)
+    axes.set_ylabel("% (black lines: bars)")
+    axes.set_title(f"Sparse MLA decode attention, top-k {TOPK}, {torch.cuda.get_device_name()}")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -209,21 +217,22 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--png", type=Path, help="also draw the results to this file")
-    parser.add_argument("--quick", action="store_true", help="only the cells with a bar, and those of 32 heads")
-    parser.add_argument("--sweep", action="store_true", help="try other launches instead, and print their times")
-    parser.add_argument("--heads", type=int, nargs="*", default=SWEPT_HEADS, help="of the sweep")
-    parser.add_argument("--batches", type=int, nargs="*", default=SWEPT_BATCHES, help="of the sweep")
+    parser.add_argument("--quick", action="store_true", help="only batches 32 and 128, without 64 heads")
+    parser.add_argument("--sweep", action="store_true", help="print the times of other launches instead")
+    parser.add_argument("--heads", type=int, nargs="*", default=SWEPT_HEADS, help="numbers of heads in the sweep")
+    parser.add_argument("--batches", type=int, nargs="*", default=SWEPT_BATCHES, help="batches in the sweep")
     options = parser.parse_args()
     require_gpu()
     torch.manual_seed(0)
     if options.sweep:
         sweep(options.heads, options.batches)
         return
-    rows = [measured(cell) for cell in (QUICK if options.quick else ALL)]
+    rows = [measure(case) for case in (QUICK if options.quick else ALL)]
     notes = (
-        f"copy {copy_bandwidth() * 1e-12:.2f} TB/s (read + written), matrix product {matrix_rate() * 1e-12:.0f} TFLOP/s"
+        f"copy bandwidth {copy_bandwidth() * 1e-12:.2f} TB/s (read + written), "
+        f"matrix product {matrix_rate() * 1e-12:.0f} TFLOP/s"
     )
-    report(f"sparse MLA decode attention, top-k {TOPK}", rows, options.json, notes)
+    report(f"Sparse MLA decode attention, top-k {TOPK}", rows, options.json, notes)
     if options.png is not None:
         draw(rows, options.png)
 

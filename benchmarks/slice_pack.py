@@ -1,36 +1,37 @@
-"""Packing and unpacking the heads that travel between unequal degrees of tensor parallelism, beside copy and wire.
+"""Measures packing and unpacking of heads for unequal tensor-parallel splits, against the copy bandwidth on one GPU.
 
-A chunk of 8192 tokens of a model of 30 layers with 8 KV heads of 128 in bfloat16, between one rank of the source and
-one of the target: 2 heads, 1024 bytes of each row, 252 MB. Packing reads and writes these once, so its limit is twice
-that over the copy bandwidth of the same run (123 us at 4.1 TB/s); the wire takes 10 ms at 25 GB/s. The bars: packing
-and unpacking in device memory each reach 70 % of the copy bandwidth, and together take at most 10 % of the wire's time.
-Rows in pinned host memory, where contexts of several workers land, are shown as well: the bus is their limit.
+    python benchmarks/slice_pack.py --json slice_pack.json --png slice_pack.png
+
+A chunk of 8192 tokens of a model with 30 layers and 8 KV heads of 128 in bf16 goes from one source rank to one target
+rank: 2 heads, 1024 bytes of each row, 252 MB. Packing reads and writes every byte once, so its lower bound is twice
+that over the copy bandwidth of the same run (123 us at 4.1 TB/s). A network of 25 GB/s takes 10 ms. Rows in pinned host
+memory, where the contexts of several workers land, are measured as well; the bus limits them. Bars (required results),
+for rows in device memory: packing and unpacking reach 70 % of the copy bandwidth each, and together take at most 10 %
+of the network's time.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import Call, copy_bandwidth, require_gpu, seconds_of
+from gpu_timing import Call, copy_bandwidth, patched_constants, require_gpu, seconds_of
 from report import make_parser, report
 from torch import Tensor
 
-from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.slice_pack import RowSlices, slice_pack, slice_unpack
 
 TOKENS, LAYERS, HEADS, HEAD_BYTES, PAGE_ROWS = 8192, 30, 8, 128 * 2, 64
-INPUTS = 2  # that calls rotate among: contexts in pages of their own
-WIRE = 25e9  # bytes per second
-LEAST_OF_COPY, MAX_WIRE_SHARE = 0.7, 0.1
+INPUTS = 2  # in rotation: contexts with their own pages
+NETWORK_BANDWIDTH = 25e9  # bytes per second
+MIN_COPY_SHARE, MAX_NETWORK_SHARE = 0.7, 0.1
 
 
 @dataclass(frozen=True)
-class Passage:
-    """What one rank of the source sends to one of the target: the heads of the smaller of the two."""
+class SplitChange:
+    """The heads that one source rank sends to one target rank: those of the smaller of the two shards."""
 
     source_ranks: int
     target_ranks: int
@@ -48,20 +49,20 @@ class Passage:
         return LAYERS * TOKENS * 2 * self.heads * HEAD_BYTES
 
     def slices(self, ranks: int) -> RowSlices:
-        """K and V of the last heads of a row that holds those of one rank of `ranks`."""
-        held, moved = HEADS // ranks * HEAD_BYTES, self.heads * HEAD_BYTES
-        return RowSlices(((held - moved, moved), (2 * held - moved, moved)))
+        """Returns K and V of the last heads in a row of one of `ranks` ranks."""
+        shard_bytes, sent_bytes = HEADS // ranks * HEAD_BYTES, self.heads * HEAD_BYTES
+        return RowSlices(((shard_bytes - sent_bytes, sent_bytes), (2 * shard_bytes - sent_bytes, sent_bytes)))
 
 
 @dataclass(frozen=True)
-class Side:
-    """The stores of one rank, and the pages in which its contexts lie."""
+class RankStores:
+    """The stores of one rank, one per layer, and the pages of its contexts."""
 
     stores: list[Tensor]
     contexts: list[Tensor]  # [pages] int64, on the device
 
 
-def side(ranks: int, *, pinned: bool = False) -> Side:
+def make_stores(ranks: int, *, pinned: bool = False) -> RankStores:
     pages = TOKENS // PAGE_ROWS
     shape = (INPUTS * pages, PAGE_ROWS, 2 * HEADS // ranks * HEAD_BYTES)
     stores = []
@@ -69,113 +70,103 @@ def side(ranks: int, *, pinned: bool = False) -> Side:
         store = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
         stores.append(torch.empty(shape, dtype=torch.uint8, pin_memory=True).copy_(store) if pinned else store)
     shuffled = torch.randperm(INPUTS * pages, device="cuda")
-    return Side(stores, list(shuffled.split(pages)))
+    return RankStores(stores, list(shuffled.split(pages)))
 
 
-def check(passage: Passage, source: Side, target: Side) -> None:
-    """What is timed does what it should: every byte that moves, and none beside them."""
-    taken, put = passage.slices(passage.source_ranks), passage.slices(passage.target_ranks)
-    packed = torch.empty(passage.nbytes, dtype=torch.uint8, device="cuda")
-    here, there = source.contexts[0], target.contexts[-1]
-    slice_pack(source.stores, here, 0, TOKENS, taken, packed)
-    before = [store.clone() for store in target.stores]
-    slice_unpack(packed, target.stores, there, 0, TOKENS, put)
+def check(change: SplitChange, source: RankStores, target: RankStores) -> None:
+    """Fails unless pack and unpack move exactly the right bytes and change no others."""
+    source_slices, target_slices = change.slices(change.source_ranks), change.slices(change.target_ranks)
+    packed = torch.empty(change.nbytes, dtype=torch.uint8, device="cuda")
+    source_pages, target_pages = source.contexts[0], target.contexts[-1]
+    slice_pack(source.stores, source_pages, 0, TOKENS, source_slices, packed)
+    expected_stores = [store.clone() for store in target.stores]
+    slice_unpack(packed, target.stores, target_pages, 0, TOKENS, target_slices)
     torch.cuda.synchronize()
-    for store, old, sent in zip(target.stores, before, source.stores, strict=True):
-        for (begin, nbytes), (first, _) in zip(put.spans, taken.spans, strict=True):
-            moved = sent[here.to(sent.device)][..., first : first + nbytes]
-            old[there.to(old.device), :, begin : begin + nbytes] = moved.to(old.device)
-        assert torch.equal(store, old), f"{passage.name}: bytes went astray"
+    for store, expected, sent in zip(target.stores, expected_stores, source.stores, strict=True):
+        for (start, nbytes), (first, _) in zip(target_slices.spans, source_slices.spans, strict=True):
+            moved = sent[source_pages.to(sent.device)][..., first : first + nbytes]
+            expected[target_pages.to(expected.device), :, start : start + nbytes] = moved.to(expected.device)
+        assert torch.equal(store, expected), f"{change.name}: wrong bytes in the target store"
 
 
-def packs(passage: Passage, of: Side, packed: Tensor) -> list[Call]:
-    slices = passage.slices(passage.source_ranks)
-    return [partial(slice_pack, of.stores, pages, 0, TOKENS, slices, packed) for pages in of.contexts]
+def pack_calls(change: SplitChange, rank: RankStores, packed: Tensor) -> list[Call]:
+    slices = change.slices(change.source_ranks)
+    return [partial(slice_pack, rank.stores, pages, 0, TOKENS, slices, packed) for pages in rank.contexts]
 
 
-def unpacks(passage: Passage, of: Side, packed: Tensor) -> list[Call]:
-    slices = passage.slices(passage.target_ranks)
-    return [partial(slice_unpack, packed, of.stores, pages, 0, TOKENS, slices) for pages in of.contexts]
+def unpack_calls(change: SplitChange, rank: RankStores, packed: Tensor) -> list[Call]:
+    slices = change.slices(change.target_ranks)
+    return [partial(slice_unpack, packed, rank.stores, pages, 0, TOKENS, slices) for pages in rank.contexts]
 
 
-def row(passage: Passage, op: str, memory: str, spent: float) -> dict[str, Any]:
-    of_copy, of_wire = 2 * passage.nbytes / spent / copy_bandwidth(), spent * WIRE / passage.nbytes
+def table_row(change: SplitChange, op: str, memory: str, seconds: float) -> dict[str, Any]:
+    of_copy = 2 * change.nbytes / seconds / copy_bandwidth()
+    of_network = seconds * NETWORK_BANDWIDTH / change.nbytes
     bar = "-"
     if memory == "device":
-        met = of_copy >= LEAST_OF_COPY if "+" not in op else of_wire <= MAX_WIRE_SHARE
+        met = of_copy >= MIN_COPY_SHARE if "+" not in op else of_network <= MAX_NETWORK_SHARE
         bar = "met" if met else "MISSED"
     return {
-        "passage": passage.name,
+        "split": change.name,
         "op": op,
         "rows in": memory,
-        "MB": round(passage.nbytes / 1e6),
-        "us": spent * 1e6,
-        "GB/s moved": round(passage.nbytes / spent / 1e9),
+        "MB": round(change.nbytes / 1e6),
+        "us": seconds * 1e6,
+        "GB/s": round(change.nbytes / seconds / 1e9),
         "of copy": of_copy if "+" not in op else "-",
-        "of wire": of_wire,
+        "of network": of_network,
         "bar": bar,
     }
 
 
-def measure(passage: Passage, pinned: bool) -> list[dict[str, Any]]:
-    source, target = (side(ranks, pinned=pinned) for ranks in (passage.source_ranks, passage.target_ranks))
-    check(passage, source, target)
-    packed = torch.randint(0, 256, (passage.nbytes,), dtype=torch.uint8, device="cuda")
-    pack, unpack = (seconds_of(calls(passage, of, packed)) for calls, of in ((packs, source), (unpacks, target)))
+def measure(change: SplitChange, pinned: bool) -> list[dict[str, Any]]:
+    source, target = (make_stores(ranks, pinned=pinned) for ranks in (change.source_ranks, change.target_ranks))
+    check(change, source, target)
+    packed = torch.randint(0, 256, (change.nbytes,), dtype=torch.uint8, device="cuda")
+    pack_s = seconds_of(pack_calls(change, source, packed))
+    unpack_s = seconds_of(unpack_calls(change, target, packed))
     memory = "host" if pinned else "device"
-    times = {"pack": pack, "unpack": unpack, "pack + unpack": pack + unpack}
-    return [row(passage, op, memory, spent) for op, spent in times.items()]
+    times = {"pack": pack_s, "unpack": unpack_s, "pack + unpack": pack_s + unpack_s}
+    return [table_row(change, op, memory, seconds) for op, seconds in times.items()]
 
 
-@contextmanager
-def constants(**changed: int) -> Iterator[None]:
-    impl = kernels_of("slice_pack")
-    before = {name: getattr(impl, name) for name in changed}
-    for name, value in changed.items():
-        setattr(impl, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(impl, name, value)
-
-
-def sweep(passages: Sequence[Passage]) -> list[dict[str, Any]]:
-    """The constants at the top of triton_impl: what else they could be."""
+def sweep(changes: Sequence[SplitChange]) -> list[dict[str, Any]]:
+    """Measures with other values of the constants at the top of triton_impl.py."""
     results = []
-    sides = {ranks: side(ranks) for passage in passages for ranks in (passage.source_ranks, passage.target_ranks)}
+    stores = {ranks: make_stores(ranks) for change in changes for ranks in (change.source_ranks, change.target_ranks)}
     for piece in (512, 1024, 256):
         for program in (16 << 10, 8 << 10, 32 << 10):
             for warps in (4, 8, 2):
-                tried: dict[str, Any] = {"piece": piece, "program": program, "warps": warps}
-                with constants(PIECE_BYTES=piece, PROGRAM_BYTES=program, WARPS=warps):
-                    for passage in passages:
-                        packed = torch.empty(passage.nbytes, dtype=torch.uint8, device="cuda")
+                row: dict[str, Any] = {"piece": piece, "program": program, "warps": warps}
+                with patched_constants("slice_pack", PIECE_BYTES=piece, PROGRAM_BYTES=program, WARPS=warps):
+                    for change in changes:
+                        packed = torch.empty(change.nbytes, dtype=torch.uint8, device="cuda")
                         for op, calls, ranks in (
-                            ("pack", packs, passage.source_ranks),
-                            ("unpack", unpacks, passage.target_ranks),
+                            ("pack", pack_calls, change.source_ranks),
+                            ("unpack", unpack_calls, change.target_ranks),
                         ):
-                            spent = seconds_of(calls(passage, sides[ranks], packed))
-                            tried[f"{passage.name} {op}"] = 2 * passage.nbytes / spent / copy_bandwidth()
-                results.append(tried)
+                            seconds = seconds_of(calls(change, stores[ranks], packed))
+                            row[f"{change.name} {op}"] = 2 * change.nbytes / seconds / copy_bandwidth()
+                results.append(row)
     return results
 
 
-def draw(results: list[dict[str, Any]], path: Path) -> None:
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [each for each in results if each["rows in"] == "device"]
-    alone, together = ([each for each in shown if ("+" in each["op"]) == both] for both in (False, True))
+    on_device = [row for row in rows if row["rows in"] == "device"]
+    single = [row for row in on_device if "+" not in row["op"]]
+    both = [row for row in on_device if "+" in row["op"]]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), width_ratios=(2, 1))
-    left.bar([f"{each['passage']}\n{each['op']}" for each in alone], [each["of copy"] for each in alone])
-    left.axhline(LEAST_OF_COPY, color="black", linewidth=0.8)
-    left.set(title="of the copy bandwidth", ylim=(0, 1.1))
-    right.bar([each["passage"] for each in together], [each["of wire"] for each in together])
-    right.axhline(MAX_WIRE_SHARE, color="black", linewidth=0.8)
-    right.set(title="pack + unpack, of the wire's time")
+    left.bar([f"{row['split']}\n{row['op']}" for row in single], [row["of copy"] for row in single])
+    left.axhline(MIN_COPY_SHARE, color="black", linewidth=0.8)
+    left.set(title="share of the copy bandwidth", ylim=(0, 1.1))
+    right.bar([row["split"] for row in both], [row["of network"] for row in both])
+    right.axhline(MAX_NETWORK_SHARE, color="black", linewidth=0.8)
+    right.set(title="pack + unpack / time of the network")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -184,24 +175,24 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--png", type=Path, help="also draw the results to this file")
-    parser.add_argument("--quick", action="store_true", help="only what the bars are about")
-    parser.add_argument("--sweep", action="store_true", help="instead: try other constants of the kernel")
+    parser.add_argument("--quick", action="store_true", help="only rows in device memory, which have bars")
+    parser.add_argument("--sweep", action="store_true", help="measure with other constants of the kernel instead")
     options = parser.parse_args()
     require_gpu()
-    passages = (Passage(4, 2), Passage(2, 4))
+    changes = (SplitChange(4, 2), SplitChange(2, 4))
     if options.sweep:
-        report("Constants of the slice kernel: share of the copy bandwidth", sweep(passages), options.json)
+        report("Constants of the slice kernel: share of the copy bandwidth", sweep(changes), options.json)
         return
-    places = (False,) if options.quick else (False, True)
-    results = [each for pinned in places for passage in passages for each in measure(passage, pinned)]
+    pinned_or_not = (False,) if options.quick else (False, True)
+    rows = [row for pinned in pinned_or_not for change in changes for row in measure(change, pinned)]
     notes = (
-        f"copy bandwidth {copy_bandwidth() * 1e-12:.2f} TB/s; bars: {LEAST_OF_COPY:.0%} of it each; "
-        f"pack + unpack at most {MAX_WIRE_SHARE:.0%} of a wire of {WIRE * 1e-9:.0f} GB/s"
+        f"copy bandwidth {copy_bandwidth() * 1e-12:.2f} TB/s; bars: pack and unpack reach {MIN_COPY_SHARE:.0%} of it; "
+        f"both together take {MAX_NETWORK_SHARE:.0%} of the time of a {NETWORK_BANDWIDTH * 1e-9:.0f} GB/s network"
     )
     title = f"Slices of {TOKENS} tokens, {LAYERS} layers, {HEADS} KV heads of {HEAD_BYTES // 2}, bf16"
-    report(title, results, options.json, notes)
+    report(title, rows, options.json, notes)
     if options.png is not None:
-        draw(results, options.png)
+        draw(rows, options.png)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,25 @@
-"""The fused small ops of a decode step beside what torch would run in their place, and GQA decode attention.
+"""Measures the fused small ops of a decode step against torch ops, and GQA decode attention, on one GPU.
 
-Shapes are those of dsa-50b (hidden 4096, q_lora 1536, 32 heads of 128 + 64, rank 512, 32 index heads x 128). Small ops
-are timed warm, one after another in a CUDA graph, as in a decode step: what they read was just written. `floor` is the
-time of a kernel that does next to nothing, in the same graph. The bars: at batch 16 every fused op that is not a matrix
-product takes at most 3 floors; GQA decode at 32k reaches 60 % of the copy bandwidth at batch 16 and 64.
+    python benchmarks/small_ops.py --json small_ops.json --png small_ops.png
+
+Shapes are those of dsa-50b: hidden size 4096, q_lora 1536, 32 heads of 128 + 64, rank 512, 32 index heads of 128. Small
+ops are timed with a warm L2 in a CUDA graph, as in a decode step, where their inputs have just been written. A "floor"
+is the time of a kernel that does almost nothing, in the same kind of graph. Bars (required results): at batch 16, a
+fused op that is not a matrix product takes at most 3 floors; GQA decode attention at 32k tokens reaches 60 % of the
+copy bandwidth at batch 16 and 64. With --json FILE, the results of GQA go to FILE with the suffix _gqa.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import copy_bandwidth, require_gpu, seconds_of
+from gpu_timing import copy_bandwidth, patched_constants, require_gpu, seconds_of
 from report import make_parser, report
 from torch import Tensor
 
-from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.gqa_append import gqa_append
 from hotset.kernels.gqa_append import reference as gqa_reference
 from hotset.kernels.key_append import key_append
@@ -41,18 +42,18 @@ KV_HEADS, HEAD_DIM = 8, 128
 PAGE_ROWS, PAGES = 64, 1024
 LAYERS = 40
 EPS = 1e-6
-INPUTS = 3  # that calls rotate among
-MAX_FLOORS, LEAST_FRACTION = 3.0, 0.6
+INPUTS = 3  # in rotation
+MAX_FLOORS, MIN_COPY_SHARE = 3.0, 0.6
 
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Pair:
-    """The same work twice, on several inputs."""
+class OpPair:
+    """A fused op and its torch equivalent, each with several inputs."""
 
     name: str
-    per_layer: int  # how often a decode layer of DSA does it
+    per_layer: int  # calls per layer of a DSA model in a decode step
     fused: Sequence[Call]
     torch: Sequence[Call]
 
@@ -61,17 +62,17 @@ def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.float32).to(dtype)
 
 
-def angles(rows: int, dim: int) -> Rotation:
-    turns = torch.randn(rows, 1, dim // 2, device="cuda")
-    return Rotation(turns.cos().bfloat16(), turns.sin().bfloat16())
+def angles(tokens: int, dim: int) -> Rotation:
+    values = torch.randn(tokens, 1, dim // 2, device="cuda")
+    return Rotation(values.cos().bfloat16(), values.sin().bfloat16())
 
 
-def pair(name: str, per_layer: int, make: Callable[[], tuple[Call, Call]]) -> Pair:
-    both = [make() for _ in range(INPUTS)]
-    return Pair(name, per_layer, [fused for fused, _ in both], [torch_ for _, torch_ in both])
+def make_pair(name: str, per_layer: int, make: Callable[[], tuple[Call, Call]]) -> OpPair:
+    calls = [make() for _ in range(INPUTS)]
+    return OpPair(name, per_layer, [fused for fused, _ in calls], [by_torch for _, by_torch in calls])
 
 
-def norms(batch: int) -> tuple[tuple[Call, Call], tuple[Call, Call]]:
+def norm_pairs(batch: int) -> tuple[tuple[Call, Call], tuple[Call, Call]]:
     x, delta, weight = values(batch, HIDDEN), values(batch, HIDDEN), values(HIDDEN)
     latent, latent_weight = values(batch, Q_LORA), values(Q_LORA)
     return (
@@ -80,15 +81,15 @@ def norms(batch: int) -> tuple[tuple[Call, Call], tuple[Call, Call]]:
     )
 
 
-def mla(batch: int, fp8: bool) -> tuple[Call, Call]:
+def mla_pair(batch: int, fp8: bool) -> tuple[Call, Call]:
     layout = mla_row(RANK, ROPE, torch.bfloat16, fp8)
     rows = torch.zeros(PAGES * PAGE_ROWS, layout.stored_width, dtype=layout.stored_dtype, device="cuda")
-    at = torch.randperm(rows.shape[0], device="cuda")[:batch]
-    inputs = (values(batch, RANK + ROPE), values(RANK), EPS, angles(batch, ROPE), layout, rows, at)
+    row_ids = torch.randperm(rows.shape[0], device="cuda")[:batch]
+    inputs = (values(batch, RANK + ROPE), values(RANK), EPS, angles(batch, ROPE), layout, rows, row_ids)
     return partial(mla_append, *inputs), partial(mla_reference.mla_append, *inputs)
 
 
-def key(batch: int, fp8: bool) -> tuple[Call, Call]:
+def key_pair(batch: int, fp8: bool) -> tuple[Call, Call]:
     layout = index_key_row(INDEX_DIM, torch.bfloat16, fp8)
     per_page = PAGE_ROWS * 656 // layout.stride_bytes
     blocks = torch.zeros(1, PAGES, per_page, layout.stored_width, dtype=layout.stored_dtype, device="cuda")
@@ -96,82 +97,88 @@ def key(batch: int, fp8: bool) -> tuple[Call, Call]:
     positions = torch.randint(table.shape[1] * per_page, (batch,), device="cuda")
     keys = PagedRows(blocks, [], layout, table, torch.arange(batch, device="cuda"))
     inputs = (values(batch, INDEX_DIM), values(INDEX_DIM), values(INDEX_DIM), EPS, angles(batch, ROPE), False)
-    page, within = table[keys.seat_of, positions // per_page], positions % per_page
-    part = torch.zeros_like(page)
+    page, offset = table[keys.seat_of, positions // per_page], positions % per_page
+    group = torch.zeros_like(page)
 
     def by_torch() -> None:
-        blocks[part, page, within] = layout.encode(index_keys(*inputs))
+        blocks[group, page, offset] = layout.encode(index_keys(*inputs))
 
     return partial(key_append, *inputs, keys, positions), by_torch
 
 
-def queries(batch: int) -> tuple[tuple[Call, Call], ...]:
+def query_pairs(batch: int) -> tuple[tuple[Call, Call], ...]:
     q, key_up, rotation = values(batch, HEADS, NOPE + ROPE), values(HEADS, NOPE + V_DIM, RANK), angles(batch, ROPE)
     up, value_up = key_up[:, :NOPE], key_up[:, NOPE:].transpose(1, 2)
-    index_q, attended = values(batch, INDEX_HEADS, INDEX_DIM), values(batch, HEADS, RANK)
-    x, wide = values(batch, HIDDEN), values(INDEX_HEADS, HIDDEN, dtype=torch.float32)
+    index_q, attention_out = values(batch, INDEX_HEADS, INDEX_DIM), values(batch, HEADS, RANK)
+    x, weight = values(batch, HIDDEN), values(INDEX_HEADS, HIDDEN, dtype=torch.float32)
     scale = INDEX_HEADS**-0.5
     return (
         (partial(rope_query, q, up, rotation), partial(rope_reference.rope_query, q, up, rotation)),
         (partial(rotate, index_q, rotation, False), partial(rope_reference.rotate, index_q, rotation, False)),
         (
-            partial(per_head_matmul, attended, value_up),
-            lambda: linear_reference.per_head_matmul(attended, value_up).reshape(batch, -1),
+            partial(per_head_matmul, attention_out, value_up),
+            lambda: linear_reference.per_head_matmul(attention_out, value_up).reshape(batch, -1),
         ),
-        (partial(fp32_linear, x, wide, scale), partial(linear_reference.fp32_linear, x, wide, scale)),
+        (partial(fp32_linear, x, weight, scale), partial(linear_reference.fp32_linear, x, weight, scale)),
     )
 
 
-def gqa(batch: int) -> tuple[Call, Call]:
+def gqa_pair(batch: int) -> tuple[Call, Call]:
     layout = gqa_row(KV_HEADS, HEAD_DIM, torch.bfloat16)
     rows = torch.zeros(PAGES * PAGE_ROWS, layout.stored_width, dtype=torch.bfloat16, device="cuda")
-    at = torch.randperm(PAGES * PAGE_ROWS, device="cuda")[:batch]
+    row_ids = torch.randperm(PAGES * PAGE_ROWS, device="cuda")[:batch]
     qkv = values(batch, HEADS + 2 * KV_HEADS, HEAD_DIM)
-    inputs = (qkv, KV_HEADS, None, angles(batch, HEAD_DIM), layout, rows, at)
+    inputs = (qkv, KV_HEADS, None, angles(batch, HEAD_DIM), layout, rows, row_ids)
     return partial(gqa_append, *inputs), partial(gqa_reference.gqa_append, *inputs)
 
 
-def pairs(batch: int) -> list[Pair]:
+def op_pairs(batch: int) -> list[OpPair]:
     return [
-        pair("add + norm, 4096", 2, lambda: norms(batch)[0]),
-        pair("norm, 1536", 1, lambda: norms(batch)[1]),
-        pair("mla append, fp8", 1, lambda: mla(batch, True)),
-        pair("mla append, bf16", 0, lambda: mla(batch, False)),
-        pair("key append, fp8", 1, lambda: key(batch, True)),
-        pair("key append, bf16", 0, lambda: key(batch, False)),
-        pair("absorb + rope of queries", 1, lambda: queries(batch)[0]),
-        pair("rope of index queries", 1, lambda: queries(batch)[1]),
-        pair("value up-projection", 1, lambda: queries(batch)[2]),
-        pair("head weights, float32", 1, lambda: queries(batch)[3]),
-        pair("gqa append", 0, lambda: gqa(batch)),
+        make_pair("add + norm, 4096", 2, lambda: norm_pairs(batch)[0]),
+        make_pair("norm, 1536", 1, lambda: norm_pairs(batch)[1]),
+        make_pair("mla append, fp8", 1, lambda: mla_pair(batch, True)),
+        make_pair("mla append, bf16", 0, lambda: mla_pair(batch, False)),
+        make_pair("key append, fp8", 1, lambda: key_pair(batch, True)),
+        make_pair("key append, bf16", 0, lambda: key_pair(batch, False)),
+        make_pair("absorb + rope of queries", 1, lambda: query_pairs(batch)[0]),
+        make_pair("rope of index queries", 1, lambda: query_pairs(batch)[1]),
+        make_pair("value up-projection", 1, lambda: query_pairs(batch)[2]),
+        make_pair("head weights, float32", 1, lambda: query_pairs(batch)[3]),
+        make_pair("gqa append", 0, lambda: gqa_pair(batch)),
     ]
 
 
-def floor() -> float:
+def floor_seconds() -> float:
+    """Times a kernel that does almost nothing."""
     one = torch.zeros(1, device="cuda")
     return seconds_of([lambda: one.add_(1)], cold=False)
 
 
 def small_ops(batches: Sequence[int]) -> list[dict[str, Any]]:
-    least, results = floor(), []
+    floor_s, rows = floor_seconds(), []
     for batch in batches:
-        layer = {"fused": 0.0, "torch": 0.0}
-        for each in pairs(batch):
-            fused, by_torch = (seconds_of(calls, cold=False) for calls in (each.fused, each.torch))
-            layer["fused"] += each.per_layer * fused
-            layer["torch"] += each.per_layer * by_torch
-            results.append(_row(each.name, batch, fused, by_torch, least))
-        results.append(_row(f"{LAYERS} DSA layers", batch, LAYERS * layer["fused"], LAYERS * layer["torch"], None))
-    return results
+        layer_fused_s = layer_torch_s = 0.0
+        for pair in op_pairs(batch):
+            fused_s, torch_s = (seconds_of(calls, cold=False) for calls in (pair.fused, pair.torch))
+            layer_fused_s += pair.per_layer * fused_s
+            layer_torch_s += pair.per_layer * torch_s
+            rows.append(table_row(pair.name, batch, fused_s, torch_s, floor_s))
+        rows.append(table_row(f"{LAYERS} DSA layers", batch, LAYERS * layer_fused_s, LAYERS * layer_torch_s, None))
+    return rows
 
 
-def _row(name: str, batch: int, fused: float, by_torch: float, least: float | None) -> dict[str, Any]:
-    floors = "" if least is None else fused / least
-    ratio = by_torch / fused
-    return {"op": name, "batch": batch, "us": fused * 1e6, "torch us": by_torch * 1e6, "x": ratio, "floors": floors}
+def table_row(name: str, batch: int, fused_s: float, torch_s: float, floor_s: float | None) -> dict[str, Any]:
+    return {
+        "op": name,
+        "batch": batch,
+        "us": fused_s * 1e6,
+        "torch us": torch_s * 1e6,
+        "speedup": torch_s / fused_s,
+        "floors": "" if floor_s is None else fused_s / floor_s,
+    }
 
 
-def decode_inputs(batch: int, context: int) -> Call:
+def gqa_decode_call(batch: int, context: int) -> Call:
     layout = gqa_row(KV_HEADS, HEAD_DIM, torch.bfloat16)
     pages = batch * context // PAGE_ROWS
     blocks = torch.empty(1, pages, PAGE_ROWS, layout.stored_width, dtype=torch.bfloat16, device="cuda").normal_()
@@ -182,59 +189,46 @@ def decode_inputs(batch: int, context: int) -> Call:
     return partial(paged_attention, q, keys, segments, KV_HEADS, HEAD_DIM**-0.5)
 
 
-def decode(batch: int, context: int) -> dict[str, Any]:
-    spent = seconds_of([decode_inputs(batch, context)])
-    read = batch * context * gqa_row(KV_HEADS, HEAD_DIM, torch.bfloat16).stride_bytes
-    operations = 4 * batch * context * HEADS * HEAD_DIM
+def measure_gqa_decode(batch: int, context: int) -> dict[str, Any]:
+    seconds = seconds_of([gqa_decode_call(batch, context)])
+    row_bytes = batch * context * gqa_row(KV_HEADS, HEAD_DIM, torch.bfloat16).stride_bytes
+    flops = 4 * batch * context * HEADS * HEAD_DIM
     return {
         "batch": batch,
         "context": context,
-        "us": spent * 1e6,
-        "TB/s": read / spent * 1e-12,
-        "of copy bandwidth": read / spent / copy_bandwidth(),
-        "TFLOP/s": operations / spent * 1e-12,
+        "us": seconds * 1e6,
+        "TB/s": row_bytes / seconds * 1e-12,
+        "of copy bandwidth": row_bytes / seconds / copy_bandwidth(),
+        "TFLOP/s": flops / seconds * 1e-12,
     }
 
 
-@contextmanager
-def constants(module: str, **changed: Any) -> Iterator[None]:
-    impl = kernels_of(module)
-    before = {name: getattr(impl, name) for name in changed}
-    for name, value in changed.items():
-        setattr(impl, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(impl, name, value)
-
-
 def sweep() -> list[dict[str, Any]]:
-    """The constants at the top of each triton_impl: what else they could be."""
+    """Measures with other values of the constants at the top of each triton_impl.py."""
     results: list[dict[str, Any]] = []
 
-    def tried(module: str, calls: dict[str, Sequence[Call]], cold: bool, **changed: Any) -> None:
-        with constants(module, **changed):
-            times = {name: round(seconds_of(each, cold=cold) * 1e6, 2) for name, each in calls.items()}
-        shown = ", ".join(f"{name} {value}" for name, value in changed.items())
-        results.append({"op": module, "constants": shown, "us": str(times)})
+    def measure(kernel: str, calls: dict[str, Sequence[Call]], cold: bool, **constants: Any) -> None:
+        with patched_constants(kernel, **constants):
+            times = {name: round(seconds_of(inputs, cold=cold) * 1e6, 2) for name, inputs in calls.items()}
+        shown = ", ".join(f"{name} {value}" for name, value in constants.items())
+        results.append({"op": kernel, "constants": shown, "us": str(times)})
 
-    attention = {f"batch {batch}": [decode_inputs(batch, 32_768)] for batch in (1, 16, 64)}
+    attention = {f"batch {batch}": [gqa_decode_call(batch, 32_768)] for batch in (1, 16, 64)}
     for shape in ((64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 4)):
         for programs in (4, 8, 16):
             shapes = {torch.bfloat16: shape}
-            tried("paged_attention", attention, True, SHAPES=shapes, PROGRAMS_PER_SM=programs)
+            measure("paged_attention", attention, True, SHAPES=shapes, PROGRAMS_PER_SM=programs)
     del attention
-    added = {f"batch {batch}": [norms(batch)[0][0] for _ in range(INPUTS)] for batch in (1, 16, 128)}
+    add_norm = {f"batch {batch}": [norm_pairs(batch)[0][0] for _ in range(INPUTS)] for batch in (1, 16, 128)}
     for per_warp in (256, 512, 1024):
-        tried("norm", added, False, VALUES_PER_WARP=per_warp)
-    turned = {f"batch {batch}": [queries(batch)[1][0] for _ in range(INPUTS)] for batch in (1, 16, 128)}
+        measure("norm", add_norm, False, VALUES_PER_WARP=per_warp)
+    index_rope = {f"batch {batch}": [query_pairs(batch)[1][0] for _ in range(INPUTS)] for batch in (1, 16, 128)}
     for heads, warps in ((4, 1), (8, 2), (32, 4)):
-        tried("rope", turned, False, HEADS_PER_PROGRAM=heads, WARPS=warps)
-    wide = {f"batch {batch}": [queries(batch)[3][0] for _ in range(INPUTS)] for batch in (1, 16, 128)}
+        measure("rope", index_rope, False, HEADS_PER_PROGRAM=heads, WARPS=warps)
+    head_weights = {f"batch {batch}": [query_pairs(batch)[3][0] for _ in range(INPUTS)] for batch in (1, 16, 128)}
     for tokens, outputs, per_block in ((8, 2, 1024), (4, 2, 1024), (4, 4, 1024), (8, 4, 512), (16, 2, 512)):
         sizes = {"TOKENS_PER_PROGRAM": tokens, "OUTPUTS_PER_PROGRAM": outputs, "VALUES_PER_BLOCK": per_block}
-        tried("linear", wide, False, **sizes)
+        measure("linear", head_weights, False, **sizes)
     return results
 
 
@@ -253,8 +247,8 @@ def draw(small: list[dict[str, Any]], attention: list[dict[str, Any]], path: Pat
     left.set(xlabel="us per call, batch 16")
     left.legend()
     right.bar([f"batch {row['batch']}" for row in attention], [row["of copy bandwidth"] for row in attention])
-    right.axhline(LEAST_FRACTION, color="black", linewidth=0.8)
-    right.set(ylabel="of copy bandwidth", ylim=(0, 1.1), title="GQA decode, 32k")
+    right.axhline(MIN_COPY_SHARE, color="black", linewidth=0.8)
+    right.set(ylabel="share of copy bandwidth", ylim=(0, 1.1), title="GQA decode attention, 32k")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -263,20 +257,22 @@ def draw(small: list[dict[str, Any]], attention: list[dict[str, Any]], path: Pat
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--png", type=Path, help="also draw the results to this file")
-    parser.add_argument("--quick", action="store_true", help="only what the bars are about")
-    parser.add_argument("--sweep", action="store_true", help="instead: try other constants of the kernels")
+    parser.add_argument("--quick", action="store_true", help="only batch 16")
+    parser.add_argument("--sweep", action="store_true", help="measure with other constants of the kernels instead")
     options = parser.parse_args()
     require_gpu()
     if options.sweep:
         report("Constants of the small ops", sweep(), options.json)
         return
     small = small_ops((16,) if options.quick else (1, 16, 128))
-    attention = [decode(batch, 32_768) for batch in ((16,) if options.quick else (1, 16, 64))]
-    notes = f"floor: {floor() * 1e6:.2f} us; bar: at most {MAX_FLOORS} floors at batch 16, products aside"
+    attention = [measure_gqa_decode(batch, 32_768) for batch in ((16,) if options.quick else (1, 16, 64))]
+    notes = f"floor: {floor_seconds() * 1e6:.2f} us; bar: {MAX_FLOORS} floors at batch 16, except for matrix products"
     report("Small ops of a decode step, bf16", small, options.json, notes)
-    ceiling = f"copy bandwidth {copy_bandwidth() * 1e-12:.2f} TB/s; bar: {LEAST_FRACTION} of it at batch 16 and 64"
-    beside = None if options.json is None else options.json.with_stem(f"{options.json.stem}_gqa")
-    report(f"GQA decode, {HEADS} heads on {KV_HEADS} KV heads of {HEAD_DIM}, bf16", attention, beside, ceiling)
+    notes = f"copy bandwidth {copy_bandwidth() * 1e-12:.2f} TB/s; bar: {MIN_COPY_SHARE:.0%} of it at batch 16 and 64"
+    gqa_json = None if options.json is None else options.json.with_stem(f"{options.json.stem}_gqa")
+    report(
+        f"GQA decode attention, {HEADS} heads on {KV_HEADS} KV heads of {HEAD_DIM}, bf16", attention, gqa_json, notes
+    )
     if options.png is not None:
         draw(small, attention, options.png)
 
