@@ -1,4 +1,4 @@
-// A bare gather of scattered host rows: one warp copies each row of a given list.
+// Gathers scattered host rows from a list: one warp copies one row. `units` is the row size in units of 16 bytes.
 
 typedef long long i64;
 
@@ -11,12 +11,12 @@ extern "C" __global__ void __launch_bounds__(128) bare_gather(
     uint4 values[3];  // rows of up to 1536 bytes
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-        const int at = i * 32 + threadIdx.x % 32;
-        if (at < units) values[i] = source[at];
+        const int unit = i * 32 + threadIdx.x % 32;
+        if (unit < units) values[i] = source[unit];
     }
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-        const int at = i * 32 + threadIdx.x % 32;
-        if (at < units) target[at] = values[i];
+        const int unit = i * 32 + threadIdx.x % 32;
+        if (unit < units) target[unit] = values[i];
     }
 }

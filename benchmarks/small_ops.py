@@ -63,8 +63,8 @@ def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def angles(tokens: int, dim: int) -> Rotation:
-    values = torch.randn(tokens, 1, dim // 2, device="cuda")
-    return Rotation(values.cos().bfloat16(), values.sin().bfloat16())
+    radians = torch.randn(tokens, 1, dim // 2, device="cuda")
+    return Rotation(radians.cos().bfloat16(), radians.sin().bfloat16())
 
 
 def make_pair(name: str, per_layer: int, make: Callable[[], tuple[Call, Call]]) -> OpPair:

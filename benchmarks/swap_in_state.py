@@ -1,4 +1,4 @@
-"""Random states of tiered seats for `swap_in.py`, made on the GPU, and the pinned host rows behind them."""
+"""Random states of tiered requests for swap_in.py, created on the GPU, and their pinned host rows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,42 +13,44 @@ from hotset.kernels.swap_in import Copies, SeatTables, Swap, cuda_impl
 TOP_K = 2048
 CONTEXT = 131_072
 PAGE_ROWS = 64
-OLDEST = 1000  # steps since a slot was used, at most
+MAX_AGE = 1000  # steps since a slot was last used
 STAMP = CONTEXT - 1
 TAIL_FIRST = (STAMP // PAGE_ROWS - 1) * PAGE_ROWS
-PINNED_AT_ONCE = 1 << 30
+PIN_BYTES = 1 << 30  # per call of cudaHostRegister
 
 
 @dataclass(frozen=True, slots=True)
-class HostRows:
+class PinnedRows:
+    """Host memory that holds the rows of all contexts."""
+
     memory: Tensor  # [bytes] uint8, pinned
 
     @property
     def gib(self) -> float:
         return self.memory.nbytes / 2**30
 
-    def of(self, row_bytes: int) -> Tensor:
-        """[rows, row bytes]: all of the memory as rows of that size, in whole pages."""
-        rows = self.memory.nbytes // row_bytes // PAGE_ROWS * PAGE_ROWS
-        return self.memory[: rows * row_bytes].view(rows, row_bytes)
+    def rows(self, row_bytes: int) -> Tensor:
+        """Returns the memory as rows [rows, row_bytes], in whole pages."""
+        count = self.memory.nbytes // row_bytes // PAGE_ROWS * PAGE_ROWS
+        return self.memory[: count * row_bytes].view(count, row_bytes)
 
 
 @contextmanager
-def pinned_host_rows(bytes_per_position: int) -> Iterator[HostRows]:
-    """Rows of so many bytes, all contexts together, for every position of a context; filled, pinned and unpinned."""
+def pinned_host_rows(bytes_per_position: int) -> Iterator[PinnedRows]:
+    """Allocates random pinned rows: `bytes_per_position` of all contexts together. Unpins them at the end."""
     memory = torch.empty(CONTEXT * bytes_per_position, dtype=torch.uint8)
     cudart, pinned = torch.cuda.cudart(), []
-    some = torch.randint(0, 256, (PINNED_AT_ONCE,), dtype=torch.uint8, device="cuda")
+    random = torch.randint(0, 256, (PIN_BYTES,), dtype=torch.uint8, device="cuda")
     try:
-        for first in range(0, memory.nbytes, PINNED_AT_ONCE):
-            part = memory[first : first + PINNED_AT_ONCE]
+        for first in range(0, memory.nbytes, PIN_BYTES):
+            part = memory[first : first + PIN_BYTES]
             failure = int(cudart.cudaHostRegister(part.data_ptr(), part.nbytes, 0))
             if failure:
                 raise SystemExit(f"error: {memory.nbytes >> 30} GiB of host memory cannot be pinned (CUDA {failure})")
             pinned.append(part.data_ptr())
-            part.copy_(some[: part.nbytes], non_blocking=True)
+            part.copy_(random[: part.nbytes], non_blocking=True)
         torch.cuda.synchronize()
-        yield HostRows(memory)
+        yield PinnedRows(memory)
     finally:
         torch.cuda.synchronize()
         for address in reversed(pinned):
@@ -56,12 +58,12 @@ def pinned_host_rows(bytes_per_position: int) -> Iterator[HostRows]:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """A batch of tiered seats about to plan a step. All states of one size share the device rows."""
+class SwapInState:
+    """A batch of tiered requests before a step. All states of the same size share their device rows."""
 
     tables: SeatTables
     words: Tensor
-    words_before: Tensor  # what `words` holds when the step begins
+    words_before: Tensor  # the contents of `words` before the step
     words_per_page: int
     positions: Tensor
     seats: Tensor
@@ -69,29 +71,39 @@ class State:
     counts: Tensor
     host_rows: Tensor
     device_rows: Tensor
-    missing: int  # of each seat
+    missing: int  # rows per request
 
     def restore(self) -> None:
         self.words.copy_(self.words_before)
 
     def swap_in(self, tuning: cuda_impl.SwapInTuning) -> Swap:
-        inputs = (self.positions, self.seats, self.stamps, self.tables, self.words, self.words_per_page, self.counts)
-        return cuda_impl.plan(*inputs, host_rows=self.host_rows, device_rows=self.device_rows, tuning=tuning)
+        return cuda_impl.plan(
+            self.positions,
+            self.seats,
+            self.stamps,
+            self.tables,
+            self.words,
+            self.words_per_page,
+            self.counts,
+            host_rows=self.host_rows,
+            device_rows=self.device_rows,
+            tuning=tuning,
+        )
 
     def check(self, tuning: cuda_impl.SwapInTuning) -> None:
-        """What is timed is also right: so many misses, and every byte of them."""
+        """Fails unless the number of misses and every byte of the copied rows are right."""
         self.restore()
         self.device_rows.zero_()
         copies = self.swap_in(tuning).copies
         assert copies.counts.tolist() == [self.missing] * self.seats.shape[0]
         flat = self.flat(copies)
-        brought = self.device_rows[flat.device_rows[0]].cpu()
-        assert torch.equal(brought, self.host_rows[flat.host_rows[0].cpu()]), "rows differ from those on the host"
+        copied = self.device_rows[flat.device_rows[0]].cpu()
+        assert torch.equal(copied, self.host_rows[flat.host_rows[0].cpu()]), "copied rows differ from the host rows"
 
     def flat(self, copies: Copies) -> Copies:
-        """All copies in one list."""
+        """Returns all copies as one list."""
         lists = (copies.host_rows[:, : self.missing], copies.device_rows[:, : self.missing])
-        host_rows, device_rows = (each.reshape(1, -1).contiguous() for each in lists)
+        host_rows, device_rows = (rows.reshape(1, -1).contiguous() for rows in lists)
         return Copies(host_rows, device_rows, torch.tensor([host_rows.shape[1]], dtype=torch.int32, device="cuda"))
 
 
@@ -99,14 +111,14 @@ _pools: dict[tuple[int, int], Tensor] = {}
 
 
 def _device_rows(rows: int, row_bytes: int) -> Tensor:
-    """One pool at a time: the next size takes the place of the last."""
+    """Returns the shared rows of this size. Only one size is allocated at a time."""
     if (rows, row_bytes) not in _pools:
         _pools.clear()
         _pools[rows, row_bytes] = torch.zeros(rows, row_bytes, dtype=torch.uint8, device="cuda")
     return _pools[rows, row_bytes]
 
 
-def make_state(slots: int, batch: int, misses: float, host_rows: Tensor, seed: int) -> State:
+def make_state(slots: int, batch: int, misses: float, host_rows: Tensor, seed: int) -> SwapInState:
     torch.manual_seed(seed)
     row_bytes = host_rows.shape[1]
     missing = round(misses * TOP_K)
@@ -135,7 +147,7 @@ def make_state(slots: int, batch: int, misses: float, host_rows: Tensor, seed: i
         page_rows=PAGE_ROWS,
         slots=slots,
     )
-    return State(
+    return SwapInState(
         tables=tables,
         words=words.flatten(),
         words_before=words.flatten().clone(),
@@ -151,12 +163,12 @@ def make_state(slots: int, batch: int, misses: float, host_rows: Tensor, seed: i
 
 
 def _maps(held: Tensor, words_per_page: int) -> Tensor:
-    """[seats, map pages, words] int32 for seats whose slots hold the positions `held` [seats, slots]."""
+    """Returns the maps [seats, map pages, words] int32 of slots that hold the positions `held` [seats, slots]."""
     batch, slots = held.shape
     pages = -(-(2 * slots + CONTEXT // 2) // words_per_page)
     words = torch.zeros(batch, pages * words_per_page, dtype=torch.int32, device="cuda")
     words[:, :slots] = held.int()
-    words[:, slots : 2 * slots] = STAMP - 1 - torch.randint(0, OLDEST, (batch, slots), device="cuda").int()
+    words[:, slots : 2 * slots] = STAMP - 1 - torch.randint(0, MAX_AGE, (batch, slots), device="cuda").int()
     slot_of = words.view(torch.int16)[:, 4 * slots : 4 * slots + CONTEXT]
     slot_of.fill_(EMPTY)
     slot_of.scatter_(1, held, torch.arange(slots, device="cuda").short().expand(batch, -1))

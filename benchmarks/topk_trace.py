@@ -1,25 +1,25 @@
-"""The trace file: which rows a sparse-attention model selected, step by step, small enough to ship.
+"""Reads and writes trace files: the rows that a sparse-attention model selected at every step, in a compact format.
 
-A file is, in this order (integers little-endian):
+A file consists of (integers are little-endian):
 
     8 bytes    magic, b"HOTSTOPK"
     uint32     version, 1
     uint32     bytes of the header
     header     JSON: model, layers, k, requests, steps, context_lengths, page_rows, recorded, body_bytes, body_crc32
-    body       LZMA (xz); unpacked it is `body_bytes` long and has the checksum `body_crc32`
+    body       LZMA (xz); decompressed it has `body_bytes` bytes and the checksum `body_crc32`
 
-The body takes the selections of one request and layer after another, steps in order. Adjacent steps overlap, so each
-step is the change from the step before it (the first: from nothing). Five streams of unsigned LEB128 varints stand one
-behind the other, each preceded by its length in bytes as a varint:
+The body holds the selections ordered by request, layer and step. Adjacent steps overlap, so each step is stored as the
+difference to the previous step (the first step: to the empty selection). Five streams of unsigned LEB128 varints follow
+one another, each preceded by its length in bytes as a varint:
 
-    removed    per step: how many positions of the step before are gone
-    added      per step: how many positions are new
-    ranks      the gone ones, as ranks among the ascending positions of the step before: first rank, then gaps - 1
+    removed    per step: the number of positions of the previous step that are not selected any more
+    added      per step: the number of new positions
+    ranks      the removed ones, as ranks in the ascending positions of the previous step: first rank, then gaps - 1
     firsts     the lowest new position of each step that has one
-    gaps       the distance from each further new position to the one below it, - 1
+    gaps       the distance from each further new position to the next lower one, - 1
 
-At step s the query of request r is the newest of `context_lengths[r] + s` rows. A context shorter than k selects fewer
-than k positions; in memory the rest is EMPTY.
+At step s, the query of request r is the newest of `context_lengths[r] + s` rows. A context shorter than k selects fewer
+than k positions; in memory, the rest is EMPTY.
 """
 
 import json
@@ -41,23 +41,23 @@ MAGIC = b"HOTSTOPK"
 VERSION = 1
 PREFIX = struct.Struct("<8sII")
 STREAMS = 5
-VARINT_MOST_BYTES = 5  # positions are below 2**31
+MAX_VARINT_BYTES = 5  # positions are below 2**31
 
 Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class TraceHeader:
-    """What the selections are of."""
+    """Describes the model and the requests of a trace."""
 
     model: str
     layers: int
     k: int
     requests: int
     steps: int
-    context_lengths: tuple[int, ...]  # per request: rows that its first step could choose from, its own included
+    context_lengths: tuple[int, ...]  # rows of each request at its first step, including the new one
     page_rows: int
-    recorded: dict[str, Any] = field(default_factory=dict)  # how: command, date, device, sampling; for people
+    recorded: dict[str, Any] = field(default_factory=dict)  # command, date, dtype and hardware of the recording
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -66,73 +66,73 @@ class TraceHeader:
 
 @dataclass(frozen=True, slots=True)
 class TopkTrace:
-    """Selections with what they are of."""
+    """The selections and their description."""
 
     header: TraceHeader
     selections: NDArray[np.int32]  # [requests, steps, layers, k] ascending positions, then EMPTY
 
     def chosen(self, request: int, step: int, layer: int) -> NDArray[np.int32]:
-        """The ascending positions of one selection, without padding."""
-        row = self.selections[request, step, layer]
-        present: NDArray[np.int32] = row[row != EMPTY]
-        return present
+        """Returns the ascending positions of one selection, without padding."""
+        padded = self.selections[request, step, layer]
+        positions: NDArray[np.int32] = padded[padded != EMPTY]
+        return positions
 
 
 def write_trace(path: Path, trace: TopkTrace) -> None:
-    """Writes the file, over what was there. The selections must be ascending, distinct and EMPTY-padded."""
+    """Writes or overwrites the file. Selections must be ascending, distinct and EMPTY-padded."""
     header, selections = trace.header, trace.selections
-    assert selections.shape == header.shape, f"{selections.shape} is not the {header.shape} of the header"
-    assert len(header.context_lengths) == header.requests, "a context length per request"
+    assert selections.shape == header.shape, f"selections have shape {selections.shape}, the header {header.shape}"
+    assert len(header.context_lengths) == header.requests, "the header needs one context length per request"
     body = _pack(selections)
-    about = asdict(header) | {"body_bytes": len(body), "body_crc32": zlib.crc32(body)}
-    text = json.dumps(about).encode()
+    fields_json = asdict(header) | {"body_bytes": len(body), "body_crc32": zlib.crc32(body)}
+    text = json.dumps(fields_json).encode()
     path.write_bytes(PREFIX.pack(MAGIC, VERSION, len(text)) + text + lzma.compress(body))
 
 
 def read_trace(path: Path) -> TopkTrace:
-    """Reads a file that `write_trace` wrote. ConfigError, naming the file and what was expected, for any other."""
+    """Reads a file that `write_trace` wrote. Raises ConfigError if the file is not such a trace."""
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: the top-k trace cannot be read: {error.strerror}") from error
-    about, body_at = _read_about(path, raw)
-    header = _make_header(path, about)
+    values, body_offset = _read_json(path, raw)
+    header = _make_header(path, values)
     try:
-        body = lzma.decompress(raw[body_at:])
+        body = lzma.decompress(raw[body_offset:])
     except lzma.LZMAError as error:
         raise ConfigError(f"{path}: the body of the top-k trace is truncated or damaged: {error}") from error
-    if len(body) != about["body_bytes"] or zlib.crc32(body) != about["body_crc32"]:
-        raise ConfigError(f"{path}: the body of the top-k trace is not the one that its header describes")
+    if len(body) != values["body_bytes"] or zlib.crc32(body) != values["body_crc32"]:
+        raise ConfigError(f"{path}: the body of the top-k trace does not match its header")
     return TopkTrace(header, _unpack(path, body, header))
 
 
-def _read_about(path: Path, raw: bytes) -> tuple[dict[str, Any], int]:
-    """The header's JSON, and where the body begins."""
+def _read_json(path: Path, raw: bytes) -> tuple[dict[str, Any], int]:
+    """Returns the JSON of the header and the offset of the body."""
     if len(raw) < PREFIX.size or not raw.startswith(MAGIC):
         raise ConfigError(f"{path}: not a top-k trace: expected it to begin with {MAGIC!r}, found {raw[:8]!r}")
     _magic, version, length = PREFIX.unpack_from(raw)
     if version != VERSION:
         raise ConfigError(f"{path}: top-k trace of version {version}; expected version {VERSION}")
-    body_at = PREFIX.size + length
+    body_offset = PREFIX.size + length
     try:
-        about = json.loads(raw[PREFIX.size : body_at])
+        values = json.loads(raw[PREFIX.size : body_offset])
     except ValueError as error:
         raise ConfigError(f"{path}: expected a JSON header of {length} bytes: {error}") from error
-    wanted = {each.name for each in fields(TraceHeader)} | {"body_bytes", "body_crc32"}
-    if not isinstance(about, dict) or set(about) != wanted:
-        raise ConfigError(f"{path}: expected a header with exactly the fields {', '.join(sorted(wanted))}")
-    return about, body_at
+    expected = {field.name for field in fields(TraceHeader)} | {"body_bytes", "body_crc32"}
+    if not isinstance(values, dict) or set(values) != expected:
+        raise ConfigError(f"{path}: expected a header with exactly the fields {', '.join(sorted(expected))}")
+    return values, body_offset
 
 
-def _make_header(path: Path, about: dict[str, Any]) -> TraceHeader:
+def _make_header(path: Path, values: dict[str, Any]) -> TraceHeader:
     for name in ("layers", "k", "requests", "steps", "page_rows"):
-        if not _is_count(about[name]):
-            raise ConfigError(f"{path}: expected {name} to be a whole number of at least 1, found {about[name]!r}")
-    lengths = about["context_lengths"]
-    if not isinstance(lengths, list) or len(lengths) != about["requests"] or not all(map(_is_count, lengths)):
-        raise ConfigError(f"{path}: expected context_lengths to hold {about['requests']} whole numbers of at least 1")
-    values = {each.name: about[each.name] for each in fields(TraceHeader)}
-    return TraceHeader(**values | {"context_lengths": tuple(lengths)})
+        if not _is_count(values[name]):
+            raise ConfigError(f"{path}: expected {name} to be an integer of at least 1, found {values[name]!r}")
+    lengths = values["context_lengths"]
+    if not isinstance(lengths, list) or len(lengths) != values["requests"] or not all(map(_is_count, lengths)):
+        raise ConfigError(f"{path}: expected context_lengths to hold {values['requests']} integers of at least 1")
+    arguments = {field.name: values[field.name] for field in fields(TraceHeader)}
+    return TraceHeader(**arguments | {"context_lengths": tuple(lengths)})
 
 
 def _is_count(value: object) -> bool:
@@ -143,29 +143,30 @@ def _pack(selections: NDArray[np.int32]) -> bytes:
     requests, _steps, layers, _k = selections.shape
     series = (selections[request, :, layer] for request in range(requests) for layer in range(layers))
     packed = [_to_varints(stream) for stream in _changes(series)]
-    return b"".join(_to_varints(np.array([len(each)])) + each for each in packed)
+    return b"".join(_to_varints(np.array([len(stream)])) + stream for stream in packed)
 
 
 def _changes(series: Iterable[NDArray[np.int32]]) -> tuple[Integers, ...]:
-    """The five streams of many [steps, k] series."""
+    """Returns the five streams of all [steps, k] series."""
     streams: list[list[Integers]] = [[] for _ in range(STREAMS)]
-    none = np.empty(0, dtype=np.int64)
     for steps in series:
-        before = none
-        for row in steps:
-            now = row[row != EMPTY].astype(np.int64)
-            assert (np.diff(now) > 0).all(), "positions must be ascending and distinct"
-            gone = np.flatnonzero(~np.isin(before, now, assume_unique=True))
-            new = np.setdiff1d(now, before, assume_unique=True)
-            parts = (np.array([len(gone)]), np.array([len(new)]), _spaced(gone), new[:1], np.diff(new) - 1)
-            for stream, part in zip(streams, parts, strict=True):
-                stream.append(part)
-            before = now
+        previous = np.empty(0, dtype=np.int64)
+        for padded in steps:
+            current = padded[padded != EMPTY].astype(np.int64)
+            assert (np.diff(current) > 0).all(), "positions must be ascending and distinct"
+            removed = np.flatnonzero(~np.isin(previous, current, assume_unique=True))
+            added = np.setdiff1d(current, previous, assume_unique=True)
+            counts = np.array([len(removed)]), np.array([len(added)])
+            for stream, values in zip(
+                streams, (*counts, _to_gaps(removed), added[:1], np.diff(added) - 1), strict=True
+            ):
+                stream.append(values)
+            previous = current
     return tuple(np.concatenate(stream) for stream in streams)
 
 
-def _spaced(ascending: Integers) -> Integers:
-    """The first value, then the gaps - 1."""
+def _to_gaps(ascending: Integers) -> Integers:
+    """Returns the first value, then the gaps - 1."""
     return np.concatenate((ascending[:1], np.diff(ascending) - 1))
 
 
@@ -177,53 +178,52 @@ def _unpack(path: Path, body: bytes, header: TraceHeader) -> NDArray[np.int32]:
 
 
 def _split_streams(body: bytes) -> list[Integers]:
-    streams, at = [], 0
+    streams, offset = [], 0
     for _ in range(STREAMS):
-        begin = at
-        while body[begin] >= 0x80:
-            begin += 1
-        begin += 1
-        size = int(_from_varints(body[at:begin])[0])
-        at = begin + size
-        streams.append(_from_varints(body[begin:at]))
+        start = offset
+        while body[start] >= 0x80:
+            start += 1
+        start += 1
+        size = int(_from_varints(body[offset:start])[0])
+        offset = start + size
+        streams.append(_from_varints(body[start:offset]))
     return streams
 
 
 def _replay(streams: list[Integers], header: TraceHeader) -> NDArray[np.int32]:
     removed, added, ranks, firsts, gaps = streams
     if len(removed) != header.requests * header.layers * header.steps:
-        raise ValueError("a count per selection")
+        raise ValueError("the number of selections does not match the header")
     out = np.full(header.shape, EMPTY, dtype=np.int32)
-    rank_at = first_at = gap_at = number = 0
+    next_rank = next_first = next_gap = number = 0
     for request in range(header.requests):
         for layer in range(header.layers):
-            now = np.empty(0, dtype=np.int64)
+            positions = np.empty(0, dtype=np.int64)
             for step in range(header.steps):
-                gone, new = int(removed[number]), int(added[number])
+                num_removed, num_added = int(removed[number]), int(added[number])
                 number += 1
-                if gone:
-                    taken = ranks[rank_at : rank_at + gone]
-                    now = np.delete(now, np.cumsum(taken + 1) - 1)
-                    rank_at += gone
-                if new:
-                    steps_up = np.concatenate(([firsts[first_at]], gaps[gap_at : gap_at + new - 1] + 1))
-                    now = np.sort(np.concatenate((now, np.cumsum(steps_up))))
-                    first_at, gap_at = first_at + 1, gap_at + new - 1
-                if len(now) and now[-1] >= header.context_lengths[request] + step:
-                    raise ValueError("a position past the context")
-                out[request, step, layer, : len(now)] = now
-    if (number, rank_at, first_at, gap_at) != (len(removed), len(ranks), len(firsts), len(gaps)):
-        raise ValueError("values are left over")
+                if num_removed:
+                    rank_gaps = ranks[next_rank : next_rank + num_removed]
+                    positions = np.delete(positions, np.cumsum(rank_gaps + 1) - 1)
+                    next_rank += num_removed
+                if num_added:
+                    increments = np.concatenate(([firsts[next_first]], gaps[next_gap : next_gap + num_added - 1] + 1))
+                    positions = np.sort(np.concatenate((positions, np.cumsum(increments))))
+                    next_first, next_gap = next_first + 1, next_gap + num_added - 1
+                if len(positions) and positions[-1] >= header.context_lengths[request] + step:
+                    raise ValueError("a position is outside of the context")
+                out[request, step, layer, : len(positions)] = positions
+    if (number, next_rank, next_first, next_gap) != (len(removed), len(ranks), len(firsts), len(gaps)):
+        raise ValueError("the streams have unused values")
     return out
 
 
 def _to_varints(values: Integers) -> bytes:
-    """Unsigned LEB128: seven bits a byte, lowest first; the top bit says that another byte follows."""
-    shifts = 7 * np.arange(VARINT_MOST_BYTES)
-    parts = values[:, None] >> shifts  # [values, bytes]
-    follows = (parts >> 7) > 0
-    present = np.concatenate((np.ones((len(values), 1), dtype=bool), follows[:, :-1]), axis=1)
-    return bytes(((parts & 0x7F) | (follows << 7))[present].astype(np.uint8))
+    """Encodes as unsigned LEB128: seven bits per byte, lowest first; the top bit is set if another byte follows."""
+    shifted = values[:, None] >> (7 * np.arange(MAX_VARINT_BYTES))  # [values, bytes]
+    continues = (shifted >> 7) > 0
+    present = np.concatenate((np.ones((len(values), 1), dtype=bool), continues[:, :-1]), axis=1)
+    return bytes(((shifted & 0x7F) | (continues << 7))[present].astype(np.uint8))
 
 
 def _from_varints(raw: bytes) -> Integers:
@@ -232,9 +232,9 @@ def _from_varints(raw: bytes) -> Integers:
         return octets
     ends = np.flatnonzero(octets < 0x80)
     if not len(ends) or ends[-1] != len(octets) - 1:
-        raise ValueError("a varint is cut off")
+        raise ValueError("a varint is truncated")
     starts = np.concatenate(([0], ends[:-1] + 1))
-    place = np.arange(len(octets)) - np.repeat(starts, ends - starts + 1)
-    if place.max() >= VARINT_MOST_BYTES:
+    byte_index = np.arange(len(octets)) - np.repeat(starts, ends - starts + 1)
+    if byte_index.max() >= MAX_VARINT_BYTES:
         raise ValueError("a varint is too long")
-    return np.add.reduceat((octets & 0x7F) << (7 * place), starts)
+    return np.add.reduceat((octets & 0x7F) << (7 * byte_index), starts)
