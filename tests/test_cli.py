@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from hotset import LLM, SamplingParams, __version__
-from hotset.base.config import EngineConfig, ServeConfig, flag_name, settings
+from hotset.base.config import EngineConfig, ServeConfig, flag_name
 from hotset.base.errors import ContextLengthExceeded
 from hotset.cli import app, main
 from hotset.cli.flags import SERVER_ONLY_SETTINGS, config_values
@@ -50,7 +51,7 @@ def flags_of(command: str) -> set[str]:
 
 
 def fields_as_flags(*config_types: Any) -> set[str]:
-    return {f"--{flag_name(setting.name)}" for config_type in config_types for setting in settings(config_type)}
+    return {f"--{flag_name(setting.name)}" for config_type in config_types for setting in fields(config_type)}
 
 
 @pytest.mark.parametrize("command", ["serve", "router", "generate", "chat", "info"])

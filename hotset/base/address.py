@@ -1,4 +1,4 @@
-"""Control addresses, over which workers exchange messages: `host:port`, with IPv6 addresses in brackets."""
+"""Control addresses, at which workers receive messages from peers: `host:port`, with IPv6 addresses in brackets."""
 
 import ipaddress
 import re
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from hotset.base.errors import ConfigError
 
-# Addresses come from the network and go to logs and to ZeroMQ, so only a plain host or bracketed IPv6 address passes.
+# Addresses come from the network and are passed to logs and to ZeroMQ, so the pattern accepts nothing but a host name,
+# an IP address (IPv6 in brackets) or `*`, and a port.
 ADDRESS_FORM = re.compile(r"([A-Za-z0-9._-]{1,250}|\*|\[[0-9A-Fa-f:.%a-z]{2,60}\]):([0-9]{1,5})")
 WILDCARD_HOSTS = ("*", "0.0.0.0", "[::]")
 MIN_SECRET_CHARACTERS = 16
@@ -14,7 +15,7 @@ MIN_SECRET_CHARACTERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A host and a port. Each host has one spelling, because addresses identify peers."""
+    """A host and a port. `parse` normalizes the host, because peers are identified by their addresses."""
 
     host: str
     port: int
@@ -38,14 +39,20 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class ControlPort:
-    """The address on which a worker listens, and the one at which its peers reach it. Port 0 means any free port."""
+    """The address on which a worker listens, and the address at which its peers reach it.
+
+    Port 0 in `listen` means any free port. Port 0 in `peers` means the port on which the worker listens.
+    """
 
     listen: Address
     peers: Address
 
 
 def control_port(control: str, advertise: str | None, secret: str | None) -> ControlPort:
-    """Raises ConfigError if an address is malformed, or if other machines could connect without a secret."""
+    """Reads the settings of a control port: the addresses `control` and `advertise`, and the shared secret.
+
+    Raises ConfigError if an address is malformed, or if other machines could connect without a secret.
+    """
     listen = _parsed(control)
     peers = Address(listen.host, 0) if advertise is None else _parsed(advertise)
     if peers.host in WILDCARD_HOSTS:
@@ -64,7 +71,7 @@ def control_port(control: str, advertise: str | None, secret: str | None) -> Con
 
 
 def is_loopback(host: str) -> bool:
-    """Returns True if only this machine can reach the host. Names other than localhost count as reachable."""
+    """Returns True if only this machine can reach the host. Returns False for host names other than localhost."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

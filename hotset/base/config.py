@@ -1,17 +1,18 @@
-"""Configuration. Fields of `EngineConfig` are keywords of `LLM` and flags; fields of `ServeConfig` are flags only."""
+"""Configuration. The fields of `EngineConfig` are keywords of `LLM` and command-line flags. The fields of `ServeConfig`
+are command-line flags only."""
 
 import difflib
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from hotset.base.address import control_port
 from hotset.base.errors import ConfigError
 
 TiersMode = Literal["auto", "off", "always"]
-TiersChoice = Literal["auto", "resident", "tiered"]  # of one request
-LandingChoice = Literal["auto", "host", "device"]  # of one request: where its KV arrives from a prefill worker
+TiersChoice = Literal["auto", "resident", "tiered"]  # set by a request: where its KV is stored
+LandingChoice = Literal["auto", "host", "device"]  # set by a request: where KV from a prefill worker arrives
 EMBEDDED = "embedded"
 
 
@@ -27,7 +28,7 @@ def setting(
 ) -> Any:
     """Declares a field with the help text of its flag and the values that `check_settings` accepts.
 
-    `positive` means a finite number above 0. `handoff_only` marks a setting of prefill and decode workers.
+    `positive` means a finite number above 0. `handoff_only` marks a setting that only prefill and decode workers have.
     """
     rules = {"choices": choices, "minimum": minimum, "maximum": maximum, "positive": positive}
     return field(default=default, metadata={"help": help, "handoff_only": handoff_only, **rules})
@@ -52,35 +53,36 @@ def check_settings(config: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The settings of an engine. Sizes that are measured at start-up are in `KvBudget`."""
+    """The settings of an engine. `KvBudget` holds the sizes that are measured at start-up."""
 
     model: str = setting(EMBEDDED, "Model directory, .gguf file, or 'embedded' for the small built-in chat model.")
     tokenizer: str | None = setting(
         None, "Directory with a tokenizer.json, if the model has none. Default: the model's directory."
     )
     device: str | None = setting(
-        None, "Device to compute on: 'cpu', 'cuda' or 'cuda:N'. Default: the GPU if there is one, else the CPU."
+        None,
+        "Device to compute on: 'cpu', 'cuda' or 'cuda:N'. Default: the GPU if there is a usable one, else the CPU.",
     )
     dtype: str | None = setting(
         None,
-        "Data type: bfloat16, float32 or float64. Default: the checkpoint's on a GPU, float32 on a CPU. "
-        "Choose float64 to compare implementations.",
+        "Data type: bfloat16, float32 or float64. Default: on a GPU the checkpoint's (bfloat16 instead of float16), "
+        "on a CPU float32. Choose float64 to compare implementations.",
         choices=("bfloat16", "float32", "float64"),
     )
     load_format: Literal["auto", "dummy"] = setting(
         "auto",
-        "'auto': read the checkpoint's weights; 'dummy': random weights, to measure speed with config.json alone.",
+        "'auto': read the checkpoint's weights; 'dummy': random weights, to measure speed; needs only config.json.",
         choices=("auto", "dummy"),
     )
     max_model_len: int | None = setting(
         None,
         "Maximum context length, in tokens. Default: the model's own limit, or less if memory is short. "
-        "Set it to fail at start-up if memory cannot hold such a context.",
+        "If it is set and memory cannot hold such a context, the engine does not start.",
         minimum=1,
     )
     max_num_seqs: int = setting(
         256,
-        "Maximum number of requests that run at the same time. Raise it for throughput with short contexts.",
+        "Maximum number of requests that run at the same time. Raise it for more throughput with short contexts.",
         minimum=1,
     )
     max_num_batched_tokens: int = setting(
@@ -124,12 +126,12 @@ class EngineConfig:
     )
     kv_dtype: Literal["auto", "fp8"] = setting(
         "auto",
-        "Data type of KV rows. 'auto': as the model computes them; 'fp8': 8 bits a value, for less memory.",
+        "Data type of KV rows. 'auto': as the model computes them; 'fp8': 8 bits per value, to save memory.",
         choices=("auto", "fp8"),
     )
     index_dtype: Literal["auto", "fp8"] = setting(
         "auto",
-        "Data type of index keys. 'auto': as the model computes them; 'fp8': 8 bits a value, for less memory.",
+        "Data type of index keys. 'auto': as the model computes them; 'fp8': 8 bits per value, to save memory.",
         choices=("auto", "fp8"),
     )
     plans_in_flight: int | None = setting(
@@ -140,8 +142,8 @@ class EngineConfig:
     )
     cuda_graphs: Literal["auto", "off"] = setting(
         "auto",
-        "'auto': decode steps on a GPU in bfloat16 are captured as CUDA graphs; 'off': no CUDA graphs, for a faster "
-        "start or for profiling.",
+        "'auto': decode steps on a single GPU in bfloat16 are captured as CUDA graphs; 'off': no CUDA graphs, for a "
+        "faster start or for profiling.",
         choices=("auto", "off"),
     )
     tensor_parallel_size: int = setting(
@@ -162,12 +164,12 @@ class EngineConfig:
     data_parallel_size: int = setting(
         1,
         "Data parallelism: number of workers that each serve their own requests and share the experts. "
-        "Raise it for the throughput of a model with experts.",
+        "Raise it for more throughput with a mixture-of-experts model.",
         minimum=1,
     )
     role: Literal["both", "prefill", "decode"] = setting(
         "both",
-        "'both': compute prompts and answers here; 'prefill': compute prompts for decode workers; "
+        "'both': compute prompts and answers; 'prefill': compute prompts for decode workers; "
         "'decode': continue from prompts that prefill workers computed.",
         choices=("both", "prefill", "decode"),
     )
@@ -179,7 +181,8 @@ class EngineConfig:
     )
     advertise: str | None = setting(
         None,
-        "Address at which peers reach --control, if it differs, like 10.0.0.1:0; port 0 means the port of --control.",
+        "Address at which peers reach this worker, if it differs from --control, like 10.0.0.1:0. Port 0 means the "
+        "port of --control.",
         handoff_only=True,
     )
     handoff_secret: str | None = setting(
@@ -196,7 +199,8 @@ class EngineConfig:
     )
     transfer_protocol: Literal["tcp", "rdma"] | None = setting(
         None,
-        "Protocol of --transfer mooncake. Default: tcp. Choose rdma if the machines have it. NIXL chooses its own.",
+        "Protocol of --transfer mooncake. Default: tcp. Choose rdma if the machines support it. NIXL chooses its "
+        "protocol itself.",
         choices=("tcp", "rdma"),
         handoff_only=True,
     )
@@ -206,29 +210,29 @@ class EngineConfig:
         minimum=0,
         handoff_only=True,
     )
-    seed: int | None = setting(None, "Seed for requests that have none, for repeatable output. Default: random.")
+    seed: int | None = setting(None, "Seed for requests without a seed, for repeatable output. Default: random.")
 
     def __post_init__(self) -> None:
         check_settings(self)
         self._check_role()
         self._check_workers()
         if self.role == "prefill" and self.tiers == "off":
-            raise ConfigError("--role prefill sends KV from the host store, which --tiers off disables; leave that out")
+            raise ConfigError("--role prefill sends KV from the host store, which --tiers off disables; leave it out")
         if self.tiers == "off":
             for name in ("host_kv_gib", "host_kv_tokens", "hot_slots"):
                 if getattr(self, name) is not None:
                     raise ConfigError(
-                        f"--{flag_name(name)} would have no effect with --tiers off; leave one of them out"
+                        f"--{flag_name(name)} would have no effect with --tiers off; leave one of the two out"
                     )
 
     @property
     def workers(self) -> int:
-        """The number of processes that compute."""
+        """The number of workers that compute each step together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     @property
     def stage_layers(self) -> tuple[int, ...] | None:
-        """`pipeline_layers` as numbers."""
+        """The number of layers in each pipeline stage, read from `pipeline_layers`; None if that is not set."""
         if self.pipeline_layers is None:
             return None
         try:
@@ -244,8 +248,8 @@ class EngineConfig:
         if self.data_parallel_size > 1 and self.workers > self.data_parallel_size:
             raise ConfigError(
                 f"--data-parallel-size {self.data_parallel_size} cannot be combined with tensor or pipeline "
-                f"parallelism ({self.tensor_parallel_size} and {stages}), because every worker computes its requests "
-                "alone; set those to 1"
+                f"parallelism ({self.tensor_parallel_size} and {stages}), because every worker computes all layers of "
+                "its own requests; set the other two to 1"
             )
         if self.data_parallel_size > 1 and self.role == "prefill":
             raise ConfigError(
@@ -258,7 +262,7 @@ class EngineConfig:
         if self.workers > 1 and self.role != "both" and self.tiers == "off":
             raise ConfigError(
                 "an engine with several workers hands KV over through the host store, which --tiers off disables; "
-                "leave that out"
+                "leave it out"
             )
         if self.workers > 1 and self.device is not None and ":" in self.device:
             raise ConfigError(
@@ -270,14 +274,16 @@ class EngineConfig:
             for declared in fields(self):
                 if declared.metadata["handoff_only"] and getattr(self, declared.name) != declared.default:
                     flag = flag_name(declared.name)
-                    raise ConfigError(f"--{flag} is for --role prefill and decode and has no effect here; leave it out")
+                    raise ConfigError(f"--{flag} is for --role prefill and decode; leave it out with --role both")
             return
         control_port(self.control, self.advertise, self.handoff_secret)
         if self.transfer_protocol is not None and self.transfer != "mooncake":
-            raise ConfigError("--transfer-protocol is for --transfer mooncake; NIXL chooses its own; leave it out")
+            raise ConfigError(
+                "--transfer-protocol is for --transfer mooncake; NIXL chooses its protocol itself; leave it out"
+            )
 
 
-# Settings of prefill and decode workers alone.
+# The settings that only prefill and decode workers have.
 HANDOFF_SETTINGS = tuple(declared.name for declared in fields(EngineConfig) if declared.metadata["handoff_only"])
 
 
@@ -285,16 +291,19 @@ HANDOFF_SETTINGS = tuple(declared.name for declared in fields(EngineConfig) if d
 class ServeConfig:
     """The settings of the HTTP server."""
 
-    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 accepts connections from other machines.")
+    host: str = setting("127.0.0.1", "Address to listen on. Use 0.0.0.0 to accept connections from other machines.")
     port: int = setting(8000, "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
     api_key: str | None = setting(
         None,
-        "Bearer token for /v1, /tokenize and /detokenize. Default: environment variable HOTSET_API_KEY, else no key.",
+        "Bearer token for /v1, /tokenize and /detokenize. Default: the environment variable HOTSET_API_KEY; if that is "
+        "not set, no key is required.",
     )
     served_model_name: str | None = setting(
         None, "Model name that clients send. Default: the name of the model's directory."
     )
-    cors_origin: str | None = setting(None, "Origin that browsers may call from, or '*' for any. Default: none.")
+    cors_origin: str | None = setting(
+        None, "Origin whose pages may call the server from a browser, or '*' for any. Default: none."
+    )
     max_body_mib: float = setting(
         8.0, "Largest request body, in MiB; a larger one is answered with 413.", positive=True
     )
@@ -309,7 +318,7 @@ class ServeConfig:
         positive=True,
     )
     drain_seconds: float = setting(
-        30.0, "Time that running requests get to finish after SIGTERM, in seconds.", positive=True
+        30.0, "Time for running requests to finish after SIGTERM, in seconds.", positive=True
     )
 
     def __post_init__(self) -> None:
@@ -324,14 +333,14 @@ def flag_name(field_name: str) -> str:
 
 
 def nearest(unknown: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that a misspelt one resembles most, or None if it resembles none of them."""
+    """Returns the known name that is most similar to the misspelt name `unknown`, or None if no name is similar."""
     plain = {name.replace("_", "-").lower(): name for name in known}
     matches = difflib.get_close_matches(unknown.replace("_", "-").lower(), plain, n=1)
     return plain[matches[0]] if matches else None
 
 
 def check_setting_names(owner: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raises ConfigError for the first name that is not known. The message suggests the nearest one that is."""
+    """Raises ConfigError if a name is not in `known`. The message suggests the most similar known name."""
     unknown = next((name for name in names if name not in known), None)
     if unknown is None:
         return
@@ -340,13 +349,8 @@ def check_setting_names(owner: str, names: Iterable[str], known: Collection[str]
     raise ConfigError(f"{owner} has no setting {unknown!r}; {advice}")
 
 
-def settings(config_type: type[EngineConfig] | type[ServeConfig]) -> tuple["Field[Any]", ...]:
-    """Returns the fields that become flags. The help text of each is in `metadata['help']`."""
-    return fields(config_type)
-
-
 def environment_defaults(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Returns the settings that the environment supplies. Only this function reads the environment."""
+    """Returns the settings that environment variables supply. No other function reads settings from the environment."""
     values = os.environ if environ is None else environ
     names = {"api_key": "HOTSET_API_KEY", "handoff_secret": "HOTSET_HANDOFF_SECRET"}
     return {setting: values[name] for setting, name in names.items() if values.get(name)}

@@ -1,8 +1,8 @@
-"""One exception tree. `serve/errors.py` holds the one table that maps it to HTTP statuses.
+"""The tree of exceptions that Hotset raises. `serve/errors.py` maps them to HTTP statuses.
 
 HotsetError
 ├── StartupError             the engine cannot start; the CLI prints one line and exits with 1
-│   ├── ConfigError          a setting is invalid or cannot be met
+│   ├── ConfigError          a setting is invalid, or does not suit the model or this machine
 │   ├── CheckpointError      a model file is missing, damaged, mismatched or not supported
 │   └── MissingDependency    an optional package is required; the message names the command that installs it
 ├── RequestError             one request is refused; all others continue
@@ -11,14 +11,15 @@ HotsetError
 │   ├── UnknownModel
 │   ├── WrongApiKey
 │   ├── BodyTooLarge
-│   ├── WrongRole            the request belongs to a worker of another role
+│   ├── WrongRole            the request must be sent to a worker of another role
 │   └── QueueFull
 ├── TransferError            a peer's memory cannot be reached; other peers are unaffected
 ├── BadMessage               bytes on the control port are not a valid message; they are dropped
 ├── HandoffLost              KV from a prefill worker did not arrive; a retry may help
-├── NoWorkers                a router has no live worker for a request
-├── WorkerLost               a worker failed a request, and the router cannot retry it
-├── DeadlineExceeded         the time limit for the first byte of a response has passed
+├── NoRoomLeft               pages in quarantine leave too little memory for a request
+├── NoWorkers                the router has no live worker for a request
+├── WorkerLost               the workers that the router tried died or did not respond
+├── DeadlineExceeded         the response did not begin within its time limit
 ├── EngineStopped            the engine is draining, stopped or dead; no further output will come
 └── IllegalTransition        a bug in Hotset: a change of phase that the transition table does not allow
 """
@@ -33,11 +34,11 @@ class StartupError(HotsetError):
 
 
 class ConfigError(StartupError):
-    """A setting is out of range, contradicts another one, or exceeds this machine."""
+    """A setting is out of range, contradicts another one, or does not suit the model or this machine."""
 
 
 class CheckpointError(StartupError):
-    """A model directory or file cannot be used. The message names the file and, if one is at fault, the tensor."""
+    """A model directory or file cannot be used. The message names the file and, if a tensor is at fault, the tensor."""
 
 
 class MissingDependency(StartupError):
@@ -57,7 +58,7 @@ class RequestError(HotsetError):
 
 
 class ContextLengthExceeded(RequestError):
-    """Prompt and answer together exceed the model's context."""
+    """Prompt and answer together exceed the maximum context length."""
 
     code = "context_length_exceeded"
 
@@ -87,7 +88,7 @@ class BodyTooLarge(RequestError):
 
 
 class WrongRole(RequestError):
-    """The request belongs to a worker of another role, which the message names."""
+    """The request must be sent to a worker of another role. The message names that role."""
 
     code = "wrong_role"
 
@@ -130,13 +131,13 @@ class NoWorkers(HotsetError):
 
 
 class WorkerLost(HotsetError):
-    """A worker died or stopped responding during a request, and the router does not retry it."""
+    """All attempts of the router failed, or the worker was lost after the response had begun."""
 
     code = "worker_lost"
 
 
 class DeadlineExceeded(HotsetError):
-    """The response did not begin within its time limit, retries included."""
+    """The response did not begin within its time limit, which includes retries."""
 
     code = "deadline_exceeded"
 
@@ -148,7 +149,7 @@ class EngineStopped(HotsetError):
 
 
 class IllegalTransition(HotsetError):
-    """A change of phase is not in the transition table. This is a bug in Hotset, never an error of a user."""
+    """A change of phase is not in the transition table. This is a bug in Hotset, not an error of the user."""
 
     def __init__(self, before: object, after: object) -> None:
         super().__init__(f"no transition from {before} to {after}")

@@ -1,23 +1,23 @@
-"""How much free memory the KV pools take by default. One definition for engines and for the CLI; it needs no torch."""
+"""The shares of free memory that the KV pools take by default. The CLI uses this module too, so it needs no torch."""
 
 from hotset.base.units import GIB
 
-CPU_POOL_SHARE = 0.25  # of free memory, for the device pool and again for the host store of an engine on a CPU
-CPU_POOL_MAX_BYTES = 4 * GIB
-GPU_POOL_SHARE = 0.9  # of what the weights leave free; the rest is for activations
-HOST_STORE_SHARE = 0.5  # of free host memory, for the host store of an engine on a GPU
+CPU_POOL_SHARE = 0.25  # share of free memory for each pool (device pool, host store) of an engine on a CPU
+CPU_POOL_MAX_BYTES = 4 * GIB  # limit for each of these pools
+GPU_POOL_SHARE = 0.9  # share of the GPU memory that the weights leave free; activations use the remainder
+HOST_STORE_SHARE = 0.5  # share of free host memory for the host store of an engine on a GPU
 
 
 def cpu_pool_bytes(free: int) -> int:
-    """Returns the size of each of the two pools of an engine on a CPU."""
+    """Returns the size of the device pool or of the host store on a CPU, given `free` bytes of memory."""
     return min(int(free * CPU_POOL_SHARE), CPU_POOL_MAX_BYTES)
 
 
 def gpu_pool_bytes(free: float) -> int:
-    """Returns the size of a device pool, of what the weights leave free on the GPU."""
+    """Returns the size of a device pool on a GPU, given the `free` bytes that the weights leave."""
     return int(free * GPU_POOL_SHARE)
 
 
 def host_store_bytes(free: int) -> int:
-    """Returns the size of the host store beside a GPU, of the free host memory."""
+    """Returns the size of the host store of an engine on a GPU, given `free` bytes of host memory."""
     return int(free * HOST_STORE_SHARE)

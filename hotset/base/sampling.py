@@ -43,10 +43,10 @@ def _as_tuple(param: str, values: object) -> tuple[Any, ...]:
 class SamplingParams:
     """How the continuation of a prompt is sampled and when it ends. Invalid values raise RequestError.
 
-    The order of effects on the logits is: `logit_bias`, repetition, presence and frequency penalties, `min_tokens`
-    (stop ids are excluded), temperature, `top_k`, `top_p`, `min_p`, draw. A draw depends only on the seed and the
-    token's position, so it does not change if the request is parked or handed over. Log-probabilities are those of
-    the model itself, before all of these.
+    The parameters take effect on the logits in this order: `logit_bias`, repetition, presence and frequency penalties,
+    `min_tokens` (stop ids are excluded), temperature, `top_k`, `top_p`, `min_p`, draw. The random number of a draw
+    depends only on the seed and the token's position, so it does not change if the request is parked or handed over.
+    Reported log-probabilities are those of the logits before any of these changes.
     """
 
     n: int = 1
@@ -96,11 +96,11 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", f"is {self.min_tokens}, above max_tokens {self.max_tokens}")
         if len(stop) > MAX_STOP_STRINGS:
-            _refuse("stop", f"takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
+            _refuse("stop", f"must have at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
         if any(not isinstance(text, str) or not text for text in stop):
-            _refuse("stop", "takes non-empty strings")
+            _refuse("stop", "must be a list of non-empty strings")
         if any(len(text) > MAX_STOP_CHARACTERS for text in stop):
-            _refuse("stop", f"takes strings of at most {MAX_STOP_CHARACTERS} characters")
+            _refuse("stop", f"must have strings of at most {MAX_STOP_CHARACTERS} characters")
         for token in self.stop_token_ids:
             _check_count("stop_token_ids", token, 0)
         if self.logprobs is not None:
@@ -115,7 +115,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """True if the tokens so far change the next logits."""
+        """True if penalties are set, so that earlier tokens change the logits of the next one."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -125,7 +125,7 @@ class PromptSpec:
 
     token_ids: tuple[int, ...]
     params: SamplingParams
-    stop_ids: frozenset[int] = frozenset()  # end the request when sampled; excluded before `params.min_tokens`
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the request; not sampled before `params.min_tokens`
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -1,4 +1,4 @@
-"""Units of memory, and how to print them."""
+"""Units of memory, a function that prints them, and a division that rounds up."""
 
 KIB = 1 << 10
 MIB = 1 << 20

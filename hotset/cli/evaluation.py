@@ -4,13 +4,13 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hotset.base.config import EngineConfig, ServeConfig, flag_name, settings
+from hotset.base.config import EngineConfig, ServeConfig, flag_name
 from hotset.base.errors import ConfigError
 from hotset.cli.flags import SERVER_ONLY_SETTINGS, CliCommand, CliGroup, config_values, with_flags
 from hotset.evaluate.tasks import MIN_LENGTH, TASKS
@@ -95,7 +95,7 @@ def _open_backend(values: dict[str, Any], url: str | None, api_key: str | None) 
     if url is not None:
         ignored = [
             f"--{flag_name(setting.name)}"
-            for setting in settings(EngineConfig)
+            for setting in fields(EngineConfig)
             if values.get(setting.name, setting.default) != setting.default
         ]
         if ignored:

@@ -1,7 +1,7 @@
-"""Builds an engine from its configuration: loads the model, measures memory, and connects the parts.
+"""Builds an engine from its configuration: loads the model, sizes its memory, and connects scheduler and executor.
 
-`build_engine` does everything. Tests and benchmarks that bring a model or workers of their own enter later:
-`in_process_executor` prepares a loaded model to run, and `assemble` builds an engine around any executor.
+`build_engine` does all of this. Tests and benchmarks with a model of their own call `in_process_executor`, which
+allocates memory for a loaded model, and `assemble`, which builds an engine around any executor.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,8 @@ def build_engine(
 ) -> Engine:
     """Loads the model and allocates its pools. Raises StartupError with a one-line message if that fails.
 
-    `wake` is called from another thread when a peer has answered or a worker has died, so `step` should be called.
+    `wake` is called from another thread when a peer has answered or a worker has died. The caller should then call
+    `step`.
     """
     device = choose_device(config.device)
     files = find_model(config.model)
@@ -56,7 +57,7 @@ def build_engine(
         weights = f"{config.load_format} {files.fingerprint()}"  # random weights never match a peer's real ones
         engine = assemble(config, card, kv_shape, budget, executor, weights=weights, wake=wake)
         if device.type == "cuda":
-            with LoadingBar("Capturing decode steps", show_progress, counting=True) as bar:
+            with LoadingBar("Capturing decode steps", show_progress, in_bytes=False) as bar:
                 engine.warm_up(bar.update)
     except BaseException:
         executor.close()
@@ -72,8 +73,10 @@ def in_process_executor(
     vocab: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> InProcessExecutor:
-    """Allocates the memory of a loaded model that runs in this process. `progress(done, total)` counts bytes of the
-    host store."""
+    """Allocates KV memory for a loaded model, and returns an executor that runs it in this process.
+
+    `progress(done, total)` counts bytes of the host store.
+    """
     pool = DevicePool(model.kv_shape, budget.geometry, budget.device_pages, device)
     host = None
     if budget.host_pages:
@@ -95,8 +98,11 @@ def assemble(
     wake: Callable[[], None] = lambda: None,
     transfer: Transfer | None = None,
 ) -> Engine:
-    """Builds an engine around workers that are ready. `kv_shape` is that of the whole model. `weights` identifies the
-    weights: peers must have the same. `transfer` replaces the configured transfer engine."""
+    """Builds an engine around an executor whose workers are ready.
+
+    `kv_shape` is that of the whole model. `weights` identifies the model's weights: handoffs are refused between peers
+    with different values. `transfer` replaces the configured transfer engine.
+    """
     replicas = [_replica(config, card, budget) for _ in range(config.data_parallel_size)]
     plans_in_flight = config.plans_in_flight or max(config.pipeline_parallel_size, 1 if card.device == "cpu" else 2)
     endpoint = None
@@ -112,25 +118,28 @@ def assemble(
 
 
 def worker_splits(config: EngineConfig, spec: ModelSpec, device: torch.device) -> list[Split]:
-    """Returns each worker's part of the model, stage by stage. Raises ConfigError if the model cannot be divided so."""
+    """Returns each worker's part of the model, stage by stage.
+
+    Raises ConfigError if the model cannot be divided in this way, or if there are fewer GPUs than workers.
+    """
     if device.type == "cuda" and config.workers > torch.cuda.device_count():
         raise ConfigError(
             f"{config.workers} workers need one GPU each, but this machine has {torch.cuda.device_count()}; lower "
             "--tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size"
         )
-    replicas, ranks = config.data_parallel_size, config.tensor_parallel_size
+    replicas, tp_size = config.data_parallel_size, config.tensor_parallel_size
     if replicas > 1:
         check_data_parallel(spec, replicas)
         return [Split(dp_rank=rank, dp_size=replicas) for rank in range(replicas)]
-    check_tensor_parallel(spec, ranks)
+    check_tensor_parallel(spec, tp_size)
     stages = stage_layers(spec, config.pipeline_parallel_size, config.stage_layers)
-    return [Split(tp_rank=rank, tp_size=ranks, layers=layers) for layers in stages for rank in range(ranks)]
+    return [Split(tp_rank=rank, tp_size=tp_size, layers=layers) for layers in stages for rank in range(tp_size)]
 
 
 def model_card(
     config: EngineConfig, spec: ModelSpec, budget: KvBudget, device: torch.device, dtype: torch.dtype
 ) -> ModelCard:
-    """Describes to front ends a model that runs within `budget`."""
+    """Returns the description of the running model that front ends receive."""
     return ModelCard(
         name=model_name(config.model),
         architecture=spec.architecture,
@@ -160,7 +169,7 @@ def _load_in_process(
 def _start_workers(
     config: EngineConfig, spec: ModelSpec, device: torch.device, show_progress: bool, wake: Callable[[], None]
 ) -> tuple[KvBudget, Executor]:
-    """Starts worker processes that each hold a part of the model. `wake` is called if one of them dies."""
+    """Starts worker processes, each with a part of the model. `wake` is called if one of them dies."""
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
     splits = worker_splits(config, spec, device)
     workers = MultiprocessExecutor(config, splits, config.pipeline_parallel_size, kv_heads, device, wake)
@@ -168,7 +177,7 @@ def _start_workers(
         with LoadingBar(f"Loading {model_name(config.model)}", show_progress) as bar:
             memories = workers.load(bar.update)
         budget = shared_budget(config, memories, spec.context, device)
-        with LoadingBar("Preparing the workers", show_progress, counting=True) as bar:
+        with LoadingBar("Preparing the workers", show_progress, in_bytes=False) as bar:
             workers.init_cache(budget, bar.update)
     except EngineStopped as error:
         workers.close()
@@ -193,5 +202,5 @@ def _replica(config: EngineConfig, card: ModelCard, budget: KvBudget) -> Replica
 
 
 def model_name(model: str) -> str:
-    """Returns the default name of a model, which is the last part of its path."""
+    """Returns the default name of a model: the last component of its path, or the name of the embedded model."""
     return "SmolLM2-135M-Instruct" if model == EMBEDDED else Path(model).resolve().name

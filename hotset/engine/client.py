@@ -1,4 +1,4 @@
-"""An asyncio client of an engine that runs in a process of its own."""
+"""An asyncio client for an engine that runs in another process."""
 
 import asyncio
 import contextlib
@@ -27,17 +27,17 @@ from hotset.engine.process import (
     StopEngine,
 )
 
-STATS_SECONDS = 30.0  # the engine answers between steps, and a prefill step may be long
+STATS_SECONDS = 30.0  # time limit for an answer; the engine answers only between steps, and a prefill step can be long
 
 T = TypeVar("T")
 Inbox = asyncio.Queue[Delta | EngineStopped]
 
 
 class EngineClient:
-    """Sends requests to the engine process and returns its output. All coroutines run on one event loop."""
+    """Sends requests to the engine process and returns its output. All coroutines must run on the same event loop."""
 
     def __init__(self, config: EngineConfig, front: Frontend, process: EngineProcess, card: ModelCard) -> None:
-        """Wraps a process that is ready. Call `start` instead."""
+        """Wraps an engine process that is ready. Callers use `start`, which waits until it is."""
         self.model = front.card(card)
         self.tokenizer = front.tokenizer
         self.defaults = front.defaults
@@ -59,7 +59,7 @@ class EngineClient:
     def start(cls, config: EngineConfig, process: EngineProcess | None = None) -> "EngineClient":
         """Waits until the engine process (`process`, or a new one) is ready.
 
-        Raises StartupError if the engine cannot start; then no child process is left.
+        Raises StartupError if the engine cannot start. In this case the process has ended.
         """
         process = process or EngineProcess(config)
         try:
@@ -97,12 +97,12 @@ class EngineClient:
     ) -> AsyncGenerator[Delta, None]:
         """Yields the deltas of all `n` choices as they arrive; each choice ends with a finish_reason.
 
-        `prefill_at` is the control address of the prefill worker that computes the prompt. Its KV arrives at
-        `landing`: on the host or on the device.
+        `prefill_at` is the control address of the prefill worker that computes the prompt, or None to compute it here.
+        `landing` says where the KV from a prefill worker arrives: on the host, on the device, or on either ('auto').
 
         Raises RequestError before the first delta if the request is invalid, HandoffLost if the KV of the prompt does
-        not arrive, NoRoomLeft if pages in quarantine leave no room for it, and EngineStopped if the engine is draining
-        or dies. Closing the iterator aborts the request and frees its pages.
+        not arrive, NoRoomLeft if pages in quarantine leave too little memory for the request, and EngineStopped if the
+        engine is draining or dies. Closing the iterator aborts the request and frees its pages.
         """
         self._listen()
         if self._stopping or not self.alive:
@@ -116,24 +116,24 @@ class EngineClient:
         self._unstarted.update(ids)
         self._outputs.add(choices)
         self._outbox.put(AddRequests(choices))
-        left = len(choices)
+        num_open = len(choices)
         try:
-            while left:
+            while num_open:
                 delta = await inbox.get()
                 if isinstance(delta, EngineStopped):
                     raise delta
                 if delta.finish_reason == "lost":
-                    where = "" if prefill_at is None else f"the prefill worker at {prefill_at} failed: "
-                    raise HandoffLost(f"{where}{delta.error}")
+                    peer = "" if prefill_at is None else f"the prefill worker at {prefill_at} failed: "
+                    raise HandoffLost(f"{peer}{delta.error}")
                 if delta.finish_reason == "no_room":
                     raise NoRoomLeft(delta.error)
-                left -= delta.finish_reason is not None
+                num_open -= delta.finish_reason is not None
                 yield delta
         finally:
             self._abandon(ids)
 
     async def stats(self) -> EngineStats:
-        """Returns the totals and the state of the engine after its current step."""
+        """Returns the engine's statistics after its current step. Raises EngineStopped if it does not answer."""
         self._listen()
         if not self.alive:
             raise EngineStopped("the engine process has died")
@@ -149,20 +149,22 @@ class EngineClient:
             self._stats.pop(number, None)
 
     async def close(self, drain_seconds: float) -> None:
-        """Accepts no more requests, lets running requests and handoffs finish for up to `drain_seconds`, then stops
-        the process. A second call makes it stop sooner."""
+        """Accepts no more requests, waits for running requests and handoffs, then stops the process.
+
+        The wait takes at most `drain_seconds`. A second call cuts the wait for handoffs short.
+        """
         self._stopping = True
         deadline = asyncio.get_running_loop().time() + drain_seconds
         while self._inboxes and self.alive and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         self._fail(EngineStopped("the server is shutting down"))
-        left = max(0.0, deadline - asyncio.get_running_loop().time())
-        self._outbox.put(StopEngine(left))
-        await asyncio.to_thread(self._process.end, left + self._process.stop_seconds)
-        self._outbox.put(StopEngine())  # the process is gone: this ends the thread `_write`
+        remaining = max(0.0, deadline - asyncio.get_running_loop().time())
+        self._outbox.put(StopEngine(remaining))
+        await asyncio.to_thread(self._process.end, remaining + self._process.stop_seconds)
+        self._outbox.put(StopEngine())  # sending to the dead process fails, which ends the thread of `_write`
 
     def _abandon(self, request_ids: Sequence[str]) -> None:
-        """Forgets choices, and aborts those that have not ended."""
+        """Removes choices from this client, and aborts those that have not ended."""
         for request_id in request_ids:
             self._inboxes.pop(request_id, None)
         self._unstarted.difference_update(request_ids)
@@ -171,13 +173,13 @@ class EngineClient:
             self._outbox.put(AbortRequests(still_open, "abort"))
 
     def _listen(self) -> None:
-        """Starts the thread that reads reports and passes them to the running event loop."""
+        """Starts, on the first call, the thread that reads reports and passes them to the running event loop."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             threading.Thread(target=self._read, args=(self._loop,), name="hotset-reports", daemon=True).start()
 
     def _write(self) -> None:
-        """Sends commands from a thread of its own, because a long prompt can fill the pipe and would block the loop."""
+        """Sends commands from a separate thread, because a long prompt can fill the pipe and block the event loop."""
         while True:
             command = self._outbox.get()
             try:
@@ -197,7 +199,7 @@ class EngineClient:
 
     @staticmethod
     def _call(loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], argument: T) -> None:
-        """Calls back on the loop. A closed loop is ignored, because nothing waits on it any more."""
+        """Schedules `callback(argument)` on the loop. Does nothing if the loop is closed."""
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(callback, argument)
 

@@ -20,19 +20,19 @@ from hotset.tiers.ledger import Ledger
 from hotset.tiers.residence import Residence
 
 LOGGER = logging.getLogger("hotset.engine")
-HURRIED_SECONDS = 1.0  # that open handoffs get to finish after a second request to stop
+HURRIED_SECONDS = 1.0  # time for open handoffs to finish after a second request to stop
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """The scheduler and the page ledger of one data parallel rank. Other engines have one replica."""
+    """The scheduler and the page ledger of one data parallel rank. Without data parallelism there is one replica."""
 
     scheduler: Scheduler
     ledger: Ledger
 
 
 class Engine:
-    """One model and its requests. Not thread-safe: the thread that calls `step` must make all other calls too."""
+    """Runs one model and its requests. Not thread-safe: all methods must be called from the same thread."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Engine:
         plans_in_flight: int,
         endpoint: HandoffEndpoint | None = None,
     ) -> None:
-        """`endpoint` is for prefill and decode workers."""
+        """`endpoint` performs the handoffs of a prefill or decode worker. Other engines have none."""
         self.card = card
         self.replicas = replicas
         self.executor = executor
@@ -58,11 +58,11 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """True if there is nothing to do, or if the engine can do nothing any more."""
+        """True if no request is open and no step is in flight, or if the engine has failed or was closed."""
         return self._broken or all(scheduler.idle for scheduler in self._schedulers)
 
     def add(self, choice: Choice) -> None:
-        """Queues a choice at the replica with the fewest tokens."""
+        """Queues a choice at the replica whose requests have the fewest tokens."""
         min(self._schedulers, key=lambda scheduler: scheduler.load).add(choice.to_request())
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
@@ -71,13 +71,13 @@ class Engine:
             scheduler.abort(request_id, reason)
 
     def step(self) -> TokenOutputs:
-        """Submits steps until `plans_in_flight` are pending, then commits the oldest. Returns its outputs, if any.
+        """Submits steps until `plans_in_flight` are pending, then commits the oldest. Returns the new outputs, if any.
 
-        If this raises, some plans will never be committed, so the engine cannot continue and every later call raises
+        If a step raises, some plans are never committed. The engine cannot continue then, and every later call raises
         EngineStopped.
         """
         if self._broken:
-            raise EngineStopped("this engine is closed, or an earlier step failed; make a new one")
+            raise EngineStopped("this engine is closed, or an earlier step failed; create a new one")
         try:
             return self._step()
         except BaseException:
@@ -86,7 +86,7 @@ class Engine:
 
     @property
     def waiting_for_peers(self) -> bool:
-        """True if there is nothing to compute before a peer answers."""
+        """True if no step is in flight and no request is running. If requests are open, they wait for a peer."""
         return not self._pending and all(scheduler.running == 0 for scheduler in self._schedulers)
 
     def _step(self) -> TokenOutputs:
@@ -149,13 +149,14 @@ class Engine:
 
     @property
     def closing_seconds(self) -> float:
-        """The time that `close` may take on a slow machine, in addition to its drain."""
+        """The time that `close` can take on a slow machine, in addition to `drain_seconds`."""
         return closing_seconds(self.executor.pinned_bytes, with_endpoint=self._endpoint is not None)
 
     def close(self, drain_seconds: float = 0.0, hurried: Callable[[], bool] = lambda: False) -> None:
-        """Finishes open handoffs for up to `drain_seconds`, then releases the memory. Idempotent.
+        """Waits up to `drain_seconds` for open handoffs, then releases the memory. Idempotent.
 
-        `hurried` is polled meanwhile; if it returns True, the drain is cut short. The engine cannot be used afterwards.
+        `hurried` is polled during the drain. When it returns True, the drain ends within HURRIED_SECONDS. The engine
+        cannot be used afterwards.
         """
         if self._endpoint is not None:
             self._close_endpoint(self._endpoint, drain_seconds, hurried)
@@ -163,11 +164,11 @@ class Engine:
         self.executor.close()
 
     def _close_endpoint(self, endpoint: HandoffEndpoint, drain_seconds: float, hurried: Callable[[], bool]) -> None:
-        """Notifies peers and finishes open handoffs before memory is released. Steps continue meanwhile."""
-        closing = [_start(endpoint.close, 0.0 if self._broken else max(DRAIN_SECONDS, drain_seconds))]
+        """Finishes open handoffs and notifies peers. The engine runs steps meanwhile, because handoffs need them."""
+        closing = [_start_thread(endpoint.close, 0.0 if self._broken else max(DRAIN_SECONDS, drain_seconds))]
         while any(thread.is_alive() for thread in closing):
             if len(closing) == 1 and hurried():
-                closing.append(_start(endpoint.close, HURRIED_SECONDS))
+                closing.append(_start_thread(endpoint.close, HURRIED_SECONDS))
             if not self._broken:
                 try:
                     with contextlib.suppress(EngineStopped):  # raised once the agent has ended
@@ -187,7 +188,7 @@ class Engine:
             self._endpoint.audit()
 
 
-def _start(close: Callable[[float], None], seconds: float) -> threading.Thread:
+def _start_thread(close: Callable[[float], None], seconds: float) -> threading.Thread:
     thread = threading.Thread(target=close, args=(seconds,), daemon=True)
     thread.start()
     return thread
@@ -198,11 +199,12 @@ def _merge(outputs: Sequence[TokenOutputs]) -> TokenOutputs:
     if len(outputs) == 1:
         return outputs[0]
     merged = TokenOutputs()
-    for part in outputs:
+    for replica_outputs in outputs:
         first = len(merged.token_ids)
-        merged.request_ids += part.request_ids
-        merged.token_ids += part.token_ids
-        merged.alternatives.update({first + at: row for at, row in part.alternatives.items()})
-        merged.finished.update(part.finished)
-        merged.errors.update(part.errors)
+        merged.request_ids += replica_outputs.request_ids
+        merged.token_ids += replica_outputs.token_ids
+        alternatives = replica_outputs.alternatives
+        merged.alternatives.update({first + index: of_token for index, of_token in alternatives.items()})
+        merged.finished.update(replica_outputs.finished)
+        merged.errors.update(replica_outputs.errors)
     return merged

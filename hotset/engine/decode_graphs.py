@@ -1,8 +1,8 @@
-"""Decode steps captured as CUDA graphs: one for each batch size, with and without tiered requests.
+"""Captures decode steps as CUDA graphs: one for each batch size, with and without tiered requests.
 
-A graph is a list of kernels with fixed arguments. All that changes from step to step is in device memory: the seats
-(`seat_of`) and positions of the tokens to compute, the page tables, the residency maps, the token ids. A batch is
-padded to the next captured size with tokens of seat EMPTY, for which kernels write nothing.
+A graph is a list of kernels with fixed arguments. Everything that changes from step to step is in device memory: the
+seats (`seat_of`) and positions of the tokens to compute, the page tables, the residency maps and the token ids. A batch
+is padded to the next captured size with tokens of seat EMPTY, for which kernels write nothing.
 """
 
 from bisect import bisect_left
@@ -23,19 +23,20 @@ SIZES_BELOW_EIGHT = (1, 2, 4)
 
 
 class RunnerModel(Protocol):
-    """The interface of a model to the runner."""
+    """The interface that a model offers to the runner."""
 
     device: torch.device
     dtype: torch.dtype
 
     @property
     def kv_shape(self) -> KvShape:
-        """The KV of one token."""
+        """The layout of the model's KV."""
 
     def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor | None:
-        """Computes the tokens, reads and writes KV through the view, and returns logits at `logit_indices`.
+        """Computes a step, reading and writing KV through the view, and returns logits.
 
-        `logit_indices` are indices into `token_ids`; None means all. Pipeline stages before the last return None.
+        `logit_indices` are the indices in `token_ids` of the tokens whose logits are returned; None means all. A
+        pipeline stage that is not the last returns None.
         """
 
 
@@ -55,7 +56,8 @@ class _Captured:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Returns the captured batch sizes up to `most`. Padding adds at most an eighth above 64 tokens, 8 tokens below."""
+    """Returns the captured batch sizes up to `most`. Padding adds at most 7 tokens to a batch of up to
+    64 tokens, and less than a quarter to larger ones."""
     sizes = [*SIZES_BELOW_EIGHT, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(64, sizes[-1] // 8 // 64 * 64))
@@ -63,7 +65,7 @@ def batch_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Captures and replays decode steps. Replays run on the current stream; a result is valid until the next replay."""
+    """Captures and replays decode steps. Replays run on the current stream. A result is valid until the next replay."""
 
     def __init__(self, model: RunnerModel, memory: KvMemory, tokens: Tensor) -> None:
         """`tokens` [seats, context + 1] int32 holds the token ids of every seat."""
@@ -74,19 +76,20 @@ class DecodeGraphs:
         self._memory_pool = torch.cuda.graph_pool_handle()
 
     def can_run(self, plan: Plan) -> bool:
-        """Returns True if every request of the plan computes and samples one token, and none streams its prompt."""
-        streams = self._memory.tables.work_pages
-        return plan.num_tokens == len(plan.seats) == len(plan.sampled) and not any(streams[seat] for seat in plan.seats)
+        """Returns True if every request of the plan computes and samples one token, and none is streamed."""
+        work_pages = self._memory.tables.work_pages
+        one_token_each = plan.num_tokens == len(plan.seats) == len(plan.sampled)
+        return one_token_each and not any(work_pages[seat] for seat in plan.seats)
 
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """Captures all graphs. `progress(done, total)` counts graphs."""
-        kinds = (False, True) if self._memory.hot_buffers is not None else (False,)
-        wanted = [(size, has_tiered) for size in reversed(self._sizes) for has_tiered in kinds]
-        for done, (size, has_tiered) in enumerate(wanted):
-            progress(done, len(wanted))
-            self._find(size, has_tiered)
-        progress(len(wanted), len(wanted))
+        tiered_options = (False, True) if self._memory.hot_buffers is not None else (False,)
+        variants = [(size, has_tiered) for size in reversed(self._sizes) for has_tiered in tiered_options]
+        for done, (size, has_tiered) in enumerate(variants):
+            progress(done, len(variants))
+            self._get_or_capture(size, has_tiered)
+        progress(len(variants), len(variants))
 
     def size_for(self, tokens: int) -> int:
         """Returns the captured size for a batch of `tokens` tokens."""
@@ -96,26 +99,26 @@ class DecodeGraphs:
         has_tiered = self._memory.prepare_step(plan.seats, plan.starts)
         tokens = len(plan.seats)
         size = self.size_for(tokens)
-        captured = self._find(size, has_tiered)
+        captured = self._get_or_capture(size, has_tiered)
         seat_of, positions = self._fill(size, plan.seats, plan.starts)
         captured.graph.replay()
         return SampledLogits(captured.logits[:tokens], positions[:tokens], seat_of[:tokens])
 
     def _fill(self, size: int, seats: Sequence[int], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Writes the input of a step, and returns its two halves: seats and positions of `size` tokens."""
+        """Copies the input of a step to the device. Returns the seats and the positions of `size` tokens."""
         padding = size - len(seats)
-        numbers = torch.tensor([*seats, *[EMPTY] * padding, *starts, *[0] * padding], dtype=torch.int64)
-        self._input[: 2 * size].copy_(numbers.pin_memory(), non_blocking=True)
+        host_input = torch.tensor([*seats, *[EMPTY] * padding, *starts, *[0] * padding], dtype=torch.int64)
+        self._input[: 2 * size].copy_(host_input.pin_memory(), non_blocking=True)
         return self._input[:size], self._input[size : 2 * size]
 
-    def _find(self, size: int, has_tiered: bool) -> _Captured:
-        found = self._captured.get((size, has_tiered))
-        if found is None:
-            found = self._captured[size, has_tiered] = self._capture(size, has_tiered)
-        return found
+    def _get_or_capture(self, size: int, has_tiered: bool) -> _Captured:
+        captured = self._captured.get((size, has_tiered))
+        if captured is None:
+            captured = self._captured[size, has_tiered] = self._capture(size, has_tiered)
+        return captured
 
     def _capture(self, size: int, has_tiered: bool) -> _Captured:
-        seat_of, positions = self._fill(size, (), ())  # only padding, so that compiling and capturing write nothing
+        seat_of, positions = self._fill(size, (), ())  # the batch is all padding, so this step writes no KV
 
         def step() -> Tensor:
             view = self._memory.captured_view(seat_of, positions, has_tiered)

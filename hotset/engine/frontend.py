@@ -1,4 +1,4 @@
-"""The front end's view of a model, without its weights: tokenizer, recommended sampling parameters, prompts."""
+"""What a front end needs of a model, which is all but its weights: tokenizer, sampling defaults, reading of prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +18,13 @@ EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # recommended by the aut
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """The parts of a model that a front end needs."""
+    """The tokenizer and the sampling defaults of a model."""
 
     tokenizer: Tokenizer | None
     defaults: dict[str, Any]  # sampling parameters recommended by the model's authors
 
     def card(self, engine_card: ModelCard) -> ModelCard:
-        """Returns the engine's card plus the end-of-turn tokens of the chat template."""
+        """Returns the engine's card, with the end-of-turn tokens of the chat template added to `eos_ids`."""
         chat_stops = () if self.tokenizer is None else self.tokenizer.chat_stop_ids
         return replace(engine_card, eos_ids=tuple(dict.fromkeys((*engine_card.eos_ids, *chat_stops))))
 
@@ -44,7 +44,7 @@ def load_frontend(config: EngineConfig) -> Frontend:
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """Returns the token ids of a prompt. Raises RequestError if it is malformed, or is text without a tokenizer."""
+    """Returns the token ids of a prompt. Raises RequestError if it is malformed, or if text has no tokenizer."""
     if isinstance(prompt, Mapping):
         if list(prompt) == ["prompt_token_ids"]:
             return _checked_ids(prompt["prompt_token_ids"])

@@ -1,7 +1,7 @@
-"""The engine's end of handoffs: connects its schedulers with the handoff agent, in both directions.
+"""The engine's end of handoffs: passes messages between its schedulers and the handoff agent.
 
 A decode worker reserves pages and requests KV from prefill workers. A prefill worker computes prompts for decode
-workers and announces rows as they reach its host store. Nothing here blocks.
+workers and announces rows as they reach its host store. No method blocks, except for `close`.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from hotset.base.config import EngineConfig
 from hotset.base.sampling import PromptSpec
 from hotset.base.units import MIB
 from hotset.engine.input_processor import ModelCard
-from hotset.engine.stores import host_store_name, landing_stores, regions, stores_of_host
+from hotset.engine.stores import host_store_name, landing_stores, regions, stores_in_host_memory
 from hotset.engine.workers.executor import Executor, Step
 from hotset.handoff.agent import HandoffAgent, HandoffStats, open_channel
 from hotset.handoff.messages import (
@@ -51,27 +51,30 @@ LOGGER = logging.getLogger("hotset.engine")
 
 
 class HandoffEndpoint(Protocol):
-    """The interface of handoffs to the step loop."""
+    """The interface through which the step loop takes part in handoffs."""
 
     def poll(self) -> None:
-        """Passes messages between the agent and the schedulers, in both directions. Called between steps."""
+        """Passes messages between the agent and the schedulers, in both directions. The step loop calls it before each
+        step."""
 
     def on_submitted(self, step: Step) -> None:
-        """Called after a step was submitted to the workers."""
+        """Announces the rows and prompts of a step to peers. The step loop calls it after submitting the step."""
 
     def stats(self) -> HandoffStats: ...
 
     def audit(self) -> None: ...
 
     def close(self, drain_seconds: float) -> None:
-        """Starts no more handoffs, finishes open ones for up to `drain_seconds`, notifies peers, and waits until no
-        transfer reads or writes this engine's memory. `poll` and `on_submitted` may be called meanwhile. A second call
-        of `close` cuts the drain short."""
+        """Starts no more handoffs, waits up to `drain_seconds` for open ones, and notifies peers. Then waits until no
+        transfer reads or writes this engine's memory.
+
+        Another thread may call `poll` and `on_submitted` meanwhile. A second call of `close` cuts the drain short.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResources:
-    """The transfer engine, and the staging memory, which lives as long as the endpoint."""
+    """The transfer engine and the staging memory of an endpoint, which keeps both alive."""
 
     transfer: Transfer
     staging: StagingMemory | None
@@ -79,7 +82,8 @@ class TransferResources:
 
 @dataclass(frozen=True, slots=True)
 class _PendingReservation:
-    """A reservation that is not announced to its peer yet: the device may still be writing to its host pages."""
+    """A reservation that is not announced to its peer yet, because earlier steps may still copy rows to its host pages.
+    These copies have finished when `after` has occurred."""
 
     replica: int
     reservation: Reservation
@@ -94,7 +98,7 @@ class DecodeEndpoint:
     ) -> None:
         self._agent, self._resources, self._schedulers, self._executor = agent, resources, schedulers, executor
         self._pending: list[_PendingReservation] = []
-        self._prefix = secrets.token_hex(4)  # a restarted worker uses other request ids
+        self._prefix = secrets.token_hex(4)  # makes the request ids differ from those before a restart of this worker
 
     def poll(self) -> None:
         for event in self._agent.take_events():
@@ -105,8 +109,8 @@ class DecodeEndpoint:
                 case Landed(_, token_id, alternatives):
                     scheduler.complete_landing(name, attempt, token_id, alternatives)
                 case FetchFailed(_, quiesced, retry, reason):
-                    wanted = scheduler.fail_landing(name, attempt, quiesced=quiesced, retry=retry, reason=reason)
-                    level = logging.WARNING if wanted or not quiesced else logging.DEBUG
+                    was_open = scheduler.fail_landing(name, attempt, quiesced=quiesced, retry=retry, reason=reason)
+                    level = logging.WARNING if was_open or not quiesced else logging.DEBUG
                     LOGGER.log(level, "the KV of %s did not arrive, attempt %d: %s", name, attempt, reason)
                 case Quiesced():
                     scheduler.end_quarantine(name, attempt)
@@ -172,8 +176,10 @@ class PrefillEndpoint:
     ) -> None:
         self._agent, self._resources, self._scheduler, self._executor = agent, resources, scheduler, executor
         self._card = card
-        self._prefills: dict[str, StartPrefill] = {}  # by request id
-        self._request_ids: dict[tuple[str, HandoffKey], str] = {}  # by peer and key of the current prefill
+        self._prefills: dict[str, StartPrefill] = {}  # request id of this engine -> prefill
+        self._request_ids: dict[
+            tuple[str, HandoffKey], str
+        ] = {}  # peer and key of a prefill -> request id of this engine
         self._serials = itertools.count()
 
     def poll(self) -> None:
@@ -189,7 +195,7 @@ class PrefillEndpoint:
 
     def on_submitted(self, step: Step) -> None:
         (plan,) = step
-        assert plan is not None, "a step of one replica has a plan"
+        assert plan is not None, "an engine with one replica submits no step without a plan"
         after = self._executor.mirrored_event() if plan.announcements else None
         for announcement in plan.announcements:
             prefill = self._prefills[announcement.request_id]
@@ -215,7 +221,7 @@ class PrefillEndpoint:
             LOGGER.warning("refused to compute %s for %s: %s", prefill.key.request_id, prefill.peer, refusal)
             self._agent.put(PrefillFailed(prefill.peer, prefill.key, retry=False, reason=refusal))
             return
-        # A restarted peer may reuse a key while plans in flight still contain its previous request.
+        # A peer may reuse a key while plans in flight still contain its previous request, so ids have a serial number.
         name = f"{prefill.peer} {prefill.key.request_id} {prefill.key.attempt} #{next(self._serials)}"
         self._request_ids[prefill.peer, prefill.key] = name
         self._prefills[name] = prefill
@@ -223,20 +229,20 @@ class PrefillEndpoint:
 
     def _refusal(self, prompt: PromptSpec) -> str | None:
         """Returns why this worker cannot compute the prompt, or None if it can."""
-        longest, vocab = self._card.max_model_len - 1, self._card.vocab
-        if not 0 < len(prompt) <= longest:
-            return f"the prompt has {len(prompt)} tokens, but this worker computes 1 to {longest}"
+        max_tokens, vocab = self._card.max_model_len - 1, self._card.vocab
+        if not 0 < len(prompt) <= max_tokens:
+            return f"the prompt has {len(prompt)} tokens, but this worker computes 1 to {max_tokens}"
         token_ids = (*prompt.token_ids, *prompt.stop_ids, *(prompt.params.logit_bias or ()))
         if not all(0 <= token < vocab for token in token_ids):
             return f"the prompt has a token id outside this worker's vocabulary of {vocab}"
         if prompt.params.seed is None:
-            return "the prompt has no seed, which both workers need to sample alike"
+            return "the prompt has no seed; both workers need the same seed"
         return None
 
 
 def landing_policy(config: EngineConfig) -> LandingPolicy:
-    """Decides where KV may land. Peers can write to a device pool only if it belongs to the engine's own process, that
-    is, with one worker."""
+    """Decides where KV may land. Peers can write to the device pool only if the engine has one worker, because then the
+    pool belongs to the engine's own process."""
     on_device = config.workers == 1
     few_writes = prefer_few_writes(config.transfer, config.transfer_protocol)
     return LandingPolicy(on_device, keys_on_host=few_writes or not on_device)
@@ -253,10 +259,11 @@ def open_endpoint(
 ) -> tuple[HandoffEndpoint, str]:
     """Opens the endpoint of a prefill or decode worker. Returns it with the address at which peers reach it.
 
-    The endpoint owns `transfer`. Raises StartupError if the control port cannot be bound or memory not be registered.
+    The endpoint owns `transfer`. Raises StartupError if the control port cannot be bound, or if memory cannot be
+    registered.
     """
-    prefill = config.role == "prefill"
-    hosts, pool = executor.hosts(), None if prefill else executor.pool
+    is_prefill = config.role == "prefill"
+    hosts, pool = executor.hosts(), None if is_prefill else executor.pool
     stores = landing_stores(hosts, pool, card.landing)
     try:
         staging = _staging(config, stores)
@@ -267,14 +274,14 @@ def open_endpoint(
         transfer.close()
         raise
     try:
-        ring = None if prefill or staging is None else staging.memory_range
+        ring = None if is_prefill or staging is None else staging.memory_range
         hello = Hello(channel.address, model, stores, transfer.name, transfer.describe(), ring)
         machine: Sender | Receiver
-        if prefill:
+        if is_prefill:
             machine = Sender(stores[host_store_name(0)], buffers=() if staging is None else staging.sender_buffers)
         else:
-            writable = stores_of_host(stores, pool)
-            machine = Receiver(staging=None if ring is None else ReceiverStaging(ring, writable))
+            unpackable = stores_in_host_memory(stores, pool)
+            machine = Receiver(staging=None if ring is None else ReceiverStaging(ring, unpackable))
         agent = HandoffAgent(machine, hello, channel, transfer, wake=wake)
         agent.start()
     except BaseException:
@@ -282,13 +289,13 @@ def open_endpoint(
         transfer.close()
         raise
     resources = TransferResources(transfer, staging)
-    if prefill:
+    if is_prefill:
         return PrefillEndpoint(agent, resources, schedulers[0], executor, card), channel.address
     return DecodeEndpoint(agent, resources, schedulers, executor), channel.address
 
 
 def _staging(config: EngineConfig, stores: Mapping[StoreName, Store]) -> StagingMemory | None:
-    """Allocates the staging memory. Raises ConfigError if it is too small for a single row."""
+    """Allocates the staging memory, or returns None if staging is disabled. Raises ConfigError if it is too small."""
     if not config.staging_mib:
         return None
     for store in stores.values():

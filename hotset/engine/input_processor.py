@@ -1,4 +1,4 @@
-"""Checks prompts and their parameters against the model, and turns them into choices."""
+"""Checks prompts and sampling parameters against the limits of the model, and splits requests into choices."""
 
 import random
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ class ModelCard:
     device: str
     dtype: str
     role: str = "both"
-    control: str | None = None  # the address at which peers reach its handoff agent
+    control: str | None = None  # the address at which peers reach the engine's handoff agent
     host_store: bool = False
     landing: LandingPolicy = LAND_ANYWHERE  # where KV from prefill workers may arrive
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of the `n` answers to a prompt, before it becomes a request. Plain values that can be sent to another
+    """One of the `n` answers to a prompt, before it becomes a `Request` of the scheduler. It can be sent to another
     process."""
 
     request_id: str
@@ -79,29 +79,30 @@ class InputProcessor:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         if not prompt:
             raise RequestError("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
-        answer = params.max_tokens if params.max_tokens is not None else max(1, params.min_tokens)
-        if len(prompt) + answer > card.max_model_len:
+        answer_tokens = params.max_tokens if params.max_tokens is not None else max(1, params.min_tokens)
+        length = len(prompt) + answer_tokens
+        if length > card.max_model_len:
             raise ContextLengthExceeded(
-                f"this model's context holds {card.max_model_len} tokens, but {len(prompt) + answer} were requested "
-                f"({len(prompt)} in the prompt, {answer} for the answer); shorten the prompt or lower max_tokens",
+                f"this model's context holds {card.max_model_len} tokens, but {length} were requested ({len(prompt)} "
+                f"in the prompt, {answer_tokens} for the answer); shorten the prompt or lower max_tokens",
                 param="prompt",
             )
-        longest = card.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
-        self._check_tiers(tiers, len(prompt) + answer)
+        max_length = card.max_model_len if params.max_tokens is None else length
+        self._check_tiers(tiers, length)
         if prefill_at is not None:
             prefill_at = self._normalized_peer(prefill_at)
-        self._check_landing(landing, prefill_at, tiers, len(prompt) + answer)
+        self._check_landing(landing, prefill_at, tiers, length)
         if tiers == "resident":
-            longest = min(longest, card.resident_len)
+            max_length = min(max_length, card.resident_len)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(card.eos_ids))
         first_seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
-        # Choice 0 has the seed of the request, so it is the same as with n = 1.
+        # Choice 0 has the seed of the request, so it equals the answer with n = 1.
         return [
             Choice(
                 request_id=f"{request_id}/{index}",
                 index=index,
                 prompt=PromptSpec(tuple(prompt), replace(params, seed=_signed(first_seed + index)), stop_ids),
-                max_length=longest,
+                max_length=max_length,
                 tiers=tiers,
                 prefill_at=prefill_at,
                 landing=landing,
@@ -126,9 +127,9 @@ class InputProcessor:
             )
 
     def _normalized_peer(self, prefill_at: str) -> str:
-        """Returns the normalized address of a prefill worker."""
+        """Returns the normalized address of a prefill worker. Raises RequestError if no prefill worker can have it."""
         if self._card.role != "decode":
-            raise RequestError("this worker does not accept prompts from prefill workers; start it with --role decode")
+            raise RequestError("this worker does not receive KV from prefill workers; start it with --role decode")
         peer = Address.parse(prefill_at)
         if peer is None or not peer.reachable:
             raise RequestError(
@@ -140,8 +141,8 @@ class InputProcessor:
     def _check_landing(self, landing: LandingChoice, prefill_at: str | None, tiers: TiersChoice, tokens: int) -> None:
         card = self._card
         if landing not in get_args(LandingChoice):
-            named = ", ".join(get_args(LandingChoice))
-            raise RequestError(f"landing must be one of {named}, not {landing!r}", param="landing")
+            choices = ", ".join(get_args(LandingChoice))
+            raise RequestError(f"landing must be one of {choices}, not {landing!r}", param="landing")
         if landing != "auto" and prefill_at is None:
             raise RequestError(
                 f"landing {landing!r} is for prompts that a prefill worker computes, and this prompt is computed here; "
@@ -152,7 +153,7 @@ class InputProcessor:
             raise RequestError("landing 'host' needs a host store, which --tiers off disables", param="landing")
         if landing == "device" and not card.landing.on_device:
             raise RequestError(
-                "landing 'device' needs an engine with one worker; several workers use the host store; leave it out",
+                "landing 'device' needs an engine with one worker, and this one has several; leave it out",
                 param="landing",
             )
         if landing == "device" and (tiers == "tiered" or tokens > card.resident_len):
@@ -165,12 +166,12 @@ class InputProcessor:
         for token in token_ids:  # type: ignore[attr-defined]
             if not 0 <= token < self._card.vocab:
                 raise RequestError(
-                    f"{param} holds token id {token}, but the vocabulary ends at {self._card.vocab - 1}",
+                    f"{param} contains token id {token}, but the vocabulary ends at {self._card.vocab - 1}",
                     param=param,
                     code="invalid_token_id",
                 )
 
 
 def _signed(seed: int) -> int:
-    """Wraps a seed into 64 signed bits."""
+    """Wraps a seed into the range of signed 64-bit integers."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -20,16 +20,17 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model and its engine. The keywords are the fields of `EngineConfig`, like the flags of the command line.
+    """A model and its engine. `settings` are fields of `EngineConfig`, named like the flags of the command line.
 
     >>> llm = LLM("embedded")
     >>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
     """
 
     def __init__(self, model: str = EMBEDDED, *, progress: bool = True, **settings: Any) -> None:
-        """Loads the model. Raises `StartupError` with one line that says what to change."""
-        known = [*(setting.name for setting in fields(EngineConfig)), "progress"]
-        check_setting_names("LLM", settings, known)
+        """Loads the model, and shows progress bars if `progress`. Raises `StartupError` with a one-line message if that
+        fails."""
+        known_names = [*(setting.name for setting in fields(EngineConfig)), "progress"]
+        check_setting_names("LLM", settings, known_names)
         config = EngineConfig(model=model, **settings)
         if config.role != "both":
             raise ConfigError(f"role {config.role!r} is for servers: hotset serve --role {config.role}")
@@ -50,13 +51,16 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         tiers: TiersChoice = "auto",
     ) -> list[RequestOutput]:
-        """Answers every prompt, in order. All prompts are checked before the first is computed.
+        """Returns the answers in the order of the prompts. All prompts are checked before the first is computed.
 
-        `tiers` says where KV is stored: 'resident' (all on the device), 'tiered' (only hot rows on the device), 'auto'.
+        `tiers` says where KV is stored: 'resident' (all of it on the device), 'tiered' (only hot rows on the device)
+        or 'auto' (the engine decides).
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        each = self._params_for(batch, params)
-        accepted = [self._accept(token_ids_of(p, self.tokenizer), q, tiers) for p, q in zip(batch, each, strict=True)]
+        accepted = [
+            self._accept(token_ids_of(prompt, self.tokenizer), its_params, tiers)
+            for prompt, its_params in zip(batch, self._params_for(batch, params), strict=True)
+        ]
         collected: dict[str, CompletionOutput] = {}
         for choices in accepted:
             collected.update({choice.request_id: CompletionOutput(choice.index) for choice in choices})
@@ -72,7 +76,7 @@ class LLM:
                     self._step()
         finally:
             self._abandon(open_ids)
-        return [self._output(p, choices, collected) for p, choices in zip(batch, accepted, strict=True)]
+        return [self._output(prompt, choices, collected) for prompt, choices in zip(batch, accepted, strict=True)]
 
     def chat(
         self,
@@ -80,7 +84,7 @@ class LLM:
         params: SamplingParams | None = None,
         tiers: TiersChoice = "auto",
     ) -> list[RequestOutput]:
-        """Answers one conversation, or a list of conversations."""
+        """Returns the answers to one conversation, or to a list of conversations."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [{"prompt_token_ids": self._chat_ids(conversation)} for conversation in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, params, tiers)
@@ -102,11 +106,11 @@ class LLM:
         return self._engine.stats()
 
     def audit(self) -> None:
-        """Checks that every page is free or has exactly one owner."""
+        """Checks that every page and seat is free or has exactly one owner. Raises AssertionError if not."""
         self._engine.audit()
 
     def close(self) -> None:
-        """Aborts every request and releases the memory. Idempotent; other calls then raise `EngineStopped`."""
+        """Aborts every request and releases the memory. Idempotent. New requests then raise `EngineStopped`."""
         if not self._closed:
             self._closed = True
             self._abandon(self._outputs.ids)
@@ -126,7 +130,10 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * len(batch)
         if len(params) != len(batch):
-            raise RequestError(f"there are {len(batch)} prompts but {len(params)} sampling parameters", param="params")
+            raise RequestError(
+                f"got {len(batch)} prompts but {len(params)} SamplingParams; give one for all prompts, or one for each",
+                param="params",
+            )
         return params
 
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -173,7 +180,7 @@ class LLM:
             raise EngineStopped("this LLM was closed")
 
     def _abandon(self, request_ids: Sequence[str] | set[str]) -> None:
-        """Aborts these choices. If no other is open, also finishes the plans in flight, which frees their pages."""
+        """Aborts choices. If no other choice is open, also commits the plans in flight, which frees all pages."""
         for request_id in self._outputs.forget(request_ids):
             self._engine.abort(request_id)
         for request_id in request_ids:

@@ -33,7 +33,7 @@ MIN_CAPABILITY = (8, 0)  # the oldest compute capability with bfloat16 matrix un
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Returns the device called `name`. Without a name, returns the GPU if there is a usable one, else the CPU.
+    """Returns the device called `name`. If `name` is None, returns the first GPU if it is usable, else the CPU.
 
     Falling back to the CPU logs one warning, unless torch was built without CUDA. Raises ConfigError if the named
     device cannot be used.
@@ -41,7 +41,7 @@ def choose_device(name: str | None) -> torch.device:
     if name is None:
         reason = why_no_gpu(0)
         if reason is not None and torch.version.cuda is not None:
-            LOGGER.warning("%s: computing on the CPU with the reference kernels", reason)
+            LOGGER.warning("%s; computing on the CPU instead", reason)
         return torch.device("cuda" if reason is None else "cpu")
     try:
         device = torch.device(name)
@@ -68,11 +68,11 @@ def why_no_gpu(index: int) -> str | None:
     if not available or torch.cuda.device_count() == 0:
         return "no GPU was found"
     if index >= torch.cuda.device_count():
-        return f"there is no GPU {index}, only {torch.cuda.device_count()}"
+        return f"GPU {index} does not exist: this machine has {torch.cuda.device_count()}, numbered from 0"
     capability = torch.cuda.get_device_capability(index)
     if capability < MIN_CAPABILITY:
-        major, minor = MIN_CAPABILITY
-        return f"{torch.cuda.get_device_name(index)} is older than compute capability {major}.{minor}"
+        has, needs = (f"{major}.{minor}" for major, minor in (capability, MIN_CAPABILITY))
+        return f"{torch.cuda.get_device_name(index)} has compute capability {has}, but Hotset needs {needs} or newer"
     return None
 
 
@@ -87,11 +87,11 @@ def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> tor
 
 
 def kv_storage(config: EngineConfig, spec: ModelSpec) -> KvStorage:
-    """Returns how KV is stored. Raises ConfigError if fp8 is configured for a model without such a layout."""
+    """Returns how KV is stored. Raises ConfigError if fp8 is configured for a GQA model, which has no fp8 layout."""
     if isinstance(spec.attention, GqaSpec):
         for flag, value in (("--kv-dtype", config.kv_dtype), ("--index-dtype", config.index_dtype)):
             if value != "auto":
-                raise ConfigError(f"{flag} {value} needs a model with a latent KV (MLA); leave it out for this one")
+                raise ConfigError(f"{flag} {value} needs a model with latent KV (MLA); leave it out for this model")
     return KvStorage(fp8_rows=config.kv_dtype == "fp8", fp8_keys=config.index_dtype == "fp8")
 
 
@@ -121,12 +121,12 @@ def load_decoder(
 class LoadingBar:
     """A progress bar on standard error, used as a context manager.
 
-    It counts bytes, or plain numbers if `counting`. It prints nothing if not `shown`, or without a terminal.
+    It counts bytes, or items if not `in_bytes`. It prints nothing if not `shown`, or if standard error is no terminal.
     """
 
-    def __init__(self, title: str, shown: bool, *, counting: bool = False) -> None:
+    def __init__(self, title: str, shown: bool, *, in_bytes: bool = True) -> None:
         console = Console(stderr=True)
-        amounts = (MofNCompleteColumn(),) if counting else (DownloadColumn(binary_units=True), TransferSpeedColumn())
+        amounts = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
         columns = (TextColumn(title), BarColumn(), *amounts, TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, disable=not (shown and console.is_terminal))
         self._task = self._bar.add_task(title, total=None)

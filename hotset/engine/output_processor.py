@@ -1,4 +1,4 @@
-"""Turns the engine's token outputs into the deltas of open choices: text, log-probabilities, finish reasons."""
+"""Turns the tokens that the engine outputs into deltas of choices: text, log-probabilities, finish reasons."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,7 @@ from hotset.schedule.request import FinishReason
 
 
 class ChoiceState:
-    """The state of one open choice. It turns the choice's tokens into deltas."""
+    """Turns the tokens of one open choice into deltas."""
 
     def __init__(self, choice: Choice, tokenizer: Tokenizer | None) -> None:
         self.index = choice.index
@@ -22,7 +22,8 @@ class ChoiceState:
         self._text = TextAssembler(stream, params)
 
     def push(self, token: int, alternatives: Alternatives | None, finish_reason: FinishReason | None) -> Delta:
-        """Returns the delta of one token. A stop string ends the choice even if the scheduler has not ended it."""
+        """Returns the delta of one token. A stop string in the text ends the choice, even though the scheduler has not
+        ended the request."""
         is_stop = finish_reason == "stop"
         text = self._text.push(token, is_stop_token=is_stop)
         stop_reason: str | int | None = token if is_stop and token in self._stop_token_ids else None
@@ -59,26 +60,27 @@ class OutputProcessor:
             self._open[choice.request_id] = ChoiceState(choice, self._tokenizer)
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
-        """Drops choices. Returns the ids of those that were still open, which the caller must abort in the engine."""
+        """Removes choices. Returns the ids of those that were still open; the caller must abort them in the engine."""
         return [request_id for request_id in request_ids if self._open.pop(request_id, None) is not None]
 
     def process(self, outputs: TokenOutputs) -> tuple[list[tuple[str, Delta]], list[str]]:
-        """Returns the deltas in order, each with its request id, and the ids of choices that a stop string ended.
+        """Returns the deltas in order, each with its request id, and the ids of the choices that a stop string ended.
 
-        The caller must abort the latter in the engine.
+        The caller must abort the choices that a stop string ended in the engine.
         """
         deltas: list[tuple[str, Delta]] = []
         stopped: list[str] = []
-        # A finish reason belongs to the last token of its request. A request that has landed may have two tokens here.
+        # A finish reason belongs to the last token of its request. A request can have two tokens in one output: the
+        # first token, which arrives with its KV from a prefill worker, and the token of the next step.
         last_token: dict[str, int] = {}
         if outputs.finished:
-            last_token = {name: at for at, name in enumerate(outputs.request_ids) if name in outputs.finished}
-        for at, (request_id, token) in enumerate(zip(outputs.request_ids, outputs.token_ids, strict=True)):
+            last_token = {name: index for index, name in enumerate(outputs.request_ids) if name in outputs.finished}
+        for index, (request_id, token) in enumerate(zip(outputs.request_ids, outputs.token_ids, strict=True)):
             choice = self._open.get(request_id)
             if choice is None:
                 continue
-            reason = outputs.finished[request_id] if last_token.get(request_id) == at else None
-            deltas.append((request_id, choice.push(token, outputs.alternatives.get(at), reason)))
+            reason = outputs.finished[request_id] if last_token.get(request_id) == index else None
+            deltas.append((request_id, choice.push(token, outputs.alternatives.get(index), reason)))
             if choice.ended:
                 del self._open[request_id]
                 if reason is None:

@@ -1,4 +1,4 @@
-"""The output of an engine: pieces of answers as they arrive, finished requests, and statistics."""
+"""The output of an engine: deltas of answers as they arrive, finished requests, and statistics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,13 +27,13 @@ class Delta:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None  # the stop string or stop token that ended it, if one did
+    stop_reason: str | int | None = None  # the stop string or stop token that ended the choice
     error: str = ""  # the cause, if finish_reason is 'lost' or 'no_room'
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One finished choice."""
+    """The collected deltas of one choice. The choice is finished when `finish_reason` is set."""
 
     index: int
     text: str = ""
@@ -63,11 +63,11 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Totals since start, and the current state."""
+    """The current state of an engine, and totals since its start."""
 
     running: int = 0
     waiting: int = 0
-    tokens_to_prefill: int = 0  # of waiting prompts and of prompts being computed here
+    tokens_to_prefill: int = 0  # tokens of waiting and running prompts that this engine has still to compute
     resident: int = 0  # running requests that are resident
     tiered: int = 0  # running requests that are tiered
     parked: int = 0
@@ -84,13 +84,13 @@ class EngineStats:
     resumes: int = 0
     recomputes: int = 0
     landed: int = 0  # prompts whose KV arrived from a prefill worker
-    lost: int = 0  # handoffs that failed
-    retries: int = 0  # attempts after one that failed
+    lost: int = 0  # landings that failed, including those that were retried
+    retries: int = 0  # further attempts after a landing had failed
     handed_off: int = 0  # prompts computed for decode workers
     quarantined_pages: int = 0
     handoff: HandoffStats | None = None
     rows_mirrored: int = 0
     bytes_swapped: int = 0
-    slot_lookups: Mapping[int, int] = field(default_factory=dict)  # by the layer that runs the indexer
-    slot_misses: Mapping[int, int] = field(default_factory=dict)
-    requests_finished: Mapping[str, int] = field(default_factory=dict)  # by reason
+    slot_lookups: Mapping[int, int] = field(default_factory=dict)  # layer that runs the indexer -> count of positions
+    slot_misses: Mapping[int, int] = field(default_factory=dict)  # those that were not in a slot, per layer as above
+    requests_finished: Mapping[str, int] = field(default_factory=dict)  # finish reason -> count

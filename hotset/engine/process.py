@@ -1,10 +1,11 @@
-"""The engine in a process of its own, so that HTTP never delays a step and a crash does not kill the server.
+"""Runs the engine in a child process, so that HTTP never delays a step and a crash does not kill the server.
 
 The parent sends `AddRequests`, `AbortRequests`, `GetStats` and `StopEngine`. The child sends `EngineReady` or
 `EngineFailed`, then `OutputsReport` and `StatsReport`. If the parent dies, the pipe closes and the child stops. If the
 child dies, the parent fails its open requests.
 
-Only the child imports torch. So a parent can start the child first and import its own modules meanwhile.
+Importing this module does not import torch. A parent can therefore start the child first, and import its own modules
+while the child loads the model.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from hotset.engine.core import Engine
 
 AUDIT_AFTER_IDLE_S = 1.0
-PEER_SECONDS = 0.02  # between two polls for messages of peers, while there is nothing to compute
+PEER_POLL_SECONDS = 0.02  # interval between polls for messages of peers while there is nothing to compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ class GetStats:
 
 @dataclass(frozen=True, slots=True)
 class StopEngine:
-    """Tells the child to stop. Open requests get no further output. Open handoffs may finish for up to
-    `drain_seconds`, or until a second `StopEngine`."""
+    """Commands the child to stop. Open requests get no further output. Open handoffs have `drain_seconds` to finish; a
+    second `StopEngine` cuts this time short."""
 
     drain_seconds: float = 0.0
 
@@ -67,12 +68,12 @@ class WakeEngine:
 @dataclass(frozen=True, slots=True)
 class EngineReady:
     card: ModelCard
-    closing_seconds: float  # that the engine may take to close, in addition to its drain
+    closing_seconds: float  # time that the engine can take to close, in addition to its drain
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFailed:
-    """Reports that the engine cannot start. `trace` is set if the cause is a bug in Hotset."""
+    """Reports that the engine cannot start. `trace` is a traceback; it is None if the cause is a StartupError."""
 
     error: StartupError
     trace: str | None = None
@@ -94,16 +95,16 @@ EngineReport = EngineReady | EngineFailed | OutputsReport | StatsReport
 
 
 class EngineProcess:
-    """The parent's handle of the child process."""
+    """The handle through which the parent controls the child process."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Starts the child, which loads the model, and returns at once."""
+        """Starts the child, which loads the model. Does not wait for it."""
         context = multiprocessing.get_context("spawn")
-        self.pipe, far_end = context.Pipe()
-        self._process = context.Process(target=_child, args=(config, far_end), name="hotset-engine")
+        self.pipe, child_end = context.Pipe()
+        self._process = context.Process(target=_child, args=(config, child_end), name="hotset-engine")
         self._process.start()
-        far_end.close()
-        self.stop_seconds = STOP_SECONDS  # that the child may take to stop, in addition to its drain
+        child_end.close()
+        self.stop_seconds = STOP_SECONDS  # time that the child can take to stop, in addition to its drain
 
     @property
     def alive(self) -> bool:
@@ -114,7 +115,7 @@ class EngineProcess:
         return self._process.pid
 
     def wait_ready(self) -> ModelCard:
-        """Waits until the model is loaded. Raises StartupError if that fails or if the child dies."""
+        """Waits until the engine is ready. Raises StartupError if it cannot start or if the child dies."""
         try:
             report: EngineReport = self.pipe.recv()
         except EOFError:
@@ -131,7 +132,7 @@ class EngineProcess:
         return report.card
 
     def end(self, seconds: float | None = None) -> None:
-        """Waits for a child that received `StopEngine`, and kills it after `seconds`. Idempotent.
+        """Waits up to `seconds` for the child to exit after `StopEngine`, then kills it. Idempotent.
 
         The default of `seconds` is `stop_seconds`.
         """
@@ -142,8 +143,8 @@ class EngineProcess:
 
 
 def _child(config: EngineConfig, pipe: Connection) -> None:
-    """Builds the engine, reports it, and runs steps until `StopEngine` or until the parent is gone."""
-    # The parent handles signals: it drains its requests and sends `StopEngine`, or it dies and so closes the pipe.
+    """Builds the engine, reports the result, and runs steps until it receives `StopEngine` or the parent has died."""
+    # The parent handles signals. It drains its requests and sends `StopEngine`; if it dies, the pipe closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log_to_stderr()  # a new process does not inherit the parent's logging
@@ -158,7 +159,7 @@ def _child(config: EngineConfig, pipe: Connection) -> None:
             finally:
                 engine.close(stop.drain_seconds, lambda: _stop_requested(inbox))
     except BrokenPipeError:
-        return  # the parent is gone
+        return  # the parent has died
 
 
 def _build(config: EngineConfig, pipe: Connection, wake: Callable[[], None]) -> "Engine | None":
@@ -178,7 +179,7 @@ def _build(config: EngineConfig, pipe: Connection, wake: Callable[[], None]) -> 
 
 
 def _read_commands(pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]") -> None:
-    """Reads the pipe in a thread of its own, so that the parent does not block while a long step runs."""
+    """Reads the pipe in a separate thread, so that the parent does not block while a long step runs."""
     while True:
         try:
             inbox.put(pipe.recv())
@@ -188,12 +189,12 @@ def _read_commands(pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]") 
 
 
 def _stop_requested(inbox: "queue.SimpleQueue[EngineCommand]") -> bool:
-    """Returns True if the inbox holds a `StopEngine`. All other commands are dropped."""
+    """Returns True if the inbox contains a `StopEngine`. Removes it and all commands before it."""
     return any(isinstance(inbox.get(), StopEngine) for _ in range(inbox.qsize()))
 
 
 def _run(engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]") -> StopEngine:
-    """Runs steps until `StopEngine`, which it returns."""
+    """Runs steps until it receives `StopEngine`. Returns that command."""
     while True:
         command = _next_command(engine, inbox)
         while command is not None:
@@ -207,13 +208,13 @@ def _run(engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[EngineCom
 
 
 def _next_command(engine: "Engine", inbox: "queue.SimpleQueue[EngineCommand]") -> EngineCommand | None:
-    """Returns the next command, or None if there is none and the engine has work. An idle engine audits itself once and
-    then waits."""
+    """Returns the next command, or None if there is none and the engine has work. If the engine is idle, waits for a
+    command, and audits the engine if none has come for AUDIT_AFTER_IDLE_S seconds."""
     if not engine.idle:
         if not inbox.empty() or not engine.waiting_for_peers:
             return None if inbox.empty() else inbox.get()
         with contextlib.suppress(queue.Empty):
-            return inbox.get(timeout=PEER_SECONDS)
+            return inbox.get(timeout=PEER_POLL_SECONDS)
         return None
     try:
         return inbox.get(timeout=AUDIT_AFTER_IDLE_S)

@@ -1,7 +1,8 @@
-"""The runner executes plans. It owns the model, its memory and every seat's tensors, and takes no decisions."""
+"""The runner executes plans. It owns the model, the KV memory and the tokens of every seat, and makes no decisions."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from hotset.tiers.kv_memory import KvMemory
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token that the last pipeline stage sampled, and its place."""
+    """A token that the last pipeline stage sampled, with its seat and position."""
 
     seat: int
     position: int
@@ -30,24 +31,25 @@ class SubmittedStep:
         self.number = number
         self._sampled = sampled
         if sampled is not None:
-            self._token_ids, self._arrived = to_host_async(sampled.token_ids)
+            self._token_ids, self._wait_for_token_ids = to_host_async(sampled.token_ids)
 
     def result(self) -> StepResult:
-        """Waits for this step, but not for those submitted after it."""
+        """Waits for this step, but not for later ones, and returns its result."""
         if self._sampled is None:
             return StepResult(self.number, ())
-        self._arrived()
+        self._wait_for_token_ids()
         token_ids = self._token_ids.tolist()
         alternatives: dict[int, Alternatives] = {}
         if self._sampled.logprobs is not None:
             on_host = self._sampled.logprobs.to_host()
-            found = ((at, on_host.of(at)) for at in range(len(token_ids)))
-            alternatives = {at: row for at, row in found if row is not None}
+            by_index = ((index, on_host.of(index)) for index in range(len(token_ids)))
+            alternatives = {index: of_token for index, of_token in by_index if of_token is not None}
         return StepResult(self.number, token_ids, alternatives)
 
 
 class Runner:
-    """Executes plans in the order of submission. It keeps the tokens of every seat, so plans do not carry them."""
+    """Executes plans in the order of submission. It stores the sampled tokens of every seat, so the next plan can be
+    submitted before their values are known."""
 
     def __init__(
         self,
@@ -60,8 +62,8 @@ class Runner:
         graphs: bool = False,
         barrier: Callable[[], None] = lambda: None,
     ) -> None:
-        """`context` is the maximum context length. `graphs` replays decode steps as CUDA graphs. `barrier` waits for
-        the other workers that write to the same host store."""
+        """`context` is the maximum context length. If `graphs`, decode steps are replayed as CUDA graphs.
+        `barrier` waits for the other workers that write to the same host store."""
         self._model = model
         self._memory = memory
         self._device = model.device
@@ -71,7 +73,7 @@ class Runner:
         self._graphs = DecodeGraphs(model, memory, self._tokens) if graphs else None
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Compiles kernels and captures graphs, ahead of all requests. `progress(done, total)` counts graphs."""
+        """Compiles kernels and captures graphs before the first request. `progress(done, total)` counts graphs."""
         self._memory.warm_up()
         if self._graphs is not None:
             self._graphs.capture_all(progress)
@@ -83,14 +85,14 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, plan: Plan) -> SubmittedStep:
-        """Starts a step. It does not wait for a GPU; on a CPU it computes the step."""
+        """Executes a plan. On a GPU it returns before the step has finished; on a CPU it computes the step."""
         flushed = False
         for command in plan.commands:
             if isinstance(command, AssignSeat):
                 self._assign_seat(command)
                 continue
             if isinstance(command, Load) and flushed:
-                self._barrier()  # the plan may load pages that it flushed before
+                self._barrier()  # the pages to load may have been flushed by another worker, earlier in this plan
                 flushed = False
             flushed |= isinstance(command, Flush)
             self._memory.execute(command)
@@ -101,14 +103,14 @@ class Runner:
         self._memory.mirror_filled_pages(plan.seats, plan.starts, plan.counts)
         if sampled_logits is None or not plan.sampled:
             return SubmittedStep(plan.number, None)
-        seats = plan.seats if len(plan.sampled) == len(plan.seats) else [plan.seats[at] for at in plan.sampled]
+        seats = plan.seats if len(plan.sampled) == len(plan.seats) else [plan.seats[index] for index in plan.sampled]
         next_positions = sampled_logits.positions + 1
         sampled = self._sampler.sample(sampled_logits.logits, seats, next_positions)
         self._tokens[sampled_logits.seat_of, next_positions] = sampled.token_ids.to(torch.int32)
         return SubmittedStep(plan.number, sampled)
 
     def _forward(self, plan: Plan) -> SampledLogits | None:
-        """Computes a step. Returns None if a later pipeline stage computes the logits."""
+        """Computes a step without a graph. Returns None if a later pipeline stage computes the logits."""
         view = self._memory.view(plan.seats, plan.starts, plan.counts)
         positions, seat_of = view.segments.positions, view.seat_of
         token_ids = self._tokens[seat_of, positions]
@@ -128,16 +130,8 @@ class Runner:
         self._sampler.admit(seat, prompt.params, tokens, len(prompt), prompt.stop_ids)
 
     def _last_tokens(self, plan: Plan) -> Tensor | None:
-        """Returns the indices of the last token of each sampled segment. None means all tokens."""
+        """Returns the index of the last token of each segment that is sampled. None means all tokens of the step."""
         if len(plan.sampled) == len(plan.counts) == plan.num_tokens:
             return None
-        ends = _running_sum(plan.counts)
-        return list_to_device([ends[at] - 1 for at in plan.sampled], torch.int64, self._device)
-
-
-def _running_sum(counts: Sequence[int]) -> list[int]:
-    total, sums = 0, []
-    for count in counts:
-        total += count
-        sums.append(total)
-    return sums
+        ends = list(accumulate(plan.counts))
+        return list_to_device([ends[index] - 1 for index in plan.sampled], torch.int64, self._device)

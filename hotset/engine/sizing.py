@@ -1,4 +1,4 @@
-"""Sizes the KV pools and the longest context, once, at start-up."""
+"""Decides, once at start-up, the sizes of the KV pools and the maximum context length."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -15,17 +15,17 @@ from hotset.kernels.swap_in import MAX_SLOTS
 from hotset.memory.device_pool import KvShape
 from hotset.memory.geometry import Geometry
 
-SLOTS_PER_TOPK = 2  # the default number of hot slots
+SLOTS_PER_TOPK = 2  # default number of slots in a hot buffer, as a multiple of the model's top-k
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """The sizes that the engine runs with: those of the configuration, or measured ones."""
+    """The sizes of the KV memory: those of the configuration, or sizes derived from the free memory."""
 
     geometry: Geometry
     device_pages: int
-    host_pages: int  # 0 without a host store
+    host_pages: int  # 0 if there is no host store
     max_model_len: int
 
     @property
@@ -35,14 +35,16 @@ class KvBudget:
     @property
     def resident_len(self) -> int:
         """The longest context that can be resident."""
-        return min(self.max_model_len, _longest(self.geometry.resident_pages, self.device_pages, self.max_model_len))
+        return min(
+            self.max_model_len, _longest_context(self.geometry.resident_pages, self.device_pages, self.max_model_len)
+        )
 
     def requests(self, tokens: int) -> int:
-        """Returns how many contexts of `tokens` rows can run at the same time."""
+        """Returns how many requests with `tokens` tokens each can run at the same time."""
         geometry, pages = self.geometry, self.device_pages
         at_once = pages // geometry.resident_pages(tokens)
         if self.tiers:
-            # The last request is prefilled through a workspace, which it releases afterwards.
+            # While the last request is prefilled, it needs more pages: its workspace, which it releases afterwards.
             extra = geometry.streamed_pages(tokens) - geometry.tiered_pages(tokens)
             at_once = max(at_once, (pages - extra) // geometry.tiered_pages(tokens))
         return at_once if self.host_pages == 0 else min(at_once, self.host_pages // geometry.row_pages(tokens))
@@ -50,11 +52,11 @@ class KvBudget:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """One worker's part of the KV, and the free memory of its device, in bytes."""
+    """One worker's part of the KV, and the free bytes of its device."""
 
     shape: KvShape
     free: int
-    owns_store: bool = True  # False if its rows are in the host store of another worker
+    owns_store: bool = True  # False if the worker shares the host store of another worker
 
 
 def kv_budget(config: EngineConfig, shape: KvShape, model_context: int, device: torch.device) -> KvBudget:
@@ -63,38 +65,39 @@ def kv_budget(config: EngineConfig, shape: KvShape, model_context: int, device: 
 
 
 def shared_budget(
-    config: EngineConfig, parts: Sequence[WorkerMemory], model_context: int, device: torch.device
+    config: EngineConfig, workers: Sequence[WorkerMemory], model_context: int, device: torch.device
 ) -> KvBudget:
-    """Sizes the pools so that they fit every worker, and finds the longest context that fits them.
+    """Chooses pool sizes that fit every worker, and the longest context that fits these pools.
 
-    Raises ConfigError, with the numbers and the flag to change, if the configured sizes do not fit.
+    Raises ConfigError, with the numbers and the flag to change, if configured sizes do not fit.
     """
-    geometry = _common(config, [part.shape for part in parts])
-    wanted = config.max_model_len or model_context
-    if wanted > model_context:
+    geometry = _common_geometry(config, [worker.shape for worker in workers])
+    context = config.max_model_len or model_context
+    if context > model_context:
         raise ConfigError(
-            f"--max-model-len {wanted} exceeds the {model_context} tokens of this model's context; lower it"
+            f"--max-model-len {context} exceeds the {model_context} tokens of this model's context; lower it"
         )
-    device_pages, flag = _device_pages(config, geometry, wanted, device, parts)
-    host_pages, host_flag = _host_pages(config, geometry, wanted, device_pages, device, parts)
-    holds = _longest(geometry.resident_pages, device_pages, wanted)
+    device_pages, flag = _device_pages(config, geometry, context, device, workers)
+    host_pages, host_flag = _host_pages(config, geometry, context, device_pages, device, workers)
+    longest = _longest_context(geometry.resident_pages, device_pages, context)
     if geometry.slots:
         tiered = min(
-            _longest(geometry.streamed_pages, device_pages, wanted),
-            _longest(geometry.tiered_pages, device_pages, wanted),
+            _longest_context(geometry.streamed_pages, device_pages, context),
+            _longest_context(geometry.tiered_pages, device_pages, context),
         )
-        holds = tiered if config.tiers == "always" else max(holds, tiered)
-    token_bytes = sum(part.shape.token_bytes for part in parts if part.owns_store)
-    _check_length(config, token_bytes, holds, wanted, "device", flag)
+        longest = tiered if config.tiers == "always" else max(longest, tiered)
+    token_bytes = sum(worker.shape.token_bytes for worker in workers if worker.owns_store)
+    _check_context(config, token_bytes, longest, context, "device", flag)
     if host_pages:
-        on_host = min(wanted, host_pages * config.page_rows)
-        _check_length(config, token_bytes, on_host, wanted, "host", host_flag)
-        holds = min(holds, on_host)
-    return KvBudget(geometry, device_pages, host_pages, min(wanted, holds))
+        longest_on_host = min(context, host_pages * config.page_rows)
+        _check_context(config, token_bytes, longest_on_host, context, "host", host_flag)
+        longest = min(longest, longest_on_host)
+    return KvBudget(geometry, device_pages, host_pages, min(context, longest))
 
 
-def _common(config: EngineConfig, shapes: Sequence[KvShape]) -> Geometry:
-    """Returns one geometry for all workers. They share page numbers, so a page holds what the smallest part allows."""
+def _common_geometry(config: EngineConfig, shapes: Sequence[KvShape]) -> Geometry:
+    """Returns one geometry for all workers. They share page numbers, so a page must hold the same number of index keys
+    and of workspace layers in every worker: the minimum over the workers."""
     geometries = [shape.geometry(config.page_rows, _slots(config, shape)) for shape in shapes]
     layers = min(geometry.layers for geometry in geometries)
     keys_per_page = min(geometry.keys_per_page for geometry in geometries)
@@ -102,11 +105,13 @@ def _common(config: EngineConfig, shapes: Sequence[KvShape]) -> Geometry:
 
 
 def _slots(config: EngineConfig, shape: KvShape) -> int:
-    """Returns the slots of a hot buffer, or 0 if no request can be tiered."""
+    """Returns the number of slots in a hot buffer, or 0 if no request can be tiered."""
     if not shape.groups:
-        for name, value in (("--tiers always", config.tiers == "always"), ("--hot-slots", config.hot_slots)):
-            if value:
-                raise ConfigError(f"{name} needs a model with sparse attention; this one attends to all rows")
+        for flag, is_set in (("--tiers always", config.tiers == "always"), ("--hot-slots", config.hot_slots)):
+            if is_set:
+                raise ConfigError(
+                    f"{flag} needs a model with sparse attention, but this model attends to all rows; leave it out"
+                )
         return 0
     if config.tiers == "off":
         return 0
@@ -119,22 +124,22 @@ def _slots(config: EngineConfig, shape: KvShape) -> int:
 
 
 def _device_pages(
-    config: EngineConfig, geometry: Geometry, wanted: int, device: torch.device, parts: Sequence[WorkerMemory]
+    config: EngineConfig, geometry: Geometry, context: int, device: torch.device, workers: Sequence[WorkerMemory]
 ) -> tuple[int, str]:
-    """Returns the pages of every worker's device pool, and the flag that changes them."""
-    page_bytes = [part.shape.layers * geometry.layer_page_bytes for part in parts]
+    """Returns the number of pages of each worker's device pool, and the flag that changes it."""
+    page_bytes = [worker.shape.layers * geometry.layer_page_bytes for worker in workers]
     if config.device_kv_tokens is not None:
         pages, flag = geometry.resident_pages(config.device_kv_tokens), "--device-kv-tokens"
     elif config.device_kv_gib is not None:
         pages, flag = int(config.device_kv_gib * GIB) // max(page_bytes), "--device-kv-gib"
-    else:  # no more than all seats could fill
-        flag, most = "--device-kv-gib", config.max_num_seqs * geometry.resident_pages(wanted)
-        shares = (_default_share(part.free, device, len(parts)) for part in parts)
-        pages = min(most, *(share // nbytes for share, nbytes in zip(shares, page_bytes, strict=True)))
-    for part, nbytes in zip(parts, page_bytes, strict=True):
-        if pages * nbytes > part.free:
+    else:
+        flag, usable = "--device-kv-gib", config.max_num_seqs * geometry.resident_pages(context)
+        shares = (_default_share(worker.free, device, len(workers)) for worker in workers)
+        pages = min(usable, *(share // nbytes for share, nbytes in zip(shares, page_bytes, strict=True)))
+    for worker, nbytes in zip(workers, page_bytes, strict=True):
+        if pages * nbytes > worker.free:
             raise ConfigError(
-                f"{flag} needs {show_bytes(pages * nbytes)} of memory, but only {show_bytes(part.free)} are free; "
+                f"{flag} needs {show_bytes(pages * nbytes)} of memory, but only {show_bytes(worker.free)} are free; "
                 "lower it"
             )
     return pages, flag
@@ -143,22 +148,23 @@ def _device_pages(
 def _host_pages(
     config: EngineConfig,
     geometry: Geometry,
-    wanted: int,
+    context: int,
     device_pages: int,
     device: torch.device,
-    parts: Sequence[WorkerMemory],
+    workers: Sequence[WorkerMemory],
 ) -> tuple[int, str]:
-    """Returns the pages of the host stores, and the flag that changes them.
+    """Returns the number of pages of the host store, and the flag that changes it.
 
-    There are none without tiers. Otherwise there are never fewer than the contexts on the device can fill, because
-    every row on the device also has its place on the host.
+    Without tiers it is 0. With tiers it is at least the number of device pages that can hold rows, because every row on
+    the device also has a host page.
     """
     if config.tiers == "off":
         return 0, "--tiers"
-    page_bytes = sum(part.shape.token_bytes for part in parts if part.owns_store) * config.page_rows
-    on_devices = sum(part.shape.layers for part in parts) * geometry.layer_page_bytes * device_pages
-    free = free_bytes(CPU) - (on_devices if device.type == "cpu" else 0)  # the same memory holds both pools
-    on_device = _most_row_pages(geometry, device_pages)
+    page_bytes = sum(worker.shape.token_bytes for worker in workers if worker.owns_store) * config.page_rows
+    device_bytes = sum(worker.shape.layers for worker in workers) * geometry.layer_page_bytes * device_pages
+    # On a CPU, the device pools are in host memory too.
+    free = free_bytes(CPU) - (device_bytes if device.type == "cpu" else 0)
+    min_pages = _max_row_pages(geometry, device_pages)
     if config.host_kv_tokens is not None:
         pages, flag = ceil_div(config.host_kv_tokens, config.page_rows), "--host-kv-tokens"
     elif config.host_kv_gib is not None:
@@ -166,11 +172,11 @@ def _host_pages(
     else:
         flag = "--host-kv-gib"
         share = cpu_pool_bytes(free) if device.type == "cpu" else host_store_bytes(free)
-        pages = max(on_device, min(share // page_bytes, config.max_num_seqs * geometry.row_pages(wanted)))
-    if pages < on_device:
+        pages = max(min_pages, min(share // page_bytes, config.max_num_seqs * geometry.row_pages(context)))
+    if pages < min_pages:
         raise ConfigError(
             f"{flag} gives a host store of {pages * config.page_rows} tokens, fewer than the "
-            f"{on_device * config.page_rows} that the device holds; raise it, or use --tiers off"
+            f"{min_pages * config.page_rows} that the device can hold; raise it, or use --tiers off"
         )
     if pages * page_bytes > free:
         raise ConfigError(
@@ -180,25 +186,26 @@ def _host_pages(
     return pages, flag
 
 
-def _most_row_pages(geometry: Geometry, pages: int) -> int:
-    """Returns how many of `pages` device pages can hold rows at most, however long the contexts are."""
+def _max_row_pages(geometry: Geometry, pages: int) -> int:
+    """Returns the maximum number of `pages` device pages that can hold rows. The others are needed for index keys."""
     if not geometry.keys_per_page:
         return pages
-    served = ceil_div(geometry.keys_per_page, geometry.page_rows)  # row pages per page of index keys
-    return pages * served // (served + 1)
+    row_pages_per_key_page = ceil_div(geometry.keys_per_page, geometry.page_rows)
+    return pages * row_pages_per_key_page // (row_pages_per_key_page + 1)
 
 
-def _check_length(config: EngineConfig, token_bytes: int, holds: int, wanted: int, where: str, flag: str) -> None:
-    if (config.max_model_len is not None and holds < wanted) or holds < 2:
+def _check_context(config: EngineConfig, token_bytes: int, longest: int, context: int, where: str, flag: str) -> None:
+    """Raises ConfigError if the configured context, or any context of two tokens, does not fit."""
+    if (config.max_model_len is not None and longest < context) or longest < 2:
         raise ConfigError(
-            f"the KV memory of the {where} holds {holds} tokens, fewer than one request of {wanted} needs; "
+            f"the KV memory of the {where} holds {longest} tokens, fewer than one request of {context} tokens needs; "
             f"raise {flag} ({show_bytes(token_bytes)} per token) or lower --max-model-len"
         )
 
 
-def _longest(pages_of: Callable[[int], int], pages: int, most: int) -> int:
-    """Returns the longest context, up to `most` tokens, that takes at most `pages` pages."""
-    low, high = 0, most
+def _longest_context(pages_of: Callable[[int], int], pages: int, max_tokens: int) -> int:
+    """Returns the longest context, up to `max_tokens` tokens, that needs at most `pages` pages."""
+    low, high = 0, max_tokens
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if pages_of(middle) <= pages else (low, middle - 1)
@@ -206,12 +213,12 @@ def _longest(pages_of: Callable[[int], int], pages: int, most: int) -> int:
 
 
 def _default_share(free: int, device: torch.device, workers: int) -> int:
-    """Returns the default size of one worker's device pool, in bytes. Workers on a CPU share its memory."""
+    """Returns the default size of one worker's device pool, in bytes. Workers on a CPU divide its memory."""
     return gpu_pool_bytes(free) if device.type == "cuda" else cpu_pool_bytes(free) // workers
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the bytes that could be allocated on the device now."""
+    """Returns the free memory of the device, in bytes. If a CPU's is unknown, returns half of its physical memory."""
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return int(free)

@@ -1,4 +1,4 @@
-"""Describes an engine's KV memory to its peers: where contexts are read from, and where they may land."""
+"""Describes an engine's KV memory to its peers: the memory that handoffs read contexts from, or write them to."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +18,7 @@ def host_store_name(replica: int) -> StoreName:
 
 
 def host_stores(hosts: Sequence[HostShard]) -> dict[StoreName, Store]:
-    """Describes the host store of each replica, by name."""
+    """Describes the host store of each replica. The keys are the names from `host_store_name`."""
     replicas = sorted({shard.replica for shard in hosts})
     return {
         host_store_name(replica): _host_store([shard for shard in hosts if shard.replica == replica])
@@ -29,9 +29,9 @@ def host_stores(hosts: Sequence[HostShard]) -> dict[StoreName, Store]:
 def landing_stores(
     hosts: Sequence[HostShard], pool: DevicePool | None, policy: LandingPolicy
 ) -> dict[StoreName, Store]:
-    """Describes where contexts may land: in the host stores and, if peers can write to the device `pool`, there.
+    """Describes the memory in which contexts can land: the host stores and, if `pool` is given, the device pool.
 
-    Index keys of rows that land on the host go to the pool, unless the policy puts them on the host.
+    If rows land on the host, their index keys land in the device pool, unless the policy puts them on the host too.
     """
     stores = host_stores(hosts)
     if pool is None:
@@ -43,15 +43,15 @@ def landing_stores(
     return {"device": on_device, **landings}
 
 
-def stores_of_host(stores: Mapping[StoreName, Store], pool: DevicePool | None) -> dict[StoreName, Store]:
-    """Returns the stores that this process can write to directly, because no part of them is in GPU memory."""
+def stores_in_host_memory(stores: Mapping[StoreName, Store], pool: DevicePool | None) -> dict[StoreName, Store]:
+    """Returns the stores of which no part is in GPU memory. This process can write to them directly."""
     if pool is None or pool.device.type == "cpu":
         return dict(stores)
     return {name: store for name, store in stores.items() if name != "device" and store.keys is None}
 
 
 def regions(hosts: Sequence[HostShard], pool: DevicePool | None) -> list[Region]:
-    """Returns the memory to register with a transfer engine: the host stores, and `pool` if contexts may land there."""
+    """Returns the memory to register with a transfer engine: the host stores and, if given, the device pool."""
     tensors = [tensor for shard in hosts for tensor in (shard.store.rows, shard.store.keys)]
     regions = [Region(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor is not None]
     if pool is not None:
@@ -61,17 +61,21 @@ def regions(hosts: Sequence[HostShard], pool: DevicePool | None) -> list[Region]
 
 
 def _host_store(shards: Sequence[HostShard]) -> Store:
-    """Describes the host store of one replica: its stages one after another, the ranks of each stage side by side."""
+    """Describes the host store of one replica, which can consist of one shard per pipeline stage and rank.
+
+    The layers of all stages follow each other in one span per rank. The ranks hold different heads of each row.
+    """
     stages = sorted({shard.first_layer for shard in shards})
     by_stage = [[shard for shard in shards if shard.first_layer == stage] for stage in stages]
     spans = []
-    for rank in zip(*by_stage, strict=True):
-        layers = [layer for shard in rank for layer in shard.store.rows]
-        spans.append(_span(layers, rank[0].shape.row.stride_bytes, rank[0].store.page_rows))
+    for shards_of_rank in zip(*by_stage, strict=True):
+        layers = [layer for shard in shards_of_rank for layer in shard.store.rows]
+        first = shards_of_rank[0]
+        spans.append(_span(layers, first.shape.row.stride_bytes, first.store.page_rows))
     keys = None
     if (key := shards[0].shape.key) is not None:
-        stored = [stage[0].store.keys for stage in by_stage]
-        groups = [group for keys_of_stage in stored if keys_of_stage is not None for group in keys_of_stage]
+        keys_by_stage = [stage[0].store.keys for stage in by_stage]
+        groups = [group for keys_of_stage in keys_by_stage if keys_of_stage is not None for group in keys_of_stage]
         keys = _span(groups, key.stride_bytes, shards[0].store.page_rows)
     if len(spans) == 1:
         return Store(whole_rows(spans[0]), keys)
@@ -88,12 +92,15 @@ def _device_store(pool: DevicePool) -> Store:
     if pool.shape.key is not None:
         assert pool.key_blocks is not None
         parts = range(pool.key_parts)
-        starts = tuple(tuple(pool.bytes[first + part].data_ptr() for part in parts) for first in pool.shape.key_layers)
-        per_part, stride = pool.key_blocks.shape[2], pool.shape.key.stride_bytes
-        keys = PagedSpan(starts, geometry.layer_page_bytes, geometry.keys_per_page, per_part, stride)
+        key_bases = tuple(
+            tuple(pool.bytes[first + part].data_ptr() for part in parts) for first in pool.shape.key_layers
+        )
+        keys_per_part, stride = pool.key_blocks.shape[2], pool.shape.key.stride_bytes
+        keys = PagedSpan(key_bases, geometry.layer_page_bytes, geometry.keys_per_page, keys_per_part, stride)
     return Store(whole_rows(rows), keys)
 
 
-def _span(units: Sequence[Tensor], stride: int, page_rows: int) -> PagedSpan:
-    bases = tuple((unit.data_ptr(),) for unit in units)
+def _span(tensors: Sequence[Tensor], stride: int, page_rows: int) -> PagedSpan:
+    """Describes the pages of several layers, or of several index groups, each in a tensor of its own."""
+    bases = tuple((tensor.data_ptr(),) for tensor in tensors)
     return PagedSpan(bases, page_rows * stride, page_rows, page_rows, stride)

@@ -1,17 +1,15 @@
-"""How long an engine may take to stop. This module needs no torch, because the CLI uses it too."""
+"""Time limits for stopping an engine. The CLI uses this module too, so it needs no torch."""
 
 from hotset.handoff.agent import NOTIFY_SECONDS
 from hotset.handoff.agent import STOP_SECONDS as AGENT_SECONDS
 from hotset.transfer.lanes import CLOSE_S
 
-STOP_SECONDS = 10.0  # that a child gets to finish its step and exit, before it is killed
-DRAIN_SECONDS = 5.0  # the minimum that open handoffs get to finish
-ENDPOINT_SECONDS = (
-    NOTIFY_SECONDS + AGENT_SECONDS + CLOSE_S
-)  # that the handoff endpoint may take to close after its drain
-UNPINNED_PER_SECOND = 1e9  # bytes of pinned memory that even a slow machine releases in a second
+STOP_SECONDS = 10.0  # time for a child process to finish its step and exit before it is killed
+DRAIN_SECONDS = 5.0  # minimum time for open handoffs to finish
+ENDPOINT_SECONDS = NOTIFY_SECONDS + AGENT_SECONDS + CLOSE_S  # time for the handoff endpoint to close after its drain
+UNPINNED_BYTES_PER_SECOND = 1e9  # rate at which even a slow machine releases pinned memory
 
 
-def closing_seconds(host_bytes: int, with_endpoint: bool) -> float:
-    """Returns the time that closing an engine may take on a slow machine, in addition to its drain."""
-    return (DRAIN_SECONDS + ENDPOINT_SECONDS if with_endpoint else 0.0) + host_bytes / UNPINNED_PER_SECOND
+def closing_seconds(pinned_bytes: int, with_endpoint: bool) -> float:
+    """Returns the time that closing an engine can take on a slow machine, in addition to the requested drain."""
+    return (DRAIN_SECONDS + ENDPOINT_SECONDS if with_endpoint else 0.0) + pinned_bytes / UNPINNED_BYTES_PER_SECOND

@@ -1,4 +1,4 @@
-"""Invalid settings are refused with the name of their flag."""
+"""Invalid settings are refused with an error that names their flag."""
 
 import math
 from typing import Any
@@ -11,18 +11,18 @@ from hotset.base.errors import ConfigError
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0, -1])
 @pytest.mark.parametrize("name", ["max_body_mib", "max_queue", "max_concurrency", "drain_seconds"])
-def test_limits_of_the_server_must_be_finite_and_above_zero(name: str, value: Any) -> None:
+def test_limits_of_the_server_must_be_finite_and_positive(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^--{flag_name(name)} must be a finite number above 0, got"):
         ServeConfig(**{name: value})
 
 
 @pytest.mark.parametrize("port", [math.inf, math.nan, -1, 65536])
-def test_a_port_must_exist(port: Any) -> None:
+def test_a_port_must_be_a_number_from_0_to_65535(port: Any) -> None:
     with pytest.raises(ConfigError, match=r"^--port"):
         ServeConfig(port=port)
 
 
-SECRET = "sixteen or more letters"
+SECRET = "at least sixteen characters"
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ SECRET = "sixteen or more letters"
         ({"handoff_secret": SECRET}, "--handoff-secret is for"),
         ({"transfer": "mooncake"}, "--transfer is for"),
         ({"transfer_protocol": "rdma"}, "--transfer-protocol is for --role"),
-        ({"role": "decode", "transfer_protocol": "rdma"}, "NIXL chooses its own"),
+        ({"role": "decode", "transfer_protocol": "rdma"}, "NIXL chooses its protocol"),
         ({"role": "decode", "transfer": "mooncake", "transfer_protocol": "udp"}, "must be one of 'tcp', 'rdma', got"),
         ({"role": "decode", "control": "tcp://127.0.0.1:1"}, "takes the form host:port"),
         ({"role": "decode", "control": "0.0.0.0:1", "handoff_secret": SECRET}, "as in --advertise 10"),
@@ -41,12 +41,14 @@ SECRET = "sixteen or more letters"
         ({"role": "decode", "handoff_secret": "short"}, "at least 16 characters"),
     ],
 )
-def test_settings_that_a_worker_cannot_use_are_refused_before_a_model_is_loaded(settings: Any, message: str) -> None:
+def test_handoff_settings_that_are_invalid_or_without_effect_are_refused_before_a_model_is_loaded(
+    settings: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
 
 
-def test_handoff_settings_are_accepted_for_workers() -> None:
+def test_valid_handoff_settings_of_a_prefill_worker_are_accepted() -> None:
     reachable = {"control": "0.0.0.0:1", "advertise": "10.0.0.1:0", "handoff_secret": SECRET}
     EngineConfig(role="prefill", transfer="mooncake", transfer_protocol="rdma", **reachable)
 

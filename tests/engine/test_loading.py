@@ -1,5 +1,5 @@
-"""Choosing a device, and the messages on machines without a usable GPU. torch's answers are faked, since no machine has
-all of these GPUs."""
+"""`choose_device`, and its messages on machines without a usable GPU. The tests replace functions of torch, because no
+machine has all of these GPUs."""
 
 import logging
 import warnings
@@ -22,7 +22,7 @@ def old_driver() -> bool:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A torch with CUDA and two usable GPUs."""
+    """Makes torch report CUDA and two usable GPUs. Tests change single functions through the returned MonkeyPatch."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -41,17 +41,21 @@ def test_a_usable_gpu_is_chosen_without_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("attribute", "answer", "reason"),
+    ("function", "replacement", "reason"),
     [
         ("is_available", no_gpu, "no GPU was found"),
         ("is_available", old_driver, "driver is too old for CUDA 13.0"),
-        ("get_device_capability", lambda index: (7, 0), "Old GPU is older than compute capability 8.0"),
+        (
+            "get_device_capability",
+            lambda index: (7, 0),
+            "Old GPU has compute capability 7.0, but Hotset needs 8.0 or newer",
+        ),
     ],
 )
 def test_without_a_usable_gpu_the_cpu_is_chosen_with_one_warning(
-    machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, attribute: str, answer: object, reason: str
+    machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, function: str, replacement: object, reason: str
 ) -> None:
-    machine.setattr(torch.cuda, attribute, answer)
+    machine.setattr(torch.cuda, function, replacement)
     with caplog.at_level(logging.WARNING):
         assert choose_device(None) == torch.device("cpu")
     assert [reason in record.getMessage() for record in caplog.records] == [True]
@@ -59,7 +63,7 @@ def test_without_a_usable_gpu_the_cpu_is_chosen_with_one_warning(
         choose_device("cuda")
 
 
-def test_a_torch_without_cuda_is_named_as_the_reason_if_a_gpu_is_requested(
+def test_a_requested_gpu_is_refused_if_torch_was_built_without_cuda(
     machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.setattr(torch.version, "cuda", None)
@@ -70,12 +74,12 @@ def test_a_torch_without_cuda_is_named_as_the_reason_if_a_gpu_is_requested(
         choose_device("cuda")
 
 
-def test_a_missing_gpu_is_refused_by_its_number(machine: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="no GPU 2, only 2"):
+def test_a_gpu_number_that_does_not_exist_is_refused(machine: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="GPU 2 does not exist: this machine has 2"):
         choose_device("cuda:2")
 
 
 @pytest.mark.parametrize("name", ["gpu", "mps"])
-def test_an_unknown_device_is_refused_by_its_name(name: str) -> None:
+def test_an_unsupported_device_is_refused_with_its_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--device '{name}'"):
         choose_device(name)

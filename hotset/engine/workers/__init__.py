@@ -1,1 +1,1 @@
-"""The processes that compute steps: the controller's executors, the worker process, and the messages between them."""
+"""The workers that compute steps. The controller (the engine process) sends them plans through an `Executor`."""

@@ -1,4 +1,4 @@
-"""How the workers of one step compute together: pipeline stages, and collectives over torch.distributed."""
+"""Communication between workers during a step: pipeline stages, and collectives over torch.distributed."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,14 +14,14 @@ from hotset.memory.view import View
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
 
-# The longest that a rank waits for another one within a step. The controller notices a dead worker earlier.
+# A rank waits this long for another rank within a step. The controller notices a dead worker earlier.
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 
 
 class World(Protocol):
-    """Connects one worker to the others."""
+    """The interface through which one worker communicates with the others."""
 
-    collectives: Collectives  # among the tensor parallel ranks of its stage, or among all data parallel ranks
+    collectives: Collectives  # between the tensor parallel ranks of its stage, or between all data parallel ranks
 
     def send(self, x: Tensor, to: int) -> None:
         """Sends `x` to worker number `to`, which calls `receive`."""
@@ -33,11 +33,13 @@ class World(Protocol):
 class Stage:
     """Implements `RunnerModel` for one stage of a pipeline.
 
-    `before` and `after` are the numbers of the workers that hold the adjacent stages; None at the ends.
+    `previous_worker` and `next_worker` are the numbers of the workers with the adjacent stages. They are None at the
+    first and at the last stage.
     """
 
-    def __init__(self, decoder: Decoder, world: World, before: int | None, after: int | None) -> None:
-        self._decoder, self._world, self._before, self._after = decoder, world, before, after
+    def __init__(self, decoder: Decoder, world: World, previous_worker: int | None, next_worker: int | None) -> None:
+        self._decoder, self._world = decoder, world
+        self._previous_worker, self._next_worker = previous_worker, next_worker
         self.device, self.dtype, self.vocab = decoder.device, decoder.dtype, decoder.spec.vocab
 
     @property
@@ -46,15 +48,15 @@ class Stage:
 
     def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor | None:
         """Returns logits at the last stage, and None at all others."""
-        if self._before is None:
+        if self._previous_worker is None:
             x = self._decoder.embed(token_ids)
         else:
             x = torch.empty(len(token_ids), self._decoder.hidden, dtype=self.dtype, device=self.device)
-            self._world.receive(x, self._before)
+            self._world.receive(x, self._previous_worker)
         x = self._decoder.run_layers(x, view)
-        if self._after is None:
+        if self._next_worker is None:
             return self._decoder.logits(x, logit_indices)
-        self._world.send(x, self._after)
+        self._world.send(x, self._next_worker)
         return None
 
     def idle_moe_step(self) -> None:
@@ -66,7 +68,7 @@ class DistributedWorld:
     """Implements `World` over torch.distributed: NCCL between GPUs, gloo between CPU processes."""
 
     def __init__(self, rank: WorkerRank, device: torch.device) -> None:
-        """Joins the process group at the rendezvous address, and waits there for all other workers."""
+        """Joins the process group at the rendezvous address. Blocks until all other workers have joined."""
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -94,7 +96,7 @@ class DistributedWorld:
 
 
 class DistributedCollectives:
-    """Implements `Collectives` among the members of one process group."""
+    """Implements `Collectives` for the members of one process group."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
@@ -106,7 +108,7 @@ class DistributedCollectives:
         if self._on_gpu:
             dist.all_reduce(x, group=self._group)
             return x
-        # Adding in the order of the ranks gives the same bits on every rank.
+        # Every rank adds the parts in the order of the ranks, so all get the same bits.
         return torch.stack(self._all_gather(x)).sum(0)
 
     def all_gather_columns(self, x: Tensor) -> Tensor:
@@ -123,7 +125,7 @@ class DistributedCollectives:
         return self.all_reduce(x)[first : first + self.tokens_per_rank[self.rank]]
 
     def barrier(self) -> None:
-        """Returns when every rank has finished the work it was given so far."""
+        """Waits until every rank has finished the work that it submitted before its own call of `barrier`."""
         if self._on_gpu:
             torch.cuda.synchronize()
         dist.barrier(self._group)

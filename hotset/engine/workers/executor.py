@@ -1,4 +1,4 @@
-"""The executor interface: how the step loop runs steps, whatever processes or machines compute them."""
+"""The interface between the step loop and the workers, and its implementation with one worker in this process."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,27 +18,30 @@ class StepFuture(Protocol):
     """The future results of a submitted step."""
 
     def results(self) -> Sequence[StepResult | None]:
-        """Waits until every worker has executed this step. Raises EngineStopped if a worker died."""
+        """Waits until every worker has executed this step, and returns one result per replica.
+
+        Raises EngineStopped if a worker died.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class HostShard:
-    """A host store, or one worker's part of it, in memory that the controller can address."""
+    """A host store, or one worker's part of it, mapped into the memory of the engine process."""
 
     replica: int
-    first_layer: int  # the first layer it holds, numbered in the whole model
-    shape: KvShape  # of the part that it holds
-    kv_heads: int  # of the whole model, if ranks divide rows by heads; else 1
+    first_layer: int  # index of its first layer in the whole model
+    shape: KvShape  # the KV shape of this part of the model
+    kv_heads: int  # number of KV heads of the whole model if ranks divide rows by heads, else 1
     store: HostStore
 
 
 def whole_host_store(memory: KvMemory) -> list[HostShard]:
-    """Returns the host store of a worker that holds the whole model; empty without tiers."""
+    """Returns the host store of a worker that holds the whole model, or an empty list without tiers."""
     return [] if memory.host is None else [HostShard(0, 0, memory.pool.shape, 1, memory.host)]
 
 
 class Executor(Protocol):
-    """Executes steps in the order of submission. Not thread-safe, except for `mirrored_event` and its result."""
+    """Executes steps in the order of submission. Only `mirrored_event` and its result may be used from any thread."""
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Compiles kernels and captures graphs before the first request. `progress(done, total)` counts graphs."""
@@ -47,26 +50,26 @@ class Executor(Protocol):
         """Raises EngineStopped if a worker has died."""
 
     def submit(self, step: Step) -> StepFuture:
-        """Starts a step without waiting for earlier ones, unless it reads host pages that they may still be writing."""
+        """Starts a step. Waits for earlier steps only if this one reads host pages that they may still write."""
 
     def mirrored_event(self) -> DeviceEvent | None:
-        """Returns an event that occurs when all copies to the host of the steps submitted so far have finished.
+        """Returns an event that occurs when the steps submitted so far have finished all their copies to the host.
 
-        Returns None if they already have.
+        Returns None if they have already finished.
         """
 
     def hosts(self) -> Sequence[HostShard]:
-        """Returns the host stores of all workers; empty without tiers."""
+        """Returns the host stores of all workers, or an empty sequence without tiers."""
 
     @property
     def pool(self) -> DevicePool | None:
-        """The device pool, if it belongs to this process."""
+        """The device pool if it belongs to this process, else None."""
 
     def traffic(self) -> Traffic:
-        """Returns the traffic between host and device since start, summed over all workers."""
+        """Returns the traffic between host and device since start, over all workers."""
 
     def audit(self, tiered: Sequence[Mapping[int, int]]) -> None:
-        """Checks the residency maps. `tiered` maps, for each replica, a tiered seat to the rows of its context."""
+        """Checks the residency maps. `tiered[replica]` maps each tiered seat to the number of rows of its context."""
 
     @property
     def pinned_bytes(self) -> int:
@@ -98,7 +101,7 @@ class InProcessExecutor:
 
     def submit(self, step: Step) -> StepFuture:
         (plan,) = step
-        assert plan is not None, "a step of one replica has a plan"
+        assert plan is not None, "an engine with one replica submits no step without a plan"
         return _SubmittedInProcess(self.runner.submit(plan))
 
     def mirrored_event(self) -> DeviceEvent | None:

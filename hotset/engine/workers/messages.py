@@ -1,4 +1,4 @@
-"""Messages between the controller and its worker processes. Each worker has one pipe to the controller."""
+"""Messages between the controller (the engine process) and its workers. Each worker has one pipe to the controller."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from hotset.tiers.kv_memory import Traffic
 
 @dataclass(frozen=True, slots=True)
 class WorkerRank:
-    """The position of one worker among all workers of the engine."""
+    """Identifies one worker among all workers of the engine."""
 
     number: int  # in [0, workers)
     workers: int
@@ -27,7 +27,7 @@ class WorkerRank:
 
     @property
     def name(self) -> str:
-        """Names the worker in error messages."""
+        """The name of the worker in error messages."""
         if self.split.dp_size > 1:
             return f"worker {self.number} (data parallel rank {self.split.rank} of {self.split.size})"
         rank = f"rank {self.split.rank} of {self.split.size}"
@@ -40,7 +40,7 @@ class WorkerRank:
 
 @dataclass(frozen=True, slots=True)
 class InitWorker:
-    """Tells a worker to load its part of the model. This is always the first command."""
+    """Commands a worker to load its part of the model. This is always the first command."""
 
     config: EngineConfig
     rank: WorkerRank
@@ -64,10 +64,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class InitCache:
-    """Tells a worker to allocate its KV memory. If the budget has host pages, a `SharedMemory` for them follows."""
+    """Commands a worker to allocate its KV memory. If the budget has host pages, a `SharedMemory` for them follows."""
 
     budget: KvBudget
-    writer: int  # this worker's number among the workers that write to the same host store
+    writer: int  # in [0, writers): this worker's index among the workers that write to the same host store
     writers: int
 
 
@@ -78,7 +78,8 @@ class CacheReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """Reports that the worker cannot start or cannot continue. `trace` is set if the cause is a bug in Hotset."""
+    """Reports that the worker cannot start or cannot continue. `trace` is a traceback; it is None if the cause is a
+    StartupError."""
 
     error: StartupError
     trace: str | None = None
@@ -86,12 +87,12 @@ class WorkerFailed:
 
 @dataclass(frozen=True, slots=True)
 class ExecuteStep:
-    """Tells a worker to execute a step after all earlier ones."""
+    """Commands a worker to execute a step, after all earlier ones."""
 
     number: int
     plan: Plan | None  # None if the worker's replica computes nothing in this step
     sampled: Sequence[SampledToken]  # tokens that the last stage sampled in earlier steps, for the first stage
-    tokens_per_rank: Sequence[int]  # that each data parallel rank computes in this step
+    tokens_per_rank: Sequence[int]  # number of tokens that each data parallel rank computes in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class StepDone:
     """Reports that the step has been executed and that all its copies to the host have finished."""
 
     number: int
-    result: StepResult | None  # from the one worker of each replica that reports samples; None from all others
+    result: StepResult | None  # set by one worker of each replica (see `Worker._reports_samples`); None from the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +117,17 @@ class TrafficReport:
 class RunAudit:
     """Requests an `AuditReport`."""
 
-    tiered: Mapping[int, int]  # tiered seat -> rows of its context
+    tiered: Mapping[int, int]  # tiered seat -> number of rows of its context
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    flaw: str | None  # None if the audit found nothing
+    flaw: str | None  # a description of what is inconsistent; None if the audit passed
 
 
 @dataclass(frozen=True, slots=True)
 class StopWorker:
-    """Tells a worker to release its memory and exit."""
+    """Commands a worker to release its memory and exit."""
 
 
 WorkerCommand = InitWorker | InitCache | ExecuteStep | GetTraffic | RunAudit | StopWorker

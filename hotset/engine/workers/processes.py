@@ -1,4 +1,4 @@
-"""The controller's side of worker processes on this machine: starts them, sends them steps, receives their reports."""
+"""The executor with worker processes on this machine: starts them, sends them steps and receives their reports."""
 
 import contextlib
 import multiprocessing
@@ -20,7 +20,7 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, StartupError
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory
-from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_PER_SECOND
+from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND
 from hotset.engine.workers.executor import HostShard, Step, StepFuture
 from hotset.engine.workers.messages import (
     AuditReport,
@@ -50,10 +50,10 @@ from hotset.tiers.kv_memory import Traffic
 from hotset.transfer.api import DeviceEvent
 
 T = TypeVar("T", bound=WorkerReport)
-START_SECONDS = 1800.0  # the longest silence of a worker that is starting
-STEP_SECONDS = 600.0  # the longest step
-CAUSE_SECONDS = 1.0  # how long to look for another dead worker as the cause of a failure
-STOP_IN_STEP_SECONDS = 2.0  # that workers get to stop during a step, which may never end if one has died
+START_SECONDS = 1800.0  # time limit between two reports of starting workers
+STEP_SECONDS = 600.0  # time limit for a report on a step
+CAUSE_SECONDS = 1.0  # time to wait, after a worker failed, for the death of another worker that may be the cause
+STOP_IN_STEP_SECONDS = 2.0  # time for workers to stop during a step, which never ends if one of them has died
 
 
 @dataclass(slots=True)
@@ -61,8 +61,8 @@ class _Worker:
     rank: WorkerRank
     process: SpawnProcess
     pipe: Connection
-    shape: KvShape | None = None  # None until it has loaded
-    free: int = 0  # bytes of its device
+    shape: KvShape | None = None  # None until the worker has loaded its weights
+    free: int = 0  # free bytes of its device, known when it has loaded
     bytes_loaded: int = 0
     bytes_to_load: int = 0
 
@@ -78,7 +78,7 @@ class _StepState:
 
 
 class _SubmittedToWorkers:
-    """Implements `StepFuture`."""
+    """Implements `StepFuture` for a step that several workers execute."""
 
     def __init__(self, executor: "MultiprocessExecutor", state: _StepState) -> None:
         self._executor, self._state = executor, state
@@ -110,10 +110,10 @@ class MultiprocessExecutor:
         device: torch.device,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """Starts all workers; `load` then waits for their weights.
+        """Starts all workers. `load` then waits until they have loaded their weights.
 
-        `kv_heads` is that of the whole model if rows consist of heads, else 1. `wake` is called from another thread
-        when a worker has died, so `check` would raise.
+        `kv_heads` is the number of KV heads of the whole model if rows consist of heads, else 1. `wake` is called from
+        another thread when a worker has died; `check` raises from then on.
         """
         self._config, self._kv_heads, self._on_gpu = config, kv_heads, device.type == "cuda"
         self._workers: list[_Worker] = []
@@ -125,7 +125,7 @@ class MultiprocessExecutor:
         self._sampled: list[SampledToken] = []  # tokens that the first stage has not received yet
         self._dead: list[_Worker] = []
         self._wake = wake
-        # Without this, a program that does not call `close` hangs at exit: it joins workers that wait for commands.
+        # Without this, a program that does not call `close` hangs at exit, because multiprocessing joins the workers.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
         rendezvous = f"127.0.0.1:{_free_port()}"
         try:
@@ -148,7 +148,7 @@ class MultiprocessExecutor:
         threading.Thread(target=self._watch, args=(list(self._workers),), daemon=True).start()
 
     def _watch(self, workers: Sequence[_Worker]) -> None:
-        """Waits until the first worker process ends."""
+        """Waits until a worker process has ended, records it as dead, and calls `wake`."""
         by_sentinel = {worker.process.sentinel: worker for worker in workers}
         ended = wait(list(by_sentinel))
         self._dead += [by_sentinel[sentinel] for sentinel in ended if isinstance(sentinel, int)]
@@ -156,14 +156,17 @@ class MultiprocessExecutor:
 
     def _start(self, rank: WorkerRank) -> tuple[Connection, SpawnProcess]:
         context = multiprocessing.get_context("spawn")
-        pipe, far_end = context.Pipe()
-        process = context.Process(target=main, args=(far_end,), name=f"hotset-worker-{rank.number}")
+        pipe, worker_end = context.Pipe()
+        process = context.Process(target=main, args=(worker_end,), name=f"hotset-worker-{rank.number}")
         process.start()
-        far_end.close()
+        worker_end.close()
         return pipe, process
 
     def load(self, progress: Callable[[int, int], None]) -> list[WorkerMemory]:
-        """Waits until every worker has loaded its weights, and returns the memory that each has for KV."""
+        """Waits until every worker has loaded its weights, and returns the memory that each has left for KV.
+
+        `progress(done, total)` counts bytes.
+        """
         loading = set(range(len(self._workers)))
         while loading:
             number, report = self._receive(loading, START_SECONDS)
@@ -186,7 +189,7 @@ class MultiprocessExecutor:
         ]
 
     def init_cache(self, budget: KvBudget, progress: Callable[[int, int], None]) -> None:
-        """Has every worker allocate its KV memory. `progress(done, total)` counts workers."""
+        """Makes every worker allocate its KV memory, and waits for them. `progress(done, total)` counts workers."""
         for worker in self._workers:
             self._init_worker_cache(worker, budget)
         for done in range(len(self._workers)):
@@ -198,7 +201,7 @@ class MultiprocessExecutor:
             shared.close()
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Does nothing: workers compile kernels when they first need them."""
+        """Does nothing, because workers compile kernels on first use and capture no graphs."""
 
     def check(self) -> None:
         if self._dead:
@@ -206,7 +209,7 @@ class MultiprocessExecutor:
 
     def submit(self, step: Step) -> StepFuture:
         if any(plan is not None and plan.reads_host for plan in step) and self._shares_stores:
-            self._drain()  # another rank may have written the pages, and has reported so by then
+            self._drain()  # another rank may still be writing these pages, until it reports the step
         self._steps_submitted += 1
         state = _StepState(self._steps_submitted, step, [None] * len(step), set(range(len(self._workers))))
         tokens_per_rank = [0 if plan is None else plan.num_tokens for plan in step]
@@ -238,10 +241,10 @@ class MultiprocessExecutor:
 
     @property
     def pool(self) -> None:
-        """Returns None, because every worker has a device pool of its own."""
+        """None, because the device pools belong to the workers."""
 
     def traffic(self) -> Traffic:
-        """Sums the traffic of all workers. Rows that several workers hold parts of count once; bytes are added up."""
+        """Returns the total traffic of all workers. Rows of which several workers hold parts are counted once."""
         self._drain()
         reports = [
             (worker.rank, self._request(worker, GetTraffic(), TrafficReport).traffic) for worker in self._workers
@@ -273,9 +276,9 @@ class MultiprocessExecutor:
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 worker.pipe.send(StopWorker())
-        # A worker in a step may be blocked in a collective with a dead worker, and so never read `StopWorker`.
+        # During a step, a worker may be blocked in a collective with a dead worker, and then never reads `StopWorker`.
         stop_seconds = STOP_IN_STEP_SECONDS if self._in_flight else STOP_SECONDS
-        deadline = time.monotonic() + stop_seconds + self.pinned_bytes / UNPINNED_PER_SECOND
+        deadline = time.monotonic() + stop_seconds + self.pinned_bytes / UNPINNED_BYTES_PER_SECOND
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
             if worker.process.is_alive():
@@ -305,10 +308,10 @@ class MultiprocessExecutor:
         self._shared[-1].send(worker.pipe, worker.process.pid)
 
     def _writer(self, worker: _Worker) -> tuple[int, int]:
-        """Returns the worker's number among the writers of its host store, and their count.
+        """Returns the worker's index among the writers of its host store, and the number of these writers.
 
         Tensor parallel ranks of a DSA model have the same rows and share one host store. Ranks of a GQA model have
-        the rows of their own heads.
+        rows of different heads, and each has its own host store.
         """
         split = worker.rank.split
         has_same_rows = self._shape(worker).key is not None
@@ -319,7 +322,7 @@ class MultiprocessExecutor:
             self._receive_step_report()
 
     def _receive_step_report(self) -> None:
-        """Receives one worker's report on one step."""
+        """Waits for the next report on a step in flight, and records it."""
         missing = {number for state in self._in_flight for number in state.missing}
         number, report = self._receive(missing, STEP_SECONDS)
         if not isinstance(report, StepDone):
@@ -332,7 +335,7 @@ class MultiprocessExecutor:
             self._complete(self._in_flight.popleft())
 
     def _complete(self, state: _StepState) -> None:
-        """Collects the tokens of a step that every worker has reported, for the first stage of a pipeline."""
+        """Handles a step that every worker has reported. Keeps its tokens for the first stage, if there are several."""
         self.steps_finished = state.number
         if self._workers[0].rank.stages == 1:
             return
@@ -354,7 +357,10 @@ class MultiprocessExecutor:
             raise self._died(worker) from None
 
     def _receive(self, numbers: set[int], timeout: float) -> tuple[int, WorkerReport]:
-        """Waits for the next report of one of these workers. Raises EngineStopped if any worker dies meanwhile."""
+        """Waits for the next report of one of the workers `numbers`, and returns the worker's number with the report.
+
+        Raises EngineStopped if any worker dies meanwhile, or if no report arrives within `timeout` seconds.
+        """
         by_pipe = {worker.pipe: worker for worker in self._workers if worker.rank.number in numbers}
         by_sentinel = {worker.process.sentinel: worker for worker in self._workers}
         ready = wait([*by_pipe, *by_sentinel], timeout)
@@ -377,12 +383,12 @@ class MultiprocessExecutor:
         return EngineStopped(f"{worker.rank.name} died (exit code {worker.process.exitcode})")
 
     def _failure(self, worker: _Worker, failed: WorkerFailed) -> StartupError | EngineStopped:
-        """Returns the error to raise. If another worker died, this one failed because of it, so the error names that
-        one."""
-        others = {other.process.sentinel: other for other in self._workers if other is not worker}
-        for sentinel in wait(list(others), CAUSE_SECONDS):
-            if isinstance(sentinel, int) and others[sentinel].process.exitcode != 0:
-                return self._died(others[sentinel])
+        """Returns the error to raise after a worker failed. If another worker has died, that is the cause, so the error
+        names the dead worker."""
+        by_sentinel = {other.process.sentinel: other for other in self._workers if other is not worker}
+        for sentinel in wait(list(by_sentinel), CAUSE_SECONDS):
+            if isinstance(sentinel, int) and by_sentinel[sentinel].process.exitcode != 0:
+                return self._died(by_sentinel[sentinel])
         if failed.trace is not None:
             print(failed.trace, file=sys.stderr)
         if worker.shape is None:
@@ -393,13 +399,13 @@ class MultiprocessExecutor:
         return EngineStopped(f"{worker.rank.name} sent an unexpected report: {report!r}")
 
     def _shape(self, worker: _Worker) -> KvShape:
-        assert worker.shape is not None, f"{worker.rank.name} has not loaded"
+        assert worker.shape is not None, f"{worker.rank.name} has not loaded its weights"
         return worker.shape
 
 
 def _sampled_tokens(plan: Plan, result: StepResult) -> list[SampledToken]:
-    """Returns the tokens with their positions, which the first stage needs for the next step of these seats."""
-    positions = [(plan.seats[at], plan.starts[at] + plan.counts[at]) for at in plan.sampled]
+    """Returns the sampled tokens with their seats and positions. The first stage needs them for the next step."""
+    positions = [(plan.seats[index], plan.starts[index] + plan.counts[index]) for index in plan.sampled]
     return [
         SampledToken(seat, position, token) for (seat, position), token in zip(positions, result.token_ids, strict=True)
     ]

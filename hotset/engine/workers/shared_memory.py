@@ -1,4 +1,4 @@
-"""Memory that several processes of one machine map. It has no name, so it disappears with its last process."""
+"""Memory that several processes of one machine share. It has no name, so it is freed when its last process exits."""
 
 import mmap
 import os
@@ -13,10 +13,10 @@ from hotset.base.units import show_bytes
 
 
 class SharedMemory:
-    """`nbytes` of memory, mapped at a different address in each process. Fresh memory is zero."""
+    """`nbytes` bytes of shared memory. Each process maps them at its own address. New memory is zero."""
 
     def __init__(self, nbytes: int, descriptor: int | None = None) -> None:
-        """Creates new memory, or maps that of another process, whose `descriptor` it owns from then on."""
+        """Creates new memory or, given a `descriptor`, maps the memory of another process and owns the descriptor."""
         self.nbytes = nbytes
         self._descriptor = os.memfd_create("hotset-kv") if descriptor is None else descriptor
         try:
@@ -29,10 +29,10 @@ class SharedMemory:
                 f"{show_bytes(nbytes)} of shared host memory cannot be allocated ({error.strerror}); "
                 "lower --host-kv-gib"
             ) from error
-        self.bytes: Tensor = torch.frombuffer(mapped, dtype=torch.uint8)  # it keeps the mapping alive
+        self.bytes: Tensor = torch.frombuffer(mapped, dtype=torch.uint8)  # the tensor keeps the mapping alive
 
     def send(self, pipe: Connection, pid: int) -> None:
-        """Sends the memory to the process `pid` at the other end of the pipe, which calls `receive`."""
+        """Shares the memory with process `pid` at the other end of the pipe. That process must call `receive`."""
         pipe.send(self.nbytes)
         send_handle(pipe, self._descriptor, pid)
 
@@ -42,7 +42,7 @@ class SharedMemory:
         return cls(nbytes, recv_handle(pipe))
 
     def close(self) -> None:
-        """Closes the descriptor, so the memory cannot be sent any more. Mappings stay valid. Idempotent."""
+        """Closes the descriptor. The memory can no longer be sent, but its mappings stay valid. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,6 +1,6 @@
-"""A worker process: holds its part of the model and of the KV memory, executes steps in order, and reports.
+"""A worker process: it holds a part of the model and of the KV memory, executes steps in order, and reports results.
 
-It takes no decisions. It exits as soon as the pipe to its controller is closed, whatever it is doing.
+It makes no decisions. It exits as soon as the pipe to the controller is closed, even in the middle of a step.
 """
 
 import logging
@@ -50,7 +50,7 @@ Inbox = queue.SimpleQueue[tuple[WorkerCommand, SharedMemory | None]]
 
 def main(pipe: Connection) -> None:
     """Runs the worker process until it receives `StopWorker`."""
-    # The controller handles signals: it stops its workers, or it dies and so closes the pipe.
+    # The controller handles signals. It stops its workers; if it dies, the pipe closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log_to_stderr()
@@ -62,7 +62,7 @@ def serve(
     join_world: Callable[[WorkerRank, torch.device], World],
     on_controller_lost: Callable[[], None],
 ) -> None:
-    """Executes commands until `StopWorker`. `join_world` connects this worker to the others."""
+    """Executes commands until `StopWorker`, and reports failures. `join_world` connects this worker to the others."""
     inbox: Inbox = queue.SimpleQueue()
     send_lock = threading.Lock()
 
@@ -82,7 +82,7 @@ def serve(
 
 
 def _read_commands(pipe: Connection, inbox: Inbox, on_controller_lost: Callable[[], None]) -> None:
-    """Reads the pipe in a thread of its own. It notices a dead controller even while a collective blocks the worker."""
+    """Reads the pipe in a separate thread. It notices a dead controller even while a collective blocks the worker."""
     while True:
         try:
             command: WorkerCommand = pipe.recv()
@@ -101,7 +101,7 @@ def _serve(
     inbox: Inbox, send: Callable[[WorkerReport], None], join_world: Callable[[WorkerRank, torch.device], World]
 ) -> None:
     init, _ = inbox.get()
-    assert isinstance(init, InitWorker), f"the first command of a worker was {init}"
+    assert isinstance(init, InitWorker), f"the first command must be InitWorker, not {init}"
     rank, device = init.rank, torch.device(init.rank.device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank.workers))
@@ -110,7 +110,7 @@ def _serve(
     cache, memory = inbox.get()
     if isinstance(cache, StopWorker):
         return
-    assert isinstance(cache, InitCache), f"a worker that has loaded received {cache}"
+    assert isinstance(cache, InitCache), f"the second command must be InitCache or StopWorker, not {cache}"
     worker = Worker(init, world.collectives, stage, cache, memory, send)
     try:
         send(CacheReady())
@@ -125,14 +125,14 @@ def _load(init: InitWorker, device: torch.device, world: World, send: Callable[[
     decoder = load_decoder(
         init.config, device, lambda done, total: send(LoadProgress(done, total)), split, world.collectives
     )
-    before = None if rank.stage == 0 else rank.number - split.size
-    after = None if rank.stage == rank.stages - 1 else rank.number + split.size
+    previous_worker = None if rank.stage == 0 else rank.number - split.size
+    next_worker = None if rank.stage == rank.stages - 1 else rank.number + split.size
     send(Loaded(decoder.kv_shape, free_bytes(device)))
-    return Stage(decoder, world, before, after)
+    return Stage(decoder, world, previous_worker, next_worker)
 
 
 class Worker:
-    """A worker that has its weights and its KV memory."""
+    """Executes the commands of a worker whose weights are loaded and whose KV memory is allocated."""
 
     def __init__(
         self,
@@ -198,7 +198,8 @@ class Worker:
         self._submitted.put((step.number, submitted))
 
     def _report_steps(self) -> None:
-        """Reports finished steps from a thread of its own: on a GPU the next step is submitted before one has ended."""
+        """Waits for submitted steps and reports them. It runs in a separate thread, because on a GPU further steps are
+        submitted meanwhile."""
         try:
             while (entry := self._submitted.get()) is not None:
                 number, submitted = entry
@@ -213,7 +214,7 @@ class Worker:
 
     @property
     def _reports_samples(self) -> bool:
-        """True on the first rank of the last stage. Every rank of that stage samples the same tokens."""
+        """True on the first tensor parallel rank of the last stage. All ranks of that stage sample the same tokens."""
         return self._rank.stage == self._rank.stages - 1 and self._rank.split.tp_rank == 0
 
     def _find_flaw(self, tiered: Mapping[int, int]) -> str | None:
