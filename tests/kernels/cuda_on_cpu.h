@@ -6,6 +6,7 @@
 // shared memory, and traps. It does not model caches or interleaved single accesses.
 //
 // Only small headers are included, because this file is compiled once for every set of constants.
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -47,7 +48,8 @@ namespace emulated {
 
 enum State { READY, BLOCK, WARP, IN_CLUSTER, DONE };
 struct Fibre {
-    ucontext_t context;
+    ucontext_t context;  // where the fibre begins
+    jmp_buf registers;   // where it waits. Unlike swapcontext, _setjmp and _longjmp make no system call.
     char *stack;
     State state;
     unsigned votes;     // calls of __syncthreads_or
@@ -60,7 +62,7 @@ enum { MAX_THREADS = 1024, MAX_ARGUMENTS = 32, STACK_BYTES = 256 << 10 };
 static Fibre fibres[CLUSTER * MAX_THREADS];  // all blocks of the cluster, one after another
 static unsigned threads;                       // per block
 static unsigned current;                       // the running fibre
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static const char *failure;
 static int64_t lanes[CLUSTER * MAX_THREADS / 32][32];  // values exchanged by the threads of each warp
 static int votes[CLUSTER][3];
@@ -73,7 +75,7 @@ static unsigned char poison = 0xAB;  // the value of every unwritten byte of sha
 static void wait(State state) {
     Fibre &self = fibres[current];
     self.state = state;
-    swapcontext(&self.context, &scheduler);
+    if (!_setjmp(self.registers)) _longjmp(scheduler, 1);
 }
 
 static void fail(const char *message) {
@@ -143,9 +145,13 @@ static bool run_block(unsigned member) {
     shuffle(order, ready);
     for (unsigned i = 0; i < ready; ++i) {
         current = order[i];
-        fibres[current].began = true;
         threadIdx.x = order[i] - first;
-        swapcontext(&scheduler, &fibres[order[i]].context);
+        if (!_setjmp(scheduler)) {  // the fibre returns here when it waits
+            Fibre &fibre = fibres[current];
+            if (fibre.began) _longjmp(fibre.registers, 1);
+            fibre.began = true;
+            setcontext(&fibre.context);
+        }
         if (failure) return false;
     }
     if (ready > 0) return true;

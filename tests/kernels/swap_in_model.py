@@ -174,12 +174,12 @@ class SwapInModel:
         indices = [pages[i // per_page] * per_page + i % per_page for i in range(first, first + len(values))]
         memory[torch.tensor(indices)] = torch.tensor(values, dtype=memory.dtype)
 
-    def draw_batch(self) -> Batch:
+    def draw_batch(self, min_queries: int = 1) -> Batch:
         """Draws queries in random order: tiered seats at most once, resident seats any number of times, padding."""
         shape, draw = self.shape, self.random
         seats = draw.sample(range(shape.tiered), draw.randint(0, shape.tiered))
         seats += [draw.randrange(shape.tiered, shape.seats) for _ in range(draw.randint(0, 2)) if shape.resident]
-        seats += [EMPTY] * draw.randint(0 if seats else 1, 1)
+        seats += [EMPTY] * max(draw.randint(0, 1), min_queries - len(seats))
         draw.shuffle(seats)
         self.stamp += draw.randint(3, 5)
         length = draw.randint(1, shape.context)

@@ -129,8 +129,14 @@ def test_experts_of_another_dtype_are_refused() -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("hidden", "width"), [(64, 32), (40, 24), (17, 5), (33, 70)])
-@pytest.mark.parametrize("tokens", [1, 25])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width"),
+    [
+        *((25, hidden, width) for hidden, width in ((64, 32), (40, 24), (17, 5), (33, 70))),
+        (1, 33, 70),
+        *(pytest.param(1, hidden, width, marks=pytest.mark.slow) for hidden, width in ((64, 32), (40, 24), (17, 5))),
+    ],
+)
 def test_tiled_products_equal_one_token_at_a_time(tokens: int, hidden: int, width: int) -> None:
     impl = triton_impl()
     tiles = impl.Tiles(16, impl.Tile(32, 16, 4, 2), impl.Tile(16, 32, 4, 2))

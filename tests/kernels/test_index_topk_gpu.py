@@ -309,7 +309,8 @@ def test_index_topk_selects_the_best_of_its_own_scores(impl: ModuleType, case: C
 def test_queries_that_exceed_the_workspace_are_processed_in_batches(
     impl: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs = with_padding(make_inputs(CASES[3], seed=5))
+    case = Case((1, 4), (40, 30), heads=16, dim=32, block_rows=80) if INTERPRETED else LARGE[3]
+    inputs = with_padding(make_inputs(case, seed=5))
     arguments = (inputs.q, inputs.weights, inputs.keys, inputs.segments, 13, SCALE)
     in_one_batch = impl.index_topk(*arguments)
     monkeypatch.setattr(impl, "WORKSPACE_BYTES", 3 * 4 * 4096)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from interpreted import INTERPRETED, triton_impl
+from matrix import slow_if
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -225,7 +226,7 @@ def tensor_parallel_degrees(heads: int) -> list[int]:
     return [ranks for ranks in range(1, most + 1) if heads % ranks == 0 or ranks % heads == 0]
 
 
-@pytest.mark.parametrize("heads", (1, 2) if INTERPRETED else range(1, 9))
+@pytest.mark.parametrize("heads", slow_if((1, 2), slow={1}) if INTERPRETED else range(1, 9))
 def test_heads_are_transferred_between_any_two_degrees_of_tensor_parallelism(heads: int) -> None:
     for source, target in itertools.product(tensor_parallel_degrees(heads), repeat=2):
         check_transfer(heads, source, target, head_bytes=6 if (source + target) % 2 else 32)

@@ -73,7 +73,7 @@ WIDTHS = slow_if([*range(1, 41), 656, 1152], set(range(41)) - QUICK_WIDTHS)
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    k = draw(st.integers(1, 9))
+    k = draw(st.sampled_from([1, 5, 6, 7, 8]))  # the hash table has 2 or 16 entries: every size is a compilation
     return Shape(
         k=k,
         slots=k + draw(st.integers(0, 9)),
@@ -118,7 +118,7 @@ def test_random_steps_over_many_slots_equal_the_model(op: Op, shape: Shape, stam
 
 @with_each_op
 def test_the_oldest_slots_are_evicted_and_among_equals_the_lower_ones(op: Op) -> None:
-    model = SwapInModel(Shape(k=4, slots=6, page_rows=4, words_per_page=16, context_pages=8), seed=2)
+    model = SwapInModel(Shape(k=5, slots=6, page_rows=4, words_per_page=16, context_pages=8), seed=2)
     for stamp, positions in enumerate([[10, 11], [12, 13], [14, 15], [11, 14]]):
         model.check_step(op, one_seat(model, positions, stamp=stamp))
     assert model.maps[0].last_used == [0, 3, 1, 1, 3, 2]
@@ -147,7 +147,7 @@ def test_the_oldest_slots_are_evicted_when_all_ages_are_similar(op: Op, stamp: i
 
 @with_each_op
 def test_a_second_plan_with_the_same_stamp_evicts_no_slot_of_the_first(op: Op) -> None:
-    model = SwapInModel(Shape(k=3, slots=6, page_rows=4, words_per_page=16, context_pages=8), seed=3)
+    model = SwapInModel(Shape(k=5, slots=6, page_rows=4, words_per_page=16, context_pages=8), seed=3)
     model.check_step(op, one_seat(model, [7, 8, 9], stamp=5))
     model.check_step(op, one_seat(model, [1, 8, 2], stamp=5))
     assert model.maps[0].position_of == [7, 8, 9, 1, 2, EMPTY]
@@ -352,7 +352,7 @@ def test_a_plan_may_have_any_number_of_threads(threads: int) -> None:
     op = CudaOnCpu(replace(TWO_LAUNCHES, clusters=((1, cuda_impl.Cluster(2, threads=threads)),)))
     model = SwapInModel(Shape(k=150, slots=256, page_rows=8, words_per_page=20, context_pages=50), seed=20, full=True)
     for _ in range(6):
-        model.check_step(op, model.draw_batch())
+        model.check_step(op, model.draw_batch(min_queries=3))
 
 
 @needs_compiler
@@ -362,7 +362,7 @@ def test_a_cluster_may_have_any_number_of_blocks(blocks: int) -> None:
     shape = Shape(k=60, slots=100, page_rows=8, words_per_page=20, context_pages=50, tiered=4, resident=2, width=48)
     model = SwapInModel(shape, seed=22, full=True)
     for _ in range(6):
-        model.check_step(op, model.draw_batch())
+        model.check_step(op, model.draw_batch(min_queries=3))
 
 
 @needs_compiler
@@ -408,7 +408,7 @@ def test_more_positions_than_a_gpu_supports_are_refused() -> None:
 @needs_compiler
 def test_the_kernel_traps_if_there_are_more_misses_than_evictable_slots() -> None:
     op = CudaOnCpu(CLUSTERS)
-    model = SwapInModel(Shape(k=3, slots=4, page_rows=4, words_per_page=16, context_pages=8), seed=3)
-    model.check_step(op, one_seat(model, [7, 8, 9], stamp=5))
+    model = SwapInModel(Shape(k=5, slots=6, page_rows=4, words_per_page=16, context_pages=8), seed=3)
+    model.check_step(op, one_seat(model, [7, 8, 9, 10, 11], stamp=5))
     with pytest.raises(AssertionError, match="the kernel trapped"):
         model.run(op, one_seat(model, [1, 2], stamp=5))
