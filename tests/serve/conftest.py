@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 import tokenizers
 from running_server import API_KEY, ORIGIN, RunningServer, serving
+
+DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -72,12 +75,25 @@ def embedded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
 
 
 @pytest.fixture(scope="session")
-def client(embedded_server: RunningServer) -> Iterator[openai.OpenAI]:
+def embedded_client(embedded_server: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{embedded_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
-def http(embedded_server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=embedded_server.url, timeout=60) as http:
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of the demo model, whose tokens cost a tenth of the embedded model's."""
+    with serving(tmp_path_factory.mktemp("demo"), DEMO) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def client(demo_server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def http(demo_server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=demo_server.url, timeout=60) as http:
         yield http

@@ -1,4 +1,4 @@
-"""The embedded model through the `openai` package over real HTTP."""
+"""The embedded and the demo model through the `openai` package over real HTTP."""
 
 import asyncio
 from collections.abc import Iterable
@@ -10,9 +10,11 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 from running_server import RunningServer
 
-MODEL = "SmolLM2-135M-Instruct"
+EMBEDDED = "SmolLM2-135M-Instruct"
+MODEL = "demo-dsa"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 CAPITAL = "The capital of France is"
+COUNTING = "1, 2, 3, 4,"
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:
@@ -23,6 +25,12 @@ def ask(client: openai.OpenAI, **options: Any) -> Any:
 def complete(client: openai.OpenAI, **options: Any) -> Any:
     values = {"model": MODEL, "prompt": CAPITAL, "temperature": 0, "max_tokens": 6, **options}
     return client.completions.create(**values)
+
+
+def completed_ids(client: openai.OpenAI, **options: Any) -> list[int]:
+    choice = complete(client, extra_body={"return_token_ids": True}, **options).choices[0]
+    token_ids: list[int] = choice.model_extra["token_ids"]
+    return token_ids
 
 
 def streamed_text(chunks: Iterable[ChatCompletionChunk]) -> str:
@@ -36,17 +44,21 @@ def tokenize(http: httpx.Client, body: dict[str, Any]) -> list[int]:
     return tokens
 
 
-def test_chat_answers_paris(client: openai.OpenAI) -> None:
-    answer = ask(client)
+def ask_embedded(embedded_client: openai.OpenAI, **options: Any) -> Any:
+    return ask(embedded_client, **{"model": EMBEDDED, **options})
+
+
+def test_chat_answers_paris(embedded_client: openai.OpenAI) -> None:
+    answer = ask_embedded(embedded_client)
     assert "Paris" in answer.choices[0].message.content
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].finish_reason == "stop"
-    assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion" and answer.model == MODEL
+    assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion" and answer.model == EMBEDDED
 
 
-def test_streamed_chat_equals_the_full_response(client: openai.OpenAI) -> None:
-    chunks = list(ask(client, stream=True))
-    assert streamed_text(chunks) == ask(client).choices[0].message.content
+def test_streamed_chat_equals_the_full_response(embedded_client: openai.OpenAI) -> None:
+    chunks = list(ask_embedded(embedded_client, stream=True))
+    assert streamed_text(chunks) == ask_embedded(embedded_client).choices[0].message.content
     assert "Paris" in streamed_text(chunks)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
@@ -66,12 +78,12 @@ def test_usage_counts_the_tokens_that_went_in_and_came_out(client: openai.OpenAI
     assert last.choices == [] and last.usage == answer.usage
 
 
-def test_stop_string_ends_the_answer_and_is_never_shown(client: openai.OpenAI) -> None:
+def test_stop_string_ends_the_answer_and_is_never_shown(embedded_client: openai.OpenAI) -> None:
     # The stop string ends inside a token, so the text before it must be held back until the match is decided.
-    whole = ask(client, stop=["Par"]).choices[0]
+    whole = ask_embedded(embedded_client, stop=["Par"]).choices[0]
     assert (whole.message.content, whole.finish_reason) == ("The capital of France is ", "stop")
-    assert streamed_text(ask(client, stop=["Par"], stream=True)) == whole.message.content
-    kept = ask(client, stop="Par", extra_body={"include_stop_str_in_output": True}).choices[0]
+    assert streamed_text(ask_embedded(embedded_client, stop=["Par"], stream=True)) == whole.message.content
+    kept = ask_embedded(embedded_client, stop="Par", extra_body={"include_stop_str_in_output": True}).choices[0]
     assert kept.message.content == "The capital of France is Par"
 
 
@@ -128,11 +140,11 @@ def test_completion_logprobs_give_the_offset_of_each_token_in_the_text(client: o
 
 
 def test_logit_bias_forces_and_bars_tokens(client: openai.OpenAI, http: httpx.Client) -> None:
-    (london,) = tokenize(http, {"prompt": " London"})
-    (paris,) = tokenize(http, {"prompt": " Paris"})
-    assert complete(client, logit_bias={str(london): 100}, max_tokens=2).choices[0].text == " London London"
-    plain, barred = (complete(client, logit_bias=bias).choices[0].text for bias in ({}, {str(paris): -100}))
-    assert "Paris" in plain and " Paris" not in barred
+    (one,) = tokenize(http, {"prompt": " one"})
+    assert complete(client, logit_bias={str(one): 100}, max_tokens=2).choices[0].text == " one one"
+    plain = completed_ids(client)
+    barred = completed_ids(client, logit_bias={str(plain[0]): -100})
+    assert plain[0] not in barred
 
 
 def test_every_form_of_prompt_means_the_same(client: openai.OpenAI, http: httpx.Client) -> None:
@@ -140,10 +152,11 @@ def test_every_form_of_prompt_means_the_same(client: openai.OpenAI, http: httpx.
     expected = complete(client).choices[0].text
     for prompt in (CAPITAL, [CAPITAL], ids, [ids]):
         assert [choice.text for choice in complete(client, prompt=prompt).choices] == [expected]
-    both = complete(client, prompt=[CAPITAL, "1, 2, 3, 4,"], n=2, extra_body={"return_token_ids": True})
+    counting = complete(client, prompt=COUNTING).choices[0].text
+    both = complete(client, prompt=[CAPITAL, COUNTING], n=2, extra_body={"return_token_ids": True})
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
-    assert [choice.text for choice in both.choices[:2]] == [expected, expected]
-    assert both.choices[2].text.startswith(" 5")
+    assert [choice.text for choice in both.choices] == [expected, expected, counting, counting]
+    assert expected != counting
     assert [choice.model_extra["prompt_token_ids"] == ids for choice in both.choices] == [True, True, False, False]
     assert both.usage.completion_tokens == sum(len(choice.model_extra["token_ids"]) for choice in both.choices)
 
@@ -157,11 +170,15 @@ def test_token_limits_hold(client: openai.OpenAI) -> None:
 
 
 def test_stop_token_ids_and_special_tokens(client: openai.OpenAI, http: httpx.Client) -> None:
-    (paris,) = tokenize(http, {"prompt": " Paris"})
-    stopped = complete(client, extra_body={"stop_token_ids": [paris]}).choices[0]
-    assert (stopped.text, stopped.finish_reason, stopped.model_extra["stop_reason"]) == ("", "stop", paris)
-    shown = ask(client, extra_body={"skip_special_tokens": False, "ignore_eos": True}, max_tokens=9)
-    assert "<|im_end|>" in shown.choices[0].message.content
+    first = completed_ids(client)[0]
+    stopped = complete(client, extra_body={"stop_token_ids": [first]}).choices[0]
+    assert (stopped.text, stopped.finish_reason, stopped.model_extra["stop_reason"]) == ("", "stop", first)
+    (end,) = tokenize(http, {"prompt": "<|end|>"})
+    ends = {"max_tokens": 2, "logit_bias": {str(end): 100}}
+    hidden, shown = (
+        ask(client, extra_body={"skip_special_tokens": skip, "ignore_eos": True}, **ends) for skip in (True, False)
+    )
+    assert (hidden.choices[0].message.content, shown.choices[0].message.content) == ("", "<|end|><|end|>")
 
 
 def test_text_parts_are_one_text(client: openai.OpenAI) -> None:
@@ -169,28 +186,28 @@ def test_text_parts_are_one_text(client: openai.OpenAI) -> None:
     assert ask(client, messages=[{"role": "user", "content": parts}]).usage == ask(client).usage
 
 
-def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).model_extra["max_model_len"] == 8192
-    assert ask(client, model="embedded", max_tokens=1).model == MODEL
+def test_models_are_listed_and_found(embedded_client: openai.OpenAI) -> None:
+    assert [model.id for model in embedded_client.models.list()] == [EMBEDDED]
+    assert embedded_client.models.retrieve(EMBEDDED).model_extra["max_model_len"] == 8192
+    assert ask(embedded_client, model="embedded", max_tokens=1).model == EMBEDDED
     with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("some/other")
+        embedded_client.models.retrieve("some/other")
 
 
 def test_detokenize_undoes_tokenize(http: httpx.Client) -> None:
-    for text in (CAPITAL, "naïve café 🦊", "<|im_start|>user\n"):
+    for text in (CAPITAL, "naïve café 🦊", "<|end|>user\n"):
         tokens = tokenize(http, {"prompt": text})
         assert http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
 
 
-def test_simultaneous_requests_get_their_own_answers(embedded_server: RunningServer) -> None:
-    async def all_at_once() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{embedded_server.url}/v1", api_key="none", max_retries=0) as client:
-            prompts = [CAPITAL, "1, 2, 3, 4,", "The opposite of hot is"] * 2
-            request = {"model": MODEL, "temperature": 0, "max_tokens": 3}
+def test_simultaneous_requests_get_their_own_answers(demo_server: RunningServer, client: openai.OpenAI) -> None:
+    async def all_at_once(prompts: list[str]) -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0) as client:
+            request = {"model": MODEL, "temperature": 0, "max_tokens": 6}
             answers = await asyncio.gather(*(client.completions.create(prompt=p, **request) for p in prompts))
             return [answer.choices[0].text for answer in answers]
 
-    texts = asyncio.run(all_at_once())
-    assert texts[:3] == texts[3:]
-    assert "Paris" in texts[0] and texts[1].startswith(" 5") and "cold" in texts[2]
+    prompts = [CAPITAL, COUNTING, "The opposite of hot is"]
+    one_by_one = [complete(client, prompt=prompt).choices[0].text for prompt in prompts]
+    assert len(set(one_by_one)) == 3
+    assert asyncio.run(all_at_once(prompts * 2)) == one_by_one * 2
