@@ -22,7 +22,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hotset.base.sampling import SamplingParams
 from hotset.engine.llm import LLM
-from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.weights import open_weights
 
 PROMPTS = (
     "The history of the bicycle begins",

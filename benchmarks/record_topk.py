@@ -36,7 +36,8 @@ from hotset.evaluate.tasks import TASKS, make_questions
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import Selected, View, ViewWrapper
-from hotset.models.checkpoint import ModelFiles, find_model, open_weights
+from hotset.models.checkpoint.files import ModelFiles, find_model
+from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.spec import MlaSpec
 from hotset.models.tokenizer import Tokenizer

@@ -57,8 +57,7 @@ from hotset.kernels.swap_in import Copies, copy
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
-from hotset.models.checkpoint import TensorSlice
-from hotset.models.checkpoint.source import DummySource
+from hotset.models.checkpoint.source import DummySource, TensorSlice
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
 from hotset.models.spec import IndexSpec, KvStorage, MlaSpec, ModelSpec

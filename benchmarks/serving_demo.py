@@ -43,7 +43,8 @@ from hotset.engine.loading import choose_device, choose_dtype, kv_storage
 from hotset.engine.outputs import EngineStats
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.evaluate.tasks import TASKS, make_questions
-from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.spec import MlaSpec
 from hotset.models.tokenizer import Tokenizer

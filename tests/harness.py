@@ -21,7 +21,7 @@ from hotset.engine.workers.executor import InProcessExecutor
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
-from hotset.models.checkpoint import TensorSlice
+from hotset.models.checkpoint.source import TensorSlice
 from hotset.models.spec import ModelSpec
 
 CPU = torch.device("cpu")

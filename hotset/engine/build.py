@@ -26,7 +26,7 @@ from hotset.handoff.messages import ModelIdentity
 from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
-from hotset.models.checkpoint import find_model
+from hotset.models.checkpoint.files import find_model
 from hotset.models.spec import GqaSpec, ModelSpec
 from hotset.models.split import Split, check_data_parallel, check_tensor_parallel, stage_layers
 from hotset.schedule.scheduler import Scheduler

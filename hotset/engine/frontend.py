@@ -8,7 +8,7 @@ from hotset.base.config import EMBEDDED, EngineConfig
 from hotset.base.errors import CheckpointError, RequestError
 from hotset.base.sampling import SamplingParams
 from hotset.engine.input_processor import ModelCard
-from hotset.models.checkpoint import find_model
+from hotset.models.checkpoint.files import find_model
 from hotset.models.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}

@@ -20,7 +20,8 @@ from rich.progress import (
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
 from hotset.memory.device_pool import KvShape
-from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.weights import open_weights
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
 from hotset.models.dsa import dsa_kv_shape

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from hotset.base.errors import CheckpointError, MissingDependency, RequestError
-from hotset.models.checkpoint import ModelFiles
+from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.checkpoint.gguf_file import GgufFile
-from hotset.models.checkpoint.gguf_source import gguf_eos_ids
+from hotset.models.checkpoint.gguf_spec import gguf_eos_ids
 from hotset.models.config_fields import read_optional_json
 from hotset.models.gguf_tokenizer import build_gguf_tokenizer, gguf_adds_bos, gguf_special_tokens
 from hotset.models.text_stream import BYTE_TOKEN, ByteStream, TextStream, WindowStream

@@ -35,7 +35,8 @@ from hotset.handoff.messages import (
     RowsComputed,
     Store,
 )
-from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.weights import open_weights
 from hotset.models.config_reader import read_spec
 from hotset.models.decoder import Decoder
 from hotset.models.spec import AS_COMPUTED, KvStorage

@@ -22,7 +22,7 @@ from hotset.base.errors import ConfigError, EngineStopped
 from hotset.engine.build import build_engine, worker_splits
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.workers.processes import MultiprocessExecutor
-from hotset.models.checkpoint import find_model
+from hotset.models.checkpoint.files import find_model
 
 DEADLINE_S = 90.0
 TINY = {

@@ -16,7 +16,8 @@ from hotset.memory.device_pool import DevicePool
 from hotset.memory.resident import ResidentView, make_batch
 from hotset.memory.tables import PageTables
 from hotset.memory.view import Selected, View, ViewWrapper
-from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.tokenizer import Tokenizer
 

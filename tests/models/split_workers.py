@@ -12,7 +12,7 @@ from hotset.memory.device_pool import DevicePool, KvShape
 from hotset.memory.resident import Batch, ResidentView, make_batch
 from hotset.memory.tables import PageTables
 from hotset.memory.view import Selected
-from hotset.models.checkpoint import WeightSource
+from hotset.models.checkpoint.source import WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
 from hotset.models.spec import AS_COMPUTED, GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec

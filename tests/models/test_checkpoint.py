@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hotset.base.errors import CheckpointError, MissingDependency
-from hotset.models.checkpoint import files, find_model, open_weights
+from hotset.models.checkpoint import files
+from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.safetensors_source import dequantise_blocks
+from hotset.models.checkpoint.weights import open_weights
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 LLAMA = {

@@ -10,7 +10,8 @@ from models.test_parity import NEAR_TIE, StableTopk
 
 from hotset.base.sampling import SamplingParams
 from hotset.evaluate.tasks import TASKS, make_questions
-from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.tokenizer import Tokenizer
 

@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotset.base.errors import CheckpointError
-from hotset.models.checkpoint import ModelFiles, find_model, open_weights
+from hotset.models.checkpoint.files import ModelFiles, find_model
 from hotset.models.checkpoint.gguf_file import open_gguf
-from hotset.models.checkpoint.gguf_source import gguf_name, gguf_spec, unpermute
+from hotset.models.checkpoint.gguf_source import gguf_name, unpermute
+from hotset.models.checkpoint.gguf_spec import gguf_spec
+from hotset.models.checkpoint.weights import open_weights
 from hotset.models.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")

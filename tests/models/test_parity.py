@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hotset.base.sampling import SamplingParams
-from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 
 SIZES = [(15, 24), pytest.param(150, 64, marks=pytest.mark.slow)]  # examples, tokens of each answer

@@ -13,7 +13,9 @@ from split_workers import SPECS, STEPS, answers, on_ranks, worker
 from torch import Tensor
 
 from hotset.base.errors import CheckpointError
-from hotset.models.checkpoint import ModelFiles, TensorSlice, WeightSource, find_model, open_weights
+from hotset.models.checkpoint.files import ModelFiles, find_model
+from hotset.models.checkpoint.source import TensorSlice, WeightSource
+from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.spec import ModelSpec
 from hotset.models.split import Split, stage_layers

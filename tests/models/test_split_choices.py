@@ -12,7 +12,7 @@ from split_workers import SPECS
 from torch import Tensor
 
 from hotset.base.errors import ConfigError
-from hotset.models.checkpoint import TensorSlice
+from hotset.models.checkpoint.source import TensorSlice
 from hotset.models.collectives import SINGLE_RANK
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec

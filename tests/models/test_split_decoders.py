@@ -9,7 +9,7 @@ from split_workers import SPECS, STEPS, Answers, Step, answers, on_ranks, worker
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.models.checkpoint import TensorSlice
+from hotset.models.checkpoint.source import TensorSlice
 from hotset.models.collectives import SINGLE_RANK
 from hotset.models.spec import MlaSpec
 from hotset.models.split import stage_layers

