@@ -53,7 +53,7 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.engine.runner import Runner
 from hotset.engine.sizing import KvBudget, kv_budget
 from hotset.engine.workers.executor import InProcessExecutor
-from hotset.kernels.swap_in import Copies, copy
+from hotset.kernels.swap_in import RowCopies, copy
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
 from hotset.memory.pages import PageAllocator
@@ -274,7 +274,7 @@ def gather_seconds(setup: ModelSetup, requests: int, missed_rows: float) -> floa
         host = torch.randint(num_host_rows, (requests, per_request), device=CUDA).sort(dim=1).values
         device = torch.randperm(num_device_rows, device=CUDA)[: requests * per_request].view(requests, per_request)
         count = torch.full((requests,), per_request, dtype=torch.int32, device=CUDA)
-        copies = Copies(host, device, count)
+        copies = RowCopies(host, device, count)
         calls.append(partial(copy, copies, setup.host.rows[0], setup.pool.rows[0]))
     return seconds_of(calls)
 

@@ -30,7 +30,7 @@ from swap_in_state import PAGE_ROWS, TOP_K, PinnedRows, SwapInState, make_state,
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
 from hotset.kernels.page_copy import cuda_impl as page_copy_cuda
-from hotset.kernels.swap_in import Copies, cuda_impl
+from hotset.kernels.swap_in import RowCopies, cuda_impl
 
 SLOTS = (4096, 8192)
 BATCHES = (1, 8, 32, 128)
@@ -100,7 +100,7 @@ class SwapInResult:
         }
 
 
-def with_cluster(cluster: cuda_impl.Cluster) -> cuda_impl.SwapInTuning:
+def with_cluster(cluster: cuda_impl.BlockCluster) -> cuda_impl.SwapInTuning:
     """Returns a tuning that uses this cluster for every batch."""
     return replace(cuda_impl.TUNED, clusters=((1, cluster),))
 
@@ -128,17 +128,17 @@ def gather_us(states: list[SwapInState]) -> float:
     flat = [state.flat(copies) for state, copies in zip(states, lists, strict=True)]
     kernel = cuda_source.kernel(Path(__file__).with_name("bare_gather.cu"), "bare_gather")
 
-    def gather(state: SwapInState, copies: Copies) -> None:
+    def gather(state: SwapInState, copies: RowCopies) -> None:
         count = copies.host_rows.shape[1]
         shape = LaunchShape(-(-count // 4), 128)
         units = state.host_rows.shape[1] // 16
         rows = (copies.host_rows, copies.device_rows, count)
         kernel.launch(shape, *rows, state.host_rows, state.device_rows, units)
 
-    def copy(state: SwapInState, copies: Copies) -> None:
+    def copy(state: SwapInState, copies: RowCopies) -> None:
         cuda_impl.copy(copies, state.host_rows, state.device_rows)
 
-    def microseconds(function: Callable[[SwapInState, Copies], None], inputs: list[Copies]) -> float:
+    def microseconds(function: Callable[[SwapInState, RowCopies], None], inputs: list[RowCopies]) -> float:
         calls = [partial(function, state, copies) for state, copies in zip(states, inputs, strict=True)]
         return 1e6 * seconds_of(calls, clean=False)
 
@@ -200,7 +200,7 @@ def measure_pages(host: PinnedRows, blocks: int = page_copy_cuda.TUNED.blocks) -
     return results
 
 
-ONE, TWO, FOUR, EIGHT = (cuda_impl.Cluster(blocks) for blocks in (1, 2, 4, 8))
+ONE, TWO, FOUR, EIGHT = (cuda_impl.BlockCluster(blocks) for blocks in (1, 2, 4, 8))
 SMALL_BATCHES = {
     "8 blocks, 1024 threads": with_cluster(replace(EIGHT, threads=1024)),
     "8 blocks, 1024 threads, 1 row": with_cluster(replace(EIGHT, threads=1024, rows_at_once=1)),

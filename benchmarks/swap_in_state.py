@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.swap_in import Copies, SeatTables, Swap, cuda_impl
+from hotset.kernels.swap_in import RowCopies, SeatTables, SwapPlan, cuda_impl
 
 TOP_K = 2048
 CONTEXT = 131_072
@@ -76,7 +76,7 @@ class SwapInState:
     def restore(self) -> None:
         self.words.copy_(self.words_before)
 
-    def swap_in(self, tuning: cuda_impl.SwapInTuning) -> Swap:
+    def swap_in(self, tuning: cuda_impl.SwapInTuning) -> SwapPlan:
         return cuda_impl.plan(
             self.positions,
             self.seats,
@@ -100,11 +100,11 @@ class SwapInState:
         copied = self.device_rows[flat.device_rows[0]].cpu()
         assert torch.equal(copied, self.host_rows[flat.host_rows[0].cpu()]), "copied rows differ from the host rows"
 
-    def flat(self, copies: Copies) -> Copies:
+    def flat(self, copies: RowCopies) -> RowCopies:
         """Returns all copies as one list."""
         lists = (copies.host_rows[:, : self.missing], copies.device_rows[:, : self.missing])
         host_rows, device_rows = (rows.reshape(1, -1).contiguous() for rows in lists)
-        return Copies(host_rows, device_rows, torch.tensor([host_rows.shape[1]], dtype=torch.int32, device="cuda"))
+        return RowCopies(host_rows, device_rows, torch.tensor([host_rows.shape[1]], dtype=torch.int32, device="cuda"))
 
 
 _pools: dict[tuple[int, int], Tensor] = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.device_copies import list_to_device
 from hotset.kernels.save_last_topk import save_last_topk
-from hotset.kernels.swap_in import MAX_SLOTS, Copies, SeatTables, Swap, copy, plan
+from hotset.kernels.swap_in import MAX_SLOTS, RowCopies, SeatTables, SwapPlan, copy, plan
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.geometry import TAIL_PAGES
 from hotset.memory.host_store import HostStore
@@ -62,7 +62,7 @@ class HotBuffers:
         """Keeps `positions` [seats, k] as the last selection of `seats`."""
         save_last_topk(self.last_selected[:, group], seats, positions)
 
-    def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> Swap:
+    def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> SwapPlan:
         """Finds the rows at `positions` [tokens, k], and sets `last_used` of the slots that are used to `stamps`.
 
         A tiered seat has at most one token. Missing rows are copied into slots in the group's first layer. The caller
@@ -82,11 +82,11 @@ class HotBuffers:
             device_rows=self._pool.rows[first],
         )
 
-    def copy(self, layer: int, swap: Swap) -> None:
+    def copy(self, layer: int, swap: SwapPlan) -> None:
         """Copies the missing rows of `swap` from the host into this layer's slots."""
         copy(swap.copies, self._host.rows[layer], self._pool.rows[layer])
 
-    def prefetch(self, layers: Sequence[int], swap: Swap) -> None:
+    def prefetch(self, layers: Sequence[int], swap: SwapPlan) -> None:
         """Copies the missing rows of `layers` while the main stream computes."""
         if self._prefetch_stream is not None:
             self._prefetch_stream.wait_stream(torch.cuda.current_stream(self._pool.device))
@@ -132,7 +132,7 @@ class HotBuffers:
         count = count.int()
         for group in range(self._pool.shape.groups):
             swap = self._plan_outside_tail(group, seats, entering, starts - 1)
-            self._copy_on_device(group, Copies(tail_rows, swap.rows, count))
+            self._copy_on_device(group, RowCopies(tail_rows, swap.rows, count))
 
     def open(self, seat: int, length: int) -> None:
         """Makes a seat tiered whose context of `length` rows is on the host, and loads the newest rows into the tail.
@@ -203,11 +203,11 @@ class HotBuffers:
         """Copies the rows at `positions` from the host to `device_rows`, in every layer."""
         host_rows = self._tables.host_at(seat, positions)
         count = torch.full((1,), positions.shape[0], dtype=torch.int32, device=self._pool.device)
-        copies = Copies(host_rows[None], device_rows[None], count)
+        copies = RowCopies(host_rows[None], device_rows[None], count)
         for layer in range(self._pool.shape.layers):
             copy(copies, self._host.rows[layer], self._pool.rows[layer])
 
-    def _copy_on_device(self, group: int, copies: Copies) -> None:
+    def _copy_on_device(self, group: int, copies: RowCopies) -> None:
         """Copies rows within the device, in every layer of a group."""
         for layer in self._pool.shape.layers_of(group):
             copy(copies, self._pool.rows[layer], self._pool.rows[layer])
@@ -231,12 +231,12 @@ class HotBuffers:
         packed = torch.argsort(moves.int(), descending=True, stable=True)
         sources = self._tables.rows_at(seat, selected.clamp_min(0))[packed]
         targets = self._slot_rows(seat, target.clamp_max(slots - 1))[packed]
-        self._copy_on_device(group, Copies(sources[None], targets[None], moves.sum(0, keepdim=True).int()))
+        self._copy_on_device(group, RowCopies(sources[None], targets[None], moves.sum(0, keepdim=True).int()))
         held = torch.arange(first, first + slots + 1, device=device)
         used = kept.scatter(0, target, True)
         return held.scatter(0, target, selected)[:slots], torch.where(used, length - 1, held)[:slots]
 
-    def _plan_outside_tail(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> Swap:
+    def _plan_outside_tail(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> SwapPlan:
         """Plans as if no position were in the tail. Misses are not counted, because no step selected the positions."""
         words, per_page = self._pool.words_of(group), self._geometry.words_per_page
         return plan(positions, seats, stamps, self._seat_tables, words, per_page, self._uncounted, ignore_tail=True)

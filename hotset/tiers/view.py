@@ -7,7 +7,7 @@ from hotset.kernels import EMPTY
 from hotset.kernels.device_copies import list_to_device
 from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import SegmentSpan
-from hotset.kernels.swap_in import Swap
+from hotset.kernels.swap_in import SwapPlan
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.resident import Batch, ResidentView
 from hotset.memory.tables import PageTables
@@ -47,7 +47,7 @@ class TieredView(ResidentView):
         super().__init__(pool, tables, batch)
         self._hot, self._mirror, self._has_tiered = hot, mirror, has_tiered
         self._selected: Tensor | None = None  # rows selected by the index group whose layers are being computed
-        self._swap: Swap | None = None
+        self._swap: SwapPlan | None = None
         seat_of, positions = batch.seat_of, batch.segments.positions
         if has_tiered:
             seats = seat_of.clamp_min(0)

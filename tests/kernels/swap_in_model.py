@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.swap_in import Copies, SeatTables, Swap
+from hotset.kernels.swap_in import RowCopies, SeatTables, SwapPlan
 
 NOWHERE = 10**15  # a page that no pool has: reading it fails
 POISON = 0xAB
@@ -92,9 +92,9 @@ class Batch:
 class Op(Protocol):
     """The two functions of an implementation of swap_in."""
 
-    def plan(self, **arguments: Any) -> Swap: ...
+    def plan(self, **arguments: Any) -> SwapPlan: ...
 
-    def copy(self, copies: Copies, host_rows: Tensor, device_rows: Tensor) -> None: ...
+    def copy(self, copies: RowCopies, host_rows: Tensor, device_rows: Tensor) -> None: ...
 
 
 class SwapInModel:
@@ -201,7 +201,7 @@ class SwapInModel:
                 chosen.append(draw.randrange(popular if draw.random() < 0.6 else length))
         return chosen
 
-    def run(self, op: Op, batch: Batch, **rows: Tensor) -> Swap:
+    def run(self, op: Op, batch: Batch, **rows: Tensor) -> SwapPlan:
         """Plans `batch` with `op` on this model's tensors. Given `rows` of both tiers, `op` also copies."""
         return op.plan(
             positions=torch.tensor(batch.positions),
@@ -264,7 +264,7 @@ class SwapInModel:
         page, offset = divmod(position, self.shape.page_rows)
         return int(self.tables.host_pages[seat, page]) * self.shape.page_rows + offset
 
-    def check_step(self, op: Op, batch: Batch) -> Swap:
+    def check_step(self, op: Op, batch: Batch) -> SwapPlan:
         """Runs one step and compares rows, copies, counts, every word of the maps and every byte of the rows."""
         words, rows = self.words.clone(), self.device_rows.clone()
         swap = self.run(op, batch, host_rows=self.host_rows, device_rows=self.device_rows)
@@ -280,7 +280,7 @@ class SwapInModel:
         self._check_rows_read(batch, swap)
         return swap
 
-    def _check_rows_read(self, batch: Batch, swap: Swap) -> None:
+    def _check_rows_read(self, batch: Batch, swap: SwapPlan) -> None:
         """Checks that slots hold the same bytes as the host store, for every position that was looked up."""
         for query, (seat, stamp) in enumerate(zip(batch.seats, batch.stamps, strict=True)):
             for i, position in enumerate(batch.positions[query]):
@@ -289,18 +289,18 @@ class SwapInModel:
                     assert torch.equal(read, self.host_rows[self.host_row(seat, position)])
 
 
-def pairs_by_query(copies: Copies) -> list[list[tuple[int, int]]]:
+def pairs_by_query(copies: RowCopies) -> list[list[tuple[int, int]]]:
     """Returns (device row, host row) of each copy, by query."""
     rows = zip(copies.device_rows.tolist(), copies.host_rows.tolist(), copies.counts.tolist(), strict=True)
     return [list(zip(device[:count], host[:count], strict=True)) for device, host, count in rows]
 
 
-def make_copies(*lists: list[tuple[int, int]], device: torch.device = CPU) -> Copies:
-    """Makes `Copies` from lists of (host row, device row). The padding at the end of each list must not be read."""
+def make_copies(*lists: list[tuple[int, int]], device: torch.device = CPU) -> RowCopies:
+    """Makes `RowCopies` from lists of (host row, device row). The padding at the end of each list must not be read."""
     width = max(map(len, lists)) + 1
     padded = torch.tensor([pairs + [(NOWHERE, NOWHERE)] * (width - len(pairs)) for pairs in lists], device=device)
     counts = torch.tensor([len(pairs) for pairs in lists], dtype=torch.int32, device=device)
-    return Copies(padded[:, :, 0], padded[:, :, 1], counts)
+    return RowCopies(padded[:, :, 0], padded[:, :, 1], counts)
 
 
 def check_copied_bytes(op: Op, width: int, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
 from hotset.kernels.page_copy import cuda_impl as page_copy_cuda
-from hotset.kernels.swap_in import Copies, SeatTables
+from hotset.kernels.swap_in import RowCopies, SeatTables
 from hotset.kernels.swap_in import cuda_impl as swap_in_cuda
 
 NVCC = shutil.which("nvcc")
@@ -59,7 +59,7 @@ def record_copy(row_bytes: int) -> Recorder:
     rows, list_of_one = torch.zeros(2, row_bytes, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int64)
     recorder = Recorder()
     with mock.patch.object(cuda_source, "kernel", recorder.kernel):
-        swap_in_cuda.copy(Copies(list_of_one, list_of_one, torch.ones(1, dtype=torch.int32)), rows, rows.clone())
+        swap_in_cuda.copy(RowCopies(list_of_one, list_of_one, torch.ones(1, dtype=torch.int32)), rows, rows.clone())
     return recorder
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hotset.base.errors import ConfigError
 from hotset.kernels import EMPTY, cuda_source
-from hotset.kernels.swap_in import Copies, SeatTables, Swap, copy, cuda_impl, plan, reference
+from hotset.kernels.swap_in import RowCopies, SeatTables, SwapPlan, copy, cuda_impl, plan, reference
 
 
 class CudaOnCpu:
@@ -38,16 +38,16 @@ class CudaOnCpu:
     def __init__(self, tuning: cuda_impl.SwapInTuning) -> None:
         self._tuning = tuning
 
-    def plan(self, **arguments: Any) -> Swap:
+    def plan(self, **arguments: Any) -> SwapPlan:
         with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
             return cuda_impl.plan(**arguments, tuning=self._tuning)
 
-    def copy(self, copies: Copies, host_rows: Tensor, device_rows: Tensor) -> None:
+    def copy(self, copies: RowCopies, host_rows: Tensor, device_rows: Tensor) -> None:
         with mock.patch.object(cuda_source, "kernel", cuda_on_cpu.kernel):
             cuda_impl.copy(copies, host_rows, device_rows, tuning=self._tuning)
 
 
-def small(*clusters: tuple[int, cuda_impl.Cluster | None]) -> cuda_impl.SwapInTuning:
+def small(*clusters: tuple[int, cuda_impl.BlockCluster | None]) -> cuda_impl.SwapInTuning:
     smaller = tuple((most, cluster and replace(cluster, threads=64)) for most, cluster in clusters)
     return cuda_impl.SwapInTuning(
         plan_threads=64, clusters=smaller, lists_at_once=2, copy_blocks=3, copy_threads=64, rows_at_once=2
@@ -55,7 +55,7 @@ def small(*clusters: tuple[int, cuda_impl.Cluster | None]) -> cuda_impl.SwapInTu
 
 
 TWO_LAUNCHES = small((1, None))
-CLUSTERS = small((1, cuda_impl.Cluster(3, rows_at_once=1)), (9, cuda_impl.Cluster(2)))
+CLUSTERS = small((1, cuda_impl.BlockCluster(3, rows_at_once=1)), (9, cuda_impl.BlockCluster(2)))
 needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no C++ compiler")
 COPIES = [
     pytest.param(reference, id="reference"),
@@ -349,7 +349,7 @@ def test_a_warp_may_have_any_number_of_rows_in_flight(rows_at_once: int) -> None
 @needs_compiler
 @pytest.mark.parametrize("threads", [32, 128])
 def test_a_plan_may_have_any_number_of_threads(threads: int) -> None:
-    op = CudaOnCpu(replace(TWO_LAUNCHES, clusters=((1, cuda_impl.Cluster(2, threads=threads)),)))
+    op = CudaOnCpu(replace(TWO_LAUNCHES, clusters=((1, cuda_impl.BlockCluster(2, threads=threads)),)))
     model = SwapInModel(Shape(k=150, slots=256, page_rows=8, words_per_page=20, context_pages=50), seed=20, full=True)
     for _ in range(6):
         model.check_step(op, model.draw_batch(min_queries=3))
@@ -358,7 +358,7 @@ def test_a_plan_may_have_any_number_of_threads(threads: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("blocks", [1, 4, 8])
 def test_a_cluster_may_have_any_number_of_blocks(blocks: int) -> None:
-    op = CudaOnCpu(small((9, cuda_impl.Cluster(blocks))))
+    op = CudaOnCpu(small((9, cuda_impl.BlockCluster(blocks))))
     shape = Shape(k=60, slots=100, page_rows=8, words_per_page=20, context_pages=50, tiered=4, resident=2, width=48)
     model = SwapInModel(shape, seed=22, full=True)
     for _ in range(6):

@@ -7,12 +7,12 @@ import torch
 from swap_in_model import ODD, POISON, Shape, SwapInModel, check_copied_bytes, make_copies, pairs_by_query
 
 from hotset.kernels import EMPTY
-from hotset.kernels.swap_in import SeatTables, Swap, copy, cuda_impl, plan, reference
+from hotset.kernels.swap_in import SeatTables, SwapPlan, copy, cuda_impl, plan, reference
 
 pytestmark = pytest.mark.gpu
 
 
-def for_every_batch(cluster: cuda_impl.Cluster | None) -> cuda_impl.SwapInTuning:
+def for_every_batch(cluster: cuda_impl.BlockCluster | None) -> cuda_impl.SwapInTuning:
     """Returns a tuning that uses `cluster` for every batch and copies the rows of two queries at a time."""
     return cuda_impl.SwapInTuning(clusters=((1, cluster),), lists_at_once=2)
 
@@ -25,7 +25,7 @@ def on_gpu(tables: SeatTables) -> SeatTables:
 @pytest.mark.parametrize(
     ("shape", "stamp", "tuning"),
     [
-        (ODD, 40, for_every_batch(cuda_impl.Cluster(1))),
+        (ODD, 40, for_every_batch(cuda_impl.BlockCluster(1))),
         (
             Shape(k=2048, slots=4096, page_rows=64, words_per_page=1152, context_pages=256, tiered=6, width=656),
             2**17,
@@ -39,18 +39,18 @@ def on_gpu(tables: SeatTables) -> SeatTables:
         (
             Shape(k=1500, slots=9000, page_rows=48, words_per_page=333, context_pages=300, tiered=3, width=1152),
             14_000,
-            for_every_batch(cuda_impl.Cluster(8)),
+            for_every_batch(cuda_impl.BlockCluster(8)),
         ),
         # Most positions occur several times: the threads of a block race for the same entries of the hash table.
         (
             Shape(k=4096, slots=5000, page_rows=16, words_per_page=64, context_pages=20, tiered=4, width=37),
             10**6,
-            for_every_batch(cuda_impl.Cluster(2)),
+            for_every_batch(cuda_impl.BlockCluster(2)),
         ),
         (
             Shape(k=5000, slots=6000, page_rows=64, words_per_page=512, context_pages=256, tiered=2, width=16),
             10**6,
-            for_every_batch(cuda_impl.Cluster(4, rows_at_once=1)),
+            for_every_batch(cuda_impl.BlockCluster(4, rows_at_once=1)),
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, Shape) else "",
@@ -89,7 +89,7 @@ def test_on_a_gpu_a_replayed_step_equals_the_reference() -> None:
     inputs = [torch.zeros(8, 2048).long().cuda(), torch.full((8,), EMPTY).cuda(), torch.zeros(8).long().cuda()]
     columns = [torch.empty_like(column) for column in inputs]
 
-    def step() -> Swap:
+    def step() -> SwapPlan:
         for column, source in zip(columns, inputs, strict=True):
             torch.add(source, 0, out=column)  # so that the inputs are written by the kernels just before the plan
         rows = {"host_rows": host_rows, "device_rows": device_rows}

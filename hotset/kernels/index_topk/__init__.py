@@ -9,7 +9,7 @@ from hotset.kernels.index_topk import cpu_impl, reference
 from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
 
-FAST = (torch.bfloat16, torch.float16)
+FAST_DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (32, 64, 128)  # supported by the fast path, like the two maxima below
 MAX_HEADS = 128
 MAX_TOPK = 4096
@@ -34,7 +34,7 @@ def index_topk(
     assert scale > 0, f"the scale of the scores must be positive, not {scale}"
     if q.device.type == "cpu":
         return cpu_impl.index_topk(q, weights, keys, segments, k, scale)
-    if q.dtype not in FAST:
+    if q.dtype not in FAST_DTYPES:
         return reference.index_topk(q, weights, keys, segments, k, scale)
     _check_sizes(q, keys, k)
     out: Tensor = kernels_of("index_topk").index_topk(q, weights, keys, segments, k, scale)
@@ -51,7 +51,7 @@ def _check_sizes(q: Tensor, keys: PagedRows, k: int) -> None:
         raise ConfigError(f"{heads} index heads are not supported on a GPU; the maximum is {MAX_HEADS}")
     if k > MAX_TOPK:
         raise ConfigError(f"a top-k of {k} is not supported on a GPU; the maximum is {MAX_TOPK}")
-    if layout.quantised not in (0, head_dim) or (not layout.quantised and layout.dtype not in FAST):
+    if layout.quantised not in (0, head_dim) or (not layout.quantised and layout.dtype not in FAST_DTYPES):
         raise ConfigError(
             f"index keys of {layout.dtype}, {layout.quantised} of {head_dim} values in fp8, are not supported on a GPU"
         )

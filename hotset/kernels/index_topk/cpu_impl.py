@@ -22,7 +22,7 @@ def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, 
     for segment, first, last, length in segments:
         start = length - (last - first)  # position of the first query
         scored = min(last, first + max(0, k - start))  # queries [first, scored) see at most k positions
-        _take_all(out[first:scored], start)
+        _select_all(out[first:scored], start)
         if scored == last:
             continue
         context = keys.gather(segment, length, accumulation_dtype(q.dtype))
@@ -37,7 +37,7 @@ def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, 
     return out
 
 
-def _take_all(out: Tensor, start: int) -> None:
+def _select_all(out: Tensor, start: int) -> None:
     """Writes the positions [0, start + j] for query j, which selects all that it sees."""
     queries, k = out.shape
     positions = torch.arange(k).expand(queries, k)
@@ -52,11 +52,11 @@ def index_scores(q: Tensor, weights: Tensor, seen: Tensor, newest: int, scale: f
     """
     queries, heads, dim = q.shape
     positions = seen.shape[0]
-    each_head = memory[: queries * heads * positions].view(queries * heads, positions)
-    torch.mm(q.reshape(-1, dim).to(seen.dtype), seen.T, out=each_head).relu_()
+    head_scores = memory[: queries * heads * positions].view(queries * heads, positions)
+    torch.mm(q.reshape(-1, dim).to(seen.dtype), seen.T, out=head_scores).relu_()
     # The scale is positive, so it can be applied after relu, with the weights.
     scaled_weights = (weights.to(seen.dtype) * scale)[:, None]
-    scores = torch.bmm(scaled_weights, each_head.view(queries, heads, positions))[:, 0]
+    scores = torch.bmm(scaled_weights, head_scores.view(queries, heads, positions))[:, 0]
     unseen = torch.ones(queries, queries - 1, dtype=torch.bool).triu()  # column c is position newest + 1 + c
     scores[:, newest + 1 :].masked_fill_(unseen, float("-inf"))
     return scores

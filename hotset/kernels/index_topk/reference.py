@@ -29,7 +29,7 @@ def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, 
 
 def index_scores(q: Tensor, weights: Tensor, context: Tensor, positions: Tensor, scale: float) -> Tensor:
     """Returns [queries, length] scores. Positions that a query must not see score -inf."""
-    each_head = torch.relu(torch.matmul(q.to(context.dtype), context.T) * scale)  # [queries, heads, length]
-    scores = torch.matmul(weights.to(context.dtype)[:, None, :], each_head)[:, 0]
+    head_scores = torch.relu(torch.matmul(q.to(context.dtype), context.T) * scale)  # [queries, heads, length]
+    scores = torch.matmul(weights.to(context.dtype)[:, None, :], head_scores)[:, 0]
     unseen = torch.arange(context.shape[0], device=q.device) > positions[:, None]
     return scores.masked_fill_(unseen, float("-inf"))

@@ -33,9 +33,9 @@ class SelectTuning:
 
 
 TUNED = SelectTuning()
-CONTEXT_MULTIPLE = 4096  # every query has room for a multiple of so many scores; itself a multiple of every block
-SPLITS = (1, 8, 64)  # `_gather_kernel` is compiled for at most so many programs that share a query
-MIN_HELD = 1024  # `_finish_kernel` holds at least so many scores in registers, and more than k
+CONTEXT_MULTIPLE = 4096  # the scores of a query are padded to a multiple of this, so that they are whole blocks
+SPLITS = (1, 8, 64)  # variants of `_gather_kernel`, by the maximum number of programs that share a query
+MIN_HELD = 1024  # scores in the registers of a program of `_finish_kernel`; if k is larger, more than k
 LIST_ROOM = 2  # capacity of the list, in multiples of what `_finish_kernel` holds
 OPTIONS = {"enable_fp_fusion": False}  # two kernels must compute the same bin for a score
 
@@ -219,7 +219,7 @@ def _finish_kernel(
     query = tl.program_id(0).to(tl.int64)
     length = _length(seat_of, positions, query)
     index = tl.arange(0, block)
-    select_all = length  # a query with at most k positions selects the first so many
+    select_all = length  # if a query has at most k positions, it selects them all
     written = tl.full([], 0, tl.int32)
     if length > k:
         select_all = tl.full([], 0, tl.int32)

@@ -13,7 +13,7 @@ __all__ = ["to_device", "to_host"]
 
 
 def to_host(
-    pieces: Tensor,  # [n, 3] int64: first device row, first host row, number of rows (may be 0)
+    pieces: Tensor,  # [n, 3] int64: first device row, first host row, number of consecutive rows (may be 0)
     device_rows: Tensor,  # [layers, device rows, width]
     host_rows: Tensor,  # [layers, host rows, width]; pinned if the device is a GPU
 ) -> None:
@@ -22,7 +22,7 @@ def to_host(
     The values of a row must be adjacent. The strides of rows and layers may exceed their sizes. Memory that does not
     consist of rows can be copied as words: pass a view [layers, words, 1], and pieces that count words. The rows that
     pieces write must not overlap. On a GPU, the copy is asynchronous. `pieces` must be in device memory or pinned
-    memory and must not change until the copy is complete; use an event before reading the host rows. Raises
+    memory and must not change until the copy is complete. Before reading the host rows, wait for an event. Raises
     ConfigError before anything is written if device rows and host rows differ in width or dtype.
     """
     _checked_op(pieces, device_rows, host_rows).copy(pieces, device_rows, host_rows, to_host=True)

@@ -32,8 +32,8 @@ def slice_pack(
     call. A graph can capture the call if `pages` is on the device and an earlier call had the same stores and slices.
     If all memory is on the host, the copy is complete on return.
 
-    Raises ConfigError before anything is written if slices exceed the row, or if the stores differ in shape or strides.
-    Page numbers are checked if they are on the host.
+    Raises ConfigError before anything is written if slices exceed the row, or if the stores differ in shape, strides or
+    dtype. Page numbers are checked if they are on the host.
     """
     op = _checked_op(stores, pages, first, last, slices, out)
     op.copy(stores, pages, first, last, slices, out, unpack=False)

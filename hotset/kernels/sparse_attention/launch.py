@@ -6,14 +6,14 @@ from typing import Literal
 
 from hotset.base.units import ceil_div
 
-Kernel = Literal["triton", "gluon", "cuda"]
+KernelKind = Literal["triton", "gluon", "cuda"]
 
 RANK, ROPE = 512, 64  # the only sizes that the kernels for Hopper support
 GLUON_HEADS, GLUON_KEYS = 64, 128  # heads per program of the Gluon kernel, keys per iteration of its loop
 MAX_SPLITS = 32  # supported by the merge
 # The cost model that decides the number of splits. It reproduces times measured on an H200. The unit of cost is a key:
 # the time in which a program that is alone on its multiprocessor processes one key.
-TWO_AT_ONCE = 1.7  # two programs that share a multiprocessor take so many times as long as one
+TWO_AT_ONCE = 1.7  # time of two programs that share a multiprocessor, relative to the time of one
 PROGRAM_KEYS = 2048  # a program before its first key and after its last one, if it has one head
 SUMS_KEYS = 0.75  # storing the sums of one head and reading them in the merge
 MERGE_KEYS = 96  # the rest of the merge
@@ -43,7 +43,7 @@ class GpuTraits:
 class LaunchConfig:
     """One way to run a call. A program processes one query, `block_heads` of its heads and one split of its keys."""
 
-    kernel: Kernel
+    kernel: KernelKind
     block_heads: int
     block_keys: int  # keys per tile
     warps: int = 8

@@ -1,7 +1,7 @@
 """swap_in: brings the rows that an index group selected to the device, before attention reads them.
 
 `plan` runs once per index group and step. If it receives the rows of the group's first layer, it also copies these.
-`copy` runs for every other layer of the group, with the copies of the same `Swap`.
+`copy` runs for every other layer of the group, with the copies of the same `SwapPlan`.
 """
 
 import torch
@@ -10,16 +10,16 @@ from torch import Tensor
 from hotset.base.errors import ConfigError
 from hotset.kernels.fast_path import kernels_of
 from hotset.kernels.swap_in import reference
-from hotset.kernels.swap_in.tables import Copies, SeatTables, Swap
+from hotset.kernels.swap_in.tables import RowCopies, SeatTables, SwapPlan
 
-__all__ = ["MAX_SLOTS", "Copies", "SeatTables", "Swap", "copy", "plan"]
+__all__ = ["MAX_SLOTS", "RowCopies", "SeatTables", "SwapPlan", "copy", "plan"]
 
 MAX_SLOTS = 32_767  # slot numbers are int16 in the maps
 
 
 def plan(
     positions: Tensor,  # [batch, k] int64, EMPTY-padded anywhere, in any order, duplicates allowed
-    seats: Tensor,  # [batch] int64; EMPTY: a padding query. A tiered seat occurs at most once, a resident one any time
+    seats: Tensor,  # [batch] int64; EMPTY: a padding query. A tiered seat occurs at most once, others repeatedly
     stamps: Tensor,  # [batch] int64: position of the newest row, below 2**31, not below any stamp in that seat's maps
     tables: SeatTables,
     words: Tensor,  # [device pages * words_per_page] int32: the map pages of this index group
@@ -29,7 +29,7 @@ def plan(
     ignore_tail: bool = False,  # True: all positions are looked up in slots, as if none were in the tail
     host_rows: Tensor | None = None,  # both or none: the arguments of `copy` for a layer that is to be copied
     device_rows: Tensor | None = None,
-) -> Swap:
+) -> SwapPlan:
     """Finds the device row of every position. Misses evict the least recently used slots; ties evict the lower slot.
 
     Positions of resident seats are looked up in `row_pages`. Of a tiered seat, the page with its newest row and the
@@ -55,7 +55,7 @@ def plan(
     if host_rows is not None and device_rows is not None:
         _check_rows(host_rows, device_rows)
     op = kernels_of("swap_in", "cuda_impl") if positions.is_cuda else reference
-    swap: Swap = op.plan(
+    swap: SwapPlan = op.plan(
         positions=positions,
         seats=seats,
         stamps=stamps,
@@ -71,7 +71,7 @@ def plan(
 
 
 def copy(
-    copies: Copies,
+    copies: RowCopies,
     host_rows: Tensor,  # [host rows, width]: one layer of the host store; pinned if the device is a GPU
     device_rows: Tensor,  # [device rows, width]: the same layer of the device pool
 ) -> None:

@@ -10,20 +10,20 @@ from torch import Tensor
 from hotset.base.errors import ConfigError
 from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
-from hotset.kernels.swap_in.tables import Copies, SeatTables, Swap
+from hotset.kernels.swap_in.tables import RowCopies, SeatTables, SwapPlan
 
 PLAN, COPY = (Path(__file__).with_name(name) for name in ("plan.cu", "copy.cu"))
 UNITS = (16, 8, 4, 2, 1)  # bytes per access of a copy
 MAX_UNITS = 4  # units that one lane of the planning kernel holds; more would not fit into its registers
 HISTOGRAM_BYTES = (1024 + 22 * 64) * 4
-ROOMY_TABLE = 4096  # up to this size, the hash table has room for twice the positions
+ROOMY_TABLE = 4096  # up to this size, the hash table has twice the entries that it needs
 LINE = 128  # bytes
 MAX_POSITIONS = 8_192  # per query: the lists of positions are in shared memory
 CLUSTERS_SINCE = 9  # major compute capability of the first GPUs with clusters
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class BlockCluster:
     """The blocks that plan and copy for one query, in one launch."""
 
     blocks: int  # at most 8
@@ -37,16 +37,16 @@ class SwapInTuning:
 
     plan_threads: int = 512  # used if plan and copy are two launches
     # (largest batch, cluster); None: plan and copy are two launches. The last entry is also used for larger batches.
-    clusters: tuple[tuple[int, Cluster | None], ...] = (
-        (16, Cluster(8, threads=1024)),
-        (132, Cluster(2)),
+    clusters: tuple[tuple[int, BlockCluster | None], ...] = (
+        (16, BlockCluster(8, threads=1024)),
+        (132, BlockCluster(2)),
     )
     lists_at_once: int = 16  # queries of a batch whose rows are copied at the same time
     copy_blocks: int = 132  # upper limit, which leaves the rest of the GPU to other kernels
     copy_threads: int = 256
     rows_at_once: int = 2  # per warp of a copy
 
-    def cluster(self, batch: int) -> Cluster | None:
+    def cluster(self, batch: int) -> BlockCluster | None:
         return next((cluster for max_batch, cluster in self.clusters if batch <= max_batch), self.clusters[-1][1])
 
 
@@ -66,7 +66,7 @@ def plan(
     host_rows: Tensor | None = None,
     device_rows: Tensor | None = None,
     tuning: SwapInTuning = TUNED,
-) -> Swap:
+) -> SwapPlan:
     batch, k = positions.shape
     if k > MAX_POSITIONS:
         raise ConfigError(f"top-{k} is more than the {MAX_POSITIONS} positions that a plan on a GPU supports")
@@ -75,7 +75,7 @@ def plan(
     for table in pages:
         assert table.stride(1) == 1, f"the pages of a seat must be adjacent, but their stride is {table.stride(1)}"
     rows, from_host, to_device = (torch.empty(batch, k, dtype=torch.int64, device=device) for _ in range(3))
-    copies = Copies(from_host, to_device, torch.empty(batch, dtype=torch.int32, device=device))
+    copies = RowCopies(from_host, to_device, torch.empty(batch, dtype=torch.int32, device=device))
     layer = _LayerRows(host_rows, device_rows) if host_rows is not None and device_rows is not None else None
     cluster = tuning.cluster(batch) if layer is not None and _has_clusters(device) else None
     threads = tuning.plan_threads if cluster is None else cluster.threads
@@ -106,14 +106,14 @@ def plan(
     )
     if layer is not None and cluster is None:
         _launch_copy(copies, layer, early=True, tuning=tuning)
-    return Swap(rows, copies)
+    return SwapPlan(rows, copies)
 
 
-def copy(copies: Copies, host_rows: Tensor, device_rows: Tensor, *, tuning: SwapInTuning = TUNED) -> None:
+def copy(copies: RowCopies, host_rows: Tensor, device_rows: Tensor, *, tuning: SwapInTuning = TUNED) -> None:
     _launch_copy(copies, _LayerRows(host_rows, device_rows), early=False, tuning=tuning)
 
 
-def _launch_copy(copies: Copies, layer: "_LayerRows", *, early: bool, tuning: SwapInTuning) -> None:
+def _launch_copy(copies: RowCopies, layer: "_LayerRows", *, early: bool, tuning: SwapInTuning) -> None:
     """Launches the copy. `early`: the previous launch is the plan that wrote `copies`, and the copy waits for it."""
     batch, list_length = copies.host_rows.shape
     teams, warps = max(1, min(batch, tuning.lists_at_once)), tuning.copy_threads // 32
@@ -184,7 +184,7 @@ def _turns(device: torch.device) -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
-def _cluster_constants(cluster: Cluster | None, layer: _LayerRows | None, lists_at_once: int) -> dict[str, int]:
+def _cluster_constants(cluster: BlockCluster | None, layer: _LayerRows | None, lists_at_once: int) -> dict[str, int]:
     if cluster is None or layer is None:
         return {"COPIES": 0, "CLUSTER": 1}
     reading = layer.constants()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hotset.kernels import EMPTY
-from hotset.kernels.swap_in.tables import Copies, SeatTables, Swap
+from hotset.kernels.swap_in.tables import RowCopies, SeatTables, SwapPlan
 
 
 def plan(
@@ -21,7 +21,7 @@ def plan(
     ignore_tail: bool = False,
     host_rows: Tensor | None = None,
     device_rows: Tensor | None = None,
-) -> Swap:
+) -> SwapPlan:
     swap = _plan(positions, seats, stamps, tables, words, words_per_page, counts, ignore_tail)
     if host_rows is not None and device_rows is not None:
         copy(swap.copies, host_rows, device_rows)
@@ -37,14 +37,14 @@ def _plan(
     words_per_page: int,
     counts: Tensor,
     ignore_tail: bool,
-) -> Swap:
+) -> SwapPlan:
     seat = seats.clamp_min(0)[:, None]
     valid = (positions != EMPTY) & (seats != EMPTY)[:, None]
     tiered = tables.tiered[seat] & (seats != EMPTY)[:, None]  # [batch, 1]
     resident = valid & ~tiered
     rows = torch.where(resident, _rows_in(tables.row_pages, seat, positions, resident, tables.page_rows), EMPTY)
     nothing = torch.zeros_like(seats, dtype=torch.int32)
-    copies = Copies(torch.full_like(rows, EMPTY), torch.full_like(rows, EMPTY), nothing)
+    copies = RowCopies(torch.full_like(rows, EMPTY), torch.full_like(rows, EMPTY), nothing)
     tiered_queries = tiered[:, 0].nonzero()[:, 0]  # their indices in the batch
     if tiered_queries.shape[0] > 0:
         maps = _Maps(tables.map_pages[seats[tiered_queries]], tables.slots, words, words_per_page)
@@ -57,10 +57,10 @@ def _plan(
         copies.host_rows[tiered_queries] = swap.copies.host_rows
         copies.device_rows[tiered_queries] = swap.copies.device_rows
         copies.counts[tiered_queries] = swap.copies.counts
-    return Swap(rows, copies)
+    return SwapPlan(rows, copies)
 
 
-def copy(copies: Copies, host_rows: Tensor, device_rows: Tensor) -> None:
+def copy(copies: RowCopies, host_rows: Tensor, device_rows: Tensor) -> None:
     entry = torch.arange(copies.host_rows.shape[1], device=copies.counts.device)
     listed = entry < copies.counts[:, None]
     dtype = _widest_word(host_rows, device_rows)
@@ -107,7 +107,7 @@ class _Maps:
         return self.pages.gather(1, index // per_page) * per_page + index % per_page
 
 
-def _plan_tiered(topk: _TieredTopk, tables: SeatTables, maps: _Maps, counts: Tensor) -> Swap:
+def _plan_tiered(topk: _TieredTopk, tables: SeatTables, maps: _Maps, counts: Tensor) -> SwapPlan:
     """Returns the rows and copies of tiered seats, [seats, k] each, and updates their maps."""
     valid = topk.positions != EMPTY
     in_tail = valid & (topk.positions >= topk.tail_first)
@@ -128,14 +128,14 @@ def _plan_tiered(topk: _TieredTopk, tables: SeatTables, maps: _Maps, counts: Ten
     tail_rows = tail_page * tables.page_rows + topk.positions % tables.page_rows
     rows = torch.where(looked_up, in_slots, torch.where(in_tail, tail_rows, EMPTY))
     host_rows = _rows_in(tables.host_pages, topk.seat, topk.positions, missing, tables.page_rows)
-    return Swap(rows, _list_copies(missing, host_rows, rows))
+    return SwapPlan(rows, _list_copies(missing, host_rows, rows))
 
 
-def _list_copies(missing: Tensor, host_rows: Tensor, device_rows: Tensor) -> Copies:
+def _list_copies(missing: Tensor, host_rows: Tensor, device_rows: Tensor) -> RowCopies:
     """Lists the rows at `missing` [seats, k] in order, followed by EMPTY."""
     order = (~missing).byte().argsort(dim=1, stable=True)
     on_host, on_device = (torch.where(missing, rows, EMPTY).gather(1, order) for rows in (host_rows, device_rows))
-    return Copies(on_host, on_device, missing.sum(1, dtype=torch.int32))
+    return RowCopies(on_host, on_device, missing.sum(1, dtype=torch.int32))
 
 
 def _assign_slots(missing: Tensor, topk: _TieredTopk, maps: _Maps) -> None:

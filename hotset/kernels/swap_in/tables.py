@@ -30,7 +30,7 @@ class SeatTables:
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class RowCopies:
     """The rows to copy from the host to the device: the first `counts` entries of each query's list.
 
     The rest of the lists is undefined. All listed device rows are distinct.
@@ -42,8 +42,8 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class SwapPlan:
     """The rows that attention will read, and the copies that must come before, in every layer of the index group."""
 
     rows: Tensor  # [batch, k] int64: the device row of each position after the copies; EMPTY-padded
-    copies: Copies  # lists of k entries: every missing row once, in the order of the positions
+    copies: RowCopies  # lists of k entries: every missing row once, in the order of the positions
