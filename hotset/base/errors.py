@@ -30,7 +30,7 @@ class HotsetError(Exception):
 
 
 class StartupError(HotsetError):
-    """The engine cannot start. The message is one line that says what to change."""
+    """The engine cannot start. The message is one line and includes what to change."""
 
 
 class ConfigError(StartupError):

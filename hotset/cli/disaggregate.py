@@ -16,7 +16,7 @@ from hotset.base.config import EngineConfig, ServeConfig, flag_name
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.units import GIB
 from hotset.cli.child_process import ChildProcess
-from hotset.cli.shares import Free, Share, divide, measure, sized, weight_bytes
+from hotset.cli.shares import FreeMemory, MemoryShare, divide_memory, measure_free_memory, sizes_given, weight_bytes
 from hotset.cli.terminal import print_note
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.serve.http_server import EXIT_INTERRUPTED, STOP_SIGNALS, bound_socket, url_of
@@ -72,8 +72,8 @@ def run(engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts) -> int:
         # Reserve the router's port first, so that a port in use is reported before the models load.
         with bound_socket(serve.host, serve.port) as holder:
             bound = replace(serve, port=holder.getsockname()[1])
-            free = Free(0) if engine.device == "cpu" and sized(engine) else measure(engine)
-            shares = divide(engine, free, counts.total, weight_bytes(engine.model))
+            free = FreeMemory(0) if engine.device == "cpu" and sizes_given(engine) else measure_free_memory(engine)
+            shares = divide_memory(engine, free, counts.total, weight_bytes(engine.model))
             return asyncio.run(_Deployment(engine, bound, counts, shares).run(url_of(holder)))
     except StartupError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
@@ -92,7 +92,9 @@ def _check(engine: EngineConfig) -> None:
 class _Deployment:
     """The workers and their router, as child processes. If one of them ends unexpectedly, all others are stopped."""
 
-    def __init__(self, engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts, shares: Sequence[Share]) -> None:
+    def __init__(
+        self, engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts, shares: Sequence[MemoryShare]
+    ) -> None:
         self._engine = engine
         self._serve = serve
         self._counts = counts
@@ -191,7 +193,7 @@ class _Deployment:
             await asyncio.gather(*(child.stop(seconds, self._hurry) for child in group))
 
 
-def stop_seconds(engine: EngineConfig, shares: Sequence[Share]) -> float:
+def stop_seconds(engine: EngineConfig, shares: Sequence[MemoryShare]) -> float:
     """Returns how long a worker may take to exit after its drain. It is not killed earlier: it must free its memory."""
     sizes_gib = [share.host_kv_gib or engine.host_kv_gib for share in shares]
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the bound for a store that is measured
@@ -199,7 +201,7 @@ def stop_seconds(engine: EngineConfig, shares: Sequence[Share]) -> float:
     return closing_seconds(host_bytes, with_endpoint=True) + STOP_SECONDS + EXIT_SECONDS
 
 
-def worker_arguments(engine: EngineConfig, serve: ServeConfig, role: str, share: Share) -> list[str]:
+def worker_arguments(engine: EngineConfig, serve: ServeConfig, role: str, share: MemoryShare) -> list[str]:
     """Returns the command line of one worker, which listens on a free loopback port."""
     sized_engine = replace(
         engine,

@@ -244,10 +244,10 @@ class HandoffAgent:
     def close(self, drain_seconds: float = 5.0) -> None:
         """Begins nothing more, drains for at most `drain_seconds`, ends the thread and closes the channel.
 
-        A decode worker cancels its open handoffs, and drains until both sides know. A prefill worker finishes its open
-        handoffs. At the end of the drain it ends the others as failed, and notifies peers when their writes have ended;
-        this takes at most `drain_seconds` again, and at most NOTIFY_SECONDS. A handoff that has not ended by then never
-        does: its pages may still be written or read. A second call may shorten the drain.
+        A decode worker cancels its open handoffs and drains until the peers have acknowledged that. A prefill worker
+        finishes its open handoffs. At the end of the drain it fails the others, and notifies peers when their writes
+        have ended; this takes at most `drain_seconds` again, and at most NOTIFY_SECONDS. A handoff that has not ended
+        by then never does: its pages may still be written or read. A second call may shorten the drain.
         """
         until = self._clock() + drain_seconds
         if self._drain_until is None or until < self._drain_until:

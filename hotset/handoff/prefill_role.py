@@ -111,7 +111,7 @@ class PrefillRole:
             case Hello():
                 self._on_hello(peer, message, now)
             case HandoffRequest() if peer not in self._peers:
-                self._send(peer, Refused("this worker does not know you, or has forgotten you: send Hello first"))
+                self._send(peer, Refused("this worker has no Hello from you: send Hello first"))
             case HandoffRequest(key) if self._closing and key not in self._sender.open_keys(peer):
                 self._send(peer, HandoffFailed(key, quiesced=False, retry=False, reason=STOPPING))
             case HandoffRequest() | StartWrites() | HandoffAck() | Cancel() | LeaseGranted() | PieceUnpacked():
@@ -141,7 +141,7 @@ class PrefillRole:
 
     @property
     def busy(self) -> bool:
-        """Returns whether pages of this worker are read, or a peer does not know the end of a handoff."""
+        """True if pages of this worker are still read, or a peer has not acknowledged the end of a handoff."""
         return bool(self._lists) or bool(self._sender.phases())
 
     @property

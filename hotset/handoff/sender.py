@@ -238,7 +238,7 @@ class Sender:
         elif hello is None or (reason := refusal(request, hello)):
             # Without a record this worker cannot guarantee that nothing is written: not quiesced, though it begins
             # nothing now.
-            why = "this worker does not know you: send Hello first" if hello is None else reason
+            why = "this worker has no Hello from you: send Hello first" if hello is None else reason
             self._send(peer, HandoffFailed(key, quiesced=False, retry=hello is None, reason=why))
         else:
             for attempt in attempts:

@@ -58,7 +58,7 @@ PIECE_TIMEOUTS: dict[PiecePhase, PhaseTimeout] = {
 
 @dataclass(frozen=True, slots=True)
 class StagingOffer:
-    """How a context would be staged."""
+    """Describes how a context would be staged."""
 
     rows: int  # of a piece; the last piece may have fewer
     row_bytes: int  # packed

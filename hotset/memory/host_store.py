@@ -53,7 +53,7 @@ class HostStore:
             self._pin(progress)
 
     def writes(self, page: int) -> bool:
-        """Whether this worker is the one that writes to `page`."""
+        """Returns True if this worker writes to `page`."""
         return page % self.writers == self.writer
 
     def _pin(self, progress: Callable[[int, int], None] | None) -> None:

@@ -63,11 +63,11 @@ class Ring:
 
     @property
     def stuck(self) -> bool:
-        """Whether the first in the queue could not be granted even if every lease outside quarantine ended."""
+        """True if the first request in the queue could not be granted even if every lease outside quarantine ended."""
         return bool(self._queue) and not self.fits(self._next_size())
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a lease of `nbytes` bytes would fit if every lease outside quarantine ended."""
+        """Returns True if a lease of `nbytes` bytes would fit if every lease outside quarantine ended."""
         return nbytes > 0 and self._first_fit(self._gaps(self._in_quarantine()), nbytes) is not None
 
     def request(self, owner: Hashable, nbytes: int) -> bool:

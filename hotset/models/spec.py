@@ -97,7 +97,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class KvStorage:
-    """Whether rows and index keys are stored in fp8 instead of the model's dtype."""
+    """Selects fp8 storage, instead of the model's dtype, for rows and for index keys."""
 
     fp8_rows: bool = False
     fp8_keys: bool = False

@@ -108,7 +108,7 @@ class Request:
 
     @property
     def prefilled(self) -> bool:
-        """Whether the first token was sampled and every token but the newest is scheduled."""
+        """True if the first token was sampled and every token but the newest is scheduled."""
         return self.num_scheduled >= len(self.tokens) - 1 and len(self.tokens) > len(self.prompt)
 
 

@@ -118,7 +118,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is left, no plan is in flight, and all outputs have been returned."""
+        """True if no request is left, no plan is in flight, and all outputs have been returned."""
         return not (self._requests or self._in_flight or self._outputs)
 
     def add(self, request: Request) -> None:
@@ -300,7 +300,7 @@ class Scheduler:
         return prefills
 
     def _becomes_tiered(self, request: Request) -> bool:
-        """Whether all chunks of a streamed prompt are scheduled. It becomes tiered when the last one is committed."""
+        """Returns True if all chunks of a streamed prompt are scheduled. Its commit makes the request tiered."""
         if request.phase is Phase.DECODE:
             return False
         return request.holding.residence is Residence.STREAMED and request.num_scheduled >= len(request.tokens)

@@ -35,7 +35,7 @@ class KvMemory:
     """
 
     def __init__(self, pool: DevicePool, host: HostStore | None, seats: int, context: int) -> None:
-        """At most `seats` requests run at once, none longer than `context` tokens."""
+        """Creates tables for at most `seats` requests of at most `context` tokens."""
         self.pool, self.host = pool, host
         self.tables = PageTables(seats, context, pool.geometry, pool.device)
         self._mirror = None if host is None else Mirror(pool, host, self.tables)

@@ -65,7 +65,7 @@ class Ledger:
 
     @property
     def tiers(self) -> bool:
-        """Whether requests can be tiered: there is a host store, and the model selects rows."""
+        """True if requests can be tiered: there is a host store, and the model selects rows."""
         return self.host is not None and self.geometry.slots > 0
 
     def pages_needed(self, holding: Holding, to: Residence, tokens: int) -> PageCounts:
@@ -76,7 +76,7 @@ class Ledger:
         return PageCounts(sum(missing.values()), host)
 
     def fits(self, need: PageCounts, spare: PageCounts = NO_PAGES) -> bool:
-        """Whether `need` pages are free, and `spare` pages besides."""
+        """Returns True if `need` pages and another `spare` pages are free."""
         if need.device + spare.device > self.device.free:
             return False
         return self.host is None or need.host + spare.host <= self.host.free

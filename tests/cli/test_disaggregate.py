@@ -13,7 +13,7 @@ from hotset.base.units import GIB
 from hotset.cli import app, main
 from hotset.cli.disaggregate import WorkerCounts, router_arguments, stop_seconds, worker_arguments
 from hotset.cli.flags import config_values
-from hotset.cli.shares import Share
+from hotset.cli.shares import MemoryShare
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.serve.router.config import RouterConfig
 
@@ -45,7 +45,7 @@ def test_worker_arguments_hold_the_settings_and_its_share_of_memory() -> None:
         model="m", role="prefill", page_rows=16, seed=3, handoff_secret=SECRET, kv_dtype="fp8", transfer="mooncake"
     )
     serve = ServeConfig(host="0.0.0.0", port=80, api_key="k3y", max_queue=7, served_model_name="name")
-    arguments = worker_arguments(engine, serve, "decode", Share("cuda:1", 2.5, 4.0))
+    arguments = worker_arguments(engine, serve, "decode", MemoryShare("cuda:1", 2.5, 4.0))
     assert not {SECRET, "k3y"} & set(arguments), "every user of the machine can read a process's arguments"
     received = parsed(arguments)
     wanted = {"model": "m", "page_rows": 16, "seed": 3, "kv_dtype": "fp8", "role": "decode", "device": "cuda:1"}
@@ -58,10 +58,10 @@ def test_a_worker_is_not_killed_before_its_own_stop_timeout() -> None:
     def engine_seconds(gib: float) -> float:  # the time that a worker gives its engine
         return STOP_SECONDS + closing_seconds(int(gib * GIB), with_endpoint=True)
 
-    measured = stop_seconds(EngineConfig(), [Share(host_kv_gib=1.0), Share(host_kv_gib=64.0)])
+    measured = stop_seconds(EngineConfig(), [MemoryShare(host_kv_gib=1.0), MemoryShare(host_kv_gib=64.0)])
     assert measured > engine_seconds(64.0)
-    assert stop_seconds(EngineConfig(host_kv_gib=100.0), [Share()]) > engine_seconds(100.0)
-    assert stop_seconds(EngineConfig(host_kv_tokens=1 << 20), [Share()]) > engine_seconds(1.0), (
+    assert stop_seconds(EngineConfig(host_kv_gib=100.0), [MemoryShare()]) > engine_seconds(100.0)
+    assert stop_seconds(EngineConfig(host_kv_tokens=1 << 20), [MemoryShare()]) > engine_seconds(1.0), (
         "tokens do not tell the size in bytes"
     )
 

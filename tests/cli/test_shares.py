@@ -7,13 +7,13 @@ import pytest
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
 from hotset.base.units import GIB
-from hotset.cli.shares import Free, Share, divide, weight_bytes
+from hotset.cli.shares import FreeMemory, MemoryShare, divide_memory, weight_bytes
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])
 @pytest.mark.parametrize("free_gib", [4, 64])
 def test_shares_on_a_cpu_fit_together(workers: int, free_gib: int) -> None:
-    shares = divide(EngineConfig(), Free(free_gib * GIB), workers, 0)
+    shares = divide_memory(EngineConfig(), FreeMemory(free_gib * GIB), workers, 0)
     taken = sum((share.device_kv_gib or 0) + (share.host_kv_gib or 0) for share in shares)
     assert 0 < taken <= min(free_gib / 2, 8) + 0.01
     assert all(share.host_kv_gib and share.device_kv_gib for share in shares)
@@ -21,30 +21,30 @@ def test_shares_on_a_cpu_fit_together(workers: int, free_gib: int) -> None:
 
 
 def test_each_worker_has_its_own_gpu_if_there_are_enough() -> None:
-    shares = divide(EngineConfig(), Free(512 * GIB, (80 * GIB,) * 4), 3, 10 * GIB)
+    shares = divide_memory(EngineConfig(), FreeMemory(512 * GIB, (80 * GIB,) * 4), 3, 10 * GIB)
     assert [share.device for share in shares] == ["cuda:0", "cuda:1", "cuda:2"]
     assert shares[0].device_kv_gib == pytest.approx(0.9 * (80 - 12), abs=0.01)
 
 
 def test_workers_that_share_a_gpu_fit_on_it_with_their_weights() -> None:
-    shares = divide(EngineConfig(), Free(1024 * GIB, (80 * GIB,)), 2, 20 * GIB)
+    shares = divide_memory(EngineConfig(), FreeMemory(1024 * GIB, (80 * GIB,)), 2, 20 * GIB)
     assert [share.device for share in shares] == ["cuda:0", "cuda:0"]
     assert sum((share.device_kv_gib or 0) + 20 for share in shares) < 80
     with pytest.raises(ConfigError, match="do not fit on cuda:0"):
-        divide(EngineConfig(), Free(1024 * GIB, (40 * GIB,)), 2, 20 * GIB)
+        divide_memory(EngineConfig(), FreeMemory(1024 * GIB, (40 * GIB,)), 2, 20 * GIB)
 
 
 def test_device_gets_no_more_than_the_host_store_can_back() -> None:
-    (share, _) = divide(EngineConfig(), Free(40 * GIB, (80 * GIB,) * 2), 2, 0)
+    (share, _) = divide_memory(EngineConfig(), FreeMemory(40 * GIB, (80 * GIB,) * 2), 2, 0)
     assert share.host_kv_gib == 10 and share.device_kv_gib is not None and share.device_kv_gib < 10
 
 
 def test_sizes_that_were_given_are_left_alone() -> None:
     for config in (EngineConfig(device_kv_tokens=1000), EngineConfig(host_kv_gib=1.0), EngineConfig(tiers="off")):
-        assert divide(config, Free(64 * GIB), 2, 0) == [Share(), Share()]
-    assert divide(EngineConfig(device="cuda:1", device_kv_gib=1.0), Free(GIB, (GIB, GIB)), 2, 0) == [
-        Share(device="cuda:1"),
-        Share(device="cuda:1"),
+        assert divide_memory(config, FreeMemory(64 * GIB), 2, 0) == [MemoryShare(), MemoryShare()]
+    assert divide_memory(EngineConfig(device="cuda:1", device_kv_gib=1.0), FreeMemory(GIB, (GIB, GIB)), 2, 0) == [
+        MemoryShare(device="cuda:1"),
+        MemoryShare(device="cuda:1"),
     ]
 
 

@@ -122,10 +122,10 @@ class Pool:
         allocator = allocator or self.allocator
         allocator.audit()
         free = self.bytes[:, :, [page for page in range(allocator.capacity) if not allocator._held[page]]]
-        assert (free == POISON).all(), "somebody wrote to pages that are free"
+        assert (free == POISON).all(), "free pages were written to"
 
 
-class Collectives:
+class ShardedPool:
     """A pool of rows that are sharded over ranks by heads: page n is page n of every rank."""
 
     def __init__(self, arena: Arena, ranks: int, pages: int, page_rows: int) -> None:
@@ -159,7 +159,7 @@ class Collectives:
 class Memory:
     """The rows and index keys of one landing."""
 
-    def __init__(self, rows: Collectives, keys: Pool) -> None:
+    def __init__(self, rows: ShardedPool, keys: Pool) -> None:
         self.rows, self.keys = rows, keys
         self.store = Store(rows.shards, keys.span)
 
@@ -370,8 +370,8 @@ class Decode(Worker):
     def make_memories(self, arena: Arena) -> list[Memory]:
         page = self.host_page
         keys = Pool(arena, GROUPS, 1, 400 // page, page, KEY_BYTES)
-        host = Memory(Collectives(arena, self.ranks, 400 // page, page), keys)
-        device = Memory(Collectives(arena, 1, 50, 8), Pool(arena, GROUPS, 2, 40, 14, KEY_BYTES, spare=3))
+        host = Memory(ShardedPool(arena, self.ranks, 400 // page, page), keys)
+        device = Memory(ShardedPool(arena, 1, 50, 8), Pool(arena, GROUPS, 2, 40, 14, KEY_BYTES, spare=3))
         return [host, device]
 
     def begin(self) -> None:
@@ -499,7 +499,7 @@ class PrefillWorker(Worker):
 
     def make_memories(self, arena: Arena) -> list[Memory]:
         page, ranks = (16, 4, 10)[int(self.name[-1]) % 3], (2, 1, 4)[int(self.name[-1]) % 3]
-        rows = Collectives(arena, ranks, 240 // page, page)
+        rows = ShardedPool(arena, ranks, 240 // page, page)
         keys = Pool(arena, GROUPS, 1, 240 // page, page, KEY_BYTES)
         keys.allocator = rows.allocator  # a page of a host store holds both
         return [Memory(rows, keys)]
