@@ -1,6 +1,6 @@
-"""Engines without a model, for tests of the agent: they write predictable bytes, and compare what landed.
+"""Fake engines for tests of the agent. They compute predictable bytes instead of a model, and check what landed.
 
-Everything around them is real: agents, state machines, sockets, a transfer that moves the bytes.
+The agents, state machines, sockets and transfers around them are real.
 """
 
 import json
@@ -47,33 +47,33 @@ from hotset.handoff.timers import PeerTiming
 from hotset.transfer.api import DeviceEvent, Region, Throughput, Transfer, Writes, WriteState, WriteTicket
 
 if TYPE_CHECKING:
-    from hotset.handoff.packing import StagingMemory  # imports torch, which would slow the start of processes
+    from hotset.handoff.packing import StagingMemory  # it imports torch, which would slow the start of processes
 
 LAYERS, HEADS, HEAD_BYTES, GROUPS, KEY_BYTES = 2, 4, 6, 1, 16
 ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
 POISON = 0xAB
 MODEL = ModelIdentity("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
-QUICK = PeerTiming(hello_every=0.1, ping_every=0.2, peer_timeout=1.5, poll_every=0.001)
+SHORT_TIMING = PeerTiming(hello_every=0.1, ping_every=0.2, peer_timeout=1.5, poll_every=0.001)
 SCALE = 0.2  # scales the timeouts of the state machines
-SECONDS = 60.0  # generous: for an overloaded machine
+WAIT_S = 60.0  # upper limit of every wait, long enough for an overloaded machine
 
 Bytes = NDArray[np.uint8]
 
 
-def until(true: Callable[[], bool], seconds: float = SECONDS) -> bool:
-    """Waits until the condition holds, and returns whether it does."""
+def wait_until(condition: Callable[[], bool], seconds: float = WAIT_S) -> bool:
+    """Waits until the condition holds, for at most `seconds`, and returns whether it holds."""
     deadline = time.monotonic() + seconds
-    while not true() and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.002)
-    return true()
+    return condition()
 
 
 def contents(token_ids: Sequence[int], units: int, width: int) -> Bytes:
-    """Returns what a model would have computed for this prompt: [units, positions, width]."""
+    """Returns the bytes that the fake model computes for this prompt: [layers or index groups, positions, width]."""
     tokens = np.asarray(token_ids, np.int64)
-    before = np.cumsum(tokens)[None, :, None]
+    prefix_sums = np.cumsum(tokens)[None, :, None]
     unit = np.arange(units)[:, None, None]
-    return ((before * 7 + tokens[None, :, None] * 3 + unit * 31 + np.arange(width) * 11) % 251).astype(np.uint8)
+    return ((prefix_sums * 7 + tokens[None, :, None] * 3 + unit * 31 + np.arange(width) * 11) % 251).astype(np.uint8)
 
 
 def first_token(token_ids: Sequence[int]) -> int:
@@ -81,7 +81,7 @@ def first_token(token_ids: Sequence[int]) -> int:
 
 
 class Memory:
-    """Rows and index keys in pages, poisoned at first. Rows are sharded over ranks by heads."""
+    """Rows and index keys in pages, filled with POISON at first. Rows are sharded over ranks by heads."""
 
     def __init__(self, pages: int, page_rows: int, buffer: Bytes | None = None, ranks: int = 1) -> None:
         self.pages, self.page_rows = pages, page_rows
@@ -110,29 +110,32 @@ class Memory:
         width = units.shape[-1]
         return PagedSpan(bases, self.page_rows * width, self.page_rows, self.page_rows, width)
 
-    def _parts(self, rows: Bytes) -> list[Bytes]:
-        """Returns each rank's shard of whole rows."""
+    def _split(self, rows: Bytes) -> list[Bytes]:
+        """Splits whole rows into the shards of the ranks."""
         return [
             np.concatenate([rows[..., first : first + nbytes] for first, nbytes in shard.slices], axis=-1)
             for shard in self._shards
         ]
 
     def fill(self, pages: Sequence[int], token_ids: Sequence[int], first: int, last: int) -> None:
-        """Computes positions [first, last)."""
-        where = np.arange(first, last)
-        page, row = np.asarray(pages)[where // self.page_rows], where % self.page_rows
-        parts = self._parts(contents(token_ids, LAYERS, ROW_BYTES)[:, first:last])
-        for rank, part in zip(self.ranks, parts, strict=True):
-            rank[:, page, row] = part
+        """Writes the rows and index keys of positions [first, last) to the pages."""
+        positions = np.arange(first, last)
+        page, row = np.asarray(pages)[positions // self.page_rows], positions % self.page_rows
+        shards = self._split(contents(token_ids, LAYERS, ROW_BYTES)[:, first:last])
+        for rank, shard in zip(self.ranks, shards, strict=True):
+            rank[:, page, row] = shard
         self.keys[:, page, row] = contents(token_ids, GROUPS, KEY_BYTES)[:, first:last]
 
     def holds(self, row_pages: Sequence[int], key_pages: Sequence[int], token_ids: Sequence[int]) -> bool:
-        where = np.arange(len(token_ids))
-        row, page = where % self.page_rows, np.asarray(row_pages)[where // self.page_rows]
-        keys = self.keys[:, np.asarray(key_pages)[where // self.page_rows], row]
-        parts = self._parts(contents(token_ids, LAYERS, ROW_BYTES))
-        sound = all(np.array_equal(rank[:, page, row], part) for rank, part in zip(self.ranks, parts, strict=True))
-        return sound and np.array_equal(keys, contents(token_ids, GROUPS, KEY_BYTES))
+        """Returns whether the pages contain the correct rows and index keys of this prompt."""
+        positions = np.arange(len(token_ids))
+        row, page = positions % self.page_rows, np.asarray(row_pages)[positions // self.page_rows]
+        keys = self.keys[:, np.asarray(key_pages)[positions // self.page_rows], row]
+        shards = self._split(contents(token_ids, LAYERS, ROW_BYTES))
+        rows_correct = all(
+            np.array_equal(rank[:, page, row], shard) for rank, shard in zip(self.ranks, shards, strict=True)
+        )
+        return rows_correct and np.array_equal(keys, contents(token_ids, GROUPS, KEY_BYTES))
 
     def poison(self, row_pages: Sequence[int], key_pages: Sequence[int]) -> None:
         self.ranks[:, :, list(row_pages)] = POISON
@@ -140,29 +143,29 @@ class Memory:
 
 
 class StoppableClock:
-    """A monotonic clock that a test can stop or advance, so that no timeout ends a phase while the test checks it."""
+    """A monotonic clock that a test can stop and advance. While it stands still, no timeout can end a phase."""
 
     def __init__(self) -> None:
-        self._behind = 0.0
+        self._lag = 0.0
         self._stopped_at: float | None = None
 
     def __call__(self) -> float:
-        return (time.monotonic() if self._stopped_at is None else self._stopped_at) - self._behind
+        return (time.monotonic() if self._stopped_at is None else self._stopped_at) - self._lag
 
     def stop(self) -> None:
         self._stopped_at = time.monotonic()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         assert self._stopped_at is not None, "the clock was not stopped"
-        self._behind += time.monotonic() - self._stopped_at
+        self._lag += time.monotonic() - self._stopped_at
         self._stopped_at = None
 
     def advance(self, seconds: float) -> None:
-        self._behind -= seconds
+        self._lag -= seconds
 
 
 class _Engine(ABC):
-    """What both engines have in common: an agent, memory, and a thread that handles events."""
+    """The common part of both engines: an agent, memory, and a thread that handles the events of the agent."""
 
     def __init__(
         self,
@@ -170,7 +173,7 @@ class _Engine(ABC):
         memory: Memory,
         channel: ControlChannel,
         transfer: Transfer,
-        timing: PeerTiming = QUICK,
+        timing: PeerTiming = SHORT_TIMING,
         model: ModelIdentity = MODEL,
         staging: "StagingMemory | None" = None,
         clock: Callable[[], float] = time.monotonic,
@@ -182,9 +185,11 @@ class _Engine(ABC):
         ring = staging.memory_range if staging is not None and isinstance(machine, Receiver) else None
         hello = Hello(channel.address, model, {"host": memory.store}, transfer.name, transfer.describe(), ring)
         self.address = channel.address
-        self._news = threading.Event()
-        self.agent = HandoffAgent(machine, hello, channel, transfer, wake=self._news.set, timing=timing, clock=clock)
-        self.died: BaseException | None = None
+        self._event_ready = threading.Event()
+        self.agent = HandoffAgent(
+            machine, hello, channel, transfer, wake=self._event_ready.set, timing=timing, clock=clock
+        )
+        self.failure: BaseException | None = None  # the exception that ended the thread
         self._closing = self._stopped = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.agent.start()
@@ -193,21 +198,21 @@ class _Engine(ABC):
     def _run(self) -> None:
         try:
             while not self._stopped:
-                self._news.wait()
-                self._news.clear()
+                self._event_ready.wait()
+                self._event_ready.clear()
                 for event in self.agent.take_events():
                     self.handle_event(event)
         except EngineStopped as error:
-            self.died = None if self._closing else error
+            self.failure = None if self._closing else error
         except BaseException as error:
-            self.died = error
+            self.failure = error
 
     @abstractmethod
     def handle_event(self, event: Any) -> None:
-        """Handles an event of its agent."""
+        """Handles one event of the agent."""
 
-    def stands_in(self, *phases: str) -> bool:
-        """Returns whether its handoffs are in exactly these phases."""
+    def in_phases(self, *phases: str) -> bool:
+        """Returns whether the open handoffs are in exactly these phases. Without arguments: whether none is open."""
         with self.agent._lock:
             return sorted(phase.value for phase in self.machine.phases().values()) == sorted(phases)
 
@@ -215,12 +220,14 @@ class _Engine(ABC):
         self._closing = True
         self.agent.close(drain_seconds)
         self._stopped = True
-        self._news.set()
-        self._thread.join(SECONDS)
+        self._event_ready.set()
+        self._thread.join(WAIT_S)
         self.transfer.close()
 
 
 class DecodeEngine(_Engine):
+    """Fetches contexts, checks their bytes when they land, and records their events."""
+
     def __init__(
         self,
         memory: Memory,
@@ -229,7 +236,7 @@ class DecodeEngine(_Engine):
         *,
         scale: float = SCALE,
         staging: "StagingMemory | None" = None,
-        **rest: Any,
+        **options: Any,
     ) -> None:
         self.free_rows = list(range(memory.pages))
         self.free_keys = list(reversed(range(memory.pages)))
@@ -239,14 +246,15 @@ class DecodeEngine(_Engine):
         self._lock = threading.Lock()
         self.ring = None if staging is None else ReceiverStaging(staging.memory_range, {"host": memory.store})
         machine = Receiver(scaled(receiver.RECEIVER_TIMEOUTS, scale), self.ring)
-        super().__init__(machine, memory, channel, transfer, staging=staging, **rest)
+        super().__init__(machine, memory, channel, transfer, staging=staging, **options)
 
     def fetch(self, peer: str, token_ids: Sequence[int], name: str, attempt: int = 0) -> HandoffKey:
+        """Begins a handoff from the prefill worker at address `peer`. The target pages are poisoned."""
         key, count = HandoffKey(name, attempt), -(-len(token_ids) // self.memory.page_rows)
         with self._lock:
             rows, self.free_rows = self.free_rows[:count], self.free_rows[count:]
             keys, self.free_keys = self.free_keys[:count], self.free_keys[count:]
-            assert len(rows) == len(keys) == count, "the test asks for more pages than there are"
+            assert len(rows) == len(keys) == count, "the test needs more pages than the memory has"
         self.memory.poison(rows, keys)
         request = HandoffRequest(
             key, PromptSpec(tuple(token_ids), SamplingParams(), frozenset({2})), "host", tuple(rows), tuple(keys)
@@ -256,46 +264,47 @@ class DecodeEngine(_Engine):
         self.agent.put(Fetch(peer, request))
         return key
 
-    def give_up(self, key: HandoffKey) -> None:
+    def cancel(self, key: HandoffKey) -> None:
         self.agent.put(CancelFetch(key))
 
     def handle_event(self, event: ReceiverEvent) -> None:
         request = self._requests[event.key]
         match event:
             case Landed(key, token_id):
-                assert not self.events[key], f"{event} after {self.events[key]}"
+                assert not self.events[key], f"{event} came after {self.events[key]}"
                 token_ids = request.prompt.token_ids
                 assert self.memory.holds(request.row_pages, request.key_pages, token_ids), (
                     f"wrong bytes landed for {key}"
                 )
                 assert token_id == first_token(token_ids)
-                self._give_back(request)
+                self._release(request)
             case FetchFailed(key, quiesced):
-                assert not self.events[key], f"{event} after {self.events[key]}"
+                assert not self.events[key], f"{event} came after {self.events[key]}"
                 if quiesced:
-                    self._give_back(request)
+                    self._release(request)
                 else:
                     self.quarantined.add(key)
             case Quiesced(key):
                 self.quarantined.remove(key)
-                self._give_back(request)
+                self._release(request)
         self.events[event.key].append(event)
 
-    def _give_back(self, request: HandoffRequest) -> None:
+    def _release(self, request: HandoffRequest) -> None:
         with self._lock:
             self.free_rows += request.row_pages
             self.free_keys += request.key_pages
 
-    def ended(self, key: HandoffKey, seconds: float = SECONDS) -> ReceiverEvent:
-        """Waits for the handoff's terminal event and returns it."""
-        assert until(lambda: bool(self.events[key]) or self.died is not None, seconds), f"{key} is stuck"
-        assert self.died is None, self.died
+    def wait_for_outcome(self, key: HandoffKey, seconds: float = WAIT_S) -> ReceiverEvent:
+        """Waits for `Landed` or `FetchFailed` of this handoff and returns it."""
+        ended = wait_until(lambda: bool(self.events[key]) or self.failure is not None, seconds)
+        assert ended, f"{key} has not ended after {seconds:g} s"
+        assert self.failure is None, self.failure
         return self.events[key][0]
 
     def audit(self) -> None:
         """Asserts that every page is either free or quarantined, exactly once."""
         self.agent.audit()
-        assert self.died is None, self.died
+        assert self.failure is None, self.failure
         for free, quarantined in (
             (self.free_rows, [page for key in self.quarantined for page in self._requests[key].row_pages]),
             (self.free_keys, [page for key in self.quarantined for page in self._requests[key].key_pages]),
@@ -303,26 +312,29 @@ class DecodeEngine(_Engine):
             assert sorted([*free, *quarantined]) == list(range(self.memory.pages))
 
 
-class _Later:
-    """Behaves like a GPU event: the bytes, and those of `before`, are there only after it has happened."""
+class _DelayedEvent:
+    """Behaves like a GPU event. After `seconds` it runs `action`, which writes the bytes. It has happened when its
+    action has run and `previous`, the earlier event of the same stream, has happened."""
 
-    def __init__(self, seconds: float, act: Callable[[], None], before: DeviceEvent | None) -> None:
-        self._happened = False
-        self._act, self._before = act, before
+    def __init__(self, seconds: float, action: Callable[[], None], previous: DeviceEvent | None) -> None:
+        self._action_done = False
+        self._action, self._previous = action, previous
         threading.Timer(seconds, self._happen).start()
 
     def _happen(self) -> None:
-        self._act()
-        self._happened = True
+        self._action()
+        self._action_done = True
 
     def query(self) -> bool:
-        if self._before is not None and self._before.query():
-            self._before = None
-        return self._happened and self._before is None
+        if self._previous is not None and self._previous.query():
+            self._previous = None
+        return self._action_done and self._previous is None
 
 
 @dataclass(frozen=True)
-class _Gated:
+class _GatedEvent:
+    """An event that happens when the test sets `gate`."""
+
     gate: threading.Event
 
     def query(self) -> bool:
@@ -330,7 +342,12 @@ class _Gated:
 
 
 class PrefillEngine(_Engine):
-    """Computes in chunks. `hold` stops it before a stage of every prompt: 'compute', 'second chunk' or 'sample'."""
+    """Computes prompts in chunks.
+
+    `stop_before` stops every prompt before a stage: 'compute', 'second chunk' (any chunk but the first) or 'sample'.
+    `refuse` is the reason for which every prompt is refused. A chunk is computed `event_s` after it is announced; with
+    `gate`, its event happens when the test sets the gate. `report` is called at the beginning of each stage.
+    """
 
     def __init__(
         self,
@@ -340,77 +357,81 @@ class PrefillEngine(_Engine):
         *,
         scale: float = SCALE,
         chunk: int = 24,
-        hold: str = "",
+        stop_before: str = "",
         refuse: str = "",
         event_s: float = 0.0,
         gate: threading.Event | None = None,
         report: Callable[[str], None] = lambda stage: None,
         staging: "StagingMemory | None" = None,
-        **rest: Any,
+        **options: Any,
     ) -> None:
-        self._chunk, self._hold, self._refuse, self._event_s, self._report = chunk, hold, refuse, event_s, report
-        self._gate = gate  # forward passes finish when the test sets it
+        self._chunk, self._event_s, self._report = chunk, event_s, report
+        self.stop_before, self._refuse = stop_before, refuse
+        self._gate = gate
         self.free = list(range(memory.pages))
         self.held: dict[tuple[str, HandoffKey], list[int]] = {}
-        self.computed: list[HandoffKey] = []
-        self._stream: DeviceEvent | None = None  # the newest event
+        self.started: list[HandoffKey] = []  # one entry for each StartPrefill
+        self._stream: DeviceEvent | None = None  # the newest event of the simulated stream
         buffers = () if staging is None else staging.sender_buffers
         machine = Sender(
             memory.store, scaled(outgoing.SENDER_TIMEOUTS, scale), write_limit=40.0 * scale, buffers=buffers
         )
-        super().__init__(machine, memory, channel, transfer, staging=staging, **rest)
+        super().__init__(machine, memory, channel, transfer, staging=staging, **options)
 
     def handle_event(self, event: Any) -> None:
         match event:
             case StartPrefill():
-                self.computed.append(event.key)
+                self.started.append(event.key)
                 self._compute(event)
             case ReleasePages(peer, key):
                 self.free += self.held.pop((peer, key))
 
-    def _compute(self, asked: StartPrefill) -> None:
-        peer, key, token_ids = asked.peer, asked.key, asked.prompt.token_ids
+    def _compute(self, start: StartPrefill) -> None:
+        peer, key, token_ids = start.peer, start.key, start.prompt.token_ids
         count = -(-len(token_ids) // self.memory.page_rows)
         pages, self.free = self.free[-count:], self.free[:-count]
-        assert len(pages) == count, "the test asks for more pages than there are"
+        assert len(pages) == count, "the test needs more pages than the memory has"
         self.held[peer, key] = pages
         if self._refuse:
             self.agent.put(PrefillFailed(peer, key, False, self._refuse))
             return
         for first in range(0, len(token_ids), self._chunk):
-            if self._stops("compute" if first == 0 else "second chunk"):
+            if self._stops_before("compute" if first == 0 else "second chunk"):
                 return
             last = min(first + self._chunk, len(token_ids))
-            after = self._computed(pages, token_ids, first, last)
+            after = self._submit_chunk(pages, token_ids, first, last)
             self.agent.put(RowsComputed(peer, key, first, last, tuple(pages), after))
-        if not self._stops("sample"):
+        if not self._stops_before("sample"):
             alternatives = {5: (-0.5, 1)}
             self.agent.put(FirstTokenSampled(peer, key, first_token(token_ids), alternatives))
 
-    def _computed(self, pages: list[int], token_ids: Sequence[int], first: int, last: int) -> DeviceEvent | None:
+    def _submit_chunk(self, pages: list[int], token_ids: Sequence[int], first: int, last: int) -> DeviceEvent | None:
+        """Computes a chunk now or later. Returns the event after which it is computed, or None if that is now."""
         if self._gate is not None:
             self.memory.fill(pages, token_ids, first, last)
-            return _Gated(self._gate)
+            return _GatedEvent(self._gate)
         if not self._event_s:
             self.memory.fill(pages, token_ids, first, last)
             return None
-        self._stream = _Later(self._event_s, lambda: self.memory.fill(pages, token_ids, first, last), self._stream)
+        self._stream = _DelayedEvent(
+            self._event_s, lambda: self.memory.fill(pages, token_ids, first, last), self._stream
+        )
         return self._stream
 
-    def _stops(self, stage: str) -> bool:
+    def _stops_before(self, stage: str) -> bool:
         self._report(stage)
-        return self._hold == stage
+        return self.stop_before == stage
 
     def audit(self) -> None:
         self.agent.audit()
-        assert self.died is None, self.died
+        assert self.failure is None, self.failure
         held = [page for pages in self.held.values() for page in pages]
         assert sorted([*self.free, *held]) == list(range(self.memory.pages))
 
 
 class FileTransfer:
-    """A transfer between processes on one machine, whose memory is a file that all of them map. It writes at once, but
-    reports DONE only when `go` is set."""
+    """A transfer between processes of one machine that map the same files. `submit` writes at once, but `poll` reports
+    the end only while `may_end` is set."""
 
     name = "file"
 
@@ -420,11 +441,12 @@ class FileTransfer:
         self._peers: dict[str, tuple[int, Bytes]] = {}
         self._numbers = 0
         self._written = 0
-        self.go = threading.Event()
-        self.go.set()
+        self.may_end = threading.Event()
+        self.may_end.set()
 
     @staticmethod
     def memory(path: Path, pages: int, page_rows: int) -> Memory:
+        """Returns memory in a new file."""
         return Memory(pages, page_rows, np.memmap(path, np.uint8, "w+", shape=(Memory.nbytes(pages, page_rows),)))
 
     def register(self, region: Region) -> None:
@@ -448,15 +470,15 @@ class FileTransfer:
             return WriteTicket(self._numbers, 0, WriteState.FAILED_QUIESCED)
         base, target = self._peers[peer]
         source = np.memmap(self._path, np.uint8, "r")
-        for here, there, nbytes in writes.tolist():
-            at = here - self._region.address
-            target[there - base : there - base + nbytes] = source[at : at + nbytes]
+        for local, remote, nbytes in writes.tolist():
+            first, target_first = local - self._region.address, remote - base
+            target[target_first : target_first + nbytes] = source[first : first + nbytes]
             self._written += nbytes
         return WriteTicket(self._numbers, 0, WriteState.DONE)
 
     def poll(self, ticket: WriteTicket) -> WriteState:
         state: WriteState = ticket.handle
-        return state if self.go.is_set() else WriteState.PENDING
+        return state if self.may_end.is_set() else WriteState.PENDING
 
     def transport(self) -> str:
         return "a file"

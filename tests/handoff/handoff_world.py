@@ -1,4 +1,4 @@
-"""Workers in one process with real sockets between them, and a channel that loses and delays messages."""
+"""Workers in one process with real sockets between them, and channels for tests: one with faults, one scripted."""
 
 import random
 import time
@@ -16,24 +16,25 @@ from hotset.handoff.messages import ChannelEvent, Envelope, Message
 from hotset.transfer.api import Transfer
 from hotset.transfer.loopback import Hub, Loopback
 
-OURS = "127.0.0.1:1"
+OWN_ADDRESS = "127.0.0.1:1"
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
+    """Returns deterministic token ids."""
     return [(seed * 131 + index * 17) % 500 for index in range(length)]
 
 
-class FaultyPost:
-    """A channel that loses, duplicates or delays messages by kind."""
+class FaultyChannel:
+    """A channel that loses, duplicates or delays outgoing messages, by the names of their types."""
 
     def __init__(self, inner: ControlChannel, seed: int = 0) -> None:
         self.inner, self.address = inner, inner.address
-        self.lose: dict[str, int] = {}  # how many messages of this kind will still be lost
-        self.twice: set[str] = set()
-        self.late: dict[str, float] = {}  # the longest delay of messages of this kind, in seconds
-        self.sent: list[str] = []
+        self.lose: dict[str, int] = {}  # the number of further messages of each type that will be lost
+        self.duplicate: set[str] = set()  # types of which every message is sent twice
+        self.max_delay: dict[str, float] = {}  # in seconds; each delay is random
+        self.sent: list[str] = []  # the types of all messages so far, including lost ones
         self._random = random.Random(seed)
-        self._held: list[tuple[float, str, Message]] = []
+        self._delayed: list[tuple[float, str, Message]] = []
 
     @property
     def dropped(self) -> Any:
@@ -45,22 +46,22 @@ class FaultyPost:
         if self.lose.get(kind, 0) > 0:
             self.lose[kind] -= 1
             return
-        for _ in range(2 if kind in self.twice else 1):
-            if kind in self.late:
-                self._held.append((time.monotonic() + self._random.uniform(0, self.late[kind]), peer, message))
+        for _ in range(2 if kind in self.duplicate else 1):
+            if kind in self.max_delay:
+                self._delayed.append((time.monotonic() + self._random.uniform(0, self.max_delay[kind]), peer, message))
             else:
                 self.inner.send(peer, message)
 
     def receive(self) -> list[ChannelEvent]:
         now = time.monotonic()
-        due = sorted((each for each in self._held if each[0] <= now), key=lambda each: each[0])
-        self._held = [each for each in self._held if each[0] > now]
+        due = sorted((entry for entry in self._delayed if entry[0] <= now), key=lambda entry: entry[0])
+        self._delayed = [entry for entry in self._delayed if entry[0] > now]
         for _, peer, message in due:
             self.inner.send(peer, message)
         return self.inner.receive()
 
     def wait(self, seconds: float) -> None:
-        next_due = min((each[0] for each in self._held), default=float("inf")) - time.monotonic()
+        next_due = min((entry[0] for entry in self._delayed), default=float("inf")) - time.monotonic()
         self.inner.wait(max(0.0, min(seconds, next_due)))
 
     def wake(self) -> None:
@@ -75,29 +76,29 @@ class FaultyPost:
 
 @dataclass
 class World:
-    """Workers in this process, over one hub."""
+    """Workers in this process, with loopback transfers over one hub."""
 
     hub: Hub = field(default_factory=lambda: Hub(threaded=True))
     engines: list[DecodeEngine | PrefillEngine] = field(default_factory=list)
 
     def decode(
-        self, channel: ControlChannel | None = None, pages: int = 64, ranks: int = 1, **rest: Any
+        self, channel: ControlChannel | None = None, pages: int = 64, ranks: int = 1, **options: Any
     ) -> DecodeEngine:
         memory = Memory(pages, 8, ranks=ranks)
-        engine = DecodeEngine(memory, channel or Channel("127.0.0.1:0"), Loopback(self.hub), **rest)
+        engine = DecodeEngine(memory, channel or Channel("127.0.0.1:0"), Loopback(self.hub), **options)
         self.engines.append(engine)
         return engine
 
     def prefill(
-        self, channel: ControlChannel | None = None, transfer: Transfer | None = None, ranks: int = 1, **rest: Any
+        self, channel: ControlChannel | None = None, transfer: Transfer | None = None, ranks: int = 1, **options: Any
     ) -> PrefillEngine:
         channel, transfer = channel or Channel("127.0.0.1:0"), transfer or Loopback(self.hub)
-        engine = PrefillEngine(Memory(32, 16, ranks=ranks), channel, transfer, **rest)
+        engine = PrefillEngine(Memory(32, 16, ranks=ranks), channel, transfer, **options)
         self.engines.append(engine)
         return engine
 
-    def settled(self) -> bool:
-        """Waits until no handoff is open, and all engines have released their pages."""
+    def is_idle(self) -> bool:
+        """Returns whether no handoff is open and all prefill engines have released their pages."""
         for engine in self.engines:
             if engine.agent.stats().num_open or (isinstance(engine, PrefillEngine) and engine.held):
                 return False
@@ -109,35 +110,35 @@ class World:
 
 
 @contextmanager
-def worlds() -> Iterator[World]:
-    """Yields a world and closes it at the end. Its engines must be alive by then."""
-    made = World()
+def open_world() -> Iterator[World]:
+    """Yields a world and closes it at the end. Asserts that no thread of its engines has failed."""
+    world = World()
     try:
-        yield made
+        yield world
     finally:
-        for engine in made.engines:
+        for engine in world.engines:
             engine.close()
-        made.hub.close()
-    for engine in made.engines:
-        assert engine.died is None, engine.died
+        world.hub.close()
+    for engine in world.engines:
+        assert engine.failure is None, engine.failure
 
 
-class Dictated:
-    """A channel whose incoming messages the test supplies."""
+class ScriptedChannel:
+    """A channel whose incoming messages the test supplies. It records the outgoing ones."""
 
     def __init__(self) -> None:
-        self.address = OURS
+        self.address = OWN_ADDRESS
         self.dropped: Mapping[str, int] = {}
-        self.coming: list[ChannelEvent] = []
-        self.said: list[Message] = []
+        self.incoming: list[ChannelEvent] = []
+        self.sent: list[Message] = []
 
     def send(self, peer: str, message: Message) -> None:
-        self.said.append(message)
-        envelope = Envelope(OURS, "ab", "cd", message)
-        assert Codec().decode(Codec().encode(envelope)) == envelope, "what an agent says must be a message"
+        self.sent.append(message)
+        envelope = Envelope(OWN_ADDRESS, "ab", "cd", message)
+        assert Codec().decode(Codec().encode(envelope)) == envelope, f"the codec does not preserve {message}"
 
     def receive(self) -> list[ChannelEvent]:
-        events, self.coming = self.coming, []
+        events, self.incoming = self.incoming, []
         return events
 
     def wait(self, seconds: float) -> None: ...
@@ -147,6 +148,8 @@ class Dictated:
 
 
 class Clock:
+    """A clock that the test sets."""
+
     def __init__(self) -> None:
         self.now = 0.0
 

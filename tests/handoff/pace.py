@@ -1,4 +1,4 @@
-"""Scales the timeouts of the state machines, so that tests take less time."""
+"""Scaling of the timeouts of the state machines, to shorten tests."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -10,6 +10,8 @@ P = TypeVar("P", bound=Enum)
 
 
 def scaled(timeouts: Mapping[P, PhaseTimeout], factor: float) -> dict[P, PhaseTimeout]:
+    """Returns a table in which every limit and retransmit interval is multiplied by `factor`."""
+
     def scale(timeout: PhaseTimeout) -> PhaseTimeout:
         every = timeout.retransmit_every
         return PhaseTimeout(timeout.limit * factor, None if every is None else every * factor)

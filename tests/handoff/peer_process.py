@@ -1,7 +1,13 @@
-"""A worker in its own process, for tests that kill it: `peer_process.py prefill|decode ADDRESS FOLDER HOLD`.
+"""A worker in its own process, for tests that kill it: `peer_process.py prefill|decode ADDRESS FOLDER FAULT`.
 
-It prints its address and then one line for each action. A decode worker reads from stdin which prefill worker to use,
-or `give up`, and prints the events. HOLD names a kind of message that it never sends.
+It prints `address ADDRESS` first.
+
+A prefill worker prints `stage STAGE` at the beginning of each stage of a prompt. FAULT is the stage before which every
+prompt stops, or empty.
+
+A decode worker reads lines from stdin: `PEER NAME TOKEN…` begins a handoff from the prefill worker at address PEER, and
+`cancel` cancels the newest handoff. It prints `event TYPE` for the outcome of each handoff. FAULT is a type of message
+that it never sends, or empty.
 """
 
 import sys
@@ -9,41 +15,43 @@ from pathlib import Path
 from threading import Thread
 
 from handoff_engines import DecodeEngine, FileTransfer, PrefillEngine
-from handoff_world import FaultyPost
+from handoff_world import FaultyChannel
 
 from hotset.handoff.agent import open_channel
 from hotset.handoff.messages import HandoffKey
 
 
-def say(*words: object) -> None:
+def print_line(*words: object) -> None:
     print(*words, flush=True)
 
 
-def report(engine: DecodeEngine, key: HandoffKey) -> None:
-    say("event", type(engine.ended(key)).__name__)
+def report_outcome(engine: DecodeEngine, key: HandoffKey) -> None:
+    print_line("event", type(engine.wait_for_outcome(key)).__name__)
 
 
-def main(role: str, address: str, folder: str, hold: str) -> None:
+def main(role: str, address: str, folder: str, fault: str) -> None:
     path = Path(folder) / "memory"
     channel = open_channel(address)
     if role == "prefill":
         memory = FileTransfer.memory(path, 16, 16)
-        PrefillEngine(memory, channel, FileTransfer(path), hold=hold, report=lambda stage: say("stage", stage))
-        say("address", channel.address)
+        PrefillEngine(
+            memory, channel, FileTransfer(path), stop_before=fault, report=lambda stage: print_line("stage", stage)
+        )
+        print_line("address", channel.address)
         sys.stdin.read()
         return
-    faulty = FaultyPost(channel)
-    faulty.lose[hold] = sys.maxsize
+    faulty = FaultyChannel(channel)
+    faulty.lose[fault] = sys.maxsize
     engine = DecodeEngine(FileTransfer.memory(path, 64, 8), faulty, FileTransfer(path))
-    say("address", channel.address)
+    print_line("address", channel.address)
     keys: list[HandoffKey] = []
     for line in sys.stdin:
-        if line.strip() == "give up":
-            engine.give_up(keys[-1])
+        if line.strip() == "cancel":
+            engine.cancel(keys[-1])
             continue
         peer, name, *token_ids = line.split()
         keys.append(engine.fetch(peer, [int(token) for token in token_ids], name))
-        Thread(target=report, args=(engine, keys[-1]), daemon=True).start()
+        Thread(target=report_outcome, args=(engine, keys[-1]), daemon=True).start()
 
 
 if __name__ == "__main__":

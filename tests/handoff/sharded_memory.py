@@ -1,4 +1,4 @@
-"""Memory of an engine whose ranks hold some heads each. It is filled and checked by head, and poisoned elsewhere."""
+"""Memory of an engine whose rows are sharded over ranks by heads, for tests that compare it head by head."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,9 @@ HEAD_BYTES, KEY_BYTES = 7, 5
 Bytes = NDArray[np.uint8]
 
 
-class Sharded:
-    """[layer][page][row] for each rank, with some unused bytes after each row, and index keys likewise."""
+class ShardedMemory:
+    """Rows as [layer][page][row] for each rank, with `spare` unused bytes after each row, and index keys as
+    [group][page][row]. All bytes are POISON until rows are written."""
 
     def __init__(
         self,
@@ -32,19 +33,20 @@ class Sharded:
     ) -> None:
         self.ranks, self.heads, self.layers, self.groups, self.page_rows = ranks, heads, layers, groups, page_rows
         self.pages, self.head_bytes = pages, head_bytes
-        self.per_rank = max(1, heads // ranks)
-        width = 2 * self.per_rank * head_bytes
-        # All units are in one block of memory, shuffled and never adjacent.
-        unit = pages * page_rows * (width + spare) + 64
-        key_unit = pages * page_rows * KEY_BYTES + 64
-        self.memory = np.full(ranks * layers * unit + groups * key_unit, POISON, np.uint8)
+        self.heads_per_rank = max(1, heads // ranks)
+        width = 2 * self.heads_per_rank * head_bytes
+        # All layers of all ranks are in one block of memory, in random order and with gaps. The index keys follow.
+        layer_bytes = pages * page_rows * (width + spare) + 64
+        group_bytes = pages * page_rows * KEY_BYTES + 64
+        self.memory = np.full(ranks * layers * layer_bytes + groups * group_bytes, POISON, np.uint8)
         order = np.random.default_rng(seed).permutation(ranks * layers).reshape(ranks, layers)
         self.rows = [
-            [self._unit(int(at) * unit, page_rows, width + spare)[:, :, :width] for at in starts] for starts in order
+            [self._pages(int(index) * layer_bytes, page_rows, width + spare)[:, :, :width] for index in indices]
+            for indices in order
         ]
-        first_key = ranks * layers * unit
-        self.keys = [self._unit(first_key + group * key_unit, page_rows, KEY_BYTES) for group in range(groups)]
-        spans = [self._span(units, width + spare) for units in self.rows]
+        first_key = ranks * layers * layer_bytes
+        self.keys = [self._pages(first_key + group * group_bytes, page_rows, KEY_BYTES) for group in range(groups)]
+        spans = [self._span(layers_of_rank, width + spare) for layers_of_rank in self.rows]
         keys = self._span(self.keys, KEY_BYTES) if groups else None
         self.store = Store(head_shards(spans, heads, head_bytes), keys)
 
@@ -52,28 +54,29 @@ class Sharded:
     def region(self) -> Region:
         return Region(self.memory.ctypes.data, self.memory.nbytes)
 
-    def _unit(self, start: int, page_rows: int, stride: int) -> Bytes:
+    def _pages(self, start: int, page_rows: int, stride: int) -> Bytes:
         return self.memory[start : start + self.pages * page_rows * stride].reshape(self.pages, page_rows, stride)
 
     def _span(self, units: Sequence[Bytes], stride: int) -> PagedSpan:
         bases = tuple((unit.ctypes.data,) for unit in units)
         return PagedSpan(bases, self.page_rows * stride, self.page_rows, self.page_rows, stride)
 
-    def heads_of(self, rank: int) -> range:
+    def heads_of_rank(self, rank: int) -> range:
         first = rank * self.heads // self.ranks
-        return range(first, first + self.per_rank)
+        return range(first, first + self.heads_per_rank)
 
-    def holds(self, address: int, nbytes: int) -> bool:
+    def contains(self, address: int, nbytes: int) -> bool:
+        """Returns whether these addresses are inside this memory."""
         start = self.memory.ctypes.data
         return start <= address and address + nbytes <= start + self.memory.nbytes
 
     def compute(self, pages: Sequence[int], first: int, last: int, seed: int = 0) -> None:
-        """Writes rows and keys [first, last) of a context, as a model would."""
-        self._place(self.rows, self.keys, pages, pages, first, last, seed)
+        """Writes rows and index keys [first, last) of the context `seed` to these pages."""
+        self._write(self.rows, self.keys, pages, pages, first, last, seed)
 
     def check(self, row_pages: Sequence[int], key_pages: Sequence[int], first: int, last: int, seed: int = 0) -> None:
-        """Asserts that exactly these rows are here, and that nothing else was changed."""
-        expected = Sharded(
+        """Asserts that these pages contain rows [first, last), and that all other bytes are POISON."""
+        expected = ShardedMemory(
             self.ranks,
             self.heads,
             page_rows=self.page_rows,
@@ -82,26 +85,26 @@ class Sharded:
             groups=self.groups,
             head_bytes=self.head_bytes,
         )
-        expected._place(expected.rows, expected.keys, row_pages, key_pages, first, last, seed)
-        for mine, wanted in zip(self.rows, expected.rows, strict=True):
-            np.testing.assert_array_equal(np.stack(mine), np.stack(wanted))
-        for keys, wanted_keys in zip(self.keys, expected.keys, strict=True):
-            np.testing.assert_array_equal(keys, wanted_keys)
+        expected._write(expected.rows, expected.keys, row_pages, key_pages, first, last, seed)
+        for rows, expected_rows in zip(self.rows, expected.rows, strict=True):
+            np.testing.assert_array_equal(np.stack(rows), np.stack(expected_rows))
+        for keys, expected_keys in zip(self.keys, expected.keys, strict=True):
+            np.testing.assert_array_equal(keys, expected_keys)
 
     def check_rows(self, row_pages: Sequence[int], key_pages: Sequence[int], last: int, seed: int = 0) -> None:
-        """Asserts that rows [0, last) are here."""
+        """Asserts that these pages contain rows [0, last). Other bytes are not compared."""
         rows = [[np.full_like(unit, POISON) for unit in units] for units in self.rows]
         keys = [np.full_like(unit, POISON) for unit in self.keys]
-        self._place(rows, keys, row_pages, key_pages, 0, last, seed)
+        self._write(rows, keys, row_pages, key_pages, 0, last, seed)
         page, row = np.divmod(np.arange(last), self.page_rows)
         units = [
             *((unit, row_pages) for units in self.rows for unit in units),
             *((unit, key_pages) for unit in self.keys),
         ]
-        wanted = [*(unit for units in rows for unit in units), *keys]
-        for (found, pages), expected in zip(units, wanted, strict=True):
-            at = np.asarray(pages)[page], row
-            np.testing.assert_array_equal(found[at], expected[at])
+        expected_units = [*(unit for units in rows for unit in units), *keys]
+        for (found, pages), expected in zip(units, expected_units, strict=True):
+            index = np.asarray(pages)[page], row
+            np.testing.assert_array_equal(found[index], expected[index])
 
     def poison(self, row_pages: Sequence[int], key_pages: Sequence[int]) -> None:
         for units in self.rows:
@@ -110,7 +113,7 @@ class Sharded:
         for keys in self.keys:
             keys[list(key_pages)] = POISON
 
-    def _place(
+    def _write(
         self,
         rows: Sequence[Sequence[Bytes]],
         keys: Sequence[Bytes],
@@ -125,7 +128,9 @@ class Sharded:
             for rank, units in enumerate(rows):
                 for layer, unit in enumerate(units):
                     heads = [
-                        self.head(layer, position, half, head, seed) for half in "KV" for head in self.heads_of(rank)
+                        self.head(layer, position, half, head, seed)
+                        for half in "KV"
+                        for head in self.heads_of_rank(rank)
                     ]
                     unit[row_pages[page], row] = np.concatenate(heads)
             for group, unit in enumerate(keys):
@@ -135,17 +140,18 @@ class Sharded:
         return _bytes(self.head_bytes, layer, position, ord(half), head, seed)
 
 
-def _bytes(count: int, *names: int) -> Bytes:
+def _bytes(count: int, *coordinates: int) -> Bytes:
+    """Returns bytes that depend on the coordinates."""
     mixed = 17
-    for name in names:
-        mixed = (mixed * 1000003 + name * 7919 + 13) % (1 << 31)
+    for coordinate in coordinates:
+        mixed = (mixed * 1000003 + coordinate * 7919 + 13) % (1 << 31)
     return ((mixed >> 3) + np.arange(count) * 37 & 0xFF).astype(np.uint8)
 
 
 def fresh_pages(
-    source: Sharded, target: Sharded, *, rows: int, seed: int = 0
+    source: ShardedMemory, target: ShardedMemory, *, rows: int, seed: int = 0
 ) -> tuple[list[int], list[int], list[int]]:
-    """Returns shuffled pages: of the source, of the target for rows, and of the target for keys."""
+    """Returns random pages for a context: source pages, target pages of rows, and target pages of index keys."""
     random = np.random.default_rng(seed)
     spans = (source.store.shards[0].span, target.store.shards[0].span, target.store.shards[0].span)
     sides = (source, target, target)

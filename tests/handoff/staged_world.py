@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sharded_memory import Sharded
+from sharded_memory import ShardedMemory
 
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import check_peers, pages_for
@@ -70,7 +70,7 @@ class PrefillWorker:
 
     def __init__(self, name: str, ranks: int, staging_bytes: int, page_rows: int = 16) -> None:
         self.name = name
-        self.memory = Sharded(ranks, HEADS, page_rows=page_rows, pages=200, seed=ranks)
+        self.memory = ShardedMemory(ranks, HEADS, page_rows=page_rows, pages=200, seed=ranks)
         self.staging = StagingMemory(staging_bytes)
         self.sender = Sender(self.memory.store, buffers=self.staging.sender_buffers)
         self.hello = Hello(name, MODEL, {"host": self.memory.store}, "loopback", b"")
@@ -92,7 +92,7 @@ class World:
 
     def __init__(self, ring_bytes: int = 8192, ranks: int = 4, prefills: Iterable[int] = (2,)) -> None:
         self.now, self.tickets = 0.0, 0
-        self.memory = Sharded(ranks, HEADS, page_rows=8, pages=400)
+        self.memory = ShardedMemory(ranks, HEADS, page_rows=8, pages=400)
         self.row_bytes = 3 * 2 * HEADS * self.memory.head_bytes + 2 * 5
         self.ring_memory = StagingMemory(ring_bytes)
         stores = {"host": self.memory.store}

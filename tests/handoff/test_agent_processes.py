@@ -1,4 +1,4 @@
-"""Worker processes that are killed, stopped and restarted in every stage of a handoff."""
+"""Tests with worker processes that are killed, suspended and restarted at every stage of a handoff."""
 
 import os
 import queue
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from handoff_engines import QUICK, SECONDS, DecodeEngine, FileTransfer, PrefillEngine, StoppableClock, until
+from handoff_engines import SHORT_TIMING, WAIT_S, DecodeEngine, FileTransfer, PrefillEngine, StoppableClock, wait_until
 from handoff_world import prompt
 from processes import pause
 
@@ -25,13 +25,13 @@ STAGES = [pytest.param("compute", marks=pytest.mark.slow), "second chunk", "samp
 
 
 class Worker:
-    """A process of peer_process.py, and its output."""
+    """A process that runs peer_process.py. Its input and output are lines of words."""
 
-    def __init__(self, role: str, folder: Path, *, address: str = "127.0.0.1:0", hold: str = "") -> None:
+    def __init__(self, role: str, folder: Path, *, address: str = "127.0.0.1:0", fault: str = "") -> None:
         folder.mkdir(exist_ok=True)
         paths = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "peer_process.py"), role, address, str(folder), hold],
+            [sys.executable, str(HERE / "peer_process.py"), role, address, str(folder), fault],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -40,20 +40,20 @@ class Worker:
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.address = self.says("address")
+        self.address = self.read_line("address")
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self._lines.put(line.strip())
 
-    def says(self, beginning: str) -> str:
-        """Returns the rest of the next line, which must begin with these words."""
-        line = self._lines.get(timeout=SECONDS)
+    def read_line(self, beginning: str) -> str:
+        """Returns the rest of the next line of output, which must begin with `beginning`."""
+        line = self._lines.get(timeout=WAIT_S)
         assert line.startswith(beginning), line
         return line.removeprefix(beginning).strip()
 
-    def tell(self, *words: object) -> None:
+    def send_line(self, *words: object) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(" ".join(map(str, words)) + "\n")
         self.process.stdin.flush()
@@ -61,30 +61,30 @@ class Worker:
     def kill(self) -> None:
         """Kills the process with SIGKILL."""
         self.process.kill()
-        self.process.wait(SECONDS)
-        self._reader.join(SECONDS)
+        self.process.wait(WAIT_S)
+        self._reader.join(WAIT_S)
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             stream.close()
 
 
 @contextmanager
-def workers(*wanted: Worker) -> Iterator[list[Worker]]:
-    """Yields a list of workers, which may grow, and kills them at the end."""
-    alive = list(wanted)
+def workers(*initial: Worker) -> Iterator[list[Worker]]:
+    """Yields a list of workers. The test may append to it. At the end, all workers in it are killed."""
+    started = list(initial)
     try:
-        yield alive
+        yield started
     finally:
-        for worker in alive:
+        for worker in started:
             if worker.process.returncode is None:
                 worker.kill()
 
 
 @contextmanager
-def decoding(folder: Path, **rest: Any) -> Iterator[DecodeEngine]:
+def decode_engine(folder: Path, **options: Any) -> Iterator[DecodeEngine]:
     path = folder / "decode"
     memory, channel = FileTransfer.memory(path, 64, 8), Channel("127.0.0.1:0")
-    engine = DecodeEngine(memory, channel, FileTransfer(path), **rest)
+    engine = DecodeEngine(memory, channel, FileTransfer(path), **options)
     try:
         yield engine
         engine.audit()
@@ -93,10 +93,10 @@ def decoding(folder: Path, **rest: Any) -> Iterator[DecodeEngine]:
 
 
 @contextmanager
-def prefilling(folder: Path, **rest: Any) -> Iterator[PrefillEngine]:
+def prefill_engine(folder: Path, **options: Any) -> Iterator[PrefillEngine]:
     path = folder / "prefill"
     memory, channel = FileTransfer.memory(path, 32, 16), Channel("127.0.0.1:0")
-    engine = PrefillEngine(memory, channel, FileTransfer(path), **rest)
+    engine = PrefillEngine(memory, channel, FileTransfer(path), **options)
     try:
         yield engine
         engine.audit()
@@ -104,180 +104,191 @@ def prefilling(folder: Path, **rest: Any) -> Iterator[PrefillEngine]:
         engine.close()
 
 
-def reach(worker: Worker, decode: DecodeEngine, stage: str) -> HandoffKey:
-    """Begins a handoff that stops at this stage, and whose receiver has sent StartWrites."""
+def start_handoff(worker: Worker, decode: DecodeEngine, stage: str) -> HandoffKey:
+    """Begins a handoff and waits until its prompt has reached `stage` and its receiver has sent StartWrites."""
     key = decode.fetch(worker.address, prompt(60), "r")
-    while worker.says("stage") != stage:
+    while worker.read_line("stage") != stage:
         pass
-    assert until(lambda: decode.agent.stats().phase_seconds["requesting"] > 0)
+    assert wait_until(lambda: decode.agent.stats().phase_seconds["requesting"] > 0)
     return key
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_prefill_worker_killed_at_any_stage_fails_only_its_own_requests(tmp_path: Path, stage: str) -> None:
     with (
-        workers(Worker("prefill", tmp_path / "doomed", hold=stage)) as [doomed],
-        # The limits of its phases are so long that silence ends the handoff first.
-        decoding(tmp_path, scale=4.0) as decode,
-        prefilling(tmp_path) as other,
+        workers(Worker("prefill", tmp_path / "doomed", fault=stage)) as [doomed],
+        # The timeouts of the phases are so long that the silence of the peer ends the handoff first.
+        decode_engine(tmp_path, scale=4.0) as decode,
+        prefill_engine(tmp_path) as other,
     ):
-        key = reach(doomed, decode, stage)
+        key = start_handoff(doomed, decode, stage)
         doomed.kill()
-        others = [decode.fetch(other.address, prompt(60, number), f"other {number}") for number in range(3)]
-        assert all(isinstance(decode.ended(each), Landed) for each in others)
-        end = decode.ended(key)
+        other_keys = [decode.fetch(other.address, prompt(60, number), f"other {number}") for number in range(3)]
+        assert all(isinstance(decode.wait_for_outcome(other_key), Landed) for other_key in other_keys)
+        end = decode.wait_for_outcome(key)
         assert isinstance(end, FetchFailed) and not end.quiesced and not end.retry and "no message from" in end.reason
         assert decode.quarantined == {key}
-        end = decode.ended(decode.fetch(doomed.address, prompt(60), "r", attempt=1))
+        end = decode.wait_for_outcome(decode.fetch(doomed.address, prompt(60), "r", attempt=1))
         assert isinstance(end, FetchFailed) and end.quiesced
 
 
-def test_a_prefill_worker_killed_before_start_writes_costs_no_page(tmp_path: Path) -> None:
-    with workers(Worker("prefill", tmp_path / "doomed")) as [doomed], decoding(tmp_path) as decode:
-        assert isinstance(decode.ended(decode.fetch(doomed.address, prompt(10), "before")), Landed)
+def test_no_page_is_quarantined_if_a_prefill_worker_is_killed_before_start_writes(tmp_path: Path) -> None:
+    with workers(Worker("prefill", tmp_path / "doomed")) as [doomed], decode_engine(tmp_path) as decode:
+        assert isinstance(decode.wait_for_outcome(decode.fetch(doomed.address, prompt(10), "before")), Landed)
         pause(doomed.process.pid)
         key = decode.fetch(doomed.address, prompt(60), "r")
-        assert until(lambda: bool(decode.agent.stats().num_open))
+        assert wait_until(lambda: bool(decode.agent.stats().num_open))
         doomed.kill()
-        end = decode.ended(key)
+        end = decode.wait_for_outcome(key)
         assert isinstance(end, FetchFailed) and end.quiesced
 
 
-def test_a_restarted_prefill_worker_at_its_old_address_is_noticed_at_once_and_used(tmp_path: Path) -> None:
+def test_a_prefill_worker_restarted_at_its_old_address_fails_its_old_handoffs_and_serves_new_ones(
+    tmp_path: Path,
+) -> None:
     with (
-        workers(Worker("prefill", tmp_path / "first", hold="sample")) as alive,
-        # The timeout of the peer would find out much later.
-        decoding(tmp_path, timing=replace(QUICK, peer_timeout=60.0), scale=1.0) as decode,
+        workers(Worker("prefill", tmp_path / "first", fault="sample")) as started,
+        # The peer timeout is so long that only the new incarnation can reveal the restart.
+        decode_engine(tmp_path, timing=replace(SHORT_TIMING, peer_timeout=60.0), scale=1.0) as decode,
     ):
-        first = alive[0]
-        old = reach(first, decode, "sample")
+        first = started[0]
+        old = start_handoff(first, decode, "sample")
         first.kill()
-        alive.append(Worker("prefill", tmp_path / "second", address=first.address))
-        end = decode.ended(old)
+        started.append(Worker("prefill", tmp_path / "second", address=first.address))
+        end = decode.wait_for_outcome(old)
         assert isinstance(end, FetchFailed) and not end.quiesced and "restarted" in end.reason
-        assert isinstance(decode.ended(decode.fetch(first.address, prompt(60), "new")), Landed)
+        assert isinstance(decode.wait_for_outcome(decode.fetch(first.address, prompt(60), "new")), Landed)
         assert decode.quarantined == {old}
 
 
-def test_a_prefill_worker_replaced_while_idle_costs_no_request(tmp_path: Path) -> None:
-    with workers(Worker("prefill", tmp_path / "first")) as alive, decoding(tmp_path) as decode:
-        address = alive[0].address
-        assert isinstance(decode.ended(decode.fetch(address, prompt(60), "old")), Landed)
-        alive[0].kill()
-        alive.append(Worker("prefill", tmp_path / "second", address=address))
-        assert until(lambda: not decode.agent._liveness.heard_recently(address, decode.agent._clock()))
-        assert isinstance(decode.ended(decode.fetch(address, prompt(60), "new")), Landed)
+def test_no_request_fails_if_an_idle_prefill_worker_is_replaced(tmp_path: Path) -> None:
+    with workers(Worker("prefill", tmp_path / "first")) as started, decode_engine(tmp_path) as decode:
+        address = started[0].address
+        assert isinstance(decode.wait_for_outcome(decode.fetch(address, prompt(60), "old")), Landed)
+        started[0].kill()
+        started.append(Worker("prefill", tmp_path / "second", address=address))
+        assert wait_until(lambda: not decode.agent._liveness.heard_recently(address, decode.agent._clock()))
+        assert isinstance(decode.wait_for_outcome(decode.fetch(address, prompt(60), "new")), Landed)
 
 
 def test_a_suspended_prefill_worker_is_treated_as_lost_and_confirms_later_that_it_stopped(tmp_path: Path) -> None:
-    with workers(Worker("prefill", tmp_path / "sleeper", hold="sample")) as [sleeper], decoding(tmp_path) as decode:
-        key = reach(sleeper, decode, "sample")
+    with (
+        workers(Worker("prefill", tmp_path / "sleeper", fault="sample")) as [sleeper],
+        decode_engine(tmp_path) as decode,
+    ):
+        key = start_handoff(sleeper, decode, "sample")
         pause(sleeper.process.pid)
-        end = decode.ended(key)
+        end = decode.wait_for_outcome(key)
         assert isinstance(end, FetchFailed) and not end.quiesced
         assert decode.quarantined == {key}
         sleeper.process.send_signal(signal.SIGCONT)
-        assert until(lambda: not decode.quarantined), "the pages stay in quarantine"
+        assert wait_until(lambda: not decode.quarantined), "the pages are still in quarantine"
 
 
-def test_a_prefill_worker_killed_after_an_unanswered_request_was_cancelled_costs_nothing(tmp_path: Path) -> None:
+def test_an_unanswered_cancelled_request_is_forgotten_if_its_prefill_worker_is_killed(tmp_path: Path) -> None:
     clock = StoppableClock()
-    with workers(Worker("prefill", tmp_path / "doomed")) as [doomed], decoding(tmp_path, clock=clock) as decode:
-        assert isinstance(decode.ended(decode.fetch(doomed.address, prompt(10), "before")), Landed)
+    with workers(Worker("prefill", tmp_path / "doomed")) as [doomed], decode_engine(tmp_path, clock=clock) as decode:
+        assert isinstance(decode.wait_for_outcome(decode.fetch(doomed.address, prompt(10), "before")), Landed)
         pause(doomed.process.pid)
         clock.stop()
         key = decode.fetch(doomed.address, prompt(60), "r")
-        assert until(lambda: decode.stands_in("requesting"))
-        decode.give_up(key)
-        end = decode.ended(key)
+        assert wait_until(lambda: decode.in_phases("requesting"))
+        decode.cancel(key)
+        end = decode.wait_for_outcome(key)
         assert isinstance(end, FetchFailed) and end.quiesced
-        assert decode.stands_in("abandoned")
+        assert decode.in_phases("abandoned")
         doomed.kill()
-        clock.go_on()
-        assert until(lambda: decode.stands_in()), "it is told for ever to stop"
+        clock.resume()
+        assert wait_until(lambda: decode.in_phases()), "Cancel is still retransmitted"
 
 
 def test_pages_stay_in_quarantine_when_their_writer_is_killed_and_restarted(tmp_path: Path) -> None:
-    with workers(Worker("prefill", tmp_path / "first", hold="sample")) as alive, decoding(tmp_path) as decode:
-        first = alive[0]
-        old = reach(first, decode, "sample")
+    with workers(Worker("prefill", tmp_path / "first", fault="sample")) as started, decode_engine(tmp_path) as decode:
+        first = started[0]
+        old = start_handoff(first, decode, "sample")
         pause(first.process.pid)
-        end = decode.ended(old)
+        end = decode.wait_for_outcome(old)
         assert isinstance(end, FetchFailed) and not end.quiesced
-        assert decode.stands_in("quarantined")
+        assert decode.in_phases("quarantined")
         first.kill()
-        alive.append(Worker("prefill", tmp_path / "second", address=first.address))
-        assert isinstance(decode.ended(decode.fetch(first.address, prompt(60), "new")), Landed)
-        asked = decode.agent.stats().num_retransmits
-        assert until(lambda: decode.agent.stats().num_retransmits > asked + 1), "it is not asked any more"
+        started.append(Worker("prefill", tmp_path / "second", address=first.address))
+        assert isinstance(decode.wait_for_outcome(decode.fetch(first.address, prompt(60), "new")), Landed)
+        retransmits = decode.agent.stats().num_retransmits
+        assert wait_until(lambda: decode.agent.stats().num_retransmits > retransmits + 1), "Cancel is not retransmitted"
         # The new process has no record of the handoff, so it cannot confirm that its writes have stopped.
-        assert decode.quarantined == {old} and decode.stands_in("quarantined")
+        assert decode.quarantined == {old} and decode.in_phases("quarantined")
 
 
-def test_cancelling_while_the_prefill_worker_dies_ends_once(tmp_path: Path) -> None:
-    with workers(Worker("prefill", tmp_path / "doomed", hold="sample")) as [doomed], decoding(tmp_path) as decode:
-        key = reach(doomed, decode, "sample")
+def test_a_handoff_cancelled_while_its_prefill_worker_dies_fails_as_not_quiesced(tmp_path: Path) -> None:
+    with (
+        workers(Worker("prefill", tmp_path / "doomed", fault="sample")) as [doomed],
+        decode_engine(tmp_path) as decode,
+    ):
+        key = start_handoff(doomed, decode, "sample")
         pause(doomed.process.pid)
-        decode.give_up(key)
+        decode.cancel(key)
         doomed.kill()
-        end = decode.ended(key)
+        end = decode.wait_for_outcome(key)
         assert isinstance(end, FetchFailed) and not end.quiesced and end.reason == "cancelled"
 
 
 @pytest.mark.parametrize("stage", [*STAGES, ""])
-def test_a_decode_worker_killed_at_any_stage_costs_the_prefill_worker_nothing(tmp_path: Path, stage: str) -> None:
-    with prefilling(tmp_path, hold=stage) as prefill, workers(Worker("decode", tmp_path / "doomed")) as alive:
-        doomed = alive[0]
-        doomed.tell(prefill.address, "r", *prompt(60))
-        assert until(lambda: len(prefill.computed) == 1)
+def test_a_prefill_worker_releases_all_pages_of_a_decode_worker_killed_at_any_stage(tmp_path: Path, stage: str) -> None:
+    with (
+        prefill_engine(tmp_path, stop_before=stage) as prefill,
+        workers(Worker("decode", tmp_path / "doomed")) as started,
+    ):
+        doomed = started[0]
+        doomed.send_line(prefill.address, "r", *prompt(60))
+        assert wait_until(lambda: len(prefill.started) == 1)
         doomed.kill()
-        assert until(lambda: not prefill.held and not prefill.agent.stats().num_open)
-        prefill._hold = ""
-        # The new process may use the same id for another request.
-        alive.append(Worker("decode", tmp_path / "next", address=doomed.address))
-        alive[1].tell(prefill.address, "r", *prompt(61, 5))
-        assert alive[1].says("event") == "Landed"
+        assert wait_until(lambda: not prefill.held and not prefill.agent.stats().num_open)
+        prefill.stop_before = ""
+        # The new process uses the same request id for another prompt.
+        started.append(Worker("decode", tmp_path / "next", address=doomed.address))
+        started[1].send_line(prefill.address, "r", *prompt(61, 5))
+        assert started[1].read_line("event") == "Landed"
 
 
-def test_a_decode_worker_killed_before_start_writes_costs_the_prefill_worker_nothing(tmp_path: Path) -> None:
-    # The time limits of its phases are so long that only the silence of the peer can end the handoff.
-    slow = prefilling(tmp_path, scale=30.0)
-    with slow as prefill, workers(Worker("decode", tmp_path / "doomed", hold="StartWrites")) as [doomed]:
-        doomed.tell(prefill.address, "r", *prompt(60))
-        assert until(lambda: len(prefill.computed) == 1)
-        assert until(lambda: bool(prefill.held)) and prefill.stands_in("accepted")
+def test_a_prefill_worker_releases_all_pages_of_a_decode_worker_killed_before_start_writes(tmp_path: Path) -> None:
+    # The timeouts of the phases are so long that only the silence of the peer can end the handoff.
+    slow = prefill_engine(tmp_path, scale=30.0)
+    with slow as prefill, workers(Worker("decode", tmp_path / "doomed", fault="StartWrites")) as [doomed]:
+        doomed.send_line(prefill.address, "r", *prompt(60))
+        assert wait_until(lambda: len(prefill.started) == 1)
+        assert wait_until(lambda: bool(prefill.held)) and prefill.in_phases("accepted")
         doomed.kill()
-        assert until(lambda: prefill.stands_in()), "it is missed only when the time of the phase is up"
-        assert until(lambda: not prefill.held)
+        assert wait_until(lambda: prefill.in_phases()), "the silence of the peer did not end the handoff"
+        assert wait_until(lambda: not prefill.held)
 
 
 @pytest.mark.parametrize("phase", [pytest.param("writing", marks=pytest.mark.slow), "draining", "writes hung"])
-def test_a_decode_worker_killed_while_a_write_does_not_end_costs_the_prefill_worker_no_page(
+def test_a_prefill_worker_releases_all_pages_of_a_decode_worker_killed_while_a_write_does_not_end(
     tmp_path: Path, phase: str
 ) -> None:
     clock = StoppableClock()
-    with prefilling(tmp_path, clock=clock) as prefill, workers(Worker("decode", tmp_path / "doomed")) as alive:
-        transfer, doomed = prefill.transfer, alive[0]
+    with prefill_engine(tmp_path, clock=clock) as prefill, workers(Worker("decode", tmp_path / "doomed")) as started:
+        transfer, doomed = prefill.transfer, started[0]
         assert isinstance(transfer, FileTransfer)
-        transfer.go.clear()
-        doomed.tell(prefill.address, "r", *prompt(60))
-        # The phase begins when StartWrites arrives, perhaps before the first write. A cancelled handoff without writes
-        # closes at once.
-        assert until(lambda: prefill.agent.stats().nbytes > 0) and prefill.stands_in("writing")
+        transfer.may_end.clear()
+        doomed.send_line(prefill.address, "r", *prompt(60))
+        # Phase WRITING begins with StartWrites, perhaps before the first write. The test waits for a write, because a
+        # cancelled handoff without writes closes at once.
+        assert wait_until(lambda: prefill.agent.stats().nbytes > 0) and prefill.in_phases("writing")
         if phase != "writes hung":
-            clock.stop()  # otherwise the timeout may end the phase before the check
+            clock.stop()  # otherwise a timeout could end the phase before the check
         if phase != "writing":
-            doomed.tell("give up")
-        assert until(lambda: prefill.stands_in(phase))
+            doomed.send_line("cancel")
+        assert wait_until(lambda: prefill.in_phases(phase))
         if phase == "writes hung":
-            assert until(lambda: not prefill.held), "pages that nobody waits for any more never come back"
+            assert wait_until(lambda: not prefill.held), "pages of a hung write were not released"
         else:
-            assert prefill.held, "pages that are being read are in use again"
-            clock.go_on()
+            assert prefill.held, "pages were released while a write could read them"
+            clock.resume()
         doomed.kill()
-        assert until(lambda: prefill.stands_in())
-        assert until(lambda: not prefill.held)
-        transfer.go.set()
-        alive.append(Worker("decode", tmp_path / "next", address=doomed.address))
-        alive[1].tell(prefill.address, "r", *prompt(61, 5))
-        assert alive[1].says("event") == "Landed"
+        assert wait_until(lambda: prefill.in_phases())
+        assert wait_until(lambda: not prefill.held)
+        transfer.may_end.set()
+        started.append(Worker("decode", tmp_path / "next", address=doomed.address))
+        started[1].send_line(prefill.address, "r", *prompt(61, 5))
+        assert started[1].read_line("event") == "Landed"

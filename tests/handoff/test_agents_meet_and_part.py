@@ -1,4 +1,4 @@
-"""Introductions, connects that hang, and closing of agents."""
+"""Tests of how agents connect to peers and how they close: Hello and Welcome, hanging connections, drains."""
 
 import threading
 import time
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from handoff_engines import MODEL, QUICK, SECONDS, Memory, StoppableClock, until
-from handoff_world import Clock, Dictated, FaultyPost, World, prompt, worlds
+from handoff_engines import MODEL, SHORT_TIMING, WAIT_S, Memory, StoppableClock, wait_until
+from handoff_world import Clock, FaultyChannel, ScriptedChannel, World, open_world, prompt
 
 from hotset.base.errors import EngineStopped, TransferError
 from hotset.handoff.agent import HandoffAgent
@@ -21,204 +21,208 @@ from hotset.transfer.loopback import Hub, Loopback
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with worlds() as made:
-        yield made
+    with open_world() as opened:
+        yield opened
 
 
 def test_a_peer_whose_memory_cannot_be_reached_is_refused_with_the_reason(world: World) -> None:
-    prefill, elsewhere = world.prefill(), World()
+    prefill, other_world = world.prefill(), World()
     try:
-        decode = elsewhere.decode()
-        end = decode.ended(decode.fetch(prefill.address, prompt(20), "r"))
+        decode = other_world.decode()
+        end = decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "r"))
         assert isinstance(end, FetchFailed) and end.quiesced and "memory cannot be reached" in end.reason
     finally:
         decode.close()
-        elsewhere.hub.close()
+        other_world.hub.close()
 
 
-class SlowToConnect(Loopback):
-    """Connecting to one peer blocks until the test sets `go`."""
+class SlowLoopback(Loopback):
+    """Connecting to the peer `slow_peer` blocks until the test sets `may_fail`, and then fails."""
 
-    go: threading.Event
-    slow: str = ""
+    may_fail: threading.Event
+    slow_peer: str = ""
 
     def connect(self, name: str, description: bytes) -> None:
-        if name == self.slow:
-            self.go.wait(SECONDS)
-            raise TransferError("it never came up")
+        if name == self.slow_peer:
+            self.may_fail.wait(WAIT_S)
+            raise TransferError("the peer cannot be reached")
         super().connect(name, description)
 
 
-def test_a_peer_that_is_slow_to_connect_delays_no_other(world: World) -> None:
-    timing = replace(QUICK, hello_timeout=2 * QUICK.peer_timeout)
+def test_a_peer_that_is_slow_to_connect_does_not_delay_other_peers(world: World) -> None:
+    timing = replace(SHORT_TIMING, hello_timeout=2 * SHORT_TIMING.peer_timeout)
     decodes = [world.decode(timing=timing), world.decode(timing=timing)]
-    transfer = SlowToConnect(world.hub)
-    transfer.go, transfer.slow = threading.Event(), decodes[0].address
+    transfer = SlowLoopback(world.hub)
+    transfer.may_fail, transfer.slow_peer = threading.Event(), decodes[0].address
     prefill = world.prefill(transfer=transfer, timing=timing)
-    waiting = decodes[0].fetch(prefill.address, prompt(20), "waits")
-    # `go` is not set, so the other connection has not ended.
-    assert isinstance(decodes[1].ended(decodes[1].fetch(prefill.address, prompt(20), "r"), SECONDS / 2), Landed)
-    # The prefill worker answers pings, so it is not treated as lost. The wait for it is still bounded.
-    end = decodes[0].ended(waiting, SECONDS / 2)
+    waiting = decodes[0].fetch(prefill.address, prompt(20), "waiting")
+    # `may_fail` is not set, so the first connection is still blocked.
+    assert isinstance(
+        decodes[1].wait_for_outcome(decodes[1].fetch(prefill.address, prompt(20), "r"), WAIT_S / 2), Landed
+    )
+    # The prefill worker answers pings, so it is not treated as lost. But it must answer Hello within a limit.
+    end = decodes[0].wait_for_outcome(waiting, WAIT_S / 2)
     assert isinstance(end, FetchFailed) and end.quiesced and end.retry and "has not answered Hello" in end.reason
-    assert until(lambda: not prefill.agent._role._connecting)
-    transfer.slow = ""
-    again = decodes[0].fetch(prefill.address, prompt(20), "waits", attempt=1)
-    assert isinstance(decodes[0].ended(again), Landed)
-    transfer.go.set()
+    assert wait_until(lambda: not prefill.agent._role._connecting)
+    transfer.slow_peer = ""
+    again = decodes[0].fetch(prefill.address, prompt(20), "waiting", attempt=1)
+    assert isinstance(decodes[0].wait_for_outcome(again), Landed)
+    transfer.may_fail.set()
 
 
-class Hanging(Loopback):
-    """Connecting blocks until the test releases it."""
+class HangingLoopback(Loopback):
+    """Connecting to any peer blocks until the test sets `may_fail`, and then fails."""
 
-    go: threading.Event
+    may_fail: threading.Event
 
     def connect(self, name: str, description: bytes) -> None:
-        self.go.wait(SECONDS)
-        raise TransferError("it never came up")
+        self.may_fail.wait(WAIT_S)
+        raise TransferError("the peer cannot be reached")
 
 
-def test_connects_that_hang_do_not_block_other_peers_for_good() -> None:
-    channel, clock, transfer = Dictated(), Clock(), Hanging(Hub())
-    transfer.go = threading.Event()
+def test_hung_connections_make_way_at_their_timeout_and_above_a_limit_new_peers_are_refused() -> None:
+    channel, clock, transfer = ScriptedChannel(), Clock(), HangingLoopback(Hub())
+    transfer.may_fail = threading.Event()
     store = Memory(4, 8).store
     hello = Hello(channel.address, MODEL, {"host": store}, "loopback", b"")
     agent = HandoffAgent(Sender(store), hello, channel, transfer, wake=lambda: None, clock=clock)
-    side = agent._role
-    assert isinstance(side, PrefillRole)
+    role = agent._role
+    assert isinstance(role, PrefillRole)
     peers = [f"127.0.0.1:{9000 + number}" for number in range(MAX_CONNECTING + 1)]
 
     def say_hello(peer: str) -> None:
-        channel.coming = [MessageReceived(peer, replace(hello, control=peer))]
+        channel.incoming = [MessageReceived(peer, replace(hello, control=peer))]
         agent._work()
 
     for peer in peers:
         say_hello(peer)
-    assert [*side._connecting] == peers[:MAX_CONNECTING]
+    assert [*role._connecting] == peers[:MAX_CONNECTING]
     clock.now = PeerTiming().hello_timeout
     say_hello(peers[-1])
     say_hello(peers[-1])
-    assert [*side._connecting] == peers[-1:]
+    assert [*role._connecting] == peers[-1:]
     for number in range(MAX_HUNG_CONNECTS):
         clock.now += PeerTiming().hello_timeout
         agent._work()
         say_hello(peers[number % 2])
     assert (
-        side._connects_running == MAX_HUNG_CONNECTS
-        and isinstance(channel.said[-1], Refused)
-        and "hang" in channel.said[-1].reason
+        role._connects_running == MAX_HUNG_CONNECTS
+        and isinstance(channel.sent[-1], Refused)
+        and "hang" in channel.sent[-1].reason
     )
-    transfer.go.set()
-    assert until(lambda: agent._inbox.qsize() == MAX_HUNG_CONNECTS)
+    transfer.may_fail.set()
+    assert wait_until(lambda: agent._inbox.qsize() == MAX_HUNG_CONNECTS)
     agent._work()
-    assert not side._connects_running and not side._connecting
+    assert not role._connects_running and not role._connecting
 
 
-def test_a_peer_that_was_idle_for_long_is_introduced_again_first(world: World) -> None:
-    channel = FaultyPost(Channel("127.0.0.1:0"))
+def test_a_peer_that_was_idle_for_longer_than_its_timeout_gets_hello_again(world: World) -> None:
+    channel = FaultyChannel(Channel("127.0.0.1:0"))
     clock = StoppableClock()
     decode, prefill = world.decode(channel, clock=clock), world.prefill()
     clock.stop()
-    assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "a")), Landed)
-    assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "b")), Landed)
+    assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "a")), Landed)
+    assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "b")), Landed)
     assert channel.sent.count("Hello") == 1
-    clock.advance(1.2 * QUICK.peer_timeout)
-    assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "c")), Landed)
+    clock.advance(1.2 * SHORT_TIMING.peer_timeout)
+    assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "c")), Landed)
     assert channel.sent.count("Hello") == 2
 
 
-def test_a_prefill_worker_that_has_forgotten_its_peer_gets_a_new_introduction(world: World) -> None:
+def test_a_prefill_worker_that_has_forgotten_a_peer_fails_its_request_and_gets_hello_again(world: World) -> None:
     decode, prefill = world.decode(), world.prefill()
-    assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "a")), Landed)
+    assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "a")), Landed)
     with prefill.agent._lock:
-        prefill.agent._role.peer_lost(decode.address, "as if it had been silent", time.monotonic())
-    lost = decode.ended(decode.fetch(prefill.address, prompt(20), "b"))
-    assert isinstance(lost, FetchFailed) and lost.quiesced and "send Hello first" in lost.reason
-    assert isinstance(decode.ended(decode.fetch(prefill.address, prompt(20), "b", attempt=1)), Landed)
+        prefill.agent._role.peer_lost(decode.address, "silent", time.monotonic())
+    failed = decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "b"))
+    assert isinstance(failed, FetchFailed) and failed.quiesced and "send Hello first" in failed.reason
+    assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "b", attempt=1)), Landed)
     world.audit()
 
 
-def test_a_closing_decode_worker_cancels_what_is_open_and_reports_it(world: World) -> None:
-    decode, prefill = world.decode(), world.prefill(hold="sample")
+def test_a_closing_decode_worker_cancels_its_open_handoffs(world: World) -> None:
+    decode, prefill = world.decode(), world.prefill(stop_before="sample")
     keys = [decode.fetch(prefill.address, prompt(60, number), f"r{number}") for number in range(3)]
-    assert until(lambda: len(prefill.computed) == 3)
-    began = time.monotonic()
-    decode.agent.close(SECONDS)
-    assert time.monotonic() - began < SECONDS / 2
-    assert [decode.ended(key) for key in keys] == [FetchFailed(key, True, False, "cancelled") for key in keys]
-    assert until(lambda: not prefill.held)
+    assert wait_until(lambda: len(prefill.started) == 3)
+    started_at = time.monotonic()
+    decode.agent.close(WAIT_S)
+    assert time.monotonic() - started_at < WAIT_S / 2
+    assert [decode.wait_for_outcome(key) for key in keys] == [
+        FetchFailed(key, True, False, "cancelled") for key in keys
+    ]
+    assert wait_until(lambda: not prefill.held)
     with pytest.raises(EngineStopped, match="closed"):
-        decode.give_up(keys[0])
-    decode.agent.close(SECONDS)
+        decode.cancel(keys[0])
+    decode.agent.close(WAIT_S)
 
 
-def test_a_closing_prefill_worker_finishes_what_it_began_and_begins_nothing(world: World) -> None:
+def test_a_closing_prefill_worker_finishes_its_handoffs_and_refuses_new_ones(world: World) -> None:
     computed = threading.Event()
     decode, prefill = world.decode(), world.prefill(gate=computed)
     key = decode.fetch(prefill.address, prompt(60), "r")
-    assert until(lambda: prefill.computed == [key])
-    closing = threading.Thread(target=prefill.agent.close, args=(SECONDS,))
+    assert wait_until(lambda: prefill.started == [key])
+    closing = threading.Thread(target=prefill.agent.close, args=(WAIT_S,))
     closing.start()
-    assert until(lambda: prefill.agent._closing)
+    assert wait_until(lambda: prefill.agent._closing)
     late = decode.fetch(prefill.address, prompt(20), "late")
-    end = decode.ended(late)
+    end = decode.wait_for_outcome(late)
     assert isinstance(end, FetchFailed) and end.quiesced and "stopping" in end.reason
     computed.set()
-    assert isinstance(decode.ended(key), Landed)
-    closing.join(SECONDS)
+    assert isinstance(decode.wait_for_outcome(key), Landed)
+    closing.join(WAIT_S)
     assert not closing.is_alive() and not prefill.held
 
 
 @pytest.mark.parametrize("drain_seconds", [0.0, 0.3])
 def test_a_closing_prefill_worker_notifies_peers_of_unfinished_handoffs(world: World, drain_seconds: float) -> None:
-    decode, prefill = world.decode(), world.prefill(hold="sample")
+    decode, prefill = world.decode(), world.prefill(stop_before="sample")
     keys = [decode.fetch(prefill.address, prompt(60, number), f"r{number}") for number in range(3)]
-    landed = 3 * 60 * (2 * 48 + 16)  # all rows, so that only the first token is missing
-    assert until(lambda: prefill.agent.stats().nbytes == landed and not prefill.agent._role.needs_polling)
+    all_bytes = 3 * 60 * (2 * 48 + 16)  # all rows and index keys: only the first token is missing
+    assert wait_until(lambda: prefill.agent.stats().nbytes == all_bytes and not prefill.agent._role.needs_polling)
     prefill.agent.close(drain_seconds)
-    assert [decode.ended(key) for key in keys] == [FetchFailed(key, True, False, STOPPING) for key in keys]
-    assert until(lambda: not decode.agent.stats().num_open) and not decode.quarantined
+    assert [decode.wait_for_outcome(key) for key in keys] == [FetchFailed(key, True, False, STOPPING) for key in keys]
+    assert wait_until(lambda: not decode.agent.stats().num_open) and not decode.quarantined
     decode.audit()
 
 
-def test_a_write_in_flight_at_the_end_of_a_drain_ends_before_its_peer_is_notified(world: World) -> None:
+def test_a_peer_is_notified_at_the_end_of_a_drain_only_after_its_writes_have_ended(world: World) -> None:
     clock, computed = StoppableClock(), threading.Event()
-    decode, prefill = world.decode(), world.prefill(hold="sample", gate=computed, clock=clock)
+    decode, prefill = world.decode(), world.prefill(stop_before="sample", gate=computed, clock=clock)
     key = decode.fetch(prefill.address, prompt(20), "r")
-    assert until(lambda: prefill.agent._role.needs_polling)
+    assert wait_until(lambda: prefill.agent._role.needs_polling)
     clock.stop()
     closing = threading.Thread(target=prefill.agent.close, args=(1.0,))
     closing.start()
-    assert until(lambda: prefill.agent._closing)
+    assert wait_until(lambda: prefill.agent._closing)
     clock.advance(1.0)
-    assert until(lambda: prefill.agent._drained) and not decode.events[key]
+    assert wait_until(lambda: prefill.agent._drained) and not decode.events[key]
     computed.set()
-    assert decode.ended(key) == FetchFailed(key, True, False, STOPPING)
-    assert not prefill.agent._role.needs_polling, "told before its last write had ended"
-    closing.join(SECONDS)
+    assert decode.wait_for_outcome(key) == FetchFailed(key, True, False, STOPPING)
+    assert not prefill.agent._role.needs_polling, "HandoffFailed was sent before the last write had ended"
+    closing.join(WAIT_S)
     assert not closing.is_alive()
 
 
 def test_a_second_close_shortens_the_drain(world: World) -> None:
-    decode, prefill = world.decode(), world.prefill(hold="sample")
+    decode, prefill = world.decode(), world.prefill(stop_before="sample")
     key = decode.fetch(prefill.address, prompt(20), "r")
-    assert until(lambda: bool(prefill.computed))
+    assert wait_until(lambda: bool(prefill.started))
     closing = threading.Thread(target=prefill.agent.close, args=(60.0,))
     closing.start()
-    assert until(lambda: prefill.agent._closing) and not decode.events[key]
+    assert wait_until(lambda: prefill.agent._closing) and not decode.events[key]
     prefill.agent.close(0.0)
-    closing.join(SECONDS)
-    assert not closing.is_alive() and isinstance(decode.ended(key), FetchFailed)
+    closing.join(WAIT_S)
+    assert not closing.is_alive() and isinstance(decode.wait_for_outcome(key), FetchFailed)
 
 
-def test_closing_is_bounded_when_a_peer_is_silent(world: World) -> None:
-    channel = FaultyPost(Channel("127.0.0.1:0"))
-    channel.lose = {"HandoffFailed": 100}  # it closes without notifying its peer
-    decode = world.decode(timing=replace(QUICK, peer_timeout=60.0), scale=10.0)
-    prefill = world.prefill(channel, hold="sample")
+def test_closing_takes_at_most_the_drain_time_if_a_peer_is_silent(world: World) -> None:
+    channel = FaultyChannel(Channel("127.0.0.1:0"))
+    channel.lose = {"HandoffFailed": 100}  # the prefill worker closes without notifying its peer
+    decode = world.decode(timing=replace(SHORT_TIMING, peer_timeout=60.0), scale=10.0)
+    prefill = world.prefill(channel, stop_before="sample")
     decode.fetch(prefill.address, prompt(60), "r")
-    assert until(lambda: len(prefill.computed) == 1)
+    assert wait_until(lambda: len(prefill.started) == 1)
     prefill.close()
-    began = time.monotonic()
+    started_at = time.monotonic()
     decode.agent.close(0.5)
-    assert 0.4 < time.monotonic() - began < SECONDS / 2
+    assert 0.4 < time.monotonic() - started_at < WAIT_S / 2

@@ -1,4 +1,4 @@
-"""Control messages over real sockets: which are received, which are dropped, and malformed input."""
+"""Tests of the control channel over real sockets: messages that arrive, messages that are dropped, malformed input."""
 
 import logging
 import socket
@@ -31,22 +31,23 @@ from hotset.handoff.messages import (
 
 SECRET = "a secret that peers share"
 KEY = HandoffKey("r", 0)
-SECONDS = 60.0  # generous: for an overloaded machine
+WAIT_S = 60.0  # upper limit of every wait, long enough for an overloaded machine
 
 
 @contextmanager
-def channels(*secrets: str | None, bind: str = "127.0.0.1:0") -> Iterator[list[Channel]]:
+def open_channels(*secrets: str | None, bind: str = "127.0.0.1:0") -> Iterator[list[Channel]]:
+    """Yields one channel for each of the secrets (None: without a secret), and closes them at the end."""
     opened: list[Channel] = []
     try:
         opened.extend(Channel(bind, secret=secret) for secret in secrets)
         yield opened
     finally:
-        for each in opened:
-            each.close(0.0)
+        for channel in opened:
+            channel.close(0.0)
 
 
-def received(channel: Channel, count: int, seconds: float = SECONDS) -> list[ChannelEvent]:
-    """Returns the next `count` events, or those that arrived in time."""
+def receive_events(channel: Channel, count: int, seconds: float = WAIT_S) -> list[ChannelEvent]:
+    """Receives until there are `count` events or `seconds` have passed, and returns the events."""
     events: list[ChannelEvent] = []
     deadline = time.monotonic() + seconds
     while len(events) < count and time.monotonic() < deadline:
@@ -55,22 +56,24 @@ def received(channel: Channel, count: int, seconds: float = SECONDS) -> list[Cha
     return events
 
 
-def becomes(channel: Channel, wanted: Callable[[], bool], seconds: float = SECONDS) -> bool:
+def receive_until(channel: Channel, condition: Callable[[], bool], seconds: float = WAIT_S) -> bool:
+    """Receives and discards events until the condition holds, for at most `seconds`. Returns whether it holds."""
     deadline = time.monotonic() + seconds
-    while not wanted() and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         channel.wait(0.02)
         channel.receive()
-    return wanted()
+    return condition()
 
 
 def raw_socket(channel: Channel) -> socket.socket:
+    """Opens a TCP connection to the control port."""
     host, _, port = channel.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=SECONDS)
+    return socket.create_connection((host, int(port)), timeout=WAIT_S)
 
 
 @contextmanager
-def speaker(channel: Channel) -> Iterator["zmq.Socket[bytes]"]:
-    """A ZeroMQ client of the control port that can send any bytes."""
+def zmq_client(channel: Channel) -> Iterator["zmq.Socket[bytes]"]:
+    """Yields a ZeroMQ client of the control port that can send any bytes."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.connect(f"tcp://{channel.address}")
@@ -78,118 +81,118 @@ def speaker(channel: Channel) -> Iterator["zmq.Socket[bytes]"]:
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
-def test_a_message_arrives_with_its_senders_address_and_is_answered(secret: str | None) -> None:
-    with channels(secret, secret) as (left, right):
+def test_a_message_arrives_with_the_address_of_its_sender_and_can_be_answered(secret: str | None) -> None:
+    with open_channels(secret, secret) as (left, right):
         left.send(right.address, Ping(1))
-        assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
+        assert receive_events(right, 1) == [MessageReceived(left.address, Ping(1))]
         right.send(left.address, HandoffAccepted(KEY))
-        assert received(left, 1) == [MessageReceived(right.address, HandoffAccepted(KEY))]
+        assert receive_events(left, 1) == [MessageReceived(right.address, HandoffAccepted(KEY))]
         assert (dict(left.dropped), dict(right.dropped)) == ({}, {})
 
 
-def test_a_request_with_a_long_prompt_arrives_whole() -> None:
+def test_a_request_with_200000_tokens_arrives_unchanged() -> None:
     request = HandoffRequest(KEY, PromptSpec(tuple(range(200_000)), SamplingParams()), "host", tuple(range(5_000)), ())
-    with channels(SECRET, SECRET) as (left, right):
+    with open_channels(SECRET, SECRET) as (left, right):
         right.send(left.address, Ping(0))
-        assert received(left, 1)
+        assert receive_events(left, 1)
         left.send(right.address, request)
-        assert received(right, 1) == [MessageReceived(left.address, request)]
+        assert receive_events(right, 1) == [MessageReceived(left.address, request)]
 
 
-def test_order_is_kept_and_a_flood_is_received_in_portions() -> None:
-    with channels(None, None) as (left, right):
+def test_messages_arrive_in_order_and_at_most_a_fixed_number_per_receive() -> None:
+    with open_channels(None, None) as (left, right):
         for number in range(MAX_PER_RECEIVE + 50):
             left.send(right.address, Ping(number))
         events: list[ChannelEvent] = []
         while len(events) < MAX_PER_RECEIVE + 50:
-            right.wait(SECONDS)
-            portion = right.receive()
-            assert 0 < len(portion) <= MAX_PER_RECEIVE
-            events += portion
+            right.wait(WAIT_S)
+            batch = right.receive()
+            assert 0 < len(batch) <= MAX_PER_RECEIVE
+            events += batch
         assert events == [MessageReceived(left.address, Ping(number)) for number in range(MAX_PER_RECEIVE + 50)]
 
 
 def test_a_message_sent_before_the_peer_listens_arrives_later() -> None:
-    with channels(None) as [left]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+    with open_channels(None) as [left]:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"  # free again when the server is closed
         left.send(address, Ping(7))
         time.sleep(0.1)
-        with channels(None, bind=address) as [right]:
-            assert received(right, 1) == [MessageReceived(left.address, Ping(7))]
+        with open_channels(None, bind=address) as [right]:
+            assert receive_events(right, 1) == [MessageReceived(left.address, Ping(7))]
 
 
 def test_sending_without_a_listener_never_blocks_and_overflow_is_counted() -> None:
-    with channels(None) as [channel]:
-        began = time.monotonic()
+    with open_channels(None) as [channel]:
+        started_at = time.monotonic()
         for number in range(MAX_QUEUED + 100):
             channel.send("127.0.0.1:1", Ping(number))
-        assert time.monotonic() - began < SECONDS
+        assert time.monotonic() - started_at < WAIT_S
         assert channel.dropped["queue full"] >= 100
 
 
 @pytest.mark.parametrize("address", ["nowhere.invalid:9", "no address", "[::1:9", "127.0.0.1:99999"])
-def test_an_unusable_address_raises_no_exception(address: str) -> None:
-    with channels(None) as [channel]:
+def test_sending_to_an_unusable_address_raises_no_exception(address: str) -> None:
+    with open_channels(None) as [channel]:
         for number in range(3):
             channel.send(address, Ping(number))
 
 
-def test_only_hello_and_ping_go_to_an_unknown_peer() -> None:
-    with channels(None, None) as (left, right):
+def test_a_message_to_an_unknown_peer_is_dropped_unless_it_is_a_ping() -> None:
+    with open_channels(None, None) as (left, right):
         left.send(right.address, HandoffAccepted(KEY))
         assert left.dropped["unknown peer"] == 1
         left.send(right.address, Ping(1))
-        assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
+        assert receive_events(right, 1) == [MessageReceived(left.address, Ping(1))]
 
 
 def test_a_restarted_peer_is_reported_once_and_gets_no_message_for_its_old_incarnation() -> None:
-    with channels(None, None) as (left, first):
+    with open_channels(None, None) as (left, first):
         address = first.address
         first.send(left.address, Ping(1))
-        assert received(left, 1) == [MessageReceived(address, Ping(1))]
+        assert receive_events(left, 1) == [MessageReceived(address, Ping(1))]
         first.close(0.0)
-        with channels(None, bind=address) as [second]:
+        with open_channels(None, bind=address) as [second]:
             left.send(address, HandoffAccepted(KEY))
             left.send(address, Ping(2))
-            assert received(second, 1) == [MessageReceived(left.address, Ping(2))]
+            assert receive_events(second, 1) == [MessageReceived(left.address, Ping(2))]
             assert second.dropped["wrong incarnation"] == 1
             second.send(left.address, Pong(2))
-            assert received(left, 2) == [PeerRestarted(address), MessageReceived(address, Pong(2))]
+            assert receive_events(left, 2) == [PeerRestarted(address), MessageReceived(address, Pong(2))]
             left.send(address, HandoffAccepted(KEY))
-            assert received(second, 1) == [MessageReceived(left.address, HandoffAccepted(KEY))]
+            assert receive_events(second, 1) == [MessageReceived(left.address, HandoffAccepted(KEY))]
 
 
-def test_messages_of_an_old_incarnation_do_not_revive_it() -> None:
-    with channels(None) as [channel], speaker(channel) as dealer:
+def test_messages_of_an_old_incarnation_are_dropped() -> None:
+    with open_channels(None) as [channel], zmq_client(channel) as dealer:
 
-        def say(incarnation: str, number: int) -> None:
+        def send_ping(incarnation: str, number: int) -> None:
             dealer.send(Codec().encode(Envelope("127.0.0.1:7", incarnation, "", Ping(number))))
 
-        say("aa", 1)
-        say("bb", 2)
-        say("aa", 3)
-        say("bb", 4)
+        send_ping("aa", 1)
+        send_ping("bb", 2)
+        send_ping("aa", 3)
+        send_ping("bb", 4)
         pings = [MessageReceived("127.0.0.1:7", Ping(number)) for number in (1, 2, 4)]
-        assert received(channel, 4) == [pings[0], PeerRestarted("127.0.0.1:7"), *pings[1:]]
-        assert becomes(channel, lambda: channel.dropped["old incarnation"] == 1)
+        assert receive_events(channel, 4) == [pings[0], PeerRestarted("127.0.0.1:7"), *pings[1:]]
+        assert receive_until(channel, lambda: channel.dropped["old incarnation"] == 1)
 
 
 def test_a_channel_ignores_its_own_messages() -> None:
-    with channels(None) as [channel]:
+    with open_channels(None) as [channel]:
         channel.send(channel.address, Ping(1))
-        assert becomes(channel, lambda: channel.dropped["own message"] == 1)
+        assert receive_until(channel, lambda: channel.dropped["own message"] == 1)
 
 
-def test_a_hello_of_another_version_is_reported_so_that_it_can_be_refused() -> None:
-    with channels(None, None) as (channel, later), speaker(channel) as dealer:
+def test_a_hello_of_another_version_is_reported_and_can_be_answered_with_refused() -> None:
+    with open_channels(None, None) as (channel, newer), zmq_client(channel) as dealer:
         for kind in ("HandoffRequest", "Hello"):
-            fields = (PROTOCOL + 1, later.address, later.incarnation, "", kind, {})
+            fields = (PROTOCOL + 1, newer.address, newer.incarnation, "", kind, {})
             dealer.send(MARK + PLAIN + msgspec.msgpack.encode(fields))
-        assert received(channel, 1) == [ProtocolMismatch(later.address, later.incarnation, PROTOCOL + 1, "Hello")]
+        assert receive_events(channel, 1) == [ProtocolMismatch(newer.address, newer.incarnation, PROTOCOL + 1, "Hello")]
         assert channel.dropped["protocol mismatch"] == 2
-        channel.send(later.address, Refused("version 1 here, 2 there"))
-        assert received(later, 1) == [MessageReceived(channel.address, Refused("version 1 here, 2 there"))]
+        channel.send(newer.address, Refused("version 1 here, 2 there"))
+        assert receive_events(newer, 1) == [MessageReceived(channel.address, Refused("version 1 here, 2 there"))]
 
 
 GARBAGE = [
@@ -202,63 +205,68 @@ GARBAGE = [
 ]
 
 
-@pytest.mark.parametrize("junk", GARBAGE, ids=["http", "ones", "zeros", "tls", "nothing", "half a greeting"])
-def test_bytes_of_another_protocol_do_no_harm(junk: bytes) -> None:
-    with channels(None, None) as (left, right):
+@pytest.mark.parametrize("junk", GARBAGE, ids=["http", "ones", "zeros", "tls", "empty", "half a ZeroMQ greeting"])
+def test_messages_arrive_while_a_client_sends_bytes_of_another_protocol(junk: bytes) -> None:
+    with open_channels(None, None) as (left, right):
         with raw_socket(right) as connection:
             connection.sendall(junk)
             left.send(right.address, Ping(1))
-            assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
+            assert receive_events(right, 1) == [MessageReceived(left.address, Ping(1))]
         left.send(right.address, Ping(2))
-        assert received(right, 1) == [MessageReceived(left.address, Ping(2))]
+        assert receive_events(right, 1) == [MessageReceived(left.address, Ping(2))]
 
 
 def test_malformed_messages_are_counted_and_logged_once_per_address(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "hotset.handoff"), channels(None, None) as (left, right):
-        with speaker(right) as dealer:
+    with caplog.at_level(logging.WARNING, "hotset.handoff"), open_channels(None, None) as (left, right):
+        with zmq_client(right) as dealer:
             for junk in ([b"junk"], [b""], [b"one", b"two"], [MARK + PLAIN + b"\x96"], [MARK * 100]):
                 dealer.send_multipart(junk)
-            assert becomes(right, lambda: right.dropped["malformed"] == 5)
+            assert receive_until(right, lambda: right.dropped["malformed"] == 5)
         assert [record.message for record in caplog.records if "127.0.0.1" in record.message] == [
             "dropped a malformed message from 127.0.0.1 on the control port: not a message of this protocol "
             "(further ones are counted, not logged)"
         ]
         with raw_socket(right) as connection:
             connection.sendall(b"\xff" * 200)
-        assert becomes(right, lambda: right.dropped["malformed"] >= 6)
+        assert receive_until(right, lambda: right.dropped["malformed"] >= 6)
         left.send(right.address, Ping(1))
-        assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
+        assert receive_events(right, 1) == [MessageReceived(left.address, Ping(1))]
 
 
-def test_a_message_above_the_size_limit_is_never_read() -> None:
-    with channels(None, None) as (left, right), speaker(right) as dealer:
+def test_a_message_above_the_size_limit_is_not_received() -> None:
+    with open_channels(None, None) as (left, right), zmq_client(right) as dealer:
         dealer.send(bytes(MAX_BYTES + 1))
         left.send(right.address, Ping(1))
-        assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
-        assert received(right, 1, 0.2) == []
-        assert not right.dropped, "it was read whole before it was refused"
+        assert receive_events(right, 1) == [MessageReceived(left.address, Ping(1))]
+        assert receive_events(right, 1, 0.2) == []
+        assert not right.dropped, "the message was received and then refused"
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [(None, SECRET), ("another secret, also long", SECRET), (SECRET, None)])
+@pytest.mark.parametrize(
+    ("sender_secret", "receiver_secret"), [(None, SECRET), ("another secret, also long", SECRET), (SECRET, None)]
+)
 def test_a_message_with_a_wrong_secret_is_dropped_and_logged(
-    theirs: str | None, ours: str | None, caplog: pytest.LogCaptureFixture
+    sender_secret: str | None, receiver_secret: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "hotset.handoff"), channels(theirs, ours) as (stranger, channel):
-        stranger.send(channel.address, Ping(1))
-        assert becomes(channel, lambda: channel.dropped["malformed"] == 1)
+    with (
+        caplog.at_level(logging.WARNING, "hotset.handoff"),
+        open_channels(sender_secret, receiver_secret) as (sender, channel),
+    ):
+        sender.send(channel.address, Ping(1))
+        assert receive_until(channel, lambda: channel.dropped["malformed"] == 1)
         assert "secret" in caplog.text and SECRET not in caplog.text
 
 
-def test_invented_peers_take_bounded_memory() -> None:
-    with channels(None) as [channel], speaker(channel) as dealer:
+def test_the_number_of_remembered_peers_is_bounded() -> None:
+    with open_channels(None) as [channel], zmq_client(channel) as dealer:
         for number in range(MAX_PEERS + 50):
             dealer.send(Codec().encode(Envelope(f"10.0.{number >> 8}.{number & 255}:80", "aa", "", Ping(number))))
-        assert len(received(channel, MAX_PEERS + 50)) == MAX_PEERS + 50
+        assert len(receive_events(channel, MAX_PEERS + 50)) == MAX_PEERS + 50
         assert len(channel._peers) == MAX_PEERS
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", "*:0", "10.1.2.3:0", "some-host:0"])
-def test_a_port_open_to_other_machines_needs_a_secret(bind: str) -> None:
+def test_a_port_that_other_machines_can_reach_needs_a_secret(bind: str) -> None:
     with pytest.raises(ConfigError, match=r"shared secret.*127\.0\.0\.1"):
         Channel(bind, advertise="10.1.2.3:0")
 
@@ -275,48 +283,48 @@ def test_a_port_open_to_other_machines_needs_a_secret(bind: str) -> None:
         ("127.0.0.1:0", None, "short", "at least 16 characters"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
+def test_invalid_addresses_and_short_secrets_are_refused(
     bind: str, advertise: str | None, secret: str | None, error: str
 ) -> None:
     with pytest.raises(ConfigError, match=error):
         Channel(bind, secret=secret, advertise=advertise)
 
 
-def test_a_port_that_is_taken_is_named() -> None:
-    with channels(None) as [channel], pytest.raises(StartupError, match=channel.address):
+def test_the_error_about_a_port_in_use_contains_the_address() -> None:
+    with open_channels(None) as [channel], pytest.raises(StartupError, match=channel.address):
         Channel(channel.address)
 
 
 def test_peers_connect_to_the_advertised_address() -> None:
-    outside = Channel("0.0.0.0:0", secret=SECRET, advertise="127.0.0.1:0")
+    advertised = Channel("0.0.0.0:0", secret=SECRET, advertise="127.0.0.1:0")
     try:
-        with channels(SECRET, bind="localhost:0") as [inside]:
-            assert inside.address.startswith("127.0.0.1:")
-            inside.send(outside.address, Ping(1))
-            assert received(outside, 1) == [MessageReceived(inside.address, Ping(1))]
+        with open_channels(SECRET, bind="localhost:0") as [local]:
+            assert local.address.startswith("127.0.0.1:")
+            local.send(advertised.address, Ping(1))
+            assert receive_events(advertised, 1) == [MessageReceived(local.address, Ping(1))]
     finally:
-        outside.close(0.0)
+        advertised.close(0.0)
 
 
-def test_a_wake_before_or_during_the_wait_ends_it() -> None:
-    with channels(None) as [channel]:
+def test_wakes_before_a_wait_end_that_wait_and_not_the_next() -> None:
+    with open_channels(None) as [channel]:
         for _ in range(100_000):
             channel.wake()
-        began = time.monotonic()
-        channel.wait(SECONDS)
-        assert time.monotonic() - began < SECONDS / 2
-        began = time.monotonic()
+        started_at = time.monotonic()
+        channel.wait(WAIT_S)
+        assert time.monotonic() - started_at < WAIT_S / 2
+        started_at = time.monotonic()
         channel.wait(0.05)
-        assert time.monotonic() - began >= 0.04
+        assert time.monotonic() - started_at >= 0.04
 
 
-def test_queued_messages_leave_on_close_and_closing_is_bounded() -> None:
-    with channels(None, None) as (left, right):
+def test_close_sends_queued_messages_and_does_not_wait_for_absent_peers() -> None:
+    with open_channels(None, None) as (left, right):
         left.send("127.0.0.1:1", Ping(0))
         left.send(right.address, Ping(1))
-        began = time.monotonic()
+        started_at = time.monotonic()
         left.close(0.5)
-        assert time.monotonic() - began < SECONDS / 2
+        assert time.monotonic() - started_at < WAIT_S / 2
         left.close()
         left.wake()
-        assert received(right, 1) == [MessageReceived(left.address, Ping(1))]
+        assert receive_events(right, 1) == [MessageReceived(left.address, Ping(1))]

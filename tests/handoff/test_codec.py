@@ -1,4 +1,4 @@
-"""Every message survives a round trip. Any other input raises BadMessage and nothing else."""
+"""Tests of the codec: messages are decoded as they were encoded, and any other input raises BadMessage."""
 
 import struct
 import tracemalloc
@@ -91,39 +91,40 @@ def envelope(message: Message, **changes: Any) -> Envelope:
     return replace(Envelope(ORIGIN, "ab12", "cd34", message), **changes)
 
 
-def packed(*fields: object) -> bytes:
-    """Returns a message made by hand from the fields of the envelope."""
+def encode_fields(*fields: object) -> bytes:
+    """Encodes an unsigned message with these fields of the envelope, valid or not."""
     return MARK + PLAIN + msgspec.msgpack.encode(fields)
 
 
-def body(kind: str, fields: object, **envelope: Any) -> bytes:
+def encode_raw(kind: str, fields: object, **envelope: Any) -> bytes:
+    """Encodes a message with a valid envelope, except for the entries in `envelope`."""
     head = {
         "protocol": PROTOCOL,
         "sender_address": ORIGIN,
         "sender_incarnation": "ab12",
         "target_incarnation": "",
     } | envelope
-    return packed(*head.values(), kind, fields)
+    return encode_fields(*head.values(), kind, fields)
 
 
-def test_every_message_type_is_covered_by_these_tests() -> None:
+def test_every_message_type_has_an_example() -> None:
     assert {type(message) for message in MESSAGES} == set(get_args(Message))
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_messages_survive_a_round_trip(message: Message, secret: bytes | None) -> None:
+def test_messages_are_decoded_as_they_were_encoded(message: Message, secret: bytes | None) -> None:
     sent = envelope(message)
     assert Codec(secret).decode(Codec(secret).encode(sent)) == sent
 
 
-def test_an_empty_target_incarnation_survives_a_round_trip() -> None:
+def test_an_empty_target_incarnation_is_decoded_as_empty() -> None:
     assert Codec().decode(Codec().encode(envelope(Ping(1), target_incarnation=""))).target_incarnation == ""
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=400), st.sampled_from([b"", MARK, MARK + PLAIN, MARK + TAGGED]), st.booleans())
-def test_random_bytes_are_bad_messages_and_nothing_worse(noise: bytes, head: bytes, secret: bool) -> None:
+def test_random_bytes_raise_bad_message(noise: bytes, head: bytes, secret: bool) -> None:
     with pytest.raises(BadMessage):
         Codec(SECRET if secret else None).decode(head + noise)
 
@@ -136,15 +137,15 @@ def test_random_bytes_are_bad_messages_and_nothing_worse(noise: bytes, head: byt
         max_leaves=30,
     )
 )
-def test_valid_msgpack_that_is_not_a_message_is_bad(value: object) -> None:
+def test_valid_msgpack_that_is_not_a_message_raises_bad_message(value: object) -> None:
     with pytest.raises(BadMessage):
         Codec().decode(MARK + PLAIN + msgspec.msgpack.encode(value))
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(MESSAGES), st.data())
-def test_truncated_or_flipped_messages_are_bad_or_well_formed(message: Message, data: st.DataObject) -> None:
-    """Without a secret a flipped bit may make another valid message, but nothing else."""
+def test_truncated_or_flipped_messages_raise_bad_message_or_are_valid(message: Message, data: st.DataObject) -> None:
+    """Without a secret, a flipped bit may result in another valid message."""
     raw = bytearray(Codec().encode(envelope(message)))
     if data.draw(st.booleans()):
         del raw[data.draw(st.integers(0, len(raw) - 1)) :]
@@ -159,7 +160,7 @@ def test_truncated_or_flipped_messages_are_bad_or_well_formed(message: Message, 
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(MESSAGES), st.data())
-def test_with_a_secret_no_bit_can_be_changed(message: Message, data: st.DataObject) -> None:
+def test_with_a_secret_any_flipped_bit_raises_bad_message(message: Message, data: st.DataObject) -> None:
     raw = bytearray(Codec(SECRET).encode(envelope(message)))
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(BadMessage):
@@ -174,30 +175,32 @@ def test_with_a_secret_no_bit_can_be_changed(message: Message, data: st.DataObje
         (SECRET, None, "none is configured here"),
     ],
 )
-def test_different_secrets_are_distinguished(sent_with: bytes | None, read_with: bytes | None, error: str) -> None:
+def test_the_error_tells_a_wrong_secret_from_a_missing_one(
+    sent_with: bytes | None, read_with: bytes | None, error: str
+) -> None:
     with pytest.raises(BadMessage, match=error):
         Codec(read_with).decode(Codec(sent_with).encode(envelope(Ping(1))))
 
 
-def test_a_tag_without_an_envelope_is_bad() -> None:
+def test_a_truncated_tag_raises_bad_message() -> None:
     with pytest.raises(BadMessage, match="another secret"):
         Codec(SECRET).decode(MARK + TAGGED + bytes(TAG_BYTES - 1))
 
 
-def test_a_hello_of_another_version_can_be_refused_and_nothing_else_of_it_is_read() -> None:
-    later = body("Hello", {"unheard": "of"}, protocol=PROTOCOL + 1)
-    assert Codec().decode(later) == ProtocolMismatch(ORIGIN, "ab12", PROTOCOL + 1, "Hello")
-    assert isinstance(Codec().decode(body("HandoffRequest", 3, protocol=0)), ProtocolMismatch)
+def test_of_a_message_of_another_version_only_the_envelope_is_decoded() -> None:
+    newer = encode_raw("Hello", {"unknown": "field"}, protocol=PROTOCOL + 1)
+    assert Codec().decode(newer) == ProtocolMismatch(ORIGIN, "ab12", PROTOCOL + 1, "Hello")
+    assert isinstance(Codec().decode(encode_raw("HandoffRequest", 3, protocol=0)), ProtocolMismatch)
 
 
-def test_a_refusal_is_understood_in_every_version() -> None:
-    refusal = Codec().decode(body("Refused", {"reason": "too old"}, protocol=PROTOCOL + 7))
+def test_refused_is_decoded_in_every_version() -> None:
+    refusal = Codec().decode(encode_raw("Refused", {"reason": "too old"}, protocol=PROTOCOL + 7))
     assert isinstance(refusal, Envelope) and refusal.message == Refused("too old")
 
 
-def test_an_envelope_may_grow_in_later_versions() -> None:
-    longer = packed(PROTOCOL + 1, ORIGIN, "ab12", "", "Refused", {"reason": "too old"}, "something new")
-    assert isinstance(Codec().decode(longer), Envelope)
+def test_an_envelope_of_a_later_version_may_have_more_fields() -> None:
+    extended = encode_fields(PROTOCOL + 1, ORIGIN, "ab12", "", "Refused", {"reason": "too old"}, "something new")
+    assert isinstance(Codec().decode(extended), Envelope)
 
 
 VALID_REQUEST: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(bytes,))
@@ -229,62 +232,62 @@ VALID_REQUEST: dict[str, Any] = msgspec.to_builtins(MESSAGES[3], builtin_types=(
     ],
     ids=str,
 )
-def test_a_request_with_a_wrong_field_is_bad(changes: dict[str, Any]) -> None:
-    assert isinstance(Codec().decode(body("HandoffRequest", VALID_REQUEST)), Envelope)
+def test_a_request_with_an_invalid_field_raises_bad_message(changes: dict[str, Any]) -> None:
+    assert isinstance(Codec().decode(encode_raw("HandoffRequest", VALID_REQUEST)), Envelope)
     prompt = VALID_REQUEST["prompt"] | changes.get("prompt", {})
     with pytest.raises(BadMessage):
-        Codec().decode(body("HandoffRequest", VALID_REQUEST | changes | {"prompt": prompt}))
+        Codec().decode(encode_raw("HandoffRequest", VALID_REQUEST | changes | {"prompt": prompt}))
 
 
 @pytest.mark.parametrize(
     "raw",
     [
-        body("Elephant", {}),
-        body("Ping", {"number": "one"}),
-        body("Ping", {"number": 1 << 64 - 1, "x": b""}, sender_incarnation=""),
-        body("Ping", {"number": 1}, sender_incarnation="not hex"),
-        body("Ping", {"number": 1}, target_incarnation="\n"),
-        body("Ping", {"number": 1}, sender_address="127.0.0.1"),
-        body("Ping", {"number": 1}, sender_address="127.0.0.1:0"),
-        body("Ping", {"number": 1}, sender_address="127.0.0.1:65536"),
-        body("Ping", {"number": 1}, sender_address="line\nfeed:80"),
-        body("Ping", {"number": 1}, sender_address="ipc:///tmp/x:80"),
-        body("Ping", {"number": 1}, protocol="1"),
-        body("Hello", msgspec.to_builtins(replace(HELLO, control="10.0.0.1:1"), builtin_types=(bytes,))),
-        body("Progress", {"key": {"request_id": "r", "attempt": 0}, "rows": -1}),
-        body("HandoffDone", {"key": {"request_id": "r", "attempt": 0}, "token_id": -1, "alternatives": None}),
-        body("HandoffAccepted", {"key": {"request_id": "r", "attempt": 0}, "piece_bytes": -1}),
-        body("LeaseRequest", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "first": 4, "last": 4}),
-        body("LeaseRequest", {"key": {"request_id": "r", "attempt": 0}, "piece": -1, "first": 0, "last": 4}),
-        body("LeaseGranted", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "lease": 0, "offset": -1}),
-        body("PieceWritten", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "lease": -1}),
-        packed(PROTOCOL, ORIGIN, "ab12", ""),
-        packed(),
+        encode_raw("UnknownType", {}),
+        encode_raw("Ping", {"number": "one"}),
+        encode_raw("Ping", {"number": 1 << 64 - 1, "x": b""}, sender_incarnation=""),
+        encode_raw("Ping", {"number": 1}, sender_incarnation="not hex"),
+        encode_raw("Ping", {"number": 1}, target_incarnation="\n"),
+        encode_raw("Ping", {"number": 1}, sender_address="127.0.0.1"),
+        encode_raw("Ping", {"number": 1}, sender_address="127.0.0.1:0"),
+        encode_raw("Ping", {"number": 1}, sender_address="127.0.0.1:65536"),
+        encode_raw("Ping", {"number": 1}, sender_address="line\nfeed:80"),
+        encode_raw("Ping", {"number": 1}, sender_address="ipc:///tmp/x:80"),
+        encode_raw("Ping", {"number": 1}, protocol="1"),
+        encode_raw("Hello", msgspec.to_builtins(replace(HELLO, control="10.0.0.1:1"), builtin_types=(bytes,))),
+        encode_raw("Progress", {"key": {"request_id": "r", "attempt": 0}, "rows": -1}),
+        encode_raw("HandoffDone", {"key": {"request_id": "r", "attempt": 0}, "token_id": -1, "alternatives": None}),
+        encode_raw("HandoffAccepted", {"key": {"request_id": "r", "attempt": 0}, "piece_bytes": -1}),
+        encode_raw("LeaseRequest", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "first": 4, "last": 4}),
+        encode_raw("LeaseRequest", {"key": {"request_id": "r", "attempt": 0}, "piece": -1, "first": 0, "last": 4}),
+        encode_raw("LeaseGranted", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "lease": 0, "offset": -1}),
+        encode_raw("PieceWritten", {"key": {"request_id": "r", "attempt": 0}, "piece": 0, "lease": -1}),
+        encode_fields(PROTOCOL, ORIGIN, "ab12", ""),
+        encode_fields(),
     ],
 )
-def test_values_out_of_range_are_bad(raw: bytes) -> None:
+def test_unknown_types_and_values_out_of_range_raise_bad_message(raw: bytes) -> None:
     with pytest.raises(BadMessage):
         Codec().decode(raw)
 
 
 @pytest.mark.parametrize(
-    "flaw", [{"bases": ((-1,),)}, {"bases": ((1 << 63,),)}, {"page_bytes": 1 << 63}, {"row_bytes": -1}]
+    "changes", [{"bases": ((-1,),)}, {"bases": ((1 << 63,),)}, {"page_bytes": 1 << 63}, {"row_bytes": -1}]
 )
-def test_memory_beyond_the_address_range_is_bad(flaw: dict[str, Any]) -> None:
-    stores = {"host": Store(whole_rows(SPAN), replace(SPAN, **flaw))}
+def test_a_span_beyond_the_address_range_raises_bad_message(changes: dict[str, Any]) -> None:
+    stores = {"host": Store(whole_rows(SPAN), replace(SPAN, **changes))}
     for message in (replace(HELLO, stores=stores), Welcome(replace(HELLO, stores=stores))):
         with pytest.raises(BadMessage, match="out of range"):
             Codec().decode(Codec().encode(envelope(message)))
 
 
 @pytest.mark.parametrize("ring", [MemoryRange(-1, 8), MemoryRange(8, -1), MemoryRange(1 << 62, 1 << 62)])
-def test_a_ring_beyond_the_address_range_is_bad(ring: MemoryRange) -> None:
+def test_a_ring_beyond_the_address_range_raises_bad_message(ring: MemoryRange) -> None:
     with pytest.raises(BadMessage, match="out of range"):
         Codec().decode(Codec().encode(envelope(replace(HELLO, ring=ring))))
 
 
 @pytest.mark.parametrize("slices", [((-1, 8),), ((0, -8),), ((1 << 63, 8),)])
-def test_slices_beyond_all_rows_are_bad(slices: Any) -> None:
+def test_slices_out_of_range_raise_bad_message(slices: Any) -> None:
     hello = replace(HELLO, stores={"host": Store((Shard(SPAN, slices),), None)})
     with pytest.raises(BadMessage, match="out of range"):
         Codec().decode(Codec().encode(envelope(hello)))
@@ -292,7 +295,7 @@ def test_slices_beyond_all_rows_are_bad(slices: Any) -> None:
 
 @pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6"], ids=["array", "map", "text", "bytes"])
 @pytest.mark.parametrize("length", [100_000_000, 0xFFFFFFFF])
-def test_a_false_length_takes_no_memory(head: bytes, length: int) -> None:
+def test_a_false_length_does_not_allocate_memory(head: bytes, length: int) -> None:
     prefix = msgspec.msgpack.encode((PROTOCOL, ORIGIN, "ab12", "", "HandoffRequest"))
     field = msgspec.msgpack.encode({"prompt": {"token_ids": 0}})[:-1] + head + struct.pack(">I", length) + b"\x01"
     raw = MARK + PLAIN + bytes([prefix[0] + 1]) + prefix[1:] + field
@@ -305,14 +308,14 @@ def test_a_false_length_takes_no_memory(head: bytes, length: int) -> None:
         tracemalloc.stop()
 
 
-def test_depth_and_size_have_limits() -> None:
+def test_messages_that_are_too_deep_or_too_large_raise_bad_message() -> None:
     with pytest.raises(BadMessage):
-        Codec().decode(body("Ping", {})[:-1] + b"\x91" * 1_000_000)
+        Codec().decode(encode_raw("Ping", {})[:-1] + b"\x91" * 1_000_000)
     with pytest.raises(BadMessage, match="above the limit"):
         Codec().decode(bytes(MAX_BYTES + 1))
 
 
-def test_the_longest_prompts_fit() -> None:
+def test_a_request_of_two_million_tokens_is_below_the_size_limit() -> None:
     request = HandoffRequest(
         KEY, PromptSpec((250_000,) * 2_000_000, SamplingParams()), "host", tuple(range(31_250)), tuple(range(31_250))
     )

@@ -1,4 +1,5 @@
-"""The planned writes, performed on poisoned memory, compared with a row-by-row copy in plain Python."""
+"""Tests of planned writes, which are performed on poisoned memory and compared with a copy row by row, and tests of the
+checks of peers."""
 
 import ctypes
 import time
@@ -18,7 +19,7 @@ POISON = 0xAB
 
 
 class Side:
-    """The memory of one side: shuffled blocks, one for each unit and part, and shuffled pages."""
+    """The memory of one side. It has one block for each unit (layer or index group) and part, in random order."""
 
     def __init__(self, span: PagedSpan, pages: Sequence[int], capacity: int, byte: int | None) -> None:
         self.pages = list(pages)
@@ -26,7 +27,7 @@ class Side:
         size = units * parts * capacity * span.page_bytes
         random = np.random.default_rng(units + parts)
         self.bytes = random.integers(0, 256, size, np.uint8) if byte is None else np.full(size, byte, np.uint8)
-        order = random.permutation(units * parts).reshape(units, parts)
+        order = random.permutation(units * parts).remake_span(units, parts)
         self.starts = order * capacity * span.page_bytes
         bases = (self.starts + self.bytes.ctypes.data).tolist()
         self.span = replace(span, bases=tuple(map(tuple, bases)))
@@ -38,8 +39,8 @@ class Side:
         start += row % self.span.part_rows * self.span.row_bytes
         return self.bytes[start : start + self.span.row_bytes]
 
-    def without_free_bytes(self) -> NDArray[np.uint8]:
-        """Returns the memory with the unused bytes of the context's pages poisoned: any value is allowed there."""
+    def with_unused_bytes_poisoned(self) -> NDArray[np.uint8]:
+        """Returns a copy of the memory in which the unused bytes of the pages are POISON: writes may change them."""
         span, found = self.span, self.bytes.copy()
         for starts in self.starts.tolist():
             for part, start in enumerate(starts):
@@ -50,155 +51,169 @@ class Side:
         return found
 
 
-def shape(units: int, page_rows: int, row_bytes: int, parts: int = 1, spare: int = 0) -> PagedSpan:
+def make_span(units: int, page_rows: int, row_bytes: int, parts: int = 1, spare: int = 0) -> PagedSpan:
     part_rows = -(-page_rows // parts)
     parts = -(-page_rows // part_rows)
     return PagedSpan(((0,) * parts,) * units, part_rows * row_bytes + spare, page_rows, part_rows, row_bytes)
 
 
-def sides(source: PagedSpan, target: PagedSpan, rows: int, seed: int, *, shuffled: bool = True) -> tuple[Side, Side]:
-    made = []
+def make_sides(
+    source: PagedSpan, target: PagedSpan, rows: int, seed: int, *, shuffled: bool = True
+) -> tuple[Side, Side]:
+    both = []
     for span, byte in ((source, None), (target, POISON)):
         count = pages_for(span, rows)
         pages = list(range(1, count + 1))
         if shuffled:
             pages = (np.random.default_rng(seed).permutation(count + 3)[:count]).tolist()
-        made.append(Side(span, pages, count + 3, byte))
-    return made[0], made[1]
+        both.append(Side(span, pages, count + 3, byte))
+    return both[0], both[1]
 
 
-def carry_out(source: Side, target: Side, first: int, last: int, units: Units | None = None) -> int:
-    """Performs the planned writes, and returns their number."""
+def perform_writes(source: Side, target: Side, first: int, last: int, units: Units | None = None) -> int:
+    """Performs the planned writes, asserts that each is inside the memory of both sides, and returns their number."""
     planned = plan_writes(source.span, source.pages, target.span, target.pages, first, last, units)
     assert planned.dtype == np.int64 and planned.shape[1:] == (3,)
-    for here, there, nbytes in planned.tolist():
-        assert source.bytes.ctypes.data <= here <= source.bytes.ctypes.data + source.bytes.nbytes - nbytes
-        assert target.bytes.ctypes.data <= there <= target.bytes.ctypes.data + target.bytes.nbytes - nbytes
-        ctypes.memmove(there, here, nbytes)
+    for local, remote, nbytes in planned.tolist():
+        assert source.bytes.ctypes.data <= local <= source.bytes.ctypes.data + source.bytes.nbytes - nbytes
+        assert target.bytes.ctypes.data <= remote <= target.bytes.ctypes.data + target.bytes.nbytes - nbytes
+        ctypes.memmove(remote, local, nbytes)
     return len(planned)
 
 
-def expect(source: Side, target: Side, first: int, last: int, units: Units) -> NDArray[np.uint8]:
+def expected_memory(source: Side, target: Side, first: int, last: int, units: Units) -> NDArray[np.uint8]:
     """Returns the expected memory of the target: rows [first, last) copied one by one, and nothing else changed."""
-    was = target.bytes
-    target.bytes = np.full_like(was, POISON)
-    for unit_here, unit_there in units:
+    actual = target.bytes
+    target.bytes = np.full_like(actual, POISON)
+    for source_unit, target_unit in units:
         for position in range(first, last):
-            target.row(unit_there, position)[:] = source.row(unit_here, position)
-    expected, target.bytes = target.bytes, was
+            target.row(target_unit, position)[:] = source.row(source_unit, position)
+    expected, target.bytes = target.bytes, actual
     return expected
 
 
 @st.composite
 def geometries(draw: st.DrawFn, row_bytes: int, units: int) -> PagedSpan:
     page_rows = draw(st.integers(1, 9) | st.sampled_from([16, 64]))
-    return shape(units, page_rows, row_bytes, draw(st.integers(1, min(4, page_rows))), draw(st.sampled_from([0, 5])))
+    return make_span(
+        units, page_rows, row_bytes, draw(st.integers(1, min(4, page_rows))), draw(st.sampled_from([0, 5]))
+    )
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_bytes_land_where_a_copy_row_by_row_puts_them(data: st.DataObject) -> None:
+def test_planned_writes_equal_a_copy_row_by_row(data: st.DataObject) -> None:
     row_bytes, units = data.draw(st.sampled_from([1, 3, 8, 20])), data.draw(st.integers(1, 3))
     rows = data.draw(st.integers(1, 150))
     first = data.draw(st.integers(0, rows))
     last = data.draw(st.integers(first, rows))
     spans = [data.draw(geometries(row_bytes, units)) for _ in range(2)]
-    source, target = sides(spans[0], spans[1], rows, data.draw(st.integers(0, 99)), shuffled=data.draw(st.booleans()))
-    carry_out(source, target, first, last)
-    expected = expect(source, target, first, last, [(unit, unit) for unit in range(units)])
-    np.testing.assert_array_equal(target.without_free_bytes(), expected)
+    source, target = make_sides(
+        spans[0], spans[1], rows, data.draw(st.integers(0, 99)), shuffled=data.draw(st.booleans())
+    )
+    perform_writes(source, target, first, last)
+    expected = expected_memory(source, target, first, last, [(unit, unit) for unit in range(units)])
+    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected)
 
 
-@pytest.mark.parametrize(("here", "there"), [(64, 64), (64, 16), (16, 64)])
+@pytest.mark.parametrize(("source_page_rows", "target_page_rows"), [(64, 64), (64, 16), (16, 64)])
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 63, 64, 65, 128, 300])
-def test_page_sizes_may_differ_and_chunks_may_end_anywhere(here: int, there: int, rows: int) -> None:
-    source, target = sides(shape(3, here, 12), shape(3, there, 12), rows, seed=rows)
+def test_page_sizes_may_differ_and_chunks_may_end_at_any_row(
+    source_page_rows: int, target_page_rows: int, rows: int
+) -> None:
+    source, target = make_sides(make_span(3, source_page_rows, 12), make_span(3, target_page_rows, 12), rows, seed=rows)
     chunk = 40
     for first in range(0, rows, chunk):
-        carry_out(source, target, first, min(rows, first + chunk))
-    wanted = expect(source, target, 0, rows, [(0, 0), (1, 1), (2, 2)])
-    np.testing.assert_array_equal(target.without_free_bytes(), wanted)
+        perform_writes(source, target, first, min(rows, first + chunk))
+    expected = expected_memory(source, target, 0, rows, [(0, 0), (1, 1), (2, 2)])
+    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected)
 
 
-def test_index_keys_of_a_host_page_spread_over_the_parts_of_a_device_page() -> None:
-    # Device pages as in memory/device_pool.py: 3 parts of 7 keys, with unused bytes at the end of each.
-    source, target = sides(shape(2, 16, 8), shape(2, 21, 8, parts=3, spare=6), rows=70, seed=1)
-    carry_out(source, target, 0, 70)
-    np.testing.assert_array_equal(target.without_free_bytes(), expect(source, target, 0, 70, [(0, 0), (1, 1)]))
+def test_index_keys_of_host_pages_are_written_to_the_parts_of_device_pages() -> None:
+    # The target has pages of 3 parts of 7 keys, with unused bytes at the end of each part, as in memory/device_pool.py.
+    source, target = make_sides(make_span(2, 16, 8), make_span(2, 21, 8, parts=3, spare=6), rows=70, seed=1)
+    perform_writes(source, target, 0, 70)
+    np.testing.assert_array_equal(
+        target.with_unused_bytes_poisoned(), expected_memory(source, target, 0, 70, [(0, 0), (1, 1)])
+    )
 
 
 def test_a_selection_of_layers_can_be_transferred() -> None:
-    source, target = sides(shape(2, 16, 8), shape(5, 64, 8), rows=70, seed=1)
+    source, target = make_sides(make_span(2, 16, 8), make_span(5, 64, 8), rows=70, seed=1)
     units = [(0, 3), (1, 4)]
-    carry_out(source, target, 5, 70, units)
-    np.testing.assert_array_equal(target.without_free_bytes(), expect(source, target, 5, 70, units))
+    perform_writes(source, target, 5, 70, units)
+    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected_memory(source, target, 5, 70, units))
 
 
-@pytest.mark.parametrize(("here", "there"), [(64, 64), (64, 16), (16, 64)])
-def test_a_fresh_pool_takes_one_write_for_each_layer(here: int, there: int) -> None:
-    source, target = sides(shape(4, here, 12), shape(4, there, 12), 1000, seed=0, shuffled=False)
-    assert carry_out(source, target, 0, 1000) == 4
+@pytest.mark.parametrize(("source_page_rows", "target_page_rows"), [(64, 64), (64, 16), (16, 64)])
+def test_consecutive_pages_need_one_write_for_each_layer(source_page_rows: int, target_page_rows: int) -> None:
+    source, target = make_sides(
+        make_span(4, source_page_rows, 12), make_span(4, target_page_rows, 12), 1000, seed=0, shuffled=False
+    )
+    assert perform_writes(source, target, 0, 1000) == 4
 
 
-@pytest.mark.parametrize(("spare_there", "count"), [(6, 4), (5, 4 * 16)])
-def test_free_bytes_of_the_same_length_are_written_over(spare_there: int, count: int) -> None:
-    spans = shape(4, 64, 12, spare=6), shape(4, 64, 12, spare=spare_there)
-    source, target = sides(*spans, rows=1000, seed=0, shuffled=False)
-    assert carry_out(source, target, 0, 1000) == count
+@pytest.mark.parametrize(("target_spare", "count"), [(6, 4), (5, 4 * 16)])
+def test_writes_span_pages_if_both_sides_have_equally_many_unused_bytes(target_spare: int, count: int) -> None:
+    spans = make_span(4, 64, 12, spare=6), make_span(4, 64, 12, spare=target_spare)
+    source, target = make_sides(*spans, rows=1000, seed=0, shuffled=False)
+    assert perform_writes(source, target, 0, 1000) == count
     units = [(unit, unit) for unit in range(4)]
-    np.testing.assert_array_equal(target.without_free_bytes(), expect(source, target, 0, 1000, units))
+    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected_memory(source, target, 0, 1000, units))
 
 
-def test_a_run_ends_where_either_side_breaks() -> None:
-    source, target = sides(shape(1, 4, 8), shape(1, 4, 8), 24, seed=0, shuffled=False)
+def test_a_write_ends_where_pages_of_either_side_are_not_consecutive() -> None:
+    source, target = make_sides(make_span(1, 4, 8), make_span(1, 4, 8), 24, seed=0, shuffled=False)
     source.pages, target.pages = [0, 1, 2, 5, 6, 7], [0, 1, 3, 4, 5, 6]
-    assert carry_out(source, target, 0, 24) == 3  # pages 0-1, 2, 3-5
-    np.testing.assert_array_equal(target.without_free_bytes(), expect(source, target, 0, 24, [(0, 0)]))
+    assert perform_writes(source, target, 0, 24) == 3  # the pages at indices 0-1, 2 and 3-5 of the lists
+    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected_memory(source, target, 0, 24, [(0, 0)]))
 
 
 def test_adjacent_rows_of_different_bases_are_not_merged() -> None:
-    """Each base may begin a separate registered region: a write across two would be refused."""
+    """Each base may be the start of a separate registered region. A write across two regions would be refused."""
     span = PagedSpan(((0,), (32,)), page_bytes=32, page_rows=4, part_rows=4, row_bytes=8)  # adjacent pages
     parts = PagedSpan(((1000, 1016), (1032, 1048)), page_bytes=16, page_rows=4, part_rows=2, row_bytes=8)
     assert plan_writes(span, [0], parts, [0], 0, 4).tolist() == [
-        *([0, 1000, 16], [16, 1016, 16]),
-        *([32, 1032, 16], [48, 1048, 16]),
+        [0, 1000, 16],
+        [16, 1016, 16],
+        [32, 1032, 16],
+        [48, 1048, 16],
     ]
 
 
 def test_addresses_beyond_32_bits_are_exact() -> None:
-    far, page_bytes = (1 << 46) + 8, 64 * 1152
-    span = PagedSpan(((far,), (far + (1 << 40),)), page_bytes, 64, 64, 1152)
+    base, page_bytes = (1 << 46) + 8, 64 * 1152
+    source = PagedSpan(((base,), (base + (1 << 40),)), page_bytes, 64, 64, 1152)
     page = (1 << 33) // page_bytes
-    near = PagedSpan(((512,), (1 << 35,)), page_bytes, 64, 64, 1152)
-    planned = plan_writes(span, [page], near, [0], 63, 64).tolist()
+    target = PagedSpan(((512,), (1 << 35,)), page_bytes, 64, 64, 1152)
+    planned = plan_writes(source, [page], target, [0], 63, 64).tolist()
     assert planned == [
-        [far + page * page_bytes + 63 * 1152, 512 + 63 * 1152, 1152],
-        [far + (1 << 40) + page * page_bytes + 63 * 1152, (1 << 35) + 63 * 1152, 1152],
+        [base + page * page_bytes + 63 * 1152, 512 + 63 * 1152, 1152],
+        [base + (1 << 40) + page * page_bytes + 63 * 1152, (1 << 35) + 63 * 1152, 1152],
     ]
 
 
-def test_an_empty_range_plans_no_write() -> None:
-    source, target = sides(shape(2, 16, 8), shape(2, 16, 8), rows=16, seed=0)
-    assert carry_out(source, target, 7, 7) == 0 and carry_out(source, target, 0, 16, units=[]) == 0
+def test_no_writes_are_planned_for_no_rows_or_no_layers() -> None:
+    source, target = make_sides(make_span(2, 16, 8), make_span(2, 16, 8), rows=16, seed=0)
+    assert perform_writes(source, target, 7, 7) == 0 and perform_writes(source, target, 0, 16, units=[]) == 0
 
 
-@pytest.mark.parametrize("there", [64, 16])
-def test_a_long_context_is_planned_quickly(there: int) -> None:
-    source, target = shape(61, 64, 1152), shape(61, there, 1152)
+@pytest.mark.parametrize("target_page_rows", [64, 16])
+def test_a_context_of_65536_rows_is_planned_within_50_ms(target_page_rows: int) -> None:
+    source, target = make_span(61, 64, 1152), make_span(61, target_page_rows, 1152)
     pages = [range(7, 7 + pages_for(span, 65536)) for span in (source, target)]
 
-    def once() -> float:
+    def measure() -> float:
         start = time.perf_counter()
         assert len(plan_writes(source, pages[0], target, pages[1], 0, 65536)) == 61
         return time.perf_counter() - start
 
-    assert min(once() for _ in range(5)) < 0.05
+    assert min(measure() for _ in range(5)) < 0.05
 
 
 def test_too_few_pages_raise_an_assertion() -> None:
     with pytest.raises(AssertionError, match="17 rows in 1 pages of 16"):
-        plan_writes(shape(1, 16, 8), [0], shape(1, 64, 8), [0], 0, 17)
+        plan_writes(make_span(1, 16, 8), [0], make_span(1, 64, 8), [0], 0, 17)
 
 
 MODEL = ModelIdentity(
@@ -227,17 +242,20 @@ def test_page_sizes_of_peers_may_differ() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("layers", 3), ("row", "656 bytes of fp8"), ("key", None), ("groups", 2)],
+        ("layers", 3),
+        ("row", "656 bytes of fp8"),
+        ("key", None),
+        ("groups", 2),
         ("weights", "ffff"),
     ],
 )
-def test_peers_of_other_models_are_refused_with_both_values(field: str, value: object) -> None:
+def test_peers_with_another_model_are_refused_with_both_values(field: str, value: object) -> None:
     reason = check_peers(HELLO, replace(HELLO, model=replace(MODEL, **{field: value})))
     assert reason is not None and f"the model's {field} differs" in reason
     assert repr(getattr(MODEL, field)) in reason and repr(value) in reason
 
 
-def test_peers_of_other_transfer_engines_are_refused() -> None:
+def test_peers_with_another_transfer_engine_are_refused() -> None:
     reason = check_peers(HELLO, replace(HELLO, transfer="nixl"))
     assert reason == "the transfer engine differs: 'loopback' here, 'nixl' there"
 

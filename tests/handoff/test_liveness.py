@@ -1,11 +1,11 @@
-"""When peers are treated as lost."""
+"""Tests of liveness: which peers are pinged, and which are treated as lost."""
 
 from hotset.handoff.timers import MAX_PEERS, Liveness, PeerTiming
 
 TIMING = PeerTiming(ping_every=1.0, peer_timeout=4.0, forget_after=100.0)
 
 
-def test_watched_peers_are_pinged_every_second_and_others_not_at_all() -> None:
+def test_only_watched_peers_are_pinged_once_per_interval() -> None:
     liveness = Liveness(TIMING)
     assert liveness.watch({"a", "b"}, 0.0) == ["a", "b"]
     assert liveness.watch({"a", "b"}, 0.5) == []
@@ -13,7 +13,7 @@ def test_watched_peers_are_pinged_every_second_and_others_not_at_all() -> None:
     assert liveness.watch({"a", "b"}, 1.5) == ["b"]
 
 
-def test_a_peer_is_lost_after_four_seconds_of_silence() -> None:
+def test_a_watched_peer_times_out_after_four_seconds_of_silence() -> None:
     liveness = Liveness(TIMING)
     liveness.watch({"a"}, 10.0)
     assert liveness.timed_out(14.0) == []
@@ -30,7 +30,7 @@ def test_silence_before_a_peer_is_watched_does_not_count() -> None:
     assert liveness.timed_out(54.1) == ["a"]
 
 
-def test_a_peer_that_is_no_longer_watched_is_not_lost() -> None:
+def test_a_peer_that_is_no_longer_watched_does_not_time_out() -> None:
     liveness = Liveness(TIMING)
     liveness.watch({"a"}, 0.0)
     liveness.watch(set(), 1.0)
@@ -39,7 +39,7 @@ def test_a_peer_that_is_no_longer_watched_is_not_lost() -> None:
     assert liveness.timed_out(100.0) == []
 
 
-def test_an_introduction_is_valid_while_messages_arrive() -> None:
+def test_a_peer_counts_as_heard_recently_until_its_timeout() -> None:
     liveness = Liveness(TIMING)
     assert not liveness.heard_recently("a", 0.0)
     liveness.mark_heard("a", 0.0)
@@ -48,7 +48,7 @@ def test_an_introduction_is_valid_while_messages_arrive() -> None:
     assert not liveness.heard_recently("a", 0.0)
 
 
-def test_only_unwatched_peers_expire() -> None:
+def test_only_unwatched_peers_are_forgotten() -> None:
     liveness = Liveness(TIMING)
     liveness.mark_heard("a", 0.0)
     liveness.mark_heard("b", 0.0)
@@ -57,7 +57,7 @@ def test_only_unwatched_peers_expire() -> None:
     assert liveness.expired(100.1) == ["a"]
 
 
-def test_peers_that_come_and_go_take_bounded_memory() -> None:
+def test_the_number_of_remembered_peers_is_bounded() -> None:
     liveness = Liveness(TIMING)
     for number in range(3 * MAX_PEERS):
         liveness.mark_heard(str(number), 0.0)

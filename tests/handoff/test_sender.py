@@ -1,4 +1,7 @@
-"""The sender's state machine: one rule at a time, then any order of events."""
+"""Tests of the sender's state machine: one rule at a time, then random orders of events.
+
+The numbers of defects are explained in tests/tiers/test_peer_defects.py.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -39,7 +42,7 @@ from hotset.handoff.outgoing import MAX_LISTS_IN_FLIGHT, SENDER_TIMEOUTS, Sender
 from hotset.handoff.sender import Sender
 from hotset.transfer.api import WriteState, WriteTicket
 
-PEER, OTHER = "10.0.0.1:7000", "10.0.0.2:7000"
+PEER, OTHER_PEER = "10.0.0.1:7000", "10.0.0.2:7000"
 KEY = HandoffKey("r", 1)
 ROWS = 10
 STORE = Store(whole_rows(PagedSpan(((1 << 20,), (1 << 21,)), 32, 4, 4, 8)), PagedSpan(((1 << 22,),), 16, 4, 4, 4))
@@ -50,7 +53,9 @@ HELLO = Hello(PEER, ModelIdentity("m", 2, "8 bytes", "4 bytes", 1, ""), {"host":
 PAGES = (7, 3, 5)
 
 
-class Event:
+class PendingEvent:
+    """An event that never happens."""
+
     def query(self) -> bool:
         return False
 
@@ -63,77 +68,79 @@ def request(key: HandoffKey = KEY, rows: int = ROWS) -> HandoffRequest:
     return HandoffRequest(key, prompt(rows), "host", (2, 9), (4, 1))
 
 
-def carried(first: int, last: int) -> list[list[int]]:
-    """Returns the writes of these rows and their keys."""
+def expected_writes(first: int, last: int) -> list[list[int]]:
+    """Returns the writes for rows [first, last) and their index keys."""
     assert STORE.keys is not None and TARGET.keys is not None
     rows = plan_writes(STORE.shards[0].span, PAGES, TARGET.shards[0].span, (2, 9), first, last)
     keys = plan_writes(STORE.keys, PAGES, TARGET.keys, (4, 1), first, last)
     return [*rows.tolist(), *keys.tolist()]
 
 
-class Desk:
-    """A sender, the time, tickets, and its actions since the last check."""
+class Bench:
+    """A sender that knows two peers, its clock, and its actions since they were last taken."""
 
     def __init__(self, **limits: Any) -> None:
         self.sender, self.now, self.tickets = Sender(STORE, **limits), 0.0, 0
         self.sender.add_peer(PEER, HELLO)
-        self.sender.add_peer(OTHER, HELLO)
+        self.sender.add_peer(OTHER_PEER, HELLO)
 
-    def take(self, message: Message, peer: str = PEER) -> None:
+    def receive(self, message: Message, peer: str = PEER) -> None:
         self.sender.handle_message(peer, message, self.now)
 
-    def tell(self, command: SenderCommand) -> None:
+    def command(self, command: SenderCommand) -> None:
         self.sender.handle_command(command, self.now)
 
-    def written(
-        self, first: int, last: int, key: HandoffKey = KEY, peer: str = PEER, after: Event | None = None
+    def announce_rows(
+        self, first: int, last: int, key: HandoffKey = KEY, peer: str = PEER, after: PendingEvent | None = None
     ) -> None:
-        self.tell(RowsComputed(peer, key, first, last, PAGES, after))
+        self.command(RowsComputed(peer, key, first, last, PAGES, after))
 
-    def sampled(self, key: HandoffKey = KEY, peer: str = PEER) -> None:
-        self.tell(FirstTokenSampled(peer, key, 42, {42: (-1.0, 1)}))
+    def sample(self, key: HandoffKey = KEY, peer: str = PEER) -> None:
+        self.command(FirstTokenSampled(peer, key, 42, {42: (-1.0, 1)}))
 
     def submit(self, key: HandoffKey = KEY, peer: str = PEER) -> WriteTicket:
-        """Answers one `SubmitWrites`."""
+        """Reports to the sender that one `SubmitWrites` was submitted, and returns its ticket."""
         self.tickets += 1
         ticket = WriteTicket(self.tickets, 0)
         self.sender.on_submitted(peer, key, ticket)
         return ticket
 
-    def end(
+    def end_write(
         self, ticket: WriteTicket, state: WriteState = WriteState.DONE, key: HandoffKey = KEY, peer: str = PEER
     ) -> None:
         self.sender.on_write_ended(peer, key, ticket, state, self.now)
 
-    def writing(self, key: HandoffKey = KEY, peer: str = PEER) -> "Desk":
-        self.take(request(key), peer)
-        self.take(StartWrites(key), peer)
+    def start_handoff(self, key: HandoffKey = KEY, peer: str = PEER) -> "Bench":
+        """Brings a handoff into phase WRITING."""
+        self.receive(request(key), peer)
+        self.receive(StartWrites(key), peer)
         self.actions()
         return self
 
-    def under_way(self, *ends: int) -> list[WriteTicket]:
-        """Begins a handoff and submits one chunk up to each of `ends`."""
-        self.writing()
+    def start_writes(self, *ends: int) -> list[WriteTicket]:
+        """Starts a handoff, announces one chunk up to each of `ends`, and returns the tickets of their writes."""
+        self.start_handoff()
         for first, last in zip((0, *ends), ends, strict=False):
-            self.written(first, last)
+            self.announce_rows(first, last)
         self.actions()
         return [self.submit() for _ in ends]
 
     def pass_time(self, seconds: float) -> None:
-        """Ticks at every deadline on the way, as an agent does."""
+        """Advances the clock and ticks the sender at each of its deadlines, as an agent does."""
         end = self.now + seconds
-        while (at := self.sender.next_deadline()) is not None and at <= end:
-            self.now = max(self.now, at)
+        while (deadline := self.sender.next_deadline()) is not None and deadline <= end:
+            self.now = max(self.now, deadline)
             self.sender.tick(self.now)
         self.now = end
         self.sender.tick(end)
 
     def actions(self) -> list[Any]:
+        """Audits the sender, and returns its actions since the last call."""
         self.sender.audit()
         return list(self.sender.take_actions())
 
     def sent(self) -> list[Message]:
-        """Returns the sent messages, and drops the other actions."""
+        """Returns the messages sent since the last call. The other actions are discarded."""
         return [action.message for action in self.actions() if isinstance(action, SendMessage)]
 
     @property
@@ -142,397 +149,399 @@ class Desk:
 
 
 def test_a_retransmitted_request_is_accepted_again_and_computed_once() -> None:
-    desk = Desk()
-    desk.take(request())
-    assert desk.actions() == [
+    bench = Bench()
+    bench.receive(request())
+    assert bench.actions() == [
         SendMessage(PEER, HandoffAccepted(KEY)),
         StartPrefill(PEER, KEY, prompt(ROWS)),
     ]
-    desk.take(request())
-    assert desk.actions() == [SendMessage(PEER, HandoffAccepted(KEY))]
-    desk.pass_time(1.2)
-    assert desk.sent() == [HandoffAccepted(KEY)] * 2 and desk.sender.num_retransmits == 2
+    bench.receive(request())
+    assert bench.actions() == [SendMessage(PEER, HandoffAccepted(KEY))]
+    bench.pass_time(1.2)
+    assert bench.sent() == [HandoffAccepted(KEY)] * 2 and bench.sender.num_retransmits == 2
 
 
 def test_nothing_is_written_before_start_writes() -> None:
-    desk = Desk()
-    desk.take(request())
-    desk.written(0, 6)
-    desk.written(6, 10)
-    desk.sampled()
-    desk.pass_time(3)
-    assert not [action for action in desk.actions() if isinstance(action, SubmitWrites)]
-    desk.take(StartWrites(KEY))
-    (submit,) = [action for action in desk.actions() if isinstance(action, SubmitWrites)]
-    assert submit.writes.tolist() == carried(0, 10)
-    desk.take(StartWrites(KEY))
-    assert desk.actions() == []
+    bench = Bench()
+    bench.receive(request())
+    bench.announce_rows(0, 6)
+    bench.announce_rows(6, 10)
+    bench.sample()
+    bench.pass_time(3)
+    assert not [action for action in bench.actions() if isinstance(action, SubmitWrites)]
+    bench.receive(StartWrites(KEY))
+    (submit,) = [action for action in bench.actions() if isinstance(action, SubmitWrites)]
+    assert submit.writes.tolist() == expected_writes(0, 10)
+    bench.receive(StartWrites(KEY))
+    assert bench.actions() == []
 
 
-def test_writes_go_from_our_pages_to_theirs_and_wait_for_the_forward_pass() -> None:
-    """Defects 7 and 16: each side's own page numbers and sizes, and the event of the forward pass."""
-    desk, event = Desk().writing(), Event()
-    desk.written(0, 6, after=event)
-    (submit,) = desk.actions()
-    assert submit.writes.tolist() == carried(0, 6)
+def test_writes_go_from_source_pages_to_target_pages_and_wait_for_the_forward_pass() -> None:
+    """Defects 7 and 16: page numbers and page sizes are those of each side, and a write waits for its forward pass."""
+    bench, event = Bench().start_handoff(), PendingEvent()
+    bench.announce_rows(0, 6, after=event)
+    (submit,) = bench.actions()
+    assert submit.writes.tolist() == expected_writes(0, 6)
     assert submit.after is event and (submit.peer, submit.key) == (PEER, KEY)
 
 
 def test_rows_announced_while_lists_are_in_flight_are_merged_into_the_next_list() -> None:
-    """The cost is per write, and the newest event of a stream happens after all the others."""
-    desk = Desk()
-    first, second = desk.under_way(2, 4)
-    events = [Event() for _ in range(3)]
-    for at, event in zip((4, 6, 8), events, strict=True):
-        desk.written(at, at + 2, after=event)
-    desk.sampled()
-    assert desk.actions() == []
-    desk.end(second)
-    submit, progress = desk.actions()
-    assert submit.writes.tolist() == carried(4, 10) and submit.after is events[-1]
+    """One list costs less than several. Its event is the newest one, because events of one stream happen in order."""
+    bench = Bench()
+    first, second = bench.start_writes(2, 4)
+    events = [PendingEvent() for _ in range(3)]
+    for row, event in zip((4, 6, 8), events, strict=True):
+        bench.announce_rows(row, row + 2, after=event)
+    bench.sample()
+    assert bench.actions() == []
+    bench.end_write(second)
+    submit, progress = bench.actions()
+    assert submit.writes.tolist() == expected_writes(4, 10) and submit.after is events[-1]
     assert progress == SendMessage(PEER, Progress(KEY, 0))
-    third = desk.submit()
-    desk.end(first)
-    assert desk.sent() == [Progress(KEY, 4)]
-    desk.end(third)
-    assert desk.sent() == [Progress(KEY, 10), HandoffDone(KEY, 42, {42: (-1.0, 1)})]
+    third = bench.submit()
+    bench.end_write(first)
+    assert bench.sent() == [Progress(KEY, 4)]
+    bench.end_write(third)
+    assert bench.sent() == [Progress(KEY, 10), HandoffDone(KEY, 42, {42: (-1.0, 1)})]
 
 
-def test_rows_that_wait_behind_a_failed_write_are_never_written() -> None:
-    desk = Desk()
-    first, second = desk.under_way(2, 4)
-    desk.written(4, 10)
-    desk.end(first, WriteState.FAILED_QUIESCED)
-    desk.end(second)
+def test_rows_announced_before_a_write_failed_and_not_yet_submitted_are_never_written() -> None:
+    bench = Bench()
+    first, second = bench.start_writes(2, 4)
+    bench.announce_rows(4, 10)
+    bench.end_write(first, WriteState.FAILED_QUIESCED)
+    bench.end_write(second)
     assert (
-        not [action for action in desk.actions() if isinstance(action, SubmitWrites)]
-        and desk.phase is SenderPhase.NOTIFYING
+        not [action for action in bench.actions() if isinstance(action, SubmitWrites)]
+        and bench.phase is SenderPhase.NOTIFYING
     )
 
 
-def test_rows_that_move_while_they_wait_raise_an_assertion() -> None:
-    desk = Desk()
-    desk.under_way(2, 4)
-    desk.written(4, 6)
+def test_announcing_other_pages_for_rows_that_wait_raises_an_assertion() -> None:
+    bench = Bench()
+    bench.start_writes(2, 4)
+    bench.announce_rows(4, 6)
     with pytest.raises(AssertionError, match="announced rows have moved"):
-        desk.tell(RowsComputed(PEER, KEY, 6, 8, (7, 4, 5), None))
+        bench.command(RowsComputed(PEER, KEY, 6, 8, (7, 4, 5), None))
 
 
 def test_done_waits_for_every_write_and_for_the_first_token() -> None:
-    desk = Desk()
-    first, second = desk.under_way(6, 10)
-    desk.end(first)
-    assert desk.actions() == [SendMessage(PEER, Progress(KEY, 6))]
-    desk.sampled()
-    assert desk.actions() == []
-    desk.end(second)
-    assert desk.actions() == [
+    bench = Bench()
+    first, second = bench.start_writes(6, 10)
+    bench.end_write(first)
+    assert bench.actions() == [SendMessage(PEER, Progress(KEY, 6))]
+    bench.sample()
+    assert bench.actions() == []
+    bench.end_write(second)
+    assert bench.actions() == [
         SendMessage(PEER, Progress(KEY, 10)),
         ReleasePages(PEER, KEY),
         SendMessage(PEER, HandoffDone(KEY, 42, {42: (-1.0, 1)})),
     ]
 
 
-def test_done_waits_for_the_first_token_when_writes_are_quicker() -> None:
-    desk = Desk()
-    (ticket,) = desk.under_way(10)
-    desk.end(ticket)
-    assert desk.sent() == [Progress(KEY, 10)]
-    desk.sampled()
-    assert desk.sent() == [HandoffDone(KEY, 42, {42: (-1.0, 1)})]
+def test_done_waits_for_the_first_token_if_all_writes_have_ended() -> None:
+    bench = Bench()
+    (ticket,) = bench.start_writes(10)
+    bench.end_write(ticket)
+    assert bench.sent() == [Progress(KEY, 10)]
+    bench.sample()
+    assert bench.sent() == [HandoffDone(KEY, 42, {42: (-1.0, 1)})]
 
 
-def test_chunks_may_end_in_any_order() -> None:
-    """Defect 11: an earlier chunk that ends after the last one blocks nothing, and rows do not count too early."""
-    desk = Desk()
-    tickets = desk.under_way(4, 8)
-    desk.written(8, 10)
-    desk.sampled()
-    desk.end(tickets[1])
-    tickets.append(desk.submit())
-    desk.end(tickets[2])
-    assert desk.sent() == [Progress(KEY, 0)] * 2
-    desk.end(tickets[0])
-    assert desk.sent() == [Progress(KEY, 10), HandoffDone(KEY, 42, {42: (-1.0, 1)})]
+def test_writes_of_chunks_may_end_in_any_order() -> None:
+    """Defect 11: if an earlier chunk ends after later ones, Progress counts only the rows before it until it ends."""
+    bench = Bench()
+    tickets = bench.start_writes(4, 8)
+    bench.announce_rows(8, 10)
+    bench.sample()
+    bench.end_write(tickets[1])
+    tickets.append(bench.submit())
+    bench.end_write(tickets[2])
+    assert bench.sent() == [Progress(KEY, 0)] * 2
+    bench.end_write(tickets[0])
+    assert bench.sent() == [Progress(KEY, 10), HandoffDone(KEY, 42, {42: (-1.0, 1)})]
 
 
 def test_done_is_retransmitted_until_it_is_acknowledged() -> None:
-    desk = Desk()
-    (ticket,) = desk.under_way(10)
-    desk.sampled()
-    desk.end(ticket)
-    desk.actions()
-    desk.pass_time(1.2)
-    desk.take(request())
-    assert desk.sent() == [HandoffDone(KEY, 42, {42: (-1.0, 1)})] * 3
-    desk.take(HandoffAck(KEY))
-    desk.take(HandoffAck(KEY))
-    assert desk.actions() == [] and desk.sender.next_deadline() is None
+    bench = Bench()
+    (ticket,) = bench.start_writes(10)
+    bench.sample()
+    bench.end_write(ticket)
+    bench.actions()
+    bench.pass_time(1.2)
+    bench.receive(request())
+    assert bench.sent() == [HandoffDone(KEY, 42, {42: (-1.0, 1)})] * 3
+    bench.receive(HandoffAck(KEY))
+    bench.receive(HandoffAck(KEY))
+    assert bench.actions() == [] and bench.sender.next_deadline() is None
 
 
-def test_a_late_copy_of_a_served_request_begins_nothing() -> None:
-    desk = Desk()
-    (ticket,) = desk.under_way(10)
-    desk.sampled()
-    desk.end(ticket)
-    desk.take(HandoffAck(KEY))
-    desk.actions()
-    desk.take(request())
-    assert desk.actions() == [SendMessage(PEER, Cancelled(KEY, True))]
+def test_a_late_copy_of_a_finished_request_is_answered_and_not_computed_again() -> None:
+    bench = Bench()
+    (ticket,) = bench.start_writes(10)
+    bench.sample()
+    bench.end_write(ticket)
+    bench.receive(HandoffAck(KEY))
+    bench.actions()
+    bench.receive(request())
+    assert bench.actions() == [SendMessage(PEER, Cancelled(KEY, True))]
 
 
-def test_a_queued_request_sends_progress() -> None:
-    desk = Desk().writing()
-    desk.pass_time(5.5)
-    assert desk.sent() == [Progress(KEY, 0)] * 5
+def test_progress_is_sent_every_second_while_a_request_is_queued() -> None:
+    bench = Bench().start_handoff()
+    bench.pass_time(5.5)
+    assert bench.sent() == [Progress(KEY, 0)] * 5
 
 
-def test_cancel_before_start_writes_ends_it_at_once() -> None:
-    desk = Desk()
-    desk.take(request())
-    desk.written(0, 10)
-    desk.actions()
-    desk.take(Cancel(KEY))
-    assert desk.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
-    desk.take(Cancel(KEY))
-    desk.take(StartWrites(KEY))
-    assert desk.actions() == [SendMessage(PEER, Cancelled(KEY, True))]
+def test_cancel_before_start_writes_ends_the_handoff_at_once() -> None:
+    bench = Bench()
+    bench.receive(request())
+    bench.announce_rows(0, 10)
+    bench.actions()
+    bench.receive(Cancel(KEY))
+    assert bench.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
+    bench.receive(Cancel(KEY))
+    bench.receive(StartWrites(KEY))
+    assert bench.actions() == [SendMessage(PEER, Cancelled(KEY, True))]
 
 
 def test_cancel_keeps_the_pages_until_the_last_write_has_ended() -> None:
-    """Defect 3: an abort while rows are in flight."""
-    desk = Desk()
-    first, second = desk.under_way(6, 10)
-    desk.take(Cancel(KEY))
-    desk.take(Cancel(KEY))
-    desk.end(first)
-    assert desk.actions() == []
-    desk.sampled()
-    desk.end(second)
-    assert desk.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
+    """Defect 3: the request is aborted while writes are in flight."""
+    bench = Bench()
+    first, second = bench.start_writes(6, 10)
+    bench.receive(Cancel(KEY))
+    bench.receive(Cancel(KEY))
+    bench.end_write(first)
+    assert bench.actions() == []
+    bench.sample()
+    bench.end_write(second)
+    assert bench.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
 
 
-def test_a_cancelled_handoff_begins_no_further_write() -> None:
-    desk = Desk()
-    (ticket,) = desk.under_way(6)
-    desk.take(Cancel(KEY))
-    desk.written(6, 10)
-    assert desk.actions() == []
-    desk.end(ticket)
-    desk.written(6, 10)
-    assert desk.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
+def test_a_cancelled_handoff_submits_no_further_write() -> None:
+    bench = Bench()
+    (ticket,) = bench.start_writes(6)
+    bench.receive(Cancel(KEY))
+    bench.announce_rows(6, 10)
+    assert bench.actions() == []
+    bench.end_write(ticket)
+    bench.announce_rows(6, 10)
+    assert bench.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
 
 
-def test_a_request_that_arrives_after_its_cancel_is_not_begun() -> None:
-    desk = Desk()
-    desk.take(Cancel(KEY))
-    desk.take(request())
-    assert desk.actions() == [SendMessage(PEER, Cancelled(KEY, False))] * 2
-    desk.take(request(), OTHER)
-    assert SendMessage(OTHER, HandoffAccepted(KEY)) in desk.actions(), (
-        "somebody else's request of the same name is another one"
+def test_a_request_that_arrives_after_its_cancel_is_not_computed() -> None:
+    bench = Bench()
+    bench.receive(Cancel(KEY))
+    bench.receive(request())
+    assert bench.actions() == [SendMessage(PEER, Cancelled(KEY, False))] * 2
+    bench.receive(request(), OTHER_PEER)
+    assert SendMessage(OTHER_PEER, HandoffAccepted(KEY)) in bench.actions(), (
+        "a request of another peer with the same key must be accepted"
     )
 
 
-def test_a_sender_without_a_record_reports_not_quiesced() -> None:
-    """A new incarnation answers a Cancel for the old one, whose writes may continue."""
-    desk = Desk()
-    desk.take(Cancel(KEY))
-    assert desk.sent() == [Cancelled(KEY, False)]
+def test_cancel_for_an_unknown_handoff_is_answered_as_not_quiesced() -> None:
+    """The handoff may belong to an earlier incarnation of this process, whose writes may continue."""
+    bench = Bench()
+    bench.receive(Cancel(KEY))
+    assert bench.sent() == [Cancelled(KEY, False)]
 
 
 @pytest.mark.parametrize(
     ("state", "quiesced"), [(WriteState.FAILED_QUIESCED, True), (WriteState.FAILED_UNKNOWN, False)]
 )
-def test_a_failed_write_is_reported_when_the_others_have_ended(state: WriteState, quiesced: bool) -> None:
-    """Defect 13: a write that ended as unknown may still be writing."""
-    desk = Desk()
-    first, second = desk.under_way(6, 10)
-    desk.end(second, state)
-    assert desk.phase is SenderPhase.DRAINING and not [
-        each for each in desk.actions() if isinstance(each, ReleasePages)
+def test_a_failed_write_is_reported_when_the_other_writes_have_ended(state: WriteState, quiesced: bool) -> None:
+    """Defect 13: after a write in an unknown state, bytes may still arrive."""
+    bench = Bench()
+    first, second = bench.start_writes(6, 10)
+    bench.end_write(second, state)
+    assert bench.phase is SenderPhase.DRAINING and not [
+        action for action in bench.actions() if isinstance(action, ReleasePages)
     ]
-    desk.end(first)
-    drop, send = desk.actions()
-    assert drop == ReleasePages(PEER, KEY) and isinstance(send.message, HandoffFailed)
+    bench.end_write(first)
+    release, send = bench.actions()
+    assert release == ReleasePages(PEER, KEY) and isinstance(send.message, HandoffFailed)
     assert (send.message.quiesced, send.message.retry) == (quiesced, True)
     assert "writing rows 6 to 10 ended as 'failed" in send.message.reason
-    desk.pass_time(0.6)
-    assert desk.sent() == [send.message]
-    desk.take(HandoffAck(KEY))
-    desk.take(Cancel(KEY))
-    assert desk.sent() == [Cancelled(KEY, quiesced)]
+    bench.pass_time(0.6)
+    assert bench.sent() == [send.message]
+    bench.receive(HandoffAck(KEY))
+    bench.receive(Cancel(KEY))
+    assert bench.sent() == [Cancelled(KEY, quiesced)]
 
 
-def test_an_unknown_write_marks_a_handoff_that_is_being_cancelled() -> None:
-    desk = Desk()
-    first, second = desk.under_way(6, 10)
-    desk.take(Cancel(KEY))
-    desk.end(first, WriteState.FAILED_UNKNOWN)
-    desk.end(second)
-    assert desk.sent() == [Cancelled(KEY, False)]
+def test_a_cancelled_handoff_with_a_write_in_unknown_state_is_not_quiesced() -> None:
+    bench = Bench()
+    first, second = bench.start_writes(6, 10)
+    bench.receive(Cancel(KEY))
+    bench.end_write(first, WriteState.FAILED_UNKNOWN)
+    bench.end_write(second)
+    assert bench.sent() == [Cancelled(KEY, False)]
 
 
-def test_a_failed_handoff_affects_no_other_of_the_same_peer() -> None:
-    """Defect 12."""
-    desk, other = Desk(), HandoffKey("s", 1)
-    (ticket,) = desk.under_way(10)
-    desk.writing(other)
-    desk.written(0, 10, other)
-    desk.sampled(other)
-    second = desk.submit(other)
-    desk.end(ticket, WriteState.FAILED_UNKNOWN)
-    desk.actions()
-    desk.end(second, key=other)
-    assert HandoffDone(other, 42, {42: (-1.0, 1)}) in desk.sent()
-    desk.take(request(HandoffKey("t", 1)))
-    assert HandoffAccepted(HandoffKey("t", 1)) in desk.sent()
+def test_a_failed_handoff_does_not_affect_other_handoffs_of_the_same_peer() -> None:
+    """Defect 12: one failure must not exclude the peer."""
+    bench, other = Bench(), HandoffKey("s", 1)
+    (ticket,) = bench.start_writes(10)
+    bench.start_handoff(other)
+    bench.announce_rows(0, 10, other)
+    bench.sample(other)
+    second = bench.submit(other)
+    bench.end_write(ticket, WriteState.FAILED_UNKNOWN)
+    bench.actions()
+    bench.end_write(second, key=other)
+    assert HandoffDone(other, 42, {42: (-1.0, 1)}) in bench.sent()
+    bench.receive(request(HandoffKey("t", 1)))
+    assert HandoffAccepted(HandoffKey("t", 1)) in bench.sent()
 
 
-def test_a_hung_write_is_reported_and_reported_again_if_it_ends() -> None:
-    desk = Desk()
-    (ticket,) = desk.under_way(10)
-    desk.pass_time(40)
-    assert desk.phase is SenderPhase.DRAINING and ReleasePages(PEER, KEY) not in desk.actions()
-    desk.pass_time(10)
+def test_a_hung_write_is_reported_as_not_quiesced_and_as_quiesced_when_it_ends() -> None:
+    bench = Bench()
+    (ticket,) = bench.start_writes(10)
+    bench.pass_time(40)
+    assert bench.phase is SenderPhase.DRAINING and ReleasePages(PEER, KEY) not in bench.actions()
+    bench.pass_time(10)
     failed = HandoffFailed(KEY, False, True, "a write has not ended within 40 s")
-    actions = desk.actions()
+    actions = bench.actions()
     assert ReleasePages(PEER, KEY) in actions and SendMessage(PEER, failed) in actions
-    desk.take(HandoffAck(KEY))
-    desk.pass_time(5)
-    assert desk.actions() == []
-    desk.take(Cancel(KEY))
-    assert desk.sent() == [Cancelled(KEY, False)]
-    desk.end(ticket)
-    assert desk.sent() == [Cancelled(KEY, True)]
-    desk.take(Cancel(KEY))
-    assert desk.sent() == [Cancelled(KEY, True)]
+    bench.receive(HandoffAck(KEY))
+    bench.pass_time(5)
+    assert bench.actions() == []
+    bench.receive(Cancel(KEY))
+    assert bench.sent() == [Cancelled(KEY, False)]
+    bench.end_write(ticket)
+    assert bench.sent() == [Cancelled(KEY, True)]
+    bench.receive(Cancel(KEY))
+    assert bench.sent() == [Cancelled(KEY, True)]
 
 
-def test_a_hung_write_that_ends_before_the_ack_changes_the_report() -> None:
-    desk = Desk()
-    (ticket,) = desk.under_way(10)
-    desk.pass_time(50)
-    desk.actions()
-    desk.end(ticket)
-    assert desk.sent() == [HandoffFailed(KEY, True, True, "a write has not ended within 40 s")]
-    assert desk.phase is SenderPhase.NOTIFYING
+def test_a_hung_write_that_ends_before_the_ack_is_reported_as_quiesced() -> None:
+    bench = Bench()
+    (ticket,) = bench.start_writes(10)
+    bench.pass_time(50)
+    bench.actions()
+    bench.end_write(ticket)
+    assert bench.sent() == [HandoffFailed(KEY, True, True, "a write has not ended within 40 s")]
+    assert bench.phase is SenderPhase.NOTIFYING
 
 
-def test_a_cancelled_write_that_never_ends_is_answered_in_time() -> None:
-    desk = Desk()
-    (ticket,) = desk.under_way(10)
-    desk.take(Cancel(KEY))
-    desk.pass_time(10)
-    assert desk.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, False))]
-    desk.end(ticket, WriteState.FAILED_UNKNOWN)
-    assert desk.sent() == [Cancelled(KEY, False)] and desk.phase is None
+def test_cancel_is_answered_within_its_timeout_although_a_write_does_not_end() -> None:
+    bench = Bench()
+    (ticket,) = bench.start_writes(10)
+    bench.receive(Cancel(KEY))
+    bench.pass_time(10)
+    assert bench.actions() == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, False))]
+    bench.end_write(ticket, WriteState.FAILED_UNKNOWN)
+    assert bench.sent() == [Cancelled(KEY, False)] and bench.phase is None
 
 
-def test_a_prompt_that_cannot_be_computed_is_reported() -> None:
-    desk = Desk()
-    desk.take(request())
-    desk.actions()
-    desk.tell(PrefillFailed(PEER, KEY, True, "the engine is stopping"))
-    assert desk.actions() == [
+def test_a_prompt_that_cannot_be_computed_fails_its_handoff() -> None:
+    bench = Bench()
+    bench.receive(request())
+    bench.actions()
+    bench.command(PrefillFailed(PEER, KEY, True, "the engine is stopping"))
+    assert bench.actions() == [
         ReleasePages(PEER, KEY),
         SendMessage(PEER, HandoffFailed(KEY, True, True, "the engine is stopping")),
     ]
 
 
-def test_an_engine_that_fails_midway_waits_for_its_writes() -> None:
-    desk = Desk()
-    (ticket,) = desk.under_way(6)
-    desk.tell(PrefillFailed(PEER, KEY, False, "out of luck"))
-    assert desk.sent() == [Progress(KEY, 0)]
-    desk.end(ticket)
-    assert desk.actions() == [
+def test_a_prompt_that_fails_midway_is_reported_after_its_writes_have_ended() -> None:
+    bench = Bench()
+    (ticket,) = bench.start_writes(6)
+    bench.command(PrefillFailed(PEER, KEY, False, "out of memory"))
+    assert bench.sent() == [Progress(KEY, 0)]
+    bench.end_write(ticket)
+    assert bench.actions() == [
         ReleasePages(PEER, KEY),
-        SendMessage(PEER, HandoffFailed(KEY, True, False, "out of luck")),
+        SendMessage(PEER, HandoffFailed(KEY, True, False, "out of memory")),
     ]
 
 
-def test_a_receiver_that_never_sends_start_writes_gets_a_failure() -> None:
-    desk = Desk()
-    desk.take(request())
-    desk.pass_time(10)
-    actions = desk.actions()
+def test_a_handoff_without_start_writes_fails_at_the_timeout() -> None:
+    bench = Bench()
+    bench.receive(request())
+    bench.pass_time(10)
+    actions = bench.actions()
     assert actions[-2:] == [
         ReleasePages(PEER, KEY),
         SendMessage(PEER, HandoffFailed(KEY, True, True, "no StartWrites within 10 s")),
     ]
 
 
-def test_an_engine_that_announces_nothing_for_long_times_out() -> None:
-    desk = Desk().writing()
-    desk.pass_time(599)
-    desk.written(0, 10)
-    desk.end(desk.submit())
-    assert desk.phase is SenderPhase.WRITING
-    desk.pass_time(600)
-    assert desk.sent()[-1] == HandoffFailed(KEY, True, True, "the engine has computed nothing for 600 s")
+def test_a_handoff_fails_if_the_engine_announces_no_rows_for_600_seconds() -> None:
+    bench = Bench().start_handoff()
+    bench.pass_time(599)
+    bench.announce_rows(0, 10)
+    bench.end_write(bench.submit())
+    assert bench.phase is SenderPhase.WRITING
+    bench.pass_time(600)
+    assert bench.sent()[-1] == HandoffFailed(KEY, True, True, "the engine has computed nothing for 600 s")
 
 
-def test_death_of_the_receiver_keeps_pages_until_the_writes_have_ended() -> None:
-    desk = Desk()
-    (ticket,) = desk.under_way(10)
-    desk.writing(HandoffKey("s", 1))
-    desk.writing(KEY, OTHER)
-    desk.sender.peer_lost(PEER, "it died", desk.now)
-    assert desk.actions() == [ReleasePages(PEER, HandoffKey("s", 1))]
-    assert desk.sender.open_keys(PEER) == [] and desk.sender.open_keys(OTHER) == [KEY]
-    desk.end(ticket)
-    assert desk.actions() == [ReleasePages(PEER, KEY)] and desk.sender.phases() == {(OTHER, KEY): SenderPhase.WRITING}
+def test_pages_of_a_lost_receiver_are_kept_until_their_writes_have_ended() -> None:
+    bench = Bench()
+    (ticket,) = bench.start_writes(10)
+    bench.start_handoff(HandoffKey("s", 1))
+    bench.start_handoff(KEY, OTHER_PEER)
+    bench.sender.peer_lost(PEER, "the process died", bench.now)
+    assert bench.actions() == [ReleasePages(PEER, HandoffKey("s", 1))]
+    assert bench.sender.open_keys(PEER) == [] and bench.sender.open_keys(OTHER_PEER) == [KEY]
+    bench.end_write(ticket)
+    assert bench.actions() == [ReleasePages(PEER, KEY)] and bench.sender.phases() == {
+        (OTHER_PEER, KEY): SenderPhase.WRITING
+    }
 
 
 def test_a_restarted_receiver_may_use_its_keys_again() -> None:
-    desk = Desk()
-    (ticket,) = desk.under_way(10)
-    desk.sender.peer_lost(PEER, "it came back as another", desk.now)
-    desk.sender.add_peer(PEER, replace(HELLO, description=b"second"))
-    desk.take(request())
-    assert desk.actions() == [], "not while the pages of the one before are being read"
-    desk.end(ticket, WriteState.FAILED_QUIESCED)
-    desk.sender.peer_lost(PEER, "and again", desk.now)
-    desk.sender.add_peer(PEER, replace(HELLO, description=b"third"))
-    desk.take(request())
-    drop, accepted, prefill = desk.actions()
+    bench = Bench()
+    (ticket,) = bench.start_writes(10)
+    bench.sender.peer_lost(PEER, "the process was restarted", bench.now)
+    bench.sender.add_peer(PEER, replace(HELLO, description=b"second"))
+    bench.receive(request())
+    assert bench.actions() == [], "the request must wait until the write of the old incarnation has ended"
+    bench.end_write(ticket, WriteState.FAILED_QUIESCED)
+    bench.sender.peer_lost(PEER, "the process was restarted again", bench.now)
+    bench.sender.add_peer(PEER, replace(HELLO, description=b"third"))
+    bench.receive(request())
+    release, accepted, prefill = bench.actions()
     assert (
-        drop == ReleasePages(PEER, KEY)
+        release == ReleasePages(PEER, KEY)
         and accepted == SendMessage(PEER, HandoffAccepted(KEY))
         and isinstance(prefill, StartPrefill)
     )
 
 
-def test_a_receiver_that_was_only_slow_does_not_get_a_second_writer() -> None:
-    """It would take HandoffAccepted for that of the handoff that it waits for, and old writes may arrive late."""
-    desk = Desk()
-    (ticket,) = desk.under_way(10)
-    desk.sender.peer_lost(PEER, "silent", desk.now)
-    desk.end(ticket, WriteState.FAILED_UNKNOWN)
-    desk.take(request())
-    desk.sender.add_peer(PEER, HELLO)
-    desk.take(request())
-    assert desk.actions() == [ReleasePages(PEER, KEY), *[SendMessage(PEER, Cancelled(KEY, False))] * 2]
+def test_a_receiver_that_was_only_slow_gets_no_second_handoff_of_the_same_key() -> None:
+    """The receiver would take HandoffAccepted as an answer to its first request, while old writes may still arrive."""
+    bench = Bench()
+    (ticket,) = bench.start_writes(10)
+    bench.sender.peer_lost(PEER, "silent", bench.now)
+    bench.end_write(ticket, WriteState.FAILED_UNKNOWN)
+    bench.receive(request())
+    bench.sender.add_peer(PEER, HELLO)
+    bench.receive(request())
+    assert bench.actions() == [ReleasePages(PEER, KEY), *[SendMessage(PEER, Cancelled(KEY, False))] * 2]
 
 
 def test_of_one_request_only_the_highest_attempt_counts() -> None:
-    desk, later = Desk().writing(), HandoffKey("r", 2)
-    desk.take(request(later))
-    actions = desk.actions()
+    bench, newer = Bench().start_handoff(), HandoffKey("r", 2)
+    bench.receive(request(newer))
+    actions = bench.actions()
     assert actions[:2] == [ReleasePages(PEER, KEY), SendMessage(PEER, Cancelled(KEY, True))]
-    assert actions[2] == SendMessage(PEER, HandoffAccepted(later))
+    assert actions[2] == SendMessage(PEER, HandoffAccepted(newer))
     for stale in (HandoffKey("r", 0), KEY):
-        desk.take(request(stale))
-        assert desk.actions() == [SendMessage(PEER, Cancelled(stale, stale == KEY))]
-    desk.take(Cancel(later))
-    desk.actions()
-    desk.take(request(HandoffKey("r", 0)))
-    assert desk.actions() == [SendMessage(PEER, Cancelled(HandoffKey("r", 0), False))]
+        bench.receive(request(stale))
+        assert bench.actions() == [SendMessage(PEER, Cancelled(stale, stale == KEY))]
+    bench.receive(Cancel(newer))
+    bench.actions()
+    bench.receive(request(HandoffKey("r", 0)))
+    assert bench.actions() == [SendMessage(PEER, Cancelled(HandoffKey("r", 0), False))]
 
 
 @pytest.mark.parametrize(
-    ("asked", "error"),
+    ("invalid_request", "error"),
     [
         (replace(request(), landing="device"), "landing 'device' was not offered"),
         (replace(request(), row_pages=(2,)), "1 pages for 10 rows, 8 to a page"),
@@ -540,76 +549,77 @@ def test_of_one_request_only_the_highest_attempt_counts() -> None:
         (replace(request(), prompt=prompt(0)), "a prompt without tokens"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused(asked: HandoffRequest, error: str) -> None:
-    desk = Desk()
-    desk.take(asked)
-    (message,) = desk.sent()
+def test_a_request_that_cannot_be_served_is_refused(invalid_request: HandoffRequest, error: str) -> None:
+    bench = Bench()
+    bench.receive(invalid_request)
+    (message,) = bench.sent()
     assert isinstance(message, HandoffFailed) and error in message.reason
-    assert not message.retry and not message.quiesced and desk.phase is None
+    assert not message.retry and not message.quiesced and bench.phase is None
 
 
-def test_an_unknown_peer_is_asked_for_hello() -> None:
-    desk = Desk()
-    desk.take(request(), "10.0.0.3:7000")
-    (message,) = desk.sent()
+def test_a_request_of_an_unknown_peer_fails_with_a_request_for_hello() -> None:
+    bench = Bench()
+    bench.receive(request(), "10.0.0.3:7000")
+    (message,) = bench.sent()
     assert isinstance(message, HandoffFailed) and message.retry and "Hello" in message.reason
 
 
-def test_an_engine_that_skips_rows_raises_an_assertion() -> None:
-    desk = Desk().writing()
+def test_skipping_rows_or_sampling_before_all_rows_raises_an_assertion() -> None:
+    bench = Bench().start_handoff()
     with pytest.raises(AssertionError, match="0 rows are announced"):
-        desk.written(2, 10)
+        bench.announce_rows(2, 10)
     with pytest.raises(AssertionError, match="sampled after 0 of 10 rows"):
-        desk.sampled()
+        bench.sample()
 
 
 def test_tombstones_are_bounded_in_number_and_time() -> None:
-    """Defect 14: orphaned ids leak nothing."""
-    desk = Desk(max_tombstones=3, tombstone_limit=10.0)
+    """Defect 14: ids of handoffs that never begin must not accumulate."""
+    bench = Bench(max_tombstones=3, tombstone_limit=10.0)
     keys = [HandoffKey(str(number), 0) for number in range(5)]
     for key in keys:
-        desk.take(Cancel(key))
-        desk.pass_time(1)
-    desk.actions()
-    begun = []
+        bench.receive(Cancel(key))
+        bench.pass_time(1)
+    bench.actions()
+    computed = []
     for key in keys:
-        desk.take(request(key))
-        begun += [action.key for action in desk.actions() if isinstance(action, StartPrefill)]
-    assert begun == keys[:2], "the oldest gave way"
-    desk.pass_time(11)
-    desk.actions()
-    desk.take(request(keys[4]))
-    assert HandoffAccepted(keys[4]) in desk.sent()
+        bench.receive(request(key))
+        computed += [action.key for action in bench.actions() if isinstance(action, StartPrefill)]
+    assert computed == keys[:2], "the two oldest tombstones must have been removed"
+    bench.pass_time(11)
+    bench.actions()
+    bench.receive(request(keys[4]))
+    assert HandoffAccepted(keys[4]) in bench.sent()
 
 
-def test_everything_is_forgotten_in_the_end() -> None:
-    desk = Desk()
-    desk.under_way(6, 10)
+def test_all_handoffs_end_at_their_timeouts_and_release_their_pages() -> None:
+    bench = Bench()
+    bench.start_writes(6, 10)
     for number in range(20):
         key = HandoffKey(str(number), 0)
-        desk.take(request(key))
+        bench.receive(request(key))
         if number % 2:
-            desk.take(StartWrites(key))
-    desk.pass_time(sum(wait.limit for wait in SENDER_TIMEOUTS.values()))
-    assert desk.sender.phases() == {} and desk.sender.next_deadline() is None
-    actions = desk.actions()
-    assert len([each for each in actions if isinstance(each, ReleasePages)]) == 21
+            bench.receive(StartWrites(key))
+    bench.pass_time(sum(timeout.limit for timeout in SENDER_TIMEOUTS.values()))
+    assert bench.sender.phases() == {} and bench.sender.next_deadline() is None
+    actions = bench.actions()
+    assert len([action for action in actions if isinstance(action, ReleasePages)]) == 21
 
 
 KEYS = st.builds(HandoffKey, st.sampled_from("ab"), st.integers(1, 3))
-PEERS = st.sampled_from([PEER, OTHER])
-ENDS = st.sampled_from([WriteState.DONE, WriteState.DONE, WriteState.FAILED_QUIESCED, WriteState.FAILED_UNKNOWN])
+PEERS = st.sampled_from([PEER, OTHER_PEER])
+END_STATES = st.sampled_from([WriteState.DONE, WriteState.DONE, WriteState.FAILED_QUIESCED, WriteState.FAILED_UNKNOWN])
 CHUNK = 2
 
 
-class Work:
-    """The engine's view of one `StartPrefill`."""
+class Prefill:
+    """The engine's record of one `StartPrefill`."""
 
     def __init__(self) -> None:
-        self.written, self.sampled, self.went, self.dropped = 0, False, False, False
+        self.announced = 0  # rows
+        self.sampled = self.may_write = self.released = False
         self.tickets: dict[int, WriteState] = {}
         self.nbytes = 0  # submitted
-        self.given_up = False
+        self.may_hang = False  # a write was pending for longer than the timeout of phase DRAINING
 
     @property
     def quiesced(self) -> bool:
@@ -617,123 +627,129 @@ class Work:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """For any order of messages: pages are released once and in time, and `quiesced` is never reported wrongly."""
+    """In any order of events, pages are released once and not while they are read, and `quiesced` is reported only if
+    no write can still be running."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = Desk()
-        self.work: dict[tuple[str, HandoffKey], Work] = {}
+        self.bench = Bench()
+        self.prefills: dict[tuple[str, HandoffKey], Prefill] = {}
         self.incarnation = 0
 
-    def settle(self) -> None:
-        for action in self.desk.actions():
+    def check_actions(self) -> None:
+        """Runs and checks the actions of the sender."""
+        for action in self.bench.actions():
             match action:
                 case StartPrefill(peer, key):
-                    before = self.work.get((peer, key))
-                    assert before is None or before.dropped, "computed twice at once"
-                    self.work[peer, key] = Work()
+                    before = self.prefills.get((peer, key))
+                    assert before is None or before.released, f"{key} is computed twice at the same time"
+                    self.prefills[peer, key] = Prefill()
                 case ReleasePages(peer, key):
-                    self.drop(self.work[peer, key])
-                case SubmitWrites(peer, key, listed):
-                    work = self.work[peer, key]
-                    assert work.went, "written before Go"
-                    work.tickets[self.desk.submit(key, peer).number] = WriteState.PENDING
-                    work.nbytes += int(listed[:, 2].sum())
-                    assert list(work.tickets.values()).count(WriteState.PENDING) <= MAX_LISTS_IN_FLIGHT, (
-                        "too much at a time"
+                    self.check_release(self.prefills[peer, key])
+                case SubmitWrites(peer, key, writes):
+                    prefill = self.prefills[peer, key]
+                    assert prefill.may_write, "a write was submitted before StartWrites"
+                    prefill.tickets[self.bench.submit(key, peer).number] = WriteState.PENDING
+                    prefill.nbytes += int(writes[:, 2].sum())
+                    assert list(prefill.tickets.values()).count(WriteState.PENDING) <= MAX_LISTS_IN_FLIGHT, (
+                        f"more than {MAX_LISTS_IN_FLIGHT} lists of one handoff are in flight"
                     )
                 case SendMessage(peer, message):
-                    self.said(peer, message)
+                    self.check_message(peer, message)
 
-    def drop(self, work: Work) -> None:
-        assert not work.dropped, "pages given back twice"
-        work.dropped = True
-        assert work.given_up or WriteState.PENDING not in work.tickets.values(), "pages given back while they are read"
+    def check_release(self, prefill: Prefill) -> None:
+        assert not prefill.released, "pages were released twice"
+        prefill.released = True
+        pending = WriteState.PENDING in prefill.tickets.values()
+        assert prefill.may_hang or not pending, "pages were released while a write could read them"
 
-    def said(self, peer: str, message: Any) -> None:
+    def check_message(self, peer: str, message: Any) -> None:
         if isinstance(message, HandoffDone):
-            work = self.work[peer, message.key]
-            assert work.sampled and work.written == ROWS and set(work.tickets.values()) == {WriteState.DONE}
-            assert work.nbytes == sum(nbytes for _, _, nbytes in carried(0, ROWS)), "rows were skipped, or sent twice"
+            prefill = self.prefills[peer, message.key]
+            assert prefill.sampled and prefill.announced == ROWS and set(prefill.tickets.values()) == {WriteState.DONE}
+            assert prefill.nbytes == sum(nbytes for _, _, nbytes in expected_writes(0, ROWS)), (
+                "rows were skipped, or written twice"
+            )
         if isinstance(message, HandoffFailed | Cancelled) and message.quiesced:
-            assert self.work[peer, message.key].quiesced, "sworn, and it is not so"
+            assert self.prefills[peer, message.key].quiesced, "reported as quiesced, but a write may still be running"
 
     @rule(key=KEYS, peer=PEERS)
     def request(self, key: HandoffKey, peer: str) -> None:
-        self.desk.take(request(key), peer)
-        self.settle()
+        self.bench.receive(request(key), peer)
+        self.check_actions()
 
     @rule(key=KEYS, peer=PEERS)
-    def go(self, key: HandoffKey, peer: str) -> None:
-        if self.desk.sender.phases().get((peer, key)) is SenderPhase.ACCEPTED:
-            self.work[peer, key].went = True
-        self.desk.take(StartWrites(key), peer)
-        self.settle()
+    def start_writes(self, key: HandoffKey, peer: str) -> None:
+        if self.bench.sender.phases().get((peer, key)) is SenderPhase.ACCEPTED:
+            self.prefills[peer, key].may_write = True
+        self.bench.receive(StartWrites(key), peer)
+        self.check_actions()
 
-    @rule(key=KEYS, peer=PEERS, kind=st.sampled_from([Cancel, HandoffAck]))
-    def say(self, key: HandoffKey, peer: str, kind: Any) -> None:
-        self.desk.take(kind(key), peer)
-        self.settle()
+    @rule(key=KEYS, peer=PEERS, message_type=st.sampled_from([Cancel, HandoffAck]))
+    def cancel_or_acknowledge(self, key: HandoffKey, peer: str, message_type: Any) -> None:
+        self.bench.receive(message_type(key), peer)
+        self.check_actions()
 
     @rule(data=st.data())
     def compute(self, data: st.DataObject) -> None:
-        at_work = [name for name, work in self.work.items() if not work.sampled]
-        if not at_work:
+        unfinished = [handoff for handoff, prefill in self.prefills.items() if not prefill.sampled]
+        if not unfinished:
             return
-        name = data.draw(st.sampled_from(at_work))
-        work = self.work[name]
-        if work.written == ROWS:
-            work.sampled = True
-            self.desk.sampled(name[1], name[0])
+        peer, key = data.draw(st.sampled_from(unfinished))
+        prefill = self.prefills[peer, key]
+        if prefill.announced == ROWS:
+            prefill.sampled = True
+            self.bench.sample(key, peer)
         else:
-            work.written += CHUNK
-            self.desk.written(work.written - CHUNK, work.written, name[1], name[0])
-        self.settle()
+            prefill.announced += CHUNK
+            self.bench.announce_rows(prefill.announced - CHUNK, prefill.announced, key, peer)
+        self.check_actions()
 
-    @rule(data=st.data(), state=ENDS)
-    def end(self, data: st.DataObject, state: WriteState) -> None:
+    @rule(data=st.data(), state=END_STATES)
+    def end_write(self, data: st.DataObject, state: WriteState) -> None:
         pending = [
-            (name, number)
-            for name, work in self.work.items()
-            for number, was in work.tickets.items()
-            if was is WriteState.PENDING
+            (handoff, number)
+            for handoff, prefill in self.prefills.items()
+            for number, current in prefill.tickets.items()
+            if current is WriteState.PENDING
         ]
         if pending:
             (peer, key), number = data.draw(st.sampled_from(pending))
-            self.work[peer, key].tickets[number] = state
-            self.desk.end(WriteTicket(number, 0), state, key, peer)
-            self.settle()
+            self.prefills[peer, key].tickets[number] = state
+            self.bench.end_write(WriteTicket(number, 0), state, key, peer)
+            self.check_actions()
 
-    @rule(peer=PEERS, again=st.booleans())
-    def die(self, peer: str, again: bool) -> None:
-        self.desk.sender.peer_lost(peer, "it died", self.desk.now)
-        self.incarnation += again
+    @rule(peer=PEERS, restarted=st.booleans())
+    def lose_peer(self, peer: str, restarted: bool) -> None:
+        self.bench.sender.peer_lost(peer, "the process died", self.bench.now)
+        self.incarnation += restarted
         hello = replace(HELLO, description=b"%d" % self.incarnation)
-        self.desk.sender.add_peer(peer, hello)
-        self.settle()
+        self.bench.sender.add_peer(peer, hello)
+        self.check_actions()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 20.0, 60.0]))
     def wait(self, seconds: float) -> None:
-        for work in self.work.values():
-            work.given_up |= (
-                seconds >= SENDER_TIMEOUTS[SenderPhase.DRAINING].limit and WriteState.PENDING in work.tickets.values()
+        for prefill in self.prefills.values():
+            prefill.may_hang |= (
+                seconds >= SENDER_TIMEOUTS[SenderPhase.DRAINING].limit
+                and WriteState.PENDING in prefill.tickets.values()
             )
-        self.desk.pass_time(seconds)
-        self.settle()
+        self.bench.pass_time(seconds)
+        self.check_actions()
 
     @invariant()
-    def held_are_those_not_dropped(self) -> None:
-        phases = self.desk.sender.phases()
+    def pages_are_held_exactly_until_they_are_released(self) -> None:
+        phases = self.bench.sender.phases()
         held = {
-            name
-            for name, phase in phases.items()
+            handoff
+            for handoff, phase in phases.items()
             if phase in (SenderPhase.ACCEPTED, SenderPhase.WRITING, SenderPhase.DRAINING)
         }
-        assert held == {name for name, work in self.work.items() if not work.dropped}
+        assert held == {handoff for handoff, prefill in self.prefills.items() if not prefill.released}
 
     def teardown(self) -> None:
         self.wait(2000.0)
-        assert self.desk.sender.phases() == {} and all(work.dropped for work in self.work.values())
+        assert self.bench.sender.phases() == {} and all(prefill.released for prefill in self.prefills.values())
 
 
 AnyOrder.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

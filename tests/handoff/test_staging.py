@@ -1,4 +1,4 @@
-"""Packing, its conditions and its sizes, compared with heads that are copied one by one."""
+"""Tests of packing: the bytes, compared with heads that are copied one by one; when contexts are staged; sizes."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sharded_memory import HEAD_BYTES, KEY_BYTES, POISON, Sharded, fresh_pages
+from sharded_memory import HEAD_BYTES, KEY_BYTES, POISON, ShardedMemory, fresh_pages
 
 from hotset.base.errors import ConfigError
 from hotset.base.sampling import PromptSpec, SamplingParams
@@ -27,51 +27,52 @@ from hotset.handoff.staging import (
 RANKS = (1, 2, 4, 8)
 
 
-def through(
-    source: Sharded, target: Sharded, pages: tuple[list[int], list[int], list[int]], first: int, last: int
+def pack_and_unpack(
+    source: ShardedMemory, target: ShardedMemory, pages: tuple[list[int], list[int], list[int]], first: int, last: int
 ) -> None:
-    """Packs, copies and unpacks one piece, and checks that nothing else was written."""
+    """Packs and unpacks one piece, and asserts that packing writes only its own bytes."""
     nbytes = (last - first) * packed_row_bytes(source.store, target.store)
     memory = StagingMemory(nbytes + 9)
     memory._bytes.fill_(POISON)
-    here, rows, keys = map(tuple, pages)
-    pack(PackedPiece(source.store, target.store, here, here, first, last, memory.memory_range.address))
-    assert (memory._bytes[nbytes:] == POISON).all(), "packed beyond its end"
-    unpack(PackedPiece(source.store, target.store, rows, keys, first, last, memory.memory_range.address))
+    source_pages, row_pages, key_pages = map(tuple, pages)
+    pack(PackedPiece(source.store, target.store, source_pages, source_pages, first, last, memory.memory_range.address))
+    assert (memory._bytes[nbytes:] == POISON).all(), "bytes after the end of the piece were written"
+    unpack(PackedPiece(source.store, target.store, row_pages, key_pages, first, last, memory.memory_range.address))
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
-@pytest.mark.parametrize("there", RANKS)
-@pytest.mark.parametrize("here", RANKS)
-def test_every_rank_gets_its_heads(here: int, there: int, heads: int) -> None:
-    source, target = Sharded(here, heads, page_rows=16, seed=1, spare=3), Sharded(there, heads, page_rows=6)
+@pytest.mark.parametrize("target_ranks", RANKS)
+@pytest.mark.parametrize("source_ranks", RANKS)
+def test_every_rank_gets_its_heads(source_ranks: int, target_ranks: int, heads: int) -> None:
+    source = ShardedMemory(source_ranks, heads, page_rows=16, seed=1, spare=3)
+    target = ShardedMemory(target_ranks, heads, page_rows=6)
     pages = fresh_pages(source, target, rows=40)
     source.compute(pages[0], 0, 40)
     for first, last in ((0, 17), (17, 18), (18, 40)):
-        through(source, target, pages, first, last)
+        pack_and_unpack(source, target, pages, first, last)
     target.check(pages[1], pages[2], 0, 40)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_any_pages_and_any_rows(data: st.DataObject) -> None:
+def test_random_pages_rows_and_shardings_are_packed_exactly(data: st.DataObject) -> None:
     heads = data.draw(st.integers(1, 8))
     ranks = st.sampled_from([rank for rank in RANKS if heads % rank == 0 or rank % heads == 0])
     page_rows = st.integers(1, 20)
-    source = Sharded(data.draw(ranks), heads, page_rows=data.draw(page_rows), seed=1)
-    target = Sharded(data.draw(ranks), heads, page_rows=data.draw(page_rows), groups=2)
+    source = ShardedMemory(data.draw(ranks), heads, page_rows=data.draw(page_rows), seed=1)
+    target = ShardedMemory(data.draw(ranks), heads, page_rows=data.draw(page_rows), groups=2)
     rows = data.draw(st.integers(1, 50))
     first = data.draw(st.integers(0, rows - 1))
     last = data.draw(st.integers(first + 1, rows))
     pages = fresh_pages(source, target, rows=rows, seed=data.draw(st.integers(0, 99)))
     source.compute(pages[0], 0, rows)
-    through(source, target, pages, first, last)
+    pack_and_unpack(source, target, pages, first, last)
     target.check(pages[1], pages[2], first, last)
 
 
 def test_index_keys_may_land_in_pages_of_several_parts() -> None:
-    """As on a device: 3 parts of 4 keys per page, with unused bytes at the end of each."""
-    source, target = Sharded(2, 2, page_rows=16, seed=1), Sharded(1, 2, page_rows=8)
+    """Pages have 3 parts of 4 keys, with unused bytes at the end of each part, as in the device pool."""
+    source, target = ShardedMemory(2, 2, page_rows=16, seed=1), ShardedMemory(1, 2, page_rows=8)
     pages, page_bytes, part_rows = 8, 4 * KEY_BYTES + 3, 4
     memory = np.full((2, 3, pages, page_bytes), POISON, np.uint8)
     bases = tuple(tuple(part.ctypes.data for part in group) for group in memory)
@@ -80,45 +81,52 @@ def test_index_keys_may_land_in_pages_of_several_parts() -> None:
     source.compute(source_pages, 0, 30)
     packed = StagingMemory(30 * packed_row_bytes(source.store, target.store))
     store = replace(target.store, keys=in_parts)
-    here, there, key_pages = tuple(source_pages), tuple(row_pages), (5, 0, 6)
-    pack(PackedPiece(source.store, store, here, here, 2, 30, packed.memory_range.address))
-    unpack(PackedPiece(source.store, store, there, key_pages, 2, 30, packed.memory_range.address))
+    key_pages = (5, 0, 6)
+    pack(PackedPiece(source.store, store, tuple(source_pages), tuple(source_pages), 2, 30, packed.memory_range.address))
+    unpack(PackedPiece(source.store, store, tuple(row_pages), key_pages, 2, 30, packed.memory_range.address))
     for position in range(30):
         page, row = divmod(position, 12)
-        at = row % part_rows * KEY_BYTES
+        first_byte = row % part_rows * KEY_BYTES
         for group in range(2):
-            found = memory[group, row // part_rows, key_pages[page], at : at + KEY_BYTES]
-            wanted = source.keys[group][source_pages[position // 16], position % 16]
-            assert (found == (wanted if position >= 2 else POISON)).all(), f"key {position} of group {group}"
+            found = memory[group, row // part_rows, key_pages[page], first_byte : first_byte + KEY_BYTES]
+            expected = source.keys[group][source_pages[position // 16], position % 16]
+            assert (found == (expected if position >= 2 else POISON)).all(), f"key {position} of group {group} is wrong"
 
 
-def test_a_head_that_several_ranks_hold_is_sent_once() -> None:
-    source, target = (Sharded(ranks, 2, page_rows=4).store for ranks in (1, 8))
+def test_a_head_that_several_ranks_hold_is_packed_once() -> None:
+    source, target = (ShardedMemory(ranks, 2, page_rows=4).store for ranks in (1, 8))
     assert [block.targets for block in blocks(source, target)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert packed_row_bytes(source, target) == 3 * 2 * 2 * HEAD_BYTES + 2 * KEY_BYTES
 
 
 def request(rows: int, pages: int) -> HandoffRequest:
-    some = tuple(range(0, 2 * pages, 2))  # not adjacent
-    return HandoffRequest(HandoffKey("r", 0), PromptSpec((1,) * rows, SamplingParams()), "host", some, some)
+    page_numbers = tuple(range(0, 2 * pages, 2))  # not adjacent
+    return HandoffRequest(
+        HandoffKey("r", 0), PromptSpec((1,) * rows, SamplingParams()), "host", page_numbers, page_numbers
+    )
 
 
-@pytest.mark.parametrize(("here", "there", "staged"), [(2, 4, True), (4, 2, True), (1, 2, True), (2, 2, False)])
-def test_different_shardings_of_heads_are_staged(here: int, there: int, staged: bool) -> None:
+@pytest.mark.parametrize(
+    ("source_ranks", "target_ranks", "staged"), [(2, 4, True), (4, 2, True), (1, 2, True), (2, 2, False)]
+)
+def test_contexts_are_staged_if_the_shardings_differ(source_ranks: int, target_ranks: int, staged: bool) -> None:
     shapes = {"page_rows": 64, "pages": 1, "layers": 30, "groups": 0, "head_bytes": 256}
-    source, target = (Sharded(ranks, 8, **shapes).store for ranks in (here, there))
+    source, target = (ShardedMemory(ranks, 8, **shapes).store for ranks in (source_ranks, target_ranks))
     assert should_stage(source, target, request(1000, 16)) is staged
 
 
-def test_writes_are_counted_as_they_would_be_planned() -> None:
-    for here, there in ((1, 1), (2, 4), (4, 2), (2, 2)):
-        source, target = Sharded(here, 4, page_rows=16).store, Sharded(there, 4, page_rows=6).store
+def test_the_count_of_writes_equals_the_number_of_planned_writes() -> None:
+    for source_ranks, target_ranks in ((1, 1), (2, 4), (4, 2), (2, 2)):
+        source, target = (
+            ShardedMemory(source_ranks, 4, page_rows=16).store,
+            ShardedMemory(target_ranks, 4, page_rows=6).store,
+        )
         row_pages, key_pages = (7, 8, 9, 3, 1, 2, 5), (1, 2, 3, 4, 5, 6, 7)
         planned = plan_context_writes(source, range(3), target, row_pages, key_pages, 0, 40)
         assert count_writes(source, target, row_pages, key_pages, 40) == len(planned)
 
 
-def test_large_or_few_writes_are_not_staged() -> None:
+def test_contexts_that_need_large_writes_or_few_writes_are_not_staged() -> None:
     def store(row_bytes: int) -> Store:
         return Store(
             whole_rows(PagedSpan(tuple((layer << 30,) for layer in range(1, 31)), 16 * row_bytes, 16, 16, row_bytes)),
@@ -126,13 +134,13 @@ def test_large_or_few_writes_are_not_staged() -> None:
         )
 
     large, small = store(SMALL_WRITE_BYTES // 16), store(SMALL_WRITE_BYTES // 32)
-    assert not should_stage(large, large, request(160, 10)), "pages are large enough"
+    assert not should_stage(large, large, request(160, 10)), "the writes are not small"
     assert should_stage(small, small, request(160, 10))
-    assert not should_stage(small, small, request(32, 2)), f"no more than {MAX_DIRECT_WRITES}"
+    assert not should_stage(small, small, request(32, 2)), f"there are at most {MAX_DIRECT_WRITES} writes"
 
 
-def test_pieces_fit_ring_and_buffer() -> None:
-    source, target = (Sharded(ranks, 4, page_rows=4).store for ranks in (2, 4))
+def test_pieces_fit_into_a_quarter_of_the_ring_and_into_a_buffer() -> None:
+    source, target = (ShardedMemory(ranks, 4, page_rows=4).store for ranks in (2, 4))
     row = packed_row_bytes(source, target)
     assert piece_rows(source, target, 1 << 16, 1 << 12) == (1 << 12) // row
     assert piece_rows(source, target, 1 << 13, 1 << 12) == (1 << 11) // row
@@ -143,9 +151,9 @@ def test_pieces_fit_ring_and_buffer() -> None:
 
 
 def test_staging_memory_too_small_for_one_row_is_refused_with_the_minimum() -> None:
-    store = Sharded(2, 8, page_rows=4, pages=1, layers=61, groups=1, head_bytes=9000).store
-    least = 4 * (61 * 16 * 9000 // 256 * 256 + 256)
-    check_staging(least, store)
+    store = ShardedMemory(2, 8, page_rows=4, pages=1, layers=61, groups=1, head_bytes=9000).store
+    minimum = 4 * (61 * 16 * 9000 // 256 * 256 + 256)
+    check_staging(minimum, store)
     with pytest.raises(ConfigError, match=r"--staging-mib 34 or more") as raised:
-        check_staging(least - 1, store)
+        check_staging(minimum - 1, store)
     assert f"{61 * 16 * 9000 + KEY_BYTES} bytes over 61 layers" in str(raised.value)
