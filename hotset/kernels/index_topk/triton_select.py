@@ -219,7 +219,7 @@ def _finish_kernel(
     query = tl.program_id(0).to(tl.int64)
     length = _length(seat_of, positions, query)
     index = tl.arange(0, block)
-    select_all = length  # if a query has at most k positions, it selects them all
+    select_all = length  # the positions of a query that selects them all; 0 for any other query
     written = tl.full([], 0, tl.int32)
     if length > k:
         select_all = tl.full([], 0, tl.int32)
@@ -271,9 +271,9 @@ def _bins(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Returns (bins per unit of score, bin of score 0) for the interval that must hold the k-th of `length` scores.
 
-    By Cantelli's inequality, at most n / (1 + c^2) of n values are c or more standard deviations above their mean, and
-    at most so many are c or more below. The k-th largest is therefore at most sqrt((n - k) / k) deviations above and
-    at most sqrt(k / (n - k)) below the mean. Finite scores outside of these bounds get the first or the last bin.
+    By Cantelli's inequality, at most n / (1 + c^2) of n values are c or more standard deviations above their mean. The
+    same holds below it. The k-th largest is therefore at most sqrt((n - k) / k) deviations above and at most
+    sqrt(k / (n - k)) below the mean. Finite scores outside of these bounds get the first or the last bin.
     """
     score_split = tl.arange(0, _MAX_SCORE_SPLITS)
     sums = tl.sum(tl.load(moments + score_split * 2, mask=score_split < score_splits, other=0.0), 0)

@@ -18,7 +18,7 @@ from hotset.kernels import EMPTY
 from hotset.kernels.rows import PagedRows
 
 SHAPES = {torch.bfloat16: (64, 4, 3), torch.float32: (32, 8, 2)}  # rows per tile, warps, stages
-PROGRAMS_PER_SM = 8  # contexts are split until there are so many programs
+PROGRAMS_PER_SM = 8  # contexts are split to reach this number of programs per multiprocessor
 MIN_SPLIT_ROWS = 256  # merging a shorter split costs more than it saves
 MAX_SPLITS = 64
 INTERPRETED_MULTIPROCESSORS = 132
@@ -46,7 +46,7 @@ def decode(q: Tensor, context: PagedRows, positions: Tensor, kv_heads: int, scal
         lse = torch.empty(queries, heads, splits, dtype=torch.float32, device=q.device)
     block_rows, warps, stages = SHAPES[q.dtype]
     if page_rows % block_rows == block_rows // 2:
-        block_rows //= 2  # so that each tile lies in one page
+        block_rows //= 2  # so that each tile is within one page
     sizes: dict[str, Any] = {"heads": heads, "dim": dim, "block_dim": triton.next_power_of_2(dim)}
     _decode_kernel[(kv_heads, queries, splits)](
         q=q,
