@@ -27,7 +27,7 @@ class Side:
         size = units * parts * capacity * span.page_bytes
         random = np.random.default_rng(units + parts)
         self.bytes = random.integers(0, 256, size, np.uint8) if byte is None else np.full(size, byte, np.uint8)
-        order = random.permutation(units * parts).remake_span(units, parts)
+        order = random.permutation(units * parts).reshape(units, parts)
         self.starts = order * capacity * span.page_bytes
         bases = (self.starts + self.bytes.ctypes.data).tolist()
         self.span = replace(span, bases=tuple(map(tuple, bases)))
