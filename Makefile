@@ -1,10 +1,11 @@
-# Every target that needs packages sets them up first, once: the stamp's name is a digest of what it depends on.
+# Targets that need packages depend on $(READY), an empty file whose name contains a checksum of pyproject.toml, the
+# directory and the torch version. If one of these changes, the packages are installed again.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-all gpu-test check format setup install clean
 
-# Tests start many processes, each of which would compile all of Hotset anew.
+# Tests start many processes. Without bytecode files, each of them would compile all of Hotset.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
@@ -12,17 +13,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-# Any looser requirement would fetch gigabytes of CUDA packages for a machine that cannot use them.
+# A looser requirement would install gigabytes of CUDA packages on a machine without a GPU.
 TORCH := $(if $(shell command -v nvidia-smi),torch>=2.11,torch==2.13.0)
 KEY := $(shell { cat pyproject.toml; echo "$(CURDIR) $(TORCH)"; } | cksum | cut -d ' ' -f 1)
 READY := $(VENV)/ready-$(KEY)
-# Mooncake's wheel links to these and does not bring them.
+# Mooncake's wheel links to these system libraries and does not contain them.
 LIBRARIES := libibverbs1 libnl-3-200 libnl-route-3-200
 UNFINISHED := $(VENV)/unfinished
 LOCK := $(if $(shell command -v flock),flock .venv.lock)
 
 ARGS ?=
-# One more than there are cores: many tests wait for processes.
+# One more worker than cores, because many tests wait for processes.
 JOBS ?= $(shell expr $$(nproc) + 1)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=10
 
@@ -32,14 +33,14 @@ help: ## print this list
 serve: $(READY) ## start the server with the embedded model; ARGS="..." passes a model and flags
 	@exec $(BIN)/python -m hotset serve $(ARGS)
 
-test: $(READY) ## run the tests (CPU); ARGS="tests/models -k rope" picks some
+test: $(READY) ## run the tests (CPU); ARGS="tests/models -k rope" selects some
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-all: $(READY) ## run every CPU test, the slow ones as well
+test-all: $(READY) ## run all CPU tests, including the slow ones
 	$(PYTEST) -m "not gpu" $(ARGS)
 
-# Only files that hold such tests: the others may import packages that the machine with the GPU does not have.
-gpu-test: ## run the GPU tests with the Python at hand; installs nothing
+# Runs only files that contain GPU tests: other files may import packages that a GPU machine does not have.
+gpu-test: ## run the GPU tests with python3, or with PYTHON=...; installs nothing
 	@files=$$(grep -rl --include='test_*.py' 'mark\.gpu' tests || true); \
 	if [ -z "$$files" ]; then echo "there are no GPU tests yet"; else $(PYTHON) -m pytest -m gpu $$files $(ARGS); fi
 
@@ -49,7 +50,7 @@ check: $(READY) ## lint, formatting, types, import floors
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_floors.py
 
-format: $(READY) ## format the code and mend what the linter can mend
+format: $(READY) ## format the code and apply the fixes of the linter
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -58,7 +59,7 @@ setup: $(READY) ## only set up the virtual environment and its packages
 $(READY):
 	@$(LOCK) $(MAKE) --no-print-directory install
 
-# Runs under the lock. An earlier run that was cut short may have left packages half written: start afresh then.
+# Runs under the lock. If an earlier run was interrupted, the environment is created again: packages may be incomplete.
 install:
 	@if [ -e $(READY) ]; then exit 0; fi
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Hotset needs Python 3.11 or later; try make PYTHON=python3.12")'

@@ -1,8 +1,8 @@
-"""Files whose few tests take long come first: begun last, one of them would run on while others have nothing to do."""
+"""Runs the slowest test files first. A slow file that started last would still run when all other workers are idle."""
 
 import pytest
 
-LONG = (
+SLOW_FILES = (  # in the order in which they run
     "serve/test_disaggregated.py",
     "engine/test_handoff_processes.py",
     "kernels/test_interpreted.py",
@@ -29,8 +29,9 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def turn(item: pytest.Item) -> int:
+    def position(item: pytest.Item) -> int:
         path = item.path.as_posix()
-        return next((at for at, name in enumerate(LONG) if path.endswith(f"tests/{name}")), len(LONG))
+        matches = (index for index, name in enumerate(SLOW_FILES) if path.endswith(f"tests/{name}"))
+        return next(matches, len(SLOW_FILES))
 
-    items.sort(key=turn)
+    items.sort(key=position)

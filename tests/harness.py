@@ -1,4 +1,4 @@
-"""What several tests share: a small engine around any decoder, random weights, and a plain way to run requests."""
+"""Helpers of several tests: a small engine around any decoder, random weights, and a loop that runs requests."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class RandomWeights:
-    """A weight source whose layers neither vanish nor explode, so that a tiny model's choices really differ."""
+    """A weight source with values at which activations neither vanish nor explode, so that sampled tokens vary."""
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         self._dtype = dtype
@@ -57,13 +57,13 @@ class RandomWeights:
 
 
 class Recorder:
-    """A decoder that keeps the logits of every row it computes, each time it does, under the tokens up to that row."""
+    """A decoder that records the logits of every token each time it is computed, by the tokens up to that token."""
 
     def __init__(self, inner: RunnerModel) -> None:
         self._inner = inner
         self.device = inner.device
         self.logits: dict[tuple[int, ...], list[Tensor]] = {}
-        self.tokens = torch.empty(0, 0)  # [seats, context]: the runner's, since a parked request comes back unseen
+        self.tokens = torch.empty(0, 0)  # [seats, context], the runner's tensor: resumed requests are in it too
 
     @property
     def kv_shape(self) -> KvShape:
@@ -75,21 +75,22 @@ class Recorder:
         for _segment, first, last, length in view.segments:
             context = self.tokens[int(view.seat_of[first]), :length].tolist()
             assert context[length - (last - first) :] == token_ids[first:last].tolist()
-            for row in range(first, last):
-                self.logits.setdefault(tuple(context[: length - (last - 1 - row)]), []).append(logits[row].clone())
+            for index in range(first, last):
+                prefix = tuple(context[: length - (last - 1 - index)])
+                self.logits.setdefault(prefix, []).append(logits[index].clone())
         return logits if logit_indices is None else logits[logit_indices]
 
 
 @dataclass
 class Answer:
-    """What one request got."""
+    """The tokens of one request and its finish reason."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
 
 def make_engine(model: RunnerModel, spec: ModelSpec, **settings: Any) -> Engine:
-    """An engine around a decoder that is loaded; settings as in EngineConfig."""
+    """Returns an engine around a loaded decoder. `settings` are fields of EngineConfig."""
     config = EngineConfig(**settings)
     budget = kv_budget(config, model.kv_shape, spec.context, CPU)
     card = model_card(config, spec, budget, CPU, torch.float64)
@@ -107,21 +108,21 @@ def run_all(
     params: Sequence[SamplingParams],
     arrive_at: Sequence[int] | None = None,
 ) -> list[Answer]:
-    """Runs every request to its end; request i arrives before step `arrive_at[i]`."""
-    intake = InputProcessor(engine.card, seed=0)
+    """Runs every request to its end. Request i arrives before step `arrive_at[i]`, or before the first step."""
+    input_processor = InputProcessor(engine.card, seed=0)
     answers = {f"{index}/0": Answer() for index in range(len(prompts))}
-    due = sorted(range(len(prompts)), key=lambda index: 0 if arrive_at is None else arrive_at[index])
+    pending = sorted(range(len(prompts)), key=lambda index: 0 if arrive_at is None else arrive_at[index])
     step = 0
-    while due or not engine.idle:
-        while due and (arrive_at is None or arrive_at[due[0]] <= step):
-            index = due.pop(0)
-            for choice in intake.accept(str(index), prompts[index], params[index]):
+    while pending or not engine.idle:
+        while pending and (arrive_at is None or arrive_at[pending[0]] <= step):
+            index = pending.pop(0)
+            for choice in input_processor.accept(str(index), prompts[index], params[index]):
                 engine.add(choice)
-        news = engine.step()
+        outputs = engine.step()
         engine.audit()
-        for request_id, token in zip(news.request_ids, news.token_ids, strict=True):
+        for request_id, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
             answers[request_id].token_ids.append(token)
-        for request_id, reason in news.finished.items():
+        for request_id, reason in outputs.finished.items():
             answers[request_id].finish_reason = reason
         step += 1
         assert step < 100_000, "the engine makes no progress"
@@ -129,7 +130,7 @@ def run_all(
 
 
 def tiny_directory(folder: Path, **changes: Any) -> str:
-    """A model directory with a configuration and nothing else: to be loaded with load_format='dummy'."""
+    """Writes a model directory with only a configuration, for load_format='dummy', and returns its path."""
     config = {
         "model_type": "llama",
         "vocab_size": 50,

@@ -1,25 +1,25 @@
-"""Signals to other processes whose effect tests can rely on."""
+"""Sends signals to other processes and waits for their effect."""
 
 import os
 import signal
 import time
 from pathlib import Path
 
-SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 
 
 def pause(pid: int) -> None:
     """Stops a process with SIGSTOP and returns when all its threads have stopped.
 
-    `os.kill` alone returns before that: a thread may still answer a message.
+    `os.kill` returns earlier, while a thread may still answer a message.
     """
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while any(_state(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
-        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        assert time.monotonic() < deadline, f"process {pid} did not stop within {TIMEOUT_SECONDS:g} s"
         time.sleep(0.001)
 
 
 def _state(task: Path) -> str:
-    """Returns the state of a thread. It follows the name, which may contain spaces and parentheses."""
+    """Returns the state of a thread: the field after the name, which may contain spaces and parentheses."""
     return (task / "stat").read_text().rpartition(")")[2].split()[0]

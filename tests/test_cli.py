@@ -26,7 +26,7 @@ from hotset.engine import sizing
 from hotset.serve.router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-SERVER_WITHOUT = """
+SERVE_WITHOUT_FASTAPI = """
 import importlib.abc, sys
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -61,7 +61,7 @@ def test_help_of_each_command_shows_all_its_flags(command: str) -> None:
     assert all(flag in shown.stdout for flag in flags_of(command))
 
 
-def test_every_setting_is_a_flag_and_no_flag_is_without_a_setting() -> None:
+def test_every_setting_is_a_flag_and_every_flag_is_a_setting_or_an_option_of_the_command() -> None:
     sampling = {"--max-tokens", "--temperature", "--top-p"}
     server_only = {f"--{flag_name(name)}" for name in SERVER_ONLY_SETTINGS}
     assert flags_of("serve") == fields_as_flags(EngineConfig, ServeConfig) - {"--model"} | {"--disaggregate"}
@@ -78,7 +78,7 @@ def test_api_key_of_the_environment_is_used_but_never_shown(monkeypatch: pytest.
     assert "from-environment" not in CliRunner().invoke(app, ["serve", "--help"]).stdout
 
 
-def test_help_does_not_wait_for_torch() -> None:
+def test_help_imports_neither_torch_nor_rich_tables() -> None:
     code = "import sys, hotset.cli; sys.exit('torch' in sys.modules or 'rich.table' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
@@ -109,14 +109,14 @@ def test_start_up_error_is_one_line_and_exit_status_1(
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
-def test_start_up_error_of_the_command_itself_is_one_line_and_exit_status_1() -> None:
+def test_start_up_error_of_a_hotset_process_is_one_line_and_exit_status_1() -> None:
     done = hotset("serve", "--port", "65536", stdin=subprocess.DEVNULL)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: --port must lie in") and done.stderr.count("\n") == 1
 
 
-def test_server_without_its_packages_names_the_command_that_adds_them() -> None:
-    done = subprocess.run([sys.executable, "-c", SERVER_WITHOUT], cwd=ROOT, capture_output=True, text=True)
+def test_server_without_its_packages_prints_the_command_that_installs_them() -> None:
+    done = subprocess.run([sys.executable, "-c", SERVE_WITHOUT_FASTAPI], cwd=ROOT, capture_output=True, text=True)
     message = 'error: the server needs fastapi; run: pip install "hotset[serve]"\n'
     assert (done.returncode, done.stderr) == (1, message)
 
@@ -126,10 +126,10 @@ def test_info_reports_the_machine_and_every_package() -> None:
     assert report["hotset"] == __version__
     assert report["torch"].startswith("2.")
     assert report["ram_bytes"] > report["free_ram_bytes"] > 0
-    assert {"serve", "gguf", "embedded model", "nixl"} <= {part["name"] for part in report["packages"]}
+    assert {"serve", "gguf", "embedded model", "nixl"} <= {package["name"] for package in report["packages"]}
 
 
-def test_info_and_the_engine_agree_on_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_and_the_engine_agree_on_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "free_bytes", lambda device: 12345 if device.type == "cpu" else 0)
     assert inspect_machine().free_ram_bytes == 12345
 
@@ -155,14 +155,14 @@ def test_generate_prints_json_with_usage() -> None:
     assert report["usage"] == {"prompt_tokens": 5, "completion_tokens": 4}
 
 
-def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
+def test_ctrl_c_stops_the_answer_and_the_chat_continues() -> None:
     command = [sys.executable, "-m", "hotset", "chat", "--temperature", "0"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdin and process.stdout and process.stderr
         process.stdin.write(b"Tell me a very long story about the sea.\n")
         process.stdin.flush()
-        os.read(process.stdout.fileno(), 1)  # the answer has begun
+        os.read(process.stdout.fileno(), 1)  # returns when the answer has begun
         process.send_signal(signal.SIGINT)
         try:
             output, notes = process.communicate(b"/reset\nWhat is the capital of France?\n/exit\nnever read\n", 120)

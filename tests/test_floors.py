@@ -1,4 +1,4 @@
-"""The floors of docs/architecture.md hold: who may import whom, without circles, without optional packages."""
+"""Checks the floors of docs/architecture.md: imports between folders, import cycles, and optional packages."""
 
 import ast
 import graphlib
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A file imports from its own folder and from lower floors. Folders of one floor do not know each other.
+# A file imports only from its own folder and from lower floors. Folders on the same floor do not import each other.
 FLOORS = {
     "base": 1,
     "kernels": 2,
@@ -36,8 +36,8 @@ OPTIONAL = [
     *("pydantic", "fastapi", "uvicorn", "msgspec", "zmq", "nixl", "mooncake", "triton"),
     *("ray", "gguf", "jinja2", "transformers", "cuda"),
 ]
-# Modules that are nothing without an optional package; whoever needs one imports it inside a function.
-LAZY = re.compile(
+# Modules that require an optional package. Other modules import them inside the functions that use them.
+REQUIRES_OPTIONAL = re.compile(
     r"hotset\.models\.chat_template|hotset\.kernels\.\w+\.(triton|gluon|cuda)_\w+|hotset\.handoff\.(codec|channel)"
 )
 
@@ -59,15 +59,15 @@ for module in modules:
 
 @dataclass(frozen=True)
 class Import:
-    """One import of one file; `target` is a module, not a name in it."""
+    """One imported module. `target` is a module even if the statement imports a name from that module."""
 
     importer: str
     target: str
-    where: str  # path:line, for the message
+    where: str  # path:line of the statement
 
 
 class Tree:
-    """The modules of package `hotset` below `root`, and every import in them, wherever it stands."""
+    """The modules of package `hotset` below `root`, and all their imports, including those inside functions."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -95,7 +95,7 @@ class Tree:
             for alias in node.names:
                 if f"{base}.{alias.name}" in self.files:
                     yield f"{base}.{alias.name}"
-                elif (base, alias.name) != ("hotset", "__version__"):  # a constant that every floor may state
+                elif (base, alias.name) != ("hotset", "__version__"):  # every floor may import this constant
                     yield base
 
 
@@ -104,8 +104,8 @@ def folder_of(module: str) -> str:
 
 
 def broken_floors(tree: Tree) -> list[str]:
-    unplaced = sorted({folder_of(module) for module in tree.files} - FLOORS.keys())
-    broken = [f"hotset/{folder} is on no floor" for folder in unplaced]
+    without_floor = sorted({folder_of(module) for module in tree.files} - FLOORS.keys())
+    broken = [f"hotset/{folder} is on no floor" for folder in without_floor]
     for found in tree.imports():
         importer, target = folder_of(found.importer), folder_of(found.target)
         if found.target.partition(".")[0] == "hotset":
@@ -129,7 +129,7 @@ def find_cycle(tree: Tree) -> list[str]:
 
 
 def failed_import(root: Path, modules: list[str], blocked: list[str]) -> str:
-    """What the first module that does not import without `blocked` has to say, or nothing."""
+    """Returns the error of the first module that cannot be imported without the packages `blocked`, or ""."""
     command = [sys.executable, "-c", IMPORT_EACH, ",".join(blocked), ",".join(modules)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
     return "" if done.returncode == 0 else done.stderr or f"exit {done.returncode}"
@@ -146,21 +146,22 @@ def hotset_tree() -> Tree:
     return tree
 
 
-def test_no_file_imports_from_its_own_height_or_above(hotset_tree: Tree) -> None:
+def test_no_file_imports_another_folder_on_its_own_or_a_higher_floor(hotset_tree: Tree) -> None:
     assert broken_floors(hotset_tree) == []
 
 
-def test_no_modules_import_each_other_in_a_circle(hotset_tree: Tree) -> None:
+def test_there_are_no_import_cycles(hotset_tree: Tree) -> None:
     assert find_cycle(hotset_tree) == []
 
 
-def test_library_imports_where_optional_packages_are_absent(hotset_tree: Tree) -> None:
+def test_floors_1_to_6_import_without_optional_packages(hotset_tree: Tree) -> None:
     library = modules_of(hotset_tree, *(folder for folder, floor in FLOORS.items() if floor <= TOP_OF_LIBRARY))
-    assert any(map(LAZY.fullmatch, library))
-    assert failed_import(ROOT, [module for module in library if not LAZY.fullmatch(module)], OPTIONAL) == ""
+    assert any(map(REQUIRES_OPTIONAL.fullmatch, library))
+    modules = [module for module in library if not REQUIRES_OPTIONAL.fullmatch(module)]
+    assert failed_import(ROOT, modules, OPTIONAL) == ""
 
 
-def test_base_and_schedule_import_where_torch_is_absent(hotset_tree: Tree) -> None:
+def test_base_and_schedule_import_without_torch(hotset_tree: Tree) -> None:
     assert failed_import(ROOT, modules_of(hotset_tree, "base", "schedule"), ["torch"]) == ""
 
 
@@ -171,7 +172,7 @@ def test_processes_that_compute_nothing_import_without_torch() -> None:
 
 
 def make_tree(root: Path, **files: str) -> Tree:
-    """A package `hotset` from `folder__file="source"` pairs."""
+    """Writes a package `hotset` with the files `folder__file="source"`."""
     for name, source in files.items():
         path = root / "hotset" / (name.replace("__", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +183,7 @@ def make_tree(root: Path, **files: str) -> Tree:
 
 
 @pytest.mark.parametrize(
-    ("files", "culprit"),
+    ("files", "message"),
     [
         ({"models__a": "from hotset.schedule.b import x", "schedule__b": ""}, "models must not import hotset.schedule"),
         ({"models__a": "from hotset import serve", "serve__b": ""}, "models must not import hotset.serve"),
@@ -193,24 +194,24 @@ def make_tree(root: Path, **files: str) -> Tree:
         ({"helpers__a": ""}, "hotset/helpers is on no floor"),
     ],
 )
-def test_checker_sees_an_import_that_breaks_the_floors(tmp_path: Path, files: dict[str, str], culprit: str) -> None:
+def test_checker_reports_an_import_that_breaks_the_floors(tmp_path: Path, files: dict[str, str], message: str) -> None:
     broken = broken_floors(make_tree(tmp_path, **files))
-    assert len(broken) == 1 and culprit in broken[0]
+    assert len(broken) == 1 and message in broken[0]
 
 
-def test_checker_sees_a_circle_closed_under_type_checking(tmp_path: Path) -> None:
-    lazy = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import x"
-    tree = make_tree(tmp_path, models__a="from . import b", models__b="import hotset.models.c", models__c=lazy)
+def test_checker_reports_a_cycle_through_an_import_under_type_checking(tmp_path: Path) -> None:
+    for_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import x"
+    tree = make_tree(tmp_path, models__a="from . import b", models__b="import hotset.models.c", models__c=for_types)
     assert set(find_cycle(tree)) == {"hotset.models.a", "hotset.models.b", "hotset.models.c"}
 
 
-def test_checker_accepts_imports_from_below_and_beside(tmp_path: Path) -> None:
+def test_checker_accepts_imports_from_lower_floors_and_from_the_own_folder(tmp_path: Path) -> None:
     engine = "import torch\nfrom hotset import __version__\nfrom hotset.base.b import x\nfrom . import c"
     tree = make_tree(tmp_path, engine__a=engine, base__b="x = 1", engine__c="", models__d="import torch")
     assert (broken_floors(tree), find_cycle(tree)) == ([], [])
 
 
-def test_checker_sees_a_package_that_should_be_optional(tmp_path: Path) -> None:
+def test_checker_reports_an_import_of_a_package_that_should_be_optional(tmp_path: Path) -> None:
     make_tree(tmp_path, models__a="import json.decoder", models__b="def f():\n    import json")
     assert "hotset.models.a: json is blocked" in failed_import(tmp_path, ["hotset.models.a"], ["json"])
     assert failed_import(tmp_path, ["hotset.models.b"], ["json"]) == ""

@@ -1,4 +1,4 @@
-"""What the documents say can be typed, and what they name exists."""
+"""Commands and code in the documents are valid, and the files and identifiers that they mention exist."""
 
 import ast
 import json
@@ -33,7 +33,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands(block: str) -> list[list[str]]:
-    """Each command's words. A command ends with its line, unless a quote is open or the line ends in a backslash."""
+    """Returns the words of each command. A command continues after a line with an open quote or a final backslash."""
     found, pending = [], ""
     for line in block.replace("\\\n", " ").splitlines(keepends=True):
         pending += line
@@ -44,18 +44,18 @@ def commands(block: str) -> list[list[str]]:
         if words:
             found.append(words)
             pending = ""
-    assert not pending.strip(), f"no command: {pending}"
+    assert not pending.strip(), f"incomplete command: {pending}"
     return found
 
 
 def check_command(words: list[str]) -> None:
-    """Fails unless the words would be understood. Nothing is run."""
+    """Fails unless the command and its arguments are valid. Nothing is run."""
     match words:
         case ["make", target, *variables]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no target {target}"
             for variable in variables:
                 name, _, value = variable.partition("=")
-                assert name == "ARGS", f"make does not take {name}"
+                assert name == "ARGS", f"make has no variable {name}"
                 check_command(["hotset", target, *shlex.split(value)])
         case ["hotset", command, *arguments]:
             known = typer.main.get_command(app).commands
@@ -67,7 +67,7 @@ def check_command(words: list[str]) -> None:
         case ["curl", url, *options]:
             BODIES[urlsplit(url).path].model_validate_json(options[options.index("-d") + 1])
         case _:
-            raise AssertionError(f"{words[0]} is not a command that this test understands")
+            raise AssertionError(f"{words[0]} is not a command that this test can check")
 
 
 def check_python(source: str) -> None:
@@ -86,7 +86,7 @@ README_COMMANDS = [words for block in blocks(README, "sh") for words in commands
 
 
 @pytest.mark.parametrize("words", README_COMMANDS, ids=lambda words: " ".join(words[:2]))
-def test_command_of_the_readme_would_be_understood(words: list[str]) -> None:
+def test_every_command_in_the_readme_is_valid(words: list[str]) -> None:
     check_command(words)
 
 
@@ -94,7 +94,7 @@ def test_readme_shows_the_server_the_command_line_and_a_request() -> None:
     assert {words[0] for words in README_COMMANDS} == {"make", "hotset", "curl"}
 
 
-def test_python_of_the_readme_uses_what_exists() -> None:
+def test_python_in_the_readme_uses_names_that_exist() -> None:
     sources = blocks(README, "python")
     assert sources
     for source in sources:
@@ -102,7 +102,7 @@ def test_python_of_the_readme_uses_what_exists() -> None:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_documents_name_only_files_that_exist(name: str) -> None:
+def test_files_that_documents_mention_exist(name: str) -> None:
     text = (ROOT / name).read_text()
     links = re.findall(r"\]\(([^)#:]+)\)", text)
     paths = re.findall(r"[` ]((?:hotset|tests|benchmarks|docs|\.ci)/[\w./-]*)`", text)
@@ -112,13 +112,13 @@ def test_documents_name_only_files_that_exist(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
-def test_documents_name_only_code_that_exists(name: str) -> None:
+def test_identifiers_that_documents_mention_exist(name: str) -> None:
     text = (ROOT / name).read_text()
     sources = [path.read_text() for pattern in ("hotset/**/*.py", "tests/**/*.py") for path in ROOT.glob(pattern)]
     words = set(re.findall(r"\w+", "\n".join([*sources, (ROOT / "pyproject.toml").read_text()])))
-    named = re.findall(r"`([A-Za-z_][\w.]*?)(?:\([^`]*\))?`", text)
+    identifiers = re.findall(r"`([A-Za-z_][\w.]*?)(?:\([^`]*\))?`", text)
     files = re.findall(r"`((?:base|kernels|memory|models|schedule|engine|serve|cli)/[\w./]+)`", text)
-    assert [name for name in named if not set(name.split(".")) - {"py"} <= words] == []
+    assert [name for name in identifiers if not set(name.split(".")) - {"py"} <= words] == []
     assert [file for file in files if not (ROOT / "hotset" / file).exists()] == []
 
 
@@ -133,13 +133,13 @@ def test_documents_name_only_code_that_exists(name: str) -> None:
         "uv pip install hotset\n",
     ],
 )
-def test_checker_sees_a_command_that_would_not_work(block: str) -> None:
+def test_checker_reports_a_command_that_would_fail(block: str) -> None:
     [words] = commands(block)
     with pytest.raises((AssertionError, ValidationError)):
         check_command(words)
 
 
-def test_checker_joins_lines_of_one_command() -> None:
+def test_checker_joins_the_lines_of_one_command() -> None:
     body = {"model": "m"}
     block = f"curl x \\\n  -d '{json.dumps(body, indent=2)}'  # comment\n\nhotset info\n"
     assert commands(block) == [["curl", "x", "-d", json.dumps(body, indent=2)], ["hotset", "info"]]
@@ -148,6 +148,6 @@ def test_checker_joins_lines_of_one_command() -> None:
 @pytest.mark.parametrize(
     "source", ["from hotset import LLMs", "llm.genrate('x')", "LLM('x', max_seqs=1)", "SamplingParams(temp=0)", "x ="]
 )
-def test_checker_sees_python_that_would_not_work(source: str) -> None:
+def test_checker_reports_python_that_would_fail(source: str) -> None:
     with pytest.raises((AssertionError, SyntaxError)):
         check_python(source)

@@ -1,4 +1,4 @@
-"""`scripts/sabotage` runs for minutes, so here only: every patch still applies, and its tests still exist."""
+"""Checks that every patch of `scripts/sabotage` applies and that its tests exist. The script itself takes minutes."""
 
 import importlib.util
 import os
@@ -21,7 +21,7 @@ def load_script() -> ModuleType:
     spec = importlib.util.spec_from_loader("sabotage", loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["sabotage"] = module  # dataclasses look their module up
+    sys.modules["sabotage"] = module  # dataclasses look up their module here
     no_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     loader.exec_module(module)
     sys.dont_write_bytecode = no_bytecode
@@ -29,30 +29,30 @@ def load_script() -> ModuleType:
 
 
 sabotage = load_script()
-ALL = sabotage.load_patches()
+PATCHES = sabotage.load_patches()
 
 
 def test_every_defect_has_a_patch() -> None:
-    assert {patch.number for patch in ALL} == DEFECTS
+    assert {patch.number for patch in PATCHES} == DEFECTS
     assert os.access(SCRIPT, os.X_OK)
 
 
-@pytest.mark.parametrize("patch", ALL, ids=lambda patch: f"{patch.number} {patch.name}")
-def test_a_patch_applies_changes_something_and_names_tests_that_exist(patch: Any) -> None:
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: f"{patch.number} {patch.name}")
+def test_each_patch_applies_and_changes_its_files_and_its_tests_exist(patch: Any) -> None:
     for file, text in patch.patched(ROOT).items():
         assert text != (ROOT / file).read_text()
         if file.endswith(".py"):
             compile(text, file, "exec")
     for test in patch.tests:
         file, name = test.split("::")
-        function = name.partition("[")[0]  # of one case of it
-        assert re.search(rf"^def {function}\(", (ROOT / file).read_text(), re.MULTILINE), f"{test} is gone"
+        function = name.partition("[")[0]  # without the id of a parametrised case
+        assert re.search(rf"^def {function}\(", (ROOT / file).read_text(), re.MULTILINE), f"{test} does not exist"
 
 
-def test_a_patch_that_no_longer_applies_is_named() -> None:
-    change = sabotage.Change("hotset/x.py", "there", "gone")
+def test_a_patch_that_no_longer_applies_is_reported() -> None:
+    change = sabotage.Change("hotset/x.py", "old", "new")
     with pytest.raises(sabotage.DoesNotApply, match="found 2 times"):
-        change.applied("there and there")
+        change.applied("old and old")
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_a_patch_that_no_longer_applies_is_named() -> None:
         (1, "ERROR tests/a.py::test_b - fixture\n1 error", False),
         (2, "ERROR tests/a.py\n1 error during collection", False),
         (0, "3 passed", False),
-        (None, "no end after 120 s", False),
+        (None, "timed out after 120 s", False),
         (5, "no tests ran", False),
     ],
 )
-def test_only_a_test_that_ran_and_failed_counts_as_caught(status: int | None, output: str, caught: bool) -> None:
+def test_a_defect_counts_as_caught_only_if_a_test_ran_and_failed(status: int | None, output: str, caught: bool) -> None:
     assert sabotage.judge(status, output)[0] is caught

@@ -1,4 +1,4 @@
-"""Writes trained parameters as a deepseek_v32 checkpoint that Hotset and transformers load.
+"""Writes trained parameters as a deepseek_v32 checkpoint that Hotset and transformers can load.
 
 python training/export.py CHECKPOINT_FOLDER [--out models/demo-dsa]
 """
@@ -17,7 +17,7 @@ SHARD_BYTES = 14_000_000
 
 
 def checkpoint_tensors(state: dict[str, Tensor], config: DemoConfig) -> dict[str, Tensor]:
-    """Converts the parameters of training to the names and shapes of the checkpoint format."""
+    """Returns the trained parameters with the names and shapes of the checkpoint format."""
     scale = config.hidden_size**0.5  # a power of two, so folding it into the weights is exact
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():

@@ -2,8 +2,8 @@
 
     apt-get download python3.11-doc && dpkg -x python3.11-doc_*.deb FOLDER && python training/make_filler.py FOLDER
 
-The text is the paragraphs of the Python documentation without markup, one per line. Its licence (PSF License Version 2)
-is stored next to it.
+The text consists of paragraphs of the Python documentation without markup, one per line. Its licence (PSF License
+Version 2) is stored next to it.
 """
 
 import gzip
@@ -14,7 +14,7 @@ from pathlib import Path
 
 TEXT_BYTES = 1_500_000  # about 480 KB when compressed
 MAX_WORD_LENGTH = 20  # a longer word is many tokens, so prompts could miss the requested length by many
-PARTS = ("tutorial", "howto", "faq", "reference", "using", "library")
+SECTIONS = ("tutorial", "howto", "faq", "reference", "using", "library")
 NOTICE = (
     "Paragraphs of the Python 3.11 documentation, shortened and without markup. Copyright 2001-2023 Python Software "
     "Foundation. PSF License Version 2: see filler-license.txt."
@@ -24,13 +24,13 @@ NOTICE = (
 def paragraphs(page: str) -> list[str]:
     """Returns the running text of one page: ASCII, one line per paragraph, whole sentences only."""
     page = re.sub(r"(?s)<(script|style|head|pre)\b.*?</\1>", " ", page)
-    found = []
+    texts = []
     for raw in re.findall(r"(?s)<p>(.*?)</p>", page):
         text = html.unescape(re.sub(r"<[^>]+>", "", raw)).replace("’", "'").replace("“", '"').replace("”", '"')
         text = " ".join(re.sub(r"[^\x20-\x7e]", " ", text).split())
         if len(text) > 80 and text.endswith((".", "?", "!")) and max(map(len, text.split())) <= MAX_WORD_LENGTH:
-            found.append(text)
-    return found
+            texts.append(text)
+    return texts
 
 
 def licence(folder: Path) -> str:
@@ -43,7 +43,7 @@ def licence(folder: Path) -> str:
 def main() -> None:
     folder, target = Path(sys.argv[1]), Path(__file__).parents[1] / "hotset" / "evaluate"
     root = next(folder.rglob("html/tutorial")).parent
-    pages = [page for part in PARTS for page in sorted((root / part).glob("*.html"))]
+    pages = [page for section in SECTIONS for page in sorted((root / section).glob("*.html"))]
     lines: dict[str, None] = {}  # an ordered set
     for page in pages:
         lines.update(dict.fromkeys(paragraphs(page.read_text(encoding="utf-8"))))

@@ -1,7 +1,7 @@
 """The demo model for training: deepseek_v32 in plain torch, dense or sparse, with a loss for the indexer.
 
-The engine's decoder (`hotset/models/dsa.py`) serves the trained model. Parameters have the checkpoint's names, so that
-saving is one call. Attention is not absorbed here, because training computes every position at once.
+The engine's decoder (`hotset/models/dsa.py`) serves the trained model. Most parameters have the checkpoint's names;
+`export.py` converts the others. Attention is not absorbed here, because training computes every position at once.
 """
 
 from dataclasses import asdict, dataclass
@@ -58,7 +58,7 @@ class DemoConfig:
 
 
 def linear(inputs: int, outputs: int, gain: float = 1.0) -> nn.Linear:
-    """Returns a linear layer of unit gain.
+    """Returns a linear layer whose outputs have `gain` times the standard deviation of its inputs.
 
     With the usual standard deviation of 0.02, the product of MLA's four matrices is near zero, and look-up heads take
     thousands of steps to form.
@@ -160,8 +160,8 @@ class Attention(nn.Module):
     def sparse(self, x: Tensor, by: Rotation, queries: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns attention over each query's top-k, and the indexer's loss at the positions `queries` (None: no loss).
 
-        The indexer's target is dense attention over all positions, not only over those that it selected: it could never
-        learn from its own selection what it misses.
+        The indexer's target is dense attention over all positions, not only over the selected ones: from its own
+        selection, the indexer could not learn which positions it misses.
         """
         q, k, v, q_latent = self.qkv(x, by)
         parts = self.indexer.parts(x, q_latent, by)
@@ -186,7 +186,7 @@ class Attention(nn.Module):
         if last <= topk:
             return ~future.expand_as(scores)
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(topk, dim=-1).indices, True)
-        return chosen & ~future  # by index: many scores are exactly 0, and a threshold would keep all of them
+        return chosen & ~future  # by index: many scores are exactly 0, and a threshold of 0 would keep them all
 
     def _index_loss(self, q: Tensor, k: Tensor, parts: tuple[Tensor, Tensor, Tensor], queries: Tensor) -> Tensor:
         """Returns the KL divergence of the indexer's distribution from dense attention's at the positions `queries`."""
@@ -252,7 +252,7 @@ class Moe(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate: float) -> None:
-        """Lowers the corrections of overloaded experts and raises those of idle ones, instead of a loss term."""
+        """Lowers the corrections of overloaded experts and raises those of idle ones, which replaces a loss term."""
         self.correction += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
 

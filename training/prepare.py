@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCABULARY = 4096
 SPECIAL = ["<|bos|>", "<|end|>", "<|pad|>"]
-MAX_CHARACTERS = 12_000_000  # of one package, so that no package dominates
+MAX_CHARACTERS = 12_000_000  # about the most text of one package, so that no package dominates
 FILLER_TOKENS = 5_000_000
 COMMON_WORDS = 100  # the 100 most common words are used in running text only
 NOT_TEXT = (".png", ".dat", ".js", ".css", ".index", ".inv", ".ico", ".svg", ".gif", ".jpg", ".pdf", ".u8", ".gz")
@@ -77,7 +77,7 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    sample = [text[at : at + 4000] for text in documents for at in range(0, len(text), 40000)]
+    sample = [text[start : start + 4000] for text in documents for start in range(0, len(text), 40000)]
     tokenizer.train_from_iterator(sample, trainer)
     return tokenizer
 
@@ -92,7 +92,7 @@ def single_token_words(documents: list[str], tokenizer: Tokenizer) -> list[str]:
 
 
 def encode_filler(documents: list[str], tokenizer: Tokenizer) -> np.ndarray:
-    pieces = [text[at : at + 20000] for text in documents for at in range(0, len(text), 20000)]
+    pieces = [text[start : start + 20000] for text in documents for start in range(0, len(text), 20000)]
     np.random.default_rng(0).shuffle(pieces)
     encoded: list[np.ndarray] = []
     total = 0

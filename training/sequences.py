@@ -1,7 +1,7 @@
 """Training sequences: records hidden in running text, and questions about them.
 
 A question's answer follows the key exactly as in the record (` note k1 k2 v1 v2.` ... ` recall k1 k2` -> ` v1 v2`),
-without a mark between them: look-up heads form far sooner that way. In the loss, answers have weight 1, running text a
+without a separator: look-up heads form far sooner that way. In the loss, answers have weight 1, running text a
 small weight, and records weight 0, because they are random and cannot be predicted.
 """
 
@@ -14,10 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-MARKS = ("note", "recall", "list", "and", "chain", "text", "copy", "count", "sum")
+MARKS = (  # the words that begin records and questions
+    "note",
+    "recall",
+    "list",
+    "and",
+    "chain",
+    "text",
+    "copy",
+    "count",
+    "sum",
+)
 WORDS = Path(__file__).parents[1] / "hotset" / "evaluate" / "words.txt"  # shared by training and evaluation
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-MAX_COUNT = 5  # of a record
+MAX_COUNT = 5  # the largest number in a record
 HELD_OUT_EVERY = 13  # one key in 13 is used in evaluation only
 
 TEXT_WEIGHT = 0.1
@@ -38,7 +48,7 @@ Key = tuple[int, int]
 class Lexicon:
     """The token ids of marks, words and signs.
 
-    Each word is one token with its leading space, so that sequences are composed of tokens as text is of words.
+    Each word with its leading space is one token, so sequences can be composed of tokens instead of text.
     """
 
     def __init__(self, tokenizer: Tokenizer, words: list[str]) -> None:
@@ -80,9 +90,9 @@ class Sequence:
     weights: list[float]
     chains: bool  # updates continue with keys that were updated before
     updates: float  # the share of records that give an existing key a new value
-    updates_end: int  # no update after this many tokens, so that some questions ask for old values close together
+    updates_end: int  # no record after this many tokens is an update
     keys: list[Key] = field(default_factory=list)
-    updated: list[Key] = field(default_factory=list)  # keys whose new value no question has asked for yet
+    updated: list[Key] = field(default_factory=list)  # updated keys whose new value was not yet in a question
     changed: Counter[Key] = field(default_factory=Counter)  # how often the value of each key changed
     values: dict[Key, Key] = field(default_factory=dict)
     passages: dict[Key, list[int]] = field(default_factory=dict)
@@ -96,9 +106,9 @@ class Sequence:
 class Writer:
     """Writes sequences of exactly the requested length.
 
-    `chains` is the share of sequences with chains of updates. It is 0 at first; otherwise the heads learn to match one
-    word of the key in the latest record that has it, which is right often enough. `evaluating` selects the keys that
-    training never uses.
+    `chains` is the share of sequences with chains of updates. It is 0 at first. Otherwise the attention heads learn to
+    match only one word of the key, in the latest record that contains it, which gives the right answer too often.
+    `evaluating` selects the keys that training never uses.
     """
 
     def __init__(
@@ -131,8 +141,8 @@ class Writer:
                 self._number(sequence)
             if rng.random() < 0.6:
                 count = int(rng.integers(1, longest_text))
-                at = int(rng.integers(len(self._filler) - count))
-                sequence.put(self._filler[at : at + count].tolist(), TEXT_WEIGHT)
+                start = int(rng.integers(len(self._filler) - count))
+                sequence.put(self._filler[start : start + count].tolist(), TEXT_WEIGHT)
         return sequence.tokens[:length], sequence.weights[:length]
 
     def _words(self, count: int) -> list[int]:
@@ -185,8 +195,8 @@ class Writer:
         key = self._new_key(sequence)
         if key not in sequence.values and key not in sequence.numbers:
             number = sequence.numbers[key] = int(self._rng.integers(MAX_COUNT + 1))
-            spoken = self._lexicon.number(number)
-            sequence.put([*self._lexicon.marks["count"], *key, *spoken, *self._lexicon.full_stop], 0.0)
+            number_tokens = self._lexicon.number(number)
+            sequence.put([*self._lexicon.marks["count"], *key, *number_tokens, *self._lexicon.full_stop], 0.0)
 
     def _ask(self, sequence: Sequence) -> None:
         kinds = list(QUESTIONS)
@@ -216,11 +226,11 @@ class Writer:
             self._question(sequence, [*marks["copy"], *key], sequence.passages[key])
         elif kind == "sum" and len(sequence.numbers) >= 2:
             keys = list(sequence.numbers)
-            one, other = self._pick(keys), self._pick(keys)
-            x, y = sequence.numbers[one], sequence.numbers[other]
-            summands = [*one, *lexicon.number(x), *lexicon.plus, *other, *lexicon.number(y)]
+            first, second = self._pick(keys), self._pick(keys)
+            x, y = sequence.numbers[first], sequence.numbers[second]
+            summands = [*first, *lexicon.number(x), *lexicon.plus, *second, *lexicon.number(y)]
             answer = [*summands, *lexicon.equals, *lexicon.number(x + y)]
-            self._question(sequence, [*marks["sum"], *one, *marks["and"], *other, *lexicon.semicolon], answer)
+            self._question(sequence, [*marks["sum"], *first, *marks["and"], *second, *lexicon.semicolon], answer)
 
     def _question(self, sequence: Sequence, question: list[int], answer: list[int]) -> None:
         sequence.put(question, 0.0)
@@ -228,7 +238,7 @@ class Writer:
 
 
 def batches(writer: Writer, sequences: int, length: int) -> Iterator[tuple[NDArray[np.int16], NDArray[np.float16]]]:
-    """Yields (tokens, weights) without end, each [sequences, length]."""
+    """Yields (tokens, weights), each [sequences, length], endlessly."""
     while True:
         written = [writer.write(length) for _ in range(sequences)]
         tokens = np.array([tokens for tokens, _ in written], dtype=np.int16)

@@ -9,8 +9,8 @@
 
 Leg 1 trains dense attention at 256 and 1024 tokens; then the indexer learns attention's distribution by KL while
 attention stays dense; then every layer attends to the indexer's top-k. Leg 2 lengthens the contexts. These are the two
-stages of DSA training at a small scale. Leg 3 repeats both with data in which many keys change their value several
-times.
+stages of DSA training at a small scale. Leg 3 repeats both stages with data in which many keys change their
+value several times.
 """
 
 import argparse
@@ -32,11 +32,11 @@ from torch.nn import functional as F
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-FEEDERS = 13
-TOKENS_PER_PUT = 16384
+FEEDERS = 13  # processes that write sequences
+TOKENS_PER_PUT = 16384  # tokens that a feeder puts into the queue at once
 HELD_OUT_FILLER = 0.1  # the last tenth of the filler is for evaluation
-EVALUATED_CHAINS = 0.5
-PART_BYTES = 11_000_000
+EVALUATED_CHAINS = 0.5  # the share of evaluated sequences with chains of updates
+PART_BYTES = 11_000_000  # about the size of a file of a saved checkpoint
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class TrainingStage:
     length: int
     sequences: int  # per batch
     seconds: float
-    rate: float  # of Muon, at the start; AdamW's is a tenth of it
-    last_rate: float
+    rate: float  # Muon's learning rate at the start; AdamW's is a tenth of it, or more for indexers
+    last_rate: float  # the learning rate at the end
     compiled: bool = False
     chains: float = 0.0  # the share of sequences with chains of updates
 
@@ -80,7 +80,7 @@ LEGS = {
         TrainingStage("dense", 256, 64, 3, 0.02, 0.02),
         TrainingStage("warm_up", 512, 32, 3, 0.01, 0.01),
         TrainingStage("sparse", 1024, 16, 3, 0.01, 0.01),
-        TrainingStage("sparse", 16384, 4, 3, 0.01, 0.01),  # the longest, to check that memory suffices
+        TrainingStage("sparse", 16384, 4, 3, 0.01, 0.01),  # the longest context, to check that memory suffices
     ),
 }
 
@@ -95,11 +95,11 @@ def feed(
 
 
 class Feeder:
-    """Provides batches on the GPU that other processes write."""
+    """Starts processes that write sequences, and returns batches of them on the GPU."""
 
     def __init__(self, folder: Path, stage: TrainingStage, seed: int) -> None:
         self._queue: multiprocessing.Queue[tuple[np.ndarray, np.ndarray]] = multiprocessing.Queue(48)
-        self._parts = max(1, stage.sequences * stage.length // max(TOKENS_PER_PUT, stage.length))
+        self._puts_per_batch = max(1, stage.sequences * stage.length // max(TOKENS_PER_PUT, stage.length))
         arguments = [(self._queue, folder, seed * 100 + number, stage) for number in range(FEEDERS)]
         self._workers = [
             multiprocessing.Process(target=feed, args=feed_arguments, daemon=True) for feed_arguments in arguments
@@ -108,7 +108,7 @@ class Feeder:
             worker.start()
 
     def next(self) -> tuple[Tensor, Tensor]:
-        parts = [self._queue.get() for _ in range(self._parts)]
+        parts = [self._queue.get() for _ in range(self._puts_per_batch)]
         tokens = torch.from_numpy(np.concatenate([tokens for tokens, _ in parts])).cuda().long()
         return tokens, torch.from_numpy(np.concatenate([weights for _, weights in parts])).cuda().float()
 
@@ -148,9 +148,9 @@ class Trainer:
         feeder = Feeder(self._folder, stage, seed=number + {"2": 1000, "3": 2000}.get(self._leg, 0))
         losses = torch.compile(self._losses, dynamic=False) if stage.compiled else self._losses
         self.model.train()
-        begun, count = 0.0, 0
-        while self.elapsed_s < self._budget_s and (begun == 0.0 or time.time() - begun < stage.seconds):
-            done = 0.0 if begun == 0.0 else (time.time() - begun) / stage.seconds
+        started, count = 0.0, 0
+        while self.elapsed_s < self._budget_s and (started == 0.0 or time.time() - started < stage.seconds):
+            done = 0.0 if started == 0.0 else (time.time() - started) / stage.seconds
             rate = stage.rate + (stage.last_rate - stage.rate) * done
             if number == 0:
                 rate *= min(1.0, (count + 1) / 50)
@@ -165,7 +165,7 @@ class Trainer:
             count += 1
             if count == 3:
                 torch.cuda.synchronize()
-                begun = time.time()
+                started = time.time()
             if count % 50 == 0 or count == 3:
                 self._log(stage, answer_loss.item(), float(index_loss), right.item())
         feeder.stop()
@@ -225,15 +225,15 @@ class Trainer:
                 hidden, _ = self.model(torch.tensor([tokens], device="cuda"), "sparse", None)
                 guesses = self.model.logits(hidden)[0].argmax(-1).tolist()
             kind, right = "", True
-            for at in range(1, length):
-                if weights[at] == 1.0:
-                    right &= guesses[at - 1] == tokens[at]
-                    if tokens[at] == lexicon.end:
+            for position in range(1, length):
+                if weights[position] == 1.0:
+                    right &= guesses[position - 1] == tokens[position]
+                    if tokens[position] == lexicon.end:
                         before = counts.get(kind, (0, 0))
                         counts[kind] = before[0] + right, before[1] + 1
                         right = True
-                elif weights[at] == 0.0 and tokens[at] in kinds:
-                    kind, right = kinds[tokens[at]], True
+                elif weights[position] == 0.0 and tokens[position] in kinds:
+                    kind, right = kinds[tokens[position]], True
         summary = {kind: f"{right / asked:.3f} of {asked}" for kind, (right, asked) in sorted(counts.items())}
         print(f"eval {length:6}: {summary}", flush=True)
         return counts
@@ -290,8 +290,8 @@ def run_leg(leg: str, build: Path, out: Path, budget_s: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--leg", choices=["all", *LEGS], required=True)
-    parser.add_argument("--build", type=Path, default=Path("training/build"), help="what prepare.py wrote")
-    parser.add_argument("--out", type=Path, default=Path("training/build"), help="for history, plot and results")
+    parser.add_argument("--build", type=Path, default=Path("training/build"), help="folder that prepare.py wrote")
+    parser.add_argument("--out", type=Path, default=Path("training/build"), help="folder for history, plot and results")
     parser.add_argument("--budget", type=float, default=440, help="seconds after which a leg stops training")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -16,9 +16,9 @@ from hotset.evaluate.tasks import Question, make_questions
 if TYPE_CHECKING:
     from hotset.engine.llm import LLM
 
-BATCH = 32  # questions sent at once: enough to fill a batch, few enough to show progress
+BATCH = 32  # questions at once: enough to fill a batch of the engine, few enough to show progress
 DEPTH_BUCKETS = 4
-BOS = "<|bos|>"  # of the demo model, whose tokenizer does not add it
+BOS = "<|bos|>"  # the demo model's; its tokenizer does not add it
 MAX_CONCURRENT_REQUESTS = 8
 ANSWER_SECONDS = 600.0
 
@@ -33,16 +33,16 @@ class Backend(Protocol):
         """Returns the number of tokens of `text` as a prompt, including the model's own special tokens."""
 
     def answer(self, prompts: Sequence[str], max_tokens: int) -> list[str]:
-        """Returns one answer per prompt, in order. Raises HotsetError if the model cannot answer."""
+        """Returns one answer per prompt, in order. Raises HotsetError if a prompt cannot be answered."""
 
 
 class LocalBackend:
-    """An `LLM` in this process. The caller closes it."""
+    """An `LLM` in this process. The caller closes the `LLM`."""
 
     def __init__(self, llm: "LLM") -> None:
         tokenizer = llm.tokenizer
         if tokenizer is None:
-            raise ConfigError(f"{llm.card.name} came without a tokenizer; name one with --tokenizer")
+            raise ConfigError(f"{llm.card.name} has no tokenizer; select one with --tokenizer")
         self._llm = llm
         self._tokenizer = tokenizer
         self.name = llm.card.name
@@ -61,7 +61,7 @@ class LocalBackend:
 class ServerBackend:
     """A server with `/v1/models` (including `max_model_len`), `/v1/completions` and `/tokenize`.
 
-    Raises StartupError if the server cannot be reached or its replies have another format. The caller closes it.
+    Raises StartupError if the server cannot be reached or its replies have another format. The caller calls `close`.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -69,7 +69,7 @@ class ServerBackend:
             import httpx
         except ImportError as error:
             raise MissingDependency("--url needs httpx; run: pip install httpx") from error
-        self._failures = (httpx.HTTPError, httpx.InvalidURL)
+        self._connection_errors = (httpx.HTTPError, httpx.InvalidURL)
         self._url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(ANSWER_SECONDS, connect=10.0))
@@ -98,29 +98,29 @@ class ServerBackend:
     def _request(self, method: str, path: str, body: dict[str, Any] | None, extract: Callable[[Any], Any]) -> Any:
         try:
             reply = self._client.request(method, self._url + path, json=body)
-        except self._failures as error:
+        except self._connection_errors as error:
             raise StartupError(f"{self._url} cannot be reached: {str(error) or type(error).__name__}") from error
         if reply.status_code != 200:
             raise RequestError(f"{self._url}{path} answered {reply.status_code}: {reply.text[:200]}")
         try:
             return extract(reply.json())
         except (ValueError, LookupError, TypeError) as error:
-            raise StartupError(f"{self._url}{path} did not answer as an OpenAI-compatible server does") from error
+            raise StartupError(f"{self._url}{path} did not send the reply of an OpenAI-compatible server") from error
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """Which questions an evaluation asks."""
+    """The questions of an evaluation."""
 
     tasks: Sequence[str]
-    lengths: Sequence[int]
+    lengths: Sequence[int]  # in tokens
     questions: int  # per length, divided evenly among the tasks
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How many of the questions asked were answered correctly."""
+    """The number of correct answers and the number of questions."""
 
     correct: int
     asked: int
@@ -148,7 +148,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """Every answer of one evaluation."""
+    """All answers of one evaluation."""
 
     model: str
     plan: EvaluationPlan
@@ -167,27 +167,27 @@ class EvaluationReport:
         return Score(sum(selected), len(selected))
 
     def cells(self) -> Iterator[tuple[str, int]]:
-        """Yields each task with each length at which it was asked."""
+        """Yields each pair of a task and a length that has questions."""
         for task in self.plan.tasks:
             for length in self.plan.lengths:
                 if self.score(task, length).asked:
                     yield task, length
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values. Depth 0 is the oldest quarter of the context; each bucket is named by its bounds."""
+        """Returns values for JSON. The keys of `by_depth` are ranges of depth: '0-0.25' is the oldest quarter."""
         return {
             "model": self.model,
             "seed": self.plan.seed,
             "questions_per_length": self.plan.questions,
             "seconds": round(self.seconds, 3),
-            "total": _plain(self.score()),
-            "by_length": [{"length": n, **_plain(self.score(length=n))} for n in self.plan.lengths],
+            "total": _values(self.score()),
+            "by_length": [{"length": n, **_values(self.score(length=n))} for n in self.plan.lengths],
             "by_task_and_length": [
                 {
                     "task": task,
                     "length": length,
-                    **_plain(self.score(task, length)),
-                    "by_depth": {name: _plain(self.score(task, length, n)) for n, name in enumerate(bucket_names())},
+                    **_values(self.score(task, length)),
+                    "by_depth": {name: _values(self.score(task, length, n)) for n, name in enumerate(bucket_names())},
                 }
                 for task, length in self.cells()
             ],
@@ -201,9 +201,9 @@ def bucket_names() -> list[str]:
 def evaluate(
     backend: Backend, plan: EvaluationPlan, on_answers: Callable[[int], None] = lambda count: None
 ) -> EvaluationReport:
-    """Asks every question of `plan`; calls `on_answers` with the number of answers of each batch.
+    """Sends all questions of `plan` in batches, and calls `on_answers` with the number of answers of each batch.
 
-    Raises ConfigError, before asking any question, if a length exceeds the model's context.
+    Raises ConfigError, before the first question is sent, if a length exceeds the model's context.
     """
     for length in plan.lengths:
         if length > backend.context:
@@ -221,5 +221,5 @@ def evaluate(
     return EvaluationReport(backend.name, plan, time.monotonic() - started, answers)
 
 
-def _plain(score: Score) -> dict[str, Any]:
+def _values(score: Score) -> dict[str, Any]:
     return {"accuracy": score.accuracy, "right": score.correct, "asked": score.asked}

@@ -1,14 +1,14 @@
-"""Retrieval questions: records hidden in running text among many similar ones, and one question at the very end.
+"""Retrieval questions: records hidden in running text among many similar records, and one question at the end.
 
     lookup   ` recall k k` -> ` v v`: the value of the note on a key
     several  ` list k k and k k;` -> ` k k v v and k k v v`
-    last     ` recall k k` after several notes on the same key: the last one counts
+    last     ` recall k k` after several notes on the same key -> the value of the last one
     chain    ` chain k k` -> ` m m v v`: the value is itself a key, whose value follows
     copy     ` copy k k` -> the passage under that key
     sum      ` sum k k and k k;` -> ` k k three + k k five = eight`: arithmetic over two numbers
 
 This module does not depend on a model: it works on text and a function that counts tokens. Every word of a record or a
-question is one token of the demo model, which was trained on them.
+question is one token of the demo model, which was trained with these words.
 """
 
 import gzip
@@ -23,22 +23,22 @@ from importlib.resources.abc import Traversable
 from hotset.base.errors import ConfigError
 
 HELD_OUT_EVERY = 13  # one key in 13 is never shown in training; evaluation uses only these
-STRIDE = 7919
+STRIDE = 7919  # a prime, so that held-out keys are spread over all pairs of words
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-MAX_COUNT = 5  # of a record: up to 5, each number is one token, as words are, so it is looked up the same way
-TOKENS_PER_RECORD = 40
-MIN_LENGTH = 256  # in fewer tokens, records alone would fill the context
+MAX_COUNT = 5  # the largest number in a record; like other words, the words for 0 to 5 are one token each
+TOKENS_PER_RECORD = 40  # a prompt has one record for every 40 tokens of its length
+MIN_LENGTH = 256  # records without filler would fill a shorter prompt
 NEAR_MISSES = 0.3  # the share of distractors whose key has a word in common with another key
 NEAR_QUESTION_KEYS = 24  # near misses among the first 24 distractors resemble a key of the question
 VALUES_THAT_ARE_KEYS = 0.2  # the share of distractors whose value is a key: decoys for chains
-CLOSE_ENOUGH = 3  # a prompt may be this many tokens shorter than the limit
+CLOSE_ENOUGH = 3  # no more filler is added to a prompt that is at most this many tokens below the limit
 
 Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A sentence that answers a question, and the share of the filler that precedes it."""
+    """A sentence with a key and a value, and the share of the filler text before it."""
 
     text: str
     depth: float
@@ -51,7 +51,7 @@ def words() -> tuple[str, ...]:
 
 @cache
 def filler() -> tuple[str, ...]:
-    """Returns running text as words, each with the space or line end before it, without the licence notice."""
+    """Returns the words of the filler text, each with the space or line end before it, without the licence notice."""
     text = gzip.decompress(_resource("filler.txt.gz").read_bytes()).decode("ascii")
     return tuple(re.findall(r"\s\S+", text[text.index("\n") :]))
 
@@ -81,8 +81,8 @@ class KeySampler:
     def draw(self) -> Key:
         return self._first_unused(lambda: (self._word(), self._word()))
 
-    def near(self, key: Key) -> Key:
-        """Draws a key that shares one word with `key`, in the same place."""
+    def draw_similar(self, key: Key) -> Key:
+        """Draws a key that has the same first or the same second word as `key`."""
         if self._rng.random() < 0.5:
             return self._first_unused(lambda: (key[0], self._word()))
         return self._first_unused(lambda: (self._word(), key[1]))
@@ -120,14 +120,14 @@ class Question:
 
     task: str
     length: int  # the requested length: an upper bound of the tokens of prompt and answer
-    depth: float  # the share of the context before the first record that the answer needs: 0 oldest, 1 newest
+    depth: float  # the share of the filler before the first needle: 0 is the oldest position, 1 the newest
     prompt: str
     answer: str
 
 
 @dataclass(frozen=True, slots=True)
 class Needles:
-    """The records that a task hides, and its question; the depth of the first record is the question's."""
+    """The records that a question is about, and the question. Its depth is the depth of the first record."""
 
     records: Sequence[Record]
     keys: Sequence[Key]  # distractors may resemble these
@@ -145,15 +145,15 @@ class Layout:
     filler_start: int
 
     def prompt(self, filler_words: int) -> str:
-        """Returns the prompt with `filler_words` words of filler; each record stands at its depth."""
+        """Returns the prompt with `filler_words` words of filler and each record at its depth."""
         text = filler()
-        parts, done = [], 0
+        parts, placed = [], 0
         for record in self.records:
-            due = int(record.depth * filler_words)
-            parts += [text[(self.filler_start + n) % len(text)] for n in range(done, due)]
+            end = int(record.depth * filler_words)
+            parts += [text[(self.filler_start + n) % len(text)] for n in range(placed, end)]
             parts.append(record.text)
-            done = due
-        parts += [text[(self.filler_start + n) % len(text)] for n in range(done, filler_words)]
+            placed = end
+        parts += [text[(self.filler_start + n) % len(text)] for n in range(placed, filler_words)]
         return "".join(parts) + self.needles.question
 
 
@@ -162,12 +162,13 @@ def make_questions(
 ) -> list[Question]:
     """Makes `count` questions, divided evenly among `tasks`. The same arguments make the same questions.
 
-    Prompt, answer and end token together have at most `length_tokens` tokens, and few less. `count_tokens` counts the
-    tokens of a prompt as the model sees it. Raises ConfigError for an unknown task and for a length that is too short.
+    Prompt, answer and end token together have at most `length_tokens` tokens, usually a few less. `count_tokens` counts
+    the tokens of a prompt, including special tokens. Raises ConfigError for an unknown task or a length that is too
+    short.
     """
     for task in tasks:
         if task not in TASKS:
-            raise ConfigError(f"there is no task {task!r}; choose from {', '.join(TASKS)}")
+            raise ConfigError(f"task {task!r} does not exist; choose from {', '.join(TASKS)}")
     if length_tokens < MIN_LENGTH:
         raise ConfigError(f"a length of {length_tokens} tokens is too short; the shortest is {MIN_LENGTH}")
     rng = random.Random(f"{seed}/{length_tokens}")
@@ -185,26 +186,26 @@ def _make_layout(task: str, length_tokens: int, rng: random.Random) -> Layout:
 
 
 def _distractors(count: int, question_keys: Sequence[Key], keys: KeySampler, rng: random.Random) -> list[Record]:
-    known: list[Key] = []
+    earlier_keys: list[Key] = []
     records = []
     for nth in range(count):
-        similar_to = question_keys if nth < NEAR_QUESTION_KEYS or not known else known
-        key = keys.near(rng.choice(similar_to)) if rng.random() < NEAR_MISSES else keys.draw()
+        similar_to = question_keys if nth < NEAR_QUESTION_KEYS or not earlier_keys else earlier_keys
+        key = keys.draw_similar(rng.choice(similar_to)) if rng.random() < NEAR_MISSES else keys.draw()
         kind = rng.random()
         if kind < 0.06:
             text = passage(key, _some_words(rng, 4, 12))
         elif kind < 0.14:
             text = number(key, rng.randint(0, MAX_COUNT))
         else:
-            decoy = known and rng.random() < VALUES_THAT_ARE_KEYS
-            text = note(key, rng.choice(known) if decoy else _some_words(rng, 2, 2))
-            known.append(key)
+            decoy = earlier_keys and rng.random() < VALUES_THAT_ARE_KEYS
+            text = note(key, rng.choice(earlier_keys) if decoy else _some_words(rng, 2, 2))
+            earlier_keys.append(key)
         records.append(Record(text, rng.random()))
     return records
 
 
 def _fit_filler(layout: Layout, length: int, limit: int, count_tokens: Callable[[str], int]) -> Question:
-    """Adds as much filler as fits, by bisection that is guided by the tokens per word so far."""
+    """Adds filler until the prompt has almost `limit` tokens, by interpolation search over the number of words."""
     fits, fit_tokens = 0, count_tokens(layout.prompt(0))
     if fit_tokens > limit:
         raise ConfigError(f"a length of {length} tokens is too short for this tokenizer; choose a longer one")

@@ -1,4 +1,4 @@
-"""An independent sampler on lists and `math`, written from the docstring of `SamplingParams`, one request at a time."""
+"""An independent sampler for one request, with lists and `math`, written from the docstring of `SamplingParams`."""
 
 import itertools
 import math
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 from hotset.base.sampling import SamplingParams
 
-WORD = (1 << 64) - 1
+WORD_MASK = (1 << 64) - 1
 
 
-def mixed(word: int) -> int:
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & WORD
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & WORD
+def splitmix64(word: int) -> int:
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & WORD_MASK
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & WORD_MASK
     return word ^ (word >> 31)
 
 
 def uniform(seed: int, position: int) -> float:
-    return (mixed((mixed(seed & WORD) + position * 0x9E3779B97F4A7C15) & WORD) >> 11) / (1 << 53)
+    return (splitmix64((splitmix64(seed & WORD_MASK) + position * 0x9E3779B97F4A7C15) & WORD_MASK) >> 11) / (1 << 53)
 
 
 @dataclass(frozen=True)
-class Choice:
+class OracleToken:
     token: int
-    margin: float  # how far the nearest decision between floats was from falling the other way
+    margin: float  # the smallest difference that decided a comparison: rounding errors above it could change the token
 
 
 def adjusted(
@@ -33,6 +33,7 @@ def adjusted(
     prompt_length: int,
     stop_ids: frozenset[int],
 ) -> list[float]:
+    """Returns the logits after bias, penalties and banned stop tokens."""
     x = [-math.inf if math.isnan(value) else value for value in logits]
     for token, bias in (params.logit_bias or {}).items():
         x[token] += bias
@@ -53,34 +54,34 @@ def choose(
     token_ids: Sequence[int],
     prompt_length: int,
     stop_ids: frozenset[int],
-) -> Choice:
+) -> OracleToken:
     x = adjusted(logits, params, token_ids, prompt_length, stop_ids)
     order = sorted(range(len(x)), key=lambda token: (-x[token], token))
     top = x[order[0]]
     gaps = [abs(x[a] - x[b]) for a, b in itertools.pairwise(order) if x[a] != x[b]]
     margin = min(gaps, default=math.inf)
     if top == -math.inf:
-        return Choice(0, math.inf)
+        return OracleToken(0, math.inf)
     if params.temperature == 0.0:
-        return Choice(order[0], margin)
+        return OracleToken(order[0], margin)
     assert params.seed is not None
     survivors = order[: params.top_k] if params.top_k else order
     weights = [math.exp((x[token] - top) / params.temperature) for token in survivors]
     total = sum(weights)
-    kept, before = [], 0.0
+    kept, mass_before = [], 0.0
     for weight in weights:
-        margin = min(margin, abs(before / total - params.top_p) if params.top_p < 1.0 else math.inf)
-        if kept and params.top_p < 1.0 and before / total >= params.top_p:
+        margin = min(margin, abs(mass_before / total - params.top_p) if params.top_p < 1.0 else math.inf)
+        if kept and params.top_p < 1.0 and mass_before / total >= params.top_p:
             break
         margin = min(margin, abs(weight - params.min_p) if params.min_p > 0.0 and kept else math.inf)
-        before += weight
+        mass_before += weight
         if weight >= params.min_p:
             kept.append(weight)
     target = uniform(params.seed, len(token_ids)) * sum(kept)
-    passed = 0.0
+    mass = 0.0
     for token, weight in zip(survivors, kept, strict=False):
-        passed += weight
-        margin = min(margin, abs(passed - target) / sum(kept))
-        if passed > target:
-            return Choice(token, margin)
-    return Choice(survivors[len(kept) - 1], 0.0)
+        mass += weight
+        margin = min(margin, abs(mass - target) / sum(kept))
+        if mass > target:
+            return OracleToken(token, margin)
+    return OracleToken(survivors[len(kept) - 1], 0.0)

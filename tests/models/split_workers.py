@@ -20,7 +20,7 @@ from hotset.models.split import Split
 
 CPU = torch.device("cpu")
 SEATS, CONTEXT, PAGE_ROWS = 3, 40, 8
-PATIENCE_S = 60
+BARRIER_TIMEOUT_S = 60
 T = TypeVar("T")
 
 
@@ -53,7 +53,7 @@ class ThreadGroup:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
+        self.barrier = threading.Barrier(size, timeout=BARRIER_TIMEOUT_S)
         self.tensors: list[Tensor | None] = [None] * size
 
 
@@ -65,7 +65,8 @@ class ThreadCollectives:
         self.tokens_per_rank: Sequence[int] = ()
         self._group = group
 
-    def _all(self, x: Tensor) -> list[Tensor]:
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        """Returns the tensors of all ranks, in rank order."""
         self._group.tensors[self.rank] = x.clone()
         self._group.barrier.wait()
         tensors = [tensor.clone() for tensor in self._group.tensors if tensor is not None]
@@ -73,19 +74,19 @@ class ThreadCollectives:
         return tensors
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        first, *others = self._all(x)
-        for other in others:
-            assert other.shape == first.shape
-            first += other
+        total, *tensors = self._exchange(x)
+        for tensor in tensors:
+            assert tensor.shape == total.shape
+            total += tensor
         x.fill_(torch.nan)  # collectives may overwrite their argument
-        return first
+        return total
 
     def all_gather_columns(self, x: Tensor) -> Tensor:
-        return torch.cat(self._all(x), dim=1)
+        return torch.cat(self._exchange(x), dim=1)
 
     def all_gather_tokens(self, x: Tensor) -> Tensor:
-        tensors = self._all(x)
-        assert [len(part) for part in tensors] == list(self.tokens_per_rank)
+        tensors = self._exchange(x)
+        assert [len(tensor) for tensor in tensors] == list(self.tokens_per_rank)
         return torch.cat(tensors)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ class ThreadCollectives:
 
 
 def on_ranks(size: int, work: Callable[[ThreadCollectives], T]) -> list[T]:
-    """Runs `work` on every rank and returns the results by rank. The first failure aborts the barrier for all."""
+    """Runs `work` in one thread per rank and returns the results by rank. Raises the first error of any rank."""
     group = ThreadGroup(size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
@@ -109,7 +110,7 @@ def on_ranks(size: int, work: Callable[[ThreadCollectives], T]) -> list[T]:
         except BaseException as error:
             if not isinstance(error, threading.BrokenBarrierError):
                 errors.append(error)
-            group.barrier.abort()
+            group.barrier.abort()  # the other ranks must not wait for this one
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -122,7 +123,7 @@ def on_ranks(size: int, work: Callable[[ThreadCollectives], T]) -> list[T]:
 
 
 class RecordingView(ResidentView):
-    """Records the positions that every layer selects. `padded` marks some tokens as padding."""
+    """Records the positions that every layer selects. `padded` replaces `padded_seats`."""
 
     def __init__(self, memory: "Memory", batch: Batch, padded: Tensor | None) -> None:
         super().__init__(memory.pool, memory.tables, batch)
@@ -139,30 +140,33 @@ class RecordingView(ResidentView):
 
 
 class Memory:
-    """A poisoned pool with enough pages for a whole context on every seat."""
+    """A device pool, filled with 0xAB, with pages for a full context on every seat."""
 
     def __init__(self, shape: KvShape) -> None:
         geometry = shape.geometry(PAGE_ROWS)
-        each = geometry.resident_pages(CONTEXT)
-        self.pool = DevicePool(shape, geometry, SEATS * each, CPU)
+        pages_per_seat = geometry.resident_pages(CONTEXT)
+        self.pool = DevicePool(shape, geometry, SEATS * pages_per_seat, CPU)
         self.pool.bytes.fill_(0xAB)
         self.tables = PageTables(SEATS, CONTEXT, geometry, CPU)
         self.selected: list[Tensor] = []
         rows = geometry.row_pages(CONTEXT)
         for seat in range(SEATS):
-            pages = list(range(seat * each, (seat + 1) * each))
+            pages = list(range(seat * pages_per_seat, (seat + 1) * pages_per_seat))
             self.tables.extend_rows(seat, 0, pages[:rows])
             self.tables.extend_keys(seat, 0, pages[rows:])
 
 
 @dataclass(frozen=True)
 class Step:
-    """`counts[i]` tokens of seat i from position `starts[i]`. `padded` marks tokens that go to no expert."""
+    """A step that computes `counts[i]` tokens of seat i from position `starts[i]`.
+
+    `padded` has the seat of each token: EMPTY for padding, which is routed to no expert.
+    """
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     padded: Tensor | None = None
-    wanted: Tensor | None = None
+    logit_indices: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -170,53 +174,58 @@ class Step:
 
     @property
     def token_ids(self) -> Tensor:
-        """Token ids that depend on seat and position only."""
-        at = [seat * 31 + start + offset for seat, (start, count) in enumerate(self._spans) for offset in range(count)]
-        return torch.tensor([(7 * number * number + 3 * number) % 61 for number in at])
+        """The token ids, which depend only on seat and position."""
+        numbers = [
+            seat * 31 + start + offset for seat, (start, count) in enumerate(self._spans) for offset in range(count)
+        ]
+        return torch.tensor([(7 * number * number + 3 * number) % 61 for number in numbers])
 
     @property
     def _spans(self) -> list[tuple[int, int]]:
         return list(zip(self.starts, self.counts, strict=True))
 
 
-# A prompt in chunks with shorter prompts in the same batch, then decode steps.
+# Two steps of prefill, with prompts of different lengths in one batch, then two decode steps.
 STEPS = [
     Step((0, 0, 0), (5, 1, 11)),
-    Step((5, 1, 11), (9, 1, 1), wanted=torch.tensor([8, 10])),
+    Step((5, 1, 11), (9, 1, 1), logit_indices=torch.tensor([8, 10])),
     Step((14, 2, 12), (1, 1, 1)),
     Step((15, 3, 13), (1, 1, 1)),
 ]
 
 
 @dataclass
-class Answers:
-    """The results of the steps."""
+class StepResults:
+    """The results of `run_steps` on one rank."""
 
-    logits: list[Tensor]
-    selected: list[Tensor]
-    memories: list[Memory]
+    logits: list[Tensor]  # by step
+    selected: list[Tensor]  # the positions that each layer selected, by step and layer
+    memories: list[Memory]  # by stage
     stages: list[Decoder]
 
 
-def worker(
+def build_stages(
     spec: ModelSpec,
     weights: WeightSource,
     layers: Sequence[range] | None = None,
     collectives: Collectives = SINGLE_RANK,
     data_parallel: bool = False,
 ) -> list[Decoder]:
-    """Builds the stages of one rank of a model."""
+    """Builds the pipeline stages of one rank. Stage i holds `layers[i]`; None means one stage with all layers."""
     rank, size = collectives.rank, collectives.size
     split = Split(dp_rank=rank, dp_size=size) if data_parallel else Split(tp_rank=rank, tp_size=size)
     splits = [split] if layers is None else [replace(split, layers=stage) for stage in layers]
-    return [Decoder(spec, weights, AS_COMPUTED, each, collectives) for each in splits]
+    return [Decoder(spec, weights, AS_COMPUTED, stage, collectives) for stage in splits]
 
 
 @torch.inference_mode()
-def answers(
+def run_steps(
     stages: list[Decoder], steps: Sequence[Step | None], tokens_per_rank: Sequence[Sequence[int]] = ()
-) -> Answers:
-    """Runs the steps. None is a step in which only other ranks have tokens. `tokens_per_rank` has a list per step."""
+) -> StepResults:
+    """Runs the steps on one rank. None stands for a step in which only other ranks have tokens.
+
+    `tokens_per_rank` has one list per step, for data parallel ranks.
+    """
     memories = [Memory(stage.kv_shape) for stage in stages]
     logits, selected = [], []
     for number, step in enumerate(steps):
@@ -232,5 +241,5 @@ def answers(
             x = stage.run_layers(x, RecordingView(memory, batch, step.padded))
             selected += memory.selected
             memory.selected.clear()
-        logits.append(stages[-1].logits(x, step.wanted))
-    return Answers(logits, selected, memories, stages)
+        logits.append(stages[-1].logits(x, step.logit_indices))
+    return StepResults(logits, selected, memories, stages)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import transformers  # its classes are imported as they are used
+import transformers  # imports its classes lazily
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -100,9 +100,9 @@ def load_everything(directory: Path, dtype: torch.dtype = torch.float32) -> dict
     return loaded
 
 
-def expect_equal(loaded: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    assert loaded.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+def expect_equal(loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
         assert loaded[name].dtype == dtype
         assert torch.equal(loaded[name], tensor.to(dtype)), name
 
@@ -137,15 +137,15 @@ def test_out_is_filled_in_place_in_its_own_dtype(llama_dir: Path) -> None:
 
 
 def test_loaded_weights_outlive_the_file(llama_dir: Path) -> None:
-    wanted = {name: tensor.clone() for name, tensor in stored_tensors(llama_dir).items()}
+    expected = {name: tensor.clone() for name, tensor in stored_tensors(llama_dir).items()}
     loaded = load_everything(llama_dir)
     path = llama_dir / "model.safetensors"
     with path.open("r+b") as file:
         file.write(b"\xab" * path.stat().st_size)
-    expect_equal(loaded, wanted, torch.float32)
+    expect_equal(loaded, expected, torch.float32)
 
 
-def test_progress_is_monotonic_and_ends_complete(sharded_dir: Path) -> None:
+def test_progress_never_decreases_and_ends_at_the_total(sharded_dir: Path) -> None:
     reports: list[tuple[int, int]] = []
     source = open_weights(
         find_model(str(sharded_dir)), torch.float32, "cpu", progress=lambda done, total: reports.append((done, total))
@@ -157,30 +157,30 @@ def test_progress_is_monotonic_and_ends_complete(sharded_dir: Path) -> None:
     assert all(done <= total for done, total in reports)
 
 
-def test_a_missing_shard_is_named_before_loading(sharded_dir: Path) -> None:
-    gone = sorted(sharded_dir.glob("*.safetensors"))[2]
-    gone.unlink()
-    assert f"{gone} is missing" in refusal_of(lambda: load_everything(sharded_dir))
+def test_a_missing_shard_is_reported_before_loading(sharded_dir: Path) -> None:
+    missing = sorted(sharded_dir.glob("*.safetensors"))[2]
+    missing.unlink()
+    assert f"{missing} is missing" in refusal_of(lambda: load_everything(sharded_dir))
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
-def test_a_file_cut_short_is_named_before_loading(sharded_dir: Path, keep: int) -> None:
-    cut = sorted(sharded_dir.glob("*.safetensors"))[1]
-    cut.write_bytes(cut.read_bytes()[:keep])
+def test_a_truncated_file_is_reported_before_loading(sharded_dir: Path, keep: int) -> None:
+    truncated = sorted(sharded_dir.glob("*.safetensors"))[1]
+    truncated.write_bytes(truncated.read_bytes()[:keep])
     message = refusal_of(lambda: open_weights(find_model(str(sharded_dir)), torch.float32, "cpu"))
-    assert str(cut) in message and "cut short" in message
+    assert str(truncated) in message and "cut short" in message
 
 
-def test_a_shard_that_lacks_a_tensor_of_the_index_is_named(sharded_dir: Path) -> None:
+def test_a_shard_that_lacks_a_tensor_of_the_index_is_reported(sharded_dir: Path) -> None:
     index = json.loads((sharded_dir / "model.safetensors.index.json").read_text())["weight_map"]
     shard = sharded_dir / index[Q_PROJ]
-    rest = {name: tensor for name, tensor in load_file(shard).items() if name != Q_PROJ}
-    save_file(rest or {"other": torch.ones(1)}, shard)
+    remaining = {name: tensor for name, tensor in load_file(shard).items() if name != Q_PROJ}
+    save_file(remaining or {"other": torch.ones(1)}, shard)
     message = refusal_of(lambda: open_weights(find_model(str(sharded_dir)), torch.float32, "cpu"))
     assert Q_PROJ in message and str(shard) in message
 
 
-def test_a_missing_tensor_is_named(llama_dir: Path) -> None:
+def test_a_missing_tensor_is_reported(llama_dir: Path) -> None:
     rewrite(llama_dir, lambda tensors: tensors.pop(Q_PROJ))
     source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
     message = refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
@@ -201,7 +201,7 @@ def test_integer_weights_are_refused(llama_dir: Path) -> None:
 
 
 def finish_with(directory: Path, extra: dict[str, torch.Tensor]) -> None:
-    """Adds `extra` to the file, loads the tensors that were there before, and finishes."""
+    """Adds the tensors `extra` to the file, loads all other tensors, and calls `finish`."""
     names = load_file(directory / "model.safetensors")
     rewrite(directory, lambda tensors: tensors.update(extra))
     source = open_weights(find_model(str(directory)), torch.float32, "cpu")
@@ -210,7 +210,7 @@ def finish_with(directory: Path, extra: dict[str, torch.Tensor]) -> None:
     source.finish()
 
 
-def test_extra_layers_are_skipped_with_one_line(llama_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_extra_layers_are_skipped_with_one_log_line(llama_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="hotset.models")
     extra = {f"model.layers.3.{name}.weight": torch.ones(2) for name in ("eh_proj", "enorm", "self_attn.q_proj")}
     finish_with(llama_dir, extra)
@@ -232,7 +232,7 @@ def test_harmless_unused_tensors_are_ignored_silently(llama_dir: Path, caplog: p
     assert not caplog.records
 
 
-def test_unused_indexers_of_layers_that_share_one_are_ignored(tmp_path: Path) -> None:
+def test_indexers_of_layers_that_reuse_a_selection_are_ignored(tmp_path: Path) -> None:
     types = ["full", "shared", "full"]
     transformers.GlmMoeDsaForCausalLM(transformers.GlmMoeDsaConfig(**DSA, indexer_types=types)).save_pretrained(
         tmp_path
@@ -246,8 +246,8 @@ def test_unused_indexers_of_layers_that_share_one_are_ignored(tmp_path: Path) ->
 def fp8_value(byte: int) -> float:
     """Decodes e4m3fn by its definition: sign, 4 bits of exponent with bias 7, 3 bits of fraction, no infinities."""
     exponent, fraction = byte >> 3 & 15, byte & 7
-    size = fraction / 8 * 2.0**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7)
-    return -size if byte & 128 else size
+    magnitude = fraction / 8 * 2.0**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7)
+    return -magnitude if byte & 128 else magnitude
 
 
 @settings(max_examples=40, deadline=None)
@@ -273,12 +273,12 @@ def test_fp8_blocks_match_the_definition(rows: int, columns: int, block: tuple[i
 
 
 def store_as_fp8(directory: Path, block: tuple[int, int], scale_shape: tuple[int, int]) -> torch.Tensor:
-    """Replaces `Q_PROJ` by fp8 values with random factors and returns the values that loading must give."""
+    """Replaces `Q_PROJ` by fp8 values with a random scale and returns the values that loading must return."""
     values = torch.randn(32, 32).to(torch.float8_e4m3fn)
     scale = torch.rand(scale_shape) + 0.5
     rewrite(directory, lambda tensors: tensors.update({Q_PROJ: values, Q_PROJ + "_scale_inv": scale}))
-    spread = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return values.float() * spread[:32, :32]
+    factors = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return values.float() * factors[:32, :32]
 
 
 @pytest.mark.parametrize(("configured", "block"), [([24, 10], (24, 10)), (None, (128, 128))])
@@ -286,21 +286,21 @@ def test_fp8_checkpoints_load_dequantised(
     llama_dir: Path, configured: list[int] | None, block: tuple[int, int]
 ) -> None:
     shape = (math.ceil(32 / block[0]), math.ceil(32 / block[1]))
-    wanted = store_as_fp8(llama_dir, block, shape)
+    expected = store_as_fp8(llama_dir, block, shape)
     method = {"quant_method": "fp8", "fmt": "e4m3"}
     set_config(llama_dir, quantization_config=method | ({"weight_block_size": configured} if configured else {}))
     source = open_weights(find_model(str(llama_dir)), torch.bfloat16, "cpu")
-    assert torch.equal(source.load(Q_PROJ, (32, 32)), wanted.bfloat16())
+    assert torch.equal(source.load(Q_PROJ, (32, 32)), expected.bfloat16())
     exact = torch.empty(32, 32)
     source.load(Q_PROJ, (32, 32), out=exact)
-    assert torch.equal(exact, wanted)
+    assert torch.equal(exact, expected)
     for name, tensor in load_file(llama_dir / "model.safetensors").items():
         if not name.startswith(Q_PROJ):
             source.load(name, tuple(tensor.shape))
-    source.finish()  # the factors count as taken
+    source.finish()  # the scale counts as loaded
 
 
-def test_fp8_factors_that_are_missing_or_misshapen_are_named(llama_dir: Path) -> None:
+def test_fp8_scales_that_are_missing_or_have_a_wrong_shape_are_reported(llama_dir: Path) -> None:
     store_as_fp8(llama_dir, (128, 128), (2, 2))
     source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
     message = refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
@@ -356,7 +356,7 @@ def test_paths_that_hold_no_model_are_refused_in_one_line(tmp_path: Path) -> Non
     assert "is a file" in refusal_of(lambda: find_model(str(tmp_path / "config.json")))
 
 
-def test_a_directory_without_weights_is_refused_when_they_are_opened(tmp_path: Path) -> None:
+def test_a_directory_without_weights_is_refused_by_open_weights(tmp_path: Path) -> None:
     transformers.LlamaConfig(**LLAMA).save_pretrained(tmp_path)
     found = find_model(str(tmp_path))
     assert "neither model.safetensors nor" in refusal_of(lambda: open_weights(found, torch.float32, "cpu"))

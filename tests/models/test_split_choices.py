@@ -1,4 +1,4 @@
-"""Which splits of a model are accepted, which are refused, and which alternatives an error names."""
+"""The splits of a model that are accepted or refused, and the alternatives in the error messages."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def refusal(check: Callable[[ModelSpec, int], None], spec: ModelSpec, size: int)
     return str(refused.value)
 
 
-def test_sizes_that_divide_everything_are_accepted() -> None:
+def test_sizes_that_divide_all_counts_are_accepted() -> None:
     for name, spec in SPECS.items():
         for ranks in (1, 2, 4):
             check_tensor_parallel(spec, ranks)
@@ -35,7 +35,7 @@ def test_sizes_that_divide_everything_are_accepted() -> None:
         assert Split().tp_shard(7) == range(7), name
 
 
-def test_heads_and_widths_that_do_not_divide_are_named_with_what_works() -> None:
+def test_indivisible_heads_and_columns_are_reported_with_the_nearest_sizes_that_work() -> None:
     message = refusal(check_tensor_parallel, LLAMA, 3)  # 8 heads, 4 KV heads, 32 columns
     assert message == (
         "--tensor-parallel-size 3 does not divide 8 attention heads and 32 columns of a dense MLP and 4 KV heads "
@@ -50,25 +50,25 @@ def test_every_kv_head_is_replicated_equally_often() -> None:
     check_tensor_parallel(spec, 12)
 
 
-def test_experts_and_shared_experts_that_do_not_divide_are_named() -> None:
+def test_indivisible_experts_and_shared_experts_are_reported() -> None:
     assert DEEPSEEK.moe is not None
     odd = replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, width=5))
     assert "5 columns of the shared experts evenly; nearest that works: 1" in refusal(check_tensor_parallel, odd, 2)
-    check_data_parallel(odd, 8)  # which hold the shared experts whole
+    check_data_parallel(odd, 8)  # data parallel ranks do not divide shared experts
     assert refusal(check_data_parallel, odd, 3) == (
         "--data-parallel-size 3 does not divide 8 experts evenly; nearest that works: 2 or 4"
     )
-    check_data_parallel(LLAMA, 3)  # nothing is divided
+    check_data_parallel(LLAMA, 3)  # a model without experts
 
 
-def test_a_dense_width_that_no_layer_has_divides_nothing() -> None:
+def test_the_width_of_dense_mlps_is_ignored_if_no_layer_is_dense() -> None:
     assert DEEPSEEK.moe is not None
     routed = replace(DEEPSEEK, mlp_width=33, moe=replace(DEEPSEEK.moe, layers=(0, 1, 2, 3)))
     check_tensor_parallel(routed, 4)
     assert "33 columns of a dense MLP" in refusal(check_tensor_parallel, replace(DEEPSEEK, mlp_width=33), 4)
 
 
-def test_a_decoder_refuses_what_does_not_divide() -> None:
+def test_a_decoder_refuses_a_split_that_is_not_even() -> None:
     collectives = type(SINGLE_RANK)()
     collectives.size = 3
     with pytest.raises(ConfigError, match="--tensor-parallel-size 3"):
@@ -77,13 +77,13 @@ def test_a_decoder_refuses_what_does_not_divide() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 60, 80])
 def test_every_token_of_the_vocabulary_is_on_one_rank(ranks: int) -> None:
-    here = [Split(rank, ranks).vocabulary(61) for rank in range(ranks)]
-    assert [token for run in here for token in run] == list(range(61))
+    shards = [Split(rank, ranks).vocabulary(61) for rank in range(ranks)]
+    assert [token for shard in shards for token in shard] == list(range(61))
     assert {Split(rank, ranks).vocabulary_shard_size(61) for rank in range(ranks)} == {-(-61 // ranks)}
 
 
-class Counting(RandomWeights):
-    """Counts the loaded values of matrices by layer."""
+class CountingWeights(RandomWeights):
+    """Counts the values of all loaded matrices by layer."""
 
     def __init__(self) -> None:
         super().__init__(torch.float64, 1)
@@ -99,13 +99,14 @@ class Counting(RandomWeights):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_layer_weights_count_what_a_decoder_loads(name: str) -> None:
-    counting = Counting()
+def test_layer_weights_are_the_numbers_of_weights_that_a_decoder_loads(name: str) -> None:
+    counting = CountingWeights()
     Decoder(SPECS[name], counting)
     assert layer_weights(SPECS[name]) == [counting.counts[layer] for layer in range(SPECS[name].layers)]
 
 
-def heaviest(spec: ModelSpec, stages: list[range]) -> int:
+def heaviest_stage(spec: ModelSpec, stages: list[range]) -> int:
+    """Returns the number of weights in the heaviest stage."""
     weights, vocabulary = layer_weights(spec), spec.vocab * spec.hidden
     sums = [sum(weights[layer] for layer in stage) for stage in stages]
     sums[0] += vocabulary
@@ -115,7 +116,7 @@ def heaviest(spec: ModelSpec, stages: list[range]) -> int:
 
 @pytest.mark.parametrize("vocab", [8, 61, 4000])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
-def test_the_heaviest_stage_is_as_light_as_possible(stages: int, vocab: int) -> None:
+def test_no_other_division_has_a_lighter_heaviest_stage(stages: int, vocab: int) -> None:
     assert isinstance(GLM.attention, MlaSpec) and GLM.moe is not None
     full = (0, 1, 2, 5, 7, 8, 10)
     attention = replace(GLM.attention, index=replace(GLM.attention.index, full_layers=full))
@@ -123,9 +124,9 @@ def test_the_heaviest_stage_is_as_light_as_possible(stages: int, vocab: int) -> 
     found = stage_layers(spec, stages)
     assert [layer for stage in found for layer in stage] == list(range(12)) and all(found)
     assert all(stage.start in full for stage in found)
-    cuts = ([0, *inner, 12] for inner in combinations(full[1:], stages - 1))
-    every = [[range(a, b) for a, b in pairwise(cut)] for cut in cuts]
-    assert heaviest(spec, found) == min(heaviest(spec, stages) for stages in every)
+    all_bounds = ([0, *inner, 12] for inner in combinations(full[1:], stages - 1))
+    divisions = [[range(first, last) for first, last in pairwise(bounds)] for bounds in all_bounds]
+    assert heaviest_stage(spec, found) == min(heaviest_stage(spec, division) for division in divisions)
 
 
 def test_equal_layers_are_divided_evenly() -> None:
@@ -134,9 +135,9 @@ def test_equal_layers_are_divided_evenly() -> None:
     assert sorted(len(stage) for stage in stage_layers(spec, 4)) == [7, 7, 8, 8]
 
 
-def stages_refused(spec: ModelSpec, stages: int, wanted: tuple[int, ...] | None = None) -> str:
+def stages_refused(spec: ModelSpec, stages: int, layer_counts: tuple[int, ...] | None = None) -> str:
     with pytest.raises(ConfigError) as refused:
-        stage_layers(spec, stages, wanted)
+        stage_layers(spec, stages, layer_counts)
     return str(refused.value)
 
 
@@ -151,13 +152,13 @@ def test_explicit_stage_layers_that_do_not_add_up_are_refused_with_both_numbers(
     assert "has 3 stages, but --pipeline-parallel-size is 2" in stages_refused(LLAMA, 2, (1, 1, 2))
 
 
-def test_a_cut_through_a_group_that_shares_an_indexer_is_refused_with_the_nearest_that_works() -> None:
+def test_a_stage_bound_within_an_index_group_is_refused_with_the_nearest_division_that_works() -> None:
     message = stages_refused(GLM, 2, (4, 1))
     assert message == ("--pipeline-layers 4,1 would separate layers that share an indexer; nearest that works: 3,2")
     assert stages_refused(GLM, 3, (2, 2, 1)).endswith("nearest that works: 1,2,2")
 
 
-def test_more_stages_than_layers_or_groups_are_refused() -> None:
+def test_more_stages_than_layers_or_index_groups_are_refused() -> None:
     assert stages_refused(LLAMA, 5).endswith("the model has 4 layers; from 1 to 4 stages work")
     message = stages_refused(GLM, 4)
     assert "5 layers in 3 groups that share an indexer; from 1 to 3 stages work" in message

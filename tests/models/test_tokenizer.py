@@ -1,4 +1,4 @@
-"""Tokenizers give the tokens, text and prompts of transformers, and their streams lose no text."""
+"""Tokens, text and chat prompts equal those of transformers, and streams return the complete text."""
 
 import json
 import threading
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-import transformers  # its classes are imported as they are used
+import transformers  # imports its classes lazily
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, processors
@@ -52,7 +52,7 @@ def embedded() -> ModelFiles:
 
 @pytest.fixture(scope="session")
 def smol(embedded: ModelFiles) -> Tokenizer:
-    return loaded(Tokenizer.load(embedded, None))
+    return not_none(Tokenizer.load(embedded, None))
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +74,7 @@ def smol_dir(embedded: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def spaced() -> Tokenizer:
-    """Returns a vocabulary like SentencePiece's: `▁` for spaces, byte tokens for text without a piece."""
+    """Returns a tokenizer like SentencePiece's: `▁` for spaces, byte tokens for characters without a piece."""
     pieces = [
         "<unk>",
         "<s>",
@@ -100,7 +100,7 @@ def spaced() -> Tokenizer:
     return Tokenizer(TokenizerParts(backend, {"bos_token": "<s>"}, True, (2,), None, "test"))
 
 
-def loaded(tokenizer: Tokenizer | None) -> Tokenizer:
+def not_none(tokenizer: Tokenizer | None) -> Tokenizer:
     assert tokenizer is not None
     return tokenizer
 
@@ -114,56 +114,59 @@ def streamed(stream: TextStream, token_ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_tokens_and_text_are_those_of_transformers(smol: Tokenizer, smol_dir: Path, text: str) -> None:
+def test_tokens_and_text_equal_those_of_transformers(smol: Tokenizer, smol_dir: Path, text: str) -> None:
     oracle = transformers.AutoTokenizer.from_pretrained(smol_dir)
     ids = smol.encode(text)
-    assert ids == oracle.encode(text) == loaded(from_directory(smol_dir)).encode(text)
+    assert ids == oracle.encode(text) == not_none(from_directory(smol_dir)).encode(text)
     assert smol.decode(ids, skip_special=False) == oracle.decode(ids) == text
     assert smol.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
 
 
-def test_the_embedded_tokenizer_knows_its_special_tokens(smol: Tokenizer) -> None:
+def test_the_embedded_tokenizer_has_special_tokens_and_adds_none(smol: Tokenizer) -> None:
     assert smol.chat_stop_ids == (2,) and smol.decode([2], skip_special=False) == "<|im_end|>"
     assert {0, 1, 2} <= smol.special_ids and smol.decode([1, 2]) == ""
     assert smol.encode("Hi")[0] not in smol.special_ids  # no BOS
-    assert smol.encode("123") == [33, 34, 35]  # digits one by one
+    assert smol.encode("123") == [33, 34, 35]  # each digit is one token
 
 
-def test_chat_prompts_are_those_of_transformers(smol: Tokenizer, smol_dir: Path) -> None:
+def test_chat_prompts_equal_those_of_transformers(smol: Tokenizer, smol_dir: Path) -> None:
     oracle = transformers.AutoTokenizer.from_pretrained(smol_dir)
     for messages in (CHAT, CHAT[1:]):
-        wanted = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert smol.render_chat(messages) == wanted
-        assert loaded(from_directory(smol_dir)).render_chat(messages) == wanted
-        assert smol.encode(wanted, add_special=False) == oracle.encode(wanted, add_special_tokens=False)
+        expected = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert smol.render_chat(messages) == expected
+        assert not_none(from_directory(smol_dir)).render_chat(messages) == expected
+        assert smol.encode(expected, add_special=False) == oracle.encode(expected, add_special_tokens=False)
 
 
 def write_directory(directory: Path, smol_dir: Path, **config: Any) -> Path:
     for name in ("tokenizer.json", "config.json"):
         (directory / name).write_bytes((smol_dir / name).read_bytes())
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(named | config))
+    defaults = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(defaults | config))
     return directory
 
 
-def test_a_template_with_every_extension_renders_as_in_transformers(tmp_path: Path, smol_dir: Path) -> None:
+def test_a_template_with_every_extension_renders_like_in_transformers(tmp_path: Path, smol_dir: Path) -> None:
     directory = write_directory(tmp_path, smol_dir, chat_template="not this one")
     (directory / "chat_template.jinja").write_text(DECORATED_TEMPLATE)
     oracle = transformers.AutoTokenizer.from_pretrained(directory)
-    ours = loaded(from_directory(directory))
-    wanted = oracle.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
-    assert ours.render_chat(CHAT) == wanted
-    assert "<|im_start|>" in wanted and "<kind>" in wanted
+    ours = not_none(from_directory(directory))
+    expected = oracle.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert ours.render_chat(CHAT) == expected
+    assert "<|im_start|>" in expected and "<kind>" in expected
 
 
-def test_the_default_of_several_templates_is_used(tmp_path: Path, smol_dir: Path) -> None:
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
-    ours = loaded(from_directory(write_directory(tmp_path, smol_dir, chat_template=named)))
+def test_the_template_named_default_of_several_is_used(tmp_path: Path, smol_dir: Path) -> None:
+    templates = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "{{ messages[0].content }}!"},
+    ]
+    ours = not_none(from_directory(write_directory(tmp_path, smol_dir, chat_template=templates)))
     assert ours.render_chat(CHAT) == "Be brief & <kind>.!"
 
 
 def test_messages_that_a_template_refuses_are_a_request_error(tmp_path: Path, smol_dir: Path) -> None:
-    ours = loaded(from_directory(write_directory(tmp_path, smol_dir, chat_template=DECORATED_TEMPLATE)))
+    ours = not_none(from_directory(write_directory(tmp_path, smol_dir, chat_template=DECORATED_TEMPLATE)))
     with pytest.raises(RequestError, match="no tools tool") as refusal:
         ours.render_chat([{"role": "tool", "content": "x"}])
     assert refusal.value.param == "messages"
@@ -177,13 +180,13 @@ def test_messages_on_which_a_template_fails_are_a_request_error(smol: Tokenizer,
 
 def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path, smol_dir: Path) -> None:
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    ours = loaded(from_directory(write_directory(tmp_path, smol_dir, chat_template=escape)))
+    ours = not_none(from_directory(write_directory(tmp_path, smol_dir, chat_template=escape)))
     with pytest.raises(RequestError):
         ours.render_chat(CHAT)
 
 
 def test_a_model_without_a_template_refuses_messages(tmp_path: Path, smol_dir: Path) -> None:
-    ours = loaded(from_directory(write_directory(tmp_path, smol_dir)))
+    ours = not_none(from_directory(write_directory(tmp_path, smol_dir)))
     with pytest.raises(RequestError, match="no chat template"):
         ours.render_chat(CHAT)
 
@@ -201,18 +204,18 @@ def test_a_directory_without_a_tokenizer_has_none(tmp_path: Path, smol_dir: Path
     transformers.LlamaConfig().save_pretrained(tmp_path)
     assert from_directory(tmp_path) is None
     found = find_model(str(tmp_path))
-    assert loaded(Tokenizer.load(found, str(smol_dir))).encode("123") == [33, 34, 35]
+    assert not_none(Tokenizer.load(found, str(smol_dir))).encode("123") == [33, 34, 35]
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
         Tokenizer.load(found, str(tmp_path))
 
 
 def test_bos_is_added_once_if_the_configuration_requires_it(tmp_path: Path, smol_dir: Path, spaced: Tokenizer) -> None:
-    ours = loaded(from_directory(write_directory(tmp_path, smol_dir, add_bos_token=True)))
+    ours = not_none(from_directory(write_directory(tmp_path, smol_dir, add_bos_token=True)))
     assert ours.encode("Hi") == [1, *ours.encode("Hi", add_special=False)]
-    assert spaced.encode("a") == [1, *spaced.encode("a", add_special=False)]  # by the post-processor, not twice
+    assert spaced.encode("a") == [1, *spaced.encode("a", add_special=False)]  # the post-processor has added BOS already
 
 
-def test_a_long_text_leaves_the_other_threads_running_while_it_is_encoded(smol: Tokenizer) -> None:
+def test_other_threads_run_while_a_long_text_is_encoded(smol: Tokenizer) -> None:
     encoding = threading.Thread(target=smol.encode, args=("The quick brown fox doesn't jump. " * 20_000,))
     began = last = time.monotonic()
     longest_pause = 0.0
@@ -230,7 +233,7 @@ def test_half_a_surrogate_pair_is_a_request_error(smol: Tokenizer) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-# The vocabulary lacks bytes that no assigned, printable character uses.
+# The vocabulary lacks some bytes; assigned, printable characters do not need them.
 @given(text=st.text(st.characters(exclude_categories=["Cs", "Cc", "Co", "Cn"]), max_size=40))
 def test_text_survives_encoding_and_streaming(smol: Tokenizer, text: str) -> None:
     ids = smol.encode(text)
@@ -249,8 +252,8 @@ AnyIds = st.lists(
 def test_the_pieces_of_a_byte_stream_add_up_to_decode(
     smol: Tokenizer, token_ids: list[int], skip_special: bool
 ) -> None:
-    wanted = smol.decode(token_ids, skip_special=skip_special)
-    assert streamed(smol.stream(skip_special=skip_special), token_ids) == wanted
+    expected = smol.decode(token_ids, skip_special=skip_special)
+    assert streamed(smol.stream(skip_special=skip_special), token_ids) == expected
 
 
 @settings(max_examples=500, deadline=None)
@@ -259,15 +262,17 @@ def test_the_pieces_of_a_byte_stream_add_up_to_decode(
     skip_special=st.booleans(),
 )
 @example(token_ids=[262, 259, 263], skip_special=True)  # "a", an empty piece, " a": the space must stay
-@example(token_ids=[262, 3 + 0x41, 3 + 0xE2, 264], skip_special=True)  # a byte makes its neighbour in the run invalid
+@example(
+    token_ids=[262, 3 + 0x41, 3 + 0xE2, 264], skip_special=True
+)  # one invalid byte makes the whole run of bytes invalid
 def test_the_pieces_of_a_window_stream_add_up_to_decode(
     spaced: Tokenizer, token_ids: list[int], skip_special: bool
 ) -> None:
-    wanted = spaced.decode(token_ids, skip_special=skip_special)
-    assert streamed(spaced.stream(skip_special=skip_special), token_ids) == wanted
+    expected = spaced.decode(token_ids, skip_special=skip_special)
+    assert streamed(spaced.stream(skip_special=skip_special), token_ids) == expected
 
 
-def test_a_character_appears_with_its_last_byte(smol: Tokenizer, spaced: Tokenizer) -> None:
+def test_a_stream_returns_a_character_with_its_last_byte(smol: Tokenizer, spaced: Tokenizer) -> None:
     ids = smol.encode("👍")
     assert len(ids) > 1
     stream = smol.stream()
@@ -285,7 +290,7 @@ def test_streams_skip_special_tokens_only_on_request(smol: Tokenizer) -> None:
 
 
 def gguf_with(pre: str, **changes: Any) -> GgufFile:
-    """Returns the metadata of a file with a vocabulary of bytes and a few merges."""
+    """Returns a file that has only metadata: a vocabulary of bytes and a few merges."""
     alphabet = sorted(BYTE_OF, key=lambda character: BYTE_OF[character])
     tokens = [*alphabet, "12", "123", "he", "hel", "Ġhe", "<|end|>"]
     metadata = {
@@ -309,22 +314,22 @@ def test_the_qwen2_vocabulary_of_a_gguf_file_splits_words_like_transformers() ->
 
 
 def test_each_gguf_vocabulary_splits_digits_in_its_own_way() -> None:
-    cut = {
+    token_counts = {
         pre: len(build_gguf_tokenizer(gguf_with(pre)).encode("1231").ids) for pre in ("gpt-2", "llama-bpe", "smollm")
     }
-    assert cut == {"gpt-2": 2, "llama-bpe": 2, "smollm": 4}
+    assert token_counts == {"gpt-2": 2, "llama-bpe": 2, "smollm": 4}
     words = {
         pre: build_gguf_tokenizer(gguf_with(pre)).pre_tokenizer.pre_tokenize_str("12345")
         for pre in ("gpt-2", "llama-bpe", "qwen2")
     }
-    assert {pre: [word for word, _ in cut] for pre, cut in words.items()} == {
+    assert {pre: [word for word, _ in pieces] for pre, pieces in words.items()} == {
         "gpt-2": ["12345"],
         "llama-bpe": ["123", "45"],
         "qwen2": ["1", "2", "3", "4", "5"],
     }
 
 
-def test_gguf_bos_follows_the_file_then_the_family() -> None:
+def test_bos_follows_the_setting_in_the_gguf_file_or_else_the_default_of_the_vocabulary() -> None:
     assert gguf_adds_bos(gguf_with("llama-bpe")) and not gguf_adds_bos(gguf_with("llama-bpe", add_bos_token=False))
     assert not gguf_adds_bos(gguf_with("smollm")) and gguf_adds_bos(gguf_with("smollm", add_bos_token=True))
 
@@ -350,7 +355,7 @@ def test_a_sentencepiece_directory_matches_transformers(tmp_path: Path, spaced: 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     transformers.LlamaConfig().save_pretrained(tmp_path)
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    ours = loaded(from_directory(tmp_path))
+    ours = not_none(from_directory(tmp_path))
     for text in ["a b", "a  é€b", "🙂 a"]:
         ids = ours.encode(text)
         assert ids == oracle.encode(text)
