@@ -1,4 +1,4 @@
-"""The page allocator against a plain set of pages."""
+"""The page allocator is compared with a set of held pages."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,14 +20,14 @@ class AllocatorMachine(RuleBasedStateMachine):
         longest = longest_run(set(range(self.pages.capacity)) - taken)
         got = self.pages.allocate(count, after)
         if got is None:
-            assert count > self.pages.capacity - len(taken), "refused although enough pages are free"
+            assert count > self.pages.capacity - len(taken), "pages were refused although enough are free"
             return
         assert len(got) == len(set(got)) == count
         assert not taken & set(got), "a page was allocated twice"
         if after is not None and after + 1 < self.pages.capacity and after + 1 not in taken:
-            assert got[0] == after + 1, "the run was not continued"
+            assert got[0] == after + 1, "the pages do not continue the run that ends in `after`"
         elif longest >= count:
-            assert got == list(range(got[0], got[0] + count)), "a run was free, but the pages are scattered"
+            assert got == list(range(got[0], got[0] + count)), "a free run is long enough, but not used"
         self.held.append(got)
 
     @rule(data=st.data())
@@ -36,7 +36,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.pages.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
 
     @invariant()
-    def audits(self) -> None:
+    def audit(self) -> None:
         if hasattr(self, "pages"):
             self.pages.audit()
             assert self.pages.held == sum(map(len, self.held))
@@ -64,10 +64,10 @@ def test_an_error_names_the_page_that_is_released_twice() -> None:
     except AssertionError as error:
         assert "page 0" in str(error)
     else:
-        raise AssertionError("a double release passed")
+        raise AssertionError("pages were released twice without an error")
 
 
-def test_runs_merge_neighbours_only() -> None:
+def test_only_consecutive_pages_are_merged_into_a_run() -> None:
     runs: list[tuple[int, int]] = []
     extend_runs(runs, [3, 4, 7])
     extend_runs(runs, [8, 2])

@@ -1,4 +1,4 @@
-"""The resident view over poisoned memory, against a plain-Python model of every row's values."""
+"""The resident view over memory full of NaN is compared with lists of the rows that were written."""
 
 import torch
 from hypothesis import given, settings
@@ -15,8 +15,8 @@ CPU = torch.device("cpu")
 LAYERS, WIDTH, KEY_WIDTH = 2, 3, 2
 
 
-class Rig:
-    """A pool full of NaN with some seats, and the expected rows of each seat."""
+class PoolWithSeats:
+    """A pool that is full of NaN at first, and the rows and index keys that were written for each seat."""
 
     def __init__(self, page_rows: int, seats: int) -> None:
         context, pages = 40, seats * 40
@@ -33,14 +33,15 @@ class Rig:
         self.page_rows = page_rows
 
     def step(self, seats: list[int], counts: list[int]) -> ResidentView:
+        """Writes `counts[i]` random rows and index keys for `seats[i]`, and returns the view of this step."""
         starts = [len(self.rows[seat]) for seat in seats]
         for seat, start, count in zip(seats, starts, counts, strict=True):
             geometry, end = self.pool.geometry, start + count
-            for held, wanted, extend in (
+            for held, needed, extend in (
                 (self.held[seat], geometry.row_pages(end), self.tables.extend_rows),
                 (self.held_keys[seat], geometry.key_pages(end), self.tables.extend_keys),
             ):
-                got = self.pages.allocate(max(0, wanted - len(held)))
+                got = self.pages.allocate(max(0, needed - len(held)))
                 assert got is not None
                 extend(seat, len(held), got)
                 held += got
@@ -49,48 +50,49 @@ class Rig:
         for layer in range(LAYERS):
             view.new_rows(layer).store(new_rows[layer])
         view.keys(0).store(view.segments.positions, new_keys)
-        at = 0
+        first = 0
         for seat, count in zip(seats, counts, strict=True):
-            self.rows[seat] += new_rows[:, at : at + count].unbind(1)
-            self.keys[seat] += new_keys[at : at + count].unbind(0)
-            at += count
+            self.rows[seat] += new_rows[:, first : first + count].unbind(1)
+            self.keys[seat] += new_keys[first : first + count].unbind(0)
+            first += count
         return view
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(page_rows=st.integers(1, 7), seed=st.integers(0, 2**31), data=st.data())
-def test_reads_return_what_was_written_even_if_a_later_step_overwrites_rows(
+def test_a_view_reads_the_rows_written_last_if_a_context_was_shortened_and_written_again(
     page_rows: int, seed: int, data: st.DataObject
 ) -> None:
+    """After each step, some of its rows are dropped, and the next step overwrites them."""
     torch.manual_seed(seed)
-    rig = Rig(page_rows, seats=3)
+    pool = PoolWithSeats(page_rows, seats=3)
     for _ in range(data.draw(st.integers(1, 6))):
         seats = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
         counts = [data.draw(st.integers(1, 5)) for _ in seats]
-        view = rig.step(seats, counts)
+        view = pool.step(seats, counts)
         for index, seat in enumerate(seats):
-            length = len(rig.rows[seat])
+            length = len(pool.rows[seat])
             for layer in range(LAYERS):
-                assert torch.equal(view.context(layer).gather(index, length), torch.stack(rig.rows[seat])[:, layer])
-            assert torch.equal(view.keys(0).gather(index, length), torch.stack(rig.keys[seat]))
-        check_select(rig, view, seats, counts)
+                assert torch.equal(view.context(layer).gather(index, length), torch.stack(pool.rows[seat])[:, layer])
+            assert torch.equal(view.keys(0).gather(index, length), torch.stack(pool.keys[seat]))
+        check_select(pool, view, seats, counts)
         kept = [data.draw(st.integers(0, count)) for count in counts]
         for seat, count, keep in zip(seats, counts, kept, strict=True):
-            del rig.rows[seat][len(rig.rows[seat]) - count + keep :]
-            del rig.keys[seat][len(rig.keys[seat]) - count + keep :]
+            del pool.rows[seat][len(pool.rows[seat]) - count + keep :]
+            del pool.keys[seat][len(pool.keys[seat]) - count + keep :]
 
 
-def check_select(rig: Rig, view: ResidentView, seats: list[int], counts: list[int]) -> None:
-    """Random positions with EMPTY among them select exactly the rows that were written there."""
-    wanted = []
+def check_select(pool: PoolWithSeats, view: ResidentView, seats: list[int], counts: list[int]) -> None:
+    """Checks that `select` returns the rows at random positions, and EMPTY for EMPTY."""
+    positions_of_tokens = []
     for seat, count in zip(seats, counts, strict=True):
-        wanted += [torch.randint(-1, len(rig.rows[seat]), (4,)) for _ in range(count)]
-    positions = torch.stack(wanted)
+        positions_of_tokens += [torch.randint(-1, len(pool.rows[seat]), (4,)) for _ in range(count)]
+    positions = torch.stack(positions_of_tokens)
     for layer in range(LAYERS):
         selected = view.select(layer, positions)
         assert torch.equal(selected.row_ids == EMPTY, positions == EMPTY)
-        owners = [seat for seat, count in zip(seats, counts, strict=True) for _ in range(count)]
-        for row, seat in enumerate(owners):
-            for chosen, position in zip(selected.row_ids[row].tolist(), positions[row].tolist(), strict=True):
+        seat_of = [seat for seat, count in zip(seats, counts, strict=True) for _ in range(count)]
+        for token, seat in enumerate(seat_of):
+            for row_id, position in zip(selected.row_ids[token].tolist(), positions[token].tolist(), strict=True):
                 if position != EMPTY:
-                    assert torch.equal(selected.layout.decode(selected.rows[chosen]), rig.rows[seat][position][layer])
+                    assert torch.equal(selected.layout.decode(selected.rows[row_id]), pool.rows[seat][position][layer])

@@ -1,9 +1,11 @@
+"""`ViewWrapper` implements the whole `View` protocol."""
+
 from unittest.mock import MagicMock
 
 from hotset.memory.view import View, ViewWrapper
 
 
-def test_wrapper_forwards_every_member_of_the_protocol() -> None:
+def test_the_wrapper_forwards_every_member_of_the_protocol() -> None:
     inner = MagicMock()
     view: View = ViewWrapper(inner)
     arguments = {"new_rows": (3,), "keys": (1,), "context": (2,), "select": (3, MagicMock())}

@@ -1,7 +1,7 @@
-"""A worker of plain lists: it executes plans and commands on dictionaries, and checks every row that is read.
+"""A worker without tensors: it executes plans and commands on dictionaries, and checks every row that is read.
 
-The content of a row is the context up to it, which stands for its KV. Pages granted for slots, maps, keys or workspace
-are overwritten at once, so a page with two owners is noticed.
+The content of a row is the tuple of all tokens up to its own. Pages granted for slots, maps, keys or workspace are
+overwritten at once, so a page with two owners fails a check.
 """
 
 from collections.abc import Iterable
@@ -12,67 +12,71 @@ from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLan
 from hotset.tiers.residence import PageUse, Residence
 
 Row = tuple[int, int]  # page, row in it
-SPOILED = ("spoiled",)
+POISON = ("poison",)
 
 
 def next_token(context: tuple[int, ...]) -> int:
-    """A deterministic model: the token depends on the whole context."""
+    """Returns the token that follows a context. It depends on the whole context."""
     return hash(context) % 23
 
 
 class Seat:
+    """The tokens and pages of the request on one seat."""
+
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
-        self.pages: dict[PageUse, list[int]] = {kind: [] for kind in PageUse}
+        self.pages: dict[PageUse, list[int]] = {use: [] for use in PageUse}
         self.tiered = False
 
 
 class ListRunner:
+    """Executes plans as a runner does."""
+
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
         self.seats: dict[int, Seat] = {}
         self.device: dict[Row, tuple[object, ...]] = {}
         self.host: dict[Row, tuple[object, ...]] = {}
         self.number = -1
-        self.landed: set[int] = set()  # device pages that a peer has written and that were not granted yet
+        self.landed: set[int] = set()  # device pages that a peer has written, until they are granted to a seat
 
     def land(self, reservation: Reservation) -> None:
-        """A peer writes the whole prompt into the reserved pages."""
+        """Writes a whole prompt into the reserved pages, as a prefill worker does."""
         page_rows, tokens = self.geometry.page_rows, reservation.prompt.token_ids
         for position in range(len(tokens)):
-            where = reservation.row_pages[position // page_rows], position % page_rows
-            (self.device if reservation.on_device else self.host)[where] = tokens[: position + 1]
+            row = reservation.row_pages[position // page_rows], position % page_rows
+            (self.device if reservation.on_device else self.host)[row] = tokens[: position + 1]
         self.landed |= self.device_pages(reservation)
 
     def device_pages(self, reservation: Reservation) -> set[int]:
-        """The device pages of a reservation. Without index keys, `key_pages` are the host pages of the rows."""
+        """Returns the device pages of a reservation. Without index keys, `key_pages` are not device pages."""
         keys = reservation.key_pages if self.geometry.keys_per_page else ()
         return {*keys, *(reservation.row_pages if reservation.on_device else ())}
 
-    def scribble(self, reservation: Reservation) -> None:
-        """A peer whose landing was given up writes late."""
+    def write_late(self, reservation: Reservation) -> None:
+        """Poisons the reserved pages, as a prefill worker may that still writes after its landing has failed."""
         if not reservation.on_device:
             for page in reservation.row_pages:
                 for row in range(self.geometry.page_rows):
-                    self.host[page, row] = SPOILED
-        self._spoil(self.device_pages(reservation))
+                    self.host[page, row] = POISON
+        self._poison(self.device_pages(reservation))
 
-    def on_host(self, pages: tuple[int, ...], position: int) -> tuple[object, ...]:
+    def host_row(self, pages: tuple[int, ...], position: int) -> tuple[object, ...]:
         return self.host[pages[position // self.geometry.page_rows], position % self.geometry.page_rows]
 
     def submit(self, plan: Plan) -> StepResult:
-        assert plan.number == self.number + 1, "plans are numbered in order"
+        assert plan.number == self.number + 1, "plans were not submitted in the order of their numbers"
         self.number = plan.number
         for command in plan.commands:
             if isinstance(command, AssignSeat):
                 self.seats[command.seat] = Seat([*command.prompt.token_ids, *command.answer])
             else:
                 self.execute(command)
-        assert len(plan.seats) == len(set(plan.seats)), "a seat stands twice in one plan"
+        assert len(plan.seats) == len(set(plan.seats)), "a plan has the same seat twice"
         results = []
-        for at, (seat, start, count) in enumerate(zip(plan.seats, plan.starts, plan.counts, strict=True)):
+        for segment, (seat, start, count) in enumerate(zip(plan.seats, plan.starts, plan.counts, strict=True)):
             context = self._compute(self.seats[seat], start, count)
-            if at in plan.sampled:
+            if segment in plan.sampled:
                 results.append(next_token(context))
                 self.seats[seat].tokens.append(results[-1])
         return StepResult(plan.number, results)
@@ -80,11 +84,12 @@ class ListRunner:
     def execute(self, command: Command) -> None:
         seat = self.seats[command.seat]
         match command:
-            case Grant(_, kind, first, pages):
-                assert first == len(seat.pages[kind]), f"{kind} granted from {first}, {len(seat.pages[kind])} are held"
-                seat.pages[kind] += pages
-                if kind is not PageUse.HOST:
-                    self._spoil([page for page in pages if page not in self.landed])
+            case Grant(_, use, first, pages):
+                held = len(seat.pages[use])
+                assert first == held, f"pages of {use} were granted from number {first} on, but {held} are held"
+                seat.pages[use] += pages
+                if use is not PageUse.HOST:
+                    self._poison([page for page in pages if page not in self.landed])
                     self.landed.difference_update(pages)
             case Flush(_, length):
                 newest = length // self.geometry.page_rows * self.geometry.page_rows
@@ -99,23 +104,17 @@ class ListRunner:
             case Demote(_, length, _, slots, tail, maps):
                 newest = length // self.geometry.page_rows
                 kept = seat.pages[PageUse.ROWS][newest - 1 : newest + 1]
-                assert [tail[(newest - 1 + n) % TAIL_PAGES] for n in range(len(kept))] == kept, "the tail moved"
+                assert [tail[(newest - 1 + n) % TAIL_PAGES] for n in range(len(kept))] == kept, "tail pages moved"
                 seat.pages[PageUse.ROWS] = []
-                seat.pages[PageUse.SLOTS], seat.pages[PageUse.TAIL], seat.pages[PageUse.MAPS] = (
-                    [*slots],
-                    [*tail],
-                    [*maps],
-                )
+                seat.pages |= {PageUse.SLOTS: [*slots], PageUse.TAIL: [*tail], PageUse.MAPS: [*maps]}
                 seat.tiered = True
             case Promote(_, length, rows):
                 newest = length // self.geometry.page_rows
-                seat.pages[PageUse.ROWS] = [*rows]
-                seat.pages[PageUse.SLOTS], seat.pages[PageUse.TAIL], seat.pages[PageUse.MAPS] = [], [], []
+                seat.pages |= {PageUse.ROWS: [*rows], PageUse.SLOTS: [], PageUse.TAIL: [], PageUse.MAPS: []}
                 seat.tiered = False
                 for position in range(max(0, newest - 1) * self.geometry.page_rows):
-                    self.device[self._at(seat, PageUse.ROWS, position)] = self.host[
-                        self._at(seat, PageUse.HOST, position)
-                    ]
+                    row = self._row(seat, PageUse.ROWS, position)
+                    self.device[row] = self.host[self._row(seat, PageUse.HOST, position)]
 
     def _load(self, seat: Seat, length: int, to: Residence) -> None:
         first = 0
@@ -124,15 +123,15 @@ class ListRunner:
             first = self.geometry.tail_first(length)
         if to is not Residence.STREAMED:
             for position in range(first, length):
-                self.device[self._device_row(seat, position)] = self.host[self._at(seat, PageUse.HOST, position)]
+                self.device[self._device_row(seat, position)] = self.host[self._row(seat, PageUse.HOST, position)]
 
     def _compute(self, seat: Seat, start: int, count: int) -> tuple[int, ...]:
-        """Writes rows [start, start + count) and reads everything before them, as attention may."""
+        """Writes rows [start, start + count), and checks every row that attention may read. Returns the context."""
         streamed, page_rows, end = bool(seat.pages[PageUse.WORK]), self.geometry.page_rows, start + count
         for position in range(start, end):
-            where = self._at(seat, PageUse.HOST, position) if streamed else self._device_row(seat, position)
-            (self.host if streamed else self.device)[where] = tuple(seat.tokens[: position + 1])
-        self._spoil(
+            row = self._row(seat, PageUse.HOST, position) if streamed else self._device_row(seat, position)
+            (self.host if streamed else self.device)[row] = tuple(seat.tokens[: position + 1])
+        self._poison(
             [
                 *seat.pages[PageUse.SLOTS],
                 *seat.pages[PageUse.MAPS],
@@ -140,11 +139,11 @@ class ListRunner:
                 *seat.pages[PageUse.KEYS],
             ]
         )
-        on_host_alone = end if streamed else self.geometry.tail_first(end - 1) if seat.tiered else 0
+        only_on_host = end if streamed else self.geometry.tail_first(end - 1) if seat.tiered else 0
         for position in range(end):
             expected = tuple(seat.tokens[: position + 1])
-            if position < on_host_alone:
-                assert self.host[self._at(seat, PageUse.HOST, position)] == expected, "a row on the host is wrong"
+            if position < only_on_host:
+                assert self.host[self._row(seat, PageUse.HOST, position)] == expected, "a row on the host is wrong"
             else:
                 assert self.device[self._device_row(seat, position)] == expected, "a row on the device is wrong"
         if seat.pages[PageUse.HOST] and not streamed:
@@ -153,18 +152,18 @@ class ListRunner:
 
     def _mirror(self, seat: Seat, first: int, last: int) -> None:
         for position in range(first, last):
-            self.host[self._at(seat, PageUse.HOST, position)] = self.device[self._device_row(seat, position)]
+            self.host[self._row(seat, PageUse.HOST, position)] = self.device[self._device_row(seat, position)]
 
     def _device_row(self, seat: Seat, position: int) -> Row:
         if not seat.tiered:
-            return self._at(seat, PageUse.ROWS, position)
+            return self._row(seat, PageUse.ROWS, position)
         page_rows = self.geometry.page_rows
         return seat.pages[PageUse.TAIL][position // page_rows % TAIL_PAGES], position % page_rows
 
-    def _at(self, seat: Seat, kind: PageUse, position: int) -> Row:
-        return seat.pages[kind][position // self.geometry.page_rows], position % self.geometry.page_rows
+    def _row(self, seat: Seat, use: PageUse, position: int) -> Row:
+        return seat.pages[use][position // self.geometry.page_rows], position % self.geometry.page_rows
 
-    def _spoil(self, pages: Iterable[int]) -> None:
+    def _poison(self, pages: Iterable[int]) -> None:
         for page in pages:
             for row in range(self.geometry.page_rows):
-                self.device[page, row] = SPOILED
+                self.device[page, row] = POISON

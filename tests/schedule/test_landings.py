@@ -1,4 +1,4 @@
-"""Prompts that prefill workers compute: when reservations are sent, and which pages are quarantined."""
+"""Prompts that prefill workers compute: when reservations are sent, and when pages are quarantined or released."""
 
 from schedule.list_runner import ListRunner, next_token
 
@@ -18,13 +18,14 @@ def make(device: int = 60, host: int = 60) -> tuple[Scheduler, ListRunner, Ledge
     return Scheduler(ledger, 4, 64), ListRunner(GEOMETRY), ledger
 
 
-def elsewhere(name: str, length: int, limit: int) -> Request:
+def prefilled_by_peer(name: str, length: int, limit: int) -> Request:
+    """Returns a request whose prompt a prefill worker computes and whose KV lands on the host."""
     prompt = PromptSpec(tuple(range(8, 8 + length)), SamplingParams(seed=0))
     return Request(name, prompt, limit, prefill_at="peer", landing="host")
 
 
-def reserved(scheduler: Scheduler, runner: ListRunner) -> Reservation:
-    """Returns the one reservation that the scheduler makes next."""
+def next_reservation(scheduler: Scheduler, runner: ListRunner) -> Reservation:
+    """Executes the next plan and returns the one reservation that the scheduler made for it."""
     plan = scheduler.plan()
     assert plan is not None
     scheduler.commit(runner.submit(plan))
@@ -34,11 +35,11 @@ def reserved(scheduler: Scheduler, runner: ListRunner) -> Reservation:
 
 
 def test_a_reservation_is_sent_only_after_the_plan_that_granted_its_pages_has_committed() -> None:
-    """A peer may write at any time, and commands of that plan may read the pages for their last owner."""
+    """A peer may write at any time, but commands of this plan may still read the pages for their previous owner."""
     scheduler, runner, _ = make()
-    scheduler.add(elsewhere("a", 9, 12))
+    scheduler.add(prefilled_by_peer("a", 9, 12))
     plan = scheduler.plan()
-    assert plan is not None and not plan.seats, "a plan that carries commands and computes nothing"
+    assert plan is not None and not plan.seats, "the plan must be executed although it computes nothing"
     assert scheduler.take_landing_updates() == []
     result = runner.submit(plan)
     assert scheduler.take_landing_updates() == []
@@ -50,12 +51,12 @@ def test_a_reservation_is_sent_only_after_the_plan_that_granted_its_pages_has_co
 
 def test_pages_of_a_lost_writer_stay_quarantined_until_it_has_stopped() -> None:
     scheduler, runner, ledger = make()
-    scheduler.add(elsewhere("a", 9, 12))
-    first = reserved(scheduler, runner)
+    scheduler.add(prefilled_by_peer("a", 9, 12))
+    first = next_reservation(scheduler, runner)
     scheduler.fail_landing("a", 1, quiesced=False, retry=True)
-    held = PageCounts(len(first.key_pages), len(first.row_pages))
-    assert ledger.quarantined == held != NO_PAGES
-    second = reserved(scheduler, runner)
+    reserved_pages = PageCounts(len(first.key_pages), len(first.row_pages))
+    assert ledger.quarantined == reserved_pages != NO_PAGES
+    second = next_reservation(scheduler, runner)
     assert second.attempt == 2
     assert not {*first.row_pages} & {*second.row_pages} and not {*first.key_pages} & {*second.key_pages}
     scheduler.audit()
@@ -66,22 +67,22 @@ def test_pages_of_a_lost_writer_stay_quarantined_until_it_has_stopped() -> None:
     assert scheduler.take_outputs().token_ids == [next_token(second.prompt.token_ids)]
 
 
-def test_a_lost_prompt_is_retried_a_few_times_and_then_ends_as_lost() -> None:
+def test_a_failed_landing_is_retried_until_no_attempt_is_left_and_then_the_request_ends_as_lost() -> None:
     scheduler, runner, ledger = make()
-    scheduler.add(elsewhere("a", 9, 12))
+    scheduler.add(prefilled_by_peer("a", 9, 12))
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        assert reserved(scheduler, runner).attempt == attempt
+        assert next_reservation(scheduler, runner).attempt == attempt
         assert scheduler.fail_landing("a", attempt, quiesced=True, retry=True, reason=f"reason {attempt}")
         assert scheduler.counters.retries == min(attempt, MAX_ATTEMPTS - 1)
-    news = scheduler.take_outputs()
-    assert (news.finished, news.errors) == ({"a": "lost"}, {"a": f"reason {MAX_ATTEMPTS}"})
+    outputs = scheduler.take_outputs()
+    assert (outputs.finished, outputs.errors) == ({"a": "lost"}, {"a": f"reason {MAX_ATTEMPTS}"})
     assert scheduler.idle and ledger.host is not None and ledger.host.held == 0
 
 
-def test_an_abort_during_a_landing_holds_the_pages_until_the_writer_has_stopped() -> None:
+def test_pages_of_an_aborted_landing_stay_held_until_the_writer_has_stopped() -> None:
     scheduler, runner, ledger = make()
-    scheduler.add(elsewhere("a", 9, 12))
-    reserved(scheduler, runner)
+    scheduler.add(prefilled_by_peer("a", 9, 12))
+    next_reservation(scheduler, runner)
     scheduler.abort("a")
     assert scheduler.take_landing_updates() == [Withdrawal("a", 1)]
     assert scheduler.take_outputs().finished == {"a": "abort"}
@@ -92,7 +93,7 @@ def test_an_abort_during_a_landing_holds_the_pages_until_the_writer_has_stopped(
 
 def test_an_abort_before_the_reservation_was_sent_releases_the_pages_at_once() -> None:
     scheduler, runner, ledger = make()
-    scheduler.add(elsewhere("a", 9, 12))
+    scheduler.add(prefilled_by_peer("a", 9, 12))
     plan = scheduler.plan()
     assert plan is not None
     scheduler.abort("a")
@@ -102,15 +103,15 @@ def test_an_abort_before_the_reservation_was_sent_releases_the_pages_at_once() -
 
 
 def test_a_request_that_cannot_fit_because_of_quarantine_ends_with_that_error() -> None:
-    """The request was to be computed here, so an error about a lost prompt would be misleading."""
+    """This worker would have computed the prompt itself, so an error about a lost prompt would be misleading."""
     scheduler, runner, ledger = make(host=6)
-    scheduler.add(elsewhere("a", 9, 12))
-    reserved(scheduler, runner)
+    scheduler.add(prefilled_by_peer("a", 9, 12))
+    next_reservation(scheduler, runner)
     scheduler.fail_landing("a", 1, quiesced=False, retry=False)
     scheduler.take_outputs()
     held = ledger.quarantined.device + ledger.quarantined.host
     scheduler.add(Request("b", PromptSpec(tuple(range(8, 14)), SamplingParams(seed=0)), 8))
     assert scheduler.plan() is None
-    news = scheduler.take_outputs()
-    assert news.finished == {"b": "no_room"} and news.errors["b"].startswith(f"{held} pages are in quarantine")
+    outputs = scheduler.take_outputs()
+    assert outputs.finished == {"b": "no_room"} and outputs.errors["b"].startswith(f"{held} pages are in quarantine")
     assert scheduler.idle

@@ -1,4 +1,4 @@
-"""Each choice of a victim by itself; tests/schedule/test_scheduler.py exercises them together."""
+"""Unit tests of the functions that choose victims; tests/schedule/test_scheduler.py tests the whole scheduler."""
 
 import pytest
 
@@ -15,12 +15,12 @@ GEOMETRY = Geometry(page_rows=2, layers=2, layer_page_bytes=64, keys_per_page=8,
 
 
 class Running:
-    """Decoding requests of the given lengths, oldest first, and pools with exactly the given pages free."""
+    """Decoding requests of the given lengths, oldest first, in pools with exactly `device` and `host` free pages."""
 
     def __init__(self, lengths: list[int], device: int = 0, host: int | None = 20, tiers: TiersChoice = "auto") -> None:
-        taken, on_host = sum(map(GEOMETRY.resident_pages, lengths)), sum(map(GEOMETRY.row_pages, lengths))
+        held, on_host = sum(map(GEOMETRY.resident_pages, lengths)), sum(map(GEOMETRY.row_pages, lengths))
         allocator = None if host is None else PageAllocator(on_host + host)
-        self.ledger = Ledger(GEOMETRY, PageAllocator(taken + device), allocator)
+        self.ledger = Ledger(GEOMETRY, PageAllocator(held + device), allocator)
         self.requests = [self._decoding(seat, length, tiers) for seat, length in enumerate(lengths)]
 
     def _decoding(self, seat: int, length: int, tiers: TiersChoice) -> Request:
@@ -36,12 +36,12 @@ class Running:
         return pick_victim(self.ledger, self.requests[needy], self.requests, waiting)
 
 
-def test_the_request_that_frees_the_most_pages_is_demoted_and_among_equals_the_older() -> None:
+def test_the_request_that_frees_the_most_pages_is_demoted_and_the_older_one_in_a_tie() -> None:
     running = Running([40, 64, 64, 40])
     assert running.victim() == Victim(running.requests[1], Residence.TIERED)
 
 
-def test_if_no_demotion_frees_pages_the_youngest_is_parked() -> None:
+def test_if_no_demotion_frees_pages_the_youngest_request_is_parked() -> None:
     running = Running([8, 8, 8])
     assert running.victim() == Victim(running.requests[2], Residence.PARKED)
 
@@ -51,7 +51,7 @@ def test_a_request_that_must_stay_resident_is_not_demoted() -> None:
     assert running.victim() == Victim(running.requests[1], Residence.PARKED)
 
 
-def test_a_request_that_was_parked_often_is_spared_until_all_were() -> None:
+def test_a_request_that_was_parked_often_is_not_parked_again_until_all_others_were() -> None:
     running = Running([8, 8, 8])
     running.requests[2].parks = MAX_PARKS
     assert running.victim() == Victim(running.requests[1], Residence.PARKED)
@@ -61,7 +61,7 @@ def test_a_request_that_was_parked_often_is_spared_until_all_were() -> None:
 
 
 @pytest.mark.parametrize("host", [None, 0])
-def test_if_host_pages_are_short_the_youngest_is_recomputed(host: int | None) -> None:
+def test_if_host_pages_are_short_the_youngest_request_is_recomputed(host: int | None) -> None:
     running = Running([8, 8], device=0 if host is None else 10, host=host)
     assert running.victim() == Victim(running.requests[1], Residence.ABSENT)
 
@@ -74,22 +74,22 @@ def test_if_host_pages_are_short_a_younger_parked_request_is_recomputed_first() 
     assert running.victim(waiting=(parked,)) == Victim(parked, Residence.ABSENT)
 
 
-def test_requests_are_demoted_until_the_need_fits_and_none_if_it_would_not() -> None:
+def test_only_as_many_requests_are_demoted_as_necessary_and_none_if_all_would_not_suffice() -> None:
     running = Running([40, 64, 40])
     ledger, (old, large, young) = running.ledger, running.requests
-    freed, most = (ledger.pages_freed_by_demotion(request.holding, request.num_scheduled) for request in (old, large))
-    assert demotions_for(ledger, PageCounts(most, 0), NO_PAGES, running.requests) == [large]
-    assert demotions_for(ledger, PageCounts(most, 0), PageCounts(1, 0), running.requests) == [large, old]
-    assert demotions_for(ledger, PageCounts(most + 2 * freed, 0), NO_PAGES, running.requests) == [large, old, young]
-    assert demotions_for(ledger, PageCounts(most + 2 * freed + 1, 0), NO_PAGES, running.requests) == []
-    assert demotions_for(ledger, PageCounts(1, 21), NO_PAGES, running.requests) == [], "demoting frees no host pages"
+    few, many = (ledger.pages_freed_by_demotion(request.holding, request.num_scheduled) for request in (old, large))
+    assert demotions_for(ledger, PageCounts(many, 0), NO_PAGES, running.requests) == [large]
+    assert demotions_for(ledger, PageCounts(many, 0), PageCounts(1, 0), running.requests) == [large, old]
+    assert demotions_for(ledger, PageCounts(many + 2 * few, 0), NO_PAGES, running.requests) == [large, old, young]
+    assert demotions_for(ledger, PageCounts(many + 2 * few + 1, 0), NO_PAGES, running.requests) == []
+    assert demotions_for(ledger, PageCounts(1, 21), NO_PAGES, running.requests) == [], "demotion frees no host pages"
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_promotion_leaves_every_request_a_page_to_grow_into(missing: int) -> None:
+def test_a_promotion_leaves_one_free_page_for_every_running_request(missing: int) -> None:
     running = Running([40, 40], device=20)
     ledger, young = running.ledger, running.requests[1]
     ledger.demote(young.holding, young.num_scheduled)
-    wanted = ledger.pages_to_promote(young.num_scheduled).device + len(running.requests)
-    ledger.device.allocate(ledger.device.free - wanted + missing)
+    sufficient = ledger.pages_to_promote(young.num_scheduled).device + len(running.requests)
+    ledger.device.allocate(ledger.device.free - sufficient + missing)
     assert promotable(ledger, running.requests) is (None if missing else young)

@@ -1,14 +1,14 @@
-"""The scheduler under random arrivals, aborts and several plans in flight, against a runner of plain lists.
+"""The scheduler under random arrivals, aborts and several plans in flight, with a runner that uses no tensors.
 
-The runner model checks every plan as it is carried out: rows of a request are computed once, in order, in pages that
-it alone owns, and the token fed at each position is the one that the request really has there.
+`ListRunner` checks every row that attention could read in each plan. A page with two owners, or a row that was computed
+from wrong tokens, fails a check.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
+from hypothesis import seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from schedule.list_runner import ListRunner, next_token
@@ -28,6 +28,8 @@ STOP = 7
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    """Random requests and events. If `for_peers`, the scheduler is that of a prefill worker."""
+
     @initialize(
         pages=st.integers(3, 40),
         page_rows=st.integers(1, 4),
@@ -64,13 +66,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.aborted: set[str] = set()
-        self.fetched: list[Reservation] = []  # prompts that peers are computing
-        self.given_up: list[Reservation] = []  # reservations whose peers may still write
+        self.reserved: list[Reservation] = []  # reservations that peers have received, of landings that have not ended
+        self.given_up: list[Reservation] = []  # reservations of failed landings whose peers may still write
         self.quarantine = False  # whether pages were ever quarantined
-        self.lost: set[str] = set()
+        self.lost: set[str] = set()  # requests whose last possible landing has failed
         self.withdrawn: set[tuple[str, int]] = set()
-        self.sent: dict[str, int] = {}  # announced rows of each prompt computed for a peer
-        self.handed: dict[str, int] = {}  # first tokens of those prompts
+        self.announced: dict[str, int] = {}  # number of announced rows of each prompt computed for a peer
+        self.first_tokens: dict[str, int] = {}  # announced first tokens of those prompts
 
     @rule(data=st.data())
     @precondition(lambda self: not self.for_peers)
@@ -89,45 +91,45 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.limits[name] = limit
         self.answers[name] = []
         landing: LandingChoice = "auto"
-        elsewhere = data.draw(st.sampled_from([None, "peer"]))
-        if elsewhere is not None:
+        prefill_at = data.draw(st.sampled_from([None, "peer"]))
+        if prefill_at is not None:
             possible = ["auto"] + ["host"] * (self.ledger.host is not None)
             possible += ["device"] * (tiers != "tiered" and self.mode != "always" and limit <= self.resident + 1)
             landing = data.draw(st.sampled_from(possible))
         prompt = PromptSpec(tuple(self.prompts[name]), SamplingParams(seed=0), frozenset({STOP}))
-        self.scheduler.add(Request(name, prompt, limit, tiers, elsewhere, landing))
+        self.scheduler.add(Request(name, prompt, limit, tiers, prefill_at, landing))
 
     @rule(data=st.data())
     @precondition(lambda self: self.for_peers)
     def add_for_peer(self, data: st.DataObject) -> None:
-        """A decode worker requests a prompt."""
+        """Adds a prompt that a decode worker has requested."""
         length = data.draw(st.integers(1, max(1, min(self.capacity, 40))))
         if length > self.capacity:
             return
-        name = f"peer{len(self.sent)}"
-        self.sent[name] = 0
+        name = f"peer{len(self.announced)}"
+        self.announced[name] = 0
         self.prompts[name] = data.draw(st.lists(st.integers(0, 22), min_size=length, max_size=length))
         prompt = PromptSpec(tuple(self.prompts[name]), SamplingParams(seed=0))
         self.scheduler.add(Request(name, prompt, length + 1, for_peer=True))
 
     @rule(data=st.data())
-    @precondition(lambda self: self.sent)
+    @precondition(lambda self: self.announced)
     def drop(self, data: st.DataObject) -> None:
-        self.scheduler.drop_prompt(data.draw(st.sampled_from(sorted(self.sent))))
+        self.scheduler.drop_prompt(data.draw(st.sampled_from(sorted(self.announced))))
 
     @rule(data=st.data())
-    @precondition(lambda self: self.fetched)
-    def arrive(self, data: st.DataObject) -> None:
-        """A peer has finished or failed. Its report of the attempt arrives twice."""
-        fetched = data.draw(st.sampled_from(self.fetched))
-        self.fetched.remove(fetched)
-        name, attempt = fetched.request_id, fetched.attempt
+    @precondition(lambda self: self.reserved)
+    def end_landing(self, data: st.DataObject) -> None:
+        """Completes a landing or lets it fail. The scheduler receives the report twice."""
+        reservation = data.draw(st.sampled_from(self.reserved))
+        self.reserved.remove(reservation)
+        name, attempt = reservation.request_id, reservation.attempt
         if data.draw(st.integers(0, 2)):
-            self.land(fetched)
+            self.land(reservation)
             return
         quiesced, retry = data.draw(st.booleans()), data.draw(st.booleans())
         if not quiesced:
-            self.given_up.append(fetched)
+            self.given_up.append(reservation)
             self.quarantine = True
         if not retry or attempt == MAX_ATTEMPTS:
             self.lost.add(name)
@@ -137,20 +139,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.given_up)
     def write_late(self, data: st.DataObject) -> None:
+        """Lets the peer of a failed landing write to the quarantined pages. It may then stop."""
         late = data.draw(st.sampled_from(self.given_up))
-        self.runner.scribble(late)
+        self.runner.write_late(late)
         if data.draw(st.booleans()):
             self.given_up.remove(late)
             self.scheduler.end_quarantine(late.request_id, late.attempt)
 
-    def land(self, fetched: Reservation) -> None:
-        self.runner.land(fetched)
+    def land(self, reservation: Reservation) -> None:
+        self.runner.land(reservation)
         for _ in range(2):
             self.scheduler.complete_landing(
-                fetched.request_id, fetched.attempt, next_token(fetched.prompt.token_ids), None
+                reservation.request_id, reservation.attempt, next_token(reservation.prompt.token_ids), None
             )
-        if (fetched.request_id, fetched.attempt) in self.withdrawn:
-            self.runner.landed -= self.runner.device_pages(fetched)
+        if (reservation.request_id, reservation.attempt) in self.withdrawn:
+            self.runner.landed -= self.runner.device_pages(reservation)
 
     @rule(data=st.data())
     @precondition(lambda self: self.prompts)
@@ -163,57 +166,57 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self) -> None:
         if len(self.in_flight) < self.depth and (plan := self.scheduler.plan()) is not None:
             self.in_flight.append(self.runner.submit(plan))
-            self.check_sent(plan)
+            self.check_announcements(plan)
         for outgoing in self.scheduler.take_landing_updates():
             if isinstance(outgoing, Withdrawal):
                 self.withdrawn.add((outgoing.request_id, outgoing.attempt))
             else:
-                self.fetched.append(outgoing)
+                self.reserved.append(outgoing)
 
-    def check_sent(self, plan: Plan) -> None:
-        """Announced rows are on the host, continue the rows announced before, and end with the first token."""
-        for sent in plan.announcements:
-            prompt = self.prompts[sent.request_id]
-            match sent:
+    def check_announcements(self, plan: Plan) -> None:
+        """Checks that announced rows are on the host and in order, and that the first token follows all rows."""
+        for announcement in plan.announcements:
+            prompt = self.prompts[announcement.request_id]
+            match announcement:
                 case RowsWritten(name, first, last, pages):
-                    assert first == self.sent[name], "rows are announced once, in order"
-                    self.sent[name] = last
+                    assert first == self.announced[name], "rows were announced twice or out of order"
+                    self.announced[name] = last
                     for position in range(first, last):
-                        assert self.runner.on_host(pages, position) == tuple(prompt[: position + 1])
+                        assert self.runner.host_row(pages, position) == tuple(prompt[: position + 1])
                 case PromptComputed(name, token, _):
-                    assert self.sent[name] == len(prompt) and name not in self.handed
+                    assert self.announced[name] == len(prompt) and name not in self.first_tokens
                     assert token == next_token(tuple(prompt))
-                    self.handed[name] = token
+                    self.first_tokens[name] = token
 
     @rule()
     def commit(self) -> None:
         if self.in_flight:
-            self.take(self.scheduler.commit(self.in_flight.popleft()))
+            self.record(self.scheduler.commit(self.in_flight.popleft()))
         else:
-            self.take(self.scheduler.take_outputs())
+            self.record(self.scheduler.take_outputs())
 
-    @rule(rounds=st.integers(2, 25))
-    def run(self, rounds: int) -> None:
-        for _ in range(rounds):
+    @rule(steps=st.integers(2, 25))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
             self.submit()
             self.commit()
             self.scheduler.audit()
 
-    def take(self, news: TokenOutputs) -> None:
-        for name, token in zip(news.request_ids, news.token_ids, strict=True):
-            assert name not in self.reasons, "a token after the end"
+    def record(self, outputs: TokenOutputs) -> None:
+        for name, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
+            assert name not in self.reasons, "a request got a token after its end"
             self.answers[name].append(token)
-        for name, reason in news.finished.items():
-            assert name not in self.reasons, "ended twice"
+        for name, reason in outputs.finished.items():
+            assert name not in self.reasons, "a request ended twice"
             self.reasons[name] = reason
 
     @invariant()
-    def audits(self) -> None:
+    def audit(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.audit()
 
     def teardown(self) -> None:
-        """Every request ends with the tokens that the model computes for it alone, and all pages are released."""
+        """Runs all requests to their end, and checks every answer and that all pages are released."""
         if not hasattr(self, "scheduler"):
             return
         for _ in range(5000):
@@ -221,11 +224,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.submit()
             self.commit()
-            while self.fetched:
-                self.land(self.fetched.pop())
-            for name in self.handed:
+            while self.reserved:
+                self.land(self.reserved.pop())
+            for name in self.first_tokens:
                 self.scheduler.drop_prompt(name)
-        assert self.scheduler.idle, "a request never ends"
+        assert self.scheduler.idle, "a request does not end"
         for late in self.given_up:
             self.scheduler.end_quarantine(late.request_id, late.attempt)
         self.scheduler.audit()
@@ -235,15 +238,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         for change in ("demotions", "promotions", "parks", "resumes", "recomputes", "landed", "lost", "handed_off"):
             SEEN[change] += getattr(counters, change)
         for name, prompt in self.prompts.items():
-            if name in self.sent:
+            if name in self.announced:
                 continue
             expected = alone(prompt, self.limits[name])
             if self.reasons[name] == "abort":
                 assert name in self.aborted
                 assert self.answers[name] == expected[: len(self.answers[name])]
             elif self.reasons[name] in ("lost", "no_room"):
-                known = name in self.lost if self.reasons[name] == "lost" else self.quarantine
-                assert known, "no landing was lost, or pages were not quarantined"
+                justified = name in self.lost if self.reasons[name] == "lost" else self.quarantine
+                assert justified, "a request ended as lost or no_room without a failed landing or quarantined pages"
                 assert self.answers[name] == expected[: len(self.answers[name])]
             else:
                 assert self.answers[name] == expected
@@ -251,6 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def alone(prompt: list[int], limit: int) -> list[int]:
+    """Returns the answer to a prompt that no other request disturbs."""
     context = list(prompt)
     while len(context) < limit:
         context.append(next_token(tuple(context)))
@@ -260,6 +264,7 @@ def alone(prompt: list[int], limit: int) -> list[int]:
 
 
 def longest(pages_of: Callable[[int], int], pages: int) -> int:
+    """Returns the largest number of tokens that need at most `pages` pages."""
     tokens = 0
     while pages_of(tokens + 1) <= pages:
         tokens += 1
@@ -267,13 +272,14 @@ def longest(pages_of: Callable[[int], int], pages: int) -> int:
 
 
 CHANGES = ("demotions", "parks", "resumes", "recomputes", "landed", "lost", "handed_off")
-SEEN: Counter[str] = Counter()
-TestScheduler = SchedulerMachine.TestCase
+SEEN: Counter[str] = Counter()  # how often each change has happened in all examples
+# Without a seed, the examples depend on the source text of the class and may not contain every change in CHANGES.
+TestScheduler = seed(1)(SchedulerMachine).TestCase
 TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, deadline=None, derandomize=True)
 
 
-def test_every_change_of_residence_happened_above() -> None:
-    """Runs after the state machine, in the same process: its examples must have covered every change."""
+def test_the_examples_of_the_state_machine_cover_every_change() -> None:
+    """Runs after the state machine in the same process. If it runs without it, there is nothing to check."""
     assert not SEEN or all(SEEN[change] for change in CHANGES), SEEN
 
 
@@ -287,7 +293,7 @@ def request(name: str, length: int, limit: int) -> Request:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_burst_demotes_and_its_end_promotes(depth: int) -> None:
+def test_a_long_request_is_demoted_during_a_burst_and_promoted_after_it(depth: int) -> None:
     geometry = Geometry(2, 2, 64, keys_per_page=8, slots=4, topk=2)
     ledger = Ledger(geometry, PageAllocator(44), PageAllocator(80))
     scheduler, runner = Scheduler(ledger, 4, 64), ListRunner(geometry)
@@ -308,13 +314,13 @@ def test_a_burst_demotes_and_its_end_promotes(depth: int) -> None:
         elif residences:
             residences.append("resident")
     assert finished == ["burst", "long"]
-    assert residences[0] == "tiered" and residences[-1] == "resident", "the long request is demoted, then promoted"
+    assert residences[0] == "tiered" and residences[-1] == "resident", "the request was not demoted and promoted"
     assert (scheduler.counters.demotions, scheduler.counters.promotions) == (1, 1)
     assert scheduler.counters.parks == scheduler.counters.recomputes == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_youngest_is_preempted_and_the_oldest_hardly_waits(depth: int) -> None:
+def test_the_youngest_request_is_preempted_and_the_oldest_is_in_almost_every_plan(depth: int) -> None:
     scheduler, runner = make(pages=11, page_rows=2)
     scheduler.add(request("old", 4, 20))
     scheduler.add(request("young", 2, 20))
@@ -335,7 +341,7 @@ def test_the_youngest_is_preempted_and_the_oldest_hardly_waits(depth: int) -> No
     assert worst <= depth, f"the oldest was left out of {worst} plans in a row"
 
 
-def test_the_token_budget_limits_prompts_but_never_decoding() -> None:
+def test_the_token_budget_limits_prompts_but_not_decoding_requests() -> None:
     scheduler, runner = make(pages=400, page_rows=2, seats=8, step_tokens=3)
     for number in range(5):
         scheduler.add(request(f"r{number}", 4, 100))
@@ -345,8 +351,8 @@ def test_the_token_budget_limits_prompts_but_never_decoding() -> None:
         assert plan is not None
         counts.append(list(plan.counts))
         scheduler.commit(runner.submit(plan))
-    assert max(sum(count for count in each if count > 1) for each in counts) <= 3
-    assert counts[-1] == [1] * 5, "all five decode in the end, though a step has only three tokens"
+    assert max(sum(count for count in plan_counts if count > 1) for plan_counts in counts) <= 3
+    assert counts[-1] == [1] * 5, "all five requests must decode in the end, although the budget is three tokens"
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
@@ -356,34 +362,34 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     assert first is not None
     scheduler.commit(runner.submit(first))
     scheduler.add(request("long", 12, 20))
-    shapes = []
+    counts = []
     for _ in range(4):
         plan = scheduler.plan()
         assert plan is not None
-        shapes.append(list(plan.counts))
+        counts.append(list(plan.counts))
         scheduler.commit(runner.submit(plan))
-    assert shapes == [[1, 4], [1, 4], [1, 4], [1, 1]]
+    assert counts == [[1, 4], [1, 4], [1, 4], [1, 1]]
 
 
 def test_no_token_is_computed_past_the_maximal_length() -> None:
     scheduler, runner = make(pages=64, page_rows=2)
     scheduler.add(request("r", 3, 6))
-    plans = []
-    while (plan := scheduler.plan()) is not None:  # all in flight at once
-        plans.append(runner.submit(plan))
-    assert len(plans) == 3
-    for result in plans:
-        news = scheduler.commit(result)
-    assert news.finished == {"r": "length"}
+    results = []
+    while (plan := scheduler.plan()) is not None:  # all plans are in flight at once
+        results.append(runner.submit(plan))
+    assert len(results) == 3
+    for result in results:
+        outputs = scheduler.commit(result)
+    assert outputs.finished == {"r": "length"}
 
 
 def test_a_phase_change_outside_the_table_is_refused() -> None:
-    moving = request("r", 1, 2)
+    waiting = request("r", 1, 2)
     with pytest.raises(IllegalTransition):
-        moving.move(Phase.DECODE)
+        waiting.move(Phase.DECODE)
 
 
-def test_plans_commit_in_order() -> None:
+def test_plans_must_be_committed_in_order() -> None:
     scheduler, runner = make(pages=64)
     scheduler.add(request("r", 3, 8))
     first, second = scheduler.plan(), scheduler.plan()
@@ -393,10 +399,10 @@ def test_plans_commit_in_order() -> None:
         scheduler.commit(results[1])
 
 
-def test_with_several_stages_plans_in_flight_share_no_token() -> None:
-    """The first stage needs a token before it computes the next, so decoding requests alternate between two plans.
+def test_with_several_stages_a_decoding_request_is_in_only_one_plan_in_flight() -> None:
+    """The first stage can compute a sampled token only after the last stage has sampled it.
 
-    Chunks of one prompt follow each other without waiting.
+    Decoding requests therefore alternate between two plans. Chunks of one prompt can be in both.
     """
     geometry = Geometry(2, 1, 32)
     scheduler = Scheduler(Ledger(geometry, PageAllocator(200), None), 5, 4, stages=2)

@@ -1,4 +1,4 @@
-"""Plain models of memory: every byte that each request wrote, by position, and the contents of each seat's slots."""
+"""Simple models of the KV memory: the bytes that each request wrote at each position, and the slots of each seat."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from hotset.tiers.residence import Residence
 
 POISON = 0xAB
 
-# Rows of 10 bytes in strides of 12, of 26 in 32, of 144 in fp8 (two scales), of 13 in 16; then no selection.
+# Rows of 10 bytes with a stride of 12, of 26 with 32, of 144 in fp8 (two scales), of 13 with 16. "gqa" has no indexer.
 SHAPES = {
     "shared": KvShape(4, RowLayout(5, torch.bfloat16, align=4), (0, 2), index_key_row(3, torch.bfloat16), topk=3),
     "uneven": KvShape(4, mla_row(9, 4, torch.bfloat16), (0, 1, 3), index_key_row(5, torch.float32), topk=4),
@@ -42,7 +42,7 @@ class Written:
         self.last_chosen: list[set[int]] = [set() for _ in range(shape.groups)]
 
     def values(self, layer: int, length: int) -> Tensor:
-        """Returns the bytes of rows [0, length) as `PagedRows.gather` should return them."""
+        """Returns rows [0, length) as bytes, in the form in which `PagedRows.gather` should return them."""
         return _decoded_bytes(self.rows[layer, :length], self._shape.row)
 
     def key_values(self, group: int, length: int) -> Tensor:
@@ -51,7 +51,7 @@ class Written:
 
 
 class Attention:
-    """Replaces a model: writes random rows, selects random positions, and checks everything it reads."""
+    """Takes the place of a model: writes random rows, selects random positions, and checks all rows that it reads."""
 
     def __init__(self, shape: KvShape, seed: int) -> None:
         self._shape = shape
@@ -91,29 +91,29 @@ class Attention:
         keys = view.keys(group)
         for segment, first, last, length in view.segments:
             batch[segment].keys[group, length - (last - first) : length] = stored[first:last]
-            got, wanted = as_bytes(keys.gather(segment, length)), batch[segment].key_values(group, length)
-            assert torch.equal(got, wanted), f"index keys of group {group} differ"
+            got, expected = as_bytes(keys.gather(segment, length)), batch[segment].key_values(group, length)
+            assert torch.equal(got, expected), f"index keys of group {group} differ"
 
     def _compare_context(self, view: View, batch: Sequence[Written], layer: int) -> None:
         context = view.context(layer)
         for segment, _first, _last, length in view.segments:
-            got, wanted = as_bytes(context.gather(segment, length)), batch[segment].values(layer, length)
-            assert torch.equal(got, wanted), f"rows of layer {layer} differ"
+            got, expected = as_bytes(context.gather(segment, length)), batch[segment].values(layer, length)
+            assert torch.equal(got, expected), f"rows of layer {layer} differ"
 
     def _compare_selected(self, view: View, batch: Sequence[Written], layer: int, positions: Tensor) -> None:
         selected = view.select(layer, positions)
-        there = positions != EMPTY
-        assert torch.equal(selected.row_ids != EMPTY, there), "padding became rows, or rows became padding"
-        got = as_bytes(selected.rows[selected.row_ids[there]])
-        wanted = [
-            batch[segment].rows[layer, positions[first:last][there[first:last]]]
+        valid = positions != EMPTY
+        assert torch.equal(selected.row_ids != EMPTY, valid), "padding became rows, or rows became padding"
+        got = as_bytes(selected.rows[selected.row_ids[valid]])
+        expected = [
+            batch[segment].rows[layer, positions[first:last][valid[first:last]]]
             for segment, first, last, _length in view.segments
         ]
-        same = (got == torch.cat(wanted)).all(1)
-        assert bool(same.all()), f"layer {layer}: rows differ at {positions[there][~same].tolist()}"
+        same = (got == torch.cat(expected)).all(1)
+        assert bool(same.all()), f"layer {layer}: rows differ at {positions[valid][~same].tolist()}"
 
     def _choose(self, segments: Segments, batch: Sequence[Written], group: int) -> Tensor:
-        """Returns positions [tokens, topk], ascending and EMPTY-padded, as an indexer does."""
+        """Returns positions [tokens, topk] in ascending order, EMPTY-padded at the end, as an indexer does."""
         topk, chosen = self._shape.topk, []
         for segment, first, last, length in segments:
             for newest in range(length - (last - first), length):
@@ -122,7 +122,7 @@ class Attention:
         return torch.tensor([row + [EMPTY] * (topk - len(row)) for row in chosen], dtype=torch.int64)
 
     def _choose_from(self, newest: int, last_chosen: set[int]) -> list[int]:
-        """Selects some earlier choices (hits), recent positions (the tail) and random ones (misses), up to top-k."""
+        """Returns up to top-k positions: some of `last_chosen` (hits), recent ones (the tail) and random ones."""
         count = min(self._shape.topk, newest + 1)
         if self._random.random() < 0.1:
             count = self._random.randint(0, count)
@@ -132,7 +132,7 @@ class Attention:
         return sorted(list(dict.fromkeys(again + recent + anywhere))[:count])
 
     def _values(self, layout: RowLayout, segments: Segments) -> Tensor:
-        """Returns values [tokens, width]: random bits, or finite numbers if they will be quantised."""
+        """Returns random values [tokens, width]: random bits, or finite numbers if the layout quantises them."""
         size = (segments.positions.shape[0], layout.width)
         if layout.quantised:
             return torch.randn(size, generator=self._generator).to(layout.dtype)
@@ -142,13 +142,13 @@ class Attention:
 
 @dataclass(slots=True)
 class Slots:
-    """The hot buffer of one seat and index group. It evicts the least recently used slot, among equals the lower."""
+    """The slots of one seat and index group. The least recently used slot is evicted; ties evict the lower slot."""
 
     position_of: list[int]
     last_used: list[int]
 
     def use(self, positions: Sequence[int], stamp: int) -> int:
-        """Returns how many of `positions` were missing. They are put into slots, the lowest position first."""
+        """Puts missing positions into slots and stamps the slots of all. Returns how many positions were missing."""
         missing = [position for position in positions if position not in self.position_of]
         for slot, position in enumerate(self.position_of):
             if position in positions:
@@ -161,7 +161,7 @@ class Slots:
 
 
 class SlotModel:
-    """The contents of every tiered seat's slots in plain lists, and the lookups there."""
+    """The slots of every tiered seat in lists, and the numbers of lookups and misses."""
 
     def __init__(self, shape: KvShape, geometry: Geometry, seats: int) -> None:
         self._geometry = geometry
@@ -170,7 +170,8 @@ class SlotModel:
         self.slots: dict[int, list[Slots]] = {}  # by seat, one for each index group
         self.lookups, self.misses = [0] * shape.groups, [0] * shape.groups
 
-    def follow(self, command: Command) -> None:
+    def execute(self, command: Command) -> None:
+        """Changes the slots as the KV memory should when it executes a command."""
         match command:
             case Demote(seat, length, first):
                 self._opened_at[seat] = length
@@ -179,42 +180,44 @@ class SlotModel:
                 self._opened_at[seat] = length
                 self.slots[seat] = [self._opened(chosen, length) for chosen in self.last_chosen[seat]]
             case Promote(seat):
-                self.leave(seat)
+                self.remove(seat)
 
-    def leave(self, seat: int) -> None:
+    def remove(self, seat: int) -> None:
         """Removes the slots of a seat that is not tiered any more."""
         self.slots.pop(seat, None)
 
     def move_tail_to_slots(self, seat: int, start: int) -> None:
-        """Moves rows of the tail page that the row at `start` overwrites into slots, up to the allowed number."""
+        """Moves rows of the tail page that the row at `start` overwrites, if any, into slots."""
         page_rows, slots = self._geometry.page_rows, self._geometry.slots
         first = start - TAIL_PAGES * page_rows
         if seat not in self.slots or start % page_rows or first < 0 or start == self._opened_at[seat]:
             return
         count = page_rows if first + page_rows <= slots else min(page_rows, slots - self._geometry.topk)
-        for each in self.slots[seat]:
-            each.use(range(first + page_rows - count, first + page_rows), start - 1)
+        for slots_of_group in self.slots[seat]:
+            slots_of_group.use(range(first + page_rows - count, first + page_rows), start - 1)
 
     def choose(self, seat: int, newest: int, chosen: Sequence[Iterable[int]]) -> None:
         """Looks up the positions that the token at `newest` selected in each index group."""
         self.last_chosen[seat] = [sorted(positions) for positions in chosen]
         tail_first = self._geometry.tail_first(newest)
-        for group, each in enumerate(self.slots.get(seat, [])):
+        for group, slots in enumerate(self.slots.get(seat, [])):
             looked_up = [position for position in self.last_chosen[seat][group] if position < tail_first]
-            missed = each.use(looked_up, newest)
-            assert not missed or tail_first > self._geometry.slots, "a context that fits its hot buffer missed"
+            missed = slots.use(looked_up, newest)
+            assert not missed or tail_first > self._geometry.slots, "a row was missing, but all rows fit into slots"
             self.lookups[group] += len(looked_up)
             self.misses[group] += missed
 
     def _opened(self, chosen: Sequence[int], length: int) -> Slots:
         slots, tail_first = self._geometry.slots, self._geometry.tail_first(length)
         opened = Slots([EMPTY] * slots, [NEVER] * slots)
-        wanted = range(tail_first) if tail_first <= slots else [each for each in chosen if each < tail_first]
-        opened.use(wanted, length - 1)
+        loaded = (
+            range(tail_first) if tail_first <= slots else [position for position in chosen if position < tail_first]
+        )
+        opened.use(loaded, length - 1)
         return opened
 
     def _demoted(self, chosen: Sequence[int], length: int, first: int) -> Slots:
-        """Fills slots in place. Rows that were selected last and lie elsewhere replace rows that were not selected."""
+        """Keeps rows in place as slots. Rows that were selected last and are elsewhere replace rows that were not."""
         begin, tail_first = first * self._geometry.page_rows, self._geometry.tail_first(length)
         held = list(range(begin, begin + self._geometry.slots))
         demoted = Slots(held, [length - 1 if position in chosen else position for position in held])
@@ -225,14 +228,14 @@ class SlotModel:
         return demoted
 
 
-class Poison:
-    """Poisons memory that must not be read."""
+class Poisoner:
+    """Overwrites memory that must not be read with POISON: all of it at first, then the given pages."""
 
     def __init__(self, pool: DevicePool, host: HostStore) -> None:
         self._pool, self._host = pool, host
-        self.spoil(range(pool.pages), range(host.rows.shape[1] // host.page_rows))
+        self.poison(range(pool.pages), range(host.rows.shape[1] // host.page_rows))
 
-    def spoil(self, device_pages: Sequence[int], host_pages: Sequence[int]) -> None:
+    def poison(self, device_pages: Sequence[int], host_pages: Sequence[int]) -> None:
         if device_pages:
             self._pool.bytes[:, torch.tensor(device_pages)] = POISON
         if host_pages:

@@ -1,8 +1,8 @@
-"""Defects seen in other engines, tested at the level of the engine. A test is named after the number of its defect.
+"""Tests of a whole engine for defects seen in other engines. The name of a test has the number of its defect.
 
-`Bench` compares what the host store holds with plain lists after every step, and every answer in the end. Further
-defects are named in tests/kernels/test_swap_in.py (5 to 8), tests/tiers/test_traffic.py (19) and
-tests/engine/test_sizing.py (20). `scripts/sabotage` reintroduces each of them and checks that a test fails.
+`Bench` compares the host store with plain lists after every step, and every answer at the end. Further defects have
+tests in tests/kernels/test_swap_in.py (5 to 8), tests/tiers/test_traffic.py (19) and tests/engine/test_sizing.py (20).
+`scripts/sabotage` reintroduces each defect and checks that a test fails.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from hotset.tiers.commands import Grant
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.residence import PageUse, Residence
 
-DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])  # plans in flight
 
 
 @DEPTHS
@@ -31,7 +31,7 @@ def test_defect_01_parking_keeps_host_rows_and_resuming_sets_the_hot_buffer_up_a
     bench.step()
     assert len(young.holding.pages[PageUse.HOST]) == bench.geometry.row_pages(young.num_scheduled)
     assert young.holding.device_pages == 0
-    assert bench.compared[Residence.PARKED] >= young.num_scheduled, "what is parked was not compared"
+    assert bench.compared[Residence.PARKED] >= young.num_scheduled, "the rows of the parked request were not compared"
     bench.run(until=lambda: young.seat is not None)
     assert old.phase is Phase.FINISHED or young.holding.residence is Residence.TIERED
     bench.run(until=lambda: bench.settled)
@@ -44,7 +44,7 @@ def test_defect_01_parking_keeps_host_rows_and_resuming_sets_the_hot_buffer_up_a
     assert counters.tokens_prefilled == 40, "a prompt was computed twice"
 
 
-def test_defect_01_a_prompt_parks_between_chunks_and_goes_on_where_it_was() -> None:
+def test_defect_01_a_prompt_parked_between_chunks_continues_where_it_stopped() -> None:
     bench = Bench(40, 80, step_tokens=6, tiers="always")
     request = bench.add("streamed", 40, 8)
     bench.run(until=lambda: request.num_scheduled == 18)
@@ -54,19 +54,24 @@ def test_defect_01_a_prompt_parks_between_chunks_and_goes_on_where_it_was() -> N
     assert bench.scheduler.counters.resumes == 1 and bench.scheduler.counters.tokens_prefilled == 40
 
 
+# Tests whether a request has reached a state.
 REACHED: dict[str, Callable[[Bench, Request], bool]] = {
-    "waiting": lambda bench, it: it.phase is Phase.WAITING,
-    "prefilling": lambda bench, it: it.phase is Phase.PREFILL and 0 < it.num_scheduled < len(it.prompt),
-    "resident": lambda bench, it: it.phase is Phase.DECODE and it.holding.residence is Residence.RESIDENT,
-    "streamed": lambda bench, it: it.holding.residence is Residence.STREAMED and it.num_scheduled > 0,
-    "ready": lambda bench, it: it.holding.residence is Residence.TIERED and not bench.settled,
-    "tiered": lambda bench, it: it.holding.residence is Residence.TIERED and it.num_scheduled > 30,
-    "parked": lambda bench, it: it.phase is Phase.PARKED,
-    "pending": lambda bench, it: it in bench.scheduler._preemptor.pending,
+    "waiting": lambda bench, request: request.phase is Phase.WAITING,
+    "prefilling": lambda bench, request: (
+        request.phase is Phase.PREFILL and 0 < request.num_scheduled < len(request.prompt)
+    ),
+    "resident": lambda bench, request: (
+        request.phase is Phase.DECODE and request.holding.residence is Residence.RESIDENT
+    ),
+    "streamed": lambda bench, request: request.holding.residence is Residence.STREAMED and request.num_scheduled > 0,
+    "just made tiered": lambda bench, request: request.holding.residence is Residence.TIERED and not bench.settled,
+    "tiered": lambda bench, request: request.holding.residence is Residence.TIERED and request.num_scheduled > 30,
+    "parked": lambda bench, request: request.phase is Phase.PARKED,
+    "about to be preempted": lambda bench, request: request in bench.scheduler._preemptor.pending,
 }
 
 
-# With one plan at a time, no preemption is ever pending.
+# With at most one plan in flight, no preemption is ever pending.
 @pytest.mark.parametrize(("state", "depth"), [*((state, 2) for state in REACHED), ("waiting", 1), ("parked", 1)])
 def test_defect_03_an_abort_releases_every_page_and_disturbs_no_other_request(state: str, depth: int) -> None:
     resident = state in ("prefilling", "resident")
@@ -77,14 +82,14 @@ def test_defect_03_an_abort_releases_every_page_and_disturbs_no_other_request(st
     bench.run(until=lambda: REACHED[state](bench, victim))
     assert REACHED[state](bench, victim), f"no request was ever {state}"
     held, in_flight = bench.ledger.device.held, victim.in_flight
-    own = victim.holding.device_pages
+    held_by_victim = victim.holding.device_pages
     bench.engine.abort("victim")
     bench.engine.abort("victim")
     bench.scheduler.audit()
     if in_flight:
-        assert bench.ledger.device.held == held, "pages were released under a plan that still writes them"
+        assert bench.ledger.device.held == held, "pages were released while a plan in flight writes to them"
     else:
-        assert bench.ledger.device.held == held - own, "pages were not released at once"
+        assert bench.ledger.device.held == held - held_by_victim, "pages were not released at once"
         assert victim.holding.device_pages == 0 and not victim.holding.pages[PageUse.HOST]
     bench.finish()
     assert bench.reasons == {"old": "length", "victim": "abort", "next": "length"}
@@ -97,15 +102,15 @@ def test_defect_03_pages_used_by_a_plan_in_flight_are_not_granted() -> None:
     plan = scheduler.plan()
     assert plan is not None
     ticket = bench.engine.executor.runner.submit(plan)
-    pages = {page for kind, pages in victim.holding.pages.items() if kind is not PageUse.HOST for page in pages}
-    on_host = set(victim.holding.pages[PageUse.HOST])
+    device_pages = {page for use, pages in victim.holding.pages.items() if use is not PageUse.HOST for page in pages}
+    host_pages = set(victim.holding.pages[PageUse.HOST])
     bench.engine.abort("victim")
     bench.add("next", 60, 4)
-    overtaken = scheduler.plan()
-    grants = [each for each in overtaken.commands if isinstance(each, Grant)] if overtaken is not None else []
-    for grant in grants:
-        written = on_host if grant.use is PageUse.HOST else pages
-        assert not written.intersection(grant.pages), "a page was taken from its writer"
+    next_plan = scheduler.plan()
+    commands = [] if next_plan is None else next_plan.commands
+    for grant in [command for command in commands if isinstance(command, Grant)]:
+        in_use = host_pages if grant.use is PageUse.HOST else device_pages
+        assert not in_use.intersection(grant.pages), "a page was granted that a plan in flight still writes to"
     scheduler.commit(ticket.result())
     scheduler.take_outputs()
     bench.reasons["victim"] = "abort"
@@ -114,35 +119,39 @@ def test_defect_03_pages_used_by_a_plan_in_flight_are_not_granted() -> None:
 
 @pytest.mark.parametrize("tiers", ["auto", "always"])
 @pytest.mark.parametrize(
-    ("host_pages", "prompt", "answer"), [(24, 40, 3), (6, 8, 5)], ids=["prompts fill it", "answers fill it"]
+    ("host_pages", "prompt", "answer"),
+    [(24, 40, 3), (6, 8, 5)],
+    ids=["prompts fill the store", "answers fill the store"],
 )
 def test_defect_04_requests_wait_while_the_host_store_is_full(
     host_pages: int, prompt: int, answer: int, tiers: str
 ) -> None:
-    """Two requests fit, each with one page to grow. Without that page, three would be admitted the second time."""
+    """Two requests fit, each with one page to grow. Without this page, three short prompts would be admitted."""
     bench = Bench(90, host_pages, tiers=tiers, depth=2)
     for name in "abcd":
         bench.add(name, prompt, answer)
     while not bench.engine.idle:
         bench.step()
-        assert bench.engine.stats().running <= 2, "admission ignores the host store"
+        assert bench.engine.stats().running <= 2, "more requests were admitted than the host store can hold"
     bench.finish()
-    assert bench.scheduler.counters.recomputes == 0, "admitted requests have enough pages until they end"
+    assert bench.scheduler.counters.recomputes == 0, "admitted requests must have enough pages until they end"
 
 
 @DEPTHS
 @pytest.mark.parametrize("tiers", ["auto", "always"])
-def test_defect_04_the_youngest_recomputes_when_all_have_outgrown_the_host_store(tiers: str, depth: int) -> None:
+def test_defect_04_the_youngest_request_is_recomputed_when_the_host_store_is_too_small_for_all(
+    tiers: str, depth: int
+) -> None:
     bench = Bench(90, 24, tiers=tiers, depth=depth)
     for name in "abc":
         bench.add(name, 8, 60)
     bench.finish()
     counters = bench.scheduler.counters
-    assert counters.recomputes > 0, "the host store was never full, so the test has lost its point"
+    assert counters.recomputes > 0, "the host store was never full, so nothing was tested"
     assert list(bench.reasons) == ["a", "b", "c"], "the oldest must finish first"
 
 
-def test_defect_04_a_parked_request_releases_its_host_pages_before_anything_raises() -> None:
+def test_defect_04_a_parked_request_releases_its_host_pages_when_the_host_store_is_full() -> None:
     bench = Bench(18, 22, tiers="always")
     bench.add("old", 20, 60)
     bench.add("young", 20, 50)
@@ -153,7 +162,7 @@ def test_defect_04_a_parked_request_releases_its_host_pages_before_anything_rais
         scheduled = old.num_scheduled
     bench.finish()
     counters = bench.scheduler.counters
-    assert counters.parks > 0 and counters.recomputes > 0, f"{counters}: the test has lost its point"
+    assert counters.parks > 0 and counters.recomputes > 0, f"{counters}: no request was parked, or none recomputed"
 
 
 @pytest.mark.parametrize(
@@ -163,17 +172,19 @@ def test_defect_07_page_ids_of_the_two_pools_are_never_mixed_up(device_pages: in
     bench = Bench(device_pages, host_pages, tiers=tiers, depth=2, seats=3, step_tokens=9)
     for number, (prompt, answer) in enumerate([(30, 40), (7, 50), (44, 12), (21, 33), (3, 20)]):
         bench.add(f"r{number}", prompt, answer)
-    differ = 0
+    requests_with_different_ids = 0  # counted in every step
     while not bench.engine.idle:
         bench.step()
         for request in bench.requests.values():
             pages = dict(request.holding.pages)
-            differ += bool(set(pages.pop(PageUse.HOST)) - {page for held in pages.values() for page in held})
-    assert differ > 50, "a request had the same pages on both sides, so the test has lost its point"
+            requests_with_different_ids += bool(
+                set(pages.pop(PageUse.HOST)) - {page for held in pages.values() for page in held}
+            )
+    assert requests_with_different_ids > 50, "host and device page ids are the same, so nothing was tested"
     bench.finish()
     counters = bench.scheduler.counters
     moved = counters.demotions + counters.parks + counters.recomputes
-    assert moved > 0 or bench.compared[Residence.TIERED] > 0, f"{counters}: nothing ever moved"
+    assert moved > 0 or bench.compared[Residence.TIERED] > 0, f"{counters}: no rows were moved between the pools"
 
 
 @pytest.mark.parametrize("length", range(23, 30))
@@ -182,14 +193,14 @@ def test_defect_08_contexts_that_end_on_a_page_boundary_park_and_resume_byte_for
     bench = Bench(60, 40, tiers=tiers)
     request = bench.add("r", 21, 24)
     bench.run(until=lambda: request.num_scheduled == length and bench.settled)
-    flushed = bench.memory.traffic().rows_mirrored
-    assert flushed == length // 4 * 4, "a page is copied when it is full, and once"
+    mirrored = bench.memory.traffic().rows_mirrored
+    assert mirrored == length // 4 * 4, "every full page must have been copied exactly once"
     bench.scheduler._preemptor.change_residence(request, Residence.PARKED)
     bench.step()
     assert bench.scheduler.counters.resumes == 1
-    written = length + 1
-    again = written // 4 * 4 - length // 4 * 4  # a partly flushed page is copied again as a whole when it is full
-    assert bench.memory.traffic().rows_mirrored == flushed + length % 4 + again, "not the rows of the last page alone"
+    filled = (length + 1) // 4 * 4 - length // 4 * 4  # a partly flushed page is copied again as a whole when it is full
+    expected = mirrored + length % 4 + filled
+    assert bench.memory.traffic().rows_mirrored == expected, "parking must copy only the rows of the last page"
     bench.finish()
 
 
@@ -200,18 +211,22 @@ def test_defect_08_chunks_of_whole_pages_that_begin_within_a_page_are_mirrored_r
     chunk: int, prompt: int, tiers: str
 ) -> None:
     bench = Bench(60, 40, tiers=tiers, step_tokens=chunk)
-    bench.add("first", 3, 9)  # decodes in the same steps, so that chunks of the other begin anywhere
+    bench.add(
+        "first", 3, 9
+    )  # it decodes in the same steps, so that chunks of the other request begin anywhere in a page
     bench.add("r", prompt, 9)
     bench.finish()
 
 
 @pytest.mark.parametrize("tiers", ["auto", "always"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_defect_15_equal_scores_choose_alike_in_every_chunk_and_tier(chunk: int, tiers: str) -> None:
+def test_defect_15_equal_scores_select_the_same_positions_for_every_chunk_size_and_residence(
+    chunk: int, tiers: str
+) -> None:
     bench = Bench(60, 40, tiers=tiers, step_tokens=chunk)
     bench.add("r", 30, 30)
     bench.finish()
-    assert alone(prompt_of("r", 30), 30).ties > 50, "there are hardly any ties, so the test has lost its point"
+    assert alone(prompt_of("r", 30), 30).ties > 50, "there are too few ties, so nothing was tested"
 
 
 @pytest.mark.parametrize("tiers", ["auto", "always"])
@@ -221,17 +236,17 @@ def test_defect_16_a_page_is_mirrored_after_the_pass_that_writes_it(tiers: str) 
     order: list[str] = []
     forward, mirror = bench.model.forward, bench.memory.mirror_filled_pages
 
-    def noted_forward(*args: torch.Tensor) -> torch.Tensor:
+    def recorded_forward(*args: torch.Tensor) -> torch.Tensor:
         logits = forward(*args)
         order.append("computed")
         return logits
 
-    def noted_mirror(*args: list[int]) -> None:
+    def recorded_mirror(*args: list[int]) -> None:
         order.append("mirrored")
         mirror(*args)
 
-    bench.model.forward = noted_forward  # type: ignore[method-assign]
-    bench.memory.mirror_filled_pages = noted_mirror  # type: ignore[method-assign]
+    bench.model.forward = recorded_forward  # type: ignore[method-assign]
+    bench.memory.mirror_filled_pages = recorded_mirror  # type: ignore[method-assign]
     bench.finish()
     assert order and order == ["computed", "mirrored"] * (len(order) // 2)
     assert request.phase is Phase.FINISHED
@@ -243,9 +258,8 @@ def test_defect_16_the_side_stream_waits_for_the_pass_that_writes_a_page() -> No
     pool, host = DevicePool(SHAPE, geometry, 40, device), HostStore(SHAPE, 32, 64, device)
     memory = KvMemory(pool, host, 1, 2048)
     memory.clear_seat(0)
-    for kind, count in ((PageUse.ROWS, 32), (PageUse.KEYS, 8)):
-        first = 0 if kind is PageUse.ROWS else 32
-        memory.execute(Grant(0, kind, 0, tuple(range(first, first + count))))
+    memory.execute(Grant(0, PageUse.ROWS, 0, tuple(range(32))))
+    memory.execute(Grant(0, PageUse.KEYS, 0, tuple(range(32, 40))))
     memory.execute(Grant(0, PageUse.HOST, 0, tuple(range(32))))
     host.rows.fill_(-1)
     values = torch.arange(2048 * 5, device=device).reshape(2048, 5).short()
@@ -259,7 +273,7 @@ def test_defect_16_the_side_stream_waits_for_the_pass_that_writes_a_page() -> No
     memory.mirror_filled_pages([0], [0], [2048])
     torch.cuda.synchronize()
     for layer in range(LAYERS):
-        assert torch.equal(host.rows[layer, :, :5], (values + layer).cpu()), "copied before it was written"
+        assert torch.equal(host.rows[layer, :, :5], (values + layer).cpu()), "a page was copied before it was written"
     host.close()
 
 
@@ -272,11 +286,11 @@ def test_defect_17_rows_and_keys_on_the_host_equal_those_of_plain_lists_in_every
         bench.finish()
         compared += bench.compared
     residences = (Residence.RESIDENT, Residence.STREAMED, Residence.TIERED, Residence.PARKED)
-    assert all(compared[residence] > 40 for residence in residences), f"{compared}: the test has lost its point"
+    assert all(compared[residence] > 40 for residence in residences), f"{compared}: too few rows were compared"
 
 
 @pytest.mark.parametrize("side", ["rows", "keys"])
-def test_defect_17_one_wrong_bit_on_the_host_is_noticed(side: str) -> None:
+def test_defect_17_the_comparison_fails_if_one_bit_on_the_host_is_wrong(side: str) -> None:
     bench = Bench(60, 40)
     request = bench.add("r", 33, 8)
     bench.run(until=lambda: request.num_scheduled == 34)

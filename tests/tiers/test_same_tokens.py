@@ -1,4 +1,4 @@
-"""Tiers change where rows are, but not the answers: logits with tiers forced and off are equal bit for bit."""
+"""Logits and answers are equal bit for bit with `tiers` "always" and "off"."""
 
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,7 @@ from hotset.models.spec import IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 from hotset.models.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
-VOCAB, TOPK, SLOTS, CONTEXT = 61, 5, 8, 256  # a context is 32 times as large as a hot buffer
+VOCAB, TOPK, SLOTS, CONTEXT = 61, 5, 8, 256  # the context is 32 times as long as the number of slots
 
 
 def spec(full_layers: tuple[int, ...], interleaved: bool, rank: int) -> ModelSpec:
@@ -32,7 +32,9 @@ def spec(full_layers: tuple[int, ...], interleaved: bool, rank: int) -> ModelSpe
 
 
 SPECS = {
-    "deepseek_v32": spec((0, 1, 2, 3), interleaved=False, rank=18),  # 18 fp8 values do not fill a block, nor 16 bytes
+    "deepseek_v32": spec(
+        (0, 1, 2, 3), interleaved=False, rank=18
+    ),  # 18 fp8 values fill neither a scale block nor a multiple of 16 bytes
     "glm_moe_dsa": spec((0, 2), interleaved=True, rank=16),
 }
 
@@ -40,14 +42,14 @@ SPECS = {
 def answers(
     model: Recorder, spec: ModelSpec, prompts: list[list[int]], tokens: int, **settings: Any
 ) -> list[list[int]]:
-    """Runs one request after another, so that every matrix product has the same shape with and without tiers."""
+    """Runs one request after another, because matrix products must have the same shapes with and without tiers."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     engine = make_engine(model, spec, max_num_seqs=1, **settings)
     return [run_all(engine, [prompt], [params])[0].token_ids for prompt in prompts]
 
 
 def cases() -> list[Any]:
-    """Every family, dtype and dtype of rows. In quick runs, half of them: each pair of values occurs together once."""
+    """Returns all combinations of family, dtype and KV dtype. Quick runs use half of them, which cover all pairs."""
     quick = {
         ("deepseek_v32", torch.float32, "auto"),
         ("deepseek_v32", torch.bfloat16, "fp8"),
@@ -60,7 +62,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:.*mkldnn:UserWarning")  # torch warns about bf16 on CPUs without bf16 instructions
 @pytest.mark.parametrize(("family", "dtype", "kv_dtype"), cases())
-def test_logits_are_the_same_bits_with_tiers_forced_and_off(family: str, dtype: torch.dtype, kv_dtype: Any) -> None:
+def test_logits_are_equal_bit_for_bit_with_tiers_always_and_off(family: str, dtype: torch.dtype, kv_dtype: Any) -> None:
     model_spec = SPECS[family]
     store = kv_storage(EngineConfig(kv_dtype=kv_dtype, index_dtype=kv_dtype), model_spec)
     generator = torch.Generator().manual_seed(7)
@@ -72,15 +74,17 @@ def test_logits_are_the_same_bits_with_tiers_forced_and_off(family: str, dtype: 
         chunks = {"max_num_batched_tokens": 37, "page_rows": 8, "hot_slots": hot_slots, "kv_dtype": kv_dtype}
         tokens.append(answers(recorder, model_spec, prompts, 40, device_kv_tokens=CONTEXT, tiers=tiers, **chunks))
         recorders.append(recorder)
-    off, forced = recorders
+    off, always = recorders
     assert tokens[0] == tokens[1]
-    assert off.logits.keys() == forced.logits.keys()
+    assert off.logits.keys() == always.logits.keys()
     for context, rows in off.logits.items():
-        assert torch.equal(torch.stack(rows), torch.stack(forced.logits[context])), f"at position {len(context) - 1}"
+        assert torch.equal(torch.stack(rows), torch.stack(always.logits[context])), (
+            f"logits differ at position {len(context) - 1}"
+        )
 
 
 @pytest.mark.parametrize(("length", "tokens"), [(512, 16), pytest.param(1024, 40, marks=pytest.mark.slow)])
-def test_the_demo_model_answers_alike_with_tiers_forced_and_off(length: int, tokens: int) -> None:
+def test_the_demo_model_gives_the_same_answers_with_tiers_always_and_off(length: int, tokens: int) -> None:
     files = find_model(str(DEMO))
     tokenizer = Tokenizer.load(files, None)
     assert tokenizer is not None
@@ -91,8 +95,9 @@ def test_the_demo_model_answers_alike_with_tiers_forced_and_off(length: int, tok
     weights.finish()
     chunks = {"device_kv_tokens": 2048, "max_num_batched_tokens": 512}
     off = answers(recorder, files.spec, prompts, tokens, tiers="off", **chunks)
-    seen = recorder.logits
+    logits_off = recorder.logits
     recorder.logits = {}
-    forced = answers(recorder, files.spec, prompts, tokens, tiers="always", hot_slots=128, **chunks)
-    assert off == forced
-    assert all(torch.equal(torch.stack(rows), torch.stack(recorder.logits[context])) for context, rows in seen.items())
+    always = answers(recorder, files.spec, prompts, tokens, tiers="always", hot_slots=128, **chunks)
+    assert off == always
+    for context, rows in logits_off.items():
+        assert torch.equal(torch.stack(rows), torch.stack(recorder.logits[context]))

@@ -1,7 +1,7 @@
-"""Ledger and KV memory under random changes of residence, over poisoned memory: what attention reads is what was
-written, byte for byte.
+"""Ledger and KV memory under random changes of residence: attention reads the bytes that were written.
 
-Commands are carried out with the next step, as in the engine: by then pages may have changed hands several times.
+All memory that must not be read is poisoned. Commands are executed before the next step, as in the engine. By then, a
+page may have had several owners.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tiers.byte_model import SHAPES, Attention, Poison, SlotModel, Written, as_bytes
+from tiers.byte_model import SHAPES, Attention, Poisoner, SlotModel, Written, as_bytes
 
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore
@@ -36,8 +36,8 @@ CPU = torch.device("cpu")
 
 @dataclass(slots=True, eq=False)
 class Request:
-    prompt: int  # tokens that may be computed several at a time
-    limit: int  # tokens after which it ends
+    prompt: int  # length of the prompt, which is computed in chunks
+    limit: int  # length at which the request ends
     written: Written
     holding: Holding = field(default_factory=Holding)
 
@@ -51,26 +51,26 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """Rows that it needs pages for: its whole prompt, then one more at a time."""
+        """The number of rows that need pages: the whole prompt or, when decoding, one more than there are."""
         return max(self.prompt, self.length + 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Sit:
-    """A request takes a seat."""
+class TakeSeat:
+    """A request takes a seat, which is cleared for it."""
 
     seat: int
 
 
 @dataclass(frozen=True, slots=True)
-class Spoil:
-    """Pages that a change has released. They must not be read after its commands."""
+class PoisonPages:
+    """Pages that a change of residence has released. After the commands of the change, they must not be read."""
 
     device: list[int]
     host: list[int]
 
 
-Books = list[tuple[Residence, int, list[list[int]], int]]
+HoldingState = tuple[Residence, int, list[list[int]], int]
 
 
 class TiersMachine(RuleBasedStateMachine):
@@ -93,10 +93,10 @@ class TiersMachine(RuleBasedStateMachine):
         device_pages = int(device_share * geometry.resident_pages(context)) + 1
         host_pages = int(host_share * geometry.row_pages(context)) + 1
         self.ledger = Ledger(geometry, PageAllocator(device_pages), PageAllocator(host_pages))
-        self.capacity = self.room()
+        self.capacity = self.free_pages()
         self.pool = DevicePool(kv, geometry, device_pages, CPU)
         self.host = HostStore(kv, host_pages, page_rows, CPU)
-        self.poison = Poison(self.pool, self.host)
+        self.poisoner = Poisoner(self.pool, self.host)
         self.kv_memory = KvMemory(self.pool, self.host, seats, context)
         self.attention = Attention(kv, seed)
         self.slots = SlotModel(kv, geometry, seats)
@@ -104,10 +104,10 @@ class TiersMachine(RuleBasedStateMachine):
         self.context = context
         self.free_seats = list(range(seats))
         self.requests: list[Request] = []
-        self.pending: list[Command | Sit | Spoil] = []
+        self.pending: list[Command | TakeSeat | PoisonPages] = []  # executed before the next step
 
     @rule(streamed=st.booleans())
-    @precondition(lambda self: self.free_seats and len(self.within(Residence.PARKED)) < 2)
+    @precondition(lambda self: self.free_seats and len(self.in_residence(Residence.PARKED)) < 2)
     def admit(self, streamed: bool) -> None:
         prompt = self.random.randint(1, self.random.choice([self.context // 2, self.context - 2]))
         limit = self.random.choice([self.random.randint(prompt + 1, self.context - 1), self.context - 1])
@@ -115,17 +115,17 @@ class TiersMachine(RuleBasedStateMachine):
         to = Residence.STREAMED if streamed and self.ledger.tiers else Residence.RESIDENT
         self.requests.append(request)
         seat = self.take_seat()
-        if self.change(lambda: self.ledger.admit(request.holding, seat, to, prompt), Sit(seat)):
+        if self.change(lambda: self.ledger.admit(request.holding, seat, to, prompt), TakeSeat(seat)):
             SEEN[f"admitted {to.value}"] += 1
         else:
             self.free_seats.append(seat)
             self.requests.remove(request)
 
-    @rule(rounds=st.integers(4, 20))
+    @rule(steps=st.integers(4, 20))
     @precondition(lambda self: self.seated())
-    def run(self, rounds: int) -> None:
-        """Runs several steps. If no request has pages for another step, one of them makes room."""
-        for _ in range(rounds):
+    def run(self, steps: int) -> None:
+        """Runs several steps. If a step is not possible, one request is demoted or parked instead."""
+        for _ in range(steps):
             if self.step():
                 self.audit()
             elif demotable := self.demotable():
@@ -139,27 +139,27 @@ class TiersMachine(RuleBasedStateMachine):
         self.demote(data.draw(st.sampled_from(self.demotable())))
 
     @rule(data=st.data())
-    @precondition(lambda self: self.within(Residence.TIERED))
+    @precondition(lambda self: self.in_residence(Residence.TIERED))
     def promote(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.within(Residence.TIERED)))
+        request = data.draw(st.sampled_from(self.in_residence(Residence.TIERED)))
         SEEN["promotions"] += self.change(lambda: self.ledger.promote(request.holding, request.length))
 
-    @rule(data=st.data(), seldom=st.integers(0, 2))
+    @rule(data=st.data(), one_in_three=st.integers(0, 2))
     @precondition(lambda self: self.seated())
-    def park_one(self, data: st.DataObject, seldom: int) -> None:
-        if seldom == 0:
+    def park_one(self, data: st.DataObject, one_in_three: int) -> None:
+        if one_in_three == 0:
             self.park(data.draw(st.sampled_from(self.seated())))
 
     @rule(data=st.data(), resident=st.booleans())
-    @precondition(lambda self: self.free_seats and self.within(Residence.PARKED))
+    @precondition(lambda self: self.free_seats and self.in_residence(Residence.PARKED))
     def resume(self, data: st.DataObject, resident: bool) -> None:
-        request = data.draw(st.sampled_from(self.within(Residence.PARKED)))
+        request = data.draw(st.sampled_from(self.in_residence(Residence.PARKED)))
         to = Residence.TIERED if request.decoding else Residence.STREAMED
         if resident or not self.ledger.tiers:
             to = Residence.RESIDENT
         seat = self.take_seat()
         resume = self.ledger.resume
-        if self.change(lambda: resume(request.holding, seat, to, request.length, request.rows), Sit(seat)):
+        if self.change(lambda: resume(request.holding, seat, to, request.length, request.rows), TakeSeat(seat)):
             SEEN[f"resumed {to.value}"] += 1
         else:
             self.free_seats.append(seat)
@@ -167,48 +167,50 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.growing())
     def grow(self, data: st.DataObject) -> None:
-        """Grants pages for the next row, which may be computed only after other changes."""
-        self.has_room(data.draw(st.sampled_from(self.growing())))
+        """Grants pages for the next row. Other changes may happen before the row is computed."""
+        self.ensure_pages(data.draw(st.sampled_from(self.growing())))
 
-    @rule(data=st.data(), seldom=st.integers(0, 4))
+    @rule(data=st.data(), one_in_five=st.integers(0, 4))
     @precondition(lambda self: self.requests)
-    def abort(self, data: st.DataObject, seldom: int) -> None:
-        if seldom == 0:
+    def abort(self, data: st.DataObject, one_in_five: int) -> None:
+        if one_in_five == 0:
             self.release(data.draw(st.sampled_from(self.requests)))
             SEEN["aborts"] += 1
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Computes one batch in random order: a chunk of each prompt, one token of the others.
+        """Computes a batch of randomly selected requests: a chunk of each prompt, and one token of each that decodes.
 
-        Returns False if no request has pages for it.
+        Returns False if no request was selected, or if none of those selected got pages for its next row.
         """
-        batch = [each for each in self.seated() if self.random.random() < 0.85 and self.has_room(each)]
+        batch = [request for request in self.seated() if self.random.random() < 0.85 and self.ensure_pages(request)]
         if not batch:
             return False
         self.random.shuffle(batch)
-        self.carry_out()
-        seats, starts = [each.holding.seat for each in batch], [each.length for each in batch]
-        counts = [self.chunk(each) for each in batch]
+        self.execute_pending()
+        seats, starts = [request.holding.seat for request in batch], [request.length for request in batch]
+        counts = [self.random_count(request) for request in batch]
         for seat, start in zip(seats, starts, strict=True):
             self.slots.move_tail_to_slots(seat, start)
         view = self.kv_memory.view(seats, starts, counts)
-        self.attention.forward(view, [each.written for each in batch])
+        self.attention.forward(view, [request.written for request in batch])
         self.kv_memory.mirror_filled_pages(seats, starts, counts)
         for request in batch:
             self.slots.choose(request.holding.seat, request.length - 1, request.written.last_chosen)
         SEEN["steps"] += 1
-        SEEN["mixed steps"] += len({each.holding.residence for each in batch}) > 1
+        SEEN["mixed steps"] += len({request.holding.residence for request in batch}) > 1
         self.compare_host()
         for request in batch:
-            self.after_step(request)
+            self.end_or_make_tiered(request)
         return True
 
-    def chunk(self, request: Request) -> int:
-        left = 1 if request.decoding else request.prompt - request.length
-        return left if self.random.random() < 0.1 else self.random.randint(1, min(left, 8))
+    def random_count(self, request: Request) -> int:
+        """Returns how many tokens of the request the step computes."""
+        remaining = 1 if request.decoding else request.prompt - request.length
+        return remaining if self.random.random() < 0.1 else self.random.randint(1, min(remaining, 8))
 
-    def after_step(self, request: Request) -> None:
+    def end_or_make_tiered(self, request: Request) -> None:
+        """Ends a request that has reached its limit, and makes a streamed request tiered after its prompt."""
         if request.length == request.limit:
             self.release(request)
             SEEN["finished"] += 1
@@ -216,9 +218,9 @@ class TiersMachine(RuleBasedStateMachine):
             assert self.change(lambda: self.ledger.end_streaming(request.holding, request.length))
 
     def demote(self, request: Request) -> None:
-        gain, free = self.ledger.pages_freed_by_demotion(request.holding, request.length), self.ledger.device.free
+        predicted, free = self.ledger.pages_freed_by_demotion(request.holding, request.length), self.ledger.device.free
         assert self.change(lambda: self.ledger.demote(request.holding, request.length))
-        assert self.ledger.device.free == free + gain, "a demotion does not free the pages that were predicted"
+        assert self.ledger.device.free == free + predicted, "a demotion freed another number of pages than predicted"
         SEEN["demotions"] += 1
 
     def park(self, request: Request) -> None:
@@ -226,59 +228,60 @@ class TiersMachine(RuleBasedStateMachine):
         self.free_seats.append(request.holding.seat)
         assert self.change(lambda: self.ledger.park(request.holding, request.length))
 
-    def has_room(self, request: Request) -> bool:
-        """Grants pages for the next row if necessary. Returns whether the request has them."""
+    def ensure_pages(self, request: Request) -> bool:
+        """Grants pages for the next row if necessary. Returns False if too few pages are free."""
         if request.length < request.holding.capacity:
             return True
         return self.change(lambda: self.ledger.grow(request.holding, request.rows))
 
-    def change(self, act: Callable[[], list[Command] | None], *before: Sit) -> bool:
-        """Queues the commands of a change and the poisoning of the pages that it released.
+    def change(self, change_ledger: Callable[[], list[Command] | None], *before: TakeSeat) -> bool:
+        """Changes the ledger, and queues the resulting commands and the poisoning of the pages that were released.
 
-        Returns False if too few pages were free; then nothing may have changed.
+        Returns False if the ledger refused the change because too few pages are free, and checks that it changed
+        nothing in this case.
         """
-        books, room = self.books(), self.room()
-        held = self.held()
-        commands = act()
+        holdings, free, held = self.holdings(), self.free_pages(), self.held_pages()
+        commands = change_ledger()
         if commands is None:
-            assert self.books() == books and self.room() == room, "a change that was refused changed something"
+            unchanged = self.holdings() == holdings and self.free_pages() == free
+            assert unchanged, "the ledger refused a change, but changed something"
             SEEN["refused"] += 1
             return False
-        freed = Spoil(*(sorted(was - now) for was, now in zip(held, self.held(), strict=True)))
-        self.pending += [*before, *commands, freed]
+        released = [sorted(old - new) for old, new in zip(held, self.held_pages(), strict=True)]
+        self.pending += [*before, *commands, PoisonPages(*released)]
         return True
 
     def release(self, request: Request) -> None:
         if request.holding.residence is not Residence.PARKED:
             self.free_seats.append(request.holding.seat)
 
-        def twice() -> list[Command]:
+        def release_twice() -> list[Command]:
             self.ledger.release(request.holding)
             self.ledger.release(request.holding)
             return []
 
-        assert self.change(twice)
+        assert self.change(release_twice)
         self.requests.remove(request)
 
     @torch.inference_mode()
-    def carry_out(self) -> None:
-        """Poisons granted pages, except the host pages that a resumed request already holds."""
+    def execute_pending(self) -> None:
+        """Executes all pending commands. Granted device pages and released pages are poisoned."""
         for command in self.pending:
             match command:
-                case Sit(seat):
+                case TakeSeat(seat):
                     self.kv_memory.clear_seat(seat)
-                    self.slots.leave(seat)
-                case Spoil(device, host):
-                    self.poison.spoil(device, host)
+                    self.slots.remove(seat)
+                case PoisonPages(device, host):
+                    self.poisoner.poison(device, host)
                 case _:
                     if isinstance(command, Grant) and command.use is not PageUse.HOST:
-                        self.poison.spoil(command.pages, [])
+                        self.poisoner.poison(command.pages, [])
                     self.kv_memory.execute(command)
-                    self.slots.follow(command)
+                    self.slots.execute(command)
         self.pending = []
 
     def compare_host(self) -> None:
-        """The host store must have all full pages, all rows of streamed prompts, and everything of parked requests."""
+        """Checks that the host has all full pages, all rows of streamed prompts, and all data of parked requests."""
         page_rows = self.pool.geometry.page_rows
         for request in self.requests:
             residence, length = request.holding.residence, request.length
@@ -287,16 +290,16 @@ class TiersMachine(RuleBasedStateMachine):
             keys = length if residence is Residence.PARKED else full
             positions = torch.arange(length)
             pages = torch.tensor(request.holding.pages[PageUse.HOST], dtype=torch.int64)
-            at = pages[positions // page_rows] * page_rows + positions % page_rows
-            same = torch.equal(as_bytes(self.host.rows[:, at[:rows]]), request.written.rows[:, :rows])
+            host_rows = pages[positions // page_rows] * page_rows + positions % page_rows
+            same = torch.equal(as_bytes(self.host.rows[:, host_rows[:rows]]), request.written.rows[:, :rows])
             assert same, f"rows of a {residence.value} request differ on the host"
             if self.host.keys is not None:
-                same = torch.equal(as_bytes(self.host.keys[:, at[:keys]]), request.written.keys[:, :keys])
+                same = torch.equal(as_bytes(self.host.keys[:, host_rows[:keys]]), request.written.keys[:, :keys])
                 assert same, f"index keys of a {residence.value} request differ on the host"
 
     @invariant()
-    def go_on(self) -> None:
-        """Runs some steps between two changes, or none, so that several changes reach the workers at once."""
+    def run_some_steps(self) -> None:
+        """Runs a few steps between two changes, or none, so that the commands of several changes can be pending."""
         if not hasattr(self, "ledger"):
             return
         self.audit()
@@ -306,22 +309,24 @@ class TiersMachine(RuleBasedStateMachine):
 
     def audit(self) -> None:
         self.ledger.audit([request.holding for request in self.requests])
-        told_later = {command.seat for command in self.pending if not isinstance(command, Spoil)}
-        tiered = {request.holding.seat: request.length for request in self.within(Residence.TIERED)}
-        tiered = {seat: length for seat, length in tiered.items() if seat not in told_later}
+        not_executed = {command.seat for command in self.pending if not isinstance(command, PoisonPages)}
+        tiered = {request.holding.seat: request.length for request in self.in_residence(Residence.TIERED)}
+        tiered = {seat: length for seat, length in tiered.items() if seat not in not_executed}
         self.kv_memory.audit(tiered)
         for seat in tiered:
             for group, slots in enumerate(self.slots.slots[seat]):
                 position_of, last_used, _ = self.kv_memory.hot_buffers.maps(seat, group)
-                assert (position_of, last_used) == (slots.position_of, slots.last_used), "not the LRU slot"
+                assert (position_of, last_used) == (slots.position_of, slots.last_used), (
+                    "the maps differ from the model"
+                )
 
     def teardown(self) -> None:
         if not hasattr(self, "ledger"):
             return
         for request in tuple(self.requests):
             self.release(request)
-        self.carry_out()
-        assert not any(self.held()) and self.room() == self.capacity, "not all pages were released"
+        self.execute_pending()
+        assert not any(self.held_pages()) and self.free_pages() == self.capacity, "not all pages were released"
         traffic, slots = self.kv_memory.traffic(), self.slots
         if self.ledger.tiers:
             assert [[*traffic.lookups.values()], [*traffic.misses.values()]] == [slots.lookups, slots.misses]
@@ -331,11 +336,11 @@ class TiersMachine(RuleBasedStateMachine):
     def take_seat(self) -> int:
         return self.free_seats.pop(self.random.randrange(len(self.free_seats)))
 
-    def within(self, *residences: Residence) -> list[Request]:
+    def in_residence(self, *residences: Residence) -> list[Request]:
         return [request for request in self.requests if request.holding.residence in residences]
 
     def seated(self) -> list[Request]:
-        return self.within(Residence.RESIDENT, Residence.STREAMED, Residence.TIERED)
+        return self.in_residence(Residence.RESIDENT, Residence.STREAMED, Residence.TIERED)
 
     def growing(self) -> list[Request]:
         return [request for request in self.seated() if request.decoding and request.length >= request.holding.capacity]
@@ -346,35 +351,35 @@ class TiersMachine(RuleBasedStateMachine):
             request for request in seated if self.ledger.pages_freed_by_demotion(request.holding, request.length) > 0
         ]
 
-    def books(self) -> Books:
-        """Returns the whole state of the ledger, to check that it does not change."""
+    def holdings(self) -> list[HoldingState]:
+        """Returns a copy of what every request holds, to check that it does not change."""
         holdings = [request.holding for request in self.requests]
-        return [(each.residence, each.seat, [[*p] for p in each.pages.values()], each.capacity) for each in holdings]
+        return [(h.residence, h.seat, [[*pages] for pages in h.pages.values()], h.capacity) for h in holdings]
 
-    def room(self) -> PageCounts:
+    def free_pages(self) -> PageCounts:
         assert self.ledger.host is not None
         return PageCounts(self.ledger.device.free, self.ledger.host.free)
 
-    def held(self) -> tuple[set[int], set[int]]:
-        """Returns the device pages and the host pages that are held."""
-        pages = [item for each in self.requests for item in each.holding.pages.items()]
-        device = {page for kind, held in pages if kind is not PageUse.HOST for page in held}
-        return device, {page for kind, held in pages if kind is PageUse.HOST for page in held}
+    def held_pages(self) -> tuple[set[int], set[int]]:
+        """Returns the device pages and the host pages that requests hold."""
+        held = [item for request in self.requests for item in request.holding.pages.items()]
+        device = {page for use, pages in held if use is not PageUse.HOST for page in pages}
+        return device, {page for use, pages in held if use is PageUse.HOST for page in pages}
 
 
-SEEN: Counter[str] = Counter()
-CHANGES = ["demotions", "promotions", "misses", "hits", "mixed steps", "refused", "finished", "aborts"]
-CHANGES += ["admitted resident", "admitted streamed", "parked resident", "parked tiered", "parked streamed"]
-CHANGES += ["resumed resident", "resumed tiered", "resumed streamed"]
-ROUND = settings(max_examples=20, stateful_step_count=50, deadline=None, database=None)
+SEEN: Counter[str] = Counter()  # how often each event has happened in the examples so far
+EVENTS = ["demotions", "promotions", "misses", "hits", "mixed steps", "refused", "finished", "aborts"]
+EVENTS += ["admitted resident", "admitted streamed", "parked resident", "parked tiered", "parked streamed"]
+EVENTS += ["resumed resident", "resumed tiered", "resumed streamed"]
+SETTINGS = settings(max_examples=20, stateful_step_count=50, deadline=None, database=None)
 
 
 @pytest.mark.parametrize("steps", [1500, pytest.param(6000, marks=pytest.mark.slow)])
-def test_attention_reads_the_bytes_that_were_written_whatever_moved_between(steps: int) -> None:
-    """Examples come in rounds, each from a seed of its own, until every change has happened in this many steps."""
+def test_attention_reads_the_bytes_that_were_written_after_any_change_of_residence(steps: int) -> None:
+    """Runs groups of examples until there were `steps` steps and every event has happened at least once."""
     SEEN.clear()
     for number in range(steps // 100):
-        run_state_machine_as_test(seed(number)(TiersMachine), settings=ROUND)
-        if SEEN["steps"] >= steps and all(SEEN[change] for change in CHANGES):
+        run_state_machine_as_test(seed(number)(TiersMachine), settings=SETTINGS)
+        if SEEN["steps"] >= steps and all(SEEN[event] for event in EVENTS):
             return
-    raise AssertionError(f"{SEEN}: something hardly ever happens, so the test has lost its point")
+    raise AssertionError(f"{SEEN}: too few steps, or an event that this test must cover never happened")

@@ -1,4 +1,4 @@
-"""The engine's counters against plain counting over a recorded run (defect 19 of other engines)."""
+"""The engine's counters are compared with counts over a recorded run (defect 19 of other engines)."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ RUNS = {
 }
 
 
-class Recorded(KvMemory):
-    """A KV memory that records its calls, and how often its counts are read."""
+class RecordingMemory(KvMemory):
+    """A KV memory that records its calls, and how often its counters are read."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -54,39 +54,40 @@ class Recorded(KvMemory):
 
 
 @cache
-def run(name: str) -> tuple[Bench, Recorded]:
-    bench = Bench(**RUNS[name], memory=Recorded)
+def run(name: str) -> tuple[Bench, RecordingMemory]:
+    """Runs three requests to their end, and returns the engine and its memory with the recorded calls."""
+    bench = Bench(**RUNS[name], memory=RecordingMemory)
     for number, (prompt, answer) in enumerate([(20, 60), (20, 50), (7, 30)]):
         bench.add(f"r{number}", prompt, answer)
     bench.finish()
-    assert isinstance(bench.memory, Recorded)
+    assert isinstance(bench.memory, RecordingMemory)
     return bench, bench.memory
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_defect_19_lookups_misses_bytes_and_flushes_are_those_of_plain_counting(name: str) -> None:
+def test_defect_19_lookups_misses_bytes_and_mirrored_rows_equal_those_of_the_recorded_calls(name: str) -> None:
     bench, memory = run(name)
     slots, page_rows = SlotModel(SHAPE, bench.geometry, seats=4), bench.geometry.page_rows
     chosen = iter(bench.model.chosen)
-    flushed = 0
+    mirrored = 0
     for call in memory.calls:
         match call:
             case int(seat):
-                slots.leave(seat)
+                slots.remove(seat)
             case (seats, starts, counts):
                 for seat, start in zip(seats, starts, strict=True):
                     slots.move_tail_to_slots(seat, start)
                 for start, count in zip(starts, counts, strict=True):
                     slots.choose(*next(chosen))
-                    flushed += ((start + count) // page_rows - start // page_rows) * page_rows
+                    mirrored += ((start + count) // page_rows - start // page_rows) * page_rows
             case _:
-                flushed += call.length % page_rows if isinstance(call, Flush) else 0
-                slots.follow(call)
+                mirrored += call.length % page_rows if isinstance(call, Flush) else 0
+                slots.execute(call)
     stats = bench.engine.stats()
     assert dict(stats.slot_lookups) == dict(zip(INDEXED, slots.lookups, strict=True))
     assert dict(stats.slot_misses) == dict(zip(INDEXED, slots.misses, strict=True))
     assert stats.bytes_swapped == sum(slots.misses) * 2 * SHAPE.row.row_bytes, "two layers share each selection"
-    assert stats.rows_mirrored == flushed
+    assert stats.rows_mirrored == mirrored
     assert 0 < sum(slots.misses) < sum(slots.lookups), "there must be misses and hits"
 
 
@@ -103,14 +104,14 @@ def test_defect_19_every_change_of_residence_is_counted_once(name: str) -> None:
     assert (stats.recomputes > 0) == (name == "host full")
 
 
-def test_defect_19_no_step_reads_the_counts() -> None:
-    bench, memory = run.__wrapped__("always")  # no other test has read its counts
-    assert memory.reads == 0, "counts are read on the hot path"
+def test_defect_19_no_step_reads_the_counters() -> None:
+    bench, memory = run.__wrapped__("always")  # a run whose counters no other test has read
+    assert memory.reads == 0, "a step read the counters, which waits for the device"
     bench.engine.stats()
     assert memory.reads == 1
 
 
-def test_stats_show_that_the_host_store_is_full() -> None:
+def test_stats_show_how_full_the_host_store_is() -> None:
     bench = Bench(90, 24)
     for name in "abcd":
         bench.add(name, 40, 3)

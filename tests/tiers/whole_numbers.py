@@ -1,7 +1,7 @@
-"""A decoder in whole numbers, the same arithmetic in plain Python, and an engine around it whose memory is compared.
+"""A decoder that computes in integers, the same decoder in plain Python, and an engine that checks one with the other.
 
-Sums of whole numbers do not depend on the order, so tokens and bytes are exact whatever the batch, chunk or tier. The
-plain version has only lists, without pages, seats or tiers. Equal scores are frequent, and the earlier position wins.
+Sums of integers do not depend on their order, so tokens and bytes are exact for every batch, chunk and residence. The
+plain decoder uses only lists, without pages, seats or tiers. Equal scores are frequent, and the earlier position wins.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-from tiers.byte_model import Poison, as_bytes
+from tiers.byte_model import Poisoner, as_bytes
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -42,17 +42,16 @@ SHAPE = KvShape(LAYERS, RowLayout(ROW_WIDTH, torch.int16), INDEXED, RowLayout(KE
 
 
 class IntegerModel:
-    """A `RunnerModel` whose every value is a whole number. It records what each step selected, by seat."""
+    """A `RunnerModel` that computes in integers. It records the selection of each segment's last token."""
 
     device = CPU
     kv_shape = SHAPE
 
     def __init__(self) -> None:
-        self.chosen: list[tuple[int, int, list[list[int]]]] = []  # seat, newest position, positions of each group
+        self.chosen: list[tuple[int, int, list[list[int]]]] = []  # seat, position of the token, selections by group
 
     def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
-        at = view.segments.positions
-        hidden = _mix(token_ids.long() + 1, at + 1)
+        hidden = _mix(token_ids.long() + 1, view.segments.positions + 1)
         choices: list[Tensor] = []
         for layer in range(LAYERS):
             view.new_rows(layer).store(_spread(hidden, layer, ROW_WIDTH, 1 << 16).short())
@@ -62,8 +61,8 @@ class IntegerModel:
                 choices.append(self._choose(view, len(choices), _spread(hidden, 200 + layer, KEY_WIDTH, 7)))
             hidden = self._attend(view, layer, choices[-1], hidden)
         for _segment, _first, last, length in view.segments:
-            picked = [[each for each in choice[last - 1].tolist() if each != EMPTY] for choice in choices]
-            self.chosen.append((int(view.seat_of[last - 1]), length - 1, picked))
+            selected = [[position for position in choice[last - 1].tolist() if position != EMPTY] for choice in choices]
+            self.chosen.append((int(view.seat_of[last - 1]), length - 1, selected))
         tokens = hidden % VOCAB if logit_indices is None else hidden[logit_indices] % VOCAB
         return F.one_hot(tokens, VOCAB).float()
 
@@ -71,8 +70,8 @@ class IntegerModel:
         keys, chosen = view.keys(group), []
         for segment, first, last, length in view.segments:
             scores = (query[first:last] @ keys.gather(segment, length, torch.int64).T).double()
-            unseen = torch.arange(length) > view.segments.positions[first:last, None]
-            scores = F.pad(scores.masked_fill(unseen, float("-inf")), (0, TOPK), value=float("-inf"))
+            later = torch.arange(length) > view.segments.positions[first:last, None]
+            scores = F.pad(scores.masked_fill(later, float("-inf")), (0, TOPK), value=float("-inf"))
             chosen.append(stable_topk(scores, TOPK))
         return torch.cat(chosen)
 
@@ -80,8 +79,8 @@ class IntegerModel:
         selected = view.select(layer, positions)
         rows = selected.layout.decode(selected.rows[selected.row_ids.clamp_min(0)], torch.int64)
         read = ((rows + (1 << 15)) * torch.arange(1, ROW_WIDTH + 1)).sum(-1)
-        each = torch.where(selected.row_ids == EMPTY, 0, _mix(read, positions + 1))
-        return _mix(hidden, each.sum(-1) % PRIME)
+        terms = torch.where(selected.row_ids == EMPTY, 0, _mix(read, positions + 1))
+        return _mix(hidden, terms.sum(-1) % PRIME)
 
 
 def _mix(a: Tensor, b: Tensor) -> Tensor:
@@ -89,18 +88,18 @@ def _mix(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _spread(hidden: Tensor, salt: int, width: int, values: int) -> Tensor:
-    """Returns [rows, width] whole numbers around 0."""
+    """Returns [tokens, width] pseudo-random integers around 0, one of `values` different ones."""
     return _mix(hidden[:, None], salt * 10 + torch.arange(width)) % values - values // 2
 
 
 class PlainContext:
-    """One context, computed token by token in lists."""
+    """One context that is computed token by token in lists, with the arithmetic of `IntegerModel`."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.rows: list[list[list[int]]] = [[] for _ in range(LAYERS)]
         self.keys: list[list[list[int]]] = [[] for _ in INDEXED]
-        self.ties = 0  # selections that depend on the order of equal scores
+        self.ties = 0  # selections in which the last selected position and the next best have equal scores
 
     def extend(self, token: int) -> int:
         """Appends a token and returns the one that follows."""
@@ -137,7 +136,7 @@ class PlainContext:
 
 @cache
 def alone(prompt: tuple[int, ...], answer: int) -> PlainContext:
-    """Returns the context of the prompt and its answer. The last of its `tokens` has no row."""
+    """Returns the context of a prompt and an answer of `answer` tokens, the last of which has no row."""
     context = PlainContext()
     for token in prompt:
         following = context.extend(token)
@@ -149,14 +148,14 @@ def alone(prompt: tuple[int, ...], answer: int) -> PlainContext:
 
 @cache
 def stored_alone(prompt: tuple[int, ...], answer: int) -> tuple[Tensor, Tensor]:
-    """Returns its rows [layers, length, stride] and index keys [groups, length, stride] as bytes."""
+    """Returns the rows [layers, length, stride] and index keys [groups, length, stride] of that context as bytes."""
     context, key = alone(prompt, answer), SHAPE.key
     assert key is not None
     return _in_bytes(context.rows, SHAPE.row.stride_bytes), _in_bytes(context.keys, key.stride_bytes)
 
 
 def _in_bytes(values: list[list[list[int]]], stride: int) -> Tensor:
-    """Returns little-endian 16-bit values, padded with zeros to the stride."""
+    """Returns the values in little-endian 16-bit form. Rows are padded with zeros to the stride."""
 
     def one(row: list[int]) -> list[int]:
         return list(b"".join(value.to_bytes(2, "little", signed=True) for value in row).ljust(stride, b"\0"))
@@ -165,12 +164,15 @@ def _in_bytes(values: list[list[list[int]]], stride: int) -> Tensor:
 
 
 def prompt_of(name: str, length: int) -> tuple[int, ...]:
-    return tuple((sum(map(ord, name)) * 31 + 17 * at * at) % VOCAB for at in range(length))
+    return tuple((sum(map(ord, name)) * 31 + 17 * position * position) % VOCAB for position in range(length))
 
 
 class Bench:
-    """An engine over poisoned memory. After every step the pools are audited, host bytes are compared with the plain
-    contexts, and every page without an owner is poisoned again."""
+    """An engine over poisoned memory, with checks after every step.
+
+    The pools are audited, the bytes on the host are compared with the plain contexts, and every page without an owner
+    is poisoned again. `finish` compares all answers.
+    """
 
     def __init__(
         self,
@@ -190,7 +192,7 @@ class Bench:
         self.ledger = Ledger(self.geometry, PageAllocator(device_pages), PageAllocator(host_pages))
         self.pool = DevicePool(SHAPE, self.geometry, device_pages, CPU)
         self.host = HostStore(SHAPE, host_pages, page_rows, CPU)
-        self.poison = Poison(self.pool, self.host)
+        self.poisoner = Poisoner(self.pool, self.host)
         self.memory = memory(self.pool, self.host, seats, context)
         self.scheduler = Scheduler(self.ledger, seats, step_tokens, tiers)
         self.model = IntegerModel()
@@ -201,7 +203,7 @@ class Bench:
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
-        self.compared: Counter[Residence] = Counter()  # rows compared on the host
+        self.compared: Counter[Residence] = Counter()  # number of rows compared on the host
 
     def add(self, name: str, prompt: int, answer: int, tiers: TiersChoice = "auto") -> Request:
         spec = PromptSpec(tuple(prompt_of(name, prompt)), SamplingParams(temperature=0, seed=0))
@@ -211,26 +213,27 @@ class Bench:
         return request
 
     def step(self) -> TokenOutputs:
-        news = self.engine.step()
+        outputs = self.engine.step()
         self.engine.audit()
-        for name, token in zip(news.request_ids, news.token_ids, strict=True):
+        for name, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
             assert name not in self.reasons, f"{name} got a token after its end"
             self.answers[name].append(token)
-        for name, reason in news.finished.items():
+        for name, reason in outputs.finished.items():
             assert name not in self.reasons, f"{name} ended twice"
             self.reasons[name] = reason
         if not self.settled:
-            return news
+            return outputs
         self.compare_host()
-        self.spoil_the_rest()
-        return news
+        self.poison_free_pages()
+        return outputs
 
     @property
     def settled(self) -> bool:
-        """Whether every command has been executed: none waits for the next plan."""
+        """Whether every command has been executed, so that none is left for the next plan."""
         return not self.scheduler._next_plan.commands
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
+        """Steps until the condition holds or the engine is idle."""
         for _ in range(4000):
             if (until() if until is not None else self.engine.idle) or self.engine.idle:
                 return
@@ -238,13 +241,13 @@ class Bench:
         raise AssertionError("the engine makes no progress")
 
     def finish(self) -> None:
-        """Runs every request to its end, and checks that tokens are right and both pools are free again."""
+        """Runs every request to its end, and checks that all answers are right and no page is held."""
         self.run()
         for name, request in self.requests.items():
-            expected = alone(*self._as_asked(request)).tokens[len(request.prompt) :]
+            expected = alone(*self._prompt_and_answer(request)).tokens[len(request.prompt) :]
             if self.reasons[name] == "abort":
                 expected = expected[: len(self.answers[name])]
-            assert self.answers[name] == expected, f"{name} got other tokens than alone"
+            assert self.answers[name] == expected, f"{name} got other tokens than the plain decoder computes"
         self.assert_empty()
 
     def assert_empty(self) -> None:
@@ -253,7 +256,7 @@ class Bench:
         assert self.ledger.host.held == 0, f"{self.ledger.host.held} host pages were not released"
 
     def compare_host(self) -> None:
-        """Checks that the host has full pages, every row of streamed prompts, and everything of parked requests."""
+        """Checks that the host has all full pages, all rows of streamed prompts, and all data of parked requests."""
         page_rows = self.geometry.page_rows
         for name, request in self.requests.items():
             residence = request.holding.residence
@@ -264,25 +267,26 @@ class Bench:
             rows = known if residence in (Residence.STREAMED, Residence.PARKED) else full
             keys = known if residence is Residence.PARKED else full
             pages = request.holding.pages[PageUse.HOST]
-            assert len(pages) >= self.geometry.row_pages(known), f"{name}, {residence}: host pages are gone"
-            at = torch.tensor([pages[p // page_rows] * page_rows + p % page_rows for p in range(known)]).long()
-            row_bytes, key_bytes = stored_alone(*self._as_asked(request))
-            on_host = as_bytes(self.host.rows[:, at[:rows]])
+            assert len(pages) >= self.geometry.row_pages(known), f"{name}, {residence}: too few host pages are held"
+            host_rows = torch.tensor([pages[p // page_rows] * page_rows + p % page_rows for p in range(known)]).long()
+            row_bytes, key_bytes = stored_alone(*self._prompt_and_answer(request))
+            on_host = as_bytes(self.host.rows[:, host_rows[:rows]])
             assert torch.equal(on_host, row_bytes[:, :rows]), f"{name}, {residence}: rows differ"
             assert self.host.keys is not None
-            on_host = as_bytes(self.host.keys[:, at[:keys]])
+            on_host = as_bytes(self.host.keys[:, host_rows[:keys]])
             assert torch.equal(on_host, key_bytes[:, :keys]), f"{name}, {residence}: keys differ"
             self.compared[residence] += rows
 
     @staticmethod
-    def _as_asked(request: Request) -> tuple[tuple[int, ...], int]:
+    def _prompt_and_answer(request: Request) -> tuple[tuple[int, ...], int]:
+        """Returns the prompt, and the length of the answer."""
         return request.prompt.token_ids, request.max_length - len(request.prompt)
 
-    def spoil_the_rest(self) -> None:
+    def poison_free_pages(self) -> None:
         holdings = [request.holding for request in self.requests.values()]
         on_host = {page for holding in holdings for page in holding.pages[PageUse.HOST]}
         on_device = {
-            page for h in holdings for kind, pages in h.pages.items() if kind is not PageUse.HOST for page in pages
+            page for h in holdings for use, pages in h.pages.items() if use is not PageUse.HOST for page in pages
         }
         free_on_host = set(range(self.host.rows.shape[1] // self.geometry.page_rows)) - on_host
-        self.poison.spoil(sorted(set(range(self.pool.pages)) - on_device), sorted(free_on_host))
+        self.poisoner.poison(sorted(set(range(self.pool.pages)) - on_device), sorted(free_on_host))
