@@ -1,7 +1,8 @@
-"""A world of decode and prefill workers in which everything can fail: virtual time, real bytes, one seed.
+"""Decode and prefill workers with random faults, in virtual time and with real bytes. One seed determines a run.
 
-Each worker has a state machine, a loopback transfer, memory and an allocator; this file acts as its engine and its
-agent. Free memory is poisoned and must stay so. A landed context is compared twice with what was computed.
+Each worker has a state machine, a loopback transfer, memory and an allocator. This file acts as its engine and its
+agent. Free pages are filled with POISON and must stay so. A landed context is compared with the computed bytes when it
+lands and again before its pages are released.
 """
 
 import heapq
@@ -60,13 +61,14 @@ POISON = 0xAB
 LAYERS, GROUPS, HEADS, HEAD_BYTES, KEY_BYTES = 3, 2, 2, 3, 5
 ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
 STAGING_BYTES = 2048  # 4 pieces of at most 11 rows
-PACE = 0.2  # scales the timeouts of the state machines
+TIMEOUT_SCALE = 0.2  # for the timeouts of the state machines
 MODEL = ModelIdentity("toy", LAYERS, f"{ROW_BYTES} bytes", f"{KEY_BYTES} bytes", GROUPS, "w")
 Bytes = NDArray[np.uint8]
 
 
-def content(token_ids: Sequence[int], first: int, last: int, unit: int, width: int) -> Bytes:
-    """Returns what a model would compute: [last - first, width], different for every token, position and unit."""
+def computed_bytes(token_ids: Sequence[int], first: int, last: int, unit: int, width: int) -> Bytes:
+    """Returns the bytes of positions [first, last) in one unit (a layer or an index group): [last - first, width]. They
+    depend on token, position and unit."""
     tokens = np.asarray(token_ids[first:last], np.int64)[:, None]
     positions = np.arange(first, last, dtype=np.int64)[:, None]
     mixed = tokens * 2654435761 + positions * 40503 + unit * 9176 + np.arange(width) * 131
@@ -74,27 +76,32 @@ def content(token_ids: Sequence[int], first: int, last: int, unit: int, width: i
 
 
 class Arena:
-    """All memory of one worker, allocated in order, so that the addresses of its pools are deterministic."""
+    """All memory of one worker, allocated in order, so that distances between its pools are the same in every run."""
 
     def __init__(self) -> None:
-        self._bytes, self._taken = np.full(1 << 17, POISON, np.uint8), 0
+        self._bytes, self._num_allocated = np.full(1 << 17, POISON, np.uint8), 0
 
-    def take(self, *shape: int) -> Bytes:
-        first, self._taken = self._taken, self._taken + math.prod(shape)
-        return self._bytes[first : self._taken].reshape(shape)
+    def allocate(self, *shape: int) -> Bytes:
+        first, self._num_allocated = self._num_allocated, self._num_allocated + math.prod(shape)
+        return self._bytes[first : self._num_allocated].reshape(shape)
 
 
 class Pool:
-    """Pages of rows, or of index keys: `[units][parts][pages][bytes]`, poisoned while free."""
+    """Pages of rows or of index keys: `[units][parts][pages][bytes]`, filled with POISON while they are free.
+
+    A unit is a layer or an index group. Each page is divided into parts, as in `PagedSpan`.
+    """
 
     def __init__(
         self, arena: Arena, units: int, parts: int, pages: int, page_rows: int, row_bytes: int, spare: int = 0
     ) -> None:
         self.part_rows = -(-page_rows // parts)
         page_bytes = self.part_rows * row_bytes + spare
-        self.bytes = arena.take(units, parts, pages, page_bytes)
-        base, steps = self.bytes.ctypes.data, self.bytes.strides
-        bases = tuple(tuple(base + unit * steps[0] + part * steps[1] for part in range(parts)) for unit in range(units))
+        self.bytes = arena.allocate(units, parts, pages, page_bytes)
+        base, strides = self.bytes.ctypes.data, self.bytes.strides
+        bases = tuple(
+            tuple(base + unit * strides[0] + part * strides[1] for part in range(parts)) for unit in range(units)
+        )
         self.span = PagedSpan(bases, page_bytes, page_rows, self.part_rows, row_bytes)
         self.allocator = PageAllocator(pages)
 
@@ -104,11 +111,12 @@ class Pool:
         by_page = parts.swapaxes(0, 1).reshape(len(pages), -1, self.span.row_bytes)[:, : self.span.page_rows]
         return by_page.reshape(-1, self.span.row_bytes)[:count]
 
-    def put(self, pages: Sequence[int], unit: int, first: int, rows: Bytes) -> None:
+    def write(self, pages: Sequence[int], unit: int, first: int, rows: Bytes) -> None:
+        """Writes rows to the positions of a context that begin at `first`."""
         for position, row in enumerate(rows, first):
-            page, within = pages[position // self.span.page_rows], position % self.span.page_rows
-            start = within % self.part_rows * self.span.row_bytes
-            self.bytes[unit, within // self.part_rows, page, start : start + len(row)] = row
+            page, row_index = pages[position // self.span.page_rows], position % self.span.page_rows
+            start = row_index % self.part_rows * self.span.row_bytes
+            self.bytes[unit, row_index // self.part_rows, page, start : start + len(row)] = row
 
     def poison(self, pages: Sequence[int]) -> None:
         self.bytes[:, :, list(pages)] = POISON
@@ -118,7 +126,7 @@ class Pool:
         self.allocator.release(pages)
 
     def audit(self, allocator: PageAllocator | None = None) -> None:
-        """`allocator` replaces the pool's own allocator."""
+        """Asserts that all free pages are POISON. `allocator`, if given, replaces the pool's own allocator."""
         allocator = allocator or self.allocator
         allocator.audit()
         free = self.bytes[:, :, [page for page in range(allocator.capacity) if not allocator._held[page]]]
@@ -135,15 +143,17 @@ class ShardedPool:
         self.span, self.allocator = self.pools[0].span, self.pools[0].allocator
 
     def check(self, pages: Sequence[int], unit: int, rows: Bytes) -> None:
+        """Asserts that the pages contain these rows."""
         for pool, shard in zip(self.pools, self.shards, strict=True):
-            assert (pool.rows(pages, unit, len(rows)) == self._part(rows, shard)).all(), "wrong bytes of rows"
+            found = pool.rows(pages, unit, len(rows))
+            assert (found == self._slices(rows, shard)).all(), f"rows of layer {unit} are wrong"
 
-    def put(self, pages: Sequence[int], unit: int, first: int, rows: Bytes) -> None:
+    def write(self, pages: Sequence[int], unit: int, first: int, rows: Bytes) -> None:
         for pool, shard in zip(self.pools, self.shards, strict=True):
-            pool.put(pages, unit, first, self._part(rows, shard))
+            pool.write(pages, unit, first, self._slices(rows, shard))
 
     @staticmethod
-    def _part(rows: Bytes, shard: Shard) -> Bytes:
+    def _slices(rows: Bytes, shard: Shard) -> Bytes:
         return np.concatenate([rows[:, first : first + nbytes] for first, nbytes in shard.slices], axis=1)
 
     def release(self, pages: Sequence[int]) -> None:
@@ -157,7 +167,7 @@ class ShardedPool:
 
 
 class Memory:
-    """The rows and index keys of one landing."""
+    """The rows and index keys of one store."""
 
     def __init__(self, rows: ShardedPool, keys: Pool) -> None:
         self.rows, self.keys = rows, keys
@@ -168,6 +178,7 @@ class Memory:
         return [*self.rows.pools, self.keys]
 
     def allocate(self, tokens: int) -> tuple[list[int], list[int]] | None:
+        """Returns pages of rows and pages of index keys, or None if either are short."""
         rows = self.rows.allocator.allocate(pages_for(self.rows.span, tokens))
         keys = self.keys.allocator.allocate(pages_for(self.keys.span, tokens)) if rows is not None else None
         if rows is not None and keys is None:
@@ -175,13 +186,16 @@ class Memory:
         return None if rows is None or keys is None else (rows, keys)
 
     def check(self, request: HandoffRequest) -> None:
+        """Asserts that the pages of the request contain the computed bytes of its prompt."""
         count = len(request.prompt)
         for layer in range(LAYERS):
-            self.rows.check(request.row_pages, layer, content(request.prompt.token_ids, 0, count, layer, ROW_BYTES))
+            self.rows.check(
+                request.row_pages, layer, computed_bytes(request.prompt.token_ids, 0, count, layer, ROW_BYTES)
+            )
         for group in range(GROUPS):
-            expected = content(request.prompt.token_ids, 0, count, group, KEY_BYTES)
+            expected = computed_bytes(request.prompt.token_ids, 0, count, group, KEY_BYTES)
             assert (self.keys.rows(request.key_pages, group, count) == expected).all(), (
-                f"{request.key}: wrong keys landed"
+                f"{request.key}: index keys of group {group} are wrong"
             )
 
     def release(self, request: HandoffRequest) -> None:
@@ -194,78 +208,86 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """The probability of each fault, per message, request or step."""
+class FaultRates:
+    """The probability of each fault: per message, per handoff, per chunk, or per worker and step."""
 
-    lose: float = 0.05
-    duplicate: float = 0.05
-    delay: float = 0.05  # takes seconds instead of milliseconds
-    abort: float = 0.12
-    not_computed: float = 0.01
-    death: float = 0.0004
-    false_alarm: float = 0.0006
+    lose: float = 0.05  # a message is lost
+    duplicate: float = 0.05  # a message is sent twice
+    delay: float = 0.05  # a message takes seconds instead of milliseconds
+    abort: float = 0.12  # a handoff is cancelled
+    not_computed: float = 0.01  # a prompt fails instead of computing its next chunk
+    death: float = 0.0004  # a worker is killed, and restarted later
+    false_alarm: float = 0.0006  # a worker treats a living peer as lost
     writes: Faults = field(default_factory=Faults)
 
 
 class World:
-    """Owns the clock, the random source, the network and all workers."""
+    """Owns the clock, the random numbers, the network and all workers."""
 
-    def __init__(self, seed: int, trouble: Trouble, decodes: int = 3, prefills: int = 3) -> None:
-        self.random, self.trouble, self.now = random.Random(seed), trouble, 0.0
-        self.hub = Hub(trouble.writes, seed)
+    def __init__(self, seed: int, rates: FaultRates, decodes: int = 3, prefills: int = 3) -> None:
+        self.random, self.rates, self.now = random.Random(seed), rates, 0.0
+        self.hub = Hub(rates.writes, seed)
         self.counts: Counter[str] = Counter()
-        self.longest = 0.0  # seconds from the request to the end
-        self.seconds: Counter[str] = Counter()  # in each phase, over all state machines so far
+        self.longest_s = 0.0  # the longest time from a request to its outcome
+        self.phase_seconds: Counter[str] = Counter()  # by state machine and phase
         self._due: list[tuple[float, int, Any]] = []
         self._numbers = itertools.count()
-        self.serial = itertools.count(1)
-        self.decodes = [Decode(self, f"decode-{number}", number) for number in range(decodes)]
+        self.prompt_numbers = itertools.count(1)
+        self.decodes = [DecodeWorker(self, f"decode-{number}", number) for number in range(decodes)]
         self.prefills = [PrefillWorker(self, f"prefill-{number}") for number in range(prefills)]
-        self.zombies: list[tuple[float, Loopback, Any]] = []
+        self.orphaned_writers: list[
+            tuple[float, Loopback, Any]
+        ] = []  # dead workers: end of their writes, transfer, memory
 
     @property
     def workers(self) -> "list[Worker]":
         return [*self.decodes, *self.prefills]
 
-    def later(self, seconds: float, act: Any) -> None:
-        heapq.heappush(self._due, (self.now + seconds, next(self._numbers), act))
+    def call_later(self, seconds: float, action: Any) -> None:
+        heapq.heappush(self._due, (self.now + seconds, next(self._numbers), action))
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
 
     def send(self, origin: "Worker", to: str, message: Message) -> None:
-        """Sends to one incarnation, over a network that loses, duplicates, delays and reorders messages."""
-        worker = next(each for each in self.workers if each.name == to)
-        meant, sender, trouble = origin.knows.get(to), origin.incarnation, self.trouble
-        for _ in range(2 if self.chance(trouble.duplicate) else 1):
-            if self.chance(trouble.lose):
+        """Sends to the incarnation that `origin` knows, over a network that loses, duplicates, delays and reorders
+        messages."""
+        worker = next(worker for worker in self.workers if worker.name == to)
+        target_incarnation, sender_incarnation = origin.known_peers.get(to), origin.incarnation
+        for _ in range(2 if self.chance(self.rates.duplicate) else 1):
+            if self.chance(self.rates.lose):
                 self.counts["lost messages"] += 1
                 continue
-            seconds = self.random.uniform(0.1, 3.0) if self.chance(trouble.delay) else self.random.uniform(0, 0.02)
+            seconds = self.random.uniform(0.1, 3.0) if self.chance(self.rates.delay) else self.random.uniform(0, 0.02)
+            self.call_later(
+                seconds, partial(self._arrive, worker, target_incarnation, origin.name, sender_incarnation, message)
+            )
 
-            self.later(seconds, partial(self._arrive, worker, meant, origin.name, sender, message))
+    def _arrive(
+        self, to: "Worker", target_incarnation: int | None, origin: str, sender_incarnation: int, message: Message
+    ) -> None:
+        if to.alive and to.incarnation == target_incarnation and to.known_peers.get(origin) == sender_incarnation:
+            to.machine.handle_message(origin, message, self.now)
 
-    def _arrive(self, to: "Worker", meant: int | None, name: str, sender: int, message: Message) -> None:
-        if to.alive and to.incarnation == meant and to.knows.get(name) == sender:
-            to.machine.handle_message(name, message, self.now)
-
-    def introduce(self, decode: "Decode", prefill: "PrefillWorker") -> None:
-        """Does what Hello and Welcome do between agents. The state machines learn of a restart before anything else."""
+    def introduce(self, decode: "DecodeWorker", prefill: "PrefillWorker") -> None:
+        """Connects two workers, like Hello and Welcome between agents. If one has restarted, the state machine of the
+        other receives `peer_lost` first."""
         if (
-            decode.knows.get(prefill.name) == prefill.incarnation
-            and prefill.knows.get(decode.name) == decode.incarnation
+            decode.known_peers.get(prefill.name) == prefill.incarnation
+            and prefill.known_peers.get(decode.name) == decode.incarnation
         ):
             return
-        for one, other in ((decode, prefill), (prefill, decode)):
-            if one.knows.get(other.name) not in (None, other.incarnation):
-                one.machine.peer_lost(other.name, "restarted", self.now)
-            one.knows[other.name] = other.incarnation
+        for worker, peer in ((decode, prefill), (prefill, decode)):
+            if worker.known_peers.get(peer.name) not in (None, peer.incarnation):
+                worker.machine.peer_lost(peer.name, "restarted", self.now)
+            worker.known_peers[peer.name] = peer.incarnation
         assert check_peers(prefill.hello, decode.hello) is None
         prefill.transfer.connect(decode.name, decode.transfer.describe())
         prefill.machine.add_peer(decode.name, decode.hello)
         decode.machine.add_peer(prefill.name, prefill.hello)
 
     def step(self, seconds: float) -> None:
+        """Advances the clock, delivers messages and writes that are due, and runs one step of every worker."""
         self.now += seconds
         while self._due and self._due[0][0] <= self.now:
             heapq.heappop(self._due)[2]()
@@ -273,22 +295,22 @@ class World:
         for worker in self.workers:
             if worker.alive:
                 worker.step()
-        for zombie in [each for each in self.zombies if each[0] <= self.now]:
-            zombie[1].close()
-            self.zombies.remove(zombie)
+        for writer in [entry for entry in self.orphaned_writers if entry[0] <= self.now]:
+            writer[1].close()
+            self.orphaned_writers.remove(writer)
 
-    def disturb(self) -> None:
-        """Kills workers at random, and reports living ones as lost."""
+    def inject_worker_faults(self) -> None:
+        """Kills workers at random, and reports living peers as lost at random."""
         for worker in self.workers:
-            if worker.alive and self.chance(self.trouble.death):
+            if worker.alive and self.chance(self.rates.death):
                 self.counts["deaths"] += 1
                 worker.die()
         for worker in self.workers:
-            if worker.alive and self.chance(self.trouble.false_alarm):
-                other = self.random.choice(self.prefills if isinstance(worker, Decode) else self.decodes)
+            if worker.alive and self.chance(self.rates.false_alarm):
+                peer = self.random.choice(self.prefills if isinstance(worker, DecodeWorker) else self.decodes)
                 self.counts["false alarms"] += 1
-                if worker.knows.pop(other.name, None) is not None:
-                    worker.machine.peer_lost(other.name, "silent", self.now)
+                if worker.known_peers.pop(peer.name, None) is not None:
+                    worker.machine.peer_lost(peer.name, "silent", self.now)
 
     def audit(self) -> None:
         for worker in self.workers:
@@ -299,109 +321,109 @@ class World:
 
 
 class Worker(ABC):
-    """What both kinds of workers share: a name that outlives its incarnations, and how it dies."""
+    """The common part of both kinds of workers. A worker keeps its name when it dies and starts again."""
 
     machine: Any
+    store_names: tuple[StoreName, ...] = ("host",)
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name, self.incarnation = world, name, 0
-        self.begin()
+        self.start()
 
-    def begin(self) -> None:
-        self.alive, self.knows = True, dict[str, int]()  # name: incarnation
+    def start(self) -> None:
+        """Starts a new incarnation with new memory."""
+        self.alive, self.known_peers = True, dict[str, int]()  # incarnation, by name
         self.incarnation += 1
         arena = Arena()
         self.memories = self.make_memories(arena)
-        self.staging = arena.take(STAGING_BYTES)  # a ring, or buffers
-        self.space = MemoryRange(self.staging.ctypes.data, self.staging.nbytes)
+        staging = arena.allocate(STAGING_BYTES)  # the ring of a receiver, or the buffers of a sender
+        self.staging_range = MemoryRange(staging.ctypes.data, staging.nbytes)
         self.transfer = Loopback(self.world.hub, deadline_s=6.0)
-        for taken in [self.staging, *(pool.bytes for memory in self.memories for pool in memory.pools)]:
-            self.transfer.register(Region(taken.ctypes.data, taken.nbytes))
-        stores = {landing: memory.store for landing, memory in zip(self.landings, self.memories, strict=True)}
-        self.hello = Hello(self.name, MODEL, stores, "loopback", self.transfer.describe(), self.space)
-
-    landings: tuple[StoreName, ...] = ("host",)
+        for block in [staging, *(pool.bytes for memory in self.memories for pool in memory.pools)]:
+            self.transfer.register(Region(block.ctypes.data, block.nbytes))
+        stores = {name: memory.store for name, memory in zip(self.store_names, self.memories, strict=True)}
+        self.hello = Hello(self.name, MODEL, stores, "loopback", self.transfer.describe(), self.staging_range)
 
     @abstractmethod
     def make_memories(self, arena: Arena) -> list[Memory]:
-        """Returns one memory for each of `landings`."""
+        """Returns one memory for each of `store_names`."""
 
     @abstractmethod
     def step(self) -> None:
-        """Does the work that is due now."""
+        """Runs one iteration of the worker's loop."""
 
     def die(self) -> None:
-        """Kills the worker. Its writes may continue for a while without an owner; its own memory is gone at once."""
+        """Kills the worker, which starts again later. Writes of a dead prefill worker may continue for a while.
+        Writes to a dead decode worker no longer arrive."""
         world, self.alive = self.world, False
-        self.note_seconds()
-        if isinstance(self, Decode):
+        self.record_phase_seconds()
+        if isinstance(self, DecodeWorker):
             self.transfer.close()
         else:
-            world.zombies.append((world.now + world.random.uniform(0, 2), self.transfer, self.memories))
-        died = self.incarnation
-        for other in world.workers:
+            world.orphaned_writers.append((world.now + world.random.uniform(0, 2), self.transfer, self.memories))
+        for peer in world.workers:
             delay = world.random.uniform(0.5, 1.5)
-            world.later(delay, partial(self._noticed, other, died))
-        world.later(world.random.uniform(0.2, 3), self.begin)
+            world.call_later(delay, partial(self._report_death, peer, self.incarnation))
+        world.call_later(world.random.uniform(0.2, 3), self.start)
 
-    def _noticed(self, other: "Worker", died: int) -> None:
-        if other.alive and other.knows.get(self.name) == died:
-            del other.knows[self.name]
-            other.machine.peer_lost(self.name, "it died", self.world.now)
+    def _report_death(self, peer: "Worker", incarnation: int) -> None:
+        if peer.alive and peer.known_peers.get(self.name) == incarnation:
+            del peer.known_peers[self.name]
+            peer.machine.peer_lost(self.name, "the process died", self.world.now)
 
-    def note_seconds(self) -> None:
+    def record_phase_seconds(self) -> None:
+        """Adds the seconds that this incarnation has spent in each phase to the totals of the world."""
         tables = {type(self.machine).__name__: self.machine.table}
         if isinstance(self.machine, Sender):
             tables["Piece"] = self.machine.piece_table
         for name, table in tables.items():
             for phase, spent in table.seconds.items():
-                self.world.seconds[f"{name}.{phase.name}"] += spent
+                self.world.phase_seconds[f"{name}.{phase.name}"] += spent
 
 
-class Decode(Worker):
-    """Requests prompts, checks what lands, keeps it for a while, and releases pages only when that is allowed."""
+class DecodeWorker(Worker):
+    """Requests prompts, checks the contexts that land, keeps them for a while, and releases their pages."""
 
-    landings = ("host", "device")
+    store_names = ("host", "device")
 
     def __init__(self, world: World, name: str, number: int) -> None:
-        self.host_page, self.ranks = (4, 16, 6)[number % 3], (1, 2, 4)[number % 3]
+        self.host_page_rows, self.ranks = (4, 16, 6)[number % 3], (1, 2, 4)[number % 3]
         super().__init__(world, name)
 
     def make_memories(self, arena: Arena) -> list[Memory]:
-        page = self.host_page
-        keys = Pool(arena, GROUPS, 1, 400 // page, page, KEY_BYTES)
-        host = Memory(ShardedPool(arena, self.ranks, 400 // page, page), keys)
+        page_rows = self.host_page_rows
+        keys = Pool(arena, GROUPS, 1, 400 // page_rows, page_rows, KEY_BYTES)
+        host = Memory(ShardedPool(arena, self.ranks, 400 // page_rows, page_rows), keys)
         device = Memory(ShardedPool(arena, 1, 50, 8), Pool(arena, GROUPS, 2, 40, 14, KEY_BYTES, spare=3))
         return [host, device]
 
-    def begin(self) -> None:
-        super().begin()
-        self.ring = ReceiverStaging(self.space, self.hello.stores)
-        self.machine = Receiver(scaled(RECEIVER_TIMEOUTS, PACE), self.ring)
-        self.numbers = itertools.count()  # ids start again with every incarnation
-        self.waiting: deque[tuple[HandoffKey, tuple[int, ...], int]] = (
-            deque()
-        )  # for pages; the last item is the number of attempts left
-        self.asked: dict[
-            HandoffKey, tuple[HandoffRequest, int, float]
-        ] = {}  # requests without an end; attempts left, since when
-        self.kept: dict[HandoffKey, tuple[float, HandoffRequest]] = {}  # landed: until when
-        self.quarantined: dict[HandoffKey, HandoffRequest] = {}  # pages that must not be used
+    def start(self) -> None:
+        super().start()
+        self.ring = ReceiverStaging(self.staging_range, self.hello.stores)
+        self.machine = Receiver(scaled(RECEIVER_TIMEOUTS, TIMEOUT_SCALE), self.ring)
+        self.request_ids = itertools.count()  # every incarnation uses the same ids again
+        # Requests that wait for pages: key, token ids, and the number of further attempts.
+        self.waiting: deque[tuple[HandoffKey, tuple[int, ...], int]] = deque()
+        # Handoffs without an outcome: request, number of further attempts, and time of the request.
+        self.open: dict[HandoffKey, tuple[HandoffRequest, int, float]] = {}
+        self.landed: dict[HandoffKey, tuple[float, HandoffRequest]] = {}  # and when their pages will be released
+        self.quarantined: dict[HandoffKey, HandoffRequest] = {}
         self.known_keys: set[HandoffKey] = set()
 
     def request(self) -> None:
-        count, serial = self.world.random.randint(1, 40), next(self.world.serial)
-        token_ids = tuple(range(serial * 64, serial * 64 + count))
-        self.waiting.append((HandoffKey(str(next(self.numbers)), 1), token_ids, 2))
+        """Adds a random prompt to the queue."""
+        count, number = self.world.random.randint(1, 40), next(self.world.prompt_numbers)
+        token_ids = tuple(range(number * 64, number * 64 + count))
+        self.waiting.append((HandoffKey(str(next(self.request_ids)), 1), token_ids, 2))
 
     def step(self) -> None:
         now = self.world.now
-        for key, (until, request) in list(self.kept.items()):
-            if now >= until:
+        for key, (release_at, request) in list(self.landed.items()):
+            if now >= release_at:
                 memory = self.memory(request)
                 memory.check(request)
                 memory.release(request)
-                del self.kept[key]
+                del self.landed[key]
         while self.waiting and self._fetch(*self.waiting[0]):
             self.waiting.popleft()
         self.machine.tick(now)
@@ -415,74 +437,78 @@ class Decode(Worker):
                     unpack(piece)
                     self.world.counts["pieces"] += 1
                 case event:
-                    self._hear(event)
+                    self._handle_event(event)
 
     def memory(self, request: HandoffRequest) -> Memory:
-        return self.memories[self.landings.index(request.landing)]
+        return self.memories[self.store_names.index(request.landing)]
 
     def _fetch(self, key: HandoffKey, token_ids: tuple[int, ...], attempts: int) -> bool:
-        """Returns False if there are no pages or no prefill worker, so that the request waits."""
-        prefills = [each for each in self.world.prefills if each.alive or self.knows.get(each.name) is not None]
-        at = self.world.random.randrange(2)
-        pages = self.memories[at].allocate(len(token_ids)) if prefills else None
+        """Begins a handoff. Returns False if there are no pages or no prefill worker: then the request has to wait."""
+        prefills = [
+            prefill
+            for prefill in self.world.prefills
+            if prefill.alive or self.known_peers.get(prefill.name) is not None
+        ]
+        store = self.world.random.randrange(2)
+        pages = self.memories[store].allocate(len(token_ids)) if prefills else None
         if pages is None:
-            self.world.counts["waits for room"] += 1
+            self.world.counts["waits for pages"] += 1
             return False
         prefill = self.world.random.choice(prefills)
         if prefill.alive:
             self.world.introduce(self, prefill)
         request = HandoffRequest(
-            key, PromptSpec(token_ids, SamplingParams()), self.landings[at], tuple(pages[0]), tuple(pages[1])
+            key, PromptSpec(token_ids, SamplingParams()), self.store_names[store], tuple(pages[0]), tuple(pages[1])
         )
         assert key not in self.known_keys
         self.known_keys.add(key)
-        self.asked[key] = request, attempts, self.world.now
+        self.open[key] = request, attempts, self.world.now
         self.machine.fetch(Fetch(prefill.name, request), self.world.now)
         self.world.counts["handoffs"] += 1
-        if self.world.chance(self.world.trouble.abort):
+        if self.world.chance(self.world.rates.abort):
             machine = self.machine
             seconds = self.world.random.choice([0.0, 0.01, 0.05, 0.2, 1.0])
-            self.world.later(seconds, lambda: machine.cancel(key, self.world.now))
+            self.world.call_later(seconds, lambda: machine.cancel(key, self.world.now))
         return True
 
-    def _hear(self, event: Any) -> None:
+    def _handle_event(self, event: Any) -> None:
         counts = self.world.counts
         if isinstance(event, Quiesced):
             request = self.quarantined.pop(event.key)
             self.memory(request).release(request)
-            counts["calm"] += 1
+            counts["quiesced later"] += 1
             return
-        request, attempts, since = self.asked.pop(event.key)  # raises KeyError at a second end
-        self.world.longest = max(self.world.longest, self.world.now - since)
+        request, attempts, requested_at = self.open.pop(event.key)  # raises KeyError if a handoff ends twice
+        self.world.longest_s = max(self.world.longest_s, self.world.now - requested_at)
         if isinstance(event, Landed):
             assert event.token_id == request.prompt.token_ids[-1] + 1
             self.memory(request).check(request)
-            self.kept[event.key] = self.world.now + self.world.random.uniform(0, 1.5), request
+            self.landed[event.key] = self.world.now + self.world.random.uniform(0, 1.5), request
             counts["landed"] += 1
             return
         assert isinstance(event, FetchFailed)
-        counts["lost" if event.quiesced else "lost, in doubt"] += 1
+        counts["failed" if event.quiesced else "failed, not quiesced"] += 1
         if event.quiesced:
             self.memory(request).release(request)
         else:
             self.quarantined[event.key] = request
         if attempts > 0 and event.reason != "cancelled":
-            again = HandoffKey(event.key.request_id, event.key.attempt + 1)
-            self.waiting.append((again, request.prompt.token_ids, attempts - 1))
+            next_key = HandoffKey(event.key.request_id, event.key.attempt + 1)
+            self.waiting.append((next_key, request.prompt.token_ids, attempts - 1))
 
 
 @dataclass
 class Job:
     """A prompt that is computed chunk by chunk."""
 
-    prefill: StartPrefill
+    start: StartPrefill
     pages: list[int]
-    done: int = 0
+    num_submitted: int = 0  # rows
 
 
 @dataclass(eq=False)
-class Forward:
-    """The event of a forward pass: rows [first, last) are in their pages only after it has happened."""
+class ForwardPass:
+    """A forward pass and its event. Rows [first, last) are in their pages only after it has happened."""
 
     incarnation: int
     job: Job
@@ -495,25 +521,25 @@ class Forward:
 
 
 class PrefillWorker(Worker):
-    """Computes prompts in its own pages, and poisons the pages as soon as they are released."""
+    """Computes prompts in its own pages, and fills the pages with POISON as soon as they are released."""
 
     def make_memories(self, arena: Arena) -> list[Memory]:
-        page, ranks = (16, 4, 10)[int(self.name[-1]) % 3], (2, 1, 4)[int(self.name[-1]) % 3]
-        rows = ShardedPool(arena, ranks, 240 // page, page)
-        keys = Pool(arena, GROUPS, 1, 240 // page, page, KEY_BYTES)
-        keys.allocator = rows.allocator  # a page of a host store holds both
+        page_rows, ranks = (16, 4, 10)[int(self.name[-1]) % 3], (2, 1, 4)[int(self.name[-1]) % 3]
+        rows = ShardedPool(arena, ranks, 240 // page_rows, page_rows)
+        keys = Pool(arena, GROUPS, 1, 240 // page_rows, page_rows, KEY_BYTES)
+        keys.allocator = rows.allocator  # a page number of a host store stands for rows and index keys
         return [Memory(rows, keys)]
 
-    def begin(self) -> None:
-        super().begin()
+    def start(self) -> None:
+        super().start()
         self.machine = Sender(
             self.memories[0].store,
-            scaled(SENDER_TIMEOUTS, PACE),
+            scaled(SENDER_TIMEOUTS, TIMEOUT_SCALE),
             write_limit=3.0,
             tombstone_limit=20.0,
-            buffers=split_into_buffers(self.space),
+            buffers=split_into_buffers(self.staging_range),
             max_direct_writes=20,
-            piece_timeouts=scaled(PIECE_TIMEOUTS, PACE / 4),
+            piece_timeouts=scaled(PIECE_TIMEOUTS, TIMEOUT_SCALE / 4),
         )
         self.queue: deque[StartPrefill] = deque()
         self.jobs: dict[tuple[str, HandoffKey], Job] = {}
@@ -533,11 +559,11 @@ class PrefillWorker(Worker):
         self.machine.tick(now)
         if self.machine.has_pending_events:
             self.machine.poll_events(now)
-        self._act()
+        self._run_actions()
         self._compute()
-        self._act()
+        self._run_actions()
 
-    def _act(self) -> None:
+    def _run_actions(self) -> None:
         while actions := self.machine.take_actions():
             for action in actions:
                 match action:
@@ -550,54 +576,63 @@ class PrefillWorker(Worker):
                         self.machine.on_submitted(peer, key, ticket)
                         self.tickets.append((peer, key, ticket))
                     case StartPrefill():
-                        assert (action.peer, action.key) not in self.jobs, "computed twice at once"
+                        assert (action.peer, action.key) not in self.jobs, (
+                            f"{action.key} is computed twice at the same time"
+                        )
                         self.queue.append(action)
                     case ReleasePages(peer, key):
-                        self._drop(peer, key)
+                        self._release(peer, key)
 
-    def _drop(self, peer: str, key: HandoffKey) -> None:
+    def _release(self, peer: str, key: HandoffKey) -> None:
         job = self.jobs.pop((peer, key), None)
         if job is not None:
             self.memory.keys.poison(job.pages)
             self.memory.rows.release(job.pages)
         else:
-            queued = [each for each in self.queue if (each.peer, each.key) == (peer, key)]
-            assert len(queued) == 1, "dropped what it does not have"
+            queued = [start for start in self.queue if (start.peer, start.key) == (peer, key)]
+            assert len(queued) == 1, f"ReleasePages for {key}, which is neither queued nor computed"
             self.queue.remove(queued[0])
 
     def _compute(self) -> None:
-        """Computes one chunk of up to two requests. The rows appear a little after they were announced."""
-        while self.queue and (pages := self._room(len(self.queue[0].prompt))) is not None:
-            prefill = self.queue.popleft()
-            self.jobs[prefill.peer, prefill.key] = Job(prefill, pages)
-        for job in [each for each in self.jobs.values() if each.done < len(each.prefill.prompt)][:3]:
-            peer, key, total = job.prefill.peer, job.prefill.key, len(job.prefill.prompt)
-            if self.world.chance(self.world.trouble.not_computed):
-                self.machine.handle_command(PrefillFailed(peer, key, True, "bad luck"), self.world.now)
+        """Submits one chunk of up to three prompts. The rows are in their pages a little after they were announced."""
+        while self.queue and (pages := self._allocate(len(self.queue[0].prompt))) is not None:
+            start = self.queue.popleft()
+            self.jobs[start.peer, start.key] = Job(start, pages)
+        for job in [job for job in self.jobs.values() if job.num_submitted < len(job.start.prompt)][:3]:
+            peer, key, total = job.start.peer, job.start.key, len(job.start.prompt)
+            if self.world.chance(self.world.rates.not_computed):
+                self.machine.handle_command(PrefillFailed(peer, key, True, "injected fault"), self.world.now)
                 continue
-            first, job.done = job.done, min(total, job.done + self.world.random.randint(1, 16))
-            forward = Forward(self.incarnation, job, first, job.done)
-            self.machine.handle_command(
-                RowsComputed(peer, key, first, job.done, tuple(job.pages), forward), self.world.now
+            first, job.num_submitted = (
+                job.num_submitted,
+                min(total, job.num_submitted + self.world.random.randint(1, 16)),
             )
-            self.world.later(self.world.random.uniform(0, 0.03), partial(self._pass, forward))
-            if job.done == total:
+            forward = ForwardPass(self.incarnation, job, first, job.num_submitted)
+            self.machine.handle_command(
+                RowsComputed(peer, key, first, job.num_submitted, tuple(job.pages), forward), self.world.now
+            )
+            self.world.call_later(self.world.random.uniform(0, 0.03), partial(self._finish_forward_pass, forward))
+            if job.num_submitted == total:
                 self.machine.handle_command(
-                    FirstTokenSampled(peer, key, job.prefill.prompt.token_ids[-1] + 1, None), self.world.now
+                    FirstTokenSampled(peer, key, job.start.prompt.token_ids[-1] + 1, None), self.world.now
                 )
 
-    def _room(self, tokens: int) -> list[int] | None:
+    def _allocate(self, tokens: int) -> list[int] | None:
         return self.memory.rows.allocator.allocate(pages_for(self.memory.rows.span, tokens))
 
-    def _pass(self, forward: "Forward") -> None:
-        """Writes rows and index keys to the job's pages, if it still has them, because the forward pass has run."""
+    def _finish_forward_pass(self, forward: "ForwardPass") -> None:
+        """Writes rows and index keys to the job's pages, unless they were released. Then the event has happened."""
         job = forward.job
         if forward.incarnation != self.incarnation or not self.alive:
             return
-        if self.jobs.get((job.prefill.peer, job.prefill.key)) is job:
-            token_ids, first, last = job.prefill.prompt.token_ids, forward.first, forward.last
+        if self.jobs.get((job.start.peer, job.start.key)) is job:
+            token_ids, first, last = job.start.prompt.token_ids, forward.first, forward.last
             for layer in range(LAYERS):
-                self.memory.rows.put(job.pages, layer, first, content(token_ids, first, last, layer, ROW_BYTES))
+                self.memory.rows.write(
+                    job.pages, layer, first, computed_bytes(token_ids, first, last, layer, ROW_BYTES)
+                )
             for group in range(GROUPS):
-                self.memory.keys.put(job.pages, group, first, content(token_ids, first, last, group, KEY_BYTES))
+                self.memory.keys.write(
+                    job.pages, group, first, computed_bytes(token_ids, first, last, group, KEY_BYTES)
+                )
         forward.happened = True
