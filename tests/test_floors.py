@@ -165,8 +165,8 @@ def test_base_and_schedule_import_without_torch(hotset_tree: Tree) -> None:
     assert failed_import(ROOT, modules_of(hotset_tree, "base", "schedule"), ["torch"]) == ""
 
 
-def test_processes_that_compute_nothing_import_without_torch() -> None:
-    """The HTTP server and the router start a few seconds earlier, and in a quarter of the memory."""
+def test_server_router_and_command_line_import_without_torch() -> None:
+    """Without torch, server and router start a few seconds earlier and need a quarter of the memory."""
     modules = ["hotset.cli", "hotset.serve.server", "hotset.serve.router.server", "hotset.engine.client"]
     assert failed_import(ROOT, modules, ["torch"]) == ""
 

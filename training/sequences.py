@@ -107,7 +107,7 @@ class Writer:
     """Writes sequences of exactly the requested length.
 
     `chains` is the share of sequences with chains of updates. It is 0 at first. Otherwise the attention heads learn to
-    match only one word of the key, in the latest record that contains it, which gives the right answer too often.
+    match only one word of the key, in the latest record that contains it, which is right often enough.
     `evaluating` selects the keys that training never uses.
     """
 

@@ -21,7 +21,7 @@ class Logprobs:
     Ranks start at 1 and are unique: ties are ranked by ascending id. A token with logit -inf has log-probability -inf.
     """
 
-    wanted: Mapping[int, tuple[int, int]]  # index in the batch -> index in the tensors, number of alternatives
+    entries: Mapping[int, tuple[int, int]]  # index in the batch -> (index in the tensors, number of alternatives)
     chosen_ids: Tensor  # [m] int64
     chosen_logprobs: Tensor  # [m]
     chosen_ranks: Tensor  # [m] int64
@@ -31,7 +31,7 @@ class Logprobs:
     def to_host(self) -> "Logprobs":
         """Copies everything to host memory. This waits for the device once; `of` would wait at every call."""
         return Logprobs(
-            self.wanted,
+            self.entries,
             self.chosen_ids.cpu(),
             self.chosen_logprobs.cpu(),
             self.chosen_ranks.cpu(),
@@ -44,9 +44,9 @@ class Logprobs:
 
         The chosen token comes first, then the likeliest ones.
         """
-        if index not in self.wanted:
+        if index not in self.entries:
             return None
-        entry, count = self.wanted[index]
+        entry, count = self.entries[index]
         logprobs = {int(self.chosen_ids[entry]): (float(self.chosen_logprobs[entry]), int(self.chosen_ranks[entry]))}
         top = zip(self.top_ids[entry, :count].tolist(), self.top_logprobs[entry, :count].tolist(), strict=True)
         for rank, (token, logprob) in enumerate(top, start=1):
@@ -93,7 +93,7 @@ class _Batch:
     banned: _LogitIndices | None
     penalised: Tensor | None  # [m] int64: indices in the batch
     count_rows: Tensor  # [m] int64
-    logprobs: Mapping[int, tuple[int, int]]  # index in the batch -> index in logprob_index, number of alternatives
+    logprobs: Mapping[int, tuple[int, int]]  # index in the batch -> (index in logprob_index, number of alternatives)
     logprob_index: Tensor  # [requests with logprobs] int64: indices in the batch
 
     @property
@@ -319,13 +319,13 @@ class TokenCounts:
         self._free.extend(range(before, before + more))
 
 
-def token_logprobs(logits: Tensor, chosen_ids: Tensor, wanted: Mapping[int, tuple[int, int]]) -> Logprobs:
-    """Computes `Logprobs` from the `logits` [m, vocab] and `chosen_ids` [m] of the requests in `wanted`, in its order.
+def token_logprobs(logits: Tensor, chosen_ids: Tensor, entries: Mapping[int, tuple[int, int]]) -> Logprobs:
+    """Computes `Logprobs` from `logits` [m, vocab] and `chosen_ids` [m] of the requests in `entries`, in that order.
 
     The logits contain no NaN.
     """
     m, vocab = logits.shape
-    most = min(vocab, max(count for _, count in wanted.values()))
+    most = min(vocab, max(count for _, count in entries.values()))
     logprobs = torch.log_softmax(logits, dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
     chosen = chosen_ids.unsqueeze(-1)
     # Ranks follow the logits, because log_softmax may round two different logits to one value.
@@ -334,5 +334,5 @@ def token_logprobs(logits: Tensor, chosen_ids: Tensor, wanted: Mapping[int, tupl
     ranks = 1 + ((logits > value) | ((logits == value) & earlier)).sum(dim=-1)
     top_ids = leading(logits, most).ids if most else chosen.new_empty(m, 0)
     return Logprobs(
-        wanted, chosen_ids, logprobs.gather(-1, chosen).squeeze(-1), ranks, top_ids, logprobs.gather(-1, top_ids)
+        entries, chosen_ids, logprobs.gather(-1, chosen).squeeze(-1), ranks, top_ids, logprobs.gather(-1, top_ids)
     )

@@ -132,7 +132,7 @@ def _indivisible_by_tensor_parallel(spec: ModelSpec, size: int) -> list[str]:
 
 
 def stage_layers(spec: ModelSpec, stages: int, layer_counts: Sequence[int] | None = None) -> list[range]:
-    """Returns the layers of each pipeline stage.
+    """Divides the layers among pipeline stages and returns the layers of each stage.
 
     Stage i has `layer_counts[i]` layers. If `layer_counts` is None, the stages are balanced by their number of weights.
     Layers that share one indexer are in one stage. Raises `ConfigError`, with the numbers, if that is impossible.
@@ -199,7 +199,7 @@ def _cheapest(
     cost: Callable[[int, int, int], Cost],  # cost(stage, first, last) of layers [first, last) as that stage
     combine: Callable[[Cost, Cost], Cost],
 ) -> list[int]:
-    """Returns the bounds of the cheapest division into stages, by dynamic programming over the last layer of each."""
+    """Returns the bounds of the cheapest division into stages, by dynamic programming over the ends of stages."""
     best: dict[int, tuple[Cost, list[int]]] = {0: ((0, 0), [0])}  # the cheapest first stages, by their end
     for stage in range(stages):
         extended: dict[int, tuple[Cost, list[int]]] = {}

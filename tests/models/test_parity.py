@@ -33,7 +33,7 @@ class StableTopk:
     """Replaces `torch.topk`: the earlier of tied positions wins, as in Hotset. Records the gap at the k-th value."""
 
     def __init__(self) -> None:
-        self.gaps: list[torch.Tensor] = []  # per call, [rows]: the k-th largest value minus the next
+        self.gaps: list[torch.Tensor] = []  # per call, for each query: the k-th largest value minus the next
 
     def __call__(self, x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
         assert largest and dim in (-1, x.dim() - 1)

@@ -134,7 +134,8 @@ def test_a_draw_does_not_depend_on_the_batch(vocab: int, rng: random.Random, n: 
     for i in range(n):
         alone = sample_all([requests[i]], logits[i : i + 1])
         assert int(alone.token_ids) == int(together.token_ids[i])
-        rows = [found.logprobs.of(at) if found.logprobs else None for found, at in ((alone, 0), (together, i))]
+        outputs = ((alone, 0), (together, i))
+        rows = [output.logprobs.of(index) if output.logprobs else None for output, index in outputs]
         assert (rows[0] is None) == (rows[1] is None) == (requests[i].params.logprobs is None)
         if rows[0] is not None and rows[1] is not None:
             assert list(rows[0]) == list(rows[1])

@@ -148,8 +148,8 @@ def test_data_parallel_ranks_match_a_single_rank(name: str, stages: int) -> None
         ),
     )
     for rank_result, steps in zip(found, STEPS_BY_RANK, strict=True):
-        alone = run_steps(build_stages(spec, weights(), layers), [step for step in steps if step is not None])
-        expect_close(rank_result, alone)
+        single_rank = run_steps(build_stages(spec, weights(), layers), [step for step in steps if step is not None])
+        expect_close(rank_result, single_rank)
 
 
 @pytest.mark.parametrize("data_parallel", [False, True])
@@ -189,29 +189,29 @@ def held_bytes(value: Any) -> int:
 @pytest.mark.parametrize("name", SPECS)
 def test_a_rank_holds_only_its_shard_and_a_stage_only_its_layers(name: str) -> None:
     spec = SPECS[name]
-    (alone,) = build_stages(spec, weights())
-    all_bytes = held_bytes(alone)
+    (whole_model,) = build_stages(spec, weights())
+    all_bytes = held_bytes(whole_model)
     of_four = on_ranks(4, lambda peers: held_bytes(build_stages(spec, weights(), None, peers)))
     # Norms, routers, latent projections and indexers are not divided; in a tiny model they are a large share.
     assert max(of_four) < (0.55 if name in DSA else 0.4) * all_bytes
     of_stages = [held_bytes(stage) for stage in build_stages(spec, weights(), stage_layers(spec, 2))]
-    tied_copy = alone._embedding.weight.nbytes if spec.tied_embeddings and alone._embedding else 0
-    assert sum(of_stages) <= all_bytes + tied_copy + held_bytes(alone._rope) and max(of_stages) < 0.7 * all_bytes
+    tied_copy = whole_model._embedding.weight.nbytes if spec.tied_embeddings and whole_model._embedding else 0
+    assert sum(of_stages) <= all_bytes + tied_copy + held_bytes(whole_model._rope) and max(of_stages) < 0.7 * all_bytes
 
 
 @pytest.mark.parametrize("name", DSA)
 def test_data_parallel_ranks_hold_only_their_own_experts(name: str) -> None:
     spec = SPECS[name]
     assert spec.moe is not None
-    (alone,) = build_stages(spec, weights())
+    (whole_model,) = build_stages(spec, weights())
     expert_bytes = len(spec.moe.layers) * spec.moe.experts * 3 * spec.moe.width * spec.hidden * 8
     of_four = on_ranks(4, lambda peers: held_bytes(build_stages(spec, weights(), None, peers, data_parallel=True)))
     expert_id_bytes = len(spec.moe.layers) * (spec.moe.experts + 1) * 8
-    assert of_four == [held_bytes(alone) - 3 * expert_bytes // 4 + expert_id_bytes] * 4
+    assert of_four == [held_bytes(whole_model) - 3 * expert_bytes // 4 + expert_id_bytes] * 4
 
 
 def test_collectives_of_a_single_rank_return_their_argument() -> None:
     x = torch.randn(3, 2)
-    alone = SINGLE_RANK
-    ops = (alone.all_reduce, alone.all_gather_columns, alone.all_gather_tokens, alone.reduce_scatter)
+    single = SINGLE_RANK
+    ops = (single.all_reduce, single.all_gather_columns, single.all_gather_tokens, single.reduce_scatter)
     assert all(op(x) is x for op in ops)

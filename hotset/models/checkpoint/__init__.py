@@ -1,1 +1,1 @@
-"""Finds and reads checkpoints: call `files.find_model`, which needs no torch, then `weights.open_weights`."""
+"""Finds and reads checkpoints: call `files.find_model`, which does not import torch, then `weights.open_weights`."""

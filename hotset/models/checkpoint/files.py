@@ -1,4 +1,4 @@
-"""Finds the files of a model: a Hugging Face directory, a GGUF file, or the embedded model. It needs no torch."""
+"""Finds the files of a model: a Hugging Face directory, a GGUF file, or the embedded model. Does not import torch."""
 
 import hashlib
 import importlib.util

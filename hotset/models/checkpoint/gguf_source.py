@@ -2,8 +2,8 @@
 
 GGUF files store the rows of the Q and K matrices in another order than Hugging Face checkpoints. In the latter, rope
 rotates value `i` of a head together with value `i + d/2`; llama.cpp rotates neighbours, so its converter moves row
-`half * d/2 + i` of each head to row `2 * i + half`. `load` undoes this permutation on the quantised rows, which
-is possible because each row is quantised separately.
+`half * d/2 + i` of each head to row `2 * i + half`. `load` undoes this permutation on the quantised rows, which is
+possible because each row is quantised separately.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Reads the metadata of Llama-family GGUF files as a `ModelSpec`. It needs no torch."""
+"""Reads the metadata of Llama-family GGUF files as a `ModelSpec`. This module does not import torch."""
 
 from typing import Any
 
