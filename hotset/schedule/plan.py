@@ -16,7 +16,7 @@ class AssignSeat:
 
     seat: int
     prompt: PromptSpec
-    answer: tuple[int, ...]  # tokens generated before the request was preempted; empty the first time
+    answer: tuple[int, ...]  # the answer so far; empty for a new request
 
 
 @dataclass(frozen=True, slots=True)

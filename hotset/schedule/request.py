@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "abort", "lost", "no_room"]
 
 class Phase(Enum):
     WAITING = "waiting"  # holds no seat and no pages
-    PREFILL = "prefill"  # holds a seat and pages; its prompt, and an answer to recompute, are being computed
+    PREFILL = "prefill"  # holds a seat and pages; its prompt (and an answer to recompute) is being computed
     DECODE = "decode"  # holds a seat and pages; every token but the newest has its row
     PARKED = "parked"  # has rows on the host, or rows that landed; it waits for a seat and further device pages
     LANDING = "landing"  # a prefill worker computes its prompt and writes the KV into pages reserved for it

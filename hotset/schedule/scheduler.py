@@ -231,7 +231,7 @@ class Scheduler:
     def commit(self, result: StepResult) -> TokenOutputs:
         """Records the result of the oldest plan in flight. Returns its tokens, and what `take_outputs` would return."""
         in_flight = self._in_flight.popleft()
-        assert result.number == in_flight.plan.number, f"plan {result.number} came before {in_flight.plan.number}"
+        assert result.number == in_flight.plan.number, f"plan {result.number} committed before {in_flight.plan.number}"
         outputs, requests = self._outputs, in_flight.requests
         num_landed = len(outputs.token_ids)  # first tokens of landings
         for request in requests:
@@ -300,7 +300,7 @@ class Scheduler:
         return prefills
 
     def _becomes_tiered(self, request: Request) -> bool:
-        """Returns True if all chunks of a streamed prompt are scheduled. Its commit makes the request tiered."""
+        """Returns True if all chunks of a streamed prompt are scheduled. The commit of the last one makes it tiered."""
         if request.phase is Phase.DECODE:
             return False
         return request.holding.residence is Residence.STREAMED and request.num_scheduled >= len(request.tokens)

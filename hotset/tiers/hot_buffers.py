@@ -27,7 +27,7 @@ NEVER = -1  # last_used of a slot that has not been used
 class HotBuffers:
     """The hot buffers of all tiered seats.
 
-    `last_selected` keeps the last selection of every seat. When a request becomes tiered, they fill slots.
+    `last_selected` keeps the last selection of every seat. A request that becomes tiered gets these rows in slots.
     """
 
     def __init__(self, pool: DevicePool, host: HostStore, tables: PageTables, seats: int) -> None:

@@ -54,7 +54,7 @@ def test_defect_01_a_prompt_parked_between_chunks_continues_where_it_stopped() -
     assert bench.scheduler.counters.resumes == 1 and bench.scheduler.counters.tokens_prefilled == 40
 
 
-# Tests whether a request has reached a state.
+# For each state, a function that returns True if the request has reached it.
 REACHED: dict[str, Callable[[Bench, Request], bool]] = {
     "waiting": lambda bench, request: request.phase is Phase.WAITING,
     "prefilling": lambda bench, request: (
@@ -189,7 +189,9 @@ def test_defect_07_page_ids_of_the_two_pools_are_never_mixed_up(device_pages: in
 
 @pytest.mark.parametrize("length", range(23, 30))
 @pytest.mark.parametrize("tiers", ["auto", "always"])
-def test_defect_08_contexts_that_end_on_a_page_boundary_park_and_resume_byte_for_byte(tiers: str, length: int) -> None:
+def test_defect_08_contexts_that_end_at_any_row_of_a_page_park_and_resume_byte_for_byte(
+    tiers: str, length: int
+) -> None:
     bench = Bench(60, 40, tiers=tiers)
     request = bench.add("r", 21, 24)
     bench.run(until=lambda: request.num_scheduled == length and bench.settled)
@@ -211,10 +213,9 @@ def test_defect_08_chunks_of_whole_pages_that_begin_within_a_page_are_mirrored_r
     chunk: int, prompt: int, tiers: str
 ) -> None:
     bench = Bench(60, 40, tiers=tiers, step_tokens=chunk)
-    bench.add(
-        "first", 3, 9
-    )  # it decodes in the same steps, so that chunks of the other request begin anywhere in a page
-    bench.add("r", prompt, 9)
+    # The first request decodes in the same steps, so that chunks of the second begin anywhere in a page.
+    bench.add("first", 3, 9)
+    bench.add("second", prompt, 9)
     bench.finish()
 
 

@@ -70,10 +70,12 @@ class PoisonPages:
     host: list[int]
 
 
-HoldingState = tuple[Residence, int, list[list[int]], int]
+HoldingState = tuple[Residence, int, list[list[int]], int]  # residence, seat, pages of each use, capacity
 
 
 class TiersMachine(RuleBasedStateMachine):
+    """Random steps and random changes of residence, with small pools."""
+
     @initialize(
         shape=st.sampled_from([name for name in SHAPES for _ in range(1 if name == "gqa" else 3)]),
         page_rows=st.integers(1, 5),
@@ -220,7 +222,7 @@ class TiersMachine(RuleBasedStateMachine):
     def demote(self, request: Request) -> None:
         predicted, free = self.ledger.pages_freed_by_demotion(request.holding, request.length), self.ledger.device.free
         assert self.change(lambda: self.ledger.demote(request.holding, request.length))
-        assert self.ledger.device.free == free + predicted, "a demotion freed another number of pages than predicted"
+        assert self.ledger.device.free == free + predicted, "a demotion did not free the predicted number of pages"
         SEEN["demotions"] += 1
 
     def park(self, request: Request) -> None:
@@ -343,6 +345,7 @@ class TiersMachine(RuleBasedStateMachine):
         return self.in_residence(Residence.RESIDENT, Residence.STREAMED, Residence.TIERED)
 
     def growing(self) -> list[Request]:
+        """Returns the decoding requests that need more pages for their next row."""
         return [request for request in self.seated() if request.decoding and request.length >= request.holding.capacity]
 
     def demotable(self) -> list[Request]:

@@ -229,7 +229,7 @@ class Bench:
 
     @property
     def settled(self) -> bool:
-        """Whether every command has been executed, so that none is left for the next plan."""
+        """True if every command has been executed, so that none is left for the next plan."""
         return not self.scheduler._next_plan.commands
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
