@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from report import Bar, make_parser, report, write_json
-from synthetic_model import DemoEngine, DemoModel
+from synthetic_model import DemoEngine, SyntheticDemoModel
 
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import HotsetError
@@ -60,7 +60,7 @@ class Sizes:
 QUICK = Sizes(0.3, (512, 4096), 64, 2, 16, 40, 32, 0.06)
 
 
-def fill_engine(model: DemoModel, tiers: TiersMode, length: int, sizes: Sizes) -> dict[str, Any]:
+def fill_engine(model: SyntheticDemoModel, tiers: TiersMode, length: int, sizes: Sizes) -> dict[str, Any]:
     """Adds more contexts of `length` tokens than fit. Measures how many decode at once, and their tokens/s."""
     demo = DemoEngine(model, tiers, sizes.device_gib, length)
     predicted = demo.budget.requests(length)
@@ -86,7 +86,7 @@ def fill_engine(model: DemoModel, tiers: TiersMode, length: int, sizes: Sizes) -
     }
 
 
-def capacity(model: DemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
+def capacity(model: SyntheticDemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
     rows = [fill_engine(model, tiers, length, sizes) for length in sizes.lengths for tiers in (OFF, AUTO)]
     counts = {(row["context"], row["tiers"]): row["decoding"] for row in rows}
     ratios = {length: counts[length, AUTO] / counts[length, OFF] for length in sizes.lengths}
@@ -101,7 +101,7 @@ def capacity(model: DemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
     return rows, bars
 
 
-def burst(model: DemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
+def burst(model: SyntheticDemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
     """Returns one row per step since the arrival of a burst at `auto`. `off`, which steps in turn, gets no burst."""
     gib, length, long_running, burst_requests = 0.15, 1536, 4, 5
     engines = {tiers: DemoEngine(model, tiers, gib, 4096) for tiers in (OFF, AUTO)}
@@ -156,7 +156,7 @@ def recovery(steps: Rows, window: int = 8) -> tuple[float, float]:
     return float("inf"), float("inf")
 
 
-def overhead(model: DemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
+def overhead(model: SyntheticDemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
     """Steps both engines in turn with eight resident requests each. The order alternates."""
     requests, page_rows = 8, EngineConfig().page_rows
     engines = {tiers: DemoEngine(model, tiers, 0.2, 1024) for tiers in (OFF, AUTO)}
@@ -191,7 +191,7 @@ def overhead(model: DemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
     return rows, [Bar("auto / off, everything resident", total_s[AUTO] / total_s[OFF], 1.03)]
 
 
-def overload(model: DemoModel, prompt: int, answer: int, gib: float, sustained: bool) -> dict[str, Any]:
+def overload(model: SyntheticDemoModel, prompt: int, answer: int, gib: float, sustained: bool) -> dict[str, Any]:
     """Runs four times as many requests as fit until all have ended.
 
     If `sustained`, each request that ends is replaced until the number of requests has doubled. The first half, which
@@ -230,7 +230,7 @@ def overload(model: DemoModel, prompt: int, answer: int, gib: float, sustained: 
     }
 
 
-def overloads(model: DemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
+def overloads(model: SyntheticDemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
     rows = [
         overload(model, prompt, answer, sizes.overload_gib, sustained)
         for sustained in (True, False)
@@ -302,7 +302,7 @@ def main() -> None:
     sizes = QUICK if options.quick else Sizes()
     start, load_before = time.perf_counter(), os.getloadavg()[0]
     try:
-        model = DemoModel(options.model)
+        model = SyntheticDemoModel(options.model)
     except HotsetError as error:
         sys.exit(f"error: {error}")
     note = "synthetic prompts; the demo model computes the timed steps"

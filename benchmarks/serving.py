@@ -141,7 +141,7 @@ def make_config(tiers: TiersMode, options: argparse.Namespace) -> EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedMemory:
+class ServingMemory:
     """The host store and budgets for all models. It is allocated once, since pinning takes longer than a run."""
 
     configs: dict[TiersMode, EngineConfig]
@@ -149,13 +149,13 @@ class SharedMemory:
     host: HostStore
 
     @staticmethod
-    def make(decoder: Decoder, options: argparse.Namespace) -> "SharedMemory":
+    def make(decoder: Decoder, options: argparse.Namespace) -> "ServingMemory":
         configs = {tiers: make_config(tiers, options) for tiers in set(MODES)}
         budgets = {
             tiers: kv_budget(config, decoder.kv_shape, decoder.spec.context, CUDA) for tiers, config in configs.items()
         }
         print(f"pinning {options.host_gib} GiB", flush=True)
-        return SharedMemory(configs, budgets, HostStore(decoder.kv_shape, budgets["auto"].host_pages, PAGE_ROWS, CUDA))
+        return ServingMemory(configs, budgets, HostStore(decoder.kv_shape, budgets["auto"].host_pages, PAGE_ROWS, CUDA))
 
     def setup(self, decoder: Decoder, weight_bytes: int, tiers: TiersMode) -> ModelSetup:
         config, budget = self.configs[tiers], self.budgets[tiers]
@@ -314,12 +314,14 @@ def max_requests(setup: ModelSetup, context: int) -> int:
     return min(fit, SEATS)
 
 
-def serve_model(name: str, options: argparse.Namespace, memory: SharedMemory | None) -> tuple[Rows, Rows, SharedMemory]:
+def serve_model(
+    name: str, options: argparse.Namespace, memory: ServingMemory | None
+) -> tuple[Rows, Rows, ServingMemory]:
     """Returns the rows of one model, its rows of steps without misses, and the memory for the next model."""
     weights = CountedWeights(torch.bfloat16, CUDA)
     decoder = Decoder(load_spec(name, options.share), weights, KvStorage(fp8_rows=True, fp8_keys=True))
     print(f"{name}: {weights.bytes * 1e-9:.1f} GB of weights", flush=True)
-    memory = memory or SharedMemory.make(decoder, options)
+    memory = memory or ServingMemory.make(decoder, options)
     rows: Rows = []
     without_misses: Rows = []
     shortest, all_hits_requests = min(options.contexts), ALL_HITS_REQUESTS

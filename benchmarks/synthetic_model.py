@@ -82,7 +82,7 @@ class SyntheticModel:
         return chosen.masked_fill(chosen == past_end, EMPTY)
 
 
-class DemoModel:
+class SyntheticDemoModel:
     """The demo model with synthetic prompts. It decodes with its own weights only while `computes_decode` is set."""
 
     device, dtype = CPU, DTYPE
@@ -107,7 +107,7 @@ class DemoModel:
 class DemoEngine:
     """An engine around the demo model that keeps every request added to it."""
 
-    def __init__(self, model: DemoModel, tiers: TiersMode, device_gib: float, max_length: int) -> None:
+    def __init__(self, model: SyntheticDemoModel, tiers: TiersMode, device_gib: float, max_length: int) -> None:
         """Creates a host store that holds the rows of all requests that fit on the device as tiered ones."""
         self._model = model
         config = EngineConfig(

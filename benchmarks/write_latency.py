@@ -2,8 +2,8 @@
 
     python benchmarks/write_latency.py --json write_latency.json
 
-A lane is a queue with its own thread in the transfer layer; writes to different peers can use different lanes. Both
-peers are separate processes. "the other peer" in the table is one of
+A lane is a thread of the transfer layer, and every peer belongs to one lane (hotset/transfer/lanes.py). Both peers are
+separate processes. "the other peer" in the table is one of
   alone    nothing is written to the other peer
   busy     large lists of writes are sent to the other peer without a pause
   stopped  the same, but the other peer's process is stopped (SIGSTOP), so writes that need its CPU do not progress

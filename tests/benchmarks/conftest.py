@@ -1,4 +1,4 @@
-"""Benchmarks are scripts, not a package: their folder joins the import path for these tests."""
+"""Adds benchmarks/ to the import path: benchmarks are scripts, not a package."""
 
 import sys
 from pathlib import Path

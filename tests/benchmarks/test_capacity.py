@@ -1,9 +1,11 @@
+"""The measurements of capacity.py are correct at a small size."""
+
 from pathlib import Path
 
 import pytest
 import torch
 from capacity import AUTO, OFF, Bar, Sizes, draw, fill_engine, overload, recovery
-from synthetic_model import DemoModel
+from synthetic_model import SyntheticDemoModel
 
 from hotset.kernels import EMPTY
 
@@ -12,11 +14,11 @@ TINY = Sizes(device_gib=0.05, lengths=(2048,), answer=16, timed_steps=1)
 
 
 @pytest.fixture(scope="module")
-def model() -> DemoModel:
-    return DemoModel(str(MODEL))
+def model() -> SyntheticDemoModel:
+    return SyntheticDemoModel(str(MODEL))
 
 
-def test_synthetic_selections_are_valid_and_local(model: DemoModel) -> None:
+def test_synthetic_selections_are_valid_and_local(model: SyntheticDemoModel) -> None:
     """Positions are distinct, ascending and not after the query; EMPTY only follows them; most are kept."""
     topk = model.kv_shape.topk
     previous: set[int] = set()
@@ -30,7 +32,7 @@ def test_synthetic_selections_are_valid_and_local(model: DemoModel) -> None:
     assert 0.75 * topk < shared < topk  # of the last two queries, which are adjacent
 
 
-def test_tiers_hold_more_requests_than_off_and_as_many_as_predicted(model: DemoModel) -> None:
+def test_tiers_hold_more_requests_than_off_and_as_many_as_predicted(model: SyntheticDemoModel) -> None:
     rows = {tiers: fill_engine(model, tiers, 2048, TINY) for tiers in (OFF, AUTO)}
     assert rows[AUTO]["decoding"] >= 2 * rows[OFF]["decoding"]
     for row in rows.values():
@@ -40,7 +42,7 @@ def test_tiers_hold_more_requests_than_off_and_as_many_as_predicted(model: DemoM
     assert rows[OFF]["tiered"] == 0
 
 
-def test_overload_counts_every_request_and_its_waits(model: DemoModel) -> None:
+def test_overload_counts_every_request_and_its_waits(model: SyntheticDemoModel) -> None:
     row = overload(model, 500, 12, 0.03, sustained=False)
     assert row["counted"] == 4 * row["fit"] > row["fit"]
     assert row["answer"] < row["mean wait"] < 0.8 * row["max wait"], (

@@ -1,3 +1,5 @@
+"""The measurements of serving_demo.py are correct at a small size."""
+
 from collections.abc import Iterator
 from pathlib import Path
 

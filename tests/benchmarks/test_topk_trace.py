@@ -1,3 +1,5 @@
+"""Trace files survive a round trip, damaged ones are refused, and locality is computed correctly."""
+
 import json
 import lzma
 import random
@@ -24,20 +26,20 @@ SHIPPED = ROOT / "data" / "topk" / "demo-dsa.topk"
 
 
 def make_trace(shape: tuple[int, int, int, int], contexts: tuple[int, ...], seed: int, keep: float) -> TopkTrace:
-    """Selections that keep about `keep` of the step before; a context shorter than k leaves padding."""
+    """Returns selections that keep a share of about `keep` of the previous step. Contexts shorter than k are padded."""
     requests, steps, layers, k = shape
-    source = random.Random(seed)
+    generator = random.Random(seed)
     selections = np.full(shape, EMPTY, dtype=np.int32)
     for request, context in enumerate(contexts):
         for layer in range(layers):
-            before: list[int] = []
+            positions: list[int] = []
             for step in range(steps):
                 length = context + step
-                kept = {each for each in before if source.random() < keep}
-                others = [each for each in range(length) if each not in kept]
-                before = sorted(kept | set(source.sample(others, min(k, length) - len(kept))))
-                selections[request, step, layer, : len(before)] = before
-    return TopkTrace(TraceHeader("made up", layers, k, requests, steps, contexts, 4, {"why": "test"}), selections)
+                kept = {position for position in positions if generator.random() < keep}
+                others = [position for position in range(length) if position not in kept]
+                positions = sorted(kept | set(generator.sample(others, min(k, length) - len(kept))))
+                selections[request, step, layer, : len(positions)] = positions
+    return TopkTrace(TraceHeader("synthetic", layers, k, requests, steps, contexts, 4, {"why": "test"}), selections)
 
 
 SMALL = make_trace((2, 5, 2, 4), (2, 300), seed=0, keep=0.5)
@@ -64,14 +66,14 @@ def test_what_is_read_is_what_was_written(
     path = tmp_path_factory.getbasetemp() / "round.topk"
     trace = make_trace((len(contexts), steps, layers, k), tuple(contexts), seed, keep)
     write_trace(path, trace)
-    found = read_trace(path)
-    assert found.header == trace.header
-    np.testing.assert_array_equal(found.selections, trace.selections)
+    read = read_trace(path)
+    assert read.header == trace.header
+    np.testing.assert_array_equal(read.selections, trace.selections)
 
 
 def test_the_largest_positions_survive(tmp_path: Path) -> None:
     selections = np.array([0, 127, 128, 16384, 2**31 - 2, 2**31 - 1], dtype=np.int32).reshape(1, 1, 1, 6)
-    trace = TopkTrace(TraceHeader("made up", 1, 6, 1, 1, (2**31,), 64), selections)
+    trace = TopkTrace(TraceHeader("synthetic", 1, 6, 1, 1, (2**31,), 64), selections)
     write_trace(tmp_path / "far.topk", trace)
     np.testing.assert_array_equal(read_trace(tmp_path / "far.topk").selections, selections)
 
@@ -79,14 +81,14 @@ def test_the_largest_positions_survive(tmp_path: Path) -> None:
 def test_selections_that_are_not_ascending_are_not_written(tmp_path: Path) -> None:
     selections = np.array([3, 2], dtype=np.int32).reshape(1, 1, 1, 2)
     with pytest.raises(AssertionError, match="ascending"):
-        write_trace(tmp_path / "x.topk", TopkTrace(TraceHeader("made up", 1, 2, 1, 1, (9,), 64), selections))
+        write_trace(tmp_path / "x.topk", TopkTrace(TraceHeader("synthetic", 1, 2, 1, 1, (9,), 64), selections))
 
 
 def with_header(raw: bytes, **changes: object) -> bytes:
-    """The file with fields of its header changed; None takes one away."""
+    """Returns the file with other values in its header. None removes a field."""
     length = struct.unpack_from("<I", raw, 12)[0]
-    about = json.loads(raw[16 : 16 + length]) | changes
-    text = json.dumps({name: value for name, value in about.items() if value is not None}).encode()
+    header = json.loads(raw[16 : 16 + length]) | changes
+    text = json.dumps({name: value for name, value in header.items() if value is not None}).encode()
     return raw[:12] + struct.pack("<I", len(text)) + text + raw[16 + length :]
 
 
@@ -121,29 +123,29 @@ def with_body(raw: bytes, body: bytes) -> bytes:
         (lambda raw: with_body(raw, b"\x01\x01" * 5), "the body does not hold"),
     ],
 )
-def test_a_file_that_is_no_sound_trace_is_refused_by_name(tmp_path: Path, damage, expected: str) -> None:
+def test_a_damaged_trace_is_refused_with_its_path(tmp_path: Path, damage, expected: str) -> None:
     path = tmp_path / "trace.topk"
     write_trace(path, SMALL)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as raised:
         read_trace(path)
-    assert expected in str(refused.value)
-    assert str(path) in str(refused.value)
+    assert expected in str(raised.value)
+    assert str(path) in str(raised.value)
 
 
-def test_a_missing_trace_is_one_line_and_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_trace_fails_with_a_one_line_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["topk_locality.py", str(tmp_path / "none.topk")])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         topk_locality.main()
-    message = ended.value.code
-    assert isinstance(message, str)  # which Python prints, and exits with 1
+    message = exited.value.code
+    assert isinstance(message, str)  # Python prints it and exits with 1
     assert message.startswith("error: ")
     assert "none.topk" in message
     assert "\n" not in message
 
 
-class PlainLru:
-    """The same buffer with nothing clever: a list of (stamp, position) per slot, searched from the start."""
+class SimpleLru:
+    """A simple model of the buffer: one (stamp, position) per slot, searched linearly."""
 
     def __init__(self, slots: int) -> None:
         self.slots: list[tuple[int, int | None]] = [(-1, None)] * slots
@@ -152,8 +154,8 @@ class PlainLru:
         for slot, (_stamp, position) in enumerate(self.slots):
             if position in positions:
                 self.slots[slot] = (step, position)
-        held = {position for _stamp, position in self.slots}
-        missing = [position for position in positions if position not in held]
+        cached = {position for _stamp, position in self.slots}
+        missing = [position for position in positions if position not in cached]
         for position in missing:
             oldest = min(range(len(self.slots)), key=lambda slot: (self.slots[slot][0], slot))
             self.slots[oldest] = (step, position)
@@ -165,11 +167,11 @@ class PlainLru:
     slots=st.integers(4, 12),
     series=st.lists(st.sets(st.integers(0, 30), max_size=4).map(sorted), min_size=1, max_size=40),
 )
-def test_lru_misses_and_victims_are_those_of_a_plain_model(slots: int, series: list[list[int]]) -> None:
-    fast, plain = LruBuffer(slots, 31), PlainLru(slots)
+def test_lru_misses_and_victims_equal_those_of_a_simple_model(slots: int, series: list[list[int]]) -> None:
+    buffer, model = LruBuffer(slots, 31), SimpleLru(slots)
     for step, positions in enumerate(series):
-        assert fast.select(step, np.array(positions, dtype=np.int32)) == plain.select(step, positions)
-        assert fast.position_of.tolist() == [EMPTY if held is None else held for _stamp, held in plain.slots]
+        assert buffer.select(step, np.array(positions, dtype=np.int32)) == model.select(step, positions)
+        assert buffer.position_of.tolist() == [EMPTY if position is None else position for _, position in model.slots]
 
 
 def test_misses_of_the_warm_up_are_not_counted() -> None:
@@ -183,23 +185,23 @@ def test_the_tail_is_the_page_being_written_and_the_one_before() -> None:
     assert [tail_start(context, 64) for context in (1, 64, 128, 129, 192, 193)] == [0, 0, 0, 64, 64, 128]
 
 
-def test_a_selection_that_never_changes_overlaps_wholly_and_never_misses() -> None:
+def test_a_constant_selection_overlaps_completely_and_never_misses() -> None:
     steps, k = 40, 4
     selections = np.broadcast_to(np.array([0, 1, 2, 290], dtype=np.int32), (1, steps, 1, k))
-    found = layer_locality(TopkTrace(TraceHeader("made up", 1, k, 1, steps, (300,), 64), selections), 0)
-    assert found.overlap == 1
-    assert set(found.misses.values()) == set(found.misses_with_tail.values()) == {0}
-    assert found.in_tail == 0.25
+    locality = layer_locality(TopkTrace(TraceHeader("synthetic", 1, k, 1, steps, (300,), 64), selections), 0)
+    assert locality.overlap == 1
+    assert set(locality.misses.values()) == set(locality.misses_with_tail.values()) == {0}
+    assert locality.in_tail == 0.25
 
 
 def test_each_step_is_recorded_under_its_own_request_and_length() -> None:
-    """Contexts shorter than k select all of themselves, so what each step must hold is known."""
+    """Contexts shorter than k select all of their rows, so the expected selection of each step is known."""
     steps, lengths = 6, [60, 97, 33]
     config = EngineConfig(
         model=str(MODEL), load_format="dummy", device="cpu", max_num_seqs=3, device_kv_tokens=1024, max_model_len=128
     )
     _files, model, engine = load(config)
-    decode(engine, [[5 + at for at in range(length)] for length in lengths], steps, temperature=0.7, seed=0)
+    decode(engine, [list(range(5, 5 + length)) for length in lengths], steps, temperature=0.7, seed=0)
     recorded = model.selections(lengths, steps, k=128)
     for request, length in enumerate(lengths):
         for step in range(steps):
@@ -208,7 +210,7 @@ def test_each_step_is_recorded_under_its_own_request_and_length() -> None:
                 assert row[row != EMPTY].tolist() == list(range(length + 1 + step))
 
 
-def test_the_shipped_trace_has_the_promised_shape_and_size() -> None:
+def test_the_shipped_trace_has_the_documented_shape_and_size() -> None:
     assert SHIPPED.stat().st_size <= 6_000_000
     trace = read_trace(SHIPPED)
     header = trace.header

@@ -25,8 +25,8 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
 CPU = torch.device("cpu")
 PAGE_ROWS = 64
 ANSWER_TOKENS = 16
-ASKED = re.compile(r" (?:recall|list) (?P<key>\S+ [^\s;]+)(?: and \S+ [^\s;]+)*;?$")  # the question, at the very end
-QUESTION_TOKENS = 12  # what is left to be read over the damaged memory: at least the question itself
+QUESTION = re.compile(r" (?:recall|list) (?P<key>\S+ [^\s;]+)(?: and \S+ [^\s;]+)*;?$")  # the question, at the very end
+QUESTION_TOKENS = 12  # tokens that are prefilled over the damaged memory: at least the question
 CHUNK = 1024
 
 Damage = Callable[[Tensor, View], Tensor]  # positions that the indexer chose -> positions whose rows are read
@@ -89,9 +89,9 @@ class Prepared:
     def needle_page(self, nth: int) -> int:
         """Returns the page of question `nth`'s context that holds the value of its first key."""
         prompt = self.questions[nth].prompt
-        asked = ASKED.search(prompt)
-        assert asked is not None, prompt[-80:]
-        record = f" note {asked['key']}"
+        question = QUESTION.search(prompt)
+        assert question is not None, prompt[-80:]
+        record = f" note {question['key']}"
         position = 1 + len(self.tokenizer.encode(prompt[: prompt.rindex(record) + len(record)]))
         return position // PAGE_ROWS
 
@@ -101,16 +101,16 @@ class Prepared:
         before = self.pool.bytes.clone()
         for seat in range(len(self.questions)):
             positions = torch.arange(PAGE_ROWS) + self.needle_page(seat) * PAGE_ROWS
-            later = positions.roll(-1)
+            shifted = positions.roll(-1)
             if kind == "rows":
-                here, there = (self.tables.rows_at(torch.tensor(seat), each) for each in (positions, later))
-                self.pool.rows[:, there] = self.pool.rows[:, here]
+                source, target = (self.tables.rows_at(torch.tensor(seat), p) for p in (positions, shifted))
+                self.pool.rows[:, target] = self.pool.rows[:, source]
             else:
                 view = ResidentView(self.pool, self.tables, make_batch([seat], [0], [1], CPU))
                 for group in range(self.pool.shape.groups):
                     keys = view.keys(group)
-                    here, there = (keys.locations(seat, each) for each in (positions, later))
-                    keys.blocks[there] = keys.blocks[here].clone()
+                    source, target = (keys.locations(seat, p) for p in (positions, shifted))
+                    keys.blocks[target] = keys.blocks[source].clone()
         yield
         self.pool.bytes.copy_(before)
 
@@ -128,13 +128,13 @@ def prepare(model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question])
     prompts = [tokenizer.encode("<|bos|>" + question.prompt) for question in questions]
     geometry = model.kv_shape.geometry(PAGE_ROWS)
     longest = max(map(len, prompts)) + ANSWER_TOKENS
-    rows, each = geometry.row_pages(longest), geometry.resident_pages(longest)
-    pool = DevicePool(model.kv_shape, geometry, each * len(prompts), CPU)
+    row_pages, num_pages = geometry.row_pages(longest), geometry.resident_pages(longest)
+    pool = DevicePool(model.kv_shape, geometry, num_pages * len(prompts), CPU)
     tables = PageTables(len(prompts), longest, geometry, CPU)
     for seat, prompt in enumerate(prompts):
-        pages = range(seat * each, (seat + 1) * each)
-        tables.extend_rows(seat, 0, pages[:rows])
-        tables.extend_keys(seat, 0, pages[rows:])
+        pages = range(seat * num_pages, (seat + 1) * num_pages)
+        tables.extend_rows(seat, 0, pages[:row_pages])
+        tables.extend_keys(seat, 0, pages[row_pages:])
         for first in range(0, len(prompt) - QUESTION_TOKENS, CHUNK):
             chunk = prompt[first : min(first + CHUNK, len(prompt) - QUESTION_TOKENS)]
             view = ResidentView(pool, tables, make_batch([seat], [first], [len(chunk)], CPU))

@@ -30,14 +30,14 @@ def prepared(request: pytest.FixtureRequest) -> Prepared:
     return prepare(model, tokenizer, questions)
 
 
-def wrong(share: float) -> Damage:
+def random_rows(share: float) -> Damage:
     """Replaces this share of the selected rows by rows at random positions."""
     generator = torch.Generator().manual_seed(0)
 
     def damage(positions: Tensor, view: View) -> Tensor:
-        anywhere = torch.rand(positions.shape, generator=generator) * (view.segments.positions[:, None] + 1)
-        struck = torch.rand(positions.shape, generator=generator) < share
-        return torch.where(struck & (positions >= 0), anywhere.long(), positions)
+        random = torch.rand(positions.shape, generator=generator) * (view.segments.positions[:, None] + 1)
+        replaced = torch.rand(positions.shape, generator=generator) < share
+        return torch.where(replaced & (positions >= 0), random.long(), positions)
 
     return damage
 
@@ -47,11 +47,11 @@ def test_demo_model_answers_when_every_row_is_right(prepared: Prepared) -> None:
 
 
 def test_random_selection_is_noticed(prepared: Prepared) -> None:
-    assert prepared.accuracy(wrong(1.0)) < 0.2
+    assert prepared.accuracy(random_rows(1.0)) < 0.2
 
 
 def test_quarter_of_rows_read_from_wrong_positions_is_noticed(prepared: Prepared) -> None:
-    assert prepared.accuracy(wrong(0.25)) <= prepared.undamaged - 0.4
+    assert prepared.accuracy(random_rows(0.25)) <= prepared.undamaged - 0.4
 
 
 def test_one_page_of_rows_shifted_by_a_position_is_noticed(prepared: Prepared) -> None:
@@ -66,8 +66,8 @@ def test_one_page_of_index_keys_shifted_by_a_position_is_noticed(prepared: Prepa
     assert damaged <= prepared.undamaged - 0.5
 
 
-class Fixed:
-    """A backend that answers some tasks correctly."""
+class FixedBackend:
+    """Answers the tasks in `known` correctly and the others incorrectly."""
 
     name = "fixed"
     context = 1024
@@ -88,9 +88,9 @@ class Fixed:
 
 def test_report_counts_by_task_length_and_depth() -> None:
     plan = EvaluationPlan(["lookup", "copy"], [512, 1024], 70, 1)
-    came: list[int] = []
-    report = evaluate(Fixed(plan, ["lookup"]), plan, came.append)
-    assert sum(came) == 140 and len(came) > 2
+    batches: list[int] = []
+    report = evaluate(FixedBackend(plan, ["lookup"]), plan, batches.append)
+    assert sum(batches) == 140 and len(batches) > 2
     assert (report.score("lookup").accuracy, report.score("copy").accuracy) == (1.0, 0.0)
     written = json.loads(json.dumps(report.to_json()))
     assert written["total"] == {"accuracy": 0.5, "right": 70, "asked": 140}
@@ -100,12 +100,12 @@ def test_report_counts_by_task_length_and_depth() -> None:
         assert list(cell["by_depth"]) == ["0-0.25", "0.25-0.5", "0.5-0.75", "0.75-1"]
 
 
-def test_length_beyond_the_context_is_refused_before_anything_is_asked() -> None:
+def test_length_beyond_the_context_is_refused_before_the_first_question() -> None:
     plan = EvaluationPlan(["lookup"], [512, 2048], 1, 0)
-    came: list[int] = []
+    batches: list[int] = []
     with pytest.raises(ConfigError, match="2048 tokens exceed the context of fixed, 1024"):
-        evaluate(Fixed(plan, []), plan, came.append)
-    assert came == []
+        evaluate(FixedBackend(plan, []), plan, batches.append)
+    assert batches == []
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_engine_and_server_give_the_same_answers(tmp_path: Path) -> None:
         remote = evaluate(backend, plan)
         backend.close()
     assert local.score().accuracy is not None and local.score().accuracy >= 0.8
-    assert [found.text for found in local.answers] == [found.text for found in remote.answers]
+    assert [answer.text for answer in local.answers] == [answer.text for answer in remote.answers]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_bad_input_is_refused_in_one_line(
     assert err.count("\n") == 1 and message in err
 
 
-def test_a_refusal_is_the_exit_status_of_the_command() -> None:
+def test_the_command_exits_with_1_if_it_refuses_its_arguments() -> None:
     command = [sys.executable, "-m", "hotset", "eval", "retrieval", "--lengths", "1k"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")

@@ -28,9 +28,9 @@ def ask(task: str, count: int = 12, seed: int = 0, length: int = LENGTH) -> list
 
 def records(question: Question) -> list[tuple[str, tuple[str, str], list[str]]]:
     """Returns kind, key and value of each record: only sentences of words from the list, so no running text."""
-    ours = set(words()) | set(NUMBERS)
-    found = [(m[1], (m[2], m[3]), m[4].split()) for m in RECORD.finditer(question.prompt)]
-    return [r for r in found if {*r[1], *r[2]} <= ours and held_out(r[1])]
+    vocabulary = set(words()) | set(NUMBERS)
+    matches = [(m[1], (m[2], m[3]), m[4].split()) for m in RECORD.finditer(question.prompt)]
+    return [r for r in matches if {*r[1], *r[2]} <= vocabulary and held_out(r[1])]
 
 
 ASKED = {
@@ -44,9 +44,9 @@ ASKED = {
 
 
 def asked_keys(question: Question) -> list[tuple[str, str]]:
-    asked = ASKED[question.task].search(question.prompt)
-    assert asked is not None, question.prompt[-80:]
-    pairs = [pair.split() for pair in asked[1].split(" and ")]
+    match = ASKED[question.task].search(question.prompt)
+    assert match is not None, question.prompt[-80:]
+    pairs = [pair.split() for pair in match[1].split(" and ")]
     return [(first, second) for first, second in pairs]
 
 
@@ -78,7 +78,7 @@ def test_records_and_questions_are_worded_token_by_token() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [1024, 4096])
-def test_prompt_has_the_wanted_length_and_leaves_room_for_the_answer(task: str, length: int) -> None:
+def test_prompt_has_the_requested_length_including_the_answer(task: str, length: int) -> None:
     for question in ask(task, 4, length=length):
         tokens = count_tokens(question.prompt)
         assert 0.98 * length <= tokens
@@ -89,8 +89,8 @@ def test_prompt_has_the_wanted_length_and_leaves_room_for_the_answer(task: str, 
 def test_the_record_is_at_the_reported_depth(task: str) -> None:
     for question in ask(task):
         key = " ".join(asked_keys(question)[0])
-        place = max(question.prompt.rfind(f" {kind} {key} ") for kind in ("note", "text", "count"))
-        assert abs(place / len(question.prompt) - question.depth) < 0.08
+        offset = max(question.prompt.rfind(f" {kind} {key} ") for kind in ("note", "text", "count"))
+        assert abs(offset / len(question.prompt) - question.depth) < 0.08
 
 
 def test_depths_spread_over_the_whole_context() -> None:
@@ -101,9 +101,8 @@ def test_depths_spread_over_the_whole_context() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_the_answer_follows_from_the_only_record_under_its_key(task: str) -> None:
     for question in ask(task):
-        found = records(question)
         values: dict[tuple[str, str], list[str]] = {}
-        for _kind, key, value in found:
+        for _kind, key, value in records(question):
             assert task == "last" or key not in values, f"{key} has two records"
             values[key] = value  # a later record of the same key wins
         keys = asked_keys(question)
