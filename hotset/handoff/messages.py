@@ -1,18 +1,21 @@
-"""The messages between a prefill worker and a decode worker, and between each of them and its own engine. Values only.
+"""The messages between a decode worker and a prefill worker, and between each of them and its own engine.
 
-The decode worker requests, the prefill worker serves. `->` is from decode to prefill:
+All are values without behaviour. `->` marks messages from the decode worker (the receiver of rows) to the prefill
+worker (the sender of rows), `<-` the opposite direction:
 
     Hello ->                <- Welcome, or Refused
     HandoffRequest ->       <- HandoffAccepted
     StartWrites ->          (acknowledges HandoffAccepted: from now on rows may be written)
                             <- Progress as rows land; then HandoffDone, or HandoffFailed
     HandoffAck ->           (acknowledges HandoffDone or HandoffFailed: the prefill worker may forget the handoff)
-    Cancel ->               <- Cancelled (reports whether all writes have stopped, or that this is unknown)
-    Ping ->                 <- Pong
+    Cancel ->               <- Cancelled (reports whether the handoff is quiesced, or that this is unknown)
+    Ping ->                 <- Pong (in both directions)
 
-Where direct writes would be many and tiny, the sender offers (in HandoffAccepted) to pack rows and write them into a
-ring of the receiver, which unpacks them. If the receiver agrees (in StartWrites), then for each piece of the context,
-several pieces at a time:
+*Quiesced* means that no further byte will be written. A *context* is the rows and index keys of one request.
+
+If direct writes would be many and small, the sender offers (in HandoffAccepted) to stage the context: to pack rows into
+pieces and write them into the receiver's ring, from which the receiver unpacks them. If the receiver accepts the offer
+(in StartWrites), these messages follow for each piece, with several pieces in flight at a time:
 
                             <- LeaseRequest (for space in the ring)
     LeaseGranted ->         (when there is space, in the order of the requests)
@@ -20,7 +23,7 @@ several pieces at a time:
     PieceUnpacked ->        (the piece is in its pages, and the lease has ended)
 
 A message that needs an answer is retransmitted until the answer arrives. Every message is idempotent. A handoff is
-identified by its key; of one request only the highest attempt counts.
+identified by its key, a request id and an attempt. A newer attempt of a request replaces its older attempts.
 """
 
 from collections.abc import Mapping
@@ -31,51 +34,57 @@ from hotset.transfer.api import DeviceEvent, Writes
 
 PROTOCOL = 3
 
-StoreName = str  # 'device', 'host', or the host store of a further replica
-RowSlices = tuple[tuple[int, int], ...]  # (first byte in the whole model's row, bytes), in the order of storage
-Alternatives = Mapping[int, tuple[float, int]]  # as in schedule/plan.py: token id -> (log-probability, rank)
+StoreName = str  # 'device', 'host', or 'host N' for the host store of replica N
+RowSlices = tuple[tuple[int, int], ...]  # (first byte in the whole model's row, length), in the order of storage
+Alternatives = Mapping[int, tuple[float, int]]  # token id -> (log-probability, rank), as in schedule/plan.py
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffKey:
+    """Identifies a handoff at its receiver. Each retry of a request has a higher attempt number."""
+
     request_id: str
     attempt: int
 
 
-HandoffId = tuple[str, HandoffKey]  # identifies a handoff at its sender: the requesting peer, and the peer's key
+HandoffId = tuple[str, HandoffKey]  # identifies a handoff at its sender: the requesting peer, and that peer's key
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
     """Properties of a model that must be equal on both sides, except for the name. A refusal shows both values."""
 
-    name: str  # for people; each side may choose its own
+    name: str  # appears in logs and errors; the two sides may use different names
     layers: int
-    row: str  # a readable layout of a row: width, dtype, bytes
-    key: str | None  # the same for an index key
-    groups: int
+    row: str  # readable layout of a row: width, dtype, bytes
+    key: str | None  # readable layout of an index key, or None if the model has no indexer
+    groups: int  # index groups
     weights: str  # digest of the configuration, and of every weight file's size, beginning and end
 
 
 @dataclass(frozen=True, slots=True)
 class PagedSpan:
-    """Rows, or index keys, in pages. Position p of a context is row p % page_rows of page p // page_rows. The rows of a
-    page are divided into `len(bases[0])` consecutive parts of `part_rows` rows.
+    """Addresses of rows in pages, for every layer; or of index keys in pages, for every index group.
 
-    Row r of page number n of unit u begins at bases[u][r // part_rows] + n * page_bytes + r % part_rows * row_bytes.
+    In code about spans, *row* also stands for an index key and *layer* for an index group. Position p of a context is
+    row p % page_rows of the context's page p // page_rows. The rows of a page are stored in `len(bases[0])` parts of
+    `part_rows` consecutive rows; a span of host memory has one part.
+
+    Row r of page number n in layer i begins at
+    bases[i][r // part_rows] + n * page_bytes + r % part_rows * row_bytes.
     """
 
-    bases: tuple[tuple[int, ...], ...]  # [units][parts] addresses; a unit is a layer, or an index group
-    page_bytes: int  # from page to page within a part
+    bases: tuple[tuple[int, ...], ...]  # [layers][parts] addresses of page 0
+    page_bytes: int  # distance between consecutive pages of one part
     page_rows: int
     part_rows: int
-    row_bytes: int
+    row_bytes: int  # distance between consecutive rows
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows that hold some slices of the whole model's row, or all of it. `span.row_bytes` is the distance between rows:
-    the slices may leave some of it unused at the end."""
+    """The memory of one rank: its rows hold some slices of the whole model's row, or all of it. If the slices are
+    shorter than `span.row_bytes`, the bytes at the end of each row are unused."""
 
     span: PagedSpan
     slices: RowSlices
@@ -83,8 +92,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Memory to which, or from which, contexts are transferred. Page n is page n of every shard. Two shards may hold
-    the same bytes: either can be read, and both must be written."""
+    """Memory from which contexts are read, or in which they land. Page n of a store consists of page n of every shard.
+    If two shards hold the same bytes, a reader may use either of them, and a writer must write both."""
 
     shards: tuple[Shard, ...]
     keys: PagedSpan | None  # index keys are never sharded
@@ -100,22 +109,28 @@ class MemoryRange:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    control: str  # the control address of the worker that sends this
+    """Introduces a worker to a peer."""
+
+    control: str  # control address of the introduced worker
     model: ModelIdentity
-    stores: Mapping[StoreName, Store]  # where contexts may land; a prefill worker has one, which they come from
+    stores: Mapping[StoreName, Store]  # in which contexts may land; a prefill worker has one, from which they are read
     transfer: str  # name of the transfer engine
-    description: bytes  # for Transfer.connect
-    ring: MemoryRange | None = None  # for packed rows
+    description: bytes  # result of Transfer.describe, for Transfer.connect at the peer
+    ring: MemoryRange | None = None  # memory for packed pieces, if this worker can receive staged contexts
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    hello: Hello  # of the worker that answers
+    """Answers Hello when the peer's memory is connected."""
+
+    hello: Hello  # introduces the worker that answers
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    reason: str  # with both sides' values
+    """Answers Hello, or a message of a peer that must send Hello first."""
+
+    reason: str  # contains the values of both sides if they do not match
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +139,26 @@ class HandoffRequest:
 
     key: HandoffKey
     prompt: PromptSpec
-    landing: StoreName
+    landing: StoreName  # the store in which the context lands
     row_pages: tuple[int, ...]
     key_pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffAccepted:
+    """Reports that the prompt will be computed. Writes wait for StartWrites."""
+
     key: HandoffKey
     piece_bytes: int = 0  # size of the largest piece if the sender offers staging, else 0
 
 
 @dataclass(frozen=True, slots=True)
 class StartWrites:
-    """Permits writes. The sender writes nothing before it arrives, so a receiver that never sent it can be sure that
-    its pages are untouched."""
+    """Permits writes. The sender writes nothing before this message arrives, so a receiver that has never sent it can
+    be sure that its pages are untouched."""
 
     key: HandoffKey
-    staged: bool = False  # through the ring, and nothing directly to the pages
+    staged: bool = False  # permits writes into leases in the ring, and none to the pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +173,7 @@ class LeaseRequest:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
-    """Permits to write the piece at this offset of the ring. The number of a lease is never reused."""
+    """Permits the sender to write the piece at this offset of the ring. The number of a lease is never reused."""
 
     key: HandoffKey
     piece: int
@@ -166,7 +183,7 @@ class LeaseGranted:
 
 @dataclass(frozen=True, slots=True)
 class PieceWritten:
-    """Reports that the piece is in the space of this lease, and that nothing more will be written there."""
+    """Reports that the piece is in the ring, and that nothing more will be written to this lease."""
 
     key: HandoffKey
     piece: int
@@ -175,14 +192,18 @@ class PieceWritten:
 
 @dataclass(frozen=True, slots=True)
 class PieceUnpacked:
+    """Reports that the piece is in its pages, and that its lease has ended."""
+
     key: HandoffKey
     piece: int
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
+    """Reports how much has landed. It is also sent without new rows, as a sign of life."""
+
     key: HandoffKey
-    rows: int  # [0, rows) have landed; with 0 it only shows that the sender is alive
+    rows: int  # rows [0, rows) have landed
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +217,18 @@ class HandoffDone:
 
 @dataclass(frozen=True, slots=True)
 class HandoffFailed:
+    """Reports that the prefill worker has ended the handoff."""
+
     key: HandoffKey
-    quiesced: bool  # nothing more will be written
+    quiesced: bool  # no further byte will be written; if False, this is unknown
     retry: bool  # another attempt may succeed
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffAck:
+    """Acknowledges HandoffDone or HandoffFailed."""
+
     key: HandoffKey
 
 
@@ -214,8 +239,10 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
+    """Answers Cancel, or a HandoffRequest of a handoff that has ended."""
+
     key: HandoffKey
-    quiesced: bool
+    quiesced: bool  # no further byte will be written; if False, this is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +276,8 @@ Message = Hello | Welcome | Refused | Ping | Pong | HandoffMessage
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Engine to receiver: have `peer` (a control address) compute this prompt. The pages belong to the request."""
+    """Engine to receiver: request this prompt from `peer`, a control address. The engine has reserved the pages, and
+    does not use them until the handoff has ended."""
 
     peer: str
     request: HandoffRequest
@@ -257,14 +285,14 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class CancelFetch:
-    """Engine to receiver: the context is no longer needed. `FetchFailed` follows, unless `Landed` was already sent."""
+    """Engine to receiver: cancel the handoff. `FetchFailed` follows, unless the handoff has already ended."""
 
     key: HandoffKey
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Receiver to engine: every row is in its page."""
+    """Receiver to engine: every row and index key is in its page."""
 
     key: HandoffKey
     token_id: int
@@ -273,7 +301,7 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """Receiver to engine: the handoff ended without landing. Unless `quiesced`, its pages must not be used again."""
+    """Receiver to engine: the handoff has failed. Unless `quiesced`, its pages must not be used until `Quiesced`."""
 
     key: HandoffKey
     quiesced: bool
@@ -283,7 +311,7 @@ class FetchFailed:
 
 @dataclass(frozen=True, slots=True)
 class Quiesced:
-    """Receiver to engine, after a `FetchFailed` that was not quiesced: the pages may now be used again."""
+    """Receiver to engine, after a `FetchFailed` that was not quiesced: the pages can be used again."""
 
     key: HandoffKey
 
@@ -293,7 +321,7 @@ class Quiesced:
 
 @dataclass(frozen=True, slots=True)
 class StartPrefill:
-    """Sender to engine: compute this prompt and sample its first token. `peer` and `key` identify it from now on."""
+    """Sender to engine: compute this prompt and sample its first token. `peer` and `key` identify the prompt."""
 
     peer: str
     key: HandoffKey
@@ -302,21 +330,21 @@ class StartPrefill:
 
 @dataclass(frozen=True, slots=True)
 class RowsComputed:
-    """Engine to sender: rows and index keys [first, last) will be in these pages of the host store when `after` has
-    happened. Events of a request are recorded on one stream, so all earlier rows are then there too. `pages` are all
-    pages of the request so far, from its first; they do not move."""
+    """Engine to sender: announces rows and index keys [first, last) of a prompt. They are in the host store when
+    `after` has happened. All earlier rows are there by then too, because the events of a request are recorded on one
+    stream."""
 
     peer: str
     key: HandoffKey
     first: int
     last: int
-    pages: tuple[int, ...]
-    after: DeviceEvent | None
+    pages: tuple[int, ...]  # all pages of the request so far, from its first; rows do not move to other pages
+    after: DeviceEvent | None  # None: the rows are there now
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenSampled:
-    """Engine to sender: the whole prompt is computed, and every `RowsComputed` of it was sent."""
+    """Engine to sender: the whole prompt is computed, and all its rows were announced before this."""
 
     peer: str
     key: HandoffKey
@@ -326,18 +354,18 @@ class FirstTokenSampled:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFailed:
-    """Engine to sender: the prompt will not be computed. With `retry`, another attempt may succeed."""
+    """Engine to sender: the prompt will not be computed."""
 
     peer: str
     key: HandoffKey
-    retry: bool
+    retry: bool  # another attempt may succeed
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReleasePages:
-    """Sender to engine: the request's pages are no longer read, and the request is no longer needed, though it may
-    still be running. It is sent exactly once for every `StartPrefill`, whatever the outcome."""
+    """Sender to engine: the request's pages are no longer read, and the engine can end the request, which may still be
+    running. It is sent exactly once for every `StartPrefill`, whether the handoff succeeds or fails."""
 
     peer: str
     key: HandoffKey
@@ -354,7 +382,7 @@ SenderEvent = StartPrefill | ReleasePages
 
 @dataclass(frozen=True, slots=True)
 class SendMessage:
-    """Send this message. It may be lost: the state machine retransmits what matters."""
+    """Send this message. It may be lost; the state machine retransmits messages that need an answer."""
 
     peer: str
     message: Message
@@ -362,13 +390,13 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class PackedPiece:
-    """Rows and index keys [first, last) of a context, packed at `address` in the layout of `handoff/staging.py`. They
-    come from pages of `source` and go to pages of `target`. `row_pages` and `key_pages` are the context's pages, from
-    its first, on the side that packs or unpacks."""
+    """Rows and index keys [first, last) of a context that are packed, or to be packed, at `address`. `staging.py`
+    describes the layout. The sender packs them from pages of `source`; the receiver unpacks them to pages of `target`.
+    """
 
     source: Store
     target: Store
-    row_pages: tuple[int, ...]
+    row_pages: tuple[int, ...]  # the context's pages, from its first, on the side that packs or unpacks
     key_pages: tuple[int, ...]
     first: int
     last: int
@@ -377,13 +405,13 @@ class PackedPiece:
 
 @dataclass(frozen=True, slots=True)
 class SubmitWrites:
-    """Pack `pack`, if given; submit the writes to the transfer engine; then call `Sender.on_submitted`, once for each
-    action and in this order."""
+    """Pack the piece `pack`, if given. Then submit the writes to the transfer engine as one list, and call
+    `Sender.on_submitted`. The actions must run in the order in which the sender returned them."""
 
     peer: str
     key: HandoffKey
     writes: Writes
-    after: DeviceEvent | None
+    after: DeviceEvent | None  # the transfer engine begins to write when this has happened
     pack: PackedPiece | None = None
 
 
@@ -399,17 +427,17 @@ class UnpackPiece:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message with its sender and its addressee. An incarnation is a random word that a process draws at start."""
+    """A message with its sender and its target. An incarnation is a random string that a process chooses at start."""
 
     sender_address: str  # the control address at which the sender listens
     sender_incarnation: str
-    target_incarnation: str  # empty: any process that listens at the address
+    target_incarnation: str  # if empty, the message is for any process that listens at the target's address
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class ProtocolMismatch:
-    """A message in another version of the protocol. Its sender can be refused; the message cannot be read."""
+    """A message in another version of the protocol, which cannot be decoded. Its sender can be refused."""
 
     sender_address: str
     sender_incarnation: str
@@ -419,7 +447,7 @@ class ProtocolMismatch:
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    peer: str  # its control address
+    peer: str  # control address
     message: Message
 
 

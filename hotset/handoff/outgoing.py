@@ -1,4 +1,7 @@
-"""One handoff on the prefill side: its phases and its state; and tombstones of handoffs that have ended."""
+"""One handoff at the sender: its phases, their timeouts (SENDER_TIMEOUTS) and its state. Also the sender's tombstones.
+
+`sender.py` handles the events and changes the state.
+"""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -17,18 +20,18 @@ from hotset.handoff.messages import (
 from hotset.handoff.sender_staging import SenderStaging, StagingOffer
 from hotset.handoff.timers import PhaseTimeout, PhaseTimer
 
-MAX_LISTS_IN_FLIGHT = 2  # per handoff; rows announced in the meantime are merged into the next list of writes
+MAX_LISTS_IN_FLIGHT = 2  # per handoff with direct writes; rows announced meanwhile are merged into the next list
 
-NO_ATTEMPT = -1
+NO_ATTEMPT = -1  # lower than any attempt number
 
 
 class SenderPhase(Enum):
     ACCEPTED = "accepted"  # HandoffAccepted is retransmitted; the engine may compute, but nothing is written
-    WRITING = "writing"  # StartWrites came: rows are written as the engine announces them
-    DRAINING = "draining"  # the end is decided; waits for writes in flight
-    WRITES_HUNG = "writes hung"  # a write does not end: it was reported as not quiesced
+    WRITING = "writing"  # StartWrites has arrived; rows are written as the engine announces them
+    DRAINING = "draining"  # the handoff has failed or was cancelled, and waits for writes in flight
+    WRITES_HUNG = "writes hung"  # a write did not end in time; the handoff was reported as not quiesced
     NOTIFYING = "notifying"  # HandoffDone or HandoffFailed is retransmitted; no write is in flight, pages are released
-    CLOSED = "closed"  # only its tombstone remains
+    CLOSED = "closed"  # only the tombstone remains
 
 
 SENDER_TRANSITIONS: dict[SenderPhase, frozenset[SenderPhase]] = {
@@ -40,7 +43,8 @@ SENDER_TRANSITIONS: dict[SenderPhase, frozenset[SenderPhase]] = {
     SenderPhase.CLOSED: frozenset(),
 }
 
-# WRITING counts from the engine's last announcement. It may last long: a request may wait in the engine's queue.
+# The limit of WRITING restarts when the engine announces rows, a list of writes ends, or a piece is unpacked. It is so
+# long because the prompt may wait in the engine's queue.
 SENDER_TIMEOUTS: dict[SenderPhase, PhaseTimeout] = {
     SenderPhase.ACCEPTED: PhaseTimeout(10.0, retransmit_every=0.5),
     SenderPhase.WRITING: PhaseTimeout(600.0, retransmit_every=1.0),
@@ -49,30 +53,30 @@ SENDER_TIMEOUTS: dict[SenderPhase, PhaseTimeout] = {
     SenderPhase.NOTIFYING: PhaseTimeout(60.0, retransmit_every=0.5),
 }
 
-OPEN_PHASES = frozenset({SenderPhase.ACCEPTED, SenderPhase.WRITING})  # its end is not decided
+OPEN_PHASES = frozenset({SenderPhase.ACCEPTED, SenderPhase.WRITING})  # the outcome is not decided
 _WRITE_PHASES = frozenset({SenderPhase.WRITING, SenderPhase.DRAINING, SenderPhase.WRITES_HUNG})
 _RELEASED_PHASES = frozenset({SenderPhase.WRITES_HUNG, SenderPhase.NOTIFYING})
 
 
 class EndReason(Enum):
     FAILED = "failed"  # HandoffFailed is retransmitted until the receiver acknowledges it
-    CANCELLED = "cancelled"  # the receiver requested it, and gets Cancelled as the answer
-    PEER_LOST = "peer lost"  # there is no receiver to report to
+    CANCELLED = "cancelled"  # the receiver has sent Cancel, or a newer attempt; the answer is Cancelled
+    PEER_LOST = "peer lost"  # no message is sent
 
 
 @dataclass(slots=True)
 class ChunkInFlight:
-    """A submitted list of writes of rows [first, last)."""
+    """A list of writes of rows [first, last) that has not ended."""
 
     first: int
     last: int
     deadline: float
-    ticket: int | None = None  # None: not submitted yet
+    ticket: int | None = None  # assigned when the list is submitted to the transfer engine
     piece: int | None = None  # number of the piece, if the handoff is staged
 
 
 class OutgoingHandoff:
-    """One handoff. Only the sender changes it."""
+    """The state of one handoff at the sender. Only the sender changes it."""
 
     __slots__ = (
         "announced",
@@ -104,16 +108,16 @@ class OutgoingHandoff:
     ) -> None:
         self.peer, self.request, self.hello, self.timer, self.offer = peer, request, hello, timer, offer
         self.staging: SenderStaging | None = None  # set if the receiver accepts the offer
-        self.unsubmitted: RowsComputed | None = None  # all announced rows that are not submitted yet, merged
+        self.unsubmitted: RowsComputed | None = None  # rows that are announced but not submitted, merged into one range
         self.in_flight: list[ChunkInFlight] = []
         self.landed = 0  # rows [0, landed) are in the receiver's pages
-        self.announced = 0  # rows [0, announced) were announced by the engine
+        self.announced = 0  # the engine has announced rows [0, announced)
         self.sampled: FirstTokenSampled | None = None
         self.has_unknown_write = False  # a write ended in an unknown state and may still change the receiver's memory
         self.pages_released = False
         self.end_reason: EndReason | None = None
         self.retry, self.failure = False, ""  # for HandoffFailed
-        self.final_message: HandoffDone | HandoffFailed | None = None  # not acknowledged yet
+        self.final_message: HandoffDone | HandoffFailed | None = None  # None again once it is acknowledged
 
     @property
     def phase(self) -> SenderPhase:
@@ -125,7 +129,7 @@ class OutgoingHandoff:
 
     @property
     def submitted(self) -> int:
-        """Rows [0, submitted) are written, or their writes are in flight."""
+        """Returns the end of the rows [0, submitted) that are written, or whose writes are in flight."""
         return self.announced if self.unsubmitted is None else self.unsubmitted.first
 
     @property
@@ -138,6 +142,7 @@ class OutgoingHandoff:
 
     @property
     def deadline(self) -> float:
+        """Returns when the phase, a write in flight or a piece times out, whichever is first."""
         if self.phase is SenderPhase.WRITING:
             staging = [] if self.staging is None else [self.staging.deadline]
             return min([self.timer.deadline, *staging, *(chunk.deadline for chunk in self.in_flight)])
@@ -152,58 +157,67 @@ class OutgoingHandoff:
 
     @property
     def complete(self) -> bool:
-        """Returns whether nothing is left to write."""
+        """Returns whether the first token is sampled and, if the handoff is staged, all pieces are unpacked. Direct
+        writes may still be in flight."""
         return self.sampled is not None and (self.staging is None or self.staging.finished)
 
     def audit(self) -> None:
         """Asserts that writes and source pages are accounted for, and that the handoff will end."""
         name, phase = self.id, self.phase
-        assert phase is not SenderPhase.CLOSED, f"{name} should be forgotten"
+        assert phase is not SenderPhase.CLOSED, f"{name} is closed, but still in the table of handoffs"
         assert self.deadline < float("inf"), f"{name} has no deadline"
-        assert not self.in_flight or phase in _WRITE_PHASES, f"{name} writes in {phase}"
-        assert self.pages_released == (phase in _RELEASED_PHASES), f"{name}: pages in {phase}"
+        assert not self.in_flight or phase in _WRITE_PHASES, f"{name} has writes in flight in phase {phase}"
+        released = self.pages_released
+        assert released == (phase in _RELEASED_PHASES), f"{name}: pages_released is {released} in phase {phase}"
         full = phase is SenderPhase.WRITING and len(self.in_flight) == MAX_LISTS_IN_FLIGHT
         may_wait = phase is SenderPhase.ACCEPTED or full
-        assert self.unsubmitted is None or may_wait, f"{name} holds rows back that it may write"
+        assert self.unsubmitted is None or may_wait, f"{name} does not submit rows that it is allowed to write"
         assert self.landed <= self.submitted <= self.announced, f"{name} has lost rows"
         assert (self.end_reason is None) == (phase in OPEN_PHASES) or self.final_message, name
         if self.staging is None:
-            assert len(self.in_flight) <= MAX_LISTS_IN_FLIGHT, f"{name} has {len(self.in_flight)} lists in flight"
+            assert len(self.in_flight) <= MAX_LISTS_IN_FLIGHT, (
+                f"{name} has {len(self.in_flight)} lists of writes in flight"
+            )
         else:
             self.staging.audit()
             pieces = {chunk.piece for chunk in self.in_flight}
-            assert phase is not SenderPhase.WRITING or pieces == self.staging.writing_pieces(), f"{name} lost a piece"
+            assert phase is not SenderPhase.WRITING or pieces == self.staging.writing_pieces(), (
+                f"{name} has lost a piece"
+            )
 
 
 def refusal(request: HandoffRequest, hello: Hello) -> str:
-    """Returns why this request can never be served, or an empty string."""
+    """Returns why this request can never be served, or an empty string if it can."""
     target, rows = hello.stores.get(request.landing), len(request.prompt)
     if target is None:
-        return f"landing {request.landing!r} was not offered, only {sorted(hello.stores)}"
+        return f"landing {request.landing!r} is not one of the stores in Hello, {sorted(hello.stores)}"
     if not rows:
-        return "a prompt without tokens"
+        return "the prompt has no tokens"
     row_span = target.shards[0].span
     for what, span, pages in (("rows", row_span, request.row_pages), ("keys", target.keys, request.key_pages)):
         if span is not None and len(pages) < pages_for(span, rows):
-            return f"{len(pages)} pages for {rows} {what}, {span.page_rows} to a page"
+            return f"{len(pages)} pages of {span.page_rows} {what} are too few for {rows} {what}"
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    quiesced: bool  # the sender is certain that nothing is written any more
-    until: float
-    hello: Hello | None  # of the incarnation that requested it; None if it had not introduced itself
+    """What the sender remembers of a handoff that has ended."""
+
+    quiesced: bool  # no further byte will be written; if False, this is unknown
+    until: float  # time at which the tombstone expires
+    hello: Hello | None  # introduction of the peer that requested the handoff, or None if it had not sent one
 
 
 class Tombstones:
-    """Remembers handoffs that ended or were cancelled before they began, so that a late request does not begin them
-    again. Each is kept for `limit` seconds. If there are more than `max_count`, the oldest are removed."""
+    """Records of handoffs that have ended, or that were cancelled before they began, so that a late HandoffRequest does
+    not begin them again. Each tombstone is kept for `limit` seconds. If there are more than `max_count`, the oldest are
+    removed."""
 
     def __init__(self, limit: float, max_count: int) -> None:
         self._limit, self._max_count = limit, max_count
         self._tombstones: dict[HandoffId, Tombstone] = {}  # in the order in which they expire
-        self._newest: dict[tuple[str, str], int] = {}  # (peer, request): its highest attempt that has a tombstone
+        self._newest: dict[tuple[str, str], int] = {}  # (peer, request id) -> highest attempt that has a tombstone
 
     def __len__(self) -> int:
         return len(self._tombstones)
@@ -212,11 +226,11 @@ class Tombstones:
         return self._tombstones.get(handoff)
 
     def newest_attempt(self, peer: str, request_id: str) -> int:
-        """Returns the highest remembered attempt, or NO_ATTEMPT, which is lower than any."""
+        """Returns the highest attempt of this request that has a tombstone, or NO_ATTEMPT."""
         return self._newest.get((peer, request_id), NO_ATTEMPT)
 
     def add(self, handoff: HandoffId, quiesced: bool, hello: Hello | None, now: float) -> None:
-        """Adds a tombstone, and replaces an older one of the same handoff."""
+        """Adds a tombstone. It replaces an older one of the same handoff."""
         peer, key = handoff
         self._tombstones.pop(handoff, None)
         self._tombstones[handoff] = Tombstone(quiesced, now + self._limit, hello)
@@ -224,10 +238,10 @@ class Tombstones:
         self.expire(now)
 
     def forget_other_incarnations(self, peer: str, hello: Hello) -> None:
-        """Removes tombstones of the peer's other incarnations: this one may use their keys for other requests."""
-        stale = [name for name, entry in self._tombstones.items() if name[0] == peer and entry.hello != hello]
-        for name in stale:
-            self._remove(name)
+        """Removes the tombstones of the peer's other incarnations, because this one may reuse their keys."""
+        stale = [handoff for handoff, entry in self._tombstones.items() if handoff[0] == peer and entry.hello != hello]
+        for handoff in stale:
+            self._remove(handoff)
 
     def expire(self, now: float) -> None:
         while self._tombstones:
@@ -239,10 +253,10 @@ class Tombstones:
     def audit(self) -> None:
         """Asserts that the index of attempts contains only handoffs with a tombstone."""
         count = len(self._tombstones)
-        assert count <= self._max_count, f"{count} tombstones, more than {self._max_count}"
+        assert count <= self._max_count, f"there are {count} tombstones, more than {self._max_count}"
         newest = {(peer, request_id, attempt) for (peer, request_id), attempt in self._newest.items()}
         buried = {(peer, key.request_id, key.attempt) for peer, key in self._tombstones}
-        assert newest <= buried, "an attempt without a tombstone"
+        assert newest <= buried, "the index of attempts contains an attempt without a tombstone"
 
     def _remove(self, handoff: HandoffId) -> None:
         peer, key = handoff

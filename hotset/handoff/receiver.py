@@ -1,8 +1,8 @@
-"""The state machine of the decode side: requests contexts, permits writes, and reports the end of each handoff.
+"""The state machine of the decode worker: requests contexts, permits writes, and reports the end of each handoff.
 
-Pure: no threads, no clock. A handoff whose pages may be written to is never dropped silently: either its sender
-confirms that it has stopped, or the engine receives a failure that is not quiesced. If the handoff is staged, only this
-worker writes to its pages; then its leases in the ring are kept until the sender has stopped.
+It has no threads and no clock; callers pass the current time. Once writes are permitted, a handoff ends in one of two
+ways: its sender confirms that it has stopped, or the engine receives a failure that is not quiesced. If the handoff is
+staged, only this worker writes to its pages; its leases in the ring are kept until the sender has stopped.
 """
 
 from collections.abc import Mapping
@@ -39,10 +39,10 @@ from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
 class ReceiverPhase(Enum):
     REQUESTING = "requesting"  # HandoffRequest is retransmitted; StartWrites was not sent, so nothing can be written
     LANDING = "landing"  # StartWrites was sent: rows may be written at any time
-    CANCELLING = "cancelling"  # Cancel is retransmitted; the engine waits for the confirmation
+    CANCELLING = "cancelling"  # Cancel is retransmitted; the pages may be written to until the sender confirms
     ABANDONED = "abandoned"  # failed; the engine has its pages back; Cancel is retransmitted
-    QUARANTINED = "quarantined"  # failed; the engine must not use the pages; Cancel is retransmitted
-    CLOSED = "closed"  # forgotten
+    QUARANTINED = "quarantined"  # failed; the pages, or leases if staged, must not be used; Cancel is retransmitted
+    CLOSED = "closed"  # removed from the table of handoffs
 
 
 RECEIVER_TRANSITIONS: dict[ReceiverPhase, frozenset[ReceiverPhase]] = {
@@ -54,7 +54,8 @@ RECEIVER_TRANSITIONS: dict[ReceiverPhase, frozenset[ReceiverPhase]] = {
     ReceiverPhase.CLOSED: frozenset(),
 }
 
-# LANDING counts from the last sign of life. CANCELLING lasts longer than a sender waits for its writes to end.
+# The limit of LANDING restarts at every sign of life of the handoff. The limit of CANCELLING is longer than a sender's
+# DRAINING, the time for which the sender waits for its writes to end.
 RECEIVER_TIMEOUTS: dict[ReceiverPhase, PhaseTimeout] = {
     ReceiverPhase.REQUESTING: PhaseTimeout(10.0, retransmit_every=1.0),
     ReceiverPhase.LANDING: PhaseTimeout(15.0),
@@ -63,7 +64,7 @@ RECEIVER_TIMEOUTS: dict[ReceiverPhase, PhaseTimeout] = {
     ReceiverPhase.QUARANTINED: PhaseTimeout(600.0, retransmit_every=5.0),
 }
 
-# The engine has not received an end.
+# In these phases the engine has received neither Landed nor FetchFailed.
 OPEN_PHASES = frozenset({ReceiverPhase.REQUESTING, ReceiverPhase.LANDING, ReceiverPhase.CANCELLING})
 
 
@@ -72,8 +73,8 @@ class _Handoff:
 
     def __init__(self, fetch: Fetch, timer: PhaseTimer[ReceiverPhase]) -> None:
         self.peer, self.request, self.timer = fetch.peer, fetch.request, timer
-        self.reason, self.retry = "", False  # of its cancellation
-        self.staged = False  # its rows come through the ring
+        self.reason, self.retry = "", False  # why this worker cancelled it, and whether a retry may succeed
+        self.staged = False  # pieces arrive in the ring
 
     @property
     def phase(self) -> ReceiverPhase:
@@ -81,10 +82,11 @@ class _Handoff:
 
 
 class Receiver:
-    """Every handoff into this worker. One thread calls it; after each call it must run `take_actions`.
+    """All handoffs into this worker. One thread calls it. After each call, that thread must run the actions that
+    `take_actions` returns.
 
-    The engine receives `Landed` or `FetchFailed` for each `Fetch`, exactly once, and perhaps `Quiesced` after a
-    `FetchFailed` that was not quiesced. Until then the pages belong to the handoff.
+    The engine receives `Landed` or `FetchFailed` exactly once for each `Fetch`, and perhaps `Quiesced` after a
+    `FetchFailed` that was not quiesced. Until the last of these, the pages belong to the handoff.
     """
 
     def __init__(
@@ -104,13 +106,13 @@ class Receiver:
         self._hellos[peer] = hello
 
     def fetch(self, fetch: Fetch, now: float) -> None:
-        """Begins a handoff. Ignores a key that is already in progress."""
+        """Begins a handoff and cancels older attempts of its request. Ignores a key that is already in progress."""
         key = fetch.request.key
         if key in self._handoffs:
             return
         attempts = [known for known in self._handoffs if known.request_id == key.request_id]
         if any(known.attempt > key.attempt for known in attempts):
-            reason = "a later attempt is in progress"
+            reason = "a newer attempt of the request is in progress"
             self._actions.append(FetchFailed(key, quiesced=True, retry=False, reason=reason))
             return
         for known in attempts:
@@ -125,7 +127,8 @@ class Receiver:
             self._begin_cancel(handoff, False, "cancelled", now)
 
     def handle_message(self, peer: str, message: Message, now: float) -> None:
-        """Handles a message from `peer`. Ignores messages that do not concern handoffs or do not fit their phase."""
+        """Handles a message from `peer`. Ignores messages that do not concern handoffs, and those that the handoff's
+        phase does not expect."""
         match message:
             case HandoffDone(key) | HandoffFailed(key):
                 self._send(peer, HandoffAck(key))
@@ -158,7 +161,7 @@ class Receiver:
                 self._fail(handoff, handoff.phase is ReceiverPhase.REQUESTING, False, reason, now)
             elif handoff.phase is ReceiverPhase.ABANDONED:
                 self._move(handoff, ReceiverPhase.CLOSED, now)
-            # QUARANTINED stays: a peer that was only slow may still report that it has stopped.
+            # A handoff in QUARANTINED stays, because a peer that was only slow may still report that it has stopped.
 
     def tick(self, now: float) -> None:
         """Runs the timeouts and retransmits that are due."""
@@ -175,18 +178,18 @@ class Receiver:
         return earliest(min(timer.deadline, timer.retransmit_at) for timer in timers)
 
     def take_actions(self) -> list[SendMessage | UnpackPiece | ReceiverEvent]:
-        """Returns the new actions. The caller must complete each before it begins the next."""
+        """Returns the new actions. The caller must run them in order and complete each before it begins the next."""
         if self._staging is not None:
             self._actions += self._staging.take_grants()
         actions, self._actions = self._actions, []
         return actions
 
     def open_keys(self, peer: str) -> list[HandoffKey]:
-        """Returns the handoffs that depend on this peer being alive."""
+        """Returns the handoffs for which this peer must be alive."""
         return [key for key, handoff in self._handoffs.items() if handoff.peer == peer and handoff.phase in OPEN_PHASES]
 
     def phases(self) -> dict[HandoffKey, ReceiverPhase]:
-        """Returns the phase of every handoff that is not forgotten."""
+        """Returns the phase of every handoff that is not closed."""
         return {key: handoff.phase for key, handoff in self._handoffs.items()}
 
     @property
@@ -200,7 +203,7 @@ class Receiver:
         assert len(active) == len(set(active)), "two attempts of one request are in progress"
         for key, handoff in self._handoffs.items():
             closed = handoff.phase is ReceiverPhase.CLOSED
-            assert handoff.request.key == key and not closed, f"{key} should be forgotten"
+            assert handoff.request.key == key and not closed, f"{key} is closed, but still in the table of handoffs"
             assert handoff.timer.deadline < float("inf"), f"{key} has no deadline"
         if self._staging is not None:
             self._staging.audit({key for key, handoff in self._handoffs.items() if handoff.staged})
@@ -233,15 +236,15 @@ class Receiver:
     def _on_done(self, handoff: _Handoff, done: HandoffDone, now: float) -> None:
         rows = self._landed_rows(handoff)
         if handoff.phase is ReceiverPhase.LANDING and rows < len(handoff.request.prompt):
-            self._on_end(handoff, True, True, f"the prefill worker ended it after {rows} rows", now)
+            self._on_end(handoff, True, True, f"the prefill worker ended the handoff after {rows} rows", now)
         elif handoff.phase is ReceiverPhase.LANDING:
             self._actions.append(Landed(done.key, done.token_id, done.alternatives))
             self._move(handoff, ReceiverPhase.CLOSED, now)
         else:
-            self._on_end(handoff, True, False, "the prefill worker ended it before it began", now)
+            self._on_end(handoff, True, False, "the prefill worker sent HandoffDone before StartWrites", now)
 
     def _landed_rows(self, handoff: _Handoff) -> int:
-        """Returns how many rows are in their pages, given that the sender has reported the end."""
+        """Returns how many rows are in their pages when HandoffDone arrives."""
         if self._staging is not None and handoff.staged:
             return self._staging.unpacked_rows(handoff.request.key)
         return len(handoff.request.prompt)
@@ -304,7 +307,7 @@ class Receiver:
             self._transmit(handoff)
 
     def _transmit(self, handoff: _Handoff) -> None:
-        """Sends the message that this phase repeats until it is answered."""
+        """Sends HandoffRequest or Cancel, which the phase repeats until it is answered. LANDING repeats nothing."""
         requesting = handoff.phase is ReceiverPhase.REQUESTING
         message: HandoffRequest | Cancel = handoff.request if requesting else Cancel(handoff.request.key)
         if handoff.phase is not ReceiverPhase.LANDING:

@@ -1,7 +1,8 @@
-"""The state machine of the prefill side: accepts requests, has prompts computed, plans writes, reports each end.
+"""The state machine of the prefill worker: accepts requests, has prompts computed, plans writes, and reports each end.
 
-Pure: no threads, no clock. Nothing is written before the receiver has sent StartWrites. A handoff that has written is
-kept until its last write has ended, or until the receiver was informed that its state is unknown.
+It has no threads and no clock; callers pass the current time. Nothing is written before the receiver has sent
+StartWrites. A handoff that has written is kept until its last write has ended, or until the receiver has been notified
+that it is not quiesced. The phases and their timeouts are in `outgoing.py`.
 """
 
 import itertools
@@ -63,17 +64,18 @@ from hotset.handoff.staging import MAX_DIRECT_WRITES
 from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
 from hotset.transfer.api import WriteState, WriteTicket
 
-WRITE_LIMIT = 40.0  # seconds for one list of writes; the transfer engine's own limit should be shorter
-# Longer than a receiver stays in quarantine: its late retransmit must not begin a second handoff of the same key.
+WRITE_LIMIT = 40.0  # seconds for one list of writes; the transfer engine's own deadline should be shorter
+# Seconds. Longer than a receiver stays in QUARANTINED: its late retransmits must still find the tombstone.
 TOMBSTONE_LIMIT = 900.0
 MAX_TOMBSTONES = 20_000
 
 
 class Sender:
-    """Every handoff out of this worker. One thread calls it; after each call it must run `take_actions`.
+    """All handoffs out of this worker. One thread calls it. After each call, that thread must run the actions that
+    `take_actions` returns.
 
-    The engine receives `StartPrefill` when it has to compute a prompt, and exactly one `ReleasePages` for each: until
-    then it keeps the request's pages, even if the request has ended.
+    The engine receives `StartPrefill` for each prompt that it must compute, and later exactly one `ReleasePages` for
+    that prompt. Until then it keeps the request's pages, even if the request has ended.
     """
 
     def __init__(
@@ -88,8 +90,8 @@ class Sender:
         max_direct_writes: int = MAX_DIRECT_WRITES,
         piece_timeouts: Mapping[PiecePhase, PhaseTimeout] = PIECE_TIMEOUTS,
     ) -> None:
-        """`store` is the memory in which the engine's pages are numbered. `buffers`, all of one size, are for staging:
-        contexts that would take more than `max_direct_writes` small writes are staged."""
+        """`store` is the memory that contexts are read from. `buffers`, all of one size, are for packed pieces. With
+        buffers, contexts that would take more than `max_direct_writes` small writes are staged."""
         self.table = PhaseTable(SENDER_TRANSITIONS, timeouts)
         self.piece_table = PhaseTable(PIECE_TRANSITIONS, piece_timeouts)
         self.num_retransmits = 0
@@ -107,14 +109,15 @@ class Sender:
         self._tombstones.forget_other_incarnations(peer, hello)
 
     def peer_lost(self, peer: str, reason: str, now: float) -> None:
-        """Handles a peer that died or restarted. Its handoffs still wait for writes in flight."""
+        """Handles a peer that died or restarted. Its handoffs are kept until their writes in flight have ended."""
         self._hellos.pop(peer, None)
         for handoff in [entry for entry in self._handoffs.values() if entry.peer == peer]:
             handoff.final_message = None
             self._begin_end(handoff, EndReason.PEER_LOST, False, reason, now)
 
     def handle_message(self, peer: str, message: Message, now: float) -> None:
-        """Handles a message from `peer`. Ignores messages that do not concern handoffs or do not fit their phase."""
+        """Handles a message from `peer`. Ignores messages that do not concern handoffs, and those that the handoff's
+        phase does not expect."""
         match message:
             case HandoffRequest():
                 self._on_request(peer, message, now)
@@ -138,7 +141,7 @@ class Sender:
                 self._on_rows_computed(handoff, command, now)
             case FirstTokenSampled():
                 announced, total = handoff.announced, len(handoff.request.prompt)
-                assert announced == total, f"{command.key}: sampled after {announced} of {total} rows were announced"
+                assert announced == total, f"{command.key} was sampled after {announced} of {total} rows were announced"
                 handoff.sampled = command
                 self._finish_if_idle(handoff, now)
             case PrefillFailed():
@@ -150,7 +153,7 @@ class Sender:
         handoff = self._handoffs.get((peer, key))
         if handoff is not None:
             chunk = next((entry for entry in handoff.in_flight if entry.ticket is None), None)
-            assert chunk is not None, f"{key}: ticket {ticket.number} without a SubmitWrites"
+            assert chunk is not None, f"{key} has no list of writes for ticket {ticket.number}"
             chunk.ticket = ticket.number
 
     def on_write_ended(self, peer: str, key: HandoffKey, ticket: WriteTicket, state: WriteState, now: float) -> None:
@@ -163,9 +166,9 @@ class Sender:
 
     @property
     def has_pending_events(self) -> bool:
-        """Returns whether a staged handoff waits for a forward pass, so that `poll_events` must be called."""
-        writing = [handoff.staging for handoff in self._handoffs.values() if handoff.phase is SenderPhase.WRITING]
-        return any(staging.has_pending_events for staging in writing if staging is not None)
+        """Returns whether a staged handoff may wait for a forward pass, so that `poll_events` must be called."""
+        staged = [handoff.staging for handoff in self._handoffs.values() if handoff.phase is SenderPhase.WRITING]
+        return any(staging.has_pending_events for staging in staged if staging is not None)
 
     def poll_events(self, now: float) -> None:
         """Checks which forward passes have finished, and submits the pieces that can now be packed."""
@@ -185,7 +188,7 @@ class Sender:
                 self._expire(handoff, now)
             elif handoff.timer.retransmit_due(now):
                 retransmits = handoff.phase is SenderPhase.ACCEPTED or handoff.final_message is not None
-                self.num_retransmits += retransmits  # Progress is no retransmit
+                self.num_retransmits += retransmits  # Progress does not count as a retransmit
                 self._transmit(handoff)
             if handoff.staging is not None and handoff.phase is SenderPhase.WRITING:
                 for message in handoff.staging.retransmits(now):
@@ -197,14 +200,14 @@ class Sender:
         return earliest(handoff.next_deadline for handoff in self._handoffs.values())
 
     def take_actions(self) -> list[SendMessage | SubmitWrites | SenderEvent]:
-        """Returns the new actions, which must run in this order."""
+        """Returns the new actions. The caller must run them in this order."""
         actions, self._actions = self._actions, []
         return actions
 
     def open_keys(self, peer: str) -> list[HandoffKey]:
-        """Returns the handoffs that depend on this peer being alive."""
-        mine = [handoff for handoff in self._handoffs.values() if handoff.peer == peer]
-        return [handoff.request.key for handoff in mine if handoff.end_reason is not EndReason.PEER_LOST]
+        """Returns the handoffs for which this peer must be alive."""
+        of_peer = [handoff for handoff in self._handoffs.values() if handoff.peer == peer]
+        return [handoff.request.key for handoff in of_peer if handoff.end_reason is not EndReason.PEER_LOST]
 
     def phases(self) -> dict[HandoffId, SenderPhase]:
         """Returns the phase of every handoff that is not closed."""
@@ -215,29 +218,31 @@ class Sender:
         self._tombstones.audit()
         users = list(self._buffers.users.values())
         for name, handoff in self._handoffs.items():
-            assert handoff.id == name, f"{name} is filed wrongly"
-            assert self._tombstones.get(name) is None, f"{name} is open and has a tombstone"
+            assert handoff.id == name, f"{handoff.id} is in the table under {name}"
+            assert self._tombstones.get(name) is None, f"{name} is not closed, but has a tombstone"
             handoff.audit()
-            # More, if a handoff of the same name of an earlier incarnation was abandoned while it wrote.
+            # There are more users than writes if an earlier incarnation's handoff with the same id was closed while its
+            # writes were in flight.
             buffers = len(handoff.in_flight) if handoff.staging is not None else 0
             assert users.count(name) >= buffers, f"{name} has {users.count(name)} buffers for {buffers} writes"
 
     def _on_request(self, peer: str, request: HandoffRequest, now: float) -> None:
         key, hello = request.key, self._hellos.get(peer)
-        mine = [handoff for handoff in self._handoffs.values() if handoff.peer == peer]
-        attempts = [handoff for handoff in mine if handoff.request.key.request_id == key.request_id]
+        of_peer = [handoff for handoff in self._handoffs.values() if handoff.peer == peer]
+        attempts = [handoff for handoff in of_peer if handoff.request.key.request_id == key.request_id]
         known = [handoff.request.key.attempt for handoff in attempts]
         known.append(self._tombstones.newest_attempt(peer, key.request_id))
         if handoff := self._handoffs.get((peer, key)):
-            if handoff.end_reason is not EndReason.PEER_LOST:  # else it is an earlier incarnation's: wait for its end
+            # With PEER_LOST, the handoff belongs to an earlier incarnation, and the new one must wait for its end.
+            if handoff.end_reason is not EndReason.PEER_LOST:
                 self._transmit(handoff)
         elif tombstone := self._tombstones.get((peer, key)):
             self._send(peer, Cancelled(key, tombstone.quiesced))
         elif max(known) > key.attempt:
             self._send(peer, Cancelled(key, False))
         elif hello is None or (reason := refusal(request, hello)):
-            # Without a record this worker cannot guarantee that nothing is written: not quiesced, though it begins
-            # nothing now.
+            # This worker begins nothing now. But it has no record of the past, and cannot exclude that an earlier
+            # handoff with this key still writes. It therefore reports "not quiesced".
             why = "this worker has no Hello from you: send Hello first" if hello is None else reason
             self._send(peer, HandoffFailed(key, quiesced=False, retry=hello is None, reason=why))
         else:
@@ -255,7 +260,7 @@ class Sender:
             self._cancel(handoff, now)
             return
         if self._tombstones.get((peer, key)) is None:
-            # Its HandoffRequest may arrive later, and must not begin anything.
+            # The HandoffRequest may arrive after this Cancel, and must not begin anything then.
             self._tombstones.add((peer, key), False, self._hellos.get(peer), now)
         tombstone = self._tombstones.get((peer, key))
         self._send(peer, Cancelled(key, tombstone is not None and tombstone.quiesced))
@@ -268,7 +273,7 @@ class Sender:
         if handoff.phase is not SenderPhase.ACCEPTED:
             return
         if staged and handoff.offer is None:
-            why = "the receiver requested staging, which was not offered"
+            why = "the receiver requested staging, which this worker had not offered"
             self._begin_end(handoff, EndReason.FAILED, False, why, now)
             return
         self._move(handoff, SenderPhase.WRITING, now)
@@ -292,7 +297,8 @@ class Sender:
             self._finish_if_idle(handoff, now)
 
     def _submit_ready_pieces(self, now: float) -> None:
-        """Submits pieces that have a lease and whose rows are computed, as long as there are free buffers."""
+        """Submits the pieces that have a lease and whose rows are computed, in the order of the grants, until the
+        buffers are used up."""
         ready = []
         for handoff in self._handoffs.values():
             if handoff.staging is not None and handoff.phase is SenderPhase.WRITING:
@@ -320,8 +326,8 @@ class Sender:
         handoff.in_flight.remove(chunk)
         handoff.has_unknown_write |= state is WriteState.FAILED_UNKNOWN
         if state is not WriteState.DONE and handoff.phase is SenderPhase.WRITING:
-            rows = f"rows {chunk.first} to {chunk.last}"
-            self._begin_end(handoff, EndReason.FAILED, True, f"writing {rows} ended as '{state.value}'", now)
+            why = f"the writes of rows [{chunk.first}, {chunk.last}) ended as '{state.value}'"
+            self._begin_end(handoff, EndReason.FAILED, True, why, now)
             return
         if handoff.phase is SenderPhase.WRITING and handoff.staging is not None:
             assert chunk.piece is not None
@@ -341,11 +347,13 @@ class Sender:
 
     def _on_rows_computed(self, handoff: OutgoingHandoff, rows: RowsComputed, now: float) -> None:
         key, announced = handoff.request.key, handoff.announced
-        assert announced == rows.first <= rows.last, f"{key}: {announced} rows are announced, now [{rows.first}, ...)"
+        assert announced == rows.first <= rows.last, (
+            f"{key}: {announced} rows are announced, but the next begin at {rows.first}"
+        )
         handoff.announced, waiting = rows.last, handoff.unsubmitted
         if waiting is not None:
             assert rows.pages[: len(waiting.pages)] == waiting.pages, f"{key}: announced rows have moved"
-            # Events of a request are on one stream: when the newest has happened, all earlier ones have.
+            # The newest event is enough, because the events of a request happen in order.
             rows = replace(rows, first=waiting.first)
         handoff.unsubmitted = rows
         if handoff.phase is SenderPhase.WRITING:
@@ -353,7 +361,8 @@ class Sender:
             self._submit_rows(handoff, now)
 
     def _submit_rows(self, handoff: OutgoingHandoff, now: float) -> None:
-        """Submits the waiting rows as one list, unless enough lists are in flight. If staged, requests leases."""
+        """Submits the waiting rows as one list, unless MAX_LISTS_IN_FLIGHT lists are in flight. If the handoff is
+        staged, requests leases instead."""
         rows = handoff.unsubmitted
         if rows is not None and handoff.staging is not None:
             handoff.unsubmitted = None
@@ -377,7 +386,7 @@ class Sender:
         self._actions.append(SubmitWrites(handoff.peer, request.key, planned, rows.after))
 
     def _finish_if_idle(self, handoff: OutgoingHandoff, now: float) -> None:
-        """Ends a handoff that has nothing left to wait for."""
+        """Ends the handoff if no write is in flight and it is complete, or its end was only waiting for writes."""
         if handoff.in_flight:
             return
         if handoff.phase in (SenderPhase.DRAINING, SenderPhase.WRITES_HUNG):
@@ -390,7 +399,7 @@ class Sender:
             self._move(handoff, SenderPhase.NOTIFYING, now)
 
     def _begin_end(self, handoff: OutgoingHandoff, end: EndReason, retry: bool, failure: str, now: float) -> None:
-        """Submits nothing more, and reports the end when the writes in flight have ended."""
+        """Stops submitting. Reports the end now, or when the writes in flight have ended."""
         handoff.end_reason, handoff.retry, handoff.failure = end, retry, failure
         handoff.unsubmitted = None
         if handoff.phase is SenderPhase.WRITING and handoff.in_flight:
@@ -399,7 +408,7 @@ class Sender:
             self._report_end(handoff, now)
 
     def _report_end(self, handoff: OutgoingHandoff, now: float) -> None:
-        """Reports the end. Either the writes have ended, or the wait for them is over and they count as hung."""
+        """Reports the end to the receiver and releases the pages. Writes that are still in flight count as hung."""
         self._release_pages(handoff)
         key, hung = handoff.request.key, bool(handoff.in_flight)
         end, was_hung = handoff.end_reason, handoff.phase is SenderPhase.WRITES_HUNG
@@ -421,11 +430,11 @@ class Sender:
             case SenderPhase.ACCEPTED:
                 self._begin_end(handoff, EndReason.FAILED, True, f"no StartWrites within {limit:g} s", now)
             case SenderPhase.WRITING if now >= handoff.timer.deadline:
-                why = f"the engine has computed nothing for {limit:g} s"
+                why = f"no rows were computed or written for {limit:g} s"
                 self._begin_end(handoff, EndReason.FAILED, True, why, now)
             case SenderPhase.WRITING:
                 why = handoff.staging.timeout_reason(now) if handoff.staging is not None else ""
-                why = why or f"a write has not ended within {self._write_limit:g} s"
+                why = why or f"a list of writes has not ended within {self._write_limit:g} s"
                 self._begin_end(handoff, EndReason.FAILED, True, why, now)
             case SenderPhase.DRAINING:
                 self._report_end(handoff, now)
@@ -446,7 +455,7 @@ class Sender:
             self._actions.append(ReleasePages(*handoff.id))
 
     def _transmit(self, handoff: OutgoingHandoff) -> None:
-        """Sends the message that this phase repeats, or Progress as a sign of life."""
+        """Sends the message that the phase repeats until it is answered, or Progress as a sign of life."""
         key, failing = handoff.request.key, handoff.end_reason is EndReason.FAILED
         if handoff.phase is SenderPhase.ACCEPTED:
             self._send(handoff.peer, HandoffAccepted(key, 0 if handoff.offer is None else handoff.offer.piece_bytes))

@@ -1,9 +1,9 @@
-"""The prefill side of staging: the pieces of a context that pass through the receiver's ring, and the buffers.
+"""Staging at the sender: the pieces of a context, their phases and timeouts (PIECE_TIMEOUTS), and the buffers.
 
-Pure, like the state machine that owns it. A lease is requested only after the engine has announced the last row of the
-piece. The holder of a lease then waits only for a forward pass that is already in flight, so every waiting piece gets
-its lease eventually. Rows are announced when their forward pass is submitted to the device, so leases are requested
-before the rows are there.
+It has no threads and no clock, like the sender, which owns it. A lease is requested only after the engine has announced
+the last row of the piece, which it does when the forward pass is submitted to the device. So the lease can arrive
+before the rows are computed, and the holder of a lease waits only for a forward pass that is already submitted and for
+a buffer. Every lease therefore ends, and every waiting piece gets one eventually.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,14 +28,14 @@ from hotset.handoff.staging import can_pack, packed_row_bytes, piece_rows, shoul
 from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
 from hotset.transfer.api import DeviceEvent
 
-WINDOW = 4  # pieces of one context between lease request and unpacking: the number that fits into a ring
+WINDOW = 4  # maximum pieces of one context that are requested and not unpacked: as many as fit into a ring
 
 
 class PiecePhase(Enum):
-    REQUESTED = "requested"  # LeaseRequest is retransmitted; the ring is full, or the answer was lost
-    LEASED = "leased"  # waits for its forward pass and for a buffer
-    WRITING = "writing"  # packed; its write is in flight
-    WRITTEN = "written"  # it is in the ring; PieceWritten is retransmitted
+    REQUESTED = "requested"  # LeaseRequest is retransmitted until the lease is granted
+    LEASED = "leased"  # the piece waits for its forward pass and for a buffer
+    WRITING = "writing"  # the piece is packed, and its write is in flight
+    WRITTEN = "written"  # the piece is in the ring; PieceWritten is retransmitted
     UNPACKED = "unpacked"
 
 
@@ -47,7 +47,8 @@ PIECE_TRANSITIONS: dict[PiecePhase, frozenset[PiecePhase]] = {
     PiecePhase.UNPACKED: frozenset(),
 }
 
-# Many pieces may be ahead in the queue for the ring. A write has a shorter limit of its own.
+# REQUESTED and LEASED may last long, because pieces of other contexts may be ahead in the queue. WRITING never reaches
+# this limit, because each list of writes has a shorter one (WRITE_LIMIT in sender.py).
 PIECE_TIMEOUTS: dict[PiecePhase, PhaseTimeout] = {
     PiecePhase.REQUESTED: PhaseTimeout(120.0, retransmit_every=0.5),
     PiecePhase.LEASED: PhaseTimeout(120.0),
@@ -58,11 +59,11 @@ PIECE_TIMEOUTS: dict[PiecePhase, PhaseTimeout] = {
 
 @dataclass(frozen=True, slots=True)
 class StagingOffer:
-    """Describes how a context would be staged."""
+    """The sizes with which a context would be staged."""
 
-    rows: int  # of a piece; the last piece may have fewer
-    row_bytes: int  # packed
-    ring: MemoryRange
+    rows: int  # rows of each piece; the last piece may have fewer
+    row_bytes: int  # packed bytes of one row in all layers, with its index keys
+    ring: MemoryRange  # the receiver's ring
 
     @property
     def piece_bytes(self) -> int:
@@ -72,7 +73,7 @@ class StagingOffer:
 def make_offer(
     store: Store, hello: Hello, request: HandoffRequest, buffers: Sequence[MemoryRange], max_direct_writes: int
 ) -> StagingOffer | None:
-    """Returns None if direct writes are better, or if either side lacks the memory for staging."""
+    """Returns how this context can be staged, or None if direct writes are better or either side lacks the memory."""
     target = hello.stores[request.landing]
     if hello.ring is None or not buffers or not can_pack(store) or not can_pack(target):
         return None
@@ -84,30 +85,32 @@ def make_offer(
 
 @dataclass(slots=True, eq=False)
 class Piece:
+    """Rows [first, last) of a staged context, which are written together."""
+
     number: int
     first: int
     last: int
     timer: PhaseTimer[PiecePhase]
     lease: LeaseGranted | None = None
-    grant_order: int = 0  # over all contexts: pieces are packed in the order in which their leases were granted
+    grant_order: int = 0  # counts the grants of all contexts; pieces are packed in this order
 
 
 class SenderStaging:
-    """The pieces of one context. Only the sender changes it."""
+    """The pieces of one staged context at the sender. Only the sender changes it."""
 
     def __init__(self, key: HandoffKey, total: int, offer: StagingOffer, table: PhaseTable[PiecePhase]) -> None:
         self._key, self._total, self.offer, self._table = key, total, offer, table
-        self.pages: tuple[int, ...] = ()  # of the source
+        self.pages: tuple[int, ...] = ()  # the context's pages in the prefill worker's store
         self._announced = 0  # rows [0, announced) are computed, or their forward pass is in flight
-        self._computed = 0  # rows [0, computed) are in their pages
-        # For rows [computed, announced): the end of a range of rows, and the event after which it is computed.
-        self._events: list[tuple[int, DeviceEvent | None]] = []
-        self._pieces: dict[int, Piece] = {}  # requested and not yet unpacked
-        self._num_requested = 0  # pieces, since the start
+        self._computed = 0  # rows [0, computed) are in the prefill worker's pages
+        # Events of rows [computed, announced), in order. Rows [0, last) are computed when the event has happened.
+        self._events: list[tuple[int, DeviceEvent | None]] = []  # (last, event)
+        self._pieces: dict[int, Piece] = {}  # pieces that are requested and not unpacked, by number
+        self._num_requested = 0  # pieces requested since the start
 
     @property
     def landed(self) -> int:
-        """Rows [0, landed) are in the receiver's pages."""
+        """Returns the end of the rows [0, landed) that are in the receiver's pages."""
         return min((piece.first for piece in self._pieces.values()), default=self._requested)
 
     @property
@@ -116,7 +119,7 @@ class SenderStaging:
 
     @property
     def has_pending_events(self) -> bool:
-        """Returns whether a leased piece may wait for an event, so that `poll_events` must be called."""
+        """Returns whether a leased piece may wait for its forward pass, so that `poll_events` must be called."""
         return bool(self._events) and any(piece.timer.phase is PiecePhase.LEASED for piece in self._pieces.values())
 
     @property
@@ -128,13 +131,13 @@ class SenderStaging:
         return earliest(min(piece.timer.deadline, piece.timer.retransmit_at) for piece in self._pieces.values())
 
     def on_rows_computed(self, rows: RowsComputed, now: float) -> list[LeaseRequest]:
-        """Records rows that the engine announced. All earlier rows must have been announced. Returns what to send."""
+        """Records rows that the engine has announced, in order. Returns the lease requests to send."""
         self.pages, self._announced = rows.pages, rows.last
         self._events.append((rows.last, rows.after))
         return self.request_leases(now)
 
     def request_leases(self, now: float) -> list[LeaseRequest]:
-        """Begins the next pieces, as far as the window and the announced rows allow. Returns what to send."""
+        """Begins the next pieces, as far as WINDOW and the announced rows allow. Returns the lease requests to send."""
         requests = []
         while len(self._pieces) < WINDOW and self._requested < self._total:
             first, last = self._requested, min(self._requested + self.offer.rows, self._total)
@@ -147,7 +150,7 @@ class SenderStaging:
         return requests
 
     def on_lease_granted(self, lease: LeaseGranted, grant_order: int, now: float) -> None:
-        """Records the lease of a piece. Ignores a grant for a piece that does not wait for one."""
+        """Records the lease of a piece. Ignores a grant that the piece does not wait for, or that leaves the ring."""
         piece, end = self._pieces.get(lease.piece), self.offer.ring.nbytes
         if piece is None or piece.timer.phase is not PiecePhase.REQUESTED or lease.offset + self.nbytes(piece) > end:
             return
@@ -169,13 +172,13 @@ class SenderStaging:
         piece.timer.move(PiecePhase.WRITING, now)
 
     def finish_write(self, number: int, now: float) -> PieceWritten:
-        """Records that a piece is in the ring. Returns what to send."""
+        """Records that a piece is in the ring. Returns the message to send."""
         piece = self._pieces[number]
         piece.timer.move(PiecePhase.WRITTEN, now)
         return self._piece_written(piece)
 
     def on_unpacked(self, message: PieceUnpacked, now: float) -> bool:
-        """Returns False if the piece was already removed, or was not written yet."""
+        """Removes a piece that the receiver has unpacked. Returns False if it was removed before, or is not written."""
         piece = self._pieces.get(message.piece)
         if piece is None or piece.timer.phase is not PiecePhase.WRITTEN:
             return False
@@ -201,17 +204,18 @@ class SenderStaging:
         return messages
 
     def timeout_reason(self, now: float) -> str:
-        """Returns which piece has timed out, or an empty string."""
+        """Returns a text that names a piece that has timed out, or an empty string if none has."""
         for piece in self._pieces.values():
             if now >= piece.timer.deadline:
                 limit = self._table.timeouts[piece.timer.phase].limit
-                rows = f"rows {piece.first} to {piece.last}"
-                return f"{rows} were '{piece.timer.phase.value}' in the receiver's ring for {limit:g} s"
+                rows = f"[{piece.first}, {piece.last})"
+                return f"the piece with rows {rows} was in phase '{piece.timer.phase.value}' for {limit:g} s"
         return ""
 
     def audit(self) -> None:
-        assert len(self._pieces) <= WINDOW, f"{self._key}: {len(self._pieces)} pieces in the window"
-        assert self.landed <= self._requested <= self._announced, f"{self._key}: a lease for rows not announced"
+        """Asserts that the window is respected, and that leases were requested only for announced rows."""
+        assert len(self._pieces) <= WINDOW, f"{self._key} has {len(self._pieces)} pieces, more than {WINDOW}"
+        assert self.landed <= self._requested <= self._announced, f"{self._key} requested a lease for unannounced rows"
         assert self._computed <= self._announced and bool(self._events) == (self._computed < self._announced), self._key
         for piece in self._pieces.values():
             assert (piece.lease is None) == (piece.timer.phase is PiecePhase.REQUESTED), f"{self._key}: {piece}"
@@ -222,7 +226,7 @@ class SenderStaging:
 
     @property
     def _requested(self) -> int:
-        """Leases were requested for rows [0, requested)."""
+        """Returns the end of the rows [0, requested) for which leases were requested."""
         return min(self._num_requested * self.offer.rows, self._total)
 
     def _piece_written(self, piece: Piece) -> PieceWritten:
@@ -233,12 +237,15 @@ class SenderStaging:
 @dataclass(slots=True)
 class _BufferUse:
     handoff: HandoffId
-    ticket: int | None = None  # None: not submitted yet
+    ticket: int | None = None  # assigned when the write is submitted to the transfer engine
 
 
 class SenderBuffers:
-    """The sender's buffers, shared by all its handoffs. A buffer is free again when the write from it has ended in any
-    state. If that state is unknown, the write may still read the buffer, but only into a lease that is not read."""
+    """The sender's buffers, shared by all its handoffs.
+
+    A buffer is free again when the write from it has ended in any state. If the state is unknown, the transfer engine
+    may still copy from the buffer, but only into a quarantined lease, which is never unpacked.
+    """
 
     def __init__(self, buffers: Sequence[MemoryRange]) -> None:
         self.buffers = tuple(buffers)
@@ -246,11 +253,11 @@ class SenderBuffers:
 
     @property
     def users(self) -> Mapping[int, HandoffId]:
-        """Returns the handoff that uses each buffer, by number."""
+        """Returns the handoff that uses each buffer, by the buffer's number."""
         return {number: use.handoff for number, use in self._uses.items()}
 
     def acquire(self, handoff: HandoffId) -> MemoryRange | None:
-        """Returns None if all buffers are in use."""
+        """Returns a free buffer, which then belongs to `handoff`, or None if all are in use."""
         for number, buffer in enumerate(self.buffers):
             if number not in self._uses:
                 self._uses[number] = _BufferUse(handoff)
@@ -265,7 +272,7 @@ class SenderBuffers:
             use.ticket = ticket
 
     def on_write_ended(self, handoff: HandoffId, ticket: int) -> bool:
-        """Returns whether a buffer has become free."""
+        """Frees the buffer of this write. Returns False if the write did not use one."""
         for number, use in self._uses.items():
             if (use.handoff, use.ticket) == (handoff, ticket):
                 del self._uses[number]

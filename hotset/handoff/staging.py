@@ -1,14 +1,14 @@
-"""Staging: where two sides shard rows differently, rows travel packed, with one write for each piece of a context.
+"""Staging: a context that would take many small writes is packed into pieces, each of which takes one write.
 
-A piece is rows [first, last) of a context with their index keys. Packed, it consists of one block for each `Block`
-below, as [layer][row][bytes of the block], and then the index keys, as [group][row][key]. Both sides compute this
-layout from the two stores, so it needs no message. `packing.py` moves the bytes.
+This happens mostly if the two sides shard rows differently. A piece is rows [first, last) of a context with their index
+keys. A packed piece contains its blocks (see `Block`), each as [layer][row][bytes of the block], and then the index
+keys, as [group][row][key]. Both sides compute this layout from the two stores. `packing.py` copies the bytes.
 
-`ReceiverStaging` is the decode side. Space in the ring is leased: from `LeaseGranted` on, the sender may write there,
-until it sends `PieceWritten` or reports that it has stopped. Only this worker writes to the pages of a staged context.
-If the sender fails, its leases may have to be quarantined, but never its pages.
+`ReceiverStaging` is the receiver's part. Space in the ring is leased: after `LeaseGranted`, the sender may write there
+until it sends `PieceWritten` or reports that it has stopped. Only the receiver writes to the pages of a staged context.
+If the sender fails, its leases may have to be quarantined, but the pages are not.
 
-Everything here is pure: no threads, no clock, no memory access.
+This file has no threads and no clock, and accesses no memory.
 """
 
 from collections.abc import Mapping
@@ -35,21 +35,21 @@ from hotset.handoff.messages import (
 )
 from hotset.memory.ring import Ring
 
-# The cost of a transfer engine is per write. Below this size the writes of a context take longer than its bytes, and
-# two more copies of each byte cost less. A few writes are quick at any size.
+# A transfer engine has a fixed cost per write. If writes are smaller than SMALL_WRITE_BYTES, this cost exceeds that of
+# two additional copies of each byte. Up to MAX_DIRECT_WRITES writes are fast enough at any size.
 SMALL_WRITE_BYTES = 16 << 10
 MAX_DIRECT_WRITES = 64
 
-RING_PIECES = 4  # pieces that fit into a ring, and buffers of a sender: one is packed while others are in flight
-ALIGN = 256  # of leases, and so of packed pieces
+RING_PIECES = 4  # number of pieces that fit into a ring, and of a sender's buffers
+ALIGN = 256  # alignment of leases in bytes, and so of packed pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes of a row that one shard of the source provides and several shards of the target receive."""
+    """Bytes of a row that come from one shard of the source and go to one or more shards of the target."""
 
-    source: int
-    targets: tuple[int, ...]
+    source: int  # number of the shard
+    targets: tuple[int, ...]  # numbers of the shards, which all hold the same bytes
     byte_ranges: ByteRanges
 
     @property
@@ -58,7 +58,7 @@ class Block:
 
 
 def blocks(source: Store, target: Store) -> tuple[Block, ...]:
-    """Returns the blocks that are packed of each row, in order. Target shards with the same bytes share a block."""
+    """Returns the blocks of a packed row, in order. Target shards that hold the same bytes share a block."""
     return _blocks(tuple(shard.slices for shard in source.shards), tuple(shard.slices for shard in target.shards))
 
 
@@ -75,28 +75,29 @@ def _blocks(source: tuple[RowSlices, ...], target: tuple[RowSlices, ...]) -> tup
 
 
 def packed_row_bytes(source: Store, target: Store) -> int:
-    """Returns the packed bytes of one position of a context: its rows in all layers, and its index keys."""
+    """Returns the packed bytes of one position of a context: its row in every layer, and its index keys."""
     layers = len(source.shards[0].span.bases)
     keys = 0 if source.keys is None else len(source.keys.bases) * source.keys.row_bytes
     return layers * sum(block.row_bytes for block in blocks(source, target)) + keys
 
 
 def piece_rows(source: Store, target: Store, ring_bytes: int, buffer_bytes: int) -> int:
-    """Returns how many rows of a piece fit into the sender's buffer and its share of the ring; perhaps 0."""
+    """Returns how many rows a piece can have: it must fit into a buffer of the sender and into a quarter of the ring.
+    The result is 0 if not even one row fits."""
     return min(ring_bytes // RING_PIECES // ALIGN * ALIGN, buffer_bytes) // packed_row_bytes(source, target)
 
 
 def should_stage(
     source: Store, target: Store, request: HandoffRequest, max_direct_writes: int = MAX_DIRECT_WRITES
 ) -> bool:
-    """Returns whether the context would take many small writes, for any pages of the source."""
+    """Returns whether direct writes of the context would be many and small, even with consecutive source pages."""
     rows = len(request.prompt)
     count = count_writes(source, target, request.row_pages, request.key_pages, rows)
     return count > max_direct_writes and rows * packed_row_bytes(source, target) < count * SMALL_WRITE_BYTES
 
 
 def can_pack(store: Store) -> bool:
-    """Returns whether pages of this store can be packed and unpacked. Pages in several parts cannot."""
+    """Returns whether pages of this store can be packed and unpacked: the rows of a page must be in one part."""
     return all(len(shard.span.bases[0]) == 1 for shard in store.shards)
 
 
@@ -108,13 +109,13 @@ def check_staging(nbytes: int, store: Store) -> None:
     minimum = RING_PIECES * ceil_div(position_bytes, ALIGN) * ALIGN
     if nbytes < minimum:
         raise ConfigError(
-            f"staging memory of {show_bytes(nbytes)} holds less than {RING_PIECES} pieces of one row, which is "
-            f"{position_bytes} bytes over {layers} layers: use --staging-mib {ceil_div(minimum, MIB)} or more"
+            f"staging memory of {show_bytes(nbytes)} cannot hold {RING_PIECES} pieces of one row each, because a row "
+            f"takes {position_bytes} bytes over {layers} layers: use --staging-mib {ceil_div(minimum, MIB)} or more"
         )
 
 
 def split_into_buffers(memory: MemoryRange) -> tuple[MemoryRange, ...]:
-    """Divides a sender's staging memory into buffers."""
+    """Divides a sender's staging memory into RING_PIECES buffers of equal size."""
     nbytes = memory.nbytes // RING_PIECES // ALIGN * ALIGN
     return tuple(MemoryRange(memory.address + number * nbytes, nbytes) for number in range(RING_PIECES))
 
@@ -125,11 +126,11 @@ class _StagedContext:
     request: HandoffRequest
     source: Store
     target: Store
-    piece_bytes: int  # at most
-    pieces: dict[int, tuple[int, int]] = field(default_factory=dict)  # rows of pieces that have or wait for a lease
-    unpacked: dict[int, int] = field(default_factory=dict)  # number of rows, by piece
-    stopping: bool = False  # it gets no further leases
-    quarantined: list[int] = field(default_factory=list)  # numbers of its leases in quarantine
+    piece_bytes: int  # size of the largest piece
+    pieces: dict[int, tuple[int, int]] = field(default_factory=dict)  # rows of each piece that has or awaits a lease
+    unpacked: dict[int, int] = field(default_factory=dict)  # number of rows of each unpacked piece
+    stopping: bool = False  # no further lease is granted
+    quarantined: list[int] = field(default_factory=list)  # numbers of the leases in quarantine
 
     def packed_piece(self, piece: int, address: int) -> PackedPiece:
         first, last = self.pieces[piece]
@@ -145,16 +146,17 @@ class _StagedContext:
 
 
 class ReceiverStaging:
-    """The ring, and every context that passes through it. Only the receiver changes it."""
+    """The ring, and all staged contexts that land in this worker. Only the receiver changes it."""
 
     def __init__(self, memory: MemoryRange, stores: Mapping[StoreName, Store]) -> None:
-        """`memory` is the ring's. `stores` are the landings into which this process can unpack."""
+        """`memory` is the memory of the ring. `stores` are those into which this process can unpack."""
         self.ring = Ring(memory.nbytes)
         self._memory, self._stores = memory, dict(stores)
         self._contexts: dict[HandoffKey, _StagedContext] = {}
 
     def begin(self, peer: str, hello: Hello, request: HandoffRequest, piece_bytes: int) -> bool:
-        """Returns False if the context cannot be staged, for example because too much of the ring is quarantined."""
+        """Begins a staged context. Returns False if it cannot be staged, for example because too much of the ring is
+        in quarantine."""
         target = self._stores.get(request.landing)
         if target is None or len(hello.stores) != 1 or not self.ring.fits(piece_bytes):
             return False
@@ -162,18 +164,19 @@ class ReceiverStaging:
         self._contexts[request.key] = _StagedContext(peer, request, source, target, piece_bytes)
         return True
 
-    def request_lease(self, wanted: LeaseRequest) -> list[SendMessage]:
-        """Queues a piece for a lease. Returns what can be answered now; `take_grants` returns the grants."""
-        context, owner = self._contexts[wanted.key], (wanted.key, wanted.piece)
-        if wanted.piece in context.unpacked:
-            return [SendMessage(context.peer, PieceUnpacked(wanted.key, wanted.piece))]
+    def request_lease(self, request: LeaseRequest) -> list[SendMessage]:
+        """Queues a piece for a lease. Ignores invalid requests. If the lease was granted before, or the piece is
+        unpacked, returns the answer; `take_grants` returns new grants."""
+        context, owner = self._contexts[request.key], (request.key, request.piece)
+        if request.piece in context.unpacked:
+            return [SendMessage(context.peer, PieceUnpacked(request.key, request.piece))]
         lease = self.ring.lease_of(owner)
         if lease is not None:
-            return [SendMessage(context.peer, LeaseGranted(wanted.key, wanted.piece, lease.number, lease.first))]
-        nbytes = (wanted.last - wanted.first) * packed_row_bytes(context.source, context.target)
-        valid = 0 <= wanted.first < wanted.last <= len(context.request.prompt) and nbytes <= context.piece_bytes
-        if valid and not context.stopping and wanted.piece not in context.pieces:
-            context.pieces[wanted.piece] = wanted.first, wanted.last
+            return [SendMessage(context.peer, LeaseGranted(request.key, request.piece, lease.number, lease.first))]
+        nbytes = (request.last - request.first) * packed_row_bytes(context.source, context.target)
+        valid = 0 <= request.first < request.last <= len(context.request.prompt) and nbytes <= context.piece_bytes
+        if valid and not context.stopping and request.piece not in context.pieces:
+            context.pieces[request.piece] = request.first, request.last
             self.ring.request(owner, nbytes)
         return []
 
@@ -186,8 +189,8 @@ class ReceiverStaging:
         return messages
 
     def on_piece_written(self, written: PieceWritten) -> PackedPiece | None:
-        """Returns the piece to unpack, or None if it was unpacked before or the lease is not that piece's. This ends
-        the lease, so the caller must unpack before it sends any message."""
+        """Ends the lease and returns the piece to unpack. The caller must unpack it before it sends any message,
+        because the space may be granted again. Returns None if the piece was unpacked before or has another lease."""
         context, owner = self._contexts[written.key], (written.key, written.piece)
         lease = self.ring.lease_of(owner)
         if lease is None or lease.number != written.lease:
@@ -214,7 +217,7 @@ class ReceiverStaging:
                 del context.pieces[piece]
 
     def quarantine(self, key: HandoffKey) -> bool:
-        """Quarantines the context's leases until `end_quarantine`. Returns whether it has any."""
+        """Quarantines the context's leases until `end_quarantine`. Returns whether the context has any."""
         self.stop(key)
         context = self._contexts[key]
         for piece in context.pieces:
@@ -231,7 +234,7 @@ class ReceiverStaging:
             self.ring.end_quarantine(number)
 
     def remove(self, key: HandoffKey) -> None:
-        """Forgets a context that has ended. Leases that are still quarantined remain so for good."""
+        """Forgets a context that has ended. Its leases that are still in quarantine stay there for good."""
         self.stop(key)
         for piece in self._contexts.pop(key).pieces:
             self.ring.withdraw((key, piece))
@@ -239,11 +242,11 @@ class ReceiverStaging:
     def audit(self, keys: set[HandoffKey]) -> None:
         """Asserts that exactly these contexts hold or request leases."""
         self.ring.audit()
-        assert self._contexts.keys() == keys, f"staged contexts {self._contexts.keys()}, not {keys}"
+        assert self._contexts.keys() == keys, f"contexts {self._contexts.keys()} are staged, not {keys}"
         owners = {(key, piece) for key, context in self._contexts.items() for piece in context.pieces}
         leased = sum(self.ring.lease_of(owner) is not None for owner in owners)
-        assert leased + self.ring.waiting == len(owners), f"{self.ring.waiting} wait, {leased} have leases: {owners}"
-        assert leased or self.ring.held == self.ring.quarantined, "a part of the ring has no owner and is not free"
+        assert leased + self.ring.waiting == len(owners), f"{self.ring.waiting} wait and {leased} have leases: {owners}"
+        assert leased or self.ring.held == self.ring.quarantined, "bytes of the ring are leased, but have no owner"
         for key, context in self._contexts.items():
             assert not context.unpacked.keys() & context.pieces.keys(), f"{key}: an unpacked piece holds a lease"
 
