@@ -1,11 +1,11 @@
-"""The handoffs of one worker: the thread that owns its state machine, its control channel and its writes.
+"""The agent runs the handoffs of one worker: its thread drives the state machine, the control channel and the writes.
 
-The engine puts commands and takes events, and never waits:
+The engine puts commands and takes events. Neither blocks:
 
     agent = HandoffAgent(Receiver(), hello, channel, transfer, wake=loop.wake)
     agent.start()
     agent.put(Fetch(peer, request))            # any thread
-    for event in agent.take_events(): ...      # Landed, FetchFailed, Quiesced; for a Sender: StartPrefill, ReleasePages
+    for event in agent.take_events(): ...      # Landed, FetchFailed, Quiesced; of a Sender: StartPrefill, ReleasePages
     agent.close(drain_seconds=5.0)
 """
 
@@ -44,9 +44,9 @@ from hotset.handoff.timers import Liveness, PeerTiming
 from hotset.transfer.api import Throughput, Transfer
 
 LOGGER = logging.getLogger("hotset.handoff")
-STOP_SECONDS = 5.0  # for the thread to end after its drain
-NOTIFY_SECONDS = 5.0  # at most, after a drain: for writes in flight to end, and to notify peers of unfinished handoffs
-IDLE_SECONDS = 60.0  # between checks of peers that no handoff depends on
+STOP_SECONDS = 5.0  # time for the thread to end after its drain
+NOTIFY_SECONDS = 5.0  # maximum time after the drain for writes in flight to end and for peers to be notified
+IDLE_SECONDS = 60.0  # interval between checks of peers while there are no handoffs
 
 HandoffCommand = ReceiverCommand | SenderCommand
 HandoffEvent = ReceiverEvent | SenderEvent
@@ -57,25 +57,25 @@ class HandoffStats:
     """Counters since the start; `num_open`, `num_peers` and `ring_quarantined_bytes` are current values."""
 
     outcomes: Mapping[str, int]
-    num_open: int  # handoffs whose end is not known to both sides
-    num_peers: int  # that a handoff depends on
-    nbytes: int  # landed here, or written to peers
-    throughput: Throughput | None  # of the transfer, if this worker writes
-    phase_seconds: Mapping[str, float]  # that handoffs have spent in each phase
+    num_open: int  # handoffs that have not ended
+    num_peers: int  # peers on which a handoff depends
+    nbytes: int  # bytes that have landed here, or were written to peers
+    throughput: Throughput | None  # None at a decode worker, which writes nothing
+    phase_seconds: Mapping[str, float]  # total time that handoffs have spent in each phase
     num_retransmits: int
-    dropped: Mapping[str, int]  # messages, by cause
-    num_pieces: int = 0  # pieces of contexts that were packed or unpacked here
+    dropped: Mapping[str, int]  # dropped messages, by cause
+    num_pieces: int = 0  # pieces that were packed or unpacked here
     ring_quarantined_bytes: int = 0
 
 
 class ControlChannel(Protocol):
-    """One process's end of the control channel, as `channel.Channel` implements it over ZeroMQ.
+    """One process's end of the control channel. `channel.Channel` implements it over ZeroMQ.
 
-    All methods but `wake` are called by one thread at a time. Nothing waits for a peer, and delivery is not guaranteed:
-    a message that cannot be queued is dropped, and a sender that needs an answer retransmits.
+    All methods except `wake` must be called by one thread at a time. Sending never waits for a peer, and delivery is
+    not guaranteed: a message that cannot be queued is dropped. The caller retransmits messages that need an answer.
     """
 
-    address: str  # at which peers reach this process: `host:port`
+    address: str  # `host:port` at which peers reach this process
 
     @property
     def dropped(self) -> Mapping[str, int]:
@@ -85,23 +85,24 @@ class ControlChannel(Protocol):
         """Queues a message for the last known incarnation at this address. Hello and Ping go to any incarnation."""
 
     def receive(self) -> list[ChannelEvent]:
-        """Returns what has arrived, in order, up to a limit. Never blocks."""
+        """Returns the messages and events that have arrived, in order, up to a limit. Never blocks."""
 
     def wait(self, seconds: float) -> None:
-        """Blocks until something arrives, `wake` is called, or the time has passed."""
+        """Blocks until a message arrives, `wake` is called, or the time has passed."""
 
     def wake(self) -> None:
         """Ends the current or the next `wait`. May be called from any thread, at any time."""
 
     def forget(self, peer: str) -> None:
-        """Drops the messages queued for a peer, and its incarnation."""
+        """Drops the messages that are queued for a peer, and forgets its incarnation."""
 
     def close(self, linger_s: float = 0.2) -> None:
-        """Waits up to `linger_s` for queued messages to leave, then closes. Idempotent."""
+        """Waits up to `linger_s` seconds for queued messages to be sent, then closes. Idempotent."""
 
 
 class HandoffRole(Protocol):
-    """What differs between the decode and the prefill worker. Only the agent's thread calls it."""
+    """The part of the agent that differs between decode and prefill workers. The agent's thread calls it; other threads
+    only read it, under the agent's lock."""
 
     outcomes: dict[str, int]
     num_pieces: int
@@ -117,7 +118,7 @@ class HandoffRole(Protocol):
     def poll(self, now: float) -> None: ...
     def close(self, now: float) -> None: ...
     def end_drain(self, now: float) -> bool:
-        """Handles the end of the drain. Returns whether the agent must give the role time to notify peers."""
+        """Handles the end of the drain. Returns whether the role needs more time to notify peers."""
 
     def audit(self) -> None: ...
     @property
@@ -148,7 +149,7 @@ def open_channel(bind: str, *, secret: str | None = None, advertise: str | None 
 
 
 def _pack(piece: PackedPiece) -> None:
-    from hotset.handoff.packing import pack  # imports torch, which only staging needs
+    from hotset.handoff.packing import pack  # imported here because it imports torch, which only staging needs
 
     pack(piece)
 
@@ -160,10 +161,10 @@ def _unpack(piece: PackedPiece) -> None:
 
 
 class HandoffAgent:
-    """The handoffs of one worker. The engine calls `put`, `take_events`, `stats`, `audit` and `close`, from any thread.
+    """Runs the handoffs of one worker. All methods may be called from any thread.
 
-    The agent owns the channel and closes it. The caller owns the transfer and closes it after the agent: until then a
-    peer, or a write of this worker, may still use the registered memory.
+    The agent owns the channel and closes it. The caller owns `transfer` and closes it after the agent. Until then,
+    peers may write to the registered memory, and writes of this worker may read it.
     """
 
     def __init__(
@@ -177,23 +178,23 @@ class HandoffAgent:
         timing: PeerTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`hello` introduces this worker: the channel's address, and the stores that contexts land in or come from. The
-        agent's thread calls `wake` when there is an event, and when the thread has ended; it must not block."""
-        assert hello.control == channel.address, f"{hello.control} is not {channel.address}"
-        assert hello.stores, "peers cannot be compared with a worker that has no store"
+        """`hello` introduces this worker to peers. The agent's thread calls `wake` when there is an event, and when the
+        thread has ended; `wake` must not block."""
+        assert hello.control == channel.address, f"hello has address {hello.control}, the channel {channel.address}"
+        assert hello.stores, "hello has no store"
         self._channel, self._wake, self._clock = channel, wake, clock
         self._timing = timing or PeerTiming()
         self._liveness = Liveness(self._timing)
         self._inbox: queue.SimpleQueue[HandoffCommand | ConnectFinished] = queue.SimpleQueue()
         self._events: deque[HandoffEvent] = deque()
-        self._lock = threading.Lock()  # held while the thread works, not while it waits
+        self._lock = threading.Lock()  # held while the agent's thread works, not while it waits
         self._drain_until: float | None = None
-        self._notify_seconds = 0.0  # after the drain
+        self._notify_seconds = 0.0  # time after the drain in which peers are notified
         self._closing = self._drained = self._ended = False
         self._failure: BaseException | None = None
-        self._next_check = 0.0  # of peers
+        self._next_check = 0.0  # time of the next check of peers
         self._num_pings = 0
-        self._num_unexpected = 0  # messages that are not meant for this role
+        self._num_unexpected = 0  # messages that this role does not handle
         self._role: HandoffRole
         if isinstance(machine, Receiver):
             self._role = DecodeRole(machine, hello, self._liveness, self._timing, channel.send, _unpack)
@@ -209,12 +210,12 @@ class HandoffAgent:
         at once. Raises EngineStopped if the agent's thread has ended."""
         self._check_thread()
         if self._ended:
-            raise EngineStopped("handoffs are closed")
+            raise EngineStopped("the handoff agent is closed")
         self._enqueue(command)
 
     def take_events(self) -> list[HandoffEvent]:
         """Returns the events since the last call, in order. Never blocks. Raises EngineStopped, with the cause, if the
-        agent's thread has died: then no handoff will report its end."""
+        agent's thread has died, because handoffs will not report their ends any more."""
         self._check_thread()
         return [self._events.popleft() for _ in range(len(self._events))]
 
@@ -237,17 +238,17 @@ class HandoffAgent:
             )
 
     def audit(self) -> None:
-        """Asserts that every handoff will end."""
+        """Asserts that the state machine is consistent, and that every handoff will end."""
         with self._lock:
             self._role.audit()
 
     def close(self, drain_seconds: float = 5.0) -> None:
-        """Begins nothing more, drains for at most `drain_seconds`, ends the thread and closes the channel.
+        """Begins no more handoffs, drains for at most `drain_seconds`, ends the thread and closes the channel.
 
-        A decode worker cancels its open handoffs and drains until the peers have acknowledged that. A prefill worker
-        finishes its open handoffs. At the end of the drain it fails the others, and notifies peers when their writes
-        have ended; this takes at most `drain_seconds` again, and at most NOTIFY_SECONDS. A handoff that has not ended
-        by then never does: its pages may still be written or read. A second call may shorten the drain.
+        A decode worker cancels its open handoffs and waits until the peers have confirmed. A prefill worker finishes
+        its open handoffs. After the drain, it ends the unfinished ones as failed and notifies peers when their writes
+        have ended, for at most `drain_seconds` and at most NOTIFY_SECONDS more. The pages of a handoff that has not
+        ended by then may still be written or read. A second call can shorten the drain.
         """
         until = self._clock() + drain_seconds
         if self._drain_until is None or until < self._drain_until:
@@ -319,8 +320,10 @@ class HandoffAgent:
             self._wake()
 
     def _run_once(self, now: float) -> list[HandoffEvent]:
-        """Handles all received messages before it checks peers, so that no peer with a waiting message counts as
-        silent."""
+        """Handles messages, commands and timers once. Returns the events for the engine.
+
+        Peers are checked after all received messages, so a peer with a waiting message does not count as silent.
+        """
         received = self._channel.receive()
         if received or not self._inbox.empty():
             self._next_check = min(self._next_check, now + self._timing.ping_every / 2)
@@ -341,7 +344,7 @@ class HandoffAgent:
             case PeerRestarted(peer):
                 self._role.peer_restarted(peer, now)
             case ProtocolMismatch(peer, _, protocol):
-                self._channel.send(peer, Refused(f"protocol version {PROTOCOL} here, {protocol} there"))
+                self._channel.send(peer, Refused(f"the protocol versions differ: {PROTOCOL} here, {protocol} there"))
             case MessageReceived(peer, message):
                 self._liveness.mark_heard(peer, now)
                 match message:
@@ -353,7 +356,7 @@ class HandoffAgent:
                         self._num_unexpected += not self._role.handle_message(peer, message, now)
 
     def _check_peers(self, now: float) -> None:
-        """Pings the peers that handoffs depend on, and reports the ones that have timed out as lost."""
+        """Pings the peers on which handoffs depend, and reports peers that have timed out as lost."""
         self._next_check = now + (self._timing.ping_every / 2 if self._role.busy else IDLE_SECONDS)
         for peer in self._liveness.watch(self._role.watched_peers(), now):
             self._num_pings += 1

@@ -1,8 +1,8 @@
 """Control messages over ZeroMQ: one bound socket for receiving, one connected socket per peer for sending.
 
-Nothing here waits for a peer, and delivery is not guaranteed: a message that cannot be queued is dropped, and a sender
-that needs an answer retransmits. A peer is identified by the control address at which it listens, and by its
-incarnation, a random word that a process draws at start. Messages for an earlier incarnation are dropped.
+Nothing here waits for a peer, and delivery is not guaranteed: a message that cannot be queued is dropped. Callers
+retransmit messages that need an answer. A peer is identified by the control address at which it listens, and by its
+incarnation, a random string that a process chooses at start. Messages for an earlier incarnation are dropped.
 """
 
 import contextlib
@@ -32,36 +32,36 @@ from hotset.handoff.messages import (
 
 LOGGER = logging.getLogger("hotset.handoff")
 
-MAX_QUEUED = 1000  # messages to one peer, and from one
-MAX_PER_RECEIVE = 256  # messages per `receive`, so that a flood does not keep the caller from other work
-MAX_PEERS = 512  # each may have a socket
-MAX_OLD_INCARNATIONS = 4
+MAX_QUEUED = 1000  # messages queued to one peer, and from one peer
+MAX_PER_RECEIVE = 256  # messages per `receive`, so that many messages do not keep the caller from other work
+MAX_PEERS = 512  # limit of peers, each of which may have a socket
+MAX_OLD_INCARNATIONS = 4  # remembered for each peer
 MAX_WARNINGS = 256
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 1000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 6000
-FOR_ANY_INCARNATION = (Hello, Ping)  # sent to find out which process is there
+FOR_ANY_INCARNATION = (Hello, Ping)  # sent before the peer's incarnation is known
 FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 @dataclass(slots=True)
 class _Peer:
     socket: "zmq.Socket[bytes] | None" = None
-    incarnation: str = ""  # empty until a message has come from it
+    incarnation: str = ""  # empty until the peer has sent a message
     old_incarnations: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_OLD_INCARNATIONS))
 
 
 class Channel:
-    """One process's end of the control channel. All methods but `wake` are called by one thread at a time."""
+    """One process's end of the control channel. All methods except `wake` must be called by one thread at a time."""
 
     def __init__(self, bind: str, *, secret: str | None = None, advertise: str | None = None) -> None:
-        """Listens at `bind` (`host:port`; port 0 chooses a free one). `advertise` is the address that peers connect to,
-        if it differs; its port 0 stands for the chosen port.
+        """Listens at `bind` (`host:port`; port 0 chooses a free port). `advertise` is the address to which peers
+        connect, if it differs from `bind`; its port 0 stands for the port on which this process listens.
 
-        Raises ConfigError if an address is invalid, or would admit other machines without a secret; StartupError if the
-        address cannot be bound.
+        Raises ConfigError if an address is invalid, or if other machines could connect and there is no secret. Raises
+        StartupError if the address cannot be bound.
         """
         control = control_port(bind, advertise, secret)
-        self.dropped: Counter[str] = Counter()  # messages, by cause
+        self.dropped: Counter[str] = Counter()  # dropped messages, by cause
         self.incarnation = secrets.token_hex(16)
         self._codec = Codec(secret.encode() if secret else None)
         self._peers: dict[str, _Peer] = {}  # the most recently used peer is last
@@ -100,12 +100,12 @@ class Channel:
         except zmq.Again:
             self.dropped["queue full"] += 1
         except zmq.ZMQError as error:
-            # ZeroMQ cannot use the address. This is treated like an address without a listener.
+            # ZeroMQ rejects the address. The message is lost, as if nothing listened at the address.
             self.dropped["send failed"] += 1
             self._warn_once(peer, f"cannot send to {peer}: {error.strerror}")
 
     def receive(self) -> list[ChannelEvent]:
-        """Returns what has arrived, in order, up to a limit. Never blocks."""
+        """Returns the messages and events that have arrived, in order, up to a limit. Never blocks."""
         events: list[ChannelEvent] = []
         self._count_failed_handshakes()
         for _ in range(MAX_PER_RECEIVE):
@@ -117,7 +117,7 @@ class Channel:
         return events
 
     def wait(self, seconds: float) -> None:
-        """Blocks until something arrives, `wake` is called, or the time has passed."""
+        """Blocks until a message arrives, `wake` is called, or the time has passed."""
         self._poller.poll(math.ceil(max(0.0, seconds) * 1000))
         try:
             while self._wake_receiver.recv(4096):
@@ -132,13 +132,13 @@ class Channel:
             self._wake_sender.send(b"!")
 
     def forget(self, peer: str) -> None:
-        """Drops the messages queued for a peer, and its incarnation."""
+        """Drops the messages that are queued for a peer, and forgets its incarnation."""
         known = self._peers.pop(peer, None)
         if known is not None and known.socket is not None:
             known.socket.close(linger=0)
 
     def close(self, linger_s: float = 0.2) -> None:
-        """Waits up to `linger_s` for queued messages to leave, then closes. Idempotent."""
+        """Waits up to `linger_s` seconds for queued messages to be sent, then closes. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -158,7 +158,7 @@ class Channel:
     def _connect(self, peer: str) -> "zmq.Socket[bytes]":
         new = self._new_socket(zmq.DEALER)
         new.reconnect_ivl, new.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
-        # A machine that vanished closes no connection, and its successor needs a new one: heartbeats find out.
+        # A machine that crashes does not close its connections. Heartbeats detect this, and ZeroMQ then reconnects.
         new.heartbeat_ivl, new.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
         try:
             new.connect(f"tcp://{peer}")
@@ -177,8 +177,8 @@ class Channel:
     def _decode(self, frames: "list[zmq.Frame]") -> list[ChannelEvent]:
         """Returns the events of one received message. A malformed message has none."""
         try:
-            if len(frames) != 2:  # the first frame is ZeroMQ's: the connection
-                raise BadMessage(f"{len(frames) - 1} parts instead of one")
+            if len(frames) != 2:  # the first frame identifies the connection
+                raise BadMessage(f"it has {len(frames) - 1} frames instead of one")
             envelope = self._codec.decode(frames[1].bytes)
         except BadMessage as error:
             self.dropped["malformed"] += 1
@@ -213,7 +213,7 @@ class Channel:
         while self._monitor.poll(0):
             parse_monitor_message(self._monitor.recv_multipart())
             self.dropped["malformed"] += 1
-            self._warn_once("", "dropped a connection to the control port that does not speak its protocol")
+            self._warn_once("", "dropped a connection to the control port that does not use the ZeroMQ protocol")
 
     def _warn_once(self, source: str, text: str) -> None:
         """Logs a warning once per source, and for a limited number of sources."""
@@ -226,4 +226,4 @@ def _address_of(frame: zmq.Frame) -> str:
     try:
         return str(frame.get("Peer-Address")).removeprefix("::ffff:")
     except zmq.ZMQError:
-        return "an unknown address"  # the bytes look like ZeroMQ's first version, which has no such property
+        return "an unknown address"  # the peer uses ZeroMQ's first protocol version, which has no such property

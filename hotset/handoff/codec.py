@@ -1,11 +1,12 @@
-"""Messages as bytes: a mark, a tag if a secret is shared, and a versioned envelope in MessagePack.
+"""Messages as bytes: a mark, a signature if the workers share a secret, and a versioned envelope in MessagePack.
 
     "HS" | 0 | envelope                      without a shared secret
-    "HS" | 1 | tag (32 bytes) | envelope     keyed BLAKE2b over the envelope
+    "HS" | 1 | tag (32 bytes) | envelope     the tag is the keyed BLAKE2b hash of the envelope
 
-The fields of the envelope and `Refused` are the same in every version of the protocol, so a peer of another version can
-be refused with a reason. The tag proves that the sender has the secret; it encrypts nothing. A recorded message can be
-replayed: messages are idempotent and mostly addressed to one incarnation, so at worst a peer seems to have restarted.
+The envelope and `Refused` have the same fields in every version of the protocol, so a peer with another version can be
+refused with a reason. The tag proves that the sender has the secret; nothing is encrypted. A recorded message can be
+replayed. This does little harm, because messages are idempotent and most of them are for one incarnation: at worst, a
+peer seems to have restarted.
 """
 
 import hashlib
@@ -39,9 +40,9 @@ from hotset.handoff.messages import (
 )
 
 MAX_BYTES = 16 << 20  # enough for a HandoffRequest of two million tokens
-MAX_QUOTED = 256  # characters of received text in an error
+MAX_QUOTED = 256  # maximum characters of received text that an error quotes
 MAX_TOKEN = MAX_PAGE = (1 << 31) - 1
-MAX_ADDRESS = (1 << 63) - 1  # the limit of arithmetic on addresses
+MAX_ADDRESS = (1 << 63) - 1  # addresses are computed in int64
 
 MARK = b"HS"
 PLAIN, TAGGED = b"\x00", b"\x01"
@@ -65,10 +66,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class Codec:
-    """Encodes and decodes envelopes, for all workers that share the secret, or for any worker if there is none."""
+    """Encodes and decodes envelopes. With a secret, it accepts only messages of workers that share the secret."""
 
     def __init__(self, secret: bytes | None = None) -> None:
-        assert secret is None or secret, "an empty secret protects nothing"
+        assert secret is None or secret, "the secret is empty"
         self._key = None if secret is None else hashlib.blake2b(secret).digest()
 
     def encode(self, envelope: Envelope) -> bytes:
@@ -87,44 +88,44 @@ class Codec:
         return MARK + TAGGED + self._tag(self._key, encoded) + encoded
 
     def decode(self, raw: bytes) -> Envelope | ProtocolMismatch:
-        """Raises BadMessage, and no other exception, for anything that is not a valid message."""
+        """Decodes one message. Raises BadMessage, and no other exception, for anything that is not a valid message."""
         envelope_bytes = self._checked(raw)
         try:
             envelope = _ENVELOPES.decode(envelope_bytes)
             _check_names(envelope)
-            # Refused is the same in every version.
+            # Refused can be decoded in every version.
             if envelope.protocol != PROTOCOL and envelope.kind != Refused.__name__:
                 return ProtocolMismatch(
                     envelope.sender_address, envelope.sender_incarnation, envelope.protocol, envelope.kind
                 )
             decoder = _DECODERS.get(envelope.kind)
             if decoder is None:
-                raise BadMessage(f"a message of unknown kind {envelope.kind[:MAX_QUOTED]!r}")
+                raise BadMessage(f"its kind is unknown: {envelope.kind[:MAX_QUOTED]!r}")
             message: Message = decoder.decode(envelope.body)
             _check_message(message, envelope.sender_address)
         except BadMessage:
             raise
         except Exception as error:
-            # Untrusted bytes may cause any exception in a decoder: recursion, memory, a value that rejects itself.
-            raise BadMessage(f"not a message: {str(error)[:MAX_QUOTED]}") from error
+            # Untrusted bytes can cause any exception: RecursionError, MemoryError, or one from a value's own checks.
+            raise BadMessage(f"it cannot be decoded: {str(error)[:MAX_QUOTED]}") from error
         return Envelope(envelope.sender_address, envelope.sender_incarnation, envelope.target_incarnation, message)
 
     def _checked(self, raw: bytes) -> bytes:
         """Returns the bytes of the envelope, after checking the tag."""
         if len(raw) > MAX_BYTES:
-            raise BadMessage(f"{len(raw)} bytes, above the limit of {MAX_BYTES}")
-        mark, form, rest = raw[: len(MARK)], raw[len(MARK) : len(MARK) + 1], raw[len(MARK) + 1 :]
+            raise BadMessage(f"it has {len(raw)} bytes, above the limit of {MAX_BYTES}")
+        mark, form, body = raw[: len(MARK)], raw[len(MARK) : len(MARK) + 1], raw[len(MARK) + 1 :]
         if mark != MARK or form not in (PLAIN, TAGGED):
-            raise BadMessage("not a message of this protocol")
+            raise BadMessage("it is not a message of this protocol")
         if self._key is None:
             if form == TAGGED:
-                raise BadMessage("it is signed with a shared secret; none is configured here")
-            return rest
+                raise BadMessage("it is signed with a shared secret, but none is configured here")
+            return body
         if form == PLAIN:
-            raise BadMessage("it is not signed; a shared secret is configured here")
-        if not hmac.compare_digest(rest[:TAG_BYTES], self._tag(self._key, rest[TAG_BYTES:])):
-            raise BadMessage("signed with another secret, or damaged")
-        return rest[TAG_BYTES:]
+            raise BadMessage("it is not signed, but a shared secret is configured here")
+        if not hmac.compare_digest(body[:TAG_BYTES], self._tag(self._key, body[TAG_BYTES:])):
+            raise BadMessage("it is signed with another secret, or damaged")
+        return body[TAG_BYTES:]
 
     @staticmethod
     def _tag(key: bytes, envelope: bytes) -> bytes:
@@ -132,9 +133,10 @@ class Codec:
 
 
 def _check_names(envelope: _WireEnvelope) -> None:
+    """Checks the sender's address and the incarnations."""
     sender_address = Address.parse(envelope.sender_address)
     if sender_address is None or not sender_address.reachable:
-        raise BadMessage(f"sent from {envelope.sender_address[:MAX_QUOTED]!r}, which is not an address")
+        raise BadMessage(f"its sender's address is invalid: {envelope.sender_address[:MAX_QUOTED]!r}")
     if not INCARNATION.fullmatch(envelope.sender_incarnation):
         raise BadMessage("its sender's incarnation is invalid")
     if envelope.target_incarnation and not INCARNATION.fullmatch(envelope.target_incarnation):
@@ -142,14 +144,16 @@ def _check_names(envelope: _WireEnvelope) -> None:
 
 
 def _check_message(message: Message, sender_address: str) -> None:
-    """Checks what the types do not express."""
+    """Checks the values of a message, beyond their types."""
     match message:
         case Hello(control=control) | Welcome(hello=Hello(control=control)):
-            _require(control == sender_address, "it introduces another worker than its sender")
+            _require(control == sender_address, "it introduces a worker other than its sender")
             hello = message.hello if isinstance(message, Welcome) else message
             if hello.ring is not None:
                 end = hello.ring.address + hello.ring.nbytes
-                _require(min(hello.ring.address, hello.ring.nbytes) >= 0 and end <= MAX_ADDRESS, "a ring out of range")
+                _require(
+                    min(hello.ring.address, hello.ring.nbytes) >= 0 and end <= MAX_ADDRESS, "the ring is out of range"
+                )
             for store in hello.stores.values():
                 for shard in store.shards:
                     _check_span(shard.span)
@@ -172,7 +176,9 @@ def _check_span(span: PagedSpan | None) -> None:
 
 def _check_slices(slices: RowSlices) -> None:
     numbers = [number for row_slice in slices for number in row_slice]
-    _require(min(numbers, default=0) >= 0 and max(numbers, default=0) <= MAX_ADDRESS, "a slice of rows is out of range")
+    _require(
+        min(numbers, default=0) >= 0 and max(numbers, default=0) <= MAX_ADDRESS, "a slice of a row is out of range"
+    )
 
 
 def _check_contents(message: Message) -> None:
@@ -188,11 +194,11 @@ def _check_contents(message: Message) -> None:
         case HandoffAccepted(_, piece_bytes):
             _require(0 <= piece_bytes <= MAX_ADDRESS, "piece_bytes is out of range")
         case LeaseRequest(_, piece, first, last):
-            _require(0 <= piece <= MAX_TOKEN and 0 <= first < last <= MAX_TOKEN, "an invalid piece")
+            _require(0 <= piece <= MAX_TOKEN and 0 <= first < last <= MAX_TOKEN, "a piece is out of range")
         case LeaseGranted(_, piece, lease, offset):
-            _require(0 <= piece <= MAX_TOKEN and lease >= 0 and 0 <= offset <= MAX_ADDRESS, "a lease out of range")
+            _require(0 <= piece <= MAX_TOKEN and lease >= 0 and 0 <= offset <= MAX_ADDRESS, "a lease is out of range")
         case PieceWritten(_, piece, lease):
-            _require(0 <= piece <= MAX_TOKEN and lease >= 0, "a lease out of range")
+            _require(0 <= piece <= MAX_TOKEN and lease >= 0, "a lease is out of range")
         case HandoffDone(_, token_id):
             _require(0 <= token_id <= MAX_TOKEN, "token_id is out of range")
 

@@ -1,4 +1,4 @@
-"""The decode worker's role in an agent: introduces itself to prefill workers, and drives the receiver."""
+"""The role of a decode worker's agent: it introduces the worker to prefill workers and drives the receiver."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,15 +36,15 @@ from hotset.transfer.api import Throughput
 
 @dataclass(slots=True)
 class _Introduction:
-    """A Hello that is not answered yet. Its fetches wait: nothing of them was sent."""
+    """A Hello that is not answered yet. Fetches from this peer wait here, and their requests are not sent yet."""
 
-    since: float
-    sent_at: float
+    since: float  # time of the first Hello
+    sent_at: float  # time of the last Hello
     fetches: dict[HandoffKey, Fetch] = field(default_factory=dict)
 
 
 class DecodeRole:
-    """Connects engine, receiver and peers. One thread calls it; time comes as an argument."""
+    """Connects engine, receiver and peers. One thread calls it, and passes the current time."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class DecodeRole:
         self._unpack = unpack
         self._introductions: dict[str, _Introduction] = {}
         self._introduced: set[str] = set()  # peers that answered Hello with Welcome
-        self._fetches: dict[HandoffKey, Fetch] = {}  # passed to the receiver, which may have forgotten some
+        self._fetches: dict[HandoffKey, Fetch] = {}  # fetches passed to the receiver; some may have ended
         self._events: list[ReceiverEvent] = []
         self._closing = False
         self.outcomes = {"landed": 0, "failed": 0, "failed, not quiesced": 0, "quiesced later": 0}
-        self.nbytes = 0  # landed
-        self.num_pieces = 0  # unpacked
+        self.nbytes = 0  # bytes that have landed
+        self.num_pieces = 0  # pieces unpacked
 
     def handle_command(self, command: object, now: float) -> None:
         match command:
@@ -76,7 +76,7 @@ class DecodeRole:
                 raise AssertionError(f"{command!r} is not a command for a decode worker")
 
     def handle_message(self, peer: str, message: Message, now: float) -> bool:
-        """Handles a message from a peer. Returns False if it is not meant for a decode worker."""
+        """Handles a message from a peer. Returns False for a message that only a prefill worker handles."""
         match message:
             case Hello():
                 self._send(peer, Refused(f"{self._hello.control} is a decode worker and computes no prompts for peers"))
@@ -93,7 +93,7 @@ class DecodeRole:
         return True
 
     def peer_restarted(self, peer: str, now: float) -> None:
-        """Handles a new process at a peer's address. Fetches that wait for an introduction can go to it."""
+        """Handles a new process at a peer's address. Fetches that wait for an introduction can still be sent to it."""
         self._introduced.discard(peer)
         self._receiver.peer_lost(peer, f"{peer} was restarted", now)
 
@@ -103,7 +103,7 @@ class DecodeRole:
         self._receiver.peer_lost(peer, reason, now)
 
     def close(self, now: float) -> None:
-        """Cancels everything that is open, and begins nothing more."""
+        """Cancels all open handoffs, and begins no more."""
         self._closing = True
         for key in [key for introduction in self._introductions.values() for key in introduction.fetches]:
             self._cancel(key, now)
@@ -111,7 +111,7 @@ class DecodeRole:
             self._receiver.cancel(key, now)
 
     def end_drain(self, now: float) -> bool:
-        """Returns False: `close` cancelled everything, and peers that have not answered by now are not waited for."""
+        """Returns False: `close` has cancelled every handoff, and the agent does not wait any longer for answers."""
         return False
 
     @property
@@ -125,7 +125,7 @@ class DecodeRole:
         return waiting + sum(phase in OPEN_PHASES for phase in self._receiver.phases().values())
 
     def watched_peers(self) -> set[str]:
-        """Returns the peers that must be alive."""
+        """Returns the peers on which an open handoff or an introduction depends."""
         phases = self._receiver.phases()
         self._fetches = {key: fetch for key, fetch in self._fetches.items() if key in phases}
         in_use = {fetch.peer for key, fetch in self._fetches.items() if phases[key] in OPEN_PHASES}
@@ -194,7 +194,7 @@ class DecodeRole:
 
     def _fetch(self, fetch: Fetch, now: float) -> None:
         peer, key = fetch.peer, fetch.request.key
-        # A peer that was silent may have been replaced: it is introduced again before anything depends on it.
+        # A peer that was silent may have been restarted. It gets a new Hello before a handoff depends on it.
         if self._closing:
             self._events.append(FetchFailed(key, quiesced=True, retry=False, reason="this worker is stopping"))
         elif peer in self._introduced and (self._liveness.heard_recently(peer, now) or self._receiver.open_keys(peer)):

@@ -1,6 +1,7 @@
-"""How rows are sharded and where their bytes lie on both sides, and so which writes transfer a context.
+"""How rows are sharded on both sides, at which addresses they are, and which writes therefore transfer a context.
 
-Pure arithmetic on addresses. `source` is the prefill worker's memory, `target` the decode worker's.
+This file only computes addresses. `source` is the prefill worker's memory, `target` the decode worker's. In a span of
+index keys, *row* stands for an index key and *layer* for an index group.
 """
 
 from collections.abc import Sequence
@@ -15,18 +16,20 @@ from hotset.handoff.messages import Hello, ModelIdentity, PagedSpan, RowSlices, 
 from hotset.transfer.api import Writes
 
 Numbers = NDArray[np.int64]
-Units = Sequence[tuple[int, int]]  # (unit of the source, unit of the target)
-ByteRanges = tuple[tuple[int, int, int], ...]  # (first byte in the source's stored row, in the target's, bytes)
+LayerPairs = Sequence[tuple[int, int]]  # (layer of the source, layer of the target)
+# (offset in the row of the source shard, offset in the row of the target shard, length)
+ByteRanges = tuple[tuple[int, int, int], ...]
 MUST_AGREE = [field for field in fields(ModelIdentity) if field.name != "name"]
-MAX_SHARDS, MAX_SLICES = 1024, 64  # of one store, and of one shard
+MAX_SHARDS = 1024  # per store
+MAX_SLICES = 64  # per shard
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The bytes that a shard of the target receives from a shard of the source."""
+    """The bytes of a row that one shard of the target receives from one shard of the source."""
 
-    source: int
-    target: int
+    source: int  # number of the shard
+    target: int  # number of the shard
     byte_ranges: ByteRanges
 
     @property
@@ -35,15 +38,15 @@ class Overlap:
 
 
 def whole_rows(span: PagedSpan) -> tuple[Shard, ...]:
-    """Returns the one shard of rows that are not divided."""
+    """Returns the shards of rows that are not divided: a single one."""
     return (Shard(span, ((0, span.row_bytes),)),)
 
 
 def head_shards(spans: Sequence[PagedSpan], heads: int, head_bytes: int) -> tuple[Shard, ...]:
-    """Divides rows of K and then V of `heads` heads, `head_bytes` each, over ranks with one span each. With more ranks
-    than heads, adjacent ranks hold the same head."""
+    """Divides rows by heads over ranks, with one span for each rank. A row contains K of all heads and then V of all
+    heads, `head_bytes` for each head. With more ranks than heads, adjacent ranks hold the same head."""
     ranks, per_rank = len(spans), max(1, heads // len(spans))
-    assert heads % ranks == 0 or ranks % heads == 0, f"{heads} heads over {ranks} ranks"
+    assert heads % ranks == 0 or ranks % heads == 0, f"{heads} heads cannot be divided over {ranks} ranks"
     firsts = [rank * heads // ranks * head_bytes for rank in range(ranks)]
     nbytes = per_rank * head_bytes
     return tuple(
@@ -53,7 +56,7 @@ def head_shards(spans: Sequence[PagedSpan], heads: int, head_bytes: int) -> tupl
 
 
 def stored_bytes(shard: Shard) -> int:
-    """Returns the used bytes of each stored row."""
+    """Returns how many bytes of each row of the shard are used."""
     return sum(nbytes for _, nbytes in shard.slices)
 
 
@@ -63,7 +66,7 @@ def row_bytes(store: Store) -> int:
 
 
 def first_gap(store: Store) -> int | None:
-    """Returns the first byte of the whole row that no shard holds."""
+    """Returns the first byte of the whole model's row that no shard holds, or None if there is none."""
     end = 0
     for first, nbytes in sorted(row_slice for shard in store.shards for row_slice in shard.slices):
         if first > end:
@@ -79,8 +82,8 @@ def store_overlaps(source: Store, target: Store) -> tuple[Overlap, ...]:
 
 @lru_cache(maxsize=1024)
 def overlaps(source: tuple[RowSlices, ...], target: tuple[RowSlices, ...]) -> tuple[Overlap, ...]:
-    """Does the same for shards given by their slices, in the order of the targets. If several sources hold the same
-    bytes, targets take them from different ones, to spread the load."""
+    """Does the same as `store_overlaps`, for shards given by their slices. The result is in the order of the targets.
+    If several sources hold the same bytes, the targets use different ones, to spread the load."""
     result = []
     for target_index, slices in enumerate(target):
         missing, offset = [], 0
@@ -96,29 +99,30 @@ def overlaps(source: tuple[RowSlices, ...], target: tuple[RowSlices, ...]) -> tu
     return tuple(result)
 
 
-_Missing = list[tuple[int, int, int]]  # (first byte in the whole row, in the target's stored row, bytes)
+_Missing = list[tuple[int, int, int]]  # (offset in the whole model's row, offset in the target shard's row, length)
 
 
 def _provided(source: RowSlices, missing: _Missing) -> tuple[list[tuple[int, int, int]], _Missing]:
-    """Returns the byte ranges of `missing` that a source provides, and what is still missing then."""
+    """Returns the byte ranges of `missing` that a source provides, and the ranges that are still missing."""
     ranges, source_offset = [], 0
     for first, nbytes in source:
-        rest: _Missing = []
-        for wanted, target_offset, length in missing:
-            begin, end = max(first, wanted), min(first + nbytes, wanted + length)
+        remaining: _Missing = []
+        for start, target_offset, length in missing:
+            begin, end = max(first, start), min(first + nbytes, start + length)
             if begin >= end:
-                rest.append((wanted, target_offset, length))
+                remaining.append((start, target_offset, length))
                 continue
-            ranges.append((source_offset + begin - first, target_offset + begin - wanted, end - begin))
-            if wanted < begin:
-                rest.append((wanted, target_offset, begin - wanted))
-            if end < wanted + length:
-                rest.append((end, target_offset + end - wanted, wanted + length - end))
-        missing, source_offset = rest, source_offset + nbytes
+            ranges.append((source_offset + begin - first, target_offset + begin - start, end - begin))
+            if start < begin:
+                remaining.append((start, target_offset, begin - start))
+            if end < start + length:
+                remaining.append((end, target_offset + end - start, start + length - end))
+        missing, source_offset = remaining, source_offset + nbytes
     return sorted(ranges, key=lambda entry: entry[1]), missing
 
 
 def _merged(ranges: list[tuple[int, int, int]]) -> ByteRanges:
+    """Merges ranges that are adjacent on both sides."""
     merged = ranges[:1]
     for source, target, nbytes in ranges[1:]:
         last_source, last_target, last_nbytes = merged[-1]
@@ -130,7 +134,7 @@ def _merged(ranges: list[tuple[int, int, int]]) -> ByteRanges:
 
 
 def pages_for(span: PagedSpan, rows: int) -> int:
-    """Returns how many pages hold the first `rows` rows of a context."""
+    """Returns how many pages the first `rows` rows of a context need."""
     return ceil_div(rows, span.page_rows)
 
 
@@ -141,24 +145,25 @@ def plan_writes(
     target_pages: Sequence[int],
     first: int,
     last: int,
-    units: Units | None = None,
+    layers: LayerPairs | None = None,
 ) -> Writes:
     """Plans the writes of positions [first, last) of a context from its pages of `source` to its pages of `target`.
 
-    The pages are the context's, from its first. Pages of the two sides may hold different numbers of rows. Rows that
-    are adjacent on both sides share a write, but never across two bases, because each base may be the start of memory
-    that is registered separately. Unused bytes at the end of a page are written too if both sides have the same number
-    of them. `units` selects the layers to transfer; by default all are.
+    `source_pages` and `target_pages` are the context's pages, from its first. The page sizes of the two sides may
+    differ. Rows that are adjacent on both sides share a write, but never across two bases, because the memory at each
+    base may be registered separately. Unused bytes at the end of a page are written too if both sides have the same
+    number of them. `layers` selects the layers to transfer; the default is all.
     """
     assert source.row_bytes == target.row_bytes, f"rows of {source.row_bytes} bytes into rows of {target.row_bytes}"
     for span, pages in ((source, source_pages), (target, target_pages)):
         assert last <= len(pages) * span.page_rows, f"{last} rows in {len(pages)} pages of {span.page_rows}"
-    if units is None:
-        assert len(source.bases) == len(target.bases), f"{len(source.bases)} units into {len(target.bases)}"
-        units = [(unit, unit) for unit in range(len(source.bases))]
-    if first >= last or not units:
+    if layers is None:
+        assert len(source.bases) == len(target.bases), f"{len(source.bases)} layers into {len(target.bases)}"
+        layers = [(layer, layer) for layer in range(len(source.bases))]
+    if first >= last or not layers:
         return np.empty((0, 3), np.int64)
-    # Between two of these positions both sides stay within one part of one page.
+    # Positions at which a page, or a part of a page, begins on either side. Each one starts a stretch of rows that is
+    # contiguous on both sides.
     starts = np.union1d(_edges(source, first, last), _edges(target, first, last))
     nbytes = np.diff(starts, append=last) * source.row_bytes
     source_part, source_offset = _offsets(source, source_pages, starts)
@@ -168,13 +173,13 @@ def plan_writes(
     continues &= gap == target_offset[1:] - target_offset[:-1] - nbytes[:-1]
     continues &= (source_part[1:] == source_part[:-1]) & (target_part[1:] == target_part[:-1])
     nbytes[:-1] += np.where(continues, gap, 0)
-    run = np.flatnonzero(np.concatenate(([True], ~continues)))
-    source_bases = np.array([source.bases[unit] for unit, _ in units], np.int64)  # [units, parts]
-    target_bases = np.array([target.bases[unit] for _, unit in units], np.int64)
-    result = np.empty((len(units), len(run), 3), np.int64)
-    result[..., 0] = source_bases[:, source_part[run]] + source_offset[run]
-    result[..., 1] = target_bases[:, target_part[run]] + target_offset[run]
-    result[..., 2] = np.add.reduceat(nbytes, run)
+    write = np.flatnonzero(np.concatenate(([True], ~continues)))  # the first stretch of each write
+    source_bases = np.array([source.bases[layer] for layer, _ in layers], np.int64)  # [layers, parts]
+    target_bases = np.array([target.bases[layer] for _, layer in layers], np.int64)
+    result = np.empty((len(layers), len(write), 3), np.int64)
+    result[..., 0] = source_bases[:, source_part[write]] + source_offset[write]
+    result[..., 1] = target_bases[:, target_part[write]] + target_offset[write]
+    result[..., 2] = np.add.reduceat(nbytes, write)
     return result.reshape(-1, 3)
 
 
@@ -187,41 +192,43 @@ def plan_context_writes(
     first: int,
     last: int,
 ) -> Writes:
-    """Plans the direct writes of rows and index keys [first, last) of a context from its pages of `source`, where both
-    have the same page numbers, to its pages of `target`. The rows of either side may be sharded in any way."""
-    parts = []
+    """Plans the direct writes of rows and index keys [first, last) of a context from its pages of `source` to its pages
+    of `target`. At the source, rows and index keys have the same page numbers. The two sides may be sharded
+    differently."""
+    plans = []
     for overlap in store_overlaps(source, target):
         source_shard, target_shard = source.shards[overlap.source], target.shards[overlap.target]
         same = _same_bytes(overlap, source_shard, target_shard)
         plan = plan_writes if same else partial(_plan_slice_writes, overlap)
-        parts.append(plan(source_shard.span, source_pages, target_shard.span, row_pages, first, last))
+        plans.append(plan(source_shard.span, source_pages, target_shard.span, row_pages, first, last))
     if source.keys is not None and target.keys is not None:
-        parts.append(plan_writes(source.keys, source_pages, target.keys, key_pages, first, last))
-    return np.concatenate(parts)
+        plans.append(plan_writes(source.keys, source_pages, target.keys, key_pages, first, last))
+    return np.concatenate(plans)
 
 
 def count_writes(source: Store, target: Store, row_pages: Sequence[int], key_pages: Sequence[int], rows: int) -> int:
-    """Returns the number of direct writes of a context of `rows` rows to these pages, if its pages of `source` are
-    consecutive. This is a lower bound for any pages of `source`."""
+    """Returns how many direct writes a context of `rows` rows takes if its pages of `source` are consecutive. Any other
+    pages of `source` take at least as many."""
     count, consecutive = 0, range(pages_for(source.shards[0].span, rows))
 
-    def runs(source_span: PagedSpan, target_span: PagedSpan, pages: Sequence[int]) -> int:
-        one_unit = plan_writes(source_span, consecutive, target_span, pages, 0, rows, [(0, 0)])
-        return len(source_span.bases) * len(one_unit)
+    def whole_row_writes(source_span: PagedSpan, target_span: PagedSpan, pages: Sequence[int]) -> int:
+        one_layer = plan_writes(source_span, consecutive, target_span, pages, 0, rows, [(0, 0)])
+        return len(source_span.bases) * len(one_layer)
 
     for overlap in store_overlaps(source, target):
         source_shard, target_shard = source.shards[overlap.source], target.shards[overlap.target]
         if _same_bytes(overlap, source_shard, target_shard):
-            count += runs(source_shard.span, target_shard.span, row_pages)
+            count += whole_row_writes(source_shard.span, target_shard.span, row_pages)
         else:
             count += len(source_shard.span.bases) * rows * len(overlap.byte_ranges)
     if source.keys is not None and target.keys is not None:
-        count += runs(source.keys, target.keys, key_pages)
+        count += whole_row_writes(source.keys, target.keys, key_pages)
     return count
 
 
 def _same_bytes(overlap: Overlap, source: Shard, target: Shard) -> bool:
-    """Returns whether both shards store the same bytes of a row in the same order. Then adjacent rows share a write."""
+    """Returns whether both shards hold the same bytes of a row in the same order, so that adjacent rows can share a
+    write."""
     nbytes = stored_bytes(source)
     same = source.span.row_bytes == target.span.row_bytes and stored_bytes(target) == nbytes
     return same and overlap.byte_ranges == ((0, 0, nbytes),)
@@ -236,15 +243,15 @@ def _plan_slice_writes(
     first: int,
     last: int,
 ) -> Writes:
-    """Plans one write for each unit, row and byte range: no two of them are adjacent on both sides."""
+    """Plans one write for each layer, row and byte range. No two of these writes are adjacent on both sides."""
     positions = np.arange(first, last, dtype=np.int64)
     ranges = np.array(overlap.byte_ranges, np.int64).T
     columns = []
     for span, pages, range_offsets in ((source, source_pages, ranges[0]), (target, target_pages, ranges[1])):
         assert last <= len(pages) * span.page_rows, f"{last} rows in {len(pages)} pages of {span.page_rows}"
         part, offset = _offsets(span, pages, positions)
-        bases = np.array(span.bases, np.int64)  # [units, parts]
-        columns.append(bases[:, part, None] + offset[:, None] + range_offsets)  # [units, rows, ranges]
+        bases = np.array(span.bases, np.int64)  # [layers, parts]
+        columns.append(bases[:, part, None] + offset[:, None] + range_offsets)  # [layers, rows, ranges]
     columns.append(np.broadcast_to(ranges[2], columns[0].shape))
     return np.stack(columns, axis=-1).reshape(-1, 3)
 
@@ -257,7 +264,7 @@ def _edges(span: PagedSpan, first: int, last: int) -> Numbers:
 
 
 def _offsets(span: PagedSpan, pages: Sequence[int], positions: Numbers) -> tuple[Numbers, Numbers]:
-    """Returns, for each position, its part and its byte offset from the part's base."""
+    """Returns, for each position, the part of the page that holds it, and its byte offset from the part's base."""
     page, row = np.divmod(positions, span.page_rows)
     part, row_of_part = np.divmod(row, span.part_rows)
     numbers = np.asarray(pages, np.int64)[page]
@@ -265,22 +272,23 @@ def _offsets(span: PagedSpan, pages: Sequence[int], positions: Numbers) -> tuple
 
 
 def check_peers(ours: Hello, theirs: Hello) -> str | None:
-    """Returns why two workers cannot hand requests over, with both sides' values, or None. Page sizes may differ."""
+    """Returns why two workers are incompatible, with the values of both sides, or None if they are compatible. Page
+    sizes may differ."""
     compared = [
         (f"model's {field.name}", getattr(ours.model, field.name), getattr(theirs.model, field.name))
         for field in MUST_AGREE
     ]
-    for what, mine, yours in [*compared, ("transfer engine", ours.transfer, theirs.transfer)]:
-        if mine != yours:
-            return f"the {what} differs: {mine!r} here, {yours!r} there"
+    for what, our_value, their_value in [*compared, ("transfer engine", ours.transfer, theirs.transfer)]:
+        if our_value != their_value:
+            return f"the {what} differs: {our_value!r} here, {their_value!r} there"
     if theirs.ring is not None and theirs.ring.nbytes < 1:
         return f"the ring there has {theirs.ring.nbytes} bytes"
-    for landing, store in theirs.stores.items():
+    for name, store in theirs.stores.items():
         if flaw := _flaw_of_store(store, theirs.model):
-            return f"the {landing} store there is invalid: {flaw}"
-        for own_landing, own in ours.stores.items():
+            return f"the {name} store there is invalid: {flaw}"
+        for own_name, own in ours.stores.items():
             if _shape(own) != _shape(store):
-                return f"{_shape(own)} in the {own_landing} store here, {_shape(store)} in the {landing} store there"
+                return f"the {own_name} store here has {_shape(own)}, the {name} store there has {_shape(store)}"
     return None
 
 
@@ -290,43 +298,45 @@ def _shape(store: Store) -> str:
 
 
 def _flaw_of_store(store: Store, model: ModelIdentity) -> str | None:
-    """Returns what would make writes to this store go to wrong addresses, or None."""
+    """Returns why writes to this store would go to wrong addresses, or None if they would not."""
     if (store.keys is None) != (model.key is None):
-        return f"index keys are {model.key!r}, and it has {'no' if store.keys is None else 'a'} span for them"
+        has = "no" if store.keys is None else "a"
+        return f"the model's index keys are {model.key!r}, but the store has {has} span for them"
     if flaw := _flaw_of_shards(store.shards):
         return flaw
     if (missing := first_gap(store)) is not None:
-        return f"byte {missing} of rows of {row_bytes(store)} bytes is in none of its {len(store.shards)} shards"
+        return f"none of its {len(store.shards)} shards holds byte {missing} of rows of {row_bytes(store)} bytes"
     spans = [("rows", shard.span, model.layers) for shard in store.shards]
-    for what, span, units in [*spans, ("index keys", store.keys, model.groups)]:
-        if span is not None and (flaw := _flaw_of_span(what, span, units)):
+    for what, span, layers in [*spans, ("index keys", store.keys, model.groups)]:
+        if span is not None and (flaw := _flaw_of_span(what, span, layers)):
             return flaw
     return None
 
 
 def _flaw_of_shards(shards: Sequence[Shard]) -> str | None:
     if not 1 <= len(shards) <= MAX_SHARDS:
-        return f"rows in {len(shards)} shards"
+        return f"it has {len(shards)} shards, but 1 to {MAX_SHARDS} are allowed"
     if len({shard.span.page_rows for shard in shards}) > 1:
-        return f"pages of {sorted({shard.span.page_rows for shard in shards})} rows in shards of one store"
+        return f"the shards have pages of different sizes: {sorted({shard.span.page_rows for shard in shards})} rows"
     for shard in shards:
         if not 1 <= len(shard.slices) <= MAX_SLICES or min(nbytes for _, nbytes in shard.slices) < 1:
-            return f"a shard that holds {len(shard.slices)} slices, or an empty one"
+            return f"a shard has {len(shard.slices)} slices, or an empty slice; 1 to {MAX_SLICES} are allowed"
         ends = [0, *(first + nbytes for first, nbytes in sorted(shard.slices))]
         if any(first < end for (first, _), end in zip(sorted(shard.slices), ends, strict=False)):
-            return f"a shard that holds bytes of a row twice: {shard.slices}"
+            return f"a shard holds bytes of a row twice: {shard.slices}"
         if stored_bytes(shard) > shard.span.row_bytes:
-            return f"slices of {stored_bytes(shard)} bytes in rows of {shard.span.row_bytes}"
+            return f"the slices of a shard have {stored_bytes(shard)} bytes, but its rows only {shard.span.row_bytes}"
     return None
 
 
-def _flaw_of_span(what: str, span: PagedSpan, units: int) -> str | None:
-    if len(span.bases) != units:
-        return f"{what} of {len(span.bases)} units, not {units}"
+def _flaw_of_span(what: str, span: PagedSpan, layers: int) -> str | None:
+    if len(span.bases) != layers:
+        return f"its {what} have {len(span.bases)} layers or groups, not {layers}"
     if min(span.page_rows, span.part_rows, span.row_bytes) < 1 or span.page_bytes < span.part_rows * span.row_bytes:
-        return f"{what} of {span.row_bytes} bytes, {span.part_rows} to a part of {span.page_bytes} bytes"
+        parts = f"parts of {span.part_rows} {what} and {span.page_bytes} bytes"
+        return f"pages of {span.page_rows} {what} of {span.row_bytes} bytes do not fit in {parts}"
     if {len(parts) for parts in span.bases} != {ceil_div(span.page_rows, span.part_rows)}:
-        return f"pages of {span.page_rows} {what}, {span.part_rows} to a part, in a wrong number of parts"
+        return f"pages of {span.page_rows} {what}, in parts of {span.part_rows}, have a wrong number of parts"
     if min(min(parts) for parts in span.bases) < 0:
-        return f"{what} at a negative address"
+        return f"its {what} are at a negative address"
     return None

@@ -1,4 +1,4 @@
-"""The prefill worker's role in an agent: connects to decode workers, drives the sender, and submits its writes."""
+"""The role of a prefill worker's agent: it connects to decode workers, drives the sender and submits its writes."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -38,18 +38,18 @@ from hotset.transfer.api import Throughput, Transfer, WriteState, WriteTicket
 
 LOGGER = logging.getLogger("hotset.handoff")
 
-MAX_CONNECTING = 16  # peers at a time; further peers retransmit Hello
+MAX_CONNECTING = 16  # peers that are connected at a time; further peers retransmit Hello until it is their turn
 MAX_WARNINGS = 256
-MAX_HUNG_CONNECTS = 64  # connects that do not return; each holds a thread
+MAX_HUNG_CONNECTS = 64  # limit of connects that do not return, each of which holds a thread
 STOPPING = "the prefill worker is stopping"
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectFinished:
-    """The result of connecting to a peer's memory. It comes from another thread, through the agent's inbox."""
+    """The result of connecting to a peer's memory. The connecting thread puts it into the agent's inbox."""
 
     peer: str
-    number: int
+    number: int  # identifies the connect
     error: str | None
 
 
@@ -69,7 +69,7 @@ class _ListInFlight:
 
 
 class PrefillRole:
-    """Connects engine, sender, transfer and peers. One thread calls it; time comes as an argument."""
+    """Connects engine, sender, transfer engine and peers. One thread calls it, and passes the current time."""
 
     def __init__(
         self,
@@ -81,18 +81,18 @@ class PrefillRole:
         enqueue: Callable[[ConnectFinished], None],
         pack: Callable[[PackedPiece], None],
     ) -> None:
-        """`enqueue` passes the result of a connect, which runs in another thread, to `handle_command`."""
+        """A connect runs in another thread. `enqueue` passes its result to `handle_command` in the agent's thread."""
         self._sender, self._hello, self._transfer, self._timing = sender, hello, transfer, timing
         self._send, self._enqueue, self._pack = send, enqueue, pack
-        self._peers: dict[str, Hello] = {}  # connected
+        self._peers: dict[str, Hello] = {}  # peers whose memory is connected
         self._connecting: dict[str, _Connecting] = {}
-        self._num_connects = 0  # begun, since the start
-        self._connects_running = 0  # includes hung ones, which are no longer in `_connecting`
+        self._num_connects = 0  # connects begun since the start
+        self._connects_running = 0  # includes connects that timed out, which are no longer in `_connecting`
         self._lists: list[_ListInFlight] = []
-        self._unreported: set[HandoffId] = set()  # handoffs whose end was not sent yet
+        self._unreported: set[HandoffId] = set()  # handoffs whose outcome is not counted yet
         self._closing = False
         self._refused: dict[str, str] = {}  # the last logged reason, by peer
-        self.num_pieces = 0  # packed
+        self.num_pieces = 0  # pieces packed
         self.ring_quarantined_bytes = 0  # a prefill worker has no ring
         self.outcomes = {"done": 0, "failed": 0, "cancelled": 0, "peer lost": 0}
 
@@ -106,12 +106,12 @@ class PrefillRole:
                 raise AssertionError(f"{command!r} is not a command for a prefill worker")
 
     def handle_message(self, peer: str, message: Message, now: float) -> bool:
-        """Handles a message from a peer. Returns False if it is not meant for a prefill worker."""
+        """Handles a message from a peer. Returns False for a message that only a decode worker handles."""
         match message:
             case Hello():
                 self._on_hello(peer, message, now)
             case HandoffRequest() if peer not in self._peers:
-                self._send(peer, Refused("this worker has no Hello from you: send Hello first"))
+                self._send(peer, Refused("this worker has no Hello from you, or has forgotten it: send Hello first"))
             case HandoffRequest(key) if self._closing and key not in self._sender.open_keys(peer):
                 self._send(peer, HandoffFailed(key, quiesced=False, retry=False, reason=STOPPING))
             case HandoffRequest() | StartWrites() | HandoffAck() | Cancel() | LeaseGranted() | PieceUnpacked():
@@ -131,17 +131,17 @@ class PrefillRole:
         self._transfer.forget(peer)
 
     def close(self, now: float) -> None:
-        """Begins nothing more. Open handoffs continue."""
+        """Begins no more handoffs. Open handoffs continue."""
         self._closing = True
 
     def end_drain(self, now: float) -> bool:
-        """Ends the open handoffs as failed. Returns True: peers are notified, so that they need not assume a crash."""
+        """Ends the open handoffs as failed. Returns True, because the peers must still be notified."""
         self._sender.fail_all(STOPPING, now)
         return True
 
     @property
     def busy(self) -> bool:
-        """True if pages of this worker are still read, or a peer has not acknowledged the end of a handoff."""
+        """Returns whether writes are in flight, or a peer has not acknowledged the end of a handoff."""
         return bool(self._lists) or bool(self._sender.phases())
 
     @property
@@ -149,7 +149,7 @@ class PrefillRole:
         return len(self._sender.phases())
 
     def watched_peers(self) -> set[str]:
-        """Returns the peers that must be alive."""
+        """Returns the peers on which a handoff depends."""
         phases = self._sender.phases()
         for handoff in self._unreported - phases.keys():
             self._count(handoff, "peer lost")
@@ -173,7 +173,7 @@ class PrefillRole:
         return bool(self._lists) or self._sender.has_pending_events
 
     def poll(self, now: float) -> None:
-        """Checks which writes have ended, and which forward passes the sender waits for."""
+        """Checks which writes and which forward passes have ended, and passes this to the sender."""
         if self._sender.has_pending_events:
             self._sender.poll_events(now)
         pending = []
@@ -227,7 +227,8 @@ class PrefillRole:
         self._sender.audit()
 
     def _on_hello(self, peer: str, hello: Hello, now: float) -> None:
-        """Answers at once if possible, else when the peer's memory is connected. The peer retransmits until then."""
+        """Answers now if the peer is refused or already connected. Otherwise begins to connect to the peer's memory,
+        and answers afterwards. The peer retransmits Hello until then."""
         reason = check_peers(self._hello, hello)
         if reason is None and self._closing:
             reason = STOPPING
@@ -236,15 +237,15 @@ class PrefillRole:
         elif self._peers.get(peer) == hello:
             self._send(peer, Welcome(self._hello))
         elif self._connects_running >= MAX_HUNG_CONNECTS:
-            hung = f"{self._connects_running} connects to the memory of peers hang here; restart this worker"
-            self._refuse(peer, hung)
+            count = self._connects_running
+            self._refuse(peer, f"{count} attempts to connect to the memory of peers hang here; restart this worker")
         elif peer not in self._connecting and len(self._connecting) < MAX_CONNECTING:
             if peer in self._peers:
                 self.peer_lost(peer, f"{peer} introduced itself again", now)
             self._num_connects += 1
             self._connects_running += 1
             self._connecting[peer] = _Connecting(self._num_connects, hello, now)
-            # Connecting may wait for the network. The thread that runs the timers must not wait.
+            # Connecting may wait for the network, but this thread runs the timers and must not wait.
             arguments = (peer, hello, self._num_connects)
             Thread(target=self._connect, args=arguments, name=f"connect to {peer}", daemon=True).start()
 
@@ -256,7 +257,7 @@ class PrefillRole:
         except TransferError as error:
             reason = f"its memory cannot be reached: {error}"
         except Exception as error:
-            # Reported to the peer like any other reason; otherwise it would be lost with this thread.
+            # An exception that is not reported here would be lost when this thread ends.
             reason = f"connecting to its memory failed: {error!r}"
         self._enqueue(ConnectFinished(peer, number, reason))
 
@@ -265,7 +266,7 @@ class PrefillRole:
         peer, connecting = finished.peer, self._connecting.get(finished.peer)
         if connecting is None or connecting.number != finished.number:
             if connecting is None and peer not in self._peers:
-                self._transfer.forget(peer)  # it took too long and was abandoned
+                self._transfer.forget(peer)  # the connect had timed out
             return
         del self._connecting[peer]
         if connecting.peer_gone:
@@ -293,7 +294,7 @@ class PrefillRole:
                 self._count((peer, key), "cancelled")
 
     def _count(self, handoff: HandoffId, outcome: str) -> None:
-        """Counts the first end of a handoff."""
+        """Counts the outcome of a handoff. Ignores handoffs that were counted before."""
         if handoff in self._unreported:
             self._unreported.remove(handoff)
             self.outcomes[outcome] += 1

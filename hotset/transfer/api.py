@@ -1,10 +1,10 @@
-"""The interface of a transfer engine, which writes spans of registered memory into a peer's registered memory.
+"""The interface of a transfer engine, which copies spans of registered memory into a peer's registered memory.
 
-Writes are one-sided: the peer receives no notification. Control messages travel over ZeroMQ (`handoff/`), where a lost
-message is retransmitted.
+Writes are one-sided: the peer is not notified of them. The notifications go over a separate control channel
+(`handoff/`), which retransmits lost messages.
 
-Only `connect` blocks. A list of writes ends in one of three states, at its deadline at the latest. After DONE and
-FAILED_QUIESCED the target memory may be used again; after FAILED_UNKNOWN it may not.
+Only `connect` blocks. Writes are submitted in lists. A list ends in one of three states, at its deadline at the latest.
+After DONE and FAILED_QUIESCED the target memory can be used again; after FAILED_UNKNOWN it must not be used.
 """
 
 import threading
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-Writes = NDArray[np.int64]  # [n, 3]: local address, address in the peer's memory, bytes
+Writes = NDArray[np.int64]  # [writes, 3]: local address, address in the peer's memory, number of bytes
 
 
 class MemoryKind(Enum):
@@ -34,16 +34,16 @@ class WriteState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A span of memory that writes may read from, or that peers may write to."""
+    """A span of registered memory. Writes of this process may read it, and peers may write to it."""
 
     address: int
     nbytes: int
     memory: MemoryKind = MemoryKind.HOST
-    device: int = 0  # number of the GPU, for device memory
+    device: int = 0  # number of the GPU, if `memory` is DEVICE
 
 
 class DeviceEvent(Protocol):
-    """An event that a write waits for. `torch.cuda.Event` satisfies this protocol."""
+    """An event for which a list of writes waits. `torch.cuda.Event` satisfies this protocol."""
 
     def query(self) -> bool:
         """Returns whether the event has happened."""
@@ -51,7 +51,7 @@ class DeviceEvent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WriteTicket:
-    """Identifies one submitted list of writes. `handle` is private to the engine."""
+    """Identifies one submitted list of writes. `handle` is private to the transfer engine."""
 
     number: int
     nbytes: int
@@ -60,7 +60,7 @@ class WriteTicket:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """The bytes that have arrived at peers, and the seconds during which at least one write was in flight."""
+    """The bytes that have arrived at peers, and the seconds during which at least one list was in flight."""
 
     nbytes: int
     seconds: float
@@ -71,7 +71,7 @@ class Throughput:
 
 
 class Meter:
-    """Counts the bytes that arrived and the seconds with a write in flight. It may be called from any thread."""
+    """Measures throughput. It may be called from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -82,13 +82,14 @@ class Meter:
         self._nbytes = 0
 
     def begin(self) -> None:
+        """Records that a list is in flight."""
         with self._lock:
             if not self._in_flight:
                 self._since = self._clock()
             self._in_flight += 1
 
     def end(self, nbytes: int) -> None:
-        """Records that a list which began has ended, and that `nbytes` of it arrived."""
+        """Records that a list is no longer in flight, and that `nbytes` bytes of it have arrived."""
         with self._lock:
             assert self._in_flight, "more lists ended than began"
             self._in_flight -= 1
@@ -111,21 +112,21 @@ class Transfer(Protocol):
         """Registers memory. Call it before `describe`. Raises StartupError if the memory cannot be registered."""
 
     def describe(self) -> bytes:
-        """Returns everything that a peer needs to connect and to write to this process."""
+        """Returns the data that a peer needs to connect and to write to this process."""
 
     def connect(self, name: str, description: bytes) -> None:
-        """Connects to a peer under `name`, and forgets an earlier peer of that name. `description` comes from the
-        peer's `describe`. Raises TransferError if the description is invalid, if the engine finds that the peer cannot
-        be reached (which may take seconds), or if the name was forgotten or connected again in the meantime."""
+        """Connects to a peer and calls it `name`. Forgets an earlier peer of that name. `description` is the result of
+        the peer's `describe`. Raises TransferError if the description is invalid, if the peer cannot be reached (which
+        may take seconds to find out), or if the name was forgotten or connected again in the meantime."""
 
     def forget(self, name: str) -> None:
-        """Accepts no further writes to this peer. Lists that have not begun fail as quiesced. Ignores unknown names."""
+        """Forgets a peer. Lists to it that have not begun end as FAILED_QUIESCED. Ignores unknown names."""
 
     def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
-        """Begins to write once `after` has happened. The array may be reused at once; the memory only after the end.
-        Lists are written in any order, and so are the writes of one list. This never blocks, and it raises nothing for
-        network failures: `poll` reports them. The list ends as FAILED_QUIESCED if the peer is unknown or a write
-        leaves registered memory."""
+        """Submits a list of writes, which begins when `after` has happened. The caller may reuse the array at once, but
+        the memory only after the list has ended. There is no order between lists, or between the writes of a list.
+        This never blocks, and raises nothing for network failures: `poll` reports them. The list ends as
+        FAILED_QUIESCED if the peer is unknown, or if a write is not inside registered memory on both sides."""
 
     def poll(self, ticket: WriteTicket) -> WriteState:
         """Returns the state of a list. A state other than PENDING is final."""
@@ -136,4 +137,4 @@ class Transfer(Protocol):
     def throughput(self) -> Throughput: ...
 
     def close(self) -> None:
-        """Releases everything. Lists in flight end as failed. Idempotent."""
+        """Releases all resources. Lists that have not ended end as failed. Idempotent."""

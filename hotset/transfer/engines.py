@@ -26,16 +26,17 @@ def open_transfer(
     deadline_s: float = DEADLINE_S,
     hub: Hub | None = None,
 ) -> Transfer:
-    """Opens this process's endpoint of engine `name`. The caller closes it.
+    """Opens this process's endpoint of the transfer engine `name`. The caller closes it.
 
     `host` is the address at which peers reach this machine. If it is a loopback address, NIXL listens on loopback only;
-    Mooncake always listens on all addresses. `protocol` applies to Mooncake; NIXL chooses its own. `hub` connects the
-    endpoints of loopback. A list of writes fails if it has not ended `deadline_s` after its submission. Raises
-    StartupError if the engine cannot be used here (MissingDependency if a package is not installed).
+    Mooncake always listens on all addresses. `protocol` applies only to Mooncake, because NIXL chooses its transports
+    itself. `hub` is required for loopback, whose endpoints it connects. A list of writes fails if it has not ended
+    `deadline_s` seconds after its submission. Raises StartupError if the engine cannot be used on this machine
+    (MissingDependency if a package is not installed).
     """
     if lanes < 1 or deadline_s <= 0:
         raise ConfigError(
-            f"a transfer needs at least one lane and a positive deadline, not {lanes} lanes and {deadline_s} s"
+            f"a transfer engine needs at least one lane and a positive deadline, got {lanes} lanes and {deadline_s} s"
         )
     transfer: Transfer
     if name == "nixl":
@@ -53,8 +54,8 @@ def open_transfer(
 
 
 def prefer_few_writes(name: str, protocol: str | None) -> bool:
-    """Returns whether a single write is so expensive that an extra copy is worth it if it saves writes.
+    """Returns whether each write is so expensive that an additional copy is worthwhile if it saves writes.
 
-    Mooncake over TCP takes 0.1 ms for a write, the time of some hundred kilobytes (benchmarks/landing.py).
+    Mooncake over TCP takes 0.1 ms per write, in which it could send some hundred kilobytes (benchmarks/landing.py).
     """
     return name == "mooncake" and protocol in (None, "tcp")

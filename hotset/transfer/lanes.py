@@ -1,7 +1,8 @@
-"""Lanes: threads between `submit`, which never blocks, and a backend, which may.
+"""Lanes: threads between `submit`, which never blocks, and a backend, which may block.
 
-Every peer belongs to one lane. A peer on which the backend hangs delays only the peers of the same lane. A lane does
-not wait for one list to end before it begins the next. Deadlines hold even while a lane hangs: `poll` enforces them.
+Every peer belongs to one lane. If the backend hangs in a call for one peer, only the peers of the same lane are
+delayed. A lane does not wait for one list to end before it begins the next. Deadlines hold even while a lane hangs,
+because `poll` enforces them.
 """
 
 import itertools
@@ -19,78 +20,82 @@ from hotset.transfer.regions import Description, Regions, decode_description, me
 
 log = logging.getLogger(__name__)
 
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.001
-CLOSE_S = 5.0
-DISCONNECT_WAIT_S = 0.5
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.001  # between polls of the backend without progress
+CLOSE_S = 5.0  # time for the lanes' threads to end
+DISCONNECT_WAIT_S = 0.5  # time for an earlier connection to a peer to be released before a new one is made
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The sizes that a backend handles well."""
+    """The maximum sizes that a backend handles well."""
 
-    writes: int  # per post
-    nbytes: int  # per post
-    write_nbytes: int  # per write; longer writes are split
-    in_flight: int  # writes to one peer that have not ended
+    writes: int  # writes per post
+    nbytes: int  # bytes per post
+    write_nbytes: int  # bytes per write; longer writes are split
+    in_flight: int  # writes in flight on one connection
 
 
 class Backend(Protocol):
-    """An engine that writes between processes. Lanes add deadlines, order, merging and states.
+    """A library that writes between processes. `Lanes` makes a `Transfer` of it: it adds deadlines, merges and splits
+    writes, and tracks the states of lists.
 
-    Calls for one peer come from one thread; calls for different peers may come from different threads.
+    Except for `connect`, calls for one peer come from one thread. Calls for different peers may come from different
+    threads.
     """
 
     name: str
     limits: Limits
 
     def register(self, region: Region) -> None:
-        """Raises StartupError if the memory cannot be registered."""
+        """Registers memory. Raises StartupError if that fails."""
 
     def describe(self) -> bytes:
-        """Returns the bytes for `connect` on the other side."""
+        """Returns the argument `native` for `connect` at a peer."""
 
     def connect(self, native: bytes, regions: Regions) -> Any:
-        """Returns the backend's own handle of the peer. Two handles are equal if the limits apply to both together.
-        Raises TransferError if the peer cannot be reached, which may take seconds to find out."""
+        """Connects to a peer and returns the backend's handle for it. Handles are equal if they share a connection, to
+        which `Limits.in_flight` applies. Raises TransferError if the peer cannot be reached, which may take seconds to
+        find out."""
 
     def disconnect(self, remote: Any) -> None:
-        """Releases a peer to which nothing is in flight and nothing will be posted."""
+        """Releases a peer. Nothing is in flight to it, and nothing will be posted to it."""
 
     def post(self, remote: Any, writes: Writes) -> Any:
-        """Begins to write, and returns a handle for `check`. After a TransferError no byte was or will be written."""
+        """Begins to write, and returns a handle for `check`. If it raises TransferError, no byte is ever written."""
 
     def check(self, handle: Any) -> WriteState:
-        """Returns the state of a post. It is not called again for a handle that is no longer pending."""
+        """Returns the state of a post. It is not called again after it has returned a state other than PENDING."""
 
     def transport(self) -> str:
         """Returns the transports in use, as far as they are known."""
 
     def close(self) -> None:
-        """Releases everything. It is the last call. Idempotent."""
+        """Releases all resources. No other call follows. Idempotent."""
 
 
 @dataclass(slots=True)
 class _Connection:
-    """The load of one connection of the backend, which several peers may share."""
+    """One connection of the backend, which several peers may share."""
 
-    writes: int = 0  # that have not ended; only the lane's thread changes it
+    writes: int = 0  # writes in flight; only the lane's thread changes this
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
     name: str
     regions: Regions
-    remote: Any  # private to the backend
+    remote: Any  # the backend's handle
     lane: "_Lane"
     connection: _Connection
     forgotten: bool = False
-    reached: bool = False
-    disconnected: threading.Event = field(default_factory=threading.Event)  # set when the backend has released it
+    reached: bool = False  # a list has ended as DONE
+    disconnected: threading.Event = field(default_factory=threading.Event)  # set when the backend has released the peer
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A submitted list. `state` and `posting` change under the lane's lock; the other fields belong to its thread."""
+    """A submitted list of writes. `state` and `posting` change under the lane's lock. The other fields belong to the
+    lane's thread."""
 
     peer: _Peer
     writes: Writes
@@ -98,15 +103,15 @@ class _Job:
     after: DeviceEvent | None
     deadline: float
     state: WriteState = WriteState.PENDING
-    posting: bool = False  # some of it was posted, or is about to be
-    runs: Writes | None = None  # merged, once `after` has happened
-    posted: int = 0  # runs posted so far
-    parts: list[tuple[Any, int]] = field(default_factory=list)  # in flight: handle and number of writes
-    failure: WriteState | None = None  # the worst state of the parts that have ended
+    posting: bool = False  # a write of the list was posted, or is about to be
+    merged: Writes | None = None  # the writes, merged and split; set when `after` has happened
+    posted: int = 0  # number of merged writes posted so far
+    posts: list[tuple[Any, int]] = field(default_factory=list)  # posts in flight: handle and number of writes
+    failure: WriteState | None = None  # the worst state of the posts that have failed
 
 
 class _Lane:
-    """One thread and the lists that it advances."""
+    """One thread, and the lists of writes that it posts and checks."""
 
     def __init__(self, backend: Backend, regions: Regions, meter: Meter, name: str) -> None:
         self.peers: list[_Peer] = []
@@ -121,6 +126,7 @@ class _Lane:
 
     @property
     def load(self) -> tuple[int, int]:
+        """Returns the numbers of peers and of lists, for the choice of a lane."""
         return sum(not peer.forgotten for peer in self.peers), len(self._jobs)
 
     def add_peer(self, peer: _Peer) -> None:
@@ -128,7 +134,7 @@ class _Lane:
             self.peers.append(peer)
 
     def connection(self, remote: Any) -> _Connection | None:
-        """Returns the connection to this remote if a peer of this lane uses it, or used it and has writes left."""
+        """Returns the connection of a peer of this lane with this handle, or None if there is no such peer."""
         with self._changed:
             return next((peer.connection for peer in self.peers if peer.remote == remote), None)
 
@@ -147,7 +153,7 @@ class _Lane:
             return job.state
 
     def forget(self, peer: _Peer) -> None:
-        """Fails lists that were not posted. Posted lists continue."""
+        """Fails the peer's lists of which nothing was posted. The other lists continue."""
         with self._changed:
             peer.forgotten = True
             for job in self._jobs:
@@ -163,7 +169,7 @@ class _Lane:
             self._changed.notify()
 
     def join(self, seconds: float) -> bool:
-        """Waits for the thread to end, and returns whether it did: the backend may block it for longer."""
+        """Waits for the thread to end. Returns whether it has ended; it has not if the backend still blocks it."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -185,9 +191,9 @@ class _Lane:
                     self._changed.wait(pause)
 
     def _release_ended(self) -> None:
-        """Drops lists that ended and have nothing in flight, then forgotten peers that have no list left."""
+        """Removes lists that have ended and have nothing in flight, and forgotten peers without lists."""
         with self._changed:
-            self._jobs = [job for job in self._jobs if job.state is WriteState.PENDING or job.parts]
+            self._jobs = [job for job in self._jobs if job.state is WriteState.PENDING or job.posts]
             busy = {id(job.peer) for job in self._jobs}
             released = [peer for peer in self.peers if peer.forgotten and id(peer) not in busy]
             self.peers = [peer for peer in self.peers if peer not in released]
@@ -199,14 +205,14 @@ class _Lane:
             peer.disconnected.set()
 
     def _advance(self, job: _Job) -> bool:
-        """Does what can be done for a list now. Returns whether anything was done."""
-        self.state(job)  # fails it if its deadline has passed
+        """Begins, posts and checks writes of a list, as far as possible. Returns whether there was progress."""
+        self.state(job)  # ends the list as failed if its deadline has passed
         try:
-            progressed = self._begin(job) if job.runs is None else self._check(job)
-            if job.runs is not None and job.failure is None:
+            progressed = self._begin(job) if job.merged is None else self._check(job)
+            if job.merged is not None and job.failure is None:
                 progressed |= self._post(job)
         except Exception:
-            # The lane survives any exception, and the pages stay reserved while they may still be written to.
+            # The lane must survive any exception. FAILED_UNKNOWN keeps memory reserved that may still be written to.
             log.exception("a list of writes to %s failed", job.peer.name)
             job.failure = WriteState.FAILED_UNKNOWN if job.posting else WriteState.FAILED_QUIESCED
             progressed = True
@@ -216,17 +222,17 @@ class _Lane:
     def _begin(self, job: _Job) -> bool:
         if job.state is not WriteState.PENDING or (job.after is not None and not job.after.query()):
             return False
-        runs = merge_registered(job.writes, self._regions, job.peer.regions)
-        if runs is None:
-            log.error("a list of writes to %s was refused: a part lies outside registered memory", job.peer.name)
+        merged = merge_registered(job.writes, self._regions, job.peer.regions)
+        if merged is None:
+            log.error("a list of writes to %s was refused: a write is not inside registered memory", job.peer.name)
             job.failure = WriteState.FAILED_QUIESCED
             return True
-        job.runs = split_writes(runs, self._backend.limits.write_nbytes)
+        job.merged = split_writes(merged, self._backend.limits.write_nbytes)
         return True
 
     def _check(self, job: _Job) -> bool:
         pending: list[tuple[Any, int]] = []
-        for handle, count in job.parts:
+        for handle, count in job.posts:
             state = self._state_of(handle)
             if state is WriteState.PENDING:
                 pending.append((handle, count))
@@ -234,8 +240,8 @@ class _Lane:
             job.peer.connection.writes -= count
             if state is not WriteState.DONE and job.failure is not WriteState.FAILED_UNKNOWN:
                 job.failure = state
-        progressed = len(pending) < len(job.parts)
-        job.parts = pending
+        progressed = len(pending) < len(job.posts)
+        job.posts = pending
         return progressed
 
     def _state_of(self, handle: Any) -> WriteState:
@@ -246,11 +252,11 @@ class _Lane:
             return WriteState.FAILED_UNKNOWN
 
     def _post(self, job: _Job) -> bool:
-        """Posts the next runs of a list if the backend has room for them."""
-        assert job.runs is not None
-        rest, limits = job.runs[job.posted :], self._backend.limits
-        fitting = int(np.searchsorted(np.cumsum(rest[: limits.writes, 2]), limits.nbytes, side="right"))
-        count = min(max(fitting, 1), len(rest))
+        """Posts the next writes of a list, unless too many are in flight."""
+        assert job.merged is not None
+        remaining, limits = job.merged[job.posted :], self._backend.limits
+        fitting = int(np.searchsorted(np.cumsum(remaining[: limits.writes, 2]), limits.nbytes, side="right"))
+        count = min(max(fitting, 1), len(remaining))
         in_flight = job.peer.connection.writes
         if not count or (in_flight and in_flight + count > limits.in_flight):
             return False
@@ -264,7 +270,7 @@ class _Lane:
                 self._meter.begin()
             job.posting = True
         try:
-            job.parts.append((self._backend.post(job.peer.remote, rest[:count]), count))
+            job.posts.append((self._backend.post(job.peer.remote, remaining[:count]), count))
         except TransferError as error:
             log.warning("writes to %s could not begin: %s", job.peer.name, error)
             job.failure = WriteState.FAILED_QUIESCED
@@ -274,9 +280,10 @@ class _Lane:
         return True
 
     def _conclude(self, job: _Job) -> None:
-        if job.failure is WriteState.FAILED_UNKNOWN or (job.failure and not job.parts):
+        """Ends the list if its outcome is known."""
+        if job.failure is WriteState.FAILED_UNKNOWN or (job.failure and not job.posts):
             state = job.failure
-        elif job.runs is not None and job.posted == len(job.runs) and not job.parts:
+        elif job.merged is not None and job.posted == len(job.merged) and not job.posts:
             state = WriteState.DONE
         else:
             return
@@ -286,7 +293,7 @@ class _Lane:
             job.peer.reached = True
             speed = self._meter.read().gb_per_s
             log.info(
-                "%s reaches %s over %s, %.2f GB/s so far",
+                "%s wrote to %s over %s, %.2f GB/s so far",
                 self._backend.name,
                 job.peer.name,
                 self._backend.transport(),
@@ -301,7 +308,7 @@ class _Lane:
 
 
 class Lanes:
-    """A `Transfer` over a backend. `deadline_s` counts from `submit`."""
+    """Implements `Transfer` over a backend. A list fails `deadline_s` seconds after `submit`, unless it has ended."""
 
     def __init__(self, backend: Backend, lanes: int = 4, deadline_s: float = 30.0) -> None:
         self.name = backend.name
@@ -310,14 +317,14 @@ class Lanes:
         self._regions = Regions()
         self._meter = Meter()
         self._lanes = [_Lane(backend, self._regions, self._meter, f"{backend.name} lane {n}") for n in range(lanes)]
-        self._lock = threading.Lock()  # guards the peers
+        self._lock = threading.Lock()  # guards `_peers` and `_connecting`
         self._peers: dict[str, _Peer] = {}
-        self._connecting: dict[str, object] = {}  # by name: identifies the connect call that may still become this peer
+        self._connecting: dict[str, object] = {}  # by name: identifies the newest `connect` call that is running
         self._tickets = itertools.count()
         self._closed = False
 
     def register(self, region: Region) -> None:
-        Regions([*self._regions, region])
+        Regions([*self._regions, region])  # raises if the region overlaps another
         self._backend.register(region)
         self._regions.add(region)
 
@@ -325,26 +332,26 @@ class Lanes:
         return Description(self.name, self._regions, self._backend.describe()).encode()
 
     def connect(self, name: str, description: bytes) -> None:
-        before, attempt = self._forget(name), object()
-        found = decode_description(description, self.name)
+        previous, attempt = self._forget(name), object()
+        decoded = decode_description(description, self.name)
         with self._lock:
             self._connecting[name] = attempt
-        if before is not None:
-            # A backend may keep a broken connection for as long as it is referenced.
-            before.disconnected.wait(DISCONNECT_WAIT_S)
+        if previous is not None:
+            # The backend may reuse a broken connection until it is released.
+            previous.disconnected.wait(DISCONNECT_WAIT_S)
         try:
-            remote = self._backend.connect(found.native, found.regions)
+            remote = self._backend.connect(decoded.native, decoded.regions)
             with self._lock:
                 superseded = self._connecting.get(name) is not attempt
                 if not superseded:
-                    self._add_peer(name, found.regions, remote)
+                    self._add_peer(name, decoded.regions, remote)
         finally:
             with self._lock:
                 if self._connecting.get(name) is attempt:
                     del self._connecting[name]
         if superseded:
             self._backend.disconnect(remote)
-            raise TransferError(f"{name} was forgotten, or connected again, before it could be reached")
+            raise TransferError(f"{name} was forgotten, or connected again, before this connect finished")
 
     def forget(self, name: str) -> None:
         self._forget(name)
@@ -378,16 +385,16 @@ class Lanes:
         for lane in self._lanes:
             lane.stop()
         until = time.monotonic() + CLOSE_S
-        join = [lane.join(max(0.0, until - time.monotonic())) for lane in self._lanes]
-        if not all(join):
-            log.warning("%s is not closed: it still holds a lane", self.name)
+        joined = [lane.join(max(0.0, until - time.monotonic())) for lane in self._lanes]
+        if not all(joined):
+            log.warning("%s cannot be closed, because it blocks the thread of a lane", self.name)
             return
         self._backend.close()
         throughput = self.throughput()
         log.info("%s wrote %d bytes, %.2f GB/s", self.name, throughput.nbytes, throughput.gb_per_s)
 
     def _add_peer(self, name: str, regions: Regions, remote: Any) -> None:
-        """Adds a peer. Peers with the same remote share one lane and one connection."""
+        """Adds a peer. Peers with equal handles share one lane and one connection."""
         lane = min(self._lanes, key=lambda candidate: candidate.load)
         connection = _Connection()
         for candidate in self._lanes:

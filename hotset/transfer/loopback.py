@@ -1,8 +1,9 @@
-"""Transfers within one process, with optional faults: for tests, and as the simplest specification of an engine.
+"""The loopback transfer engine copies within one process, with optional faults. It is for tests, and is the simplest
+implementation of `Transfer`.
 
-Endpoints find each other through a `Hub`. Either a thread of the hub moves the bytes (`Hub(threaded=True)`), or the
-owner of the clock calls `hub.advance(now)`. In the second case nothing happens between calls, and the same seed gives
-the same run.
+Endpoints are connected by a `Hub`. With `Hub(threaded=True)`, a thread of the hub copies the bytes in real time.
+Otherwise time is virtual: bytes are copied only while the caller runs `hub.advance(now)`, and the same seed gives the
+same run.
 """
 
 import ctypes
@@ -23,24 +24,24 @@ from hotset.transfer.regions import Description, Regions, decode_description, me
 
 log = logging.getLogger(__name__)
 
-EVENT_POLL_S = 0.0005
+EVENT_POLL_S = 0.0005  # interval between polls of events
 
-_Piece = tuple[int, int, int]  # one row of `Writes`
+_Write = tuple[int, int, int]  # local address, address at the peer, number of bytes
 
 
 class Fate(Enum):
-    """The outcome of a submitted list."""
+    """The outcome of a submitted list: which bytes arrive, and the state in which it ends."""
 
-    WRITTEN = "all of it arrives: DONE"
-    CUT = "a part arrives: FAILED_QUIESCED"
-    LOST = "a part arrives: FAILED_UNKNOWN"
-    SILENT = "a part arrives, and the list stays pending until the deadline: FAILED_UNKNOWN"
-    LATE = "a part arrives: FAILED_UNKNOWN; the rest arrives later"
+    WRITTEN = "all bytes arrive: DONE"
+    CUT = "some bytes arrive: FAILED_QUIESCED"
+    LOST = "some bytes arrive: FAILED_UNKNOWN"
+    SILENT = "some bytes arrive, and the list stays pending until the deadline: FAILED_UNKNOWN"
+    LATE = "some bytes arrive: FAILED_UNKNOWN; the other bytes arrive later"
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Probabilities of each fault, and ranges of delays in seconds."""
+    """The probability of each fault, and ranges of delays in seconds."""
 
     cut: float = 0.0
     lost: float = 0.0
@@ -48,22 +49,23 @@ class Faults:
     late: float = 0.0
     reorder: float = 0.0  # the writes of a list arrive in any order, some of them after those of later lists
     duplicate: float = 0.0  # some writes arrive twice, never after the list has ended
-    delay_s: tuple[float, float] = (0.0, 0.0)
+    delay_s: tuple[float, float] = (0.0, 0.0)  # from the beginning of a list to the arrival of its bytes
     late_s: tuple[float, float] = (0.1, 1.0)  # from the failure to the arrival of the late bytes
 
-    def fate(self, source: random.Random) -> Fate:
+    def fate(self, generator: random.Random) -> Fate:
+        """Draws the fate of one list."""
         odds = {Fate.CUT: self.cut, Fate.LOST: self.lost, Fate.SILENT: self.silent, Fate.LATE: self.late}
-        drawn = source.random()
-        for fate, chance in odds.items():
-            if drawn < chance:
+        drawn = generator.random()
+        for fate, probability in odds.items():
+            if drawn < probability:
                 return fate
-            drawn -= chance
+            drawn -= probability
         return Fate.WRITTEN
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A submitted list."""
+    """A submitted list of writes."""
 
     source: "Loopback"
     target: "Loopback"
@@ -71,31 +73,33 @@ class _Job:
     nbytes: int
     after: DeviceEvent | None
     begun: bool = False
-    metered: bool = False  # the meter has counted its begin
+    metered: bool = False  # `Meter.begin` was called for it
     state: WriteState = WriteState.PENDING
 
 
 @dataclass(order=True, slots=True)
 class _Due:
     at: float
-    number: int  # breaks ties: actions due at the same time run in the order in which they were scheduled
+    number: int  # actions that are due at the same time run in the order in which they were scheduled
     action: Callable[[], object] = field(compare=False)
-    job: _Job | None = field(compare=False)  # the action is skipped once this list has ended
+    job: _Job | None = field(compare=False)  # if given, the action is skipped once this list has ended
 
 
 class Hub:
-    """Connects endpoints. It owns the clock, the faults and every write in flight. It may be called from any thread."""
+    """Connects endpoints. It owns the clock, the faults and all lists of writes. It may be called from any thread."""
 
     def __init__(self, faults: Faults | None = None, seed: int = 0, *, threaded: bool = False) -> None:
         self.faults = faults or Faults()  # may be replaced at any time; applies to lists that begin afterwards
-        self.fates: deque[Fate] = deque()  # the fates of the next lists to begin; then chance decides
-        self.lock = threading.Condition(threading.RLock())  # guards everything that the hub and its endpoints hold
+        self.fates: deque[Fate] = (
+            deque()
+        )  # the fates of the next lists to begin; if empty, fates are drawn from `faults`
+        self.lock = threading.Condition(threading.RLock())  # guards the state of the hub and of its endpoints
         self._random = random.Random(seed)
         self._now = 0.0
         self._numbers = itertools.count()
         self._ends: dict[int, Loopback] = {}
         self._due: list[_Due] = []
-        self._waiting: list[_Job] = []  # that have not begun, most of them because of their events
+        self._waiting: list[_Job] = []  # lists that have not begun, for example because they wait for an event
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="loopback", daemon=True) if threaded else None
         if self._thread:
@@ -122,7 +126,7 @@ class Hub:
         self.advance(self.now)
 
     def next_due(self) -> float | None:
-        """Returns when the next action is due, or None if only an event or a new list can cause one."""
+        """Returns when the next action is due, or None if none is until an event happens or a list is submitted."""
         with self.lock:
             if self._ready():
                 return self.now
@@ -154,9 +158,10 @@ class Hub:
         self._ends.pop(number, None)
 
     def start(self, job: _Job, deadline_s: float) -> None:
+        """Accepts a list of writes, which begins when its event has happened."""
         with self.lock:
             self._waiting.append(job)
-            self._at(self.now + deadline_s, lambda: self.abandon([job]), job)
+            self._schedule(self.now + deadline_s, lambda: self.abandon([job]), job)
             self.lock.notify_all()
 
     def end(self, job: _Job, state: WriteState) -> None:
@@ -166,7 +171,7 @@ class Hub:
             job.source.ended(job)
 
     def abandon(self, jobs: Iterable[_Job]) -> None:
-        """Ends these lists before their time. A list that has not begun never will."""
+        """Ends these lists as failed: quiesced if they have not begun, else unknown."""
         for job in list(jobs):
             if not job.begun:
                 self._waiting.remove(job)
@@ -180,7 +185,7 @@ class Hub:
                 until_due = None if due is None else max(0.0, due - time.monotonic())
                 self.lock.wait(EVENT_POLL_S if self._waiting else until_due)
 
-    def _at(self, at: float, action: Callable[[], object], job: _Job | None = None) -> None:
+    def _schedule(self, at: float, action: Callable[[], object], job: _Job | None = None) -> None:
         heapq.heappush(self._due, _Due(at, next(self._numbers), action, job))
 
     def _ready(self) -> list[_Job]:
@@ -193,71 +198,73 @@ class Hub:
 
     def _begin(self, job: _Job) -> None:
         job.begun = True
-        runs = merge_registered(job.writes, job.source.regions, job.target.regions)
-        if runs is None:
-            log.error("a list of writes was refused: a part of it lies outside registered memory")
+        merged = merge_registered(job.writes, job.source.regions, job.target.regions)
+        if merged is None:
+            log.error("a list of writes was refused: a write is not inside registered memory")
             self.end(job, WriteState.FAILED_QUIESCED)
             return
         job.source.meter.begin()
         job.metered = True
         faults = job.target.faults or self.faults
         fate = self.fates.popleft() if self.fates else faults.fate(self._random)
-        pieces = self._pieces(runs, whole=fate is Fate.WRITTEN)
+        writes = self._split(merged, whole=fate is Fate.WRITTEN)
         if self._random.random() < faults.reorder:
-            self._random.shuffle(pieces)
+            self._random.shuffle(writes)
         at = max(self._now, self.now) + self._random.uniform(*faults.delay_s)
         if fate is Fate.WRITTEN:
-            self._write(job, pieces, at, faults)
+            self._write(job, writes, at, faults)
         else:
-            self._fail(job, fate, pieces, at, faults)
+            self._fail(job, fate, writes, at, faults)
 
-    def _pieces(self, runs: Writes, *, whole: bool) -> list[_Piece]:
-        """Splits runs into pieces, each of which arrives at once. The runs of a failing list are split at random,
-        because an engine may stop in the middle of a write."""
-        pieces: list[_Piece] = []
-        for local, remote, nbytes in runs.tolist():
-            cut = 0 if whole else self._random.randrange(nbytes)
-            pieces += [(local, remote, cut)] if cut else []
-            pieces.append((local + cut, remote + cut, nbytes - cut))
-        return pieces
+    def _split(self, merged: Writes, *, whole: bool) -> list[_Write]:
+        """Returns writes, each of which arrives all at once. Unless `whole`, every write is split in two at random,
+        because an engine may fail in the middle of a write."""
+        writes: list[_Write] = []
+        for local, remote, nbytes in merged.tolist():
+            first_bytes = 0 if whole else self._random.randrange(nbytes)
+            writes += [(local, remote, first_bytes)] if first_bytes else []
+            writes.append((local + first_bytes, remote + first_bytes, nbytes - first_bytes))
+        return writes
 
-    def _write(self, job: _Job, pieces: list[_Piece], at: float, faults: Faults) -> None:
-        if pieces and self._random.random() < faults.duplicate:
-            pieces = pieces + self._random.choices(pieces, k=1 + len(pieces) // 4)
-        if pieces and self._random.random() < faults.reorder:
-            some = self._random.randrange(len(pieces) + 1)
-            early, pieces = pieces[:some], pieces[some:]
-            self._at(at, lambda: self._land(job, early))
+    def _write(self, job: _Job, writes: list[_Write], at: float, faults: Faults) -> None:
+        """Schedules the arrival of all bytes of a list."""
+        if writes and self._random.random() < faults.duplicate:
+            writes = writes + self._random.choices(writes, k=1 + len(writes) // 4)
+        if writes and self._random.random() < faults.reorder:
+            some = self._random.randrange(len(writes) + 1)
+            early, writes = writes[:some], writes[some:]
+            self._schedule(at, lambda: self._copy(job, early))
             at += self._random.uniform(*faults.delay_s)
 
-        def finish() -> None:  # also runs after the deadline: then these bytes arrive late
-            self.end(job, WriteState.DONE if self._land(job, pieces) else WriteState.FAILED_UNKNOWN)
+        def finish() -> None:  # if this runs after the deadline, the bytes arrive late
+            self.end(job, WriteState.DONE if self._copy(job, writes) else WriteState.FAILED_UNKNOWN)
 
-        self._at(at, finish)
+        self._schedule(at, finish)
 
-    def _fail(self, job: _Job, fate: Fate, pieces: list[_Piece], at: float, faults: Faults) -> None:
-        some = self._random.randrange(len(pieces)) if pieces else 0
-        self._at(at, lambda: self._land(job, pieces[:some]))
+    def _fail(self, job: _Job, fate: Fate, writes: list[_Write], at: float, faults: Faults) -> None:
+        """Schedules the arrival of some bytes of a list, and its failure."""
+        some = self._random.randrange(len(writes)) if writes else 0
+        self._schedule(at, lambda: self._copy(job, writes[:some]))
         if fate is not Fate.SILENT:
             state = WriteState.FAILED_QUIESCED if fate is Fate.CUT else WriteState.FAILED_UNKNOWN
-            self._at(at, lambda: self.end(job, state), job)
+            self._schedule(at, lambda: self.end(job, state), job)
         if fate is Fate.LATE:
             late = at + self._random.uniform(*faults.late_s)
-            self._at(late, lambda: self._land(job, pieces[some:]))
+            self._schedule(late, lambda: self._copy(job, writes[some:]))
 
-    def _land(self, job: _Job, pieces: Iterable[_Piece]) -> bool:
-        """Copies the bytes, unless either endpoint is closed and its memory may be gone. Returns whether it copied."""
+    def _copy(self, job: _Job, writes: Iterable[_Write]) -> bool:
+        """Copies the bytes. Returns False, and copies nothing, if an endpoint is closed: its memory may be freed."""
         if job.source.closed or job.target.closed:
             return False
-        for local, remote, nbytes in pieces:
+        for local, remote, nbytes in writes:
             ctypes.memmove(remote, local, nbytes)
         return True
 
 
 class Loopback:
-    """One endpoint: a `Transfer`. `faults`, if given, replace the hub's faults for writes to this endpoint.
+    """Implements `Transfer` within one process. `faults`, if given, replace the hub's for writes to this endpoint.
 
-    After `close` has returned, no byte moves from or to this endpoint's memory.
+    After `close` has returned, no byte is copied from or to this endpoint's memory.
     """
 
     name = "loopback"
@@ -270,13 +277,13 @@ class Loopback:
         self._deadline_s = deadline_s
         self.meter = Meter(lambda: hub.now)
         self._peers: dict[str, Loopback] = {}
-        self._jobs: list[_Job] = []  # that have not ended
+        self._jobs: list[_Job] = []  # lists that have not ended
         self._tickets = itertools.count()
         self._number = hub.join(self)
 
     def register(self, region: Region) -> None:
         if region.memory is MemoryKind.DEVICE:
-            raise StartupError("transfer engine loopback moves host memory only; for GPU memory use nixl")
+            raise StartupError("transfer engine loopback supports host memory only; for GPU memory use nixl")
         self.regions.add(region)
 
     def describe(self) -> bytes:
@@ -288,7 +295,7 @@ class Loopback:
         with self._hub.lock:
             peer = self._hub.find(int(number)) if hub == b"%d" % id(self._hub) and number.isdigit() else None
             if peer is None:
-                raise TransferError(f"peer {name!r} is not on this hub, or has left it")
+                raise TransferError(f"peer {name!r} uses another hub, or is closed")
             self._peers[name] = peer
 
     def forget(self, name: str) -> None:
@@ -309,8 +316,8 @@ class Loopback:
             return WriteTicket(next(self._tickets), nbytes, job)
 
     def poll(self, ticket: WriteTicket) -> WriteState:
-        found: _Job | WriteState = ticket.handle
-        return found.state if isinstance(found, _Job) else found
+        job: _Job | WriteState = ticket.handle
+        return job.state if isinstance(job, _Job) else job
 
     def transport(self) -> str:
         return "memory of this process"

@@ -1,4 +1,4 @@
-"""The Mooncake backend: TCP, or RDMA if configured. Peers are found by address, without a metadata service."""
+"""The Mooncake backend: TCP, or RDMA if configured. It connects to peers by address, without a metadata service."""
 
 import json
 import logging
@@ -16,18 +16,19 @@ from hotset.transfer.regions import Regions
 log = logging.getLogger(__name__)
 
 SYSTEM_LIBRARIES = "libibverbs1 libnl-3-200 libnl-route-3-200"
-NO_BATCH = (0, (1 << 64) - 1)
-ENDED_WELL, UNDER_WAY = 1, 0
+NO_BATCH = (0, (1 << 64) - 1)  # results of transfer_submit_write that mean failure
+DONE, IN_PROGRESS = 1, 0  # results of transfer_check_status; any other means failure
 
 
 def load_module() -> Any:
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # otherwise it logs every connection to standard error
+    """Imports Mooncake. Raises MissingDependency, with advice on what to install, if that fails."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # otherwise Mooncake logs every connection to standard error
     try:
         from mooncake import engine
     except ModuleNotFoundError as error:
         raise MissingDependency(
-            f"transfer engine mooncake: {error}; pip install 'hotset[mooncake]' adds it "
-            "(mooncake-transfer-engine in its place, where KV travels from or to a GPU)"
+            f"transfer engine mooncake: {error}; install it with pip install 'hotset[mooncake]', or with pip install "
+            "mooncake-transfer-engine if KV is transferred from or to GPU memory"
         ) from error
     except ImportError as error:
         raise MissingDependency(
@@ -38,7 +39,7 @@ def load_module() -> Any:
 
 @dataclass(slots=True, eq=False)
 class _Engine:
-    """A Mooncake engine, and the process that it has connected to at each address."""
+    """A Mooncake engine, and the instance (a process) to which it has connected at each address."""
 
     native: Any
     peers: dict[str, str] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class _Engine:
 
 @dataclass(frozen=True, slots=True)
 class _Remote:
-    """Two remotes are equal if they share one queue of an engine, which holds the writes of all connections to it."""
+    """A peer as one engine reaches it. Equal remotes share one queue of writes in Mooncake."""
 
     engine: _Engine
     address: str
@@ -55,25 +56,28 @@ class _Remote:
 @dataclass(slots=True)
 class _Post:
     engine: _Engine
-    batches: deque[int] = field(default_factory=deque)  # one per write
+    batches: deque[int] = field(default_factory=deque)  # Mooncake's number for each write that has not ended
     failed: bool = False
 
 
 class MooncakeBackend:
-    """Submits each write separately, because only such a submission can be polled without blocking.
+    """Implements `Backend` with Mooncake. Each write is submitted separately, because Mooncake can poll only single
+    writes without blocking.
 
-    A Mooncake engine caches what it learns about an address for its lifetime. So an engine that has connected to
-    another process at an address is not used for that address again: a second engine is opened.
+    A Mooncake engine caches the metadata of an address for its lifetime. If a restarted peer uses the address of its
+    predecessor, another engine is therefore opened for it.
     """
 
     name = "mooncake"
-    # With more than 2048 queued writes Mooncake refuses further writes to this peer for good.
+    # If more than 2048 writes to one peer are queued, Mooncake refuses all later writes to that peer.
     limits = Limits(writes=512, nbytes=64 << 20, write_nbytes=16 << 20, in_flight=1024)
 
     def __init__(self, host: str, protocol: str) -> None:
         self._module = load_module()
         if os.environ.get("MC_TCP_PROTO") == "1":
-            raise StartupError("transfer engine mooncake: with MC_TCP_PROTO=1 the end of a write cannot be known")
+            raise StartupError(
+                "transfer engine mooncake cannot report the end of a write with MC_TCP_PROTO=1: unset that variable"
+            )
         self._host = host
         self._protocol = protocol
         self._instance = uuid.uuid4().hex
@@ -83,8 +87,8 @@ class MooncakeBackend:
     def register(self, region: Region) -> None:
         if region.memory is MemoryKind.DEVICE and not self._module.SUPPORT_CUDA:
             raise StartupError(
-                "transfer engine mooncake: this build of it cannot reach GPU memory; pip install "
-                "mooncake-transfer-engine in place of mooncake-transfer-engine-non-cuda"
+                "transfer engine mooncake: the installed build does not support GPU memory; pip install "
+                "mooncake-transfer-engine instead of mooncake-transfer-engine-non-cuda"
             )
         for engine in self._engines:
             self._register(engine, region)
@@ -99,11 +103,11 @@ class MooncakeBackend:
             fields = json.loads(native)
             address, instance = str(fields["address"]), str(fields["instance"])
         except (ValueError, TypeError, KeyError) as error:
-            raise TransferError("this is not a description of a mooncake peer") from error
+            raise TransferError("the peer's description is not one of mooncake") from error
         engine = self._engine_for(address, instance)
         if engine.native.send_probe(address) != 0:
             raise TransferError(f"mooncake cannot reach {address}")
-        # Fetches the peer's metadata now: `post` would do so under a lock that writes to all peers need.
+        # Fetches the peer's metadata now. Otherwise `post` would, under a lock that delays writes to all peers.
         if len(regions) and not engine.native.get_first_buffer_address(address):
             raise TransferError(f"mooncake cannot fetch the memory metadata of {address}")
         engine.peers[address] = instance
@@ -114,8 +118,8 @@ class MooncakeBackend:
 
     def post(self, remote: _Remote, writes: Writes) -> _Post:
         post = _Post(remote.engine)
-        for here, there, nbytes in writes.tolist():
-            batch = remote.engine.native.transfer_submit_write(remote.address, here, there, nbytes)
+        for local, target, nbytes in writes.tolist():
+            batch = remote.engine.native.transfer_submit_write(remote.address, local, target, nbytes)
             if batch in NO_BATCH:
                 if not post.batches:
                     raise TransferError("mooncake refused the writes")
@@ -127,11 +131,11 @@ class MooncakeBackend:
     def check(self, handle: _Post) -> WriteState:
         while handle.batches:
             status = handle.engine.native.transfer_check_status(handle.batches[0])
-            if status == UNDER_WAY:
+            if status == IN_PROGRESS:
                 return WriteState.PENDING
-            handle.batches.popleft()  # Mooncake has freed it
-            handle.failed |= status != ENDED_WELL
-        # The peer may not have read everything that was sent from its socket yet.
+            handle.batches.popleft()  # Mooncake has freed this batch
+            handle.failed |= status != DONE
+        # After a failure, the peer may still read bytes from its socket that were sent before.
         return WriteState.FAILED_UNKNOWN if handle.failed else WriteState.DONE
 
     def transport(self) -> str:
@@ -141,7 +145,7 @@ class MooncakeBackend:
         for engine in self._engines:
             for region in self._regions:
                 engine.native.unregister_memory(region.address)
-            engine.native = None  # drops the last reference, which ends its threads and ports
+            engine.native = None  # drops the last reference, which ends the engine's threads and closes its ports
         self._regions.clear()
         self._engines.clear()
 
@@ -154,7 +158,7 @@ class MooncakeBackend:
             for region in self._regions:
                 self._register(engine, region)
         except StartupError as error:
-            raise TransferError(f"a second engine, needed to connect to {address}, does not start: {error}") from error
+            raise TransferError(f"a second engine, needed to connect to {address}, cannot start: {error}") from error
         self._engines.append(engine)
         return engine
 
@@ -165,8 +169,8 @@ class MooncakeBackend:
         return _Engine(native)
 
     def _register(self, engine: _Engine, region: Region) -> None:
-        place = "*" if region.memory is MemoryKind.HOST else f"cuda:{region.device}"
-        status = engine.native.register_memory(region.address, region.nbytes, place)
+        location = "*" if region.memory is MemoryKind.HOST else f"cuda:{region.device}"
+        status = engine.native.register_memory(region.address, region.nbytes, location)
         if status != 0:
             raise StartupError(
                 f"transfer engine mooncake: {region.nbytes} bytes of {region.memory.value} memory cannot be "

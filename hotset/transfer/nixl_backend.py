@@ -1,4 +1,4 @@
-"""The NIXL backend, over UCX: shared memory, TCP or RDMA, whichever reaches the peer fastest."""
+"""The NIXL backend, over UCX, which chooses the fastest transport to each peer: shared memory, TCP or RDMA."""
 
 import ctypes
 import logging
@@ -23,31 +23,36 @@ from hotset.transfer.regions import Regions
 
 log = logging.getLogger(__name__)
 
-# The progress thread sleeps until UCX has work for it. With 0, the default of the package's own agent, it spins.
+# Maximum sleep of NIXL's progress thread, which wakes earlier if UCX has work. With 0, NIXL's default, it spins.
 PROGRESS_DELAY_US = 20_000
 
+# Lines of UCX's log: the transports that it chose, and its warnings.
 CHOSEN = re.compile(r" UCX +INFO +\S+ (?:intra|inter)-node cfg#\d+ (.*)")
 TRANSPORT = re.compile(r"\w+/[\w:.]+")
-COMPLAINT = re.compile(r" UCX +(?:WARN|ERROR|FATAL) +(.*)")
+WARNING = re.compile(r" UCX +(?:WARN|ERROR|FATAL) +(.*)")
 
 
 def load_bindings() -> Any:
+    """Imports NIXL. Raises MissingDependency, with advice on what to install, if that fails."""
     try:
         from nixl import _bindings
     except ImportError as error:
-        raise MissingDependency(f"transfer engine nixl: {error}; pip install 'hotset[transfer]' adds it") from error
+        raise MissingDependency(
+            f"transfer engine nixl: {error}; install it with pip install 'hotset[transfer]'"
+        ) from error
     return _bindings
 
 
 class UcxLog:
-    """Reads which transports UCX chose, which it reports only in its log, from a log file of our own.
+    """Finds out which transports UCX has chosen. UCX reports them only in its log, which this class directs to a
+    temporary file and reads.
 
     Create it before UCX is loaded, because UCX reads its settings from the environment once. If the environment already
-    configures UCX's log, the settings are left alone and no transports are known here.
+    configures UCX's log, this class changes nothing, and the transports are not known.
     """
 
     def __init__(self) -> None:
-        self.transports: tuple[str, ...] = ()  # of the connections so far
+        self.transports: tuple[str, ...] = ()  # transports of all connections so far
         self._lock = threading.Lock()
         self._file: TextIO | None = None
         if not {"UCX_LOG_FILE", "UCX_LOG_LEVEL"} & os.environ.keys():
@@ -57,22 +62,22 @@ class UcxLog:
             os.environ["UCX_LOG_FILE"], os.environ["UCX_LOG_LEVEL"] = path, "info"
 
     def loaded(self) -> None:
-        """Removes the file's name and the settings, once UCX has opened the file."""
+        """Removes the file's name and the settings. Call it when UCX has opened the file."""
         if self._file:
             os.unlink(self._path)
             del os.environ["UCX_LOG_FILE"], os.environ["UCX_LOG_LEVEL"]
 
     def read(self) -> None:
-        """Reads the new lines. UCX's warnings and errors go to our log."""
+        """Reads the new lines, and copies UCX's warnings and errors to the log of this module."""
         with self._lock:
             if self._file is None:
                 return
             ctypes.CDLL(None).fflush(None)  # UCX writes through a buffer of the C library and never flushes it
             lines = self._file.readlines()
-            for found in filter(None, map(CHOSEN.search, lines)):
-                self.transports = tuple(dict.fromkeys([*self.transports, *TRANSPORT.findall(found[1])]))
-        for found in filter(None, map(COMPLAINT.search, lines)):
-            log.warning("UCX: %s", found[1].strip())
+            for match in filter(None, map(CHOSEN.search, lines)):
+                self.transports = tuple(dict.fromkeys([*self.transports, *TRANSPORT.findall(match[1])]))
+        for match in filter(None, map(WARNING.search, lines)):
+            log.warning("UCX: %s", match[1].strip())
 
     def close(self) -> None:
         self.read()
@@ -84,18 +89,18 @@ class UcxLog:
 
 @dataclass(slots=True, eq=False)
 class _Remote:
-    agent: str
+    agent: str  # the name of the peer's NIXL agent
     regions: Regions
 
 
 @dataclass(slots=True)
 class _Post:
-    requests: list[int] = field(default_factory=list)  # not known to have ended
+    requests: list[int] = field(default_factory=list)  # NIXL's handles of requests that are in progress
     failed: bool = False
 
 
 class NixlBackend:
-    """One NIXL agent. Its name is new for each process, so a restarted peer is a different agent."""
+    """Implements `Backend` with one NIXL agent. Its name is random, so a restarted peer is a different agent."""
 
     name = "nixl"
     limits = Limits(writes=4096, nbytes=32 << 20, write_nbytes=32 << 20, in_flight=1 << 16)
@@ -107,7 +112,7 @@ class NixlBackend:
         self._regions = Regions()
         self._registered: list[Any] = []
         self._lock = threading.Lock()
-        # By agent: a peer may be connected again before its old connection is released.
+        # Connections to each agent. A peer may be connected again before its earlier connection is released.
         self._connections: Counter[str] = Counter()
         config = self._nixl.nixlAgentConfig()
         config.useProgThread, config.useListenThread, config.pthrDelay = True, False, PROGRESS_DELAY_US
@@ -147,7 +152,7 @@ class NixlBackend:
         except Exception as error:
             raise TransferError(f"nixl cannot connect: {error}") from error
         try:
-            # This may wait for the network. Other peers are connected and released in the meantime.
+            # This may wait for the network, so it does not hold the lock.
             self._agent.makeConnection(remote.agent, [self._ucx])
         except Exception as error:
             self.disconnect(remote)
@@ -165,9 +170,9 @@ class NixlBackend:
     def post(self, remote: _Remote, writes: Writes) -> _Post:
         requests: list[int] = []
         try:
-            for here, there in self._lists(remote, writes):
+            for local, target in self._descriptor_lists(remote, writes):
                 requests.append(
-                    self._agent.createXferReq(self._nixl.NIXL_WRITE, here, there, remote.agent, b"", [self._ucx])
+                    self._agent.createXferReq(self._nixl.NIXL_WRITE, local, target, remote.agent, b"", [self._ucx])
                 )
         except Exception as error:
             self._release(requests)
@@ -186,7 +191,7 @@ class NixlBackend:
             self._advance(handle, request, begin=False)
         if handle.requests:
             return WriteState.PENDING
-        # An error means that the connection is lost, not that the peer has written everything that it had received.
+        # An error means that the connection is lost. Bytes that the peer has received may still be written there.
         return WriteState.FAILED_UNKNOWN if handle.failed else WriteState.DONE
 
     def transport(self) -> str:
@@ -203,6 +208,7 @@ class NixlBackend:
         self._log.close()
 
     def _advance(self, post: _Post, request: int, *, begin: bool) -> None:
+        """Begins or checks a request. Keeps it in the post if it is in progress, else releases it."""
         try:
             status = self._agent.postXferReq(request, b"") if begin else self._agent.getXferStatus(request)
         except Exception as error:
@@ -224,28 +230,29 @@ class NixlBackend:
     def _kind(self, memory: MemoryKind) -> Any:
         return self._nixl.DRAM_SEG if memory is MemoryKind.HOST else self._nixl.VRAM_SEG
 
-    def _lists(self, remote: _Remote, writes: Writes) -> Iterator[tuple[Any, Any]]:
-        """Yields pairs of NIXL lists, each with one kind of memory on either side."""
-        here = _Side(self._regions, writes[:, 0], writes[:, 2])
-        there = _Side(remote.regions, writes[:, 1], writes[:, 2])
+    def _descriptor_lists(self, remote: _Remote, writes: Writes) -> Iterator[tuple[Any, Any]]:
+        """Yields pairs of NIXL descriptor lists, local and remote. NIXL requires one kind of memory in each list."""
+        local = _Side(self._regions, writes[:, 0], writes[:, 2])
+        target = _Side(remote.regions, writes[:, 1], writes[:, 2])
         for memory in MemoryKind:
             for peer_memory in MemoryKind:
-                chosen = here.of(memory) & there.of(peer_memory)
+                chosen = local.is_in(memory) & target.is_in(peer_memory)
                 if chosen.any():
                     yield (
-                        self._nixl.nixlXferDList(self._kind(memory), here.entries[chosen]),
-                        self._nixl.nixlXferDList(self._kind(peer_memory), there.entries[chosen]),
+                        self._nixl.nixlXferDList(self._kind(memory), local.entries[chosen]),
+                        self._nixl.nixlXferDList(self._kind(peer_memory), target.entries[chosen]),
                     )
 
 
 class _Side:
-    """One side of each write: address, bytes and device in NIXL's format, and the kind of memory."""
+    """One side of a list of writes: address, length and device of each write in NIXL's format, and kind of memory."""
 
     def __init__(self, regions: Regions, addresses: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
-        at = regions.locate(addresses, nbytes)
+        index = regions.locate(addresses, nbytes)
         devices = np.array([region.device for region in regions], np.int64)
-        self._on_device = np.array([region.memory is MemoryKind.DEVICE for region in regions], np.bool_)[at]
-        self.entries = np.stack([addresses, nbytes, devices[at]], axis=1).astype(np.uint64)
+        self._on_device = np.array([region.memory is MemoryKind.DEVICE for region in regions], np.bool_)[index]
+        self.entries = np.stack([addresses, nbytes, devices[index]], axis=1).astype(np.uint64)
 
-    def of(self, memory: MemoryKind) -> NDArray[np.bool_]:
+    def is_in(self, memory: MemoryKind) -> NDArray[np.bool_]:
+        """Returns, for each write, whether this side is in this kind of memory."""
         return self._on_device if memory is MemoryKind.DEVICE else ~self._on_device

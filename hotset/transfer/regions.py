@@ -1,4 +1,4 @@
-"""Registered memory regions: lookup by address, checking of writes, and their description to peers."""
+"""Registered memory regions: lookup by address, merging and checking of writes, and the description for peers."""
 
 import base64
 import json
@@ -11,18 +11,20 @@ from numpy.typing import NDArray
 from hotset.base.errors import StartupError, TransferError
 from hotset.transfer.api import MemoryKind, Region, Writes
 
-OUTSIDE = -1
+OUTSIDE = -1  # a span that no region contains
 NO_EDGES: NDArray[np.int64] = np.empty(0, np.int64)
-VERSION = 1
+VERSION = 1  # of the description
 
 
 class Regions:
-    """Regions sorted by address, without overlaps. Regions are only added, never removed. `add` replaces the arrays as
-    a whole, so other threads may read at the same time."""
+    """Regions sorted by address, without overlaps. Regions are only added, never removed.
+
+    `add` replaces the tuple and the array instead of changing them, so other threads may read at the same time.
+    """
 
     def __init__(self, regions: Iterable[Region] = ()) -> None:
         self._regions: tuple[Region, ...] = ()
-        self.starts: NDArray[np.int64] = np.empty(0, np.int64)
+        self.starts: NDArray[np.int64] = np.empty(0, np.int64)  # address of each region
         for region in regions:
             self.add(region)
 
@@ -36,7 +38,7 @@ class Regions:
         return self._regions[index]
 
     def add(self, region: Region) -> None:
-        """Adds a region. Raises StartupError if it is empty or overlaps another."""
+        """Adds a region. Raises StartupError if it is empty, has no valid address, or overlaps another."""
         if region.address <= 0 or region.nbytes <= 0:
             raise StartupError(f"a region of {region.nbytes} bytes at address {region.address} cannot be registered")
         for known in self._regions:
@@ -55,7 +57,7 @@ class Regions:
             return np.full(len(addresses), OUTSIDE, np.int64)
         ends = np.array([region.address + region.nbytes for region in self._regions], np.int64)
         index = np.searchsorted(self.starts, addresses, side="right").astype(np.int64) - 1
-        # Compared as lengths: address + nbytes of an invalid write could overflow.
+        # `addresses + nbytes` of an invalid write could overflow, so lengths are compared instead.
         inside = (index >= 0) & (nbytes >= 0) & (addresses <= ends[index]) & (nbytes <= ends[index] - addresses)
         return np.where(inside, index, OUTSIDE)
 
@@ -63,11 +65,11 @@ class Regions:
 def merge_writes(
     writes: Writes, local_edges: NDArray[np.int64] = NO_EDGES, remote_edges: NDArray[np.int64] = NO_EDGES
 ) -> Writes:
-    """Returns the same bytes to the same addresses in as few writes as possible, sorted by target address.
+    """Merges writes into as few as possible that write the same bytes, sorted by target address.
 
-    The cost of a transfer engine is per write. Two writes are merged where one continues the other on both sides, but
-    never across an edge, the address at which a region begins: adjacent regions may be registered separately, and no
-    engine writes across that. Targets must not overlap, because no engine guarantees an order within a list.
+    A transfer engine has a fixed cost per write. Two writes are merged if one continues the other on both sides, but
+    never across an edge, an address at which a region begins, because one write cannot span two registered regions.
+    The targets of the writes must not overlap, because no engine guarantees an order within a list.
     """
     writes = writes[writes[:, 2] > 0]
     if len(writes) < 2:
@@ -84,7 +86,7 @@ def merge_writes(
 
 
 def merge_registered(writes: Writes, local: Regions, remote: Regions) -> Writes | None:
-    """Returns `writes`, merged, or None if one of them reads outside `local` or would write outside `remote`."""
+    """Returns the merged writes, or None if one of them is not inside a region on both sides."""
     for regions, addresses in ((local, writes[:, 0]), (remote, writes[:, 1])):
         if (regions.locate(addresses, writes[:, 2]) == OUTSIDE).any():
             return None
@@ -92,25 +94,25 @@ def merge_registered(writes: Writes, local: Regions, remote: Regions) -> Writes 
 
 
 def split_writes(writes: Writes, max_nbytes: int) -> Writes:
-    """Returns the same bytes in writes of at most `max_nbytes` bytes, in order."""
+    """Splits writes that are longer than `max_nbytes` bytes. Keeps the order."""
     nbytes = writes[:, 2]
     counts = -(-nbytes // max_nbytes)
     if not len(writes) or counts.max() <= 1:
         return writes
-    parts = np.repeat(writes, counts, axis=0)
-    offsets = (np.arange(len(parts)) - np.repeat(np.cumsum(counts) - counts, counts)) * max_nbytes
-    parts[:, :2] += offsets[:, None]
-    parts[:, 2] = np.minimum(max_nbytes, parts[:, 2] - offsets)
-    return parts
+    split = np.repeat(writes, counts, axis=0)
+    offsets = (np.arange(len(split)) - np.repeat(np.cumsum(counts) - counts, counts)) * max_nbytes
+    split[:, :2] += offsets[:, None]
+    split[:, 2] = np.minimum(max_nbytes, split[:, 2] - offsets)
+    return split
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What one endpoint sends to another before it connects: its regions, and bytes that only the engine interprets."""
+    """The data that an endpoint sends to a peer so that the peer can connect."""
 
     engine: str
     regions: Regions
-    native: bytes
+    native: bytes  # interpreted only by the engine
 
     def encode(self) -> bytes:
         regions = [[region.address, region.nbytes, region.memory.value, region.device] for region in self.regions]
@@ -124,9 +126,11 @@ def decode_description(description: bytes, engine: str) -> Description:
         fields = json.loads(description)
         version, peer_engine = fields["version"], fields["engine"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise TransferError("this is not a description of a peer's memory") from error
+        raise TransferError("the peer's description of its memory cannot be parsed") from error
     if (version, peer_engine) != (VERSION, engine):
-        raise TransferError(f"the peer uses {peer_engine} (version {version}), this side {engine} (version {VERSION})")
+        raise TransferError(
+            f"the peer uses {peer_engine} (version {version}), but this worker uses {engine} (version {VERSION})"
+        )
     try:
         regions = [
             Region(int(address), int(nbytes), MemoryKind(memory), int(device))

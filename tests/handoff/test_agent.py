@@ -314,7 +314,7 @@ def test_another_version_of_the_protocol_is_refused_with_both_versions(world: Wo
             envelope = (PROTOCOL + 1, newer.address, newer.incarnation, "", "Hello", {"all": "new"})
             dealer.send(MARK + PLAIN + msgspec.msgpack.encode(envelope))
             newer.wait(WAIT_S)
-            reason = f"protocol version {PROTOCOL} here, {PROTOCOL + 1} there"
+            reason = f"the protocol versions differ: {PROTOCOL} here, {PROTOCOL + 1} there"
             assert newer.receive() == [MessageReceived(prefill.address, Refused(reason))]
     finally:
         newer.close(0.0)

@@ -223,7 +223,7 @@ def test_malformed_messages_are_counted_and_logged_once_per_address(caplog: pyte
                 dealer.send_multipart(junk)
             assert receive_until(right, lambda: right.dropped["malformed"] == 5)
         assert [record.message for record in caplog.records if "127.0.0.1" in record.message] == [
-            "dropped a malformed message from 127.0.0.1 on the control port: not a message of this protocol "
+            "dropped a malformed message from 127.0.0.1 on the control port: it is not a message of this protocol "
             "(further ones are counted, not logged)"
         ]
         with raw_socket(right) as connection:

@@ -12,30 +12,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hotset.handoff.layout import Units, check_peers, pages_for, plan_writes, whole_rows
+from hotset.handoff.layout import LayerPairs, check_peers, pages_for, plan_writes, whole_rows
 from hotset.handoff.messages import Hello, ModelIdentity, PagedSpan, Store
 
 POISON = 0xAB
 
 
 class Side:
-    """The memory of one side. It has one block for each unit (layer or index group) and part, in random order."""
+    """The memory of one side. It has one block for each layer, or index group, and part, in random order."""
 
     def __init__(self, span: PagedSpan, pages: Sequence[int], capacity: int, byte: int | None) -> None:
         self.pages = list(pages)
-        units, parts = len(span.bases), len(span.bases[0])
-        size = units * parts * capacity * span.page_bytes
-        random = np.random.default_rng(units + parts)
+        layers, parts = len(span.bases), len(span.bases[0])
+        size = layers * parts * capacity * span.page_bytes
+        random = np.random.default_rng(layers + parts)
         self.bytes = random.integers(0, 256, size, np.uint8) if byte is None else np.full(size, byte, np.uint8)
-        order = random.permutation(units * parts).reshape(units, parts)
+        order = random.permutation(layers * parts).reshape(layers, parts)
         self.starts = order * capacity * span.page_bytes
         bases = (self.starts + self.bytes.ctypes.data).tolist()
         self.span = replace(span, bases=tuple(map(tuple, bases)))
 
-    def row(self, unit: int, position: int) -> NDArray[np.uint8]:
+    def row(self, layer: int, position: int) -> NDArray[np.uint8]:
         """Returns a row, located by the formula of `PagedSpan`."""
         page, row = self.pages[position // self.span.page_rows], position % self.span.page_rows
-        start = self.starts[unit][row // self.span.part_rows] + page * self.span.page_bytes
+        start = self.starts[layer][row // self.span.part_rows] + page * self.span.page_bytes
         start += row % self.span.part_rows * self.span.row_bytes
         return self.bytes[start : start + self.span.row_bytes]
 
@@ -51,10 +51,10 @@ class Side:
         return found
 
 
-def make_span(units: int, page_rows: int, row_bytes: int, parts: int = 1, spare: int = 0) -> PagedSpan:
+def make_span(layers: int, page_rows: int, row_bytes: int, parts: int = 1, spare: int = 0) -> PagedSpan:
     part_rows = -(-page_rows // parts)
     parts = -(-page_rows // part_rows)
-    return PagedSpan(((0,) * parts,) * units, part_rows * row_bytes + spare, page_rows, part_rows, row_bytes)
+    return PagedSpan(((0,) * parts,) * layers, part_rows * row_bytes + spare, page_rows, part_rows, row_bytes)
 
 
 def make_sides(
@@ -70,9 +70,9 @@ def make_sides(
     return both[0], both[1]
 
 
-def perform_writes(source: Side, target: Side, first: int, last: int, units: Units | None = None) -> int:
+def perform_writes(source: Side, target: Side, first: int, last: int, layers: LayerPairs | None = None) -> int:
     """Performs the planned writes, asserts that each is inside the memory of both sides, and returns their number."""
-    planned = plan_writes(source.span, source.pages, target.span, target.pages, first, last, units)
+    planned = plan_writes(source.span, source.pages, target.span, target.pages, first, last, layers)
     assert planned.dtype == np.int64 and planned.shape[1:] == (3,)
     for local, remote, nbytes in planned.tolist():
         assert source.bytes.ctypes.data <= local <= source.bytes.ctypes.data + source.bytes.nbytes - nbytes
@@ -81,38 +81,38 @@ def perform_writes(source: Side, target: Side, first: int, last: int, units: Uni
     return len(planned)
 
 
-def expected_memory(source: Side, target: Side, first: int, last: int, units: Units) -> NDArray[np.uint8]:
+def expected_memory(source: Side, target: Side, first: int, last: int, layers: LayerPairs) -> NDArray[np.uint8]:
     """Returns the expected memory of the target: rows [first, last) copied one by one, and nothing else changed."""
     actual = target.bytes
     target.bytes = np.full_like(actual, POISON)
-    for source_unit, target_unit in units:
+    for source_layer, target_layer in layers:
         for position in range(first, last):
-            target.row(target_unit, position)[:] = source.row(source_unit, position)
+            target.row(target_layer, position)[:] = source.row(source_layer, position)
     expected, target.bytes = target.bytes, actual
     return expected
 
 
 @st.composite
-def geometries(draw: st.DrawFn, row_bytes: int, units: int) -> PagedSpan:
+def geometries(draw: st.DrawFn, row_bytes: int, layers: int) -> PagedSpan:
     page_rows = draw(st.integers(1, 9) | st.sampled_from([16, 64]))
     return make_span(
-        units, page_rows, row_bytes, draw(st.integers(1, min(4, page_rows))), draw(st.sampled_from([0, 5]))
+        layers, page_rows, row_bytes, draw(st.integers(1, min(4, page_rows))), draw(st.sampled_from([0, 5]))
     )
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_planned_writes_equal_a_copy_row_by_row(data: st.DataObject) -> None:
-    row_bytes, units = data.draw(st.sampled_from([1, 3, 8, 20])), data.draw(st.integers(1, 3))
+    row_bytes, layers = data.draw(st.sampled_from([1, 3, 8, 20])), data.draw(st.integers(1, 3))
     rows = data.draw(st.integers(1, 150))
     first = data.draw(st.integers(0, rows))
     last = data.draw(st.integers(first, rows))
-    spans = [data.draw(geometries(row_bytes, units)) for _ in range(2)]
+    spans = [data.draw(geometries(row_bytes, layers)) for _ in range(2)]
     source, target = make_sides(
         spans[0], spans[1], rows, data.draw(st.integers(0, 99)), shuffled=data.draw(st.booleans())
     )
     perform_writes(source, target, first, last)
-    expected = expected_memory(source, target, first, last, [(unit, unit) for unit in range(units)])
+    expected = expected_memory(source, target, first, last, [(layer, layer) for layer in range(layers)])
     np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected)
 
 
@@ -140,9 +140,9 @@ def test_index_keys_of_host_pages_are_written_to_the_parts_of_device_pages() -> 
 
 def test_a_selection_of_layers_can_be_transferred() -> None:
     source, target = make_sides(make_span(2, 16, 8), make_span(5, 64, 8), rows=70, seed=1)
-    units = [(0, 3), (1, 4)]
-    perform_writes(source, target, 5, 70, units)
-    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected_memory(source, target, 5, 70, units))
+    layers = [(0, 3), (1, 4)]
+    perform_writes(source, target, 5, 70, layers)
+    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected_memory(source, target, 5, 70, layers))
 
 
 @pytest.mark.parametrize(("source_page_rows", "target_page_rows"), [(64, 64), (64, 16), (16, 64)])
@@ -158,8 +158,8 @@ def test_writes_span_pages_if_both_sides_have_equally_many_unused_bytes(target_s
     spans = make_span(4, 64, 12, spare=6), make_span(4, 64, 12, spare=target_spare)
     source, target = make_sides(*spans, rows=1000, seed=0, shuffled=False)
     assert perform_writes(source, target, 0, 1000) == count
-    units = [(unit, unit) for unit in range(4)]
-    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected_memory(source, target, 0, 1000, units))
+    layers = [(layer, layer) for layer in range(4)]
+    np.testing.assert_array_equal(target.with_unused_bytes_poisoned(), expected_memory(source, target, 0, 1000, layers))
 
 
 def test_a_write_ends_where_pages_of_either_side_are_not_consecutive() -> None:
@@ -195,7 +195,7 @@ def test_addresses_beyond_32_bits_are_exact() -> None:
 
 def test_no_writes_are_planned_for_no_rows_or_no_layers() -> None:
     source, target = make_sides(make_span(2, 16, 8), make_span(2, 16, 8), rows=16, seed=0)
-    assert perform_writes(source, target, 7, 7) == 0 and perform_writes(source, target, 0, 16, units=[]) == 0
+    assert perform_writes(source, target, 7, 7) == 0 and perform_writes(source, target, 0, 16, layers=[]) == 0
 
 
 @pytest.mark.parametrize("target_page_rows", [64, 16])
@@ -270,9 +270,9 @@ def test_peers_whose_rows_have_another_size_are_refused_with_both_values() -> No
     ("store", "error"),
     [
         (Store(whole_rows(ROWS), None), "no span for them"),
-        (Store(whole_rows(replace(ROWS, bases=((8,),))), STORE.keys), "rows of 1 units, not 2"),
-        (Store(whole_rows(replace(ROWS, page_rows=0)), STORE.keys), "rows of 1152 bytes, 64 to a part"),
-        (Store(whole_rows(replace(ROWS, page_bytes=100)), STORE.keys), "to a part of 100 bytes"),
+        (Store(whole_rows(replace(ROWS, bases=((8,),))), STORE.keys), "its rows have 1 layers or groups, not 2"),
+        (Store(whole_rows(replace(ROWS, page_rows=0)), STORE.keys), "pages of 0 rows of 1152 bytes do not fit"),
+        (Store(whole_rows(replace(ROWS, page_bytes=100)), STORE.keys), "in parts of 64 rows and 100 bytes"),
         (Store(whole_rows(replace(ROWS, page_rows=65)), STORE.keys), "wrong number of parts"),
         (Store(whole_rows(replace(ROWS, bases=((-8,), (8,)))), STORE.keys), "negative address"),
     ],

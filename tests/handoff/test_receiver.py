@@ -296,7 +296,9 @@ def test_a_second_fetch_of_an_open_key_has_no_effect() -> None:
 def test_of_one_request_only_the_highest_attempt_counts() -> None:
     bench = Bench().start_landing(HandoffKey("r", 2))
     bench.fetch(HandoffKey("r", 1))
-    assert bench.events() == [FetchFailed(HandoffKey("r", 1), True, False, "a later attempt is in progress")]
+    assert bench.events() == [
+        FetchFailed(HandoffKey("r", 1), True, False, "a newer attempt of the request is in progress")
+    ]
     bench.fetch(HandoffKey("r", 3))
     assert bench.sent() == [Cancel(HandoffKey("r", 2)), request(HandoffKey("r", 3))]
 

@@ -363,7 +363,7 @@ def test_a_failed_write_is_reported_when_the_other_writes_have_ended(state: Writ
     release, send = bench.actions()
     assert release == ReleasePages(PEER, KEY) and isinstance(send.message, HandoffFailed)
     assert (send.message.quiesced, send.message.retry) == (quiesced, True)
-    assert "writing rows 6 to 10 ended as 'failed" in send.message.reason
+    assert "the writes of rows [6, 10) ended as 'failed" in send.message.reason
     bench.pass_time(0.6)
     assert bench.sent() == [send.message]
     bench.receive(HandoffAck(KEY))
@@ -402,7 +402,7 @@ def test_a_hung_write_is_reported_as_not_quiesced_and_as_quiesced_when_it_ends()
     bench.pass_time(40)
     assert bench.phase is SenderPhase.DRAINING and ReleasePages(PEER, KEY) not in bench.actions()
     bench.pass_time(10)
-    failed = HandoffFailed(KEY, False, True, "a write has not ended within 40 s")
+    failed = HandoffFailed(KEY, False, True, "a list of writes has not ended within 40 s")
     actions = bench.actions()
     assert ReleasePages(PEER, KEY) in actions and SendMessage(PEER, failed) in actions
     bench.receive(HandoffAck(KEY))
@@ -422,7 +422,7 @@ def test_a_hung_write_that_ends_before_the_ack_is_reported_as_quiesced() -> None
     bench.pass_time(50)
     bench.actions()
     bench.end_write(ticket)
-    assert bench.sent() == [HandoffFailed(KEY, True, True, "a write has not ended within 40 s")]
+    assert bench.sent() == [HandoffFailed(KEY, True, True, "a list of writes has not ended within 40 s")]
     assert bench.phase is SenderPhase.NOTIFYING
 
 
@@ -477,7 +477,7 @@ def test_a_handoff_fails_if_the_engine_announces_no_rows_for_600_seconds() -> No
     bench.end_write(bench.submit())
     assert bench.phase is SenderPhase.WRITING
     bench.pass_time(600)
-    assert bench.sent()[-1] == HandoffFailed(KEY, True, True, "the engine has computed nothing for 600 s")
+    assert bench.sent()[-1] == HandoffFailed(KEY, True, True, "no rows were computed or written for 600 s")
 
 
 def test_pages_of_a_lost_receiver_are_kept_until_their_writes_have_ended() -> None:
@@ -543,10 +543,10 @@ def test_of_one_request_only_the_highest_attempt_counts() -> None:
 @pytest.mark.parametrize(
     ("invalid_request", "error"),
     [
-        (replace(request(), landing="device"), "landing 'device' was not offered"),
-        (replace(request(), row_pages=(2,)), "1 pages for 10 rows, 8 to a page"),
-        (replace(request(), key_pages=(2,)), "1 pages for 10 keys, 6 to a page"),
-        (replace(request(), prompt=prompt(0)), "a prompt without tokens"),
+        (replace(request(), landing="device"), "landing 'device' is not one of the stores in Hello"),
+        (replace(request(), row_pages=(2,)), "1 pages of 8 rows are too few for 10 rows"),
+        (replace(request(), key_pages=(2,)), "1 pages of 6 keys are too few for 10 keys"),
+        (replace(request(), prompt=prompt(0)), "the prompt has no tokens"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused(invalid_request: HandoffRequest, error: str) -> None:

@@ -152,13 +152,19 @@ def test_a_store_with_invalid_shards_is_refused() -> None:
     valid = ShardedMemory(4, 4, page_rows=4).store
     last = valid.shards[-1]
     for store, error in (
-        (_without_shard(valid, 1), "byte 7 of rows of 56 bytes is in none of its 3 shards"),
-        (_without_shard(_without_shard(_without_shard(_without_shard(valid, 0), 0), 0), 0), "rows in 0 shards"),
-        (_with_last_shard(valid, replace(last, slices=())), "holds 0 slices"),
-        (_with_last_shard(valid, replace(last, slices=((0, 0), (1, 4)))), "an empty one"),
-        (_with_last_shard(valid, replace(last, slices=((0, 100),))), "slices of 100 bytes in rows of 14"),
+        (_without_shard(valid, 1), "none of its 3 shards holds byte 7 of rows of 56 bytes"),
+        (_without_shard(_without_shard(_without_shard(_without_shard(valid, 0), 0), 0), 0), "it has 0 shards"),
+        (_with_last_shard(valid, replace(last, slices=())), "a shard has 0 slices"),
+        (_with_last_shard(valid, replace(last, slices=((0, 0), (1, 4)))), "or an empty slice"),
+        (
+            _with_last_shard(valid, replace(last, slices=((0, 100),))),
+            "slices of a shard have 100 bytes, but its rows only 14",
+        ),
         (_with_last_shard(valid, replace(last, span=replace(last.span, page_rows=5))), "pages of [4, 5] rows"),
-        (_with_last_shard(valid, replace(last, span=replace(last.span, bases=((8,),)))), "rows of 1 units, not 3"),
+        (
+            _with_last_shard(valid, replace(last, span=replace(last.span, bases=((8,),)))),
+            "its rows have 1 layers or groups, not 3",
+        ),
     ):
         reason = check_peers(hello(valid), hello(store))
         assert reason is not None and error in reason, f"{reason!r} does not contain {error!r}"

@@ -15,7 +15,7 @@ import pytest
 from hotset.base.errors import StartupError, TransferError
 from hotset.transfer import mooncake_backend, nixl_backend
 from hotset.transfer.api import Region, WriteState
-from hotset.transfer.mooncake_backend import ENDED_WELL, UNDER_WAY, MooncakeBackend
+from hotset.transfer.mooncake_backend import DONE, IN_PROGRESS, MooncakeBackend
 from hotset.transfer.nixl_backend import NixlBackend
 from hotset.transfer.regions import Regions
 
@@ -107,7 +107,7 @@ class FakeMooncakeEngine:
     def __init__(self) -> None:
         self.initialize_status = self.register_status = 0  # 0 is success
         self.batch = 7  # identifies a submitted write; 0 means that the write was refused
-        self.status = ENDED_WELL
+        self.status = DONE
 
     def initialize(self, *settings: str) -> int:
         return self.initialize_status
@@ -178,7 +178,7 @@ def test_defect_13_a_failed_mooncake_write_is_reported_as_unknown(mooncake: Fake
     backend = MooncakeBackend("127.0.0.1", "tcp")
     remote = backend.connect(native_description("a"), Regions())
     post = backend.post(remote, np.array([[1, 2, 3], [4, 5, 6]]))
-    mooncake.status = UNDER_WAY
+    mooncake.status = IN_PROGRESS
     assert backend.check(post) is WriteState.PENDING
     mooncake.status = status
     assert backend.check(post) is WriteState.FAILED_UNKNOWN
