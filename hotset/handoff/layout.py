@@ -317,7 +317,8 @@ def _flaw_of_shards(shards: Sequence[Shard]) -> str | None:
     if not 1 <= len(shards) <= MAX_SHARDS:
         return f"it has {len(shards)} shards, but 1 to {MAX_SHARDS} are allowed"
     if len({shard.span.page_rows for shard in shards}) > 1:
-        return f"the shards have pages of different sizes: {sorted({shard.span.page_rows for shard in shards})} rows"
+        sizes = sorted({shard.span.page_rows for shard in shards})
+        return f"its shards have pages of {sizes} rows, but all must have the same size"
     for shard in shards:
         if not 1 <= len(shard.slices) <= MAX_SLICES or min(nbytes for _, nbytes in shard.slices) < 1:
             return f"a shard has {len(shard.slices)} slices, or an empty slice; 1 to {MAX_SLICES} are allowed"

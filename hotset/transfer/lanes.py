@@ -293,7 +293,7 @@ class _Lane:
             job.peer.reached = True
             speed = self._meter.read().gb_per_s
             log.info(
-                "%s wrote to %s over %s, %.2f GB/s so far",
+                "%s reaches %s over %s, %.2f GB/s so far",
                 self._backend.name,
                 job.peer.name,
                 self._backend.transport(),
