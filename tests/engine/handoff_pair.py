@@ -1,6 +1,6 @@
 """A prefill worker and a decode worker in one process, and the models that the handoff tests use.
 
-Every context that lands is compared with its source, byte by byte, and every answer with that of a single engine.
+Every context that lands is compared byte by byte with its source in the prefill worker.
 """
 
 import ctypes
@@ -76,8 +76,11 @@ SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True
 
 @lru_cache
 def decoder_of(model: str) -> Decoder:
-    """Returns a decoder by name: a tiny model of other tests, a model with random weights and a `config.json`, the demo
-    model (as computed or in fp8), or the embedded one. In float64, tokens hardly depend on how steps are batched."""
+    """Returns the decoder of a model: a tiny one of test_invariance.py, one of CONFIGS with random weights, "demo-dsa",
+    "fp8" (the demo model with fp8 rows and index keys), or the embedded model.
+
+    All compute in float64, where rounding is too small to make tokens depend on how steps are batched.
+    """
     if model in MODELS:
         return Decoder(replace(MODELS[model][0], context=256), RandomWeights(torch.float64, seed=5))
     if model in CONFIGS:
@@ -96,7 +99,7 @@ class Prompts:
 
     lengths: tuple[int, ...]
 
-    def of(self, decoder: Decoder) -> list[list[int]]:
+    def token_ids(self, decoder: Decoder) -> list[list[int]]:
         generator = torch.Generator().manual_seed(3)
         return [torch.randint(decoder.spec.vocab, (length,), generator=generator).tolist() for length in self.lengths]
 
@@ -115,22 +118,24 @@ def answers_alone(model: str, prompts: Prompts, params: SamplingParams, **settin
     """Returns the answers of a single engine that has room for all requests."""
     decoder = decoder_of(model)
     engine = make(decoder, **settings)
-    token_ids = prompts.of(decoder)
+    token_ids = prompts.token_ids(decoder)
     return [answer.token_ids for answer in run_all(engine, token_ids, [params] * len(token_ids))]
 
 
-class Compared:
-    """Intercepts the events of both agents. When a context has landed, it compares its bytes with their source, which
-    the prefill worker keeps until the end because `ReleasePages` events are withheld."""
+class ContextComparer:
+    """Compares the bytes of every landed context with their source. For this it intercepts the events of both agents.
+
+    It withholds the `ReleasePages` events of the prefill worker, which therefore keeps its pages until the end.
+    """
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
         assert isinstance(prefill._endpoint, PrefillEndpoint) and isinstance(decode._endpoint, DecodeEndpoint)
         self.source = host_stores(prefill.executor.hosts())["host"]
         self.targets = decode._endpoint._agent._role._hello.stores
         self.requests: dict[HandoffKey, HandoffRequest] = {}
-        self.sent: dict[HandoffKey, tuple[int, ...]] = {}  # pages at the prefill worker
+        self.source_pages: dict[HandoffKey, tuple[int, ...]] = {}  # pages of the prefill worker
         self.released: list[ReleasePages] = []
-        self.contexts = 0
+        self.num_compared = 0
         sender, receiver = prefill._endpoint._agent, decode._endpoint._agent
         self._take_sender_events, self._take_receiver_events = sender.take_events, receiver.take_events
         self._put_of_sender, self._put_of_receiver = sender.put, receiver.put
@@ -139,7 +144,7 @@ class Compared:
 
     def put_to_sender(self, command: Any) -> None:
         if isinstance(command, RowsComputed):
-            self.sent[command.key] = command.pages
+            self.source_pages[command.key] = command.pages
         self._put_of_sender(command)
 
     def put_to_receiver(self, command: Any) -> None:
@@ -160,16 +165,16 @@ class Compared:
         return events
 
     def compare(self, key: HandoffKey) -> None:
-        request, pages = self.requests[key], self.sent.get(key)
+        request, pages = self.requests[key], self.source_pages.get(key)
         if pages is None:
-            return  # it was computed by another prefill worker
+            return  # another prefill worker computed this context
         target = self.targets[request.landing]
         rows = len(request.prompt)
         assert rows_of(self.source, pages, rows) == rows_of(target, request.row_pages, rows), "rows differ"
         if self.source.keys is not None and target.keys is not None:
             keys = bytes_of(target.keys, request.key_pages, rows)
             assert bytes_of(self.source.keys, pages, rows) == keys, "index keys differ"
-        self.contexts += 1
+        self.num_compared += 1
 
 
 def rows_of(store: Store, pages: tuple[int, ...], rows: int) -> list[bytes]:
@@ -178,50 +183,51 @@ def rows_of(store: Store, pages: tuple[int, ...], rows: int) -> list[bytes]:
     whole: list[list[int | None]] = [[None] * size for _ in range(rows * len(store.shards[0].span.bases))]
     for shard in store.shards:
         for row, stored in zip(whole, bytes_of(shard.span, pages, rows), strict=True):
-            at = 0
+            offset = 0
             for first, nbytes in shard.slices:
-                there = row[first : first + nbytes]
-                here = list(stored[at : at + nbytes])
-                assert there == here or set(there) == {None}, "two shards disagree about one head"
-                row[first : first + nbytes] = here
-                at += nbytes
-    assert not any(None in row for row in whole), "bytes that no shard holds"
+                known = row[first : first + nbytes]
+                of_shard = list(stored[offset : offset + nbytes])
+                assert known == of_shard or set(known) == {None}, "two shards hold different bytes of the same head"
+                row[first : first + nbytes] = of_shard
+                offset += nbytes
+    assert not any(None in row for row in whole), "no shard holds some bytes of a row"
     return [bytes(byte for byte in row if byte is not None) for row in whole]
 
 
 def bytes_of(span: PagedSpan, pages: tuple[int, ...], rows: int) -> list[bytes]:
-    """Reads every row of every unit, one by one."""
+    """Returns the rows of a context, or its index keys, of every layer or index group."""
     stored = []
     for parts in span.bases:
         for position in range(rows):
             page, row = divmod(position, span.page_rows)
             base = parts[row // span.part_rows]
-            at = base + pages[page] * span.page_bytes + row % span.part_rows * span.row_bytes
-            stored.append(ctypes.string_at(at, span.row_bytes))
+            address = base + pages[page] * span.page_bytes + row % span.part_rows * span.row_bytes
+            stored.append(ctypes.string_at(address, span.row_bytes))
     return stored
 
 
-def _steps(engine: Engine, until: threading.Event, died: Callable[[BaseException], None]) -> None:
+def _run_steps(engine: Engine, stop: threading.Event, on_error: Callable[[BaseException], None]) -> None:
     try:
-        while not until.is_set():
+        while not stop.is_set():
             engine.step()
             engine.audit()
             if engine.waiting_for_peers:
                 time.sleep(0.005)
     except BaseException as error:
-        died(error)
+        on_error(error)
 
 
 class Pair:
-    """Prefill workers, usually one, and a decode worker. The former step in threads, the latter within `answers`."""
+    """A decode worker, which `answers` runs, and one or more prefill workers, which run in threads."""
 
-    def __init__(self, prefill: Engine, decode: Engine, *others: Engine) -> None:
-        self.prefill, self.decode, self.compared = prefill, decode, Compared(prefill, decode)
-        self.prefills = (prefill, *others)
-        self.compared_others = [Compared(other, decode) for other in others]
-        self._over, self._died = threading.Event(), list[BaseException]()
+    def __init__(self, prefill: Engine, decode: Engine, *further_prefills: Engine) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.prefills = (prefill, *further_prefills)
+        self.comparer, *self.further_comparers = (ContextComparer(worker, decode) for worker in self.prefills)
+        self._stop, self._errors = threading.Event(), list[BaseException]()
         self._threads = [
-            threading.Thread(target=_steps, args=(prefill, self._over, self._died.append)) for prefill in self.prefills
+            threading.Thread(target=_run_steps, args=(worker, self._stop, self._errors.append))
+            for worker in self.prefills
         ]
         for thread in self._threads:
             thread.start()
@@ -233,6 +239,7 @@ class Pair:
         landing: LandingChoice,
         tiers: TiersChoice = "auto",
     ) -> list[list[int]]:
+        """Returns the answer to each prompt. The prefill workers compute the prompts in turn."""
         processor = InputProcessor(self.decode.card, seed=0)
         answers: dict[str, list[int]] = {f"{number}/0": [] for number in range(len(prompts))}
         for number, prompt in enumerate(prompts):
@@ -241,8 +248,8 @@ class Pair:
                 self.decode.add(choice)
         deadline = time.monotonic() + DEADLINE_S
         while not self.decode.idle:
-            assert not self._died, self._died
-            assert time.monotonic() < deadline, "a handoff does not end"
+            assert not self._errors, self._errors
+            assert time.monotonic() < deadline, f"the requests did not end within {DEADLINE_S:g} s"
             outputs = self.decode.step()
             self.decode.audit()
             for name, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
@@ -257,7 +264,7 @@ class Pair:
         return self.prefill._endpoint._resources.transfer.name
 
     def close(self) -> None:
-        self._over.set()
+        self._stop.set()
         for thread in self._threads:
             thread.join()
         self.decode.close()
@@ -267,22 +274,26 @@ class Pair:
 
 @contextmanager
 def pair(
-    model: str, transfer: str, pages: tuple[int, int], decoding: dict[str, Any] | None = None, **settings: Any
+    model: str,
+    transfer: str,
+    page_rows: tuple[int, int],
+    decode_settings: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Iterator[Pair]:
-    """Yields workers of one model. `pages` are the rows per page at the sender and at the receiver; `decoding` are
-    settings of the decode worker alone."""
+    """Yields a prefill worker and a decode worker of one model. `page_rows` are the rows per page of the two.
+    `decode_settings` are additional settings of the decode worker."""
     decoder = decoder_of(model)
     hub = Hub(threaded=True) if transfer == "loopback" else None
     common = settings if hub else {**settings, "transfer": transfer}
-    sent, landed = pages
-    prefill = make(decoder, hub, role="prefill", page_rows=sent, **common)
+    prefill_page_rows, decode_page_rows = page_rows
+    prefill = make(decoder, hub, role="prefill", page_rows=prefill_page_rows, **common)
     try:
-        decode = make(decoder, hub, role="decode", page_rows=landed, **{**common, **(decoding or {})})
+        decode = make(decoder, hub, role="decode", page_rows=decode_page_rows, **{**common, **(decode_settings or {})})
     except BaseException:
         prefill.close()
         raise
-    made = Pair(prefill, decode)
+    workers = Pair(prefill, decode)
     try:
-        yield made
+        yield workers
     finally:
-        made.close()
+        workers.close()

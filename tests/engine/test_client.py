@@ -1,4 +1,4 @@
-"""The engine in its own process: answers, aborts, start-up errors, and the death of either side."""
+"""The client of an engine process: answers, aborts, start-up errors, and the death of the process."""
 
 import asyncio
 import os
@@ -40,7 +40,7 @@ def with_client(config: EngineConfig, scenario: Any) -> None:
     asyncio.run(run())
 
 
-class Shared(NamedTuple):
+class SharedEngine(NamedTuple):
     """One engine process for all tests that leave it idle."""
 
     runner: asyncio.Runner
@@ -48,10 +48,12 @@ class Shared(NamedTuple):
     client: EngineClient
 
     def run(self, scenario: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
+        """Runs a scenario and checks that it leaves the engine idle."""
+
         async def run_and_check() -> None:
             async with asyncio.timeout(DEADLINE_S):
                 await scenario(self.client)
-                await pages_held(self.client, 0)
+                await wait_for_pages_held(self.client, 0)
                 stats = await self.client.stats()
                 assert (stats.running, stats.waiting, self.client.waiting) == (0, 0, 0)
 
@@ -59,7 +61,7 @@ class Shared(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
     config = config_of(tmp_path_factory.mktemp("shared"))
 
     async def start() -> EngineClient:
@@ -68,7 +70,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     with asyncio.Runner() as runner:
         client = runner.run(start())
         try:
-            yield Shared(runner, config, client)
+            yield SharedEngine(runner, config, client)
         finally:
             runner.run(asyncio.wait_for(client.close(0.0), DEADLINE_S))
 
@@ -77,12 +79,12 @@ async def collect(deltas: AsyncIterator[Delta]) -> list[int]:
     return [token async for delta in deltas for token in delta.token_ids]
 
 
-async def pages_held(client: EngineClient, wanted: int) -> None:
-    while (await client.stats()).device_pages_held != wanted:
+async def wait_for_pages_held(client: EngineClient, count: int) -> None:
+    while (await client.stats()).device_pages_held != count:
         await asyncio.sleep(0.01)
 
 
-def test_answers_equal_those_of_the_engine_in_this_process(shared: Shared) -> None:
+def test_answers_equal_those_of_an_engine_in_this_process(shared: SharedEngine) -> None:
     with LLM(shared.config.model, load_format="dummy", device="cpu", device_kv_tokens=256, page_rows=4) as llm:
         expected = [list(llm.generate({"prompt_token_ids": [n, 4]}, LONG)[0].outputs[0].token_ids) for n in range(5)]
 
@@ -94,19 +96,19 @@ def test_answers_equal_those_of_the_engine_in_this_process(shared: Shared) -> No
     shared.run(scenario)
 
 
-def test_closing_the_iterator_aborts_the_request_and_frees_its_pages(shared: Shared) -> None:
+def test_closing_the_iterator_aborts_the_request_and_frees_its_pages(shared: SharedEngine) -> None:
     async def scenario(client: EngineClient) -> None:
         before = (await client.stats()).requests_finished.get("abort", 0)
         deltas = client.generate("r", [5, 6], LONG)
         await anext(deltas)
         await deltas.aclose()
-        await pages_held(client, 0)
+        await wait_for_pages_held(client, 0)
         assert (await client.stats()).requests_finished["abort"] == before + 1
 
     shared.run(scenario)
 
 
-def test_a_request_is_refused_without_touching_the_others(shared: Shared) -> None:
+def test_refusing_a_request_does_not_affect_other_requests(shared: SharedEngine) -> None:
     async def scenario(client: EngineClient) -> None:
         running = asyncio.create_task(collect(client.generate("good", [5, 6], LONG)))
         with pytest.raises(RequestError, match="vocabulary"):
@@ -116,7 +118,7 @@ def test_a_request_is_refused_without_touching_the_others(shared: Shared) -> Non
     shared.run(scenario)
 
 
-def test_a_dead_engine_fails_its_requests_at_once(tmp_path: Path) -> None:
+def test_if_the_engine_process_is_killed_open_and_new_requests_fail(tmp_path: Path) -> None:
     async def scenario(client: EngineClient) -> None:
         deltas = client.generate("r", [5, 6], LONG)
         await anext(deltas)
@@ -149,8 +151,8 @@ def test_draining_finishes_running_requests_and_accepts_no_new_ones(tmp_path: Pa
     with_client(config_of(tmp_path), scenario)
 
 
-def test_start_up_errors_reach_the_caller_unchanged(tmp_path: Path) -> None:
+def test_start_up_errors_of_the_process_are_raised_with_their_type_and_message(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
-        EngineClient.start(EngineConfig(model=str(tmp_path / "nowhere")))
+        EngineClient.start(EngineConfig(model=str(tmp_path / "missing")))
     with pytest.raises(ConfigError, match="exceeds the 128"):
         EngineClient.start(config_of(tmp_path, max_model_len=1000))

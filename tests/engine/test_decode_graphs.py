@@ -1,4 +1,4 @@
-"""Captured decode steps: their sizes and, on a GPU, that replaying them gives the same tokens."""
+"""Decode steps as CUDA graphs: the captured batch sizes and, on a GPU, the tokens that replayed graphs give."""
 
 import json
 from pathlib import Path
@@ -21,12 +21,12 @@ DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 64, 65, 100, 256, 1000, 4096])
-def test_every_batch_has_a_captured_size_that_is_little_larger(most: int) -> None:
+def test_padding_to_a_captured_size_adds_at_most_7_tokens_or_less_than_a_quarter(most: int) -> None:
     sizes = batch_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[-1] == most
     for tokens in range(1, most + 1):
         size = next(size for size in sizes if size >= tokens)
-        assert size - tokens < max(8, -(-tokens // 4)), f"{tokens} tokens run as {size}"
+        assert size - tokens < max(8, -(-tokens // 4)), f"{tokens} tokens are padded to {size}"
 
 
 def make_prompts(tasks: list[str]) -> tuple[Tokenizer, list[Question], list[dict[str, list[int]]]]:
@@ -34,17 +34,23 @@ def make_prompts(tasks: list[str]) -> tuple[Tokenizer, list[Question], list[dict
     tokenizer = Tokenizer.load(find_model(DEMO), None)
     assert tokenizer is not None
     questions = make_questions(tasks, 1024, 6, 3, lambda text: 1 + len(tokenizer.encode(text)))
-    return tokenizer, questions, [{"prompt_token_ids": tokenizer.encode("<|bos|>" + each.prompt)} for each in questions]
+    return (
+        tokenizer,
+        questions,
+        [{"prompt_token_ids": tokenizer.encode("<|bos|>" + question.prompt)} for question in questions],
+    )
 
 
 def answers(
     prompts: list[dict[str, list[int]]], together: bool = True, tokens: int = 40, **settings: Any
 ) -> list[list[int]]:
+    """Returns the greedy answers to the prompts, which run in one batch if `together`, else one after another."""
     common: dict[str, Any] = {"model": DEMO, "max_num_seqs": len(prompts), "max_num_batched_tokens": 8192, "seed": 0}
     llm = LLM(**common | settings)
     try:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        outputs = llm.generate(prompts, params) if together else [llm.generate([each], params)[0] for each in prompts]
+        batches = [prompts] if together else [[prompt] for prompt in prompts]
+        outputs = [output for batch in batches for output in llm.generate(batch, params)]
         return [output.outputs[0].token_ids for output in outputs]
     finally:
         llm.close()
@@ -52,8 +58,9 @@ def answers(
 
 @pytest.mark.gpu
 def test_graphs_eager_steps_and_the_cpu_give_the_same_answers() -> None:
-    """Compares forty tokens after each question: the answer and what follows it. All prompts are computed in one step,
-    so every batch has a captured size, and eager steps of that size run the same kernels."""
+    """Compares forty tokens after each question with and without graphs, and the tokens of the answer with the CPU. All
+    prompts are computed in one step, so every batch has a captured size, and eager steps of that size run the same
+    kernels."""
     tokenizer, questions, prompts = make_prompts(["lookup", "several", "chain"])
     on_cpu = answers(prompts, device="cpu")
     small: dict[str, Any] = {"device_kv_tokens": 8192, "host_kv_tokens": 32768}
@@ -67,8 +74,8 @@ def test_graphs_eager_steps_and_the_cpu_give_the_same_answers() -> None:
             assert gpu[:count] == cpu[:count], f"tiers {tiers}: {question.task}"
 
 
-def sharing_model(folder: Path) -> str:
-    """Makes a model of the demo model's weights, with one indexer for three layers. Its answers are wrong, but
+def model_with_shared_indexers(folder: Path) -> str:
+    """Returns a model with the demo model's weights, but with one indexer for three layers. Its answers are wrong, but
     deterministic."""
     for path in Path(DEMO).iterdir():
         (folder / path.name).symlink_to(path)
@@ -80,10 +87,10 @@ def sharing_model(folder: Path) -> str:
 
 
 @pytest.mark.gpu
-def test_rows_copied_ahead_for_layers_that_share_a_selection_are_the_right_ones(tmp_path: Path) -> None:
-    """Requests run one after another, so batch sizes are the same and sums round alike with and without tiers."""
+def test_layers_that_share_a_selection_read_the_right_rows_when_rows_are_copied_ahead(tmp_path: Path) -> None:
+    """Requests run one after another, so batch sizes and therefore rounding are the same with and without tiers."""
     _, _, prompts = make_prompts(["lookup", "several", "chain"])
-    settings: dict[str, Any] = {"model": sharing_model(tmp_path), "device": "cuda", "together": False}
+    settings: dict[str, Any] = {"model": model_with_shared_indexers(tmp_path), "device": "cuda", "together": False}
     resident = answers(prompts, tiers="off", device_kv_tokens=8192, **settings)
     assert len({token for tokens in resident for token in tokens}) > 40
     for graphs in ("auto", "off"):
@@ -94,23 +101,23 @@ def test_rows_copied_ahead_for_layers_that_share_a_selection_are_the_right_ones(
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("tiers", ["off", "always"])
-def test_no_decode_step_makes_the_host_wait(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers cross two page ends, where rows enter slots and pages are mirrored."""
-    submit, decoded = Runner.submit, 0
+def test_no_decode_step_synchronizes_the_host_with_the_gpu(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers cross two page boundaries, at which rows are copied into slots and pages are mirrored."""
+    submit, num_checked = Runner.submit, 0
 
-    def watched(runner: Runner, plan: Plan) -> SubmittedStep:
-        nonlocal decoded
-        if plan.num_tokens != len(plan.seats) or not all(isinstance(each, Grant) for each in plan.commands):
+    def submit_without_sync(runner: Runner, plan: Plan) -> SubmittedStep:
+        nonlocal num_checked
+        if plan.num_tokens != len(plan.seats) or not all(isinstance(command, Grant) for command in plan.commands):
             return submit(runner, plan)
-        decoded += 1
+        num_checked += 1
         torch.cuda.set_sync_debug_mode("error")
         try:
             return submit(runner, plan)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Runner, "submit", watched)
+    monkeypatch.setattr(Runner, "submit", submit_without_sync)
     _, _, prompts = make_prompts(["lookup"])
     memory = {"device_kv_tokens": 8192} | ({} if tiers == "off" else {"host_kv_tokens": 32768})
     answers(prompts, tokens=140, tiers=tiers, device="cuda", **memory)
-    assert decoded > 130
+    assert num_checked > 130

@@ -1,4 +1,4 @@
-"""The engine's end of handoffs: request ids, events, failed registrations, and the order of closing."""
+"""The engine's end of handoffs: reused keys, refused prompts, failed registrations, and the order of closing."""
 
 import queue
 import threading
@@ -31,7 +31,7 @@ PEER, KEY, SEEDED = "127.0.0.1:1", HandoffKey("r", 0), SamplingParams(seed=1)
 
 
 class RecordingTransfer(Loopback):
-    """Records the order in which things are closed."""
+    """Records when it is closed, and whether the agent was still running. Tests add other events to `order`."""
 
     def __init__(self, hub: Hub) -> None:
         super().__init__(hub)
@@ -40,7 +40,7 @@ class RecordingTransfer(Loopback):
 
     def close(self) -> None:
         if self.agent is not None and self.agent.is_alive():
-            self.order.append("the transfer, before the agent")
+            self.order.append("the agent was still running")
         self.order.append("transfer")
         super().close()
 
@@ -102,7 +102,7 @@ def test_defect_14_a_key_reused_while_its_plan_is_in_flight_is_another_request(
         agent = replace_agent(prefill, patch)
         agent.events = [StartPrefill(PEER, KEY, PromptSpec((7,) * 64, SEEDED))]
         prefill.step()
-        assert prefill._pending, "nothing is in flight, so the test has lost its point"
+        assert prefill._pending, "no plan is in flight, so this test checks nothing"
         agent.commands.clear()
         agent.events = [ReleasePages(PEER, KEY), StartPrefill(PEER, KEY, PromptSpec((9,) * 32, SEEDED))]
         for _ in range(8):
@@ -132,13 +132,13 @@ def test_a_prompt_that_cannot_be_computed_is_refused(
 
 
 class FakeEvent:
-    happened = False
+    occurred = False
 
     def query(self) -> bool:
-        return self.happened
+        return self.occurred
 
 
-def test_pages_are_offered_to_a_peer_after_the_copies_that_may_still_write_them(
+def test_pages_are_announced_to_a_peer_only_after_copies_to_them_have_finished(
     decode: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -149,16 +149,16 @@ def test_pages_are_offered_to_a_peer_after_the_copies_that_may_still_write_them(
             decode.add(choice)
         for _ in range(3):
             decode.step()
-        assert not agent.commands, "a peer may write to pages that a copy still writes to"
+        assert not agent.commands, "pages that a copy may still write to were announced to a peer"
         decode.abort("aborted/0")
         decode.step()
-        copies.happened = True
+        copies.occurred = True
         decode.step()
         (command,) = agent.commands
         assert isinstance(command, Fetch) and "kept" in command.request.key.request_id
         decode.abort("kept/0")
         decode.step()
-        assert len(agent.commands) == 2, "the peer that received the request must receive its cancellation"
+        assert len(agent.commands) == 2, "the peer that received the request did not receive its cancellation"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -178,7 +178,7 @@ def test_a_control_port_in_use_is_fatal_and_closes_the_transfer_engine(decode: E
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("broken", [False, True])
-def test_defect_18_the_agent_closes_before_the_transfer_and_that_before_memory_is_released(
+def test_defect_18_the_agent_closes_first_then_the_transfer_engine_then_memory_is_released(
     role: str, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transfer = RecordingTransfer(Hub())
@@ -190,7 +190,7 @@ def test_defect_18_the_agent_closes_before_the_transfer_and_that_before_memory_i
     assert transfer.order == ["transfer", "memory"]
 
 
-def test_a_step_that_fails_during_closing_does_not_keep_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_released_even_if_a_step_fails_during_closing(monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = RecordingTransfer(Hub())
     engine = make("prefill", transfer)
     monkeypatch.setattr(engine.executor, "close", lambda: transfer.order.append("memory"))
@@ -200,20 +200,22 @@ def test_a_step_that_fails_during_closing_does_not_keep_memory(monkeypatch: pyte
 
 
 class FakeEndpoint:
+    """Its drain ends only at the second call of `close`."""
+
     def __init__(self) -> None:
         self.drains: list[float] = []
-        self.over = threading.Event()
+        self.drained = threading.Event()
 
     def poll(self) -> None: ...
 
     def close(self, drain_seconds: float) -> None:
         self.drains.append(drain_seconds)
         if len(self.drains) > 1:
-            self.over.set()
-        self.over.wait(10.0)
+            self.drained.set()
+        self.drained.wait(10.0)
 
 
-def test_handoffs_get_their_drain_time_unless_closing_is_hurried() -> None:
+def test_a_hurried_close_cuts_the_drain_of_handoffs_short() -> None:
     engine, endpoint = make("both"), FakeEndpoint()
     engine._endpoint = endpoint  # type: ignore[assignment]
     hurried = iter([False, True])
@@ -224,8 +226,8 @@ def test_handoffs_get_their_drain_time_unless_closing_is_hurried() -> None:
 def test_a_child_is_killed_only_after_the_time_it_may_need_to_close() -> None:
     small, large = make("decode"), make("decode", host_kv_tokens=8192)
     try:
-        least = core.DRAIN_SECONDS + NOTIFY_SECONDS + STOP_SECONDS + CLOSE_S
-        assert least < small.closing_seconds < large.closing_seconds
+        without_memory = core.DRAIN_SECONDS + NOTIFY_SECONDS + STOP_SECONDS + CLOSE_S
+        assert without_memory < small.closing_seconds < large.closing_seconds
         process = EngineProcess.__new__(EngineProcess)
         process.pipe = type("Pipe", (), {"recv": lambda _: EngineReady(large.card, large.closing_seconds)})()
         assert process.wait_ready() is large.card
@@ -235,7 +237,7 @@ def test_a_child_is_killed_only_after_the_time_it_may_need_to_close() -> None:
         large.close()
 
 
-def test_only_a_second_stop_command_hurries() -> None:
+def test_only_a_stop_command_counts_as_a_request_to_stop() -> None:
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     assert not _stop_requested(inbox)
     inbox.put(AddRequests(()))

@@ -1,4 +1,4 @@
-"""A prefill worker and a decode worker in one process answer like a single engine, and every row arrives unchanged."""
+"""Handoffs in one process: answers equal those of a single engine, and every row arrives unchanged."""
 
 from dataclasses import replace
 from itertools import product
@@ -12,7 +12,7 @@ from hotset.base.config import EMBEDDED, LandingChoice, TiersChoice, TiersMode
 Case = tuple[str, str, LandingChoice, tuple[int, int]]
 
 TRANSFERS = ("loopback", "nixl", "mooncake")
-# Lengths around the ends of pages (of 16 and 64 rows) and of prefill chunks.
+# Prompt lengths at and near the boundaries of pages (16 and 64 rows) and of prefill chunks (96 tokens).
 EDGES = (1, 15, 16, 17, 63, 64, 65, 95, 96, 97, 127, 128, 129)
 LENGTHS = {
     **dict.fromkeys(("gqa", "dsa", "shared", "deepseek_v32", "glm_moe_dsa"), EDGES),
@@ -21,9 +21,9 @@ LENGTHS = {
     EMBEDDED: (65,),
 }
 LANDINGS: tuple[LandingChoice, ...] = ("host", "device", "auto")
-PAGES = ((64, 64), (64, 16), (16, 64))
+PAGE_ROWS = ((64, 64), (64, 16), (16, 64))  # of the prefill worker and of the decode worker
 SIZES = {"max_model_len": 144, "max_num_batched_tokens": 96, "device_kv_tokens": 800, "host_kv_tokens": 4096}
-# Every value of every axis occurs here; the other combinations are marked slow.
+# Every value of every parameter occurs here, except the embedded model. The other combinations are marked slow.
 SAMPLE: list[Case] = [
     ("loopback", "gqa", "host", (64, 64)),
     ("loopback", "deepseek_v32", "device", (16, 64)),
@@ -37,31 +37,33 @@ SAMPLE: list[Case] = [
 
 def cases() -> list[Any]:
     params = []
-    for case in product(TRANSFERS, LENGTHS, LANDINGS, PAGES):
-        *words, (sent, landed) = case
+    for case in product(TRANSFERS, LENGTHS, LANDINGS, PAGE_ROWS):
+        *names, (prefill_page_rows, decode_page_rows) = case
         marks = [] if case in SAMPLE else [pytest.mark.slow]
-        params.append(pytest.param(*case, id="-".join([*words, f"{sent}to{landed}"]), marks=marks))
+        params.append(
+            pytest.param(*case, id="-".join([*names, f"{prefill_page_rows}to{decode_page_rows}"]), marks=marks)
+        )
     return params
 
 
-@pytest.mark.parametrize(("transfer", "model", "landing", "pages"), cases())
-def test_a_handoff_answers_like_a_single_engine(
-    transfer: str, model: str, landing: LandingChoice, pages: tuple[int, int]
+@pytest.mark.parametrize(("transfer", "model", "landing", "page_rows"), cases())
+def test_answers_after_a_handoff_equal_those_of_a_single_engine(
+    transfer: str, model: str, landing: LandingChoice, page_rows: tuple[int, int]
 ) -> None:
     if transfer != "loopback":
         pytest.importorskip(transfer)
     prompts = Prompts(LENGTHS[model])
-    alone = answers_alone(model, prompts, SAMPLED, **SIZES)
-    with pair(model, transfer, pages, **SIZES) as workers:
-        assert workers.answers(prompts.of(decoder_of(model)), SAMPLED, landing) == alone
-        assert workers.decode.stats().landed == workers.compared.contexts == len(alone)
+    expected = answers_alone(model, prompts, SAMPLED, **SIZES)
+    with pair(model, transfer, page_rows, **SIZES) as workers:
+        assert workers.answers(prompts.token_ids(decoder_of(model)), SAMPLED, landing) == expected
+        assert workers.decode.stats().landed == workers.comparer.num_compared == len(expected)
         assert workers.transfer_name == transfer
-    assert len(workers.compared.released) == len(alone)
+    assert len(workers.comparer.released) == len(expected)
 
 
-def test_the_sample_has_every_value_of_every_axis_except_the_embedded_model() -> None:
+def test_the_sample_has_every_value_of_every_parameter_except_the_embedded_model() -> None:
     seen = [set(values) for values in zip(*SAMPLE, strict=True)]
-    assert seen == [set(TRANSFERS), LENGTHS.keys() - {EMBEDDED}, set(LANDINGS), set(PAGES)]
+    assert seen == [set(TRANSFERS), LENGTHS.keys() - {EMBEDDED}, set(LANDINGS), set(PAGE_ROWS)]
 
 
 SMALL = {"max_model_len": 56, "max_num_batched_tokens": 16}
@@ -75,12 +77,12 @@ def test_landed_requests_are_parked_and_resumed_like_local_ones(
     model: str, landing: LandingChoice, tiers: TiersMode
 ) -> None:
     prompts, params = Prompts((3, 4, 13, 16, 21, 30)), replace(SAMPLED, max_tokens=22)
-    alone = answers_alone(model, prompts, params, **SMALL, **ROOMY)
+    expected = answers_alone(model, prompts, params, **SMALL, **ROOMY)
     with pair(model, "loopback", (4, 4), {**CROWDED, "tiers": tiers}, **SMALL, **ROOMY) as workers:
-        assert workers.answers(prompts.of(decoder_of(model)), params, landing) == alone
+        assert workers.answers(prompts.token_ids(decoder_of(model)), params, landing) == expected
         stats = workers.decode.stats()
-        assert stats.landed == workers.compared.contexts == len(alone)
-        assert stats.parks > 0 and stats.resumes > 0, "there was room for all, so the test has lost its point"
+        assert stats.landed == workers.comparer.num_compared == len(expected)
+        assert stats.parks > 0 and stats.resumes > 0, "no request was parked, so this test checks nothing"
         assert sum(stats.slot_misses.values()) > 0, "no request was tiered"
 
 
@@ -89,6 +91,6 @@ def test_a_resident_request_lands_on_an_engine_whose_other_requests_are_tiered(
     landing: LandingChoice, tiers: TiersChoice
 ) -> None:
     prompts, params = Prompts((5, 16)), replace(SAMPLED, max_tokens=4)
-    alone = answers_alone("dsa", prompts, params, **SMALL, **ROOMY)
+    expected = answers_alone("dsa", prompts, params, **SMALL, **ROOMY)
     with pair("dsa", "loopback", (4, 4), {"tiers": "always"}, **SMALL, **ROOMY) as workers:
-        assert workers.answers(prompts.of(decoder_of("dsa")), params, landing, tiers) == alone
+        assert workers.answers(prompts.token_ids(decoder_of("dsa")), params, landing, tiers) == expected

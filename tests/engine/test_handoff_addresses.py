@@ -1,4 +1,4 @@
-"""Workers that other machines can reach: where they listen, what they announce, and the errors that clients get."""
+"""Control addresses of prefill and decode workers: where they listen, what they announce, and which are refused."""
 
 import asyncio
 import socket
@@ -24,12 +24,12 @@ from hotset.engine.stores import regions
 from hotset.transfer.api import Region
 from hotset.transfer.loopback import Hub, Loopback
 
-SECRET = "a secret that both share"
-FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+SECRET = "a secret that both workers share"
+FOUR_TOKENS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 SCENARIO_S = 200.0
 
 
-class Registered(Loopback):
+class RecordingLoopback(Loopback):
     """Records the registered regions."""
 
     def __init__(self) -> None:
@@ -59,14 +59,14 @@ def make(loopback: Loopback | None = None, **settings: Any) -> Engine:
     ],
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_transfer_engine_listens_at_the_advertised_address(
+def test_the_transfer_engine_is_opened_at_the_advertised_host_and_registers_the_kv_memory(
     role: Literal["prefill", "decode"], settings: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[dict[str, Any]] = []
-    transfer = Registered()
+    transfer = RecordingLoopback()
 
-    def open_transfer(name: str, **given: Any) -> Loopback:
-        opened.append({"name": name, **given})
+    def open_transfer(name: str, **arguments: Any) -> Loopback:
+        opened.append({"name": name, **arguments})
         return transfer
 
     monkeypatch.setattr(build, "open_transfer", open_transfer)
@@ -86,13 +86,13 @@ def test_a_transfer_engine_listens_at_the_advertised_address(
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_a_lost_handoff_is_logged_with_its_reason_unless_the_client_has_left(
+def test_a_lost_handoff_is_logged_with_its_reason_unless_the_request_was_aborted(
     aborted: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The peer refuses at once, because it is a decode worker."""
+    """The peer refuses the request, because it is a decode worker too."""
     decode, peer = (make(Loopback(Hub()), role="decode") for _ in range(2))
     try:
-        (choice,) = InputProcessor(decode.card, 0).accept("r", [5] * 9, FEW, prefill_at=peer.card.control)
+        (choice,) = InputProcessor(decode.card, 0).accept("r", [5] * 9, FOUR_TOKENS, prefill_at=peer.card.control)
         decode.add(choice)
         decode.step()
         decode.step()  # the peer has received the request now
@@ -117,7 +117,7 @@ CARD = ModelCard("m", "a", 100, 50, (), True, 100, "cpu", "float32", role="decod
 
 
 @pytest.mark.parametrize(
-    ("given", "normalized"),
+    ("address", "normalized"),
     [
         ("127.0.0.1:7", "127.0.0.1:7"),
         ("localhost:07", "127.0.0.1:7"),
@@ -125,27 +125,27 @@ CARD = ModelCard("m", "a", 100, 50, (), True, 100, "cpu", "float32", role="decod
         ("[0::1]:7", "[::1]:7"),
     ],
 )
-def test_the_address_of_a_prefill_worker_is_normalized(given: str, normalized: str) -> None:
-    (choice,) = InputProcessor(CARD, 0).accept("r", [1], FEW, prefill_at=given)
+def test_the_address_of_a_prefill_worker_is_normalized(address: str, normalized: str) -> None:
+    (choice,) = InputProcessor(CARD, 0).accept("r", [1], FOUR_TOKENS, prefill_at=address)
     assert choice.prefill_at == normalized
 
 
 @pytest.mark.parametrize(
-    "named", ["", "nonsense", "tcp://127.0.0.1:7", "127.0.0.1:0", "0.0.0.0:7", "*:7", "h:70000", "h:7\n"]
+    "address", ["", "nonsense", "tcp://127.0.0.1:7", "127.0.0.1:0", "0.0.0.0:7", "*:7", "h:70000", "h:7\n"]
 )
-def test_an_address_that_no_peer_can_have_is_refused(named: str) -> None:
+def test_an_address_that_no_peer_can_have_is_refused(address: str) -> None:
     with pytest.raises(RequestError, match="control address"):
-        InputProcessor(CARD, 0).accept("r", [1], FEW, prefill_at=named)
+        InputProcessor(CARD, 0).accept("r", [1], FOUR_TOKENS, prefill_at=address)
 
 
 @pytest.mark.parametrize("landing", ["host", "device"])
 def test_a_landing_without_a_prefill_worker_is_refused(landing: Literal["host", "device"]) -> None:
     with pytest.raises(RequestError, match="computed here; leave it out"):
-        InputProcessor(CARD, 0).accept("r", [1], FEW, landing=landing)
+        InputProcessor(CARD, 0).accept("r", [1], FOUR_TOKENS, landing=landing)
 
 
 def own_address() -> str:
-    """Returns this machine's address as other machines see it. No packet is sent for that."""
+    """Returns an address of this machine that other machines could reach. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -157,9 +157,7 @@ def own_address() -> str:
     return address
 
 
-def test_workers_hand_over_through_an_address_of_this_machine(tmp_path: Path) -> None:
-    """Other machines could reach this address too. Then the prefill worker refuses a prompt, and the client gets its
-    reason."""
+def test_workers_hand_over_through_a_non_loopback_address_and_report_why_a_prompt_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("nixl")
     address, model = own_address(), tiny_directory(tmp_path)
     common: dict[str, Any] = {"model": model, "load_format": "dummy", "device": "cpu", "device_kv_tokens": 256}
@@ -170,23 +168,24 @@ def test_workers_hand_over_through_an_address_of_this_machine(tmp_path: Path) ->
 
     async def scenario() -> None:
         prefill, decode = (
-            EngineClient.start(*each) for each in zip((prefill_config, decode_config), processes, strict=True)
+            EngineClient.start(config, process)
+            for config, process in zip((prefill_config, decode_config), processes, strict=True)
         )
         try:
             async with asyncio.timeout(SCENARIO_S):
                 assert prefill.control is not None and prefill.control.startswith(f"{address}:")
                 prompt = list(range(3, 40))
-                alone, handed = [
+                local, handed_off = [
                     [
                         token
-                        async for delta in decode.generate(name, prompt, FEW, prefill_at=at)
+                        async for delta in decode.generate(name, prompt, FOUR_TOKENS, prefill_at=prefill_at)
                         for token in delta.token_ids
                     ]
-                    for name, at in (("alone", None), ("handed", prefill.control))
+                    for name, prefill_at in (("local", None), ("handed off", prefill.control))
                 ]
-                assert alone == handed
+                assert local == handed_off
                 with pytest.raises(HandoffLost, match="the prompt has 80 tokens, but this worker computes 1 to 63"):
-                    await anext(decode.generate("long", [5] * 80, FEW, prefill_at=prefill.control))
+                    await anext(decode.generate("long", [5] * 80, FOUR_TOKENS, prefill_at=prefill.control))
                 assert (await decode.stats()).landed == 1
         finally:
             await asyncio.gather(prefill.close(0.0), decode.close(0.0))

@@ -1,4 +1,4 @@
-"""Handoffs between engines with different parallelism: the tokens of a single process, and every byte unchanged."""
+"""Handoffs between engines with different parallelism: tokens equal those of one process, and no byte changes."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +25,7 @@ from hotset.transfer.loopback import Hub, Loopback
 
 SEED = 5
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
-LENGTHS = (1, 15, 16, 17, 31, 33, 48)  # around the ends of pages and chunks
+LENGTHS = (1, 15, 16, 17, 31, 33, 48)  # prompt lengths at and near the boundaries of pages and chunks
 COMMON = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "device_kv_tokens": 256, "host_kv_tokens": 768}
 PARALLELISM = {
     "TP1": {},
@@ -35,11 +35,11 @@ PARALLELISM = {
     "PP3": {"pipeline_parallel_size": 3},
     "DP4": {"data_parallel_size": 4},
 }
-CROSSINGS = [
+CROSSINGS = [  # parallelism of the prefill worker and of the decode worker
     ("TP1", "TP2"), ("TP2", "TP1"), ("TP4", "TP2"), ("TP2", "TP4"), ("TP4", "DP4"), ("TP1", "PP2"), ("PP2", "TP1"),
     ("TP2", "PP2"), ("PP3", "PP2"),
 ]  # fmt: skip
-QUICK = {
+QUICK = {  # the other combinations are marked slow
     ("llama with biases", "TP4", "TP2", "loopback"),
     ("llama", "TP1", "TP2", "nixl"),
     ("deepseek_v32", "TP4", "DP4", "loopback"),
@@ -48,11 +48,11 @@ QUICK = {
 
 
 def prompts() -> list[list[int]]:
-    return [[(7 * at * at + 3 * length) % 61 for at in range(length)] for length in LENGTHS]
+    return [[(7 * position * position + 3 * length) % 61 for position in range(length)] for length in LENGTHS]
 
 
 @lru_cache
-def alone(model: str) -> list[list[int]]:
+def answers_of_one_process(model: str) -> list[list[int]]:
     spec = SPECS[model]
     engine = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, page_rows=16, device_kv_tokens=2000)
     return [answer.token_ids for answer in run_all(engine, prompts(), [PARAMS] * len(LENGTHS))]
@@ -73,8 +73,8 @@ def engine_of(model: str, parallelism: str, role: str, transfer: Transfer, **set
 
 
 @contextmanager
-def pair(model: str, sender: str, receiver: str, transfer_name: str, *others: str) -> Iterator[Pair]:
-    """Yields a pair. `others` is the parallelism of further prefill workers."""
+def pair(model: str, sender: str, receiver: str, transfer_name: str, *further_senders: str) -> Iterator[Pair]:
+    """Yields prefill workers (parallelism `sender` and `further_senders`) and a decode worker (`receiver`)."""
     hub = Hub(threaded=True)
 
     def transfer() -> Transfer:
@@ -85,10 +85,10 @@ def pair(model: str, sender: str, receiver: str, transfer_name: str, *others: st
         stack.callback(prefill.close)
         decode = engine_of(model, receiver, "decode", transfer(), page_rows=8)
         stack.callback(decode.close)
-        further = [engine_of(model, other, "prefill", transfer()) for other in others]
-        both = Pair(prefill, decode, *further)
-        stack.callback(both.close)
-        yield both
+        further_prefills = [engine_of(model, sender, "prefill", transfer()) for sender in further_senders]
+        workers = Pair(prefill, decode, *further_prefills)
+        stack.callback(workers.close)
+        yield workers
 
 
 def cases() -> list[Any]:
@@ -107,19 +107,19 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("model", "sender", "receiver", "transfer_name"), cases())
-def test_contexts_cross_between_engines_with_different_parallelism(
+def test_answers_do_not_change_if_the_two_engines_have_different_parallelism(
     model: str, sender: str, receiver: str, transfer_name: str
 ) -> None:
-    with pair(model, sender, receiver, transfer_name) as both:
-        assert both.answers(prompts(), PARAMS, "auto") == alone(model)
-        assert both.compared.contexts == len(LENGTHS)
-        stats = both.decode.stats()
+    with pair(model, sender, receiver, transfer_name) as workers:
+        assert workers.answers(prompts(), PARAMS, "auto") == answers_of_one_process(model)
+        assert workers.comparer.num_compared == len(LENGTHS)
+        stats = workers.decode.stats()
     assert (stats.landed, stats.lost, stats.quarantined_pages) == (len(LENGTHS), 0, 0)
 
 
 @pytest.mark.parametrize("model", ["llama", "deepseek_v32"])
-def test_one_decode_engine_receives_from_prefill_engines_of_different_degrees(model: str) -> None:
+def test_a_decode_engine_receives_from_prefill_engines_with_different_tensor_parallel_sizes(model: str) -> None:
     with pair(model, "TP1", "TP2", "loopback", "TP4") as workers:
-        assert workers.answers(prompts(), PARAMS, "auto") == alone(model)
-        (other,) = workers.compared_others
-        assert (workers.compared.contexts, other.contexts) == (4, 3)
+        assert workers.answers(prompts(), PARAMS, "auto") == answers_of_one_process(model)
+        (further_comparer,) = workers.further_comparers
+        assert (workers.comparer.num_compared, further_comparer.num_compared) == (4, 3)

@@ -1,4 +1,4 @@
-"""A request's tokens depend on nothing but itself: not on the batch, chunks, pages, preemption or plans in flight."""
+"""The tokens of a request do not depend on its batch, on chunks, pages, preemption or plans in flight."""
 
 import random
 from functools import cache
@@ -17,7 +17,7 @@ from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 
 VOCAB = 61
-CHANGES = ("recomputes", "parks", "resumes", "demotions")
+COUNTERS = ("recomputes", "parks", "resumes", "demotions")
 
 
 def gqa_spec() -> ModelSpec:
@@ -41,29 +41,30 @@ MODELS = {
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
-    chance = random.Random(7)
-    drawn = []
+    rng = random.Random(7)
+    pairs = []
     for number in range(20):
-        prompt = [chance.randrange(VOCAB) for _ in range((1, 7, 16, 25, 30)[number % 5])]
+        prompt = [rng.randrange(VOCAB) for _ in range((1, 7, 16, 25, 30)[number % 5])]
         params = SamplingParams(
-            temperature=chance.choice([0.0, 0.8]),
-            top_p=chance.choice([1.0, 0.9]),
-            repetition_penalty=chance.choice([1.0, 1.3]),
-            frequency_penalty=chance.choice([0.0, 0.5]),
-            seed=chance.randrange(100),
+            temperature=rng.choice([0.0, 0.8]),
+            top_p=rng.choice([1.0, 0.9]),
+            repetition_penalty=rng.choice([1.0, 1.3]),
+            frequency_penalty=rng.choice([0.0, 0.5]),
+            seed=rng.randrange(100),
             max_tokens=(1, 9, 20, 26)[number % 4],
-            min_tokens=chance.choice([0, 1]),
-            ignore_eos=chance.random() < 0.5,
+            min_tokens=rng.choice([0, 1]),
+            ignore_eos=rng.random() < 0.5,
         )
-        drawn.append((prompt, params))
-    return drawn
+        pairs.append((prompt, params))
+    return pairs
 
 
-REQUESTS = requests()  # every prompt length with every length of answer
+REQUESTS = requests()  # every prompt length is combined with every value of max_tokens
 
 
 @cache
-def alone(name: str, number: int) -> Answer:
+def answer_alone(name: str, number: int) -> Answer:
+    """Returns the answer to a request that runs alone on an engine that has room for it."""
     spec, model = MODELS[name]
     engine = make_engine(model, spec, device_kv_tokens=96, page_rows=96, max_num_seqs=1, max_model_len=56, tiers="off")
     prompt, params = REQUESTS[number]
@@ -72,28 +73,28 @@ def alone(name: str, number: int) -> Answer:
 
 
 class Workload(NamedTuple):
-    """Requests that run together, and an engine that is too small for them."""
+    """Requests that run together, and the settings of an engine that is too small to hold them all."""
 
     batch: list[int]  # numbers of REQUESTS
-    arrive_at: list[int]
+    arrive_at: list[int]  # the step at which each request is added
     settings: dict[str, Any]
 
 
-def workload(chance: random.Random, tiers: TiersMode, selects: bool) -> Workload:
-    count, kv_tokens = chance.randint(4, 6), chance.randint(58, 62)
+def workload(rng: random.Random, tiers: TiersMode, sparse: bool) -> Workload:
+    count, kv_tokens = rng.randint(4, 6), rng.randint(58, 62)
     settings: dict[str, Any] = {
-        "max_num_seqs": chance.randint(3, 5),
-        "max_num_batched_tokens": chance.choice([4, 11, 64]),
-        "page_rows": chance.choice([1, 3, 8]),
-        "plans_in_flight": chance.randint(1, 3),
+        "max_num_seqs": rng.randint(3, 5),
+        "max_num_batched_tokens": rng.choice([4, 11, 64]),
+        "page_rows": rng.choice([1, 3, 8]),
+        "plans_in_flight": rng.randint(1, 3),
         "device_kv_tokens": kv_tokens,
         "tiers": tiers,
     }
     if tiers != "off":
-        settings["host_kv_tokens"] = kv_tokens + chance.choice([20, 200])
-        settings["hot_slots"] = chance.choice([6, 9, 12]) if selects else None
-    batch = [chance.randrange(len(REQUESTS)) for _ in range(count)]
-    return Workload(batch, [chance.randint(0, 9) for _ in range(count)], settings)
+        settings["host_kv_tokens"] = kv_tokens + rng.choice([20, 200])
+        settings["hot_slots"] = rng.choice([6, 9, 12]) if sparse else None
+    batch = [rng.randrange(len(REQUESTS)) for _ in range(count)]
+    return Workload(batch, [rng.randint(0, 9) for _ in range(count)], settings)
 
 
 @pytest.mark.parametrize("workloads", [15, pytest.param(90, marks=pytest.mark.slow)])
@@ -101,23 +102,23 @@ def workload(chance: random.Random, tiers: TiersMode, selects: bool) -> Workload
 def test_tokens_do_not_depend_on_other_requests(name: str, workloads: int) -> None:
     spec, model = MODELS[name]
     modes: list[TiersMode] = ["auto", "off"] if name == "gqa" else ["auto", "off", "always"]
-    seen = dict.fromkeys(CHANGES[:3] if name == "gqa" else CHANGES, 0)
-    chance = random.Random(1)
+    totals = dict.fromkeys(COUNTERS[:3] if name == "gqa" else COUNTERS, 0)
+    rng = random.Random(1)
     for number in range(workloads):
-        crowd = workload(chance, modes[number % len(modes)], selects=name != "gqa")
-        engine = make_engine(model, spec, max_model_len=56, **crowd.settings)
-        prompts, params = zip(*(REQUESTS[request] for request in crowd.batch), strict=True)
-        together = run_all(engine, prompts, params, crowd.arrive_at)
-        assert together == [alone(name, request) for request in crowd.batch], crowd
+        load = workload(rng, modes[number % len(modes)], sparse=name != "gqa")
+        engine = make_engine(model, spec, max_model_len=56, **load.settings)
+        prompts, params = zip(*(REQUESTS[request] for request in load.batch), strict=True)
+        together = run_all(engine, prompts, params, load.arrive_at)
+        assert together == [answer_alone(name, request) for request in load.batch], load
         stats = engine.stats()
-        assert stats.device_pages_held == 0, crowd
-        for change in seen:
-            seen[change] += getattr(stats, change)
-    print(name, seen)
-    assert all(seen.values()), f"{seen}: something never happened, so the test has lost its point"
+        assert stats.device_pages_held == 0, load
+        for counter in totals:
+            totals[counter] += getattr(stats, counter)
+    print(name, totals)
+    assert all(totals.values()), f"one of these never happened, so this test checks less than it should: {totals}"
 
 
-def test_an_abort_at_any_step_frees_all_pages_and_disturbs_no_other_request() -> None:
+def test_an_abort_at_any_step_frees_all_pages_and_does_not_change_other_answers() -> None:
     spec, model = MODELS["dsa"]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
@@ -145,17 +146,17 @@ def test_an_abort_at_any_step_frees_all_pages_and_disturbs_no_other_request() ->
 
 
 class FailingModel:
-    """Works for some steps, then raises like a failing device."""
+    """Computes `steps` steps, then raises like a failing device."""
 
     def __init__(self, steps: int) -> None:
         self._inner = MODELS["gqa"][1]
-        self._left = steps
+        self._steps_left = steps
         self.device = self._inner.device
         self.kv_shape = self._inner.kv_shape
 
     def forward(self, token_ids: torch.Tensor, view: View, logit_indices: torch.Tensor | None) -> torch.Tensor:
-        self._left -= 1
-        if self._left < 0:
+        self._steps_left -= 1
+        if self._steps_left < 0:
             raise RuntimeError("the device is gone")
         return self._inner.forward(token_ids, view, logit_indices)
 
@@ -164,6 +165,6 @@ def test_a_failed_step_raises_and_ends_the_engine_instead_of_hanging() -> None:
     engine = make_engine(FailingModel(3), MODELS["gqa"][0], device_kv_tokens=96, plans_in_flight=2)
     with pytest.raises(RuntimeError, match="device is gone"):
         run_all(engine, [[1, 2]], [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)])
-    assert engine.idle, "draining this engine would never end"
+    assert engine.idle, "a failed engine must count as idle, or draining it would never end"
     with pytest.raises(EngineStopped):
         engine.step()

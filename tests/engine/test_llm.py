@@ -1,4 +1,4 @@
-"""The offline API, with a model that has no tokenizer and with the embedded one."""
+"""The offline API, with a tiny model that has no tokenizer and with the embedded model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_a_model_without_a_tokenizer_serves_token_ids(tiny: LLM) -> None:
         (IDS, {"logit_bias": {50: 1.0}}, RequestError, "logit_bias"),
     ],
 )
-def test_bad_prompts_are_refused_with_a_reason_and_hold_no_pages(
+def test_invalid_prompts_are_refused_with_a_reason_and_hold_no_pages(
     tiny: LLM, prompt: object, params: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -76,7 +76,7 @@ def test_bad_prompts_are_refused_with_a_reason_and_hold_no_pages(
         {"min_tokens": 17},
     ],
 )
-def test_a_sampling_parameter_of_the_wrong_kind_or_range_is_refused_by_name(field: dict[str, Any]) -> None:
+def test_a_sampling_parameter_of_the_wrong_type_or_range_is_refused_and_named(field: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**field)
     assert caught.value.param == next(iter(field))
@@ -97,13 +97,13 @@ def test_two_streams_can_be_read_alternately(tiny: LLM) -> None:
     streams = [tiny.stream(IDS, params), tiny.stream({"prompt_token_ids": [9]}, params)]
     got: list[list[int]] = [[], []]
     for _ in range(6):
-        for at, stream in enumerate(streams):
-            got[at] += next(stream).token_ids
+        for index, stream in enumerate(streams):
+            got[index] += next(stream).token_ids
     assert got == expected
     assert all(next(stream, None) is None for stream in streams)
 
 
-def test_a_seeded_draw_repeats_and_choices_differ(tiny: LLM) -> None:
+def test_a_seed_makes_answers_repeatable_and_choices_still_differ(tiny: LLM) -> None:
     params = SamplingParams(seed=11, max_tokens=12, n=3, ignore_eos=True)
     first, second = (tiny.generate(IDS, params)[0].outputs for _ in range(2))
     assert [choice.token_ids for choice in first] == [choice.token_ids for choice in second]
@@ -113,13 +113,13 @@ def test_a_seeded_draw_repeats_and_choices_differ(tiny: LLM) -> None:
 
 
 def test_stop_ids_end_the_answer_but_not_before_min_tokens(tiny: LLM) -> None:
-    free = tiny.generate(IDS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids
-    stop = free[2]
-    at = free.index(stop)
+    greedy = tiny.generate(IDS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids
+    stop = greedy[2]
+    end = greedy.index(stop) + 1
     ended = tiny.generate(IDS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[stop]))[
         0
     ].outputs[0]
-    assert ended.token_ids == free[: at + 1]
+    assert ended.token_ids == greedy[:end]
     assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
     delayed = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[stop], min_tokens=8)
     assert stop not in tiny.generate(IDS, delayed)[0].outputs[0].token_ids[:7]
@@ -135,7 +135,7 @@ def test_logprobs_include_the_sampled_token_and_the_most_likely_ones(tiny: LLM) 
         assert [entry.logprob for entry in ranked] == sorted((entry.logprob for entry in ranked), reverse=True)
 
 
-def test_a_closed_llm_answers_no_more_requests(tmp_path: Path) -> None:
+def test_a_closed_llm_refuses_open_streams_and_new_requests(tmp_path: Path) -> None:
     llm = LLM(tiny_directory(tmp_path), load_format="dummy", device="cpu", device_kv_tokens=128)
     stream = llm.stream(IDS, SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
@@ -159,7 +159,7 @@ def test_a_closed_llm_answers_no_more_requests(tmp_path: Path) -> None:
         ({"max_num_seqs": 0}, "--max-num-seqs"),
     ],
 )
-def test_settings_that_cannot_be_met_are_refused_with_their_flag(
+def test_settings_that_the_model_or_machine_cannot_meet_are_refused_with_their_flag(
     tmp_path: Path, settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
@@ -173,12 +173,12 @@ def test_invalid_sampling_defaults_of_a_model_are_refused(tmp_path: Path) -> Non
         LLM(tiny_directory(tmp_path), load_format="dummy", device="cpu", device_kv_tokens=64)
 
 
-def test_the_context_shrinks_to_the_memory_unless_it_is_configured(tmp_path: Path) -> None:
+def test_the_maximum_context_length_shrinks_to_fit_the_memory_if_it_is_not_configured(tmp_path: Path) -> None:
     with LLM(tiny_directory(tmp_path), load_format="dummy", device="cpu", device_kv_tokens=64) as llm:
         assert llm.card.max_model_len == 64
 
 
-def test_the_embedded_model_knows_paris_and_ends_its_turn(embedded: LLM) -> None:
+def test_the_embedded_model_answers_with_paris_and_ends_its_turn(embedded: LLM) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = embedded.chat(question, SamplingParams(temperature=0, max_tokens=30))[0].outputs[0]
     assert "Paris" in answer.text
@@ -186,7 +186,7 @@ def test_the_embedded_model_knows_paris_and_ends_its_turn(embedded: LLM) -> None
     assert "<|im_end|>" not in answer.text
 
 
-def test_a_stop_string_cuts_the_text_and_frees_the_pages(embedded: LLM) -> None:
+def test_a_stop_string_ends_the_text_and_frees_the_pages(embedded: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, stop=["France"])
     answer = embedded.chat([{"role": "user", "content": "What is the capital of France?"}], params)[0].outputs[0]
     assert answer.text == "The capital of "

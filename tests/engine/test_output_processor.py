@@ -1,4 +1,4 @@
-"""The output processor turns the engine's outputs into deltas."""
+"""The output processor assigns finish reasons to the right delta."""
 
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine.input_processor import Choice
@@ -6,8 +6,8 @@ from hotset.engine.output_processor import OutputProcessor
 from hotset.schedule.plan import TokenOutputs
 
 
-def test_the_finish_reason_belongs_to_the_last_of_two_tokens_of_one_request() -> None:
-    """The first token arrived with a handoff, and the second with a step that was committed right after it."""
+def test_the_finish_reason_is_in_the_delta_of_the_last_of_two_tokens() -> None:
+    """One output has two tokens of a request: the first came with its handoff, the second from the next step."""
     processor = OutputProcessor(None)
     processor.add([Choice("r/0", 0, PromptSpec((5, 6), SamplingParams(max_tokens=2)), 4)])
     outputs = TokenOutputs(request_ids=["r/0", "r/0"], token_ids=[7, 8], finished={"r/0": "length"})

@@ -39,7 +39,9 @@ def budget(shape: KvShape, tiers: TiersMode, context: int = 4000, **changes: Any
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
-@given(shapes(), st.integers(1, 64), st.integers(20, 3000), st.integers(0, 20), st.sampled_from(["least", "default"]))
+@given(
+    shapes(), st.integers(1, 64), st.integers(20, 3000), st.integers(0, 20), st.sampled_from(["smallest", "default"])
+)
 def test_defect_20_tiers_never_lower_concurrency(
     shape: KvShape, page_rows: int, tokens: int, more_slots: int, host: str
 ) -> None:
@@ -49,8 +51,8 @@ def test_defect_20_tiers_never_lower_concurrency(
     off = budget(shape, "off", **changes)
     if shape.groups:
         changes["hot_slots"] = shape.topk + more_slots
-    if host == "least":
-        changes["host_kv_tokens"] = least_host_tokens(shape, changes)
+    if host == "smallest":
+        changes["host_kv_tokens"] = smallest_host_tokens(shape, changes)
     auto = budget(shape, "auto", **changes)
     assert auto.device_pages >= off.device_pages
     assert auto.max_model_len >= off.max_model_len and auto.resident_len >= off.resident_len
@@ -58,8 +60,8 @@ def test_defect_20_tiers_never_lower_concurrency(
         assert auto.requests(length) >= off.requests(length), f"contexts of {length} tokens"
 
 
-def least_host_tokens(shape: KvShape, changes: dict[str, Any]) -> int:
-    """Returns the smallest host store that is accepted with this device pool."""
+def smallest_host_tokens(shape: KvShape, changes: dict[str, Any]) -> int:
+    """Returns the smallest `host_kv_tokens` that is accepted with these settings."""
     low, high = 1, 1 << 16
     while low < high:
         middle = (low + high) // 2
@@ -81,7 +83,7 @@ def test_defect_20_the_device_pool_does_not_depend_on_the_host_store(shape: KvSh
     assert len(pools) == 1
 
 
-def test_tiers_allow_a_longer_context_than_the_device_holds() -> None:
+def test_with_tiers_a_context_can_be_longer_than_the_device_holds() -> None:
     off = budget(DSA, "off", page_rows=4, device_kv_tokens=200)
     auto = budget(DSA, "auto", page_rows=4, device_kv_tokens=200, host_kv_tokens=2000)
     assert auto.resident_len == off.max_model_len < auto.max_model_len
@@ -122,8 +124,8 @@ def test_sizes_that_do_not_fit_are_refused_in_one_line_with_the_numbers_and_the_
     with pytest.raises(ConfigError) as refusal:
         kv_budget(EngineConfig(**changes), shape, 4000, CPU)
     assert "\n" not in str(refusal.value)
-    for part in quoted:
-        assert part in str(refusal.value)
+    for text in quoted:
+        assert text in str(refusal.value)
 
 
 def test_the_largest_number_of_slots_is_accepted() -> None:
@@ -150,13 +152,13 @@ def test_fp8_is_refused_for_models_without_a_latent_kv(setting: str) -> None:
 
 
 def card(**changes: Any) -> ModelCard:
-    named = {"max_model_len": 500, "tiers": True, "resident_len": 200} | changes
-    return ModelCard("m", "m", vocab=61, eos_ids=(), device="cpu", dtype="float32", **named)
+    fields = {"max_model_len": 500, "tiers": True, "resident_len": 200} | changes
+    return ModelCard("m", "m", vocab=61, eos_ids=(), device="cpu", dtype="float32", **fields)
 
 
 REQUESTS: list[tuple[str, dict[str, Any], int, int, str, list[str]]] = [
     ("longer than the context", {}, 490, 11, "auto", ["500 tokens", "501", "490", "11"]),
-    ("longer than any resident", {}, 190, 11, "resident", ["200 tokens", "201", "tiers"]),
+    ("longer than a resident context", {}, 190, 11, "resident", ["200 tokens", "201", "tiers"]),
     ("tiered without tiers", {"tiers": False}, 10, 10, "tiered", ["'tiered'", "leave it out"]),
     ("no such tier", {}, 10, 10, "warm", ["auto, resident, tiered", "'warm'"]),
 ]
@@ -174,17 +176,17 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(
         InputProcessor(card(**changes), seed=0).accept("r", [1] * prompt, SamplingParams(max_tokens=answer), tiers)
     assert isinstance(refusal.value, ContextLengthExceeded) == (len(quoted) > 2 and tiers != "warm")
     assert "\n" not in str(refusal.value)
-    for part in quoted:
-        assert part in str(refusal.value)
+    for text in quoted:
+        assert text in str(refusal.value)
 
 
-def test_a_resident_request_without_a_limit_ends_at_the_resident_length() -> None:
+def test_a_resident_request_without_max_tokens_ends_at_the_longest_resident_context() -> None:
     choices = InputProcessor(card(), seed=0).accept("r", [1] * 20, SamplingParams(max_tokens=None), "resident")
     assert [choice.max_length for choice in choices] == [200]
 
 
 def test_the_scheduler_has_room_for_every_accepted_request() -> None:
-    """The engine's card and its scheduler agree on what fits, so no accepted request fails an assertion later."""
+    """The model card and the scheduler agree on what fits, so an accepted request never fails an assertion later."""
     model = Decoder(gqa_spec(), RandomWeights(torch.float32, seed=1))
     for tokens in (8, 9, 30, 33):
         engine = make_engine(model, gqa_spec(), page_rows=4, device_kv_tokens=tokens, host_kv_tokens=96)

@@ -1,4 +1,4 @@
-"""Text of a choice, piece by piece, with stop strings."""
+"""`TextAssembler` returns the text of a choice piece by piece, and ends it at a stop string."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.text import TextAssembler
 
 
-class Pieces:
-    """A text stream whose token i has the text `texts[i]`, and which flushes `last`."""
+class FakeTextStream:
+    """Returns the text `texts[i]` for token i, and `last` when it is flushed."""
 
     def __init__(self, texts: Sequence[str], last: str = "") -> None:
         self._texts = texts
@@ -25,8 +25,9 @@ class Pieces:
         return last
 
 
-def cut(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
-    """Finds the cut by trying every end: the first end of any stop string, and the longest of those that end there."""
+def text_until_stop(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
+    """Returns the text up to the first stop string, and that stop string. Tries every end by brute force; if several
+    stop strings end at the same character, the longest counts."""
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -36,7 +37,9 @@ def cut(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None
 
 
 def assembled(texts: Sequence[str], stops: Sequence[str], *, include: bool = False, last: str = "") -> list[str]:
-    assembler = TextAssembler(Pieces(texts, last), SamplingParams(stop=stops, include_stop_str_in_output=include))
+    assembler = TextAssembler(
+        FakeTextStream(texts, last), SamplingParams(stop=stops, include_stop_str_in_output=include)
+    )
     return [*(assembler.push(token) for token in range(len(texts))), assembler.finish()]
 
 
@@ -48,14 +51,16 @@ stop_lists = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size
 @given(texts=st.lists(words, max_size=8), stops=stop_lists, include=st.booleans(), last=words)
 @example(texts=["aa", "ab"], stops=["aab"], include=False, last="")
 @example(texts=["ab", "abb"], stops=["ababb", "ba"], include=False, last="")
-def test_pieces_add_up_to_the_brute_force_cut_and_none_is_released_too_early(
+def test_pieces_add_up_to_the_expected_text_and_none_is_released_too_early(
     texts: list[str], stops: list[str], include: bool, last: str
 ) -> None:
-    assembler = TextAssembler(Pieces(texts, last), SamplingParams(stop=stops, include_stop_str_in_output=include))
+    assembler = TextAssembler(
+        FakeTextStream(texts, last), SamplingParams(stop=stops, include_stop_str_in_output=include)
+    )
     released, so_far = "", ""
     for token, text in enumerate(texts):
         released, so_far = released + assembler.push(token), so_far + text
-        whole, stop = cut(so_far, stops, include)
+        whole, stop = text_until_stop(so_far, stops, include)
         assert assembler.stopped_by == stop
         if stop is not None:
             assert released == whole
@@ -65,12 +70,12 @@ def test_pieces_add_up_to_the_brute_force_cut_and_none_is_released_too_early(
             (n for n in range(len(so_far) + 1) for s in stops if n < len(s) and so_far.endswith(s[:n])), default=0
         )
         assert released == so_far[: len(so_far) - held]
-    whole, stop = cut(so_far + last, stops, include)
+    whole, stop = text_until_stop(so_far + last, stops, include)
     assert (released + assembler.finish(), assembler.stopped_by) == (whole, stop)
     assert assembler.finish() == ""
 
 
-def test_no_part_of_a_stop_string_across_tokens_is_released() -> None:
+def test_no_part_of_a_stop_string_that_spans_tokens_is_released() -> None:
     assert assembled(["Hello wo", "rl", "d! more", "even more"], ["world"]) == ["Hello ", "", "", "", ""]
 
 
@@ -78,20 +83,20 @@ def test_text_held_back_is_released_once_it_cannot_be_a_stop_string() -> None:
     assert assembled(["a\n", "b", "c\n"], ["\n\n"]) == ["a", "\nb", "c", "\n"]
 
 
-def test_the_first_complete_stop_string_wins_wherever_tokens_end() -> None:
+def test_the_stop_string_that_completes_first_wins_for_all_token_boundaries() -> None:
     for texts in (["xabc"], ["xa", "bc"], ["x", "a", "b", "c"]):
         assert "".join(assembled(texts, ["abc", "b"])) == "xa"
         assert "".join(assembled(texts, ["bc", "abc"])) == "x"
 
 
-def test_an_included_stop_string_ends_the_text() -> None:
+def test_the_text_ends_with_the_stop_string_if_it_is_included() -> None:
     assert "".join(assembled(["one. t", "wo"], ["."], include=True)) == "one."
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "hi"), (True, "hi<end>")])
 def test_the_text_of_a_stop_token_is_released_only_if_requested(include: bool, text: str) -> None:
     params = SamplingParams(stop=["iii"], include_stop_str_in_output=include)
-    assembler = TextAssembler(Pieces(["hi", "<end>"]), params)
+    assembler = TextAssembler(FakeTextStream(["hi", "<end>"]), params)
     released = assembler.push(0) + assembler.push(1, is_stop_token=True) + assembler.finish()
     assert (released, assembler.stopped_by) == (text, None)
 
@@ -106,6 +111,7 @@ def test_without_a_tokenizer_the_text_stays_empty() -> None:
     assert assembler.stopped_by is None
 
 
-def test_a_long_repetitive_stop_string_costs_linear_time() -> None:
+def test_a_long_repetitive_stop_string_is_searched_in_linear_time() -> None:
+    """A search that compares whole prefixes at every character would take very long here."""
     stop = "a" * 1000 + "b"
     assert "".join(assembled(["a" * 500] * 100, [stop])) == "a" * 50000

@@ -1,4 +1,4 @@
-"""Workers as real processes: they answer like one process, and if one of them or the controller dies, none remains."""
+"""Worker processes: they give the same tokens as one process, and all exit if one of them or the controller dies."""
 
 import os
 import re
@@ -40,11 +40,11 @@ SETTINGS: dict[str, Any] = {
     "progress": False,
     "max_num_batched_tokens": 64,
 }
-PROMPTS = [{"prompt_token_ids": [1 + (7 * at + 3 * n) % 40 for at in range(30 + 40 * n)]} for n in range(4)]
+PROMPTS = [{"prompt_token_ids": [1 + (7 * position + 3 * n) % 40 for position in range(30 + 40 * n)]} for n in range(4)]
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
-def tokens(llm: LLM) -> list[list[int]]:
+def answers(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
 
 
@@ -54,14 +54,14 @@ def pids_of(llm: LLM) -> list[int]:
     return [worker.process.pid for worker in workers._workers if worker.process.pid is not None]
 
 
-def wait_until(done: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], description: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while not done():
-        assert time.monotonic() < deadline, f"{what} took more than {DEADLINE_S:g} s"
+    while not condition():
+        assert time.monotonic() < deadline, f"not after {DEADLINE_S:g} s: {description}"
         time.sleep(0.05)
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Returns True unless the process has ended. A zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -70,20 +70,21 @@ def runs(pid: int) -> bool:
 
 
 def shared_memory() -> set[str]:
+    """Returns the names of all shared memory of this machine, without semaphores."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_ranks_in_two_stages_answer_like_one_process(tmp_path: Path, ranks: int) -> None:
+def test_ranks_in_two_stages_give_the_same_answers_as_one_process(tmp_path: Path, ranks: int) -> None:
     model, before = tiny_directory(tmp_path, **TINY), shared_memory()
-    with LLM(model, **SETTINGS) as alone:
-        expected = tokens(alone)
+    with LLM(model, **SETTINGS) as single:
+        expected = answers(single)
     with LLM(model, **SETTINGS, tensor_parallel_size=ranks, pipeline_parallel_size=2) as llm:
-        assert tokens(llm) == expected
+        assert answers(llm) == expected
         llm.audit()
         assert llm.stats().host_pages_held == 0
         pids = pids_of(llm)
-    assert not any(runs(pid) for pid in pids), "a worker outlived its engine"
+    assert not any(is_running(pid) for pid in pids), "a worker outlived its engine"
     assert shared_memory() <= before
 
 
@@ -96,24 +97,26 @@ def test_ranks_in_two_stages_answer_like_one_process(tmp_path: Path, ranks: int)
         pytest.param("prefill", "pipeline", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_rank_or_stage_ends_the_engine_with_its_name(tmp_path: Path, when: str, split: str) -> None:
+def test_if_a_rank_or_stage_is_killed_the_engine_ends_with_an_error_that_names_it(
+    tmp_path: Path, when: str, split: str
+) -> None:
     name = "stage 0 of 1, rank 1 of 2" if split == "tensor" else "stage 1 of 2, rank 0 of 1"
     degree = {f"{split}_parallel_size": 2}
     with LLM(tiny_directory(tmp_path, **TINY), **SETTINGS, **degree) as llm:
         pids = pids_of(llm)
-        long = {"prompt_token_ids": [1 + at % 40 for at in range(3000 if when == "prefill" else 3)]}
+        long = {"prompt_token_ids": [1 + position % 40 for position in range(3000 if when == "prefill" else 3)]}
         stream = llm.stream(long, SamplingParams(temperature=0, max_tokens=900, ignore_eos=True))
         if when == "decode":
             next(stream)
         os.kill(pids[1], signal.SIGKILL)
-        begun = time.monotonic()
+        killed_at = time.monotonic()
         with pytest.raises(EngineStopped, match=re.escape(f"worker 1 ({name}) died (exit code -9)")):
             list(stream)
-        assert time.monotonic() - begun < DEADLINE_S
-    assert not any(runs(pid) for pid in pids), "a worker outlived its engine"
+        assert time.monotonic() - killed_at < DEADLINE_S
+    assert not any(is_running(pid) for pid in pids), "a worker outlived its engine"
 
 
-def test_a_rank_that_is_killed_while_rows_land_ends_the_engine_and_leaves_its_peer_whole(tmp_path: Path) -> None:
+def test_if_a_rank_is_killed_while_rows_land_the_engine_ends_and_its_peer_frees_all_pages(tmp_path: Path) -> None:
     settings = {name: value for name, value in SETTINGS.items() if name != "progress"}
     model = tiny_directory(tmp_path, **TINY)
     prefill = build_engine(EngineConfig(model, **settings, role="prefill"), show_progress=False)
@@ -126,7 +129,7 @@ def test_a_rank_that_is_killed_while_rows_land_ends_the_engine_and_leaves_its_pe
         for choice in InputProcessor(decode.card, 0).accept("a", [1] * 300, params, "auto", prefill.card.control):
             decode.add(choice)
         deadline = time.monotonic() + DEADLINE_S
-        while prefill.idle:  # until it has received the request
+        while prefill.idle:  # it has not received the request yet
             decode.step()
             prefill.step()
             assert time.monotonic() < deadline
@@ -137,7 +140,7 @@ def test_a_rank_that_is_killed_while_rows_land_ends_the_engine_and_leaves_its_pe
                 decode.step()
     finally:
         decode.close()
-    wait_until(lambda: not any(runs(pid) for pid in pids if pid is not None), "the end of the workers")
+    wait_until(lambda: not any(is_running(pid) for pid in pids if pid is not None), "all workers have exited")
     while not prefill.idle:
         prefill.step()
         assert time.monotonic() < deadline + 2 * DEADLINE_S
@@ -163,38 +166,38 @@ def test_a_worker_that_dies_while_the_engine_is_idle_is_noticed(tmp_path: Path) 
         engine.close()
 
 
-def _controller(model: str, pipe: Connection) -> None:
+def _run_controller(model: str, pipe: Connection) -> None:
     llm = LLM(model, **SETTINGS, pipeline_parallel_size=2)
     pipe.send(pids_of(llm))
     while True:
-        tokens(llm)
+        answers(llm)
 
 
-def test_workers_end_when_their_controller_is_killed(tmp_path: Path) -> None:
+def test_workers_exit_when_their_controller_is_killed(tmp_path: Path) -> None:
     context = get_context("spawn")
-    here, there = context.Pipe()
-    controller = context.Process(target=_controller, args=(tiny_directory(tmp_path, **TINY), there))
+    pipe, controller_end = context.Pipe()
+    controller = context.Process(target=_run_controller, args=(tiny_directory(tmp_path, **TINY), controller_end))
     controller.start()
-    assert here.poll(DEADLINE_S), "the workers did not start"
-    pids = here.recv()
+    assert pipe.poll(DEADLINE_S), "the workers did not start"
+    pids = pipe.recv()
     controller.kill()
     controller.join()
-    wait_until(lambda: not any(runs(pid) for pid in pids), "the end of orphaned workers")
+    wait_until(lambda: not any(is_running(pid) for pid in pids), "all workers have exited")
 
 
-def _forgetful(model: str) -> None:
+def _generate_without_closing(model: str) -> None:
     LLM(model, **SETTINGS, data_parallel_size=2).generate(PROMPTS, PARAMS)
 
 
 @pytest.mark.slow
-def test_a_program_that_does_not_close_its_engine_still_ends(tmp_path: Path) -> None:
-    program = get_context("spawn").Process(target=_forgetful, args=(tiny_directory(tmp_path, **TINY),))
+def test_a_program_that_does_not_close_its_engine_still_exits(tmp_path: Path) -> None:
+    program = get_context("spawn").Process(target=_generate_without_closing, args=(tiny_directory(tmp_path, **TINY),))
     program.start()
     program.join(2 * DEADLINE_S)
-    assert program.exitcode == 0, "the program hangs or failed"
+    assert program.exitcode == 0, "the program did not exit, or failed"
 
 
-def test_a_split_that_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_split_that_does_not_suit_the_model_or_machine_is_refused(tmp_path: Path) -> None:
     model = tiny_directory(tmp_path, **TINY)
     with pytest.raises(ConfigError, match="nearest that works: 2"):
         LLM(model, **SETTINGS, tensor_parallel_size=3)

@@ -1,4 +1,4 @@
-"""Engines with several workers answer like one process: every split, with tiers off, automatic and forced."""
+"""Engines with several workers give the same tokens as one process, for every split and every setting of `tiers`."""
 
 import random
 import threading
@@ -35,23 +35,23 @@ QUICK = (  # the other combinations are marked slow
     ("qwen3", "PP 2", "off"),
     ("deepseek_v32", "DP 2", "auto"),
 )
-# Pools so small that some requests are preempted: parked, or demoted first with sparse attention.
+# With these settings and small pools, some requests are preempted.
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "page_rows": 4, "max_model_len": 64}
-COUNT = 7
+NUM_REQUESTS = 7
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    chance = random.Random(11)
-    prompts = [[chance.randrange(61) for _ in range(chance.choice([1, 7, 16, 25, 30]))] for _ in range(COUNT)]
+    rng = random.Random(11)
+    prompts = [[rng.randrange(61) for _ in range(rng.choice([1, 7, 16, 25, 30]))] for _ in range(NUM_REQUESTS)]
     params = [
-        SamplingParams(temperature=0.8 if at % 2 else 0.0, seed=at, max_tokens=20, ignore_eos=True, top_p=0.9)
-        for at in range(COUNT)
+        SamplingParams(temperature=0.8 if n % 2 else 0.0, seed=n, max_tokens=20, ignore_eos=True, top_p=0.9)
+        for n in range(NUM_REQUESTS)
     ]
     return prompts, params
 
 
 @lru_cache
-def alone(model: str) -> list[list[int]]:
+def answers_of_one_process(model: str) -> list[list[int]]:
     """Returns the answers of one process that has room for all requests."""
     spec = SPECS[model]
     engine = make_engine(Decoder(spec, RandomWeights(torch.float64, SEED)), spec, **SMALL, device_kv_tokens=2000)
@@ -64,7 +64,7 @@ def cases() -> list[Any]:
         for split in SPLITS:
             for tiers in TIERS:
                 if tiers == "always" and isinstance(spec.attention, GqaSpec):
-                    continue  # a model that attends to all rows is never tiered
+                    continue  # requests of a GQA model are never tiered
                 marks = () if (model, split, tiers) in QUICK else (pytest.mark.slow,)
                 params.append(pytest.param(model, split, tiers, marks=marks))
     return params
@@ -76,15 +76,15 @@ def test_tokens_equal_those_of_one_process(model: str, split: str, tiers: str) -
     if tiers != "off":
         settings["host_kv_tokens"] = 600
     with closing(split_engine(SPECS[model], SEED, **settings)) as engine:
-        assert [answer.token_ids for answer in run_all(engine, *requests())] == alone(model)
+        assert [answer.token_ids for answer in run_all(engine, *requests())] == answers_of_one_process(model)
         stats = engine.stats()
-    preemptions = {"off": stats.recomputes, "auto": stats.parks, "always": stats.bytes_swapped}
-    assert preemptions[tiers] > 0, f"no request was preempted, so the test has lost its point: {stats}"
+    pressure = {"off": stats.recomputes, "auto": stats.parks, "always": stats.bytes_swapped}
+    assert pressure[tiers] > 0, f"the pools were large enough, so this test checks nothing: {stats}"
     assert stats.device_pages_held == stats.host_pages_held == 0
 
 
-class Copies:
-    """An event for copies from a GPU to the host. It occurs when the test sets `done`."""
+class FakeCopyEvent:
+    """Stands for copies from a GPU to the host, which have finished when the test sets `done`."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -93,27 +93,27 @@ class Copies:
         assert self.done.wait(30)
 
 
-def test_a_shared_store_is_read_only_after_every_writer_has_reported_its_pages(
+def test_a_step_that_reads_a_shared_store_waits_until_every_writer_has_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copies = Copies()
+    copies = FakeCopyEvent()
 
-    def mirrored_event(memory: KvMemory) -> Copies | None:
+    def mirrored_event(memory: KvMemory) -> FakeCopyEvent | None:
         return copies if memory.host is not None and memory.host.writer == 1 else None
 
     monkeypatch.setattr(KvMemory, "mirrored_event", mirrored_event)
     engine = split_engine(SPECS["deepseek_v32"], SEED, **SMALL, host_kv_tokens=600, tensor_parallel_size=2)
     with closing(engine):
         workers = engine.executor
-        writes, resident, reads = (Plan(n, (), (), (), (), (), reads_host=n == 2) for n in range(3))
-        futures = [workers.submit([writes]), workers.submit([resident])]
+        first, second, reads_host = (Plan(n, (), (), (), (), (), reads_host=n == 2) for n in range(3))
+        futures = [workers.submit([first]), workers.submit([second])]
         event = workers.mirrored_event()
-        later = threading.Thread(target=lambda: futures.append(workers.submit([reads])), daemon=True)
-        later.start()
-        later.join(0.3)
-        assert later.is_alive() and event is not None and not event.query()
+        submitting = threading.Thread(target=lambda: futures.append(workers.submit([reads_host])), daemon=True)
+        submitting.start()
+        submitting.join(0.3)
+        assert submitting.is_alive() and event is not None and not event.query()
         copies.done.set()
-        later.join(30)
+        submitting.join(30)
         assert event.query() and len(futures) == 3
         assert [future.results() for future in futures] == [[StepResult(n, ())] for n in range(3)]
 
@@ -121,8 +121,8 @@ def test_a_shared_store_is_read_only_after_every_writer_has_reported_its_pages(
 def test_a_request_goes_to_the_replica_with_the_fewest_tokens() -> None:
     spec, (prompts, params) = SPECS["deepseek_v32"], requests()
     with closing(split_engine(spec, SEED, **SMALL, device_kv_tokens=400, tiers="off", data_parallel_size=2)) as engine:
-        run = run_all(engine, prompts, params)
-        loads = [replica.scheduler.counters.tokens_prefilled for replica in engine.replicas]
-    assert [answer.token_ids for answer in run] == alone("deepseek_v32")
-    assert sum(loads) == sum(map(len, prompts))
-    assert max(loads) - min(loads) <= max(map(len, prompts)), f"prompts of {loads} tokens"
+        answers = run_all(engine, prompts, params)
+        prefilled = [replica.scheduler.counters.tokens_prefilled for replica in engine.replicas]
+    assert [answer.token_ids for answer in answers] == answers_of_one_process("deepseek_v32")
+    assert sum(prefilled) == sum(map(len, prompts))
+    assert max(prefilled) - min(prefilled) <= max(map(len, prompts)), f"the replicas prefilled {prefilled} tokens"

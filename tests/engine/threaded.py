@@ -1,4 +1,4 @@
-"""Workers in threads of the test's process. Only the processes and their connections are replaced."""
+"""An executor whose workers are threads of the test's process. All other code is that of worker processes."""
 
 import os
 import queue
@@ -34,26 +34,27 @@ WAIT_S = 60.0
 
 
 class ThreadWorld:
-    """Implements `World`."""
+    """Implements `World` with queues between threads."""
 
     def __init__(
-        self, collectives: Collectives, number: int, lines: "defaultdict[tuple[int, int], queue.Queue[Tensor]]"
+        self, collectives: Collectives, number: int, queues: "defaultdict[tuple[int, int], queue.Queue[Tensor]]"
     ) -> None:
-        self.collectives, self._number, self._lines = collectives, number, lines
+        self.collectives, self._number = collectives, number
+        self._queues = queues  # (sender, receiver) -> tensors
 
     def send(self, x: Tensor, to: int) -> None:
-        self._lines[self._number, to].put(x.clone())
+        self._queues[self._number, to].put(x.clone())
 
     def receive(self, x: Tensor, source: int) -> None:
-        x.copy_(self._lines[source, self._number].get(timeout=WAIT_S))
+        x.copy_(self._queues[source, self._number].get(timeout=WAIT_S))
 
 
 class ThreadProcess:
-    """A thread with the interface of a process. It cannot be killed, so `kill` breaks the barriers it waits for."""
+    """A thread with the interface of a process. A thread cannot be killed, so `kill` calls `on_kill`."""
 
-    def __init__(self, target: Callable[[], None], broken: Callable[[], None]) -> None:
-        self.sentinel, self._end = os.pipe()
-        self._target, self._broken = target, broken
+    def __init__(self, target: Callable[[], None], on_kill: Callable[[], None]) -> None:
+        self.sentinel, self._open_while_running = os.pipe()
+        self._target, self._on_kill = target, on_kill
         self.exitcode: int | None = None
         self.pid = os.getpid()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -62,7 +63,7 @@ class ThreadProcess:
     def _run(self) -> None:
         self._target()
         self.exitcode = 0
-        os.close(self._end)
+        os.close(self._open_while_running)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -71,7 +72,7 @@ class ThreadProcess:
         self._thread.join(seconds)
 
     def kill(self) -> None:
-        self._broken()
+        self._on_kill()
 
 
 class ThreadWorkers(MultiprocessExecutor):
@@ -80,31 +81,32 @@ class ThreadWorkers(MultiprocessExecutor):
     def __init__(self, config: EngineConfig, splits: Sequence[Split], kv_heads: int) -> None:
         stages = len(splits) // splits[0].size
         self._groups = [ThreadGroup(splits[0].size) for _ in range(stages)]
-        self._lines: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        self._queues: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
         super().__init__(config, splits, stages, kv_heads, CPU)
 
     def _start(self, rank: WorkerRank) -> tuple[Connection, Any]:
-        pipe, far_end = Pipe()
+        pipe, worker_end = Pipe()
 
         def join_world(rank: WorkerRank, _device: torch.device) -> ThreadWorld:
             collectives: Collectives = SINGLE_RANK
             if rank.split.size > 1:
                 collectives = ThreadCollectives(rank.split.rank, self._groups[rank.stage])
-            return ThreadWorld(collectives, rank.number, self._lines)
+            return ThreadWorld(collectives, rank.number, self._queues)
 
         def serve() -> None:
-            worker_module.serve(far_end, join_world, lambda: None)
-            far_end.close()
+            worker_module.serve(worker_end, join_world, lambda: None)
+            worker_end.close()
 
-        return pipe, ThreadProcess(serve, self._break)
+        return pipe, ThreadProcess(serve, self._abort_barriers)
 
-    def _break(self) -> None:
+    def _abort_barriers(self) -> None:
+        """Ends the waits of all workers, so that their threads exit."""
         for group in self._groups:
             group.barrier.abort()
 
 
 def split_engine(spec: ModelSpec, seed: int, transfer: Transfer | None = None, **settings: Any) -> Engine:
-    """Returns an engine with several workers and random weights, in float64. Settings are those of EngineConfig."""
+    """Returns an engine with several workers and random weights in float64. `settings` are those of `EngineConfig`."""
     config = EngineConfig(**settings)
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
 
