@@ -203,7 +203,7 @@ def test_a_split_that_does_not_suit_the_model_or_machine_is_refused(tmp_path: Pa
         LLM(model, **SETTINGS, tensor_parallel_size=3)
     with pytest.raises(ConfigError, match="from 1 to 3 stages work"):
         LLM(model, **SETTINGS, pipeline_parallel_size=4)
-    with pytest.raises(ConfigError, match="has 4 layers, the model 3"):
+    with pytest.raises(ConfigError, match="has 4 layers and the model has 3"):
         LLM(model, **SETTINGS, pipeline_parallel_size=2, pipeline_layers="2,2")
     with pytest.raises(ConfigError, match="cannot be combined"):
         LLM(model, **SETTINGS, data_parallel_size=2, tensor_parallel_size=2)
