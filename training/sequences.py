@@ -30,7 +30,7 @@ NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 MAX_COUNT = 5  # the largest number in a record
 HELD_OUT_EVERY = 13  # one key in 13 is used in evaluation only
 
-TEXT_WEIGHT = 0.1
+TEXT_WEIGHT = 0.1  # of running text in the loss
 NEAR_MISSES = 0.3  # the share of new keys that have a word in common with an existing key
 CHAINED = 0.2  # the share of values that are themselves keys
 UPDATES = (0.0, 0.3, 0.6)  # the share of records that update an existing key; each sequence has one of these

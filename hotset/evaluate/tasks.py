@@ -127,7 +127,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Needles:
-    """The records that a question is about, and the question. Its depth is the depth of the first record."""
+    """The records that a question is about, and the question, whose depth is that of the first record."""
 
     records: Sequence[Record]
     keys: Sequence[Key]  # distractors may resemble these

@@ -26,7 +26,7 @@ class _GqaDefaults:
     head_dim: int | None  # None: hidden_size / num_attention_heads
     kv_heads: int | None  # None: the number of attention heads
     qk_norm: bool
-    has_mlp_bias: bool  # whether config.json has the field mlp_bias
+    has_mlp_bias: bool  # whether the architecture has the field mlp_bias
 
 
 @dataclass(frozen=True, slots=True)

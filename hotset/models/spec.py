@@ -43,7 +43,7 @@ class IndexSpec:
     head_dim: int
     topk: int
     interleaved_rope: bool  # rotated pairs are (0, 1), (2, 3), ... (GLM), else (i, i + dim / 2) (DeepSeek-V3.2)
-    full_layers: tuple[int, ...]  # the layers that run an indexer; each other layer reuses the selection before it
+    full_layers: tuple[int, ...]  # the layers that run an indexer; the layers after each one reuse its selection
 
 
 @dataclass(frozen=True, slots=True)

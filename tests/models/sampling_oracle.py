@@ -23,7 +23,7 @@ def uniform(seed: int, position: int) -> float:
 @dataclass(frozen=True)
 class OracleToken:
     token: int
-    margin: float  # the smallest difference that decided a comparison: rounding errors above it could change the token
+    margin: float  # the smallest difference that decided a comparison; a larger rounding error could change the token
 
 
 def adjusted(

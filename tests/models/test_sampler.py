@@ -199,9 +199,8 @@ def test_draws_follow_the_probabilities_and_neighbours_are_independent(varied: s
     tokens = drawn_over_seeds(count, 100, 17) if varied == "seeds" else drawn_over_positions(count, 5)
     kinds = len(PROBABILITIES)
     single = torch.bincount(tokens, minlength=kinds)
-    assert (
-        chi_square(single, PROBABILITIES * count) < 33.0
-    )  # 6 degrees of freedom: larger by chance in 1 of 100,000 runs
+    # With 6 degrees of freedom, chance alone exceeds 33 in 1 of 100,000 runs.
+    assert chi_square(single, PROBABILITIES * count) < 33.0
     pairs = torch.bincount(tokens[:-1] * kinds + tokens[1:], minlength=kinds * kinds)
     expected_pairs = (PROBABILITIES.unsqueeze(1) * PROBABILITIES).flatten() * (count - 1)
     likely = expected_pairs >= 5.0

@@ -65,7 +65,7 @@ def find_model(model: str) -> ModelFiles:
 
 
 def embedded_path() -> Path:
-    """Returns the GGUF file in the installed wheel. Importing the package would require further packages."""
+    """Returns the GGUF file in the installed wheel. Does not import the package, which requires further packages."""
     found = importlib.util.find_spec(EMBEDDED_PACKAGE)
     folders = [] if found is None else list(found.submodule_search_locations or ())
     for folder in folders:

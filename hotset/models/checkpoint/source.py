@@ -72,7 +72,7 @@ class WeightSource(Protocol):
 
 
 class SkippedWeights:
-    """A source for the parts of a model that other workers hold. It returns tensors without memory.
+    """A source for the parts of a model that other workers hold. It returns tensors without memory, or `out` unchanged.
 
     Every requested tensor is marked as skipped, so only the code that loads weights lists their names.
     """
