@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pace import scaled
+from scaled_timeouts import scaled
 
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.layout import check_peers, head_shards, pages_for
@@ -178,7 +178,7 @@ class Memory:
         return [*self.rows.pools, self.keys]
 
     def allocate(self, tokens: int) -> tuple[list[int], list[int]] | None:
-        """Returns pages of rows and pages of index keys, or None if either are short."""
+        """Returns pages of rows and pages of index keys, or None if there are too few of either."""
         rows = self.rows.allocator.allocate(pages_for(self.rows.span, tokens))
         keys = self.keys.allocator.allocate(pages_for(self.keys.span, tokens)) if rows is not None else None
         if rows is not None and keys is None:
@@ -235,9 +235,8 @@ class World:
         self.prompt_numbers = itertools.count(1)
         self.decodes = [DecodeWorker(self, f"decode-{number}", number) for number in range(decodes)]
         self.prefills = [PrefillWorker(self, f"prefill-{number}") for number in range(prefills)]
-        self.orphaned_writers: list[
-            tuple[float, Loopback, Any]
-        ] = []  # dead workers: end of their writes, transfer, memory
+        # Of dead prefill workers: when their writes end, their transfer, and their memory.
+        self.orphaned_writers: list[tuple[float, Loopback, Any]] = []
 
     @property
     def workers(self) -> "list[Worker]":
@@ -332,7 +331,7 @@ class Worker(ABC):
 
     def start(self) -> None:
         """Starts a new incarnation with new memory."""
-        self.alive, self.known_peers = True, dict[str, int]()  # incarnation, by name
+        self.alive, self.known_peers = True, dict[str, int]()  # the incarnations of peers, by name
         self.incarnation += 1
         arena = Arena()
         self.memories = self.make_memories(arena)
@@ -406,7 +405,9 @@ class DecodeWorker(Worker):
         self.waiting: deque[tuple[HandoffKey, tuple[int, ...], int]] = deque()
         # Handoffs without an outcome: request, number of further attempts, and time of the request.
         self.open: dict[HandoffKey, tuple[HandoffRequest, int, float]] = {}
-        self.landed: dict[HandoffKey, tuple[float, HandoffRequest]] = {}  # and when their pages will be released
+        self.landed: dict[
+            HandoffKey, tuple[float, HandoffRequest]
+        ] = {}  # with the time at which to release their pages
         self.quarantined: dict[HandoffKey, HandoffRequest] = {}
         self.known_keys: set[HandoffKey] = set()
 
@@ -621,7 +622,7 @@ class PrefillWorker(Worker):
         return self.memory.rows.allocator.allocate(pages_for(self.memory.rows.span, tokens))
 
     def _finish_forward_pass(self, forward: "ForwardPass") -> None:
-        """Writes rows and index keys to the job's pages, unless they were released. Then the event has happened."""
+        """Writes rows and index keys to the job's pages, unless they were released, and marks the event as happened."""
         job = forward.job
         if forward.incarnation != self.incarnation or not self.alive:
             return

@@ -1,4 +1,4 @@
-"""Fake engines for tests of the agent. They compute predictable bytes instead of a model, and check what landed.
+"""Fake engines for tests of the agent. They write predictable bytes instead of running a model, and check what landed.
 
 The agents, state machines, sockets and transfers around them are real.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pace import scaled
+from scaled_timeouts import scaled
 
 from hotset.base.errors import EngineStopped
 from hotset.base.sampling import PromptSpec, SamplingParams
@@ -54,7 +54,7 @@ ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
 POISON = 0xAB
 MODEL = ModelIdentity("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
 SHORT_TIMING = PeerTiming(hello_every=0.1, ping_every=0.2, peer_timeout=1.5, poll_every=0.001)
-SCALE = 0.2  # scales the timeouts of the state machines
+TIMEOUT_SCALE = 0.2  # for the timeouts of the state machines
 WAIT_S = 60.0  # upper limit of every wait, long enough for an overloaded machine
 
 Bytes = NDArray[np.uint8]
@@ -234,7 +234,7 @@ class DecodeEngine(_Engine):
         channel: ControlChannel,
         transfer: Transfer,
         *,
-        scale: float = SCALE,
+        scale: float = TIMEOUT_SCALE,
         staging: "StagingMemory | None" = None,
         **options: Any,
     ) -> None:
@@ -355,7 +355,7 @@ class PrefillEngine(_Engine):
         channel: ControlChannel,
         transfer: Transfer,
         *,
-        scale: float = SCALE,
+        scale: float = TIMEOUT_SCALE,
         chunk: int = 24,
         stop_before: str = "",
         refuse: str = "",

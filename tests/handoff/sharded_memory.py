@@ -75,7 +75,7 @@ class ShardedMemory:
         self._write(self.rows, self.keys, pages, pages, first, last, seed)
 
     def check(self, row_pages: Sequence[int], key_pages: Sequence[int], first: int, last: int, seed: int = 0) -> None:
-        """Asserts that these pages contain rows [first, last), and that all other bytes are POISON."""
+        """Asserts that these pages contain rows [first, last), and that all other rows and index keys are POISON."""
         expected = ShardedMemory(
             self.ranks,
             self.heads,

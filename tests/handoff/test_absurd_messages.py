@@ -83,7 +83,8 @@ slices = st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple)
 slices_of_a_row = st.lists(st.tuples(st.integers(0, ROW_BYTES), st.integers(0, ROW_BYTES)), max_size=3).map(tuple)
 memory = Memory(8, PAGE_ROWS)
 rings = st.none() | st.builds(MemoryRange, numbers, numbers) | st.just(MemoryRange(memory.buffer.ctypes.data, 1 << 12))
-half_row_store = Store(  # two shards of half a row; it claims more than its memory, but no test writes to it
+# Two shards of half a row each. The store claims more memory than there is, but no test writes to it.
+half_row_store = Store(
     tuple(Shard(memory.store.shards[0].span, ((first, ROW_BYTES // 2),)) for first in (0, ROW_BYTES // 2)),
     memory.store.keys,
 )
@@ -266,4 +267,4 @@ def test_a_prefill_worker_survives_all_messages_and_releases_all_pages(script: l
         num_starts += run_prefill_engine(agent, events)
         num_releases += sum(type(event).__name__ == "ReleasePages" for event in events)
     assert num_releases == num_starts, "ReleasePages must be sent exactly once for every StartPrefill"
-    assert np.all(memory.buffer == POISON), "memory was written that is not registered"
+    assert np.all(memory.buffer == POISON), "unregistered memory was written to"

@@ -172,9 +172,8 @@ def test_a_request_cancelled_at_any_stage_ends_once_and_all_pages_are_released(w
     if stage == "landed":
         assert isinstance(decode.wait_for_outcome(key), Landed)
     elif stage != "Hello unanswered":
-        assert wait_until(
-            lambda: decode.agent.stats().phase_seconds["requesting"] > 0
-        )  # the handoff is now in phase LANDING
+        # Once phase REQUESTING has ended, the handoff is in phase LANDING.
+        assert wait_until(lambda: decode.agent.stats().phase_seconds["requesting"] > 0)
     decode.cancel(key)
     end = decode.wait_for_outcome(key)
     assert isinstance(end, Landed) if stage == "landed" else end == FetchFailed(key, True, False, "cancelled")

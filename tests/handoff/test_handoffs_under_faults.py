@@ -67,7 +67,7 @@ def restart_quarantined_workers(world: World) -> None:
 
 
 def run_until_idle(world: World) -> None:
-    """Runs for 330 seconds of virtual time, longer than all timeouts together."""
+    """Runs for 330 seconds of virtual time, longer than the timeouts of all phases of a handoff together."""
     for _ in range(3000):
         world.step(STEP_S)
     for _ in range(3000):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from pace import scaled
+from scaled_timeouts import scaled
 
 from hotset.base.errors import IllegalTransition
 from hotset.base.sampling import PromptSpec, SamplingParams

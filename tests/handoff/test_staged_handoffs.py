@@ -219,7 +219,7 @@ def test_a_piece_is_packed_only_after_its_forward_pass() -> None:
     world.compute(key, None, running)
     world.deliver_messages()
     assert len(world.writes) == 2 and world.prefills[PREFILL].sender.has_pending_events, (
-        "of the computed 25 rows, two pieces of 11 can be written"
+        "of the 25 computed rows, exactly two pieces of 11 must be in flight"
     )
     world.finish()
     world.poll_events()
@@ -244,7 +244,7 @@ def test_leases_are_requested_only_for_rows_that_are_being_computed() -> None:
     world.compute(key, 12, Event(happened=False))
     world.deliver_messages()
     assert world.ring.held > 0 and not world.writes, (
-        "a lease is requested before the forward pass has finished, and the write waits for it"
+        "a lease must be requested before the forward pass has finished, and the write must wait for it"
     )
     world.compute(key, None, Event(happened=False))
     world.deliver_messages()
@@ -530,7 +530,7 @@ def settle(world: World, keys: dict[HandoffKey, int], events: dict[HandoffKey, l
         if isinstance(outcome, Landed):
             world.check_landed(key)
     assert world.receiver.phases() == {} and not world.ring.waiting
-    assert world.ring.held == world.ring.quarantined, "space of the ring is held without being leased or quarantined"
+    assert world.ring.held == world.ring.quarantined, "space of the ring leaked"
     for worker in world.prefills.values():
         assert worker.sender.phases() == {} and not worker.sender._buffers.users
         worker.check_released()

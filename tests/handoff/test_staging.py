@@ -30,7 +30,7 @@ RANKS = (1, 2, 4, 8)
 def pack_and_unpack(
     source: ShardedMemory, target: ShardedMemory, pages: tuple[list[int], list[int], list[int]], first: int, last: int
 ) -> None:
-    """Packs and unpacks one piece, and asserts that packing writes only its own bytes."""
+    """Packs and unpacks one piece, and asserts that packing writes nothing after the end of the piece."""
     nbytes = (last - first) * packed_row_bytes(source.store, target.store)
     memory = StagingMemory(nbytes + 9)
     memory._bytes.fill_(POISON)

@@ -80,7 +80,7 @@ class FarProcess:
 
 
 class FarLoopback:
-    """A loopback endpoint in this process, with the interface of `FarProcess`."""
+    """A loopback endpoint in this process, with the interface of `FarProcess`, except for `pause` and `resume`."""
 
     def __init__(self, hub: Hub) -> None:
         self._memory = np.full(NBYTES, POISON, np.uint8)

@@ -179,7 +179,7 @@ def test_mooncake_connects_to_a_new_process_at_a_known_address(
 
 @pytest.mark.slow
 def test_the_contract_holds_for_nixl_over_tcp() -> None:
-    """Between processes of one machine UCX would use shared memory. Between machines without RDMA it uses TCP."""
+    """Between processes of one machine UCX may copy memory directly. Between machines without RDMA it uses TCP."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/transfer/test_contract.py", "-k", "nixl"]
     done = subprocess.run(
         command,

@@ -33,10 +33,8 @@ class Pair:
         self.near.connect("far", self.far.describe())
 
     def submit(self, first: int = 0, last: int = NBYTES, step: int = 64) -> WriteTicket:
-        """Writes [first, last) in reverse order: the first `step` bytes go to the end of the target, and so on.
-
-        No two of these writes can be merged.
-        """
+        """Submits source bytes [first, last) in blocks of `step` bytes, in mirrored order: the first block of the
+        source goes to the last block of the target. No two writes can be merged."""
         starts = np.arange(first, last, step)
         offsets = np.stack([starts, NBYTES - step - starts], axis=1)
         spans = np.concatenate([offsets, np.full((len(starts), 1), step)], axis=1)

@@ -80,7 +80,7 @@ class HangingLoopback(Loopback):
         raise TransferError("the peer cannot be reached")
 
 
-def test_hung_connections_make_way_at_their_timeout_and_above_a_limit_new_peers_are_refused() -> None:
+def test_hung_connections_are_given_up_at_their_timeout_and_above_a_limit_new_peers_are_refused() -> None:
     channel, clock, transfer = ScriptedChannel(), Clock(), HangingLoopback(Hub())
     transfer.may_fail = threading.Event()
     store = Memory(4, 8).store
@@ -215,7 +215,7 @@ def test_a_second_close_shortens_the_drain(world: World) -> None:
     assert not closing.is_alive() and isinstance(decode.wait_for_outcome(key), FetchFailed)
 
 
-def test_closing_takes_at_most_the_drain_time_if_a_peer_is_silent(world: World) -> None:
+def test_closing_ends_after_the_drain_time_if_a_peer_is_silent(world: World) -> None:
     channel = FaultyChannel(Channel("127.0.0.1:0"))
     channel.lose = {"HandoffFailed": 100}  # the prefill worker closes without notifying its peer
     decode = world.decode(timing=replace(SHORT_TIMING, peer_timeout=60.0), scale=10.0)
