@@ -1,11 +1,11 @@
-"""Compares norm, rope, rope_query, per_head_matmul and fp32_linear with plain formulas, and kernels with references."""
+"""Compares norm, rope, rope_query and per_head_matmul with plain formulas, and kernels with references."""
 
 import pytest
 import torch
 from interpreted import triton_impl
 from torch import Tensor
 
-from hotset.kernels.linear import fp32_linear, per_head_matmul
+from hotset.kernels.linear import per_head_matmul
 from hotset.kernels.linear import reference as linear_reference
 from hotset.kernels.norm import add_rms_norm, rms_norm
 from hotset.kernels.norm import reference as norm_reference
@@ -124,15 +124,6 @@ def test_rope_kernel_writes_into_a_slice_and_nothing_else() -> None:
 
 
 @needs_interpreter
-@DTYPES
-@pytest.mark.parametrize(("tokens", "outputs", "width"), [(1, 1, 3), (5, 3, 40), (9, 4, 1500)])
-def test_fp32_linear_kernel_equals_the_reference(dtype: torch.dtype, tokens: int, outputs: int, width: int) -> None:
-    x, weight = torch.randn(tokens, width + 1).to(dtype)[:, 1:], torch.randn(outputs, width)
-    got = triton_impl("linear").fp32_linear(x, weight, 0.3)
-    torch.testing.assert_close(got, linear_reference.fp32_linear(x, weight, 0.3), atol=1e-4, rtol=1e-4)
-
-
-@needs_interpreter
 def test_an_op_finds_its_kernels_after_they_were_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing `triton_impl` sets that name in the package of the op, so nothing else there may have this name."""
     impl = triton_impl("norm")
@@ -201,20 +192,6 @@ def test_rope_query_and_per_head_matmul_on_a_gpu_equal_the_reference(
     values = per_head_matmul(got.cuda()[..., :rank], value_up.cuda())
     assert values.is_contiguous()
     assert error(values, linear_reference.per_head_matmul(got[..., :rank].double(), value_up.double())) < 1e-2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("dtype", "tokens", "outputs", "width"),
-    [(BF16, 1, 32, 4096), (BF16, 128, 32, 4096), (BF16, 300, 4, 96), (torch.float32, 7, 3, 1100)],
-    ids=str,
-)
-def test_fp32_linear_on_a_gpu_does_not_round_the_weight(
-    dtype: torch.dtype, tokens: int, outputs: int, width: int
-) -> None:
-    x, weight = torch.randn(tokens, width + 8).to(dtype), torch.randn(outputs, width)
-    expected = linear_reference.fp32_linear(x[:, 8:].double(), weight.double(), 0.3)
-    assert error(fp32_linear(x.cuda()[:, 8:], weight.cuda(), 0.3), expected) < 1e-5  # float32 throughout
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 """Tests sparse_attention's CUDA kernels without a GPU: emulated on the CPU, and compiled for sm_90.
 
-test_sparse_attention_gpu.py tests them on a GPU.
+test_sparse_attention.py tests them on a GPU.
 """
 
 import shutil

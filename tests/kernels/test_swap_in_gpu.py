@@ -92,8 +92,18 @@ def test_on_a_gpu_a_replayed_step_equals_the_reference() -> None:
     def step() -> SwapPlan:
         for column, source in zip(columns, inputs, strict=True):
             torch.add(source, 0, out=column)  # so that the inputs are written by the kernels just before the plan
-        rows = {"host_rows": host_rows, "device_rows": device_rows}
-        return plan(*columns, tables, words, shape.words_per_page, counts, **rows)
+        positions, seats, stamps = columns
+        return plan(
+            positions=positions,
+            seats=seats,
+            stamps=stamps,
+            tables=tables,
+            words=words,
+            words_per_page=shape.words_per_page,
+            counts=counts,
+            host_rows=host_rows,
+            device_rows=device_rows,
+        )
 
     step()  # compiles; padded queries write nothing
     graph = torch.cuda.CUDAGraph()

@@ -6,7 +6,7 @@ test_interpreted.py).
 
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -56,6 +56,9 @@ class Case:
     @property
     def arguments(self) -> tuple[Tensor, ...]:
         return self.x, self.expert_ids, self.weights, self.gate_up, self.down
+
+    def first(self, tokens: int) -> "Case":
+        return replace(self, x=self.x[:tokens], expert_ids=self.expert_ids[:tokens], weights=self.weights[:tokens])
 
     def widened(self) -> "Case":
         return Case(*(tensor.float() if tensor.is_floating_point() else tensor for tensor in self.arguments))
@@ -112,6 +115,19 @@ def test_empty_expert_ids_add_nothing_and_read_no_expert(
     out = run_op(case)
     torch.testing.assert_close(out.double(), expected_output(case), atol=1e-5, rtol=1e-5)
     assert not out[0].any()
+
+
+@pytest.mark.not_interpreted
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**31), st.data())
+def test_experts_sum_only_the_selected_experts(tokens: int, count: int, seed: int, data: st.DataObject) -> None:
+    torch.manual_seed(seed)
+    k = data.draw(st.integers(1, count))
+    case = draw_case(tokens, k, *draw_weights(count, 4, 3, torch.float64, "cpu"))
+    unused = sorted(set(range(count)) - set(case.expert_ids.flatten().tolist()))
+    case.gate_up[unused], case.down[unused] = float("nan"), float("nan")
+    out = experts(case.x, case.expert_ids, case.weights.double(), case.gate_up, case.down)
+    torch.testing.assert_close(out, expected_output(case))
 
 
 def test_a_batch_of_only_padded_tokens_results_in_zeros() -> None:
@@ -287,7 +303,7 @@ def test_on_a_gpu_only_padded_tokens_result_in_zeros() -> None:
     case.expert_ids[:] = EMPTY
     poison_free_memory()
     assert not experts(*case.arguments).any()
-    assert experts(*(tensor[:0] for tensor in case.arguments[:3]), gate_up, down).shape == (0, 256)
+    assert experts(*case.first(0).arguments).shape == (0, 256)
 
 
 @pytest.mark.gpu
@@ -295,7 +311,7 @@ def test_on_a_gpu_a_token_has_the_same_result_in_every_decode_batch(production: 
     case = draw_case(256, 6, *production)
     whole = experts(*case.arguments)
     for tokens in (1, 16, 64, 128):
-        part = experts(*(tensor[:tokens] for tensor in case.arguments[:3]), case.gate_up, case.down)
+        part = experts(*case.first(tokens).arguments)
         assert torch.equal(part, whole[:tokens]), f"a batch of {tokens}"
 
 

@@ -1,0 +1,49 @@
+"""Compares the packed linear and the fp32_linear kernel with their references."""
+
+import pytest
+import torch
+from interpreted import triton_impl
+
+from hotset.kernels.linear import Linear, fp32_linear, packed, reference
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.not_interpreted
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 31, 64, 65])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 5), (96, 33), (130, 64)])
+def test_packed_linear_equals_the_reference(tokens: int, outputs: int, inputs: int, bias: bool) -> None:
+    weight, x = torch.randn(outputs, inputs), torch.randn(tokens, 2 * inputs)[:, :inputs]  # x is not contiguous
+    added = torch.randn(outputs) if bias else None
+    if not packed.supports(weight):
+        assert not torch.backends.mkldnn.is_available()
+        return
+    torch.testing.assert_close(
+        packed.linear(x, packed.pack(weight), added), reference.linear(x, weight, added), atol=1e-5, rtol=1e-5
+    )
+    torch.testing.assert_close(Linear(weight, added)(x), reference.linear(x, weight, added), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize(("tokens", "outputs", "width"), [(1, 1, 3), (5, 3, 40), (9, 4, 1500)])
+def test_fp32_linear_kernel_equals_the_reference(dtype: torch.dtype, tokens: int, outputs: int, width: int) -> None:
+    x, weight = torch.randn(tokens, width + 1).to(dtype)[:, 1:], torch.randn(outputs, width)
+    got = triton_impl("linear").fp32_linear(x, weight, 0.3)
+    torch.testing.assert_close(got, reference.fp32_linear(x, weight, 0.3), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "outputs", "width"),
+    [(BF16, 1, 32, 4096), (BF16, 128, 32, 4096), (BF16, 300, 4, 96), (torch.float32, 7, 3, 1100)],
+    ids=str,
+)
+def test_fp32_linear_on_a_gpu_does_not_round_the_weight(
+    dtype: torch.dtype, tokens: int, outputs: int, width: int
+) -> None:
+    x, weight = torch.randn(tokens, width + 8).to(dtype), torch.randn(outputs, width)
+    expected = reference.fp32_linear(x[:, 8:].double(), weight.double(), 0.3)
+    out = fp32_linear(x.cuda()[:, 8:], weight.cuda(), 0.3).cpu().double()
+    assert float((out - expected).norm() / expected.norm()) < 1e-5  # float32 throughout
