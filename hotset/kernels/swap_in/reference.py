@@ -178,7 +178,7 @@ def _rows_in(pages: Tensor, seat: Tensor, index: Tensor, where: Tensor, page_row
 
 
 def _widest_word(*tensors: Tensor) -> torch.dtype:
-    """Returns the widest integer dtype whose size divides all rows. Torch cannot copy all dtypes of rows by index."""
+    """Returns the widest integer dtype whose size divides all rows. Torch copies word by word, but not all dtypes."""
     for word in (torch.int64, torch.int32, torch.int16):
         lengths = [length for rows in tensors for length in (rows.shape[1], rows.stride(0), rows.storage_offset())]
         if all(length * tensors[0].itemsize % word.itemsize == 0 for length in lengths):
