@@ -171,7 +171,7 @@ class Engine:
                 closing.append(_start_thread(endpoint.close, HURRIED_SECONDS))
             if not self._broken:
                 try:
-                    with contextlib.suppress(EngineStopped):  # raised once the agent has ended
+                    with contextlib.suppress(EngineStopped):  # the agent raises it after its thread has ended
                         self.step()
                 except Exception:
                     # The engine cannot continue, but its memory must still be released in order.

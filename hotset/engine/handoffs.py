@@ -177,9 +177,7 @@ class PrefillEndpoint:
         self._agent, self._resources, self._scheduler, self._executor = agent, resources, scheduler, executor
         self._card = card
         self._prefills: dict[str, StartPrefill] = {}  # request id of this engine -> prefill
-        self._request_ids: dict[
-            tuple[str, HandoffKey], str
-        ] = {}  # peer and key of a prefill -> request id of this engine
+        self._request_ids: dict[tuple[str, HandoffKey], str] = {}  # peer and key -> request id of this engine
         self._serials = itertools.count()
 
     def poll(self) -> None:

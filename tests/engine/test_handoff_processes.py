@@ -28,9 +28,8 @@ TINY = {"model_type": "deepseek_v32", **DSA_CONFIG, "first_k_dense_replace": 3, 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 CHUNK = 16
-LONG_PROMPT = [
-    3 + position % 90 for position in range(3000)
-]  # so many chunks that a test can kill a worker before the last
+# The long prompt has so many chunks that a test can kill a worker before the last one is computed.
+LONG_PROMPT = [3 + position % 90 for position in range(3000)]
 MEDIUM_PROMPT = LONG_PROMPT[:1000]
 MAX_CROWDED_TOKENS = 1100  # maximum context length of the `crowded` workers
 SHORT_PROMPT = LONG_PROMPT[:100]
@@ -157,13 +156,13 @@ def test_killing_a_prefill_worker_fails_only_its_request_and_quarantines_pages_a
     async def scenario(workers: Workers) -> None:
         prefill, decode = await workers.start("prefill", "decode")
         expected = await answer(decode, "before", SHORT_PROMPT, None)
-        landed = asyncio.create_task(answer(decode, "landed", LONG_PROMPT, prefill))
+        interrupted = asyncio.create_task(answer(decode, "interrupted", LONG_PROMPT, prefill))
         other = asyncio.create_task(answer(decode, "other", SHORT_PROMPT, None, MANY_TOKENS))
         await wait_for_first_rows(prefill)
         kill(prefill)
         starting = asyncio.create_task(workers.start("prefill", control=prefill.control))
         with pytest.raises(HandoffLost, match=str(prefill.control)):
-            await asyncio.wait_for(landed, PEER_LOST_S)
+            await asyncio.wait_for(interrupted, PEER_LOST_S)
         assert len(await other) == 200
 
         (successor,) = await starting
@@ -184,12 +183,12 @@ def test_killing_a_prefill_worker_fails_only_its_request_and_quarantines_pages_a
 def test_a_prefill_worker_frees_the_pages_of_a_decode_worker_that_was_killed(tmp_path: Path) -> None:
     async def scenario(workers: Workers) -> None:
         prefill, decode = await workers.start("prefill", "decode")
-        landed = asyncio.create_task(answer(decode, "landed", LONG_PROMPT, prefill))
+        interrupted = asyncio.create_task(answer(decode, "interrupted", LONG_PROMPT, prefill))
         await wait_for_first_rows(prefill)
         assert pages_held(await prefill.stats()) > 0
         kill(decode)
         with pytest.raises(EngineStopped):
-            await landed
+            await interrupted
         starting = asyncio.create_task(workers.start("decode"))
         # If a write fails first, its failure is retransmitted until the peer is declared dead.
         await wait_until(prefill, lambda stats: pages_held(stats) == 0 and num_open(stats) == 0, PEER_LOST_S)
@@ -260,11 +259,11 @@ def test_both_workers_free_their_pages_when_a_request_is_cancelled_while_rows_la
 
     async def scenario() -> None:
         before = (await prefill.stats()).tokens_prefilled
-        landed = asyncio.create_task(answer(decode, "landed", MEDIUM_PROMPT, prefill))
+        interrupted = asyncio.create_task(answer(decode, "interrupted", MEDIUM_PROMPT, prefill))
         await wait_until(prefill, lambda stats: stats.tokens_prefilled > before + 5 * CHUNK)
-        landed.cancel()
+        interrupted.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await landed
+            await interrupted
         stats = await wait_until(prefill, lambda stats: pages_held(stats) == 0)
         assert stats.tokens_prefilled < before + len(MEDIUM_PROMPT), "a cancelled prompt was computed to its end"
         assert await answer(decode, "handed", SHORT_PROMPT, prefill) == await answer(

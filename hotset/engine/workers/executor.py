@@ -73,7 +73,7 @@ class Executor(Protocol):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned host memory, which `close` takes time to release."""
+        """Bytes of host memory that `close` takes time to release, which is long if the memory is pinned."""
 
     def close(self) -> None:
         """Stops the workers and releases their memory. Idempotent."""
