@@ -102,7 +102,7 @@ def can_pack(store: Store) -> bool:
 
 
 def check_staging(nbytes: int, store: Store) -> None:
-    """Raises ConfigError at start-up if the staging memory is too small for any piece of this store."""
+    """Raises ConfigError if the staging memory is too small for RING_PIECES pieces of one row of this store."""
     keys = 0 if store.keys is None else len(store.keys.bases) * store.keys.row_bytes
     layers = len(store.shards[0].span.bases)
     position_bytes = layers * row_bytes(store) + keys

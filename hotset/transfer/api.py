@@ -3,8 +3,9 @@
 Writes are one-sided: the peer is not notified of them. The notifications go over a separate control channel
 (`handoff/`), which retransmits lost messages.
 
-Only `connect` blocks. Writes are submitted in lists. A list ends in one of three states, at its deadline at the latest.
-After DONE and FAILED_QUIESCED the target memory can be used again; after FAILED_UNKNOWN it must not be used.
+Only `connect` and `close` block. Writes are submitted in lists. A list ends in one of three states, at its deadline at
+the latest. After DONE and FAILED_QUIESCED the target memory can be used again; after FAILED_UNKNOWN it must not be
+used.
 """
 
 import threading
