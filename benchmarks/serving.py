@@ -214,7 +214,7 @@ def timed_steps(engine: Engine, steps: int) -> list[float]:
 def graph_seconds(runner: Runner, requests: int, has_tiered: bool) -> float:
     """Replays a step's CUDA graph without pauses. Returns the seconds per replay."""
     assert runner._graphs is not None
-    graph = runner._graphs._find(runner._graphs.size_for(requests), has_tiered).graph
+    graph = runner._graphs._get_or_capture(runner._graphs.size_for(requests), has_tiered).graph
     return replay_seconds(graph, 10)
 
 

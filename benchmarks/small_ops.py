@@ -9,7 +9,7 @@ fused op that is not a matrix product takes at most 3 floors; GQA decode attenti
 copy bandwidth at batch 16 and 64. With --json FILE, the results of GQA go to FILE with the suffix _gqa.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -207,7 +207,7 @@ def sweep() -> list[dict[str, Any]]:
     """Measures with other values of the constants at the top of each triton_impl.py."""
     results: list[dict[str, Any]] = []
 
-    def measure(kernel: str, calls: dict[str, Sequence[Call]], cold: bool, **constants: Any) -> None:
+    def measure(kernel: str, calls: Mapping[str, Sequence[Call]], cold: bool, **constants: Any) -> None:
         with patched_constants(kernel, **constants):
             times = {name: round(seconds_of(inputs, cold=cold) * 1e6, 2) for name, inputs in calls.items()}
         shown = ", ".join(f"{name} {value}" for name, value in constants.items())
