@@ -193,12 +193,12 @@ def generate(
     with _open_llm(values) as llm:
         params = SamplingParams(**{**llm.defaults, **options})
         if as_json:
-            _print_json(_generated(llm, text, params))
+            _print_json(_generate_json(llm, text, params))
         elif print_stream(llm.stream(text, params)).finish_reason == "abort":
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _generated(llm: "LLM", text: str, params: SamplingParams) -> dict[str, object]:
+def _generate_json(llm: "LLM", text: str, params: SamplingParams) -> dict[str, object]:
     request = llm.generate([text], params)[0]
     output = request.outputs[0]
     usage = {"prompt_tokens": len(request.prompt_token_ids), "completion_tokens": len(output.token_ids)}

@@ -1,4 +1,4 @@
-"""Child processes that each run one `hotset` command and end with this process."""
+"""Child processes that each run one `hotset` command and receive SIGTERM when this process dies."""
 
 import asyncio
 import ctypes
@@ -8,13 +8,13 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-KILL_SECONDS = 5.0  # between the second SIGTERM and SIGKILL
+KILL_SECONDS = 5.0  # time between the second SIGTERM and SIGKILL
 MAX_LINE_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1  # Linux's prctl option that sets the signal a child receives when its parent dies
 
 
 class ChildProcess:
-    """A running `hotset` command. Its log lines are printed to stderr with its name as a prefix."""
+    """A running `hotset` command. Its stderr is printed to our stderr, each line with its name as a prefix."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
@@ -25,13 +25,13 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, name: str, arguments: Sequence[str], secrets: Mapping[str, str]) -> "ChildProcess":
-        """Starts the command. `secrets` go into its environment, because any user can read a process's arguments."""
+        """Starts the command. `secrets` are environment variables, because any user can read a process's arguments."""
         libc = ctypes.CDLL(None)
         parent = os.getpid()
 
         def die_with_parent() -> None:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # the parent died before the call
+            if os.getppid() != parent:  # the parent died before prctl was called
                 os._exit(1)
 
         process = await asyncio.create_subprocess_exec(
@@ -57,36 +57,37 @@ class ChildProcess:
         return self._process.returncode is None
 
     async def ready(self) -> str:
-        """Waits for the line that announces its address and returns it.
+        """Waits for the first line on stdout, which a server or router prints when it is ready, and returns it.
 
-        Never returns if the process ends first, so wait for `ended` as well.
+        Never returns if the process ends without printing one, so wait for `ended` as well.
         """
         return await asyncio.shield(self._ready)
 
     async def ended(self) -> str:
-        """Waits for the end of the process and returns a description with its exit code and last error."""
+        """Waits until the process has ended. Returns a text with its name, exit code or signal, and last error."""
         code = await self._process.wait()
         await asyncio.shield(self._readers)
         error = next((line for line in reversed(self._last_lines) if line.startswith("error: ")), None)
         cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         return f"{self.name} ended ({cause})" + (f": {error.removeprefix('error: ')}" if error else "")
 
-    async def stop(self, seconds: float, hurry: asyncio.Event) -> None:
-        """Sends SIGTERM, which drains, and waits for the end.
+    async def stop(self, drain_seconds: float, stop_now: asyncio.Event) -> None:
+        """Sends SIGTERM, which makes the command drain its requests, and waits until the process has ended.
 
-        Sends a second SIGTERM after `seconds` or as soon as `hurry` is set, and SIGKILL after KILL_SECONDS more.
+        Sends a second SIGTERM, which ends the drain, after `drain_seconds` or as soon as `stop_now` is set. Sends
+        SIGKILL after KILL_SECONDS more.
         """
         self._signal(signal.SIGTERM)
-        waiting = asyncio.create_task(self._process.wait())
-        hurried = asyncio.create_task(hurry.wait())
+        ending = asyncio.create_task(self._process.wait())
+        hurried = asyncio.create_task(stop_now.wait())
         try:
-            await asyncio.wait((waiting, hurried), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
+            await asyncio.wait((ending, hurried), timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
                 self._signal(signal.SIGTERM)
-                await asyncio.wait((waiting,), timeout=KILL_SECONDS)
-            if not waiting.done():
+                await asyncio.wait((ending,), timeout=KILL_SECONDS)
+            if not ending.done():
                 self._signal(signal.SIGKILL)
-            await waiting
+            await ending
         finally:
             hurried.cancel()
         await asyncio.shield(self._readers)
@@ -109,12 +110,12 @@ class ChildProcess:
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Yields the lines of a stream. A line longer than MAX_LINE_BYTES loses its beginning."""
-    rest = b""
+    """Yields the lines of a stream. A line longer than MAX_LINE_BYTES may lose its beginning."""
+    incomplete = b""
     while piece := await stream.read(MAX_LINE_BYTES):
-        *complete, rest = (rest + piece).split(b"\n")
+        *complete, incomplete = (incomplete + piece).split(b"\n")
         for line in complete:
             yield line.decode(errors="replace")
-        rest = rest[-MAX_LINE_BYTES:]
-    if rest:
-        yield rest.decode(errors="replace")
+        incomplete = incomplete[-MAX_LINE_BYTES:]
+    if incomplete:
+        yield incomplete.decode(errors="replace")

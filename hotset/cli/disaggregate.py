@@ -22,9 +22,9 @@ from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.serve.http_server import EXIT_INTERRUPTED, STOP_SIGNALS, bound_socket, url_of
 
 MAX_WORKERS = 64
-ROUTER_HEALTH_TIMEOUT_SECONDS = 30.0  # for the router to find all workers, which are ready
-EXIT_SECONDS = 5.0  # for a process to exit after its drain and its engine's end
-POLL_SECONDS = 0.1  # between checks whether a child has ended
+ROUTER_HEALTH_TIMEOUT_SECONDS = 30.0  # time for the router to find all workers, which are ready by then
+EXIT_SECONDS = 5.0  # time for a process to exit after its drain and the end of its engine
+POLL_SECONDS = 0.1  # interval between checks whether a child has ended
 SECRET_SETTINGS = ("api_key", "handoff_secret")
 ROUTER_SETTINGS = ("cors_origin", "max_body_mib", "max_concurrency", "drain_seconds")
 WORKER_SETTINGS = ("served_model_name", "max_body_mib", "max_queue", "max_concurrency", "drain_seconds")
@@ -57,24 +57,25 @@ class WorkerCounts:
 
     @property
     def names(self) -> list[tuple[str, str]]:
-        """The role and name of each worker."""
+        """The role and the name of each worker, like ("prefill", "prefill 1")."""
         numbered = [("prefill", n) for n in range(self.prefill)] + [("decode", n) for n in range(self.decode)]
         return [(role, f"{role} {number + 1}") for role, number in numbered]
 
 
 def run(engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts) -> int:
-    """Serves until SIGTERM or SIGINT. Returns the exit code: 0 after a drain, 1 if a process did not start or died.
+    """Serves until SIGTERM or SIGINT, and returns the exit code.
 
+    It is 0 after a drain, 1 if a process did not start or died, and 130 after a signal during start-up.
     `engine` has the settings that all workers share, including the handoff secret; its role is ignored.
     """
     try:
         _check(engine)
         # Reserve the router's port first, so that a port in use is reported before the models load.
-        with bound_socket(serve.host, serve.port) as holder:
-            bound = replace(serve, port=holder.getsockname()[1])
+        with bound_socket(serve.host, serve.port) as reserved:
+            bound = replace(serve, port=reserved.getsockname()[1])
             free = FreeMemory(0) if engine.device == "cpu" and sizes_given(engine) else measure_free_memory(engine)
             shares = divide_memory(engine, free, counts.total, weight_bytes(engine.model))
-            return asyncio.run(_Deployment(engine, bound, counts, shares).run(url_of(holder)))
+            return asyncio.run(_Deployment(engine, bound, counts, shares).run(url_of(reserved)))
     except StartupError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
@@ -83,7 +84,7 @@ def run(engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts) -> int:
 
 
 def _check(engine: EngineConfig) -> None:
-    """Rejects settings that would be ignored or could not work, before any process starts."""
+    """Rejects a fixed control port, which several workers cannot share."""
     for flag, address in (("--control", engine.control), ("--advertise", engine.advertise)):
         if address is not None and not address.endswith(":0"):
             raise ConfigError(f"--disaggregate gives each worker its own control port; use port 0 in {flag}")
@@ -100,8 +101,8 @@ class _Deployment:
         self._counts = counts
         self._shares = shares
         self._children: dict[str, list[ChildProcess]] = {"router": [], "decode": [], "prefill": []}  # in stopping order
-        self._stop = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._stop = asyncio.Event()  # a signal was received
+        self._stop_now = asyncio.Event()  # children must not finish their drain
         secrets = {"HOTSET_API_KEY": serve.api_key, "HOTSET_HANDOFF_SECRET": engine.handoff_secret}
         self._secrets = {name: value for name, value in secrets.items() if value is not None}
 
@@ -121,7 +122,7 @@ class _Deployment:
 
     def _on_signal(self) -> None:
         """Starts a drain at the first signal, and stops at once at the second."""
-        (self._hurry if self._stop.is_set() else self._stop).set()
+        (self._stop_now if self._stop.is_set() else self._stop).set()
 
     async def _start(self, url: str) -> str:
         """Starts all processes and waits until the router has found every worker. Returns the model's name."""
@@ -175,7 +176,7 @@ class _Deployment:
             await asyncio.gather(working, stopped, child_ended, return_exceptions=True)
 
     async def _first_end(self) -> str:
-        """Waits until a child has ended, including children started meanwhile, and returns its description."""
+        """Waits until one child has ended, and returns the text of `ended`. Includes children started meanwhile."""
         while True:
             for child in (child for group in self._children.values() for child in group):
                 if not child.running:
@@ -183,20 +184,24 @@ class _Deployment:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _end(self) -> None:
-        """Stops the router first, then the decode workers, then the prefill workers, so that requests can finish."""
+        """Stops the router first, then the decode workers, then the prefill workers, so that requests can finish.
+
+        Without a signal, a child has failed: the others are stopped without a drain.
+        """
         if self._stop.is_set():
             print_note(f"stopping in order: {', '.join(self._children)}; press Ctrl-C again to stop at once")
         else:
-            self._hurry.set()
+            self._stop_now.set()
         seconds = self._serve.drain_seconds + stop_seconds(self._engine, self._shares)
         for group in self._children.values():
-            await asyncio.gather(*(child.stop(seconds, self._hurry) for child in group))
+            await asyncio.gather(*(child.stop(seconds, self._stop_now) for child in group))
 
 
 def stop_seconds(engine: EngineConfig, shares: Sequence[MemoryShare]) -> float:
-    """Returns how long a worker may take to exit after its drain. It is not killed earlier: it must free its memory."""
+    """Returns the time limit for a worker to free its memory and exit after its drain."""
     sizes_gib = [share.host_kv_gib or engine.host_kv_gib for share in shares]
-    ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the bound for a store that is measured
+    # If a worker chooses the size of its host store itself, the machine's memory is the upper bound.
+    ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     host_bytes = max(ram_bytes if gib is None else int(gib * GIB) for gib in sizes_gib)
     return closing_seconds(host_bytes, with_endpoint=True) + STOP_SECONDS + EXIT_SECONDS
 
@@ -212,14 +217,14 @@ def worker_arguments(engine: EngineConfig, serve: ServeConfig, role: str, share:
     shared = [
         setting.name for setting in fields(EngineConfig) if setting.name not in ("model", "role", *SECRET_SETTINGS)
     ]
-    own = ["serve", engine.model, "--role", role, "--host", "127.0.0.1", "--port", "0"]
-    return [*own, *_flags(sized_engine, shared), *_flags(serve, WORKER_SETTINGS)]
+    role_and_address = ["serve", engine.model, "--role", role, "--host", "127.0.0.1", "--port", "0"]
+    return [*role_and_address, *_flags(sized_engine, shared), *_flags(serve, WORKER_SETTINGS)]
 
 
 def router_arguments(serve: ServeConfig, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
     """Returns the command line of the router, which listens on the address that the user chose."""
-    own = ["router", "--prefill", *prefill, "--decode", *decode, "--host", serve.host, "--port", str(serve.port)]
-    return [*own, *_flags(serve, ROUTER_SETTINGS)]
+    workers = ["--prefill", *prefill, "--decode", *decode]
+    return ["router", *workers, "--host", serve.host, "--port", str(serve.port), *_flags(serve, ROUTER_SETTINGS)]
 
 
 def _flags(config: EngineConfig | ServeConfig, names: Collection[str]) -> list[str]:
@@ -240,7 +245,7 @@ def _health(url: str) -> dict[str, Any]:
 
 @contextmanager
 def _waiting_for(what: str) -> Iterator[None]:
-    """Shows a spinner on a terminal, or prints a single line elsewhere."""
+    """Shows a spinner during the block if stderr is a terminal, else prints one line."""
     if not sys.stderr.isatty():
         print_note(f"waiting for {what}")
         yield

@@ -49,7 +49,7 @@ def retrieval(
     questions: Annotated[
         int, typer.Option(help="Number of questions per length, divided evenly among the tasks.")
     ] = 100,
-    seed: Annotated[int, typer.Option(help="Seed of the questions: the same seed asks the same ones.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the questions; the same seed creates the same questions.")] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the result to this file, as JSON.")
     ] = None,
@@ -120,8 +120,8 @@ def _evaluate(backend: "Backend", plan: "EvaluationPlan") -> "EvaluationReport":
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
-        row = bar.add_task(f"Asking {backend.name}", total=plan.questions * len(plan.lengths))
-        return evaluate(backend, plan, lambda count: bar.advance(row, count))
+        task = bar.add_task(f"Asking {backend.name}", total=plan.questions * len(plan.lengths))
+        return evaluate(backend, plan, lambda count: bar.advance(task, count))
 
 
 def _print_table(report: "EvaluationReport") -> None:

@@ -23,7 +23,7 @@ PANELS: dict[ConfigType, str] = {EngineConfig: "Engine", ServeConfig: "Server", 
 def with_flags(
     *config_types: ConfigType, without: Collection[str] = ()
 ) -> Callable[[CommandFunction], CommandFunction]:
-    """Adds one flag for each field of the configurations, except those in `without`, to a command with `**values`."""
+    """Adds flags to a command that takes `**values`: one for each field of the types, except those in `without`."""
 
     def add(command: CommandFunction) -> CommandFunction:
         signature = inspect.signature(command)
@@ -58,7 +58,7 @@ def config_values(config_type: ConfigType, values: dict[str, Any]) -> dict[str, 
 
 
 class CliCommand(TyperCommand):
-    """A command that answers an unknown flag with the nearest one that exists."""
+    """A command that suggests the nearest existing flag when a flag is unknown."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with _nearest_flag_suggested(self, ctx, args):
@@ -66,7 +66,7 @@ class CliCommand(TyperCommand):
 
 
 class CliGroup(TyperGroup):
-    """A group of commands that answers an unknown flag with the nearest one that exists."""
+    """A group of commands that suggests the nearest existing flag when a flag is unknown."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with _nearest_flag_suggested(self, ctx, args):
@@ -92,7 +92,7 @@ class RouterCommand(CliCommand):
 
 @contextmanager
 def _nearest_flag_suggested(command: Any, ctx: Any, args: Sequence[str]) -> Iterator[None]:
-    """Adds to a NoSuchOption error the one flag that is nearest to what was typed.
+    """Adds the one flag that is nearest to the typed word to the message of a NoSuchOption error.
 
     click lists up to three flags in alphabetical order. Typer bundles a copy of click, so the error's class has no
     name that all versions of Typer export; `possibilities` is the attribute that only this error has.
@@ -105,7 +105,7 @@ def _nearest_flag_suggested(command: Any, ctx: Any, args: Sequence[str]) -> Iter
             raise
         unknown: Any = error
         name: str = unknown.option_name
-        # click reads `-port` as `-p -o -r -t` and reports `-p`; the word as typed is the better clue.
+        # click reads `-port` as `-p -o -r -t` and reports `-p`, so the typed word is looked up again.
         typed = name if name in typed_words else next((w for w in typed_words if w.startswith(name)), name)
         known = [flag for option in command.get_params(ctx) for flag in option.opts if flag.startswith("--")]
         match = nearest(typed, known)

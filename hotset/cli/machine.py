@@ -21,7 +21,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class PackageReport:
-    """An optional package as it is installed here."""
+    """An optional package and its installed version."""
 
     name: str
     purpose: str
@@ -40,7 +40,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class MachineReport:
-    """What `hotset info` reports. Its fields are those of `hotset info --json`."""
+    """The report of `hotset info`. Its fields are those of `hotset info --json`."""
 
     hotset: str
     python: str
@@ -103,7 +103,7 @@ def _page_bytes(name: str) -> int:
 
 
 def _free_ram_bytes() -> int:
-    """Returns the free memory as the engine measures it, where memory used for caches counts as free."""
+    """Returns the free memory as the engine measures it: memory that holds file caches counts as free."""
     import torch
 
     from hotset.engine.sizing import free_bytes

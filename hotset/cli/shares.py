@@ -1,4 +1,4 @@
-"""Divides the memory of one machine among its workers if the configuration does not give the sizes."""
+"""Divides the memory of one machine among its workers if the configuration does not set the sizes of their pools."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from hotset.base.errors import ConfigError, StartupError
 from hotset.base.memory_shares import cpu_pool_bytes, gpu_pool_bytes, host_store_bytes
 from hotset.base.units import GIB
 
-CPU_DEVICE_SHARE = 0.4  # share of a worker's memory; the host store gets the rest, which must be larger
+CPU_DEVICE_SHARE = 0.4  # the device pool's share of a worker's KV memory; the host store gets the larger rest
 WEIGHT_LOAD_FACTOR = 1.2  # peak memory while weights load, relative to the size of their files
 MIN_HOST_TO_DEVICE = 1.1  # minimum size of the host store, relative to the device pool
 SIZES = ("device_kv_gib", "device_kv_tokens", "host_kv_gib", "host_kv_tokens")
@@ -28,7 +28,7 @@ class FreeMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """The memory of one worker. If a size is None, the worker measures free memory itself."""
+    """The device and pool sizes of one worker. None means that the engine's configuration is not changed."""
 
     device: str | None = None
     device_kv_gib: float | None = None
@@ -36,12 +36,12 @@ class MemoryShare:
 
 
 def sizes_given(config: EngineConfig) -> bool:
-    """Returns True if the configuration gives the sizes of a worker's pools."""
+    """Returns True if the configuration sets the size of a pool, or turns tiers off."""
     return any(getattr(config, size) is not None for size in SIZES) or config.tiers == "off"
 
 
 def divide_memory(config: EngineConfig, free: FreeMemory, workers: int, weight_bytes: int) -> list[MemoryShare]:
-    """Returns a share for each worker, spread evenly over the GPUs. Raises ConfigError if the workers do not fit."""
+    """Returns one share per worker, and spreads workers evenly over the GPUs. Raises ConfigError if they do not fit."""
     own_gpu = config.device in (None, "cuda") and bool(free.gpus)
     devices = [f"cuda:{number % len(free.gpus)}" if own_gpu else config.device for number in range(workers)]
     if sizes_given(config):
@@ -58,18 +58,18 @@ def divide_memory(config: EngineConfig, free: FreeMemory, workers: int, weight_b
 
 
 def measure_free_memory(config: EngineConfig) -> FreeMemory:
-    """Measures this machine's free memory in another process, because this one must not load torch."""
+    """Measures this machine's free memory in another process, because this one must not import torch."""
     command = [sys.executable, "-m", "hotset", "info", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise StartupError(f"free memory cannot be measured: {done.stderr.strip()[-200:]}; set --device-kv-gib")
-    machine = json.loads(done.stdout)
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise StartupError(f"free memory cannot be measured: {result.stderr.strip()[-200:]}; set --device-kv-gib")
+    machine = json.loads(result.stdout)
     gpus = () if config.device == "cpu" else tuple(gpu["free_bytes"] for gpu in machine["gpus"])
     return FreeMemory(machine["free_ram_bytes"], gpus)
 
 
 def weight_bytes(model: str) -> int:
-    """Returns the size of a model's weight files, or 0 if they are not found; the workers report that error."""
+    """Returns the size of a model's weight files, or 0 if none are found: the workers report a missing model."""
     path = Path(model)
     if path.is_file():
         return path.stat().st_size
@@ -79,10 +79,10 @@ def weight_bytes(model: str) -> int:
 def _pool_on_gpu(
     device: str | None, devices: Sequence[str | None], free: FreeMemory, host: float, weights: int
 ) -> float:
-    """Returns the bytes of one worker's device pool, after the weights of all workers on its GPU."""
+    """Returns the bytes of one worker's device pool. Workers on one GPU divide the memory that their weights leave."""
     number, workers = int((device or "").partition(":")[2] or 0), devices.count(device)
     if number >= len(free.gpus):
-        raise ConfigError(f"--device {device}: there is no such GPU; this machine has {len(free.gpus)}")
+        raise ConfigError(f"--device {device} does not exist: this machine has {len(free.gpus)} GPUs")
     available = gpu_pool_bytes(free.gpus[number] / workers - WEIGHT_LOAD_FACTOR * weights)
     if available <= 0:
         raise ConfigError(f"{workers} workers do not fit on {device}; use fewer, or set --device-kv-gib")

@@ -62,10 +62,10 @@ def _deferred_interrupt() -> Iterator[threading.Event]:
 
 
 def typed_lines() -> Iterator[str]:
-    """Yields stripped lines from the terminal or a pipe until the end of input."""
+    """Yields stripped lines from the terminal or a pipe until the end of input. Ctrl-C discards a line."""
     interactive = sys.stdin.isatty()
     if interactive:
-        import readline  # noqa: F401  # gives input() editing and history
+        import readline  # noqa: F401  # adds editing and history to input()
     while True:
         try:
             yield input("> " if interactive else "").strip()
@@ -86,7 +86,7 @@ def read_stdin() -> str:
 
 
 def print_note(text: str) -> None:
-    """Prints a note of the program, as opposed to the model's text: dim, on stderr."""
+    """Prints a message of the program, not of the model, to stderr in a dim style."""
     from rich.console import Console
 
     Console(stderr=True).print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -49,11 +49,11 @@ DESCRIPTIONS = {
     400: "The request is malformed, out of range, too long, or uses an unsupported feature.",
     401: "The API key is missing or wrong.",
     404: "The model does not exist.",
-    409: "This worker has another role; the message names the right one.",
+    409: "This worker has the wrong role for the request; the message names the right one.",
     413: "The body is larger than the server's limit.",
     429: "Too many requests are waiting or in progress; retry after the time in Retry-After.",
     500: "Internal error; the server's log has the details.",
-    503: "The engine has stopped, or the prefill worker that the router chose was lost.",
+    503: "The engine has stopped, the prefill worker was lost, or quarantine leaves too few pages for the request.",
 }
 
 
@@ -76,7 +76,7 @@ def create_app(client: EngineClient, config: ServeConfig, *, aliases: frozenset[
             HTTPException: _on_http_error,
         },
     )
-    # Documents the key; ApiKey enforces it, before a body is read.
+    # This only documents the key. The middleware ApiKey enforces it before a body is read.
     key = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []
     app.include_router(_completion_routes(service), dependencies=key)
     app.include_router(_model_routes(service), dependencies=key)
@@ -237,4 +237,4 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for this exception type only"
-    return http_error_response(error, request.method, request.url.path)
+    return http_error_response(error, request.method, request.url.path, unknown_path_advice="; /docs lists the paths")

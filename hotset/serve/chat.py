@@ -34,7 +34,7 @@ class ChatFormatter:
     id: str
     model: str
     tokenizer: Tokenizer | None
-    alternatives: int | None  # None: no log-probabilities
+    alternatives: int | None  # listed per token; None: no log-probabilities
     prompt_token_ids: list[int] | None
     created: int = field(default_factory=lambda: int(time.time()))
 

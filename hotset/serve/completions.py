@@ -40,7 +40,7 @@ class CompletionFormatter:
     show_token_ids: bool
     created: int = field(default_factory=lambda: int(time.time()))
     _writers: dict[int, CompletionLogprobWriter] = field(default_factory=dict)
-    _prompts_shown: set[int] = field(default_factory=set)
+    _prompts_shown: set[int] = field(default_factory=set)  # choices whose prompt ids were already sent
 
     def first_chunk(self, index: int) -> CompletionChunk | None:
         return None
@@ -91,13 +91,14 @@ async def completion(request: Request, service: Service, body: CompletionRequest
     service.check_model(body.model)
     service.check_open()
     prompts = await _prompts(service, body)
-    # Without a limit from the client, the default is cut to what still fits. The engine refuses what does not fit.
+    # If the client sets no limit, the default is lowered to the room left in the context. The engine rejects a request
+    # that does not fit.
     room = service.client.model.max_model_len - max(map(len, prompts))
     default = max(1, body.min_tokens or 0, min(DEFAULT_MAX_TOKENS, room))
     max_tokens = default if body.max_tokens is None else body.max_tokens
     params = service.sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
     if len(prompts) * params.n > MAX_PROMPTS:
-        message = f"{len(prompts)} prompts with n = {params.n} make more than {MAX_PROMPTS} choices"
+        message = f"{len(prompts)} prompts with n = {params.n} make more than {MAX_PROMPTS} choices; send fewer"
         raise RequestError(message, param="n", code="invalid_value")
     formatter = CompletionFormatter(
         id=f"cmpl-{uuid.uuid4().hex}",

@@ -32,7 +32,7 @@ logger = logging.getLogger("hotset.serve")
 MAX_MESSAGE_CHARACTERS = 500
 # Errors that the request did not cause; a retry may succeed.
 UNAVAILABLE = (DeadlineExceeded, EngineStopped, HandoffLost, NoRoomLeft, NoWorkers, WorkerLost)
-RETRY_AFTER_SECONDS: Mapping[type[BaseException], int] = {HandoffLost: 1, NoWorkers: 2, WorkerLost: 1}  # seconds
+RETRY_AFTER_SECONDS: Mapping[type[BaseException], int] = {HandoffLost: 1, NoWorkers: 2, WorkerLost: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,14 @@ def error_response(error: BaseException) -> Response:
     return _response(error_kind(error).status, error_body(error), headers)
 
 
-def http_error_response(error: HTTPException, method: str, path: str) -> Response:
+def http_error_response(error: HTTPException, method: str, path: str, *, unknown_path_advice: str = "") -> Response:
     """Formats an error of the framework (unknown path, wrong method, undecodable body) like our own errors."""
     status = HTTPStatus(error.status_code)
     error_type, message = "invalid_request_error", f"{status.phrase}: {method} {path}"
     if status is HTTPStatus.NOT_FOUND:
-        error_type, message = "not_found_error", f"there is no path {path}; /docs lists the paths"
+        error_type, message = "not_found_error", f"the path {path} does not exist{unknown_path_advice}"
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:
-        message = f"{path} does not take {method}"
+        message = f"{path} does not accept {method}"
     elif status is HTTPStatus.BAD_REQUEST:
         message = "the body is not valid JSON in UTF-8"
     code = status.name.lower() if status is not HTTPStatus.BAD_REQUEST else "invalid_json"
@@ -108,7 +108,7 @@ def http_error_response(error: HTTPException, method: str, path: str) -> Respons
 
 
 def validation_error(error: RequestValidationError) -> RequestError:
-    """Converts the first finding of a body's validation into a RequestError."""
+    """Converts the first error that the validation of a body found into a RequestError."""
     finding: Mapping[str, Any] = error.errors()[0]
     kind, param = finding["type"], _param(finding["loc"])
     if kind == "json_invalid":

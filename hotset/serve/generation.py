@@ -24,7 +24,7 @@ from hotset.serve.protocol import Usage
 from hotset.serve.service import Load, Service
 
 DONE = b"data: [DONE]\n\n"
-# JSON may contain these characters, and they do not end an event's line, but many clients split lines at them.
+# These characters are valid in JSON and do not end a line of an event stream, but many clients split lines at them.
 LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 
@@ -41,7 +41,7 @@ class ResponseFormatter(Protocol):
         """Returns the last chunk, which carries the usage."""
 
     def full_response(self, outputs: Sequence[CompletionOutput], usage: Usage) -> BaseModel:
-        """Returns the response that is not streamed."""
+        """Returns the whole response, for a request that is not streamed."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class GenerationJob:
 
 
 async def respond(request: Request, service: Service, job: GenerationJob) -> Response:
-    """Generates the response. Raises errors that occur before the first token; later ones become the last event.
+    """Generates the response. An error after the first token of a stream becomes its last event; others are raised.
 
     If the client disconnects at any time, the engine's iterator is closed at once, which aborts the request.
     """
@@ -104,7 +104,7 @@ def json_response(body: BaseModel) -> Response:
 
 
 class EventStream(Response):
-    """A stream of server-sent events. Owns `deltas`, their source, and closes it on every exit path."""
+    """A stream of server-sent events. Owns `events` and their source `deltas`, and closes both on every exit path."""
 
     media_type = "text/event-stream"
 
@@ -116,7 +116,7 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Closed here as well: the task that sends may be cancelled before it has started to run.
+        # The sending task cannot close the generators: it may be cancelled before it has started to run.
         async with aclosing(self._deltas), aclosing(self._events):
             await unless_disconnected(receive, self._send_all(send))
 
@@ -161,9 +161,9 @@ def event_of(body: BaseModel) -> bytes:
     return f"data: {body.model_dump_json().translate(LINE_ENDS)}\n\n".encode()
 
 
-async def _chained(first: Delta, rest: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+async def _chained(first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
     yield first
-    async for delta in rest:
+    async for delta in deltas:
         yield delta
 
 
@@ -195,7 +195,7 @@ async def _counted_as_waiting(
 
 
 async def _all_deltas(client: EngineClient, job: GenerationJob) -> AsyncGenerator[Delta, None]:
-    """Yields the deltas of all prompts as they arrive. Closing it aborts every prompt.
+    """Yields the deltas of all prompts as they arrive. Closing the generator aborts all prompts.
 
     `index` of a delta counts the choices of the whole response.
     """

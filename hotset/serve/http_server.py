@@ -1,4 +1,4 @@
-"""What the server and the router share: a bound socket, uvicorn's settings, and work that ends with its client."""
+"""Parts of the server and the router: the socket, uvicorn's settings, and work that a disconnect cancels."""
 
 import asyncio
 import signal
@@ -15,9 +15,10 @@ from hotset.base.errors import ConfigError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_INTERRUPTED = 130  # the exit code that shells expect from a command that Ctrl-C ended
-# After the drain, responses that are complete still have to reach their clients.
+# Time for complete responses to reach their clients after the drain.
 FLUSH_SECONDS = 5.0
-# Longer than clients usually pool a connection: one that closes just as a request is sent fails that request.
+# Longer than clients usually keep an idle connection. If the server closed it just as the client sends a request,
+# that request would fail.
 KEEP_ALIVE_SECONDS = 75
 
 T = TypeVar("T")

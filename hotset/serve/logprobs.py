@@ -1,4 +1,4 @@
-"""Log-probabilities in the two formats of the OpenAI API, that of chat and that of completions."""
+"""Log-probabilities in the two formats of the OpenAI API: one for chat and one for completions."""
 
 import codecs
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ def chat_logprobs(
     content = []
     for token, ranked in zip(token_ids, logprobs, strict=True):
         chosen = _entry(tokenizer, token, ranked[token])
-        likeliest = [(rival, logprob) for rival, logprob in _by_rank(ranked) if logprob.rank <= alternatives]
-        top = [_entry(tokenizer, rival, logprob) for rival, logprob in likeliest[:alternatives]]
+        likeliest = [(candidate, logprob) for candidate, logprob in _by_rank(ranked) if logprob.rank <= alternatives]
+        top = [_entry(tokenizer, candidate, logprob) for candidate, logprob in likeliest[:alternatives]]
         content.append(ChatTokenLogprob(**chosen.model_dump(), top_logprobs=top))
     return ChatLogprobs(content=content)
 
@@ -41,8 +41,8 @@ class CompletionLogprobWriter:
             written.tokens.append(self._name(token))
             written.token_logprobs.append(_finite(ranked[token]))
             top: dict[str, float] = {}
-            for rival, logprob in _by_rank(ranked):
-                top.setdefault(self._name(rival), _finite(logprob))
+            for candidate, logprob in _by_rank(ranked):
+                top.setdefault(self._name(candidate), _finite(logprob))
             written.top_logprobs.append(top)
             written.text_offset.append(self._offset)
             if self._tokenizer is not None and token not in self._hidden:

@@ -13,6 +13,7 @@ from hotset.serve.middleware import SECONDS_BUCKETS
 
 TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
+# Each table maps fields of EngineStats or HandoffStats to the name and the help text of a metric.
 GAUGES = {
     "running": ("hotset_requests_running", "Requests that are being prefilled or decoded."),
     "waiting": ("hotset_requests_waiting", "Requests in the queue."),
@@ -33,7 +34,10 @@ COUNTERS = {
     "parks": ("hotset_parks", "Preemptions that kept the KV rows on the host."),
     "resumes": ("hotset_resumes", "Parked requests that were resumed."),
     "recomputes": ("hotset_recomputes", "Preemptions that dropped the KV rows, to be recomputed."),
-    "rows_mirrored": ("hotset_rows_flushed", "KV rows copied to the host; a row counts once for all layers."),
+    "rows_mirrored": (
+        "hotset_rows_mirrored",
+        "KV rows copied from the device to the host; the rows of a token in all layers count as one.",
+    ),
     "bytes_swapped": ("hotset_bytes_swapped", "Bytes copied from the host into hot buffers."),
     "steps": ("hotset_steps", "Steps computed."),
     "retries": ("hotset_handoff_retries", "Handoffs that were lost and retried."),
@@ -92,13 +96,13 @@ class Metrics:
         )
         self.inter_token_seconds = Histogram(
             "hotset_inter_token_seconds",
-            "Time between consecutive tokens of one choice.",
+            "Time between consecutive tokens of one choice; tokens that arrive together count as one, with their mean.",
             buckets=TOKEN_SECONDS_BUCKETS,
             registry=self._registry,
         )
 
     def render(self, stats: EngineStats | None) -> bytes:
-        """Returns the text of one scrape. `stats` is None if the engine has ended; then only `up` is reported, as 0."""
+        """Returns the text of one scrape. If `stats` is None, the engine has ended, and `hotset_engine_up` is 0."""
         scrape = CollectorRegistry()
         scrape.register(_EngineCollector(stats))
         return generate_latest(self._registry) + generate_latest(scrape)

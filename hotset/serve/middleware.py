@@ -20,7 +20,7 @@ logger = logging.getLogger("hotset.serve")
 
 CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs for a client that disconnected
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # no characters that could forge a log line
-QUIET_PATHS = frozenset({"/handoff"})  # a router fetches it twice a second
+QUIET_PATHS = frozenset({"/handoff"})  # logged at DEBUG level, because a router fetches it twice a second
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 PUBLIC_PATHS = frozenset({"/", "/health", "/metrics", "/handoff", "/docs", "/openapi.json"})
 
@@ -33,7 +33,7 @@ class HttpMetrics(Protocol):
 
 
 class AccessLog:
-    """Writes one log line and updates the metrics for each request. Outermost: it handles all uncaught errors."""
+    """Writes one log line and updates the metrics for each request. It is outermost and handles all uncaught errors."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self._app = app
@@ -108,7 +108,9 @@ class ConcurrencyLimit:
             await self._app(scope, receive, send)
             return
         if self._in_progress >= self._limit:
-            message = f"{self._in_progress} requests are in progress, which is the limit; retry later"
+            message = (
+                f"{self._in_progress} requests are in progress, which is the limit (--max-concurrency); retry later"
+            )
             await error_response(QueueFull(message))(scope, receive, send)
             return
         self._in_progress += 1

@@ -319,8 +319,8 @@ class WorkerState(BaseModel):
     """The role, address and load that a worker reports at /handoff, for routers."""
 
     role: str = Field(max_length=32)  # both, prefill or decode
-    control: str | None = Field(max_length=256)  # the address for its peers; None for role both
+    control: str | None = Field(max_length=256)  # control address for handoffs; None for role both
     model: str = Field(max_length=1024)
-    waiting_tokens: int = Field(ge=0)  # prompt tokens of requests without a first token
+    waiting_tokens: int = Field(ge=0)  # prompt tokens of requests that have no first token yet
     waiting: int = Field(ge=0)  # requests in the queue
-    running: int = Field(ge=0)  # requests
+    running: int = Field(ge=0)  # requests that are being prefilled or decoded

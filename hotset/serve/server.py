@@ -28,8 +28,9 @@ ERROR_REPORT_SECONDS = 2.0
 
 
 def run(engine_config: EngineConfig, serve_config: ServeConfig, process: EngineProcess | None = None) -> int:
-    """Serves until SIGTERM or SIGINT. Returns the exit code: 0 after a drain, 1 if start-up failed or the engine died.
+    """Serves until SIGTERM or SIGINT, and returns the exit code.
 
+    It is 0 after a drain, 1 if start-up failed or the engine died, and 130 after Ctrl-C during start-up.
     `process` is an engine process with this configuration that is already starting; this call ends it.
     """
     log_to_stderr()
@@ -87,7 +88,7 @@ class _Shutdown:
             self._server.force_exit = True
 
     async def on_engine_death(self) -> None:
-        """Waits for the engine's death, then stops the HTTP server."""
+        """Waits until the engine dies, then stops the HTTP server. During a drain, the engine's end is expected."""
         while self._client.alive or self._drain is not None:
             await asyncio.sleep(LIVENESS_POLL_SECONDS)
         self.engine_died = True
@@ -107,9 +108,9 @@ class _Shutdown:
 
 
 def _announce(client: EngineClient, config: ServeConfig, listener: socket.socket) -> None:
-    card = client.model
-    name = config.served_model_name or card.name
-    details = [card.device, card.dtype, f"context {card.max_model_len}"]
+    model = client.model
+    name = config.served_model_name or model.name
+    details = [model.device, model.dtype, f"context {model.max_model_len}"]
     if client.control is not None:
         details += [f"{client.role} worker", f"control {client.control}"]
     print(f"Hotset serves {name} at {url_of(listener)} ({', '.join(details)})", flush=True)

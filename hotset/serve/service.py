@@ -16,7 +16,7 @@ from hotset.models.tokenizer import Tokenizer
 from hotset.serve.metrics import Metrics
 from hotset.serve.protocol import PREFILL_HEADER, ChatMessage, SamplingFields, WorkerState
 
-# The sampling parameters that mean the same in a request body; `sampling_params` converts the others.
+# `sampling_params` converts these fields of a request body. The shared fields are used unchanged.
 CONVERTED_FIELDS = frozenset({"max_tokens", "logprobs", "logit_bias"})
 SHARED_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in CONVERTED_FIELDS)
 

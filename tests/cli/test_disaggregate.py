@@ -22,7 +22,7 @@ SECRET = "s3cret that is long enough"
 
 
 def parsed(arguments: list[str]) -> dict[str, object]:
-    """Returns the parameters that our own command parses from a command line."""
+    """Returns the parameters that `hotset` parses from a command line."""
     name, *rest = arguments
     command = typer.main.get_command(app).commands[name]
     return dict(command.make_context(name, rest).params)
@@ -40,7 +40,7 @@ def test_invalid_worker_counts_are_rejected(text: str) -> None:
         WorkerCounts.parse(text)
 
 
-def test_worker_arguments_hold_the_settings_and_its_share_of_memory() -> None:
+def test_worker_arguments_contain_the_settings_and_the_share_of_memory() -> None:
     engine = EngineConfig(
         model="m", role="prefill", page_rows=16, seed=3, handoff_secret=SECRET, kv_dtype="fp8", transfer="mooncake"
     )
@@ -48,25 +48,25 @@ def test_worker_arguments_hold_the_settings_and_its_share_of_memory() -> None:
     arguments = worker_arguments(engine, serve, "decode", MemoryShare("cuda:1", 2.5, 4.0))
     assert not {SECRET, "k3y"} & set(arguments), "every user of the machine can read a process's arguments"
     received = parsed(arguments)
-    wanted = {"model": "m", "page_rows": 16, "seed": 3, "kv_dtype": "fp8", "role": "decode", "device": "cuda:1"}
-    wanted |= {"device_kv_gib": 2.5, "host_kv_gib": 4.0, "max_queue": 7, "served_model_name": "name"}
-    wanted |= {"host": "127.0.0.1", "port": 0, "transfer": "mooncake"}
-    assert {name: received[name] for name in wanted} == wanted
+    expected = {"model": "m", "page_rows": 16, "seed": 3, "kv_dtype": "fp8", "role": "decode", "device": "cuda:1"}
+    expected |= {"device_kv_gib": 2.5, "host_kv_gib": 4.0, "max_queue": 7, "served_model_name": "name"}
+    expected |= {"host": "127.0.0.1", "port": 0, "transfer": "mooncake"}
+    assert {name: received[name] for name in expected} == expected
 
 
 def test_a_worker_is_not_killed_before_its_own_stop_timeout() -> None:
     def engine_seconds(gib: float) -> float:  # the time that a worker gives its engine
         return STOP_SECONDS + closing_seconds(int(gib * GIB), with_endpoint=True)
 
-    measured = stop_seconds(EngineConfig(), [MemoryShare(host_kv_gib=1.0), MemoryShare(host_kv_gib=64.0)])
-    assert measured > engine_seconds(64.0)
+    limit = stop_seconds(EngineConfig(), [MemoryShare(host_kv_gib=1.0), MemoryShare(host_kv_gib=64.0)])
+    assert limit > engine_seconds(64.0)
     assert stop_seconds(EngineConfig(host_kv_gib=100.0), [MemoryShare()]) > engine_seconds(100.0)
     assert stop_seconds(EngineConfig(host_kv_tokens=1 << 20), [MemoryShare()]) > engine_seconds(1.0), (
-        "tokens do not tell the size in bytes"
+        "the size in bytes is unknown, so the limit must suffice for all memory"
     )
 
 
-def test_router_arguments_hold_the_address_and_the_workers() -> None:
+def test_router_arguments_contain_the_address_and_the_workers() -> None:
     serve = ServeConfig(host="0.0.0.0", port=81, api_key="k3y", cors_origin="*", max_body_mib=2.0)
     arguments = router_arguments(serve, ["http://a:1", "http://b:1"], ["http://c:1"])
     assert "k3y" not in arguments
@@ -132,7 +132,7 @@ def test_start_up_errors_are_one_line(
 def test_a_child_process_that_does_not_start_is_named_and_stops_all_others(tmp_path: Path) -> None:
     flags = ["--disaggregate", "1P1D", "--port", "0", "--device", "cpu", "--device-kv-tokens", "64"]
     command = [sys.executable, "-m", "hotset", "serve", str(tmp_path / "nothing"), *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (1, "")
-    last = done.stderr.splitlines()[-1]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (1, "")
+    last = result.stderr.splitlines()[-1]
     assert last.startswith("error: ") and " 1 ended (exit code 1): " in last and "nothing" in last

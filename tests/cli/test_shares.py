@@ -1,4 +1,4 @@
-"""How workers on one machine divide its memory: together they fit, and what was asked for is left alone."""
+"""Workers on one machine divide its memory: all shares fit, and sizes that the user sets are not changed."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from hotset.cli.shares import FreeMemory, MemoryShare, divide_memory, weight_byt
 @pytest.mark.parametrize("free_gib", [4, 64])
 def test_shares_on_a_cpu_fit_together(workers: int, free_gib: int) -> None:
     shares = divide_memory(EngineConfig(), FreeMemory(free_gib * GIB), workers, 0)
-    taken = sum((share.device_kv_gib or 0) + (share.host_kv_gib or 0) for share in shares)
-    assert 0 < taken <= min(free_gib / 2, 8) + 0.01
+    total_gib = sum((share.device_kv_gib or 0) + (share.host_kv_gib or 0) for share in shares)
+    assert 0 < total_gib <= min(free_gib / 2, 8) + 0.01
     assert all(share.host_kv_gib and share.device_kv_gib for share in shares)
     assert all(share.host_kv_gib > 1.2 * share.device_kv_gib for share in shares)  # type: ignore[operator]
 
@@ -34,12 +34,12 @@ def test_workers_that_share_a_gpu_fit_on_it_with_their_weights() -> None:
         divide_memory(EngineConfig(), FreeMemory(1024 * GIB, (40 * GIB,)), 2, 20 * GIB)
 
 
-def test_device_gets_no_more_than_the_host_store_can_back() -> None:
+def test_a_device_pool_is_smaller_than_its_host_store() -> None:
     (share, _) = divide_memory(EngineConfig(), FreeMemory(40 * GIB, (80 * GIB,) * 2), 2, 0)
     assert share.host_kv_gib == 10 and share.device_kv_gib is not None and share.device_kv_gib < 10
 
 
-def test_sizes_that_were_given_are_left_alone() -> None:
+def test_sizes_that_the_user_sets_are_not_changed() -> None:
     for config in (EngineConfig(device_kv_tokens=1000), EngineConfig(host_kv_gib=1.0), EngineConfig(tiers="off")):
         assert divide_memory(config, FreeMemory(64 * GIB), 2, 0) == [MemoryShare(), MemoryShare()]
     assert divide_memory(EngineConfig(device="cuda:1", device_kv_gib=1.0), FreeMemory(GIB, (GIB, GIB)), 2, 0) == [
@@ -48,7 +48,7 @@ def test_sizes_that_were_given_are_left_alone() -> None:
     ]
 
 
-def test_weights_are_what_the_files_take(tmp_path: Path) -> None:
+def test_weight_bytes_is_the_size_of_the_weight_files(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"x" * 10)
     (tmp_path / "b.safetensors").write_bytes(b"x" * 5)
     (tmp_path / "config.json").write_bytes(b"x" * 100)

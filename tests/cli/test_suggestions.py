@@ -1,4 +1,4 @@
-"""A flag, command or keyword that does not exist is answered with the nearest one that does."""
+"""The error for an unknown flag, command or keyword suggests the nearest one that exists."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ WIDE = {"COLUMNS": "200", "TERMINAL_WIDTH": "200", "NO_COLOR": "1"}
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command below `group`, with the words that select it. Groups count as commands of their own."""
+    """Yields `group` and all commands below it, each after the words that select it."""
     yield path, group
     for name, command in getattr(group, "commands", {}).items():
         yield from commands(command, (*path, name))
@@ -24,19 +24,19 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 ALL_COMMANDS = dict(commands(typer.main.get_command(app)))
 
 
-def refusal(*arguments: str) -> str:
-    """The usage error that a command line is answered with, on one line and without the frame around it."""
+def usage_error(*arguments: str) -> str:
+    """Returns the usage error for a command line, on one line and without its frame."""
     result = CliRunner().invoke(app, list(arguments), env=WIDE)
     assert result.exit_code == 2, result.output
     return " ".join(result.stderr.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("path", ALL_COMMANDS, ids=lambda path: " ".join(path) or "hotset")
-def test_every_command_names_the_flag_that_a_misspelt_one_is_nearest_to(path: tuple[str, ...]) -> None:
+def test_every_command_suggests_the_nearest_flag_for_a_misspelt_one(path: tuple[str, ...]) -> None:
     flags = {name for option in ALL_COMMANDS[path].params for name in option.opts if name.startswith("--")} | {"--help"}
     for flag in flags:
         misspelt = flag[:-1] if flag[:-1] not in flags else f"{flag}x"
-        assert f"No such option: {misspelt}; did you mean {flag}?" in refusal(*path, misspelt)
+        assert f"No such option: {misspelt}; did you mean {flag}?" in usage_error(*path, misspelt)
 
 
 @pytest.mark.parametrize(
@@ -52,25 +52,25 @@ def test_every_command_names_the_flag_that_a_misspelt_one_is_nearest_to(path: tu
         (["eval", "retrieval", "--length", "4"], "--length; did you mean --lengths?"),
     ],
 )
-def test_the_nearest_flag_is_named_alone(arguments: list[str], answer: str) -> None:
-    assert f"No such option: {answer}" in refusal(*arguments)
+def test_only_the_nearest_flag_is_suggested(arguments: list[str], answer: str) -> None:
+    assert f"No such option: {answer}" in usage_error(*arguments)
 
 
 def test_a_flag_unlike_any_other_gets_no_suggestion() -> None:
     for flag in ("--xyzzy", "-z"):
-        answer = refusal("info", flag)
+        answer = usage_error("info", flag)
         assert f"No such option: {flag}" in answer and "did you mean" not in answer and "-h' for help" in answer
 
 
 @pytest.mark.parametrize(
     ("typed", "meant"), [(["serv"], "serve"), (["evaluate"], "eval"), (["eval", "retrieve"], "retrieval")]
 )
-def test_the_nearest_command_is_named(typed: list[str], meant: str) -> None:
-    answer = refusal(*typed)
+def test_the_nearest_command_is_suggested(typed: list[str], meant: str) -> None:
+    answer = usage_error(*typed)
     assert f"No such command '{typed[-1]}'" in answer and f"Did you mean '{meant}'?" in answer
 
 
-def test_llm_names_the_keyword_that_a_misspelt_one_is_nearest_to() -> None:
+def test_llm_suggests_the_nearest_keyword_for_a_misspelt_one() -> None:
     with pytest.raises(ConfigError, match="has no setting 'tensor_paralel_size'; did you mean 'tensor_parallel_size'"):
         LLM("embedded", tensor_paralel_size=2)
     with pytest.raises(ConfigError, match="has no setting 'max-model-len'; did you mean 'max_model_len'"):

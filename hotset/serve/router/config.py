@@ -31,12 +31,12 @@ class RouterConfig:
     )
     response_timeout_seconds: float = setting(
         600.0,
-        "Time limit for the first byte of a response, retries included; then the router answers 504.",
+        "Time limit for the first byte of a response, including retries, in seconds; then the router answers 504.",
         positive=True,
     )
     idle_timeout_seconds: float = setting(
         120.0,
-        "Longest pause between two pieces of a streamed response before the router ends it with an error.",
+        "Longest pause within a streamed response, in seconds; then the router ends it with an error.",
         positive=True,
     )
     poll_seconds: float = setting(0.5, "Interval between two health checks of a worker, in seconds.", positive=True)

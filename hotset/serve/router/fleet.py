@@ -32,12 +32,12 @@ class RoutedWorker:
     url: str
     role: Role
     state: WorkerState | None = None
-    failures: int = FAILURES_UNTIL_DOWN  # consecutive
+    failures: int = FAILURES_UNTIL_DOWN  # consecutive failed health checks and requests
     last_error: str = "has not answered yet"
     requests: int = 0  # sent by this router and still in flight
-    tokens: int = 0  # of those requests; at a prefill worker only until the first byte of the response
-    external_tokens: int = 0  # waiting there for requests of other routers, as of the last health check
-    last_chosen: int = 0
+    tokens: int = 0  # prompt tokens of these requests; at a prefill worker, until the first byte of the response
+    external_tokens: int = 0  # waiting prompt tokens of other routers' requests, as of the last health check
+    last_chosen: int = 0  # number of the choice, counted over all workers
     health_check_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -73,7 +73,7 @@ class Fleet:
         self._poll_seconds = poll_seconds
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._workers: dict[str, RoutedWorker] = {}
-        self._numbers = itertools.count(1)
+        self._choice_numbers = itertools.count(1)
 
     @property
     def workers(self) -> list[RoutedWorker]:
@@ -114,7 +114,7 @@ class Fleet:
         raise RequestError(message, param="url", code="no_worker")
 
     def remove(self, url: str) -> bool:
-        """Sends no further requests to a worker; requests in flight continue. Returns False for an unknown URL."""
+        """Removes a worker; its requests in flight continue. Returns False for an unknown URL."""
         task = self._tasks.pop(url, None)
         if task is None:
             return False
@@ -126,19 +126,19 @@ class Fleet:
     def choose(self, role: Role, avoid: Collection[str]) -> RoutedWorker:
         """Returns the live worker with the fewest tokens. A tie goes to the least recently chosen one.
 
-        Workers in `avoid` are chosen only if no other is alive. Raises NoWorkers if none is alive at all.
+        Workers in `avoid` are chosen only if no other is alive. Raises NoWorkers if no worker is alive.
         """
         alive = self.up(role)
         if not alive:
             known = sum(worker.role == role for worker in self._workers.values())
-            raise NoWorkers(f"none of {known} {role} workers is alive; retry later")
+            raise NoWorkers(f"no {role} worker is alive, of {known} known ones; retry later")
         preferred = [worker for worker in alive if worker.url not in avoid]
         chosen = min(preferred or alive, key=lambda worker: (worker.load, worker.last_chosen))
-        chosen.last_chosen = next(self._numbers)
+        chosen.last_chosen = next(self._choice_numbers)
         return chosen
 
     async def report_failure(self, worker: RoutedWorker) -> None:
-        """Counts a failed request as a failure and checks the worker's health at once."""
+        """Counts a failed request like a failed health check, and checks the worker's health at once."""
         worker.failures += 1
         await self.check_health(worker)
 
@@ -184,7 +184,7 @@ class Fleet:
                     body += more
                 return WorkerState.model_validate_json(body)
         except TimeoutError:
-            return f"gave no answer for {HEALTH_CHECK_TIMEOUT_SECONDS:g} s"
+            return f"did not answer within {HEALTH_CHECK_TIMEOUT_SECONDS:g} s"
         except (aiohttp.ClientError, OSError) as error:
             return f"cannot be reached ({type(error).__name__})"
         except (ValidationError, ValueError):

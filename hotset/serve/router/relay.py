@@ -31,9 +31,9 @@ from hotset.serve.router.upstream import (
 logger = logging.getLogger("hotset.router")
 
 MAX_ATTEMPTS = 3
-BACKOFF_SECONDS = 0.2  # before a worker that failed is tried again; grows with every attempt
+BACKOFF_SECONDS = 0.2  # wait per failed attempt before a worker that failed is tried again
 EVENT_END = b"\n\n"
-MAX_BUFFERED_BYTES = 1 << 20  # of an incomplete event
+MAX_BUFFERED_BYTES = 1 << 20  # limit for an incomplete event; a longer event is sent in pieces
 
 
 class Relay:
@@ -95,11 +95,14 @@ class Relay:
             if self._stopping:
                 raise EngineStopped("the router is shutting down") from None
             seconds = self._config.response_timeout_seconds
-            message = f"no response has begun within {seconds:g} s (--response-timeout-seconds)"
+            message = f"the response did not begin within {seconds:g} s (--response-timeout-seconds)"
             raise DeadlineExceeded(message) from None
 
     async def _answer(self, request: UpstreamRequest, with_prefill: bool) -> Response:
-        """Returns the first response of up to MAX_ATTEMPTS attempts. Workers that failed are avoided if others live."""
+        """Returns the first response of up to MAX_ATTEMPTS attempts, or the worker's error of the last attempt.
+
+        Workers that failed are avoided if others are alive. Raises WorkerLost if the last attempt got no response.
+        """
         failed: set[str] = set()
         last_response: FullResponse | None = None
         for number in range(1, MAX_ATTEMPTS + 1):
@@ -128,12 +131,12 @@ class Relay:
     ) -> Response | FailedAttempt:
         """Makes one attempt. It counts as load of `prefill` until the first byte, and of `decode` until the last."""
         began = time.monotonic()
-        with ExitStack() as held:
-            held.enter_context(decode.in_flight(request.tokens))
+        with ExitStack() as cleanup:
+            cleanup.enter_context(decode.in_flight(request.tokens))
 
             def track(response: aiohttp.ClientResponse) -> None:
                 self._responses.add(response)
-                held.callback(self._responses.discard, response)
+                cleanup.callback(self._responses.discard, response)
 
             with ExitStack() as until_first_byte:
                 if prefill is not None:
@@ -145,11 +148,11 @@ class Relay:
             if isinstance(outcome, FullResponse):
                 self._metrics.upstream_seconds.observe(time.monotonic() - began)
                 return _full_response(outcome, request)
-            stream, kept = outcome, held.pop_all()
+            stream, stream_cleanup = outcome, cleanup.pop_all()
 
         def on_end(outcome: str) -> None:
             stream.response.close()
-            kept.close()
+            stream_cleanup.close()
             self._metrics.upstream_seconds.observe(time.monotonic() - began)
             self._count(outcome)
 
@@ -174,7 +177,8 @@ class Relay:
 class RelayedStream(Response):
     """Relays the server-sent events of a worker unchanged. Calls `on_end` exactly once, with the outcome.
 
-    Only complete events are sent, so that an error event after a worker's death is never joined to half an event.
+    Sends complete events, so that an error event after a worker's death does not follow half an event. Only an event
+    longer than MAX_BUFFERED_BYTES is sent in pieces.
     """
 
     media_type = "text/event-stream"

@@ -25,14 +25,18 @@ from hotset.serve.router.relay import Relay
 
 logger = logging.getLogger("hotset.router")
 
-CONNECT_SECONDS = 3.0
-KEEP_ALIVE_SECONDS = 30.0  # shorter than the workers': they must not close a connection about to be used
-SPARE_CONNECTIONS = 64  # for requests other than completions
+CONNECT_SECONDS = 3.0  # time limit for a connection to a worker
+# Less than the workers' limit: a worker must not close a connection that the router is about to use.
+KEEP_ALIVE_SECONDS = 30.0
+SPARE_CONNECTIONS = 64  # connections for requests other than completions
 MAX_HEADER_BYTES = 1 << 16
 
 
 def run(config: RouterConfig) -> int:
-    """Runs the router until SIGTERM or SIGINT. Returns the exit code: 0 after a drain, 1 if start-up failed."""
+    """Runs the router until SIGTERM or SIGINT, and returns the exit code.
+
+    It is 0 after a drain, 1 if start-up failed, and 130 after Ctrl-C during start-up.
+    """
     log_to_stderr()
     try:
         with bound_socket(config.host, config.port) as listener:

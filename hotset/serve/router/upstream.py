@@ -1,4 +1,4 @@
-"""One attempt to have a decode worker answer a request, up to the point where the client receives something."""
+"""One attempt to get an answer from a decode worker, up to the first byte that the client receives."""
 
 import json
 import uuid
@@ -19,7 +19,7 @@ from hotset.serve.router.fleet import RoutedWorker
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
 BYTES_PER_TOKEN = 4  # a rough estimate from the size of a body; the router has no tokenizer
-MAX_RESPONSE_BYTES = 256 << 20  # of a response that is not streamed
+MAX_RESPONSE_BYTES = 256 << 20  # limit for a response that is not streamed
 # Hop-by-hop headers belong to one connection and are not forwarded (RFC 9110, 7.6.1).
 HOP_BY_HOP = {
     "connection",
@@ -51,6 +51,7 @@ class UpstreamRequest:
 
     @property
     def tokens(self) -> int:
+        """The estimated number of prompt tokens."""
         return max(1, len(self.body) // BYTES_PER_TOKEN)
 
 
@@ -65,7 +66,7 @@ class FullResponse:
 
 @dataclass(frozen=True)
 class StreamedResponse:
-    """A worker's event stream after its first bytes. The owner must close `response`, which aborts the request."""
+    """A worker's event stream after its first bytes. The owner must close `response`; this aborts an open request."""
 
     response: aiohttp.ClientResponse
     headers: RawHeaders
@@ -105,7 +106,7 @@ async def attempt(
 ) -> FullResponse | StreamedResponse | FailedAttempt:
     """Sends `request` and returns the full response, the beginning of a stream, or the reason for the failure.
 
-    `track` receives the response while it is open, so that a shutdown can close it.
+    `track` is called with the open response, so that a shutdown can close it.
     """
     headers = [*request.headers, (REQUEST_ID_HEADER, request.request_id)]
     if prefill is not None:
@@ -153,7 +154,7 @@ async def _read_body(response: aiohttp.ClientResponse) -> bytes | None:
 
 
 def _checked_for_failure(response: FullResponse) -> FullResponse | FailedAttempt:
-    """Turns a response into a failed attempt if another worker could succeed; returns any other unchanged."""
+    """Returns a failed attempt if another worker could answer the request, else the response itself."""
     if response.status != 503:
         return response
     try:

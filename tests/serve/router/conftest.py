@@ -28,7 +28,7 @@ def workers(shared: Cluster) -> list[Stub]:
 
 @pytest.fixture
 def idle_workers(workers: list[Stub]) -> list[Stub]:
-    """The shared workers, reset: they behave well and have recorded no requests."""
+    """The shared workers after a reset: they behave well and have recorded no requests."""
     for worker in workers:
         worker.behave(behaviour="well", waiting_tokens=0)
     return workers

@@ -18,7 +18,8 @@ STUB = HERE / "stub_worker.py"
 WAIT_SECONDS = 60.0
 
 
-def eventually(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
+    """Waits until the condition holds or the time is up, and returns whether it holds."""
     deadline = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -38,12 +39,14 @@ class Stub:
         return int(self.url.rpartition(":")[2])
 
     def seen(self) -> dict[str, Any]:
+        """Returns the requests that the worker received, and how many are open or were left by their clients."""
         return httpx.get(f"{self.url}/seen", timeout=10).json()
 
     def bodies(self) -> list[str]:
         return [request["body"] for request in self.seen()["requests"] if "body" in request]
 
     def behave(self, **attributes: Any) -> None:
+        """Clears the record of requests, and changes the behaviour or other attributes."""
         httpx.post(f"{self.url}/behave", json=attributes, timeout=10).raise_for_status()
 
     def kill(self) -> None:
@@ -66,8 +69,8 @@ class Router:
         return httpx.stream("POST", f"{self.url}/v1/completions", json={"stream": True, **body}, timeout=30)
 
     def workers(self, **headers: str) -> dict[str, dict[str, Any]]:
-        found = httpx.get(f"{self.url}/workers", headers=headers, timeout=10).json()
-        return {worker["url"]: worker for worker in found["workers"]}
+        answer = httpx.get(f"{self.url}/workers", headers=headers, timeout=10).json()
+        return {worker["url"]: worker for worker in answer["workers"]}
 
     def up(self, *stubs: Stub, **headers: str) -> bool:
         """Returns whether exactly these workers are up."""
@@ -75,11 +78,12 @@ class Router:
         return {url for url, worker in workers if worker["up"]} == {stub.url for stub in stubs}
 
     def metric(self, name: str, **labels: str) -> float:
+        """Returns the sum of the samples of a metric that have these labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=10).text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        found = [sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items()]
-        assert found, f"{name} {labels} is not among the metrics"
-        return sum(found)
+        values = [sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items()]
+        assert values, f"{name} {labels} is not among the metrics"
+        return sum(values)
 
     def log(self) -> str:
         return self.log_path.read_text()
@@ -90,7 +94,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._ends = ExitStack()
+        self._cleanup = ExitStack()
         self._routers = 0
 
     def stub(self, role: str, name: str, **options: Any) -> Stub:
@@ -100,9 +104,10 @@ class Cluster:
         """Starts workers together; keywords map their names to roles."""
         flags = ["--port", str(port), "--model", model, "--behaviour", behaviour]
         started = [self._start([sys.executable, str(STUB), role, name, *flags]) for name, role in roles.items()]
-        return [Stub(self._line(process), name, process) for name, process in zip(roles, started, strict=True)]
+        return [Stub(self._first_line(process), name, process) for name, process in zip(roles, started, strict=True)]
 
     def router(self, prefill: list[Stub], decode: list[Stub], *flags: str, ready: bool = True) -> Router:
+        """Starts a router. If `ready`, waits until it has a live worker of each role."""
         command = [sys.executable, "-m", "hotset", "router", "--port", "0", "--poll-seconds", "0.1", *flags]
         for flag, stubs in (("--prefill", prefill), ("--decode", decode)):
             command += [flag, *(stub.url for stub in stubs)] if stubs else []
@@ -110,23 +115,23 @@ class Cluster:
         log_path = self._folder / f"router{self._routers}.txt"
         with log_path.open("w") as log:
             process = self._start(command, log)
-        line = self._line(process)
+        line = self._first_line(process)
         assert " at http://" in line, f"{line!r}: {log_path.read_text()}"
         router = Router(line.rpartition(" at ")[2], process, log_path)
         if ready:
-            assert eventually(lambda: httpx.get(f"{router.url}/health", timeout=10).status_code == 200), router.log()
+            assert wait_until(lambda: httpx.get(f"{router.url}/health", timeout=10).status_code == 200), router.log()
         return router
 
     def close(self) -> None:
-        self._ends.close()
+        self._cleanup.close()
 
     def _start(self, command: list[str], log: Any = None) -> "subprocess.Popen[str]":
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        self._ends.callback(self._end, process)
+        self._cleanup.callback(self._end, process)
         return process
 
     @staticmethod
-    def _line(process: "subprocess.Popen[str]") -> str:
+    def _first_line(process: "subprocess.Popen[str]") -> str:
         assert process.stdout is not None
         return process.stdout.readline().strip()
 

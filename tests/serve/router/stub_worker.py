@@ -1,10 +1,23 @@
 """A worker without an engine, in its own process. It has the API of `hotset serve --role` and can misbehave.
 
-`python stub_worker.py ROLE NAME [--port N] [--model M] [--behaviour B]` prints its address. Behaviours of completions:
-well, lost (503 prefill_lost), lost-once, full (503 no_room_left), stopped (503 engine_stopped), busy (429), dies
-(before the first byte), dies-midway, half (dies within an event), garbage (answers without HTTP), slow (does not
-answer), drip (streams until its behaviour changes), silent (starts a stream and then sends nothing), short (a full
-response that breaks off). Behaviour of /handoff: nonsense. GET /seen returns the requests that it received.
+`python stub_worker.py ROLE NAME [--port N] [--model M] [--behaviour B]` prints its address. GET /seen returns the
+requests that it received, and POST /behave changes its behaviour. The behaviours are:
+
+    well         answers like a worker
+    lost         answers 503 prefill_lost
+    lost-once    answers 503 prefill_lost once and behaves well afterwards
+    full         answers 503 no_room_left
+    stopped      answers 503 engine_stopped
+    busy         answers 429
+    dies         dies before the first byte of a response
+    dies-midway  dies between two events of a stream
+    half         dies within an event
+    short        dies within a response that is not streamed
+    garbage      answers with bytes that are not HTTP
+    slow         does not answer
+    drip         streams events until the behaviour changes
+    silent       starts a stream and then sends nothing
+    nonsense     answers /handoff with HTML
 """
 
 import argparse
@@ -24,11 +37,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class Stub:
+    """The state and the endpoints of the worker."""
+
     def __init__(self, role: str, name: str, model: str, behaviour: str) -> None:
         self.role, self.name, self.model, self.behaviour = role, name, model, behaviour
         self.seen: list[dict[str, object]] = []
         self.open = 0  # completions in progress
-        self.left = 0  # completions that the client disconnected from
+        self.disconnected = 0  # completions that the client disconnected from
         self.waiting_tokens = 0
 
     def app(self) -> Starlette:
@@ -44,11 +59,11 @@ class Stub:
         return JSONResponse({**state, "waiting_tokens": self.waiting_tokens, "waiting": 0, "running": self.open})
 
     async def report(self, request: Request) -> Response:
-        return JSONResponse({"requests": self.seen, "open": self.open, "left": self.left})
+        return JSONResponse({"requests": self.seen, "open": self.open, "disconnected": self.disconnected})
 
     async def behave(self, request: Request) -> Response:
         self.seen.clear()
-        self.left = 0
+        self.disconnected = 0
         for name, value in (await request.json()).items():
             setattr(self, name, value)
         return Response()
@@ -91,7 +106,7 @@ class Stub:
         while not await request.is_disconnected():
             await asyncio.sleep(0.01)
         self.open -= 1
-        self.left += 1
+        self.disconnected += 1
 
     async def short(self) -> AsyncIterator[bytes]:
         yield b'{"text":'
@@ -113,7 +128,7 @@ class Stub:
                     break
             yield b"data: [DONE]\n\n"
         except asyncio.CancelledError:
-            self.left += 1
+            self.disconnected += 1
             raise
         finally:
             self.open -= 1
@@ -129,7 +144,7 @@ def refusal(status: int, code: str, headers: dict[str, str] | None = None) -> Re
 
 
 class WithTransport:
-    """Gives the application access to the raw connection, so that it can send invalid HTTP."""
+    """Adds the raw connection to the scope, so that the application can send invalid HTTP."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -147,9 +162,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--model", default="stub")
     parser.add_argument("--behaviour", default="well")
-    given = parser.parse_args()
-    stub = Stub(given.role, given.name, given.model, given.behaviour)
-    with socket.create_server(("127.0.0.1", given.port)) as listener:
+    options = parser.parse_args()
+    stub = Stub(options.role, options.name, options.model, options.behaviour)
+    with socket.create_server(("127.0.0.1", options.port)) as listener:
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         config = uvicorn.Config(WithTransport(stub.app()), log_level="error", lifespan="off")
         uvicorn.Server(config).run([listener])

@@ -1,4 +1,4 @@
-"""When a worker or router dies, the client gets its answer from another worker or an error, and no work continues."""
+"""If a worker or the router dies, clients get an answer from another worker or an error, and no worker computes on."""
 
 import json
 import signal
@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from processes import pause
-from running_router import WAIT_SECONDS, Cluster, Router, Stub, eventually
+from running_router import WAIT_SECONDS, Cluster, Router, Stub, wait_until
 from stub_worker import event
 
 
@@ -18,7 +18,7 @@ def prefill(workers: list[Stub], idle_workers: list[Stub]) -> Stub:
 
 def events_of(stream: httpx.Response) -> list[Any]:
     data = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
-    return [part if part == "[DONE]" else json.loads(part) for part in data]
+    return [event if event == "[DONE]" else json.loads(event) for event in data]
 
 
 @pytest.mark.parametrize(("behaviour", "stream"), [("dies", True), ("short", False)], ids=["stream", "full"])
@@ -30,7 +30,7 @@ def test_a_worker_that_dies_before_the_first_byte_is_replaced_by_another(
     answers = [router.post(stream=stream) for _ in range(2)]
     assert [answer.headers["x-worker"] for answer in answers] == ["d1", "d1"]
     assert doomed.process.wait(WAIT_SECONDS) == -signal.SIGKILL
-    assert router.up(prefill, idle_workers[2]), "down at once: the failed request and the health check after it"
+    assert router.up(prefill, idle_workers[2]), "the failed request and the health check after it are two failures"
     assert router.metric("hotset_router_retries_total", reason="decode_lost") == 1
     assert router.metric("hotset_router_workers", role="decode", state="down") == 1
     assert "Traceback" not in router.log()
@@ -55,13 +55,13 @@ def test_a_prefill_worker_that_dies_is_down_until_it_is_restarted(cluster: Clust
     doomed = cluster.stub("prefill", "doomed")
     router = cluster.router([doomed], [idle_workers[2]])
     doomed.kill()
-    assert eventually(lambda: router.post().status_code == 503)
+    assert wait_until(lambda: router.post().status_code == 503)
     answer = router.post()
     assert (answer.json()["error"]["code"], answer.headers["retry-after"]) == ("no_workers", "2")
     assert "prefill" in answer.json()["error"]["message"]
-    again = cluster.stub("prefill", "again", port=doomed.port)
-    assert eventually(lambda: router.post().status_code == 200)
-    assert idle_workers[2].seen()["requests"][-1]["headers"]["x-hotset-prefill"] == f"{again.name}:9000"
+    restarted = cluster.stub("prefill", "restarted", port=doomed.port)
+    assert wait_until(lambda: router.post().status_code == 200)
+    assert idle_workers[2].seen()["requests"][-1]["headers"]["x-hotset-prefill"] == f"{restarted.name}:9000"
     assert "Traceback" not in router.log()
 
 
@@ -71,25 +71,25 @@ def test_a_worker_that_hangs_is_down_until_it_answers(
     router = cluster.router([prefill], idle_workers[2:])
     pause(idle_workers[2].process.pid)
     try:
-        assert eventually(lambda: router.up(prefill, idle_workers[3]))
-        assert router.workers()[idle_workers[2].url]["last_error"] == "gave no answer for 2 s"
+        assert wait_until(lambda: router.up(prefill, idle_workers[3]))
+        assert router.workers()[idle_workers[2].url]["last_error"] == "did not answer within 2 s"
     finally:
         idle_workers[2].process.send_signal(signal.SIGCONT)
-    assert eventually(lambda: router.up(prefill, *idle_workers[2:]))
+    assert wait_until(lambda: router.up(prefill, *idle_workers[2:]))
 
 
-def streaming_for(router: Router, stub: Stub) -> Any:
+def start_endless_stream(router: Router, stub: Stub) -> Any:
     stub.behave(behaviour="drip")
     return router.stream()
 
 
 def test_sigterm_lets_streams_finish_and_ends_with_0(cluster: Cluster, prefill: Stub, idle_workers: list[Stub]) -> None:
     router = cluster.router([prefill], [idle_workers[2]])
-    with streaming_for(router, idle_workers[2]) as stream:
+    with start_endless_stream(router, idle_workers[2]) as stream:
         lines = stream.iter_lines()
         next(lines)
         router.process.send_signal(signal.SIGTERM)
-        assert eventually(lambda: refuses(router))
+        assert wait_until(lambda: refuses_connections(router))
         idle_workers[2].behave(behaviour="well")
         *_, last = [line for line in lines if line]
     assert last == "data: [DONE]"
@@ -97,7 +97,7 @@ def test_sigterm_lets_streams_finish_and_ends_with_0(cluster: Cluster, prefill: 
     assert "Traceback" not in router.log()
 
 
-def refuses(router: Router) -> bool:
+def refuses_connections(router: Router) -> bool:
     try:
         httpx.get(f"{router.url}/health", timeout=10)
     except httpx.ConnectError:
@@ -109,21 +109,21 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(
     cluster: Cluster, prefill: Stub, idle_workers: list[Stub]
 ) -> None:
     router = cluster.router([prefill], [idle_workers[2]], "--drain-seconds", "0.5")
-    with streaming_for(router, idle_workers[2]) as stream:
+    with start_endless_stream(router, idle_workers[2]) as stream:
         router.process.send_signal(signal.SIGTERM)
         assert events_of(stream)[-1]["error"]["code"] == "engine_stopped"
     assert router.process.wait(WAIT_SECONDS) == 0
-    assert eventually(lambda: idle_workers[2].seen()["left"] == 1)
+    assert wait_until(lambda: idle_workers[2].seen()["disconnected"] == 1)
 
 
 def test_death_of_the_router_leaves_no_worker_computing(
     cluster: Cluster, prefill: Stub, idle_workers: list[Stub]
 ) -> None:
     router = cluster.router([prefill], [idle_workers[2]])
-    with streaming_for(router, idle_workers[2]) as stream:
+    with start_endless_stream(router, idle_workers[2]) as stream:
         pieces = stream.iter_raw()
         next(pieces)
         router.process.kill()
-        assert eventually(lambda: idle_workers[2].seen()["left"] == 1)
+        assert wait_until(lambda: idle_workers[2].seen()["disconnected"] == 1)
         with pytest.raises(httpx.RemoteProtocolError):
             list(pieces)

@@ -1,66 +1,71 @@
-"""Workers join and leave a router; unsuitable ones are rejected."""
+"""Workers join and leave a router. A worker of another model or role is rejected."""
 
 import httpx
 import pytest
-from running_router import Cluster, Router, Stub, eventually
+from running_router import Cluster, Router, Stub, wait_until
 
 KEY = {"Authorization": "Bearer sesame"}
 
 
 @pytest.fixture(scope="module")
-def locked(shared: Cluster) -> Router:
+def router_with_key(shared: Cluster) -> Router:
     """A router with a key and without workers."""
     return shared.router([], [], "--api-key", "sesame", ready=False)
 
 
-def change(router: Router, method: str, url: str, **headers: str) -> httpx.Response:
+def change_workers(router: Router, method: str, url: str, **headers: str) -> httpx.Response:
     return httpx.request(method, f"{router.url}/workers", json={"url": url}, headers=headers, timeout=10)
 
 
-def test_without_live_workers_clients_get_503_with_retry_after(locked: Router) -> None:
+def test_without_live_workers_clients_get_503_with_retry_after(router_with_key: Router) -> None:
     for answer in (
-        httpx.get(f"{locked.url}/health", timeout=10),
-        httpx.post(f"{locked.url}/v1/completions", json={}, headers=KEY, timeout=10),
-        httpx.get(f"{locked.url}/v1/models", headers=KEY, timeout=10),
+        httpx.get(f"{router_with_key.url}/health", timeout=10),
+        httpx.post(f"{router_with_key.url}/v1/completions", json={}, headers=KEY, timeout=10),
+        httpx.get(f"{router_with_key.url}/v1/models", headers=KEY, timeout=10),
     ):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers")
         assert int(answer.headers["retry-after"]) > 0
-    assert locked.metric("hotset_router_requests_total", outcome="no_workers") >= 1
+    assert router_with_key.metric("hotset_router_requests_total", outcome="no_workers") >= 1
 
 
-def test_workers_join_and_leave_while_requests_run(locked: Router, idle_workers: list[Stub]) -> None:
+def test_workers_join_and_leave_while_requests_run(router_with_key: Router, idle_workers: list[Stub]) -> None:
     p1, _, d1, d2 = idle_workers
     for stub, role in ((p1, "prefill"), (d1, "decode")):
-        joined = change(locked, "POST", f"{stub.url}/", **KEY)
+        joined = change_workers(router_with_key, "POST", f"{stub.url}/", **KEY)
         assert (joined.status_code, joined.json()["role"], joined.json()["up"]) == (201, role, True)
-    assert change(locked, "POST", d1.url, **KEY).json()["error"]["code"] == "known_worker"
+    assert change_workers(router_with_key, "POST", d1.url, **KEY).json()["error"]["code"] == "known_worker"
     d1.behave(behaviour="drip")
     body = {"stream": True}
-    with httpx.stream("POST", f"{locked.url}/v1/completions", json=body, headers=KEY, timeout=30) as stream:
+    with httpx.stream("POST", f"{router_with_key.url}/v1/completions", json=body, headers=KEY, timeout=30) as stream:
         pieces = stream.iter_raw()
         next(pieces)
-        assert change(locked, "POST", d2.url, **KEY).status_code == 201
-        assert change(locked, "DELETE", d1.url, **KEY).status_code == 204
+        assert change_workers(router_with_key, "POST", d2.url, **KEY).status_code == 201
+        assert change_workers(router_with_key, "DELETE", d1.url, **KEY).status_code == 204
         for _ in range(3):
-            answer = httpx.post(f"{locked.url}/v1/completions", json={}, headers=KEY, timeout=10)
+            answer = httpx.post(f"{router_with_key.url}/v1/completions", json={}, headers=KEY, timeout=10)
             assert answer.headers["x-worker"] == "d2"
         assert all(next(pieces) for _ in range(3)), "a request in flight must continue after its worker is removed"
-    assert locked.up(p1, d2, **KEY)
-    assert change(locked, "DELETE", d1.url, **KEY).json()["error"]["code"] == "no_worker"
+    assert router_with_key.up(p1, d2, **KEY)
+    assert change_workers(router_with_key, "DELETE", d1.url, **KEY).json()["error"]["code"] == "no_worker"
     for stub in (p1, d2):
-        assert change(locked, "DELETE", stub.url, **KEY).status_code == 204
+        assert change_workers(router_with_key, "DELETE", stub.url, **KEY).status_code == 204
 
 
-def test_workers_cannot_be_changed_without_the_key(locked: Router, router: Router, idle_workers: list[Stub]) -> None:
+def test_workers_cannot_be_changed_without_the_key(
+    router_with_key: Router, router: Router, idle_workers: list[Stub]
+) -> None:
     before = router.workers()
-    for answer in (change(locked, "POST", idle_workers[0].url), change(router, "POST", "http://127.0.0.1:1", **KEY)):
+    for answer in (
+        change_workers(router_with_key, "POST", idle_workers[0].url),
+        change_workers(router, "POST", "http://127.0.0.1:1", **KEY),
+    ):
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-    assert change(router, "DELETE", idle_workers[0].url).status_code == 401
+    assert change_workers(router, "DELETE", idle_workers[0].url).status_code == 401
     assert router.workers().keys() == before.keys()
-    assert httpx.post(f"{locked.url}/v1/completions", json={}, timeout=10).status_code == 401
+    assert httpx.post(f"{router_with_key.url}/v1/completions", json={}, timeout=10).status_code == 401
 
 
-def test_a_url_that_is_not_a_worker_cannot_join(locked: Router, shared: Cluster) -> None:
+def test_a_url_that_is_not_a_worker_cannot_join(router_with_key: Router, shared: Cluster) -> None:
     both, odd = shared.stubs(both="both", odd="decode", behaviour="nonsense")
     both.behave(behaviour="well")
     for url, why in (
@@ -71,20 +76,20 @@ def test_a_url_that_is_not_a_worker_cannot_join(locked: Router, shared: Cluster)
         ("http://user:secret@x:1", "address must look like"),
         ("http://x:1/path", "address must look like"),
     ):
-        answer = change(locked, "POST", url, **KEY)
+        answer = change_workers(router_with_key, "POST", url, **KEY)
         assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
     for body in (b"", b"[]", b'{"url": 1}', b"\xff"):
-        answer = httpx.post(f"{locked.url}/workers", content=body, headers=KEY, timeout=10)
+        answer = httpx.post(f"{router_with_key.url}/workers", content=body, headers=KEY, timeout=10)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
-    assert locked.workers(**KEY) == {}
+    assert router_with_key.workers(**KEY) == {}
 
 
 def test_a_worker_of_another_model_or_role_gets_no_requests(shared: Cluster, idle_workers: list[Stub]) -> None:
     p1, p2, d1, _ = idle_workers
     other = shared.stub("decode", "other", model="another")
     router = shared.router([p1], [d1, p2], "--api-key", "sesame")
-    assert eventually(lambda: "its role is 'prefill', not 'decode'; start it with --role decode" in router.log())
-    refused = change(router, "POST", other.url, **KEY)
+    assert wait_until(lambda: "its role is 'prefill', not 'decode'; start it with --role decode" in router.log())
+    refused = change_workers(router, "POST", other.url, **KEY)
     assert refused.status_code == 400 and "serves 'another', while" in refused.json()["error"]["message"]
     assert router.up(p1, d1, **KEY)
     answers = [httpx.post(f"{router.url}/v1/completions", json={}, headers=KEY, timeout=10) for _ in range(3)]

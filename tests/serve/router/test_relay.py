@@ -8,18 +8,18 @@ from typing import Any
 
 import httpx
 import pytest
-from running_router import Cluster, Router, Stub, eventually
+from running_router import Cluster, Router, Stub, wait_until
 from stub_worker import event
 
 PATH = "/v1/completions"
 
 
 def requests_of(stubs: list[Stub]) -> list[dict[str, Any]]:
-    return [{**request, "at": stub.name} for stub in stubs for request in stub.seen()["requests"]]
+    return [{**request, "worker": stub.name} for stub in stubs for request in stub.seen()["requests"]]
 
 
 def prefills_of(stubs: list[Stub]) -> list[str]:
-    """Returns the prefill workers that the router named to decode workers."""
+    """Returns the addresses of the prefill workers that the router sent to these decode workers."""
     return [request["headers"]["x-hotset-prefill"] for request in requests_of(stubs)]
 
 
@@ -37,14 +37,14 @@ def test_body_and_headers_arrive_as_they_were_sent(router: Router, idle_workers:
     assert (headers["authorization"], headers["x-own"], headers["x-request-id"]) == ("Bearer k", "1", "mine")
     assert headers["x-hotset-prefill"] in ("p1:9000", "p2:9000"), "a client must not choose the prefill worker"
     assert headers["host"] in [stub.url.removeprefix("http://") for stub in idle_workers]
-    assert (answer.headers["x-request-id"], answer.headers["x-worker"]) == ("mine", seen["at"])
-    assert answer.json() == {"text": f"from {seen['at']}"}
+    assert (answer.headers["x-request-id"], answer.headers["x-worker"]) == ("mine", seen["worker"])
+    assert answer.json() == {"text": f"from {seen['worker']}"}
 
 
 def test_events_arrive_as_they_were_sent(router: Router, idle_workers: list[Stub]) -> None:
     with router.stream() as stream:
-        name, got = stream.headers["x-worker"], b"".join(stream.iter_raw())
-    assert got == b"".join(event(name, number) for number in range(5)) + b"data: [DONE]\n\n"
+        name, received = stream.headers["x-worker"], b"".join(stream.iter_raw())
+    assert received == b"".join(event(name, number) for number in range(5)) + b"data: [DONE]\n\n"
     assert stream.headers["content-type"].startswith("text/event-stream")
 
 
@@ -62,17 +62,17 @@ def test_a_client_that_disconnects_aborts_the_request_at_the_worker(
 ) -> None:
     for stub in idle_workers[2:]:
         stub.behave(behaviour=behaviour)
-    left = router.metric("hotset_router_requests_total", outcome="disconnected")
+    disconnects = router.metric("hotset_router_requests_total", outcome="disconnected")
     if behaviour == "drip":
         with router.stream() as stream:
             next(stream.iter_raw())
     else:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{router.url}{PATH}", json={"stream": True}, timeout=0.5)
-    assert eventually(lambda: sum(stub.seen()["left"] for stub in idle_workers) == 1)
-    assert eventually(lambda: router.metric("hotset_router_requests_in_flight") == 0)
+    assert wait_until(lambda: sum(stub.seen()["disconnected"] for stub in idle_workers) == 1)
+    assert wait_until(lambda: router.metric("hotset_router_requests_in_flight") == 0)
     assert router.metric("hotset_router_tokens_in_flight") == 0
-    assert router.metric("hotset_router_requests_total", outcome="disconnected") == left + 1
+    assert router.metric("hotset_router_requests_total", outcome="disconnected") == disconnects + 1
 
 
 def test_a_lost_prefill_is_retried_with_another_worker(router: Router, idle_workers: list[Stub]) -> None:
@@ -87,18 +87,18 @@ def test_a_lost_prefill_is_retried_with_another_worker(router: Router, idle_work
     assert router.metric("hotset_router_retries_total", reason="prefill_lost") == retries + 2
 
 
-def test_a_decode_worker_without_room_is_avoided_and_no_prefill_worker_is_blamed(
+def test_without_room_at_a_decode_worker_another_is_tried_and_no_prefill_worker_fails(
     router: Router, idle_workers: list[Stub]
 ) -> None:
     for stub in idle_workers[2:]:
         stub.behave(behaviour="full")
-    blamed = router.metric("hotset_router_retries_total", reason="prefill_lost")
-    passed = router.metric("hotset_router_retries_total", reason="decode_lost")
+    prefill_retries = router.metric("hotset_router_retries_total", reason="prefill_lost")
+    decode_retries = router.metric("hotset_router_retries_total", reason="decode_lost")
     answer = router.post()
     assert (answer.status_code, error_of(answer.text)) == (503, "no_room_left")
-    assert router.metric("hotset_router_retries_total", reason="prefill_lost") == blamed
-    assert router.metric("hotset_router_retries_total", reason="decode_lost") == passed + 2
-    assert all(stub.seen()["requests"] for stub in idle_workers[2:]), "the other decode worker may have room"
+    assert router.metric("hotset_router_retries_total", reason="prefill_lost") == prefill_retries
+    assert router.metric("hotset_router_retries_total", reason="decode_lost") == decode_retries + 2
+    assert all(stub.seen()["requests"] for stub in idle_workers[2:]), "both decode workers must be tried"
 
 
 def test_after_the_last_attempt_the_worker_error_is_returned(router: Router, idle_workers: list[Stub]) -> None:
@@ -112,9 +112,9 @@ def test_after_the_last_attempt_the_worker_error_is_returned(router: Router, idl
 
 def test_the_only_prefill_worker_is_retried_if_it_is_alive(shared: Cluster, idle_workers: list[Stub]) -> None:
     p1, _, d1, _ = idle_workers
-    alone = shared.router([p1], [d1])
+    small_router = shared.router([p1], [d1])
     d1.behave(behaviour="lost-once")
-    assert alone.post().status_code == 200
+    assert small_router.post().status_code == 200
     assert prefills_of([d1]) == ["p1:9000", "p1:9000"]
 
 
@@ -125,17 +125,17 @@ def test_a_decode_worker_that_cannot_answer_is_replaced(
     idle_workers[2].behave(behaviour=behaviour)
     workers = [router.post().headers["x-worker"] for _ in range(4)]
     assert workers == ["d2"] * 4
-    assert idle_workers[2].bodies(), "it received the request and failed"
+    assert idle_workers[2].bodies(), "the worker that cannot answer must have been tried first"
 
 
 def test_a_rejection_is_forwarded_and_not_retried(router: Router, idle_workers: list[Stub]) -> None:
     for stub in idle_workers[2:]:
         stub.behave(behaviour="busy")
-    refused = router.metric("hotset_router_requests_total", outcome="rejected")
+    rejections = router.metric("hotset_router_requests_total", outcome="rejected")
     answer = router.post()
     assert (answer.status_code, answer.headers["retry-after"], error_of(answer.text)) == (429, "7", "queue_full")
     assert len(requests_of(idle_workers)) == 1
-    assert router.metric("hotset_router_requests_total", outcome="rejected") == refused + 1
+    assert router.metric("hotset_router_requests_total", outcome="rejected") == rejections + 1
 
 
 def test_decode_worker_with_fewer_tokens_gets_the_next_request(router: Router, idle_workers: list[Stub]) -> None:
@@ -147,24 +147,24 @@ def test_decode_worker_with_fewer_tokens_gets_the_next_request(router: Router, i
         busy = long.headers["x-worker"]
         (free,) = [stub for stub in idle_workers[2:] if stub.name != busy]
         free.behave(behaviour="well")
-        others = {router.post(prompt="x" * 400).headers["x-worker"] for _ in range(4)}
+        next_workers = {router.post(prompt="x" * 400).headers["x-worker"] for _ in range(4)}
         assert 1000 <= router.metric("hotset_router_tokens_in_flight", role="decode") <= 1100
         assert router.metric("hotset_router_tokens_in_flight", role="prefill") == 0, "its load ends at the first byte"
-    assert others == {free.name}
+    assert next_workers == {free.name}
 
 
 def test_prefill_worker_with_fewer_tokens_gets_the_next_request(router: Router, idle_workers: list[Stub]) -> None:
-    p1, p2, *decodes = idle_workers
+    p1, p2, *decode_workers = idle_workers
     p1.behave(waiting_tokens=5000)
-    assert eventually(lambda: router.workers()[p1.url]["state"]["waiting_tokens"] == 5000)
+    assert wait_until(lambda: router.workers()[p1.url]["state"]["waiting_tokens"] == 5000)
     for _ in range(4):
         router.post()
-    assert set(prefills_of(decodes)) == {"p2:9000"}
+    assert set(prefills_of(decode_workers)) == {"p2:9000"}
     p1.behave(waiting_tokens=0)
     p2.behave(waiting_tokens=5000)
-    assert eventually(lambda: router.workers()[p2.url]["state"]["waiting_tokens"] == 5000)
+    assert wait_until(lambda: router.workers()[p2.url]["state"]["waiting_tokens"] == 5000)
     router.post()
-    assert set(prefills_of(decodes)) == {"p1:9000", "p2:9000"}
+    assert set(prefills_of(decode_workers)) == {"p1:9000", "p2:9000"}
 
 
 def test_equally_loaded_workers_take_turns(router: Router, idle_workers: list[Stub]) -> None:
@@ -180,7 +180,7 @@ def test_timeouts_end_responses_that_do_not_begin_or_stop_midway(shared: Cluster
         stub.behave(behaviour="slow")
     answer = router.post()
     assert (answer.status_code, error_of(answer.text)) == (504, "deadline_exceeded")
-    assert eventually(lambda: sum(stub.seen()["left"] for stub in idle_workers) == 1), (
+    assert wait_until(lambda: sum(stub.seen()["disconnected"] for stub in idle_workers) == 1), (
         "the worker must notice the disconnect"
     )
     for stub in idle_workers[2:]:
@@ -200,7 +200,7 @@ def test_models_and_tokens_come_from_a_worker(router: Router, idle_workers: list
         assert "x-hotset-prefill" not in request["headers"], "these requests need no prefill"
 
 
-def test_limits_of_bodies_and_of_requests_in_progress(shared: Cluster, idle_workers: list[Stub]) -> None:
+def test_bodies_and_requests_above_the_limits_are_rejected(shared: Cluster, idle_workers: list[Stub]) -> None:
     router = shared.router(idle_workers[:2], idle_workers[2:], "--max-body-mib", "0.01", "--max-concurrency", "1")
     assert error_of(router.post(prompt="x" * 20_000).text) == "request_too_large"
     for stub in idle_workers[2:]:
@@ -212,7 +212,8 @@ def test_limits_of_bodies_and_of_requests_in_progress(shared: Cluster, idle_work
 
 
 def test_errors_of_the_router_have_the_openai_format(router: Router, idle_workers: list[Stub]) -> None:
-    assert error_of(httpx.get(f"{router.url}/nothing", timeout=10).text) == "not_found"
+    unknown = httpx.get(f"{router.url}/nothing", timeout=10).text
+    assert error_of(unknown) == "not_found" and "/docs" not in unknown, "a router has no /docs"
     assert error_of(httpx.get(f"{router.url}{PATH}", timeout=10).text) == "method_not_allowed"
     assert httpx.get(f"{router.url}/health", timeout=10).json() == {"status": "ok", "prefill": 2, "decode": 2}
 
