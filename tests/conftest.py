@@ -16,6 +16,7 @@ SLOW_FILES = (  # in the order in which they run
     "engine/test_workers.py",
     "engine/test_worker_processes.py",
     "test_cli.py",
+    "serve/test_requests.py",
     "serve/test_shutdown.py",
     "serve/test_workers_die.py",
     "kernels/test_swap_in.py",

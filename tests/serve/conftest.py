@@ -1,16 +1,9 @@
-"""Shared servers and their models."""
+"""The model that most servers of these tests load."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
-import httpx
-import openai
 import pytest
 import tokenizers
-from running_server import API_KEY, ORIGIN, RunningServer, serving
-
-DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,51 +42,3 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}<end>{% endfor %}"
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": template}))
     return str(directory)
-
-
-@pytest.fixture(scope="session")
-def tiny_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of the tiny model, for tests that send many requests and ignore the text of the answers."""
-    with serving(tmp_path_factory.mktemp("tiny"), tiny_model, "--load-format", "dummy") as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def limited_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of the tiny model with every limit set: a key, small bodies, one running and one waiting request."""
-    limits = ["--api-key", API_KEY, "--max-body-mib", "0.01", "--max-queue", "1", "--max-num-seqs", "1"]
-    names = ["--served-model-name", "renamed", "--cors-origin", ORIGIN]
-    with serving(tmp_path_factory.mktemp("limited"), tiny_model, "--load-format", "dummy", *limits, *names) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def embedded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of the embedded chat model, for tests that do not stop it."""
-    with serving(tmp_path_factory.mktemp("embedded"), "embedded") as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def embedded_client(embedded_server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{embedded_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="session")
-def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of the demo model, whose tokens cost a tenth of the embedded model's."""
-    with serving(tmp_path_factory.mktemp("demo"), DEMO) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def client(demo_server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="session")
-def http(demo_server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=demo_server.url, timeout=60) as http:
-        yield http

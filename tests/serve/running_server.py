@@ -1,4 +1,4 @@
-"""Runs a real `hotset serve` in its own process, and queries it for tests."""
+"""Runs `hotset serve` or `hotset router` in its own process, and queries it for tests."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -20,7 +21,7 @@ ORIGIN = "http://page.example"
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A `hotset serve` that has printed its ready line."""
+    """A `hotset serve` or `hotset router` process that has printed its ready line."""
 
     url: str
     process: subprocess.Popen[str]
@@ -32,11 +33,11 @@ class RunningServer:
     def gauge(self, name: str) -> float:
         """Returns the current value of a metric without labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=30).text
-        found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
-        assert found is not None, f"{name} is not among the metrics"
-        return float(found[1])
+        sample = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+        assert sample is not None, f"{name} is not among the metrics"
+        return float(sample[1])
 
-    def gauge_becomes(self, name: str, condition: Callable[[float], bool], seconds: float = 60.0) -> float:
+    def wait_for_gauge(self, name: str, condition: Callable[[float], bool], seconds: float = 60.0) -> float:
         """Waits until the metric satisfies `condition` or the time is up, and returns its last value."""
         deadline = time.monotonic() + seconds
         while not condition(value := self.gauge(name)) and time.monotonic() < deadline:
@@ -51,14 +52,14 @@ class RunningServer:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, kind: str = "serve") -> Iterator[RunningServer]:
-    """Runs a server or a router on a free port, with its log in `folder`, and stops it at the end."""
+def serving(folder: Path, *arguments: str, command: str = "serve") -> Iterator[RunningServer]:
+    """Runs `hotset COMMAND` on a free port, with its log in `folder`, and stops it at the end of the block."""
     log_path = folder / "stderr.txt"
-    command = [sys.executable, "-m", "hotset", kind, *arguments, "--port", "0"]
+    command_line = [sys.executable, "-m", "hotset", command, *arguments, "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (
         log_path.open("w") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process,
+        subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process,
     ):
         try:
             assert process.stdout is not None
@@ -73,3 +74,14 @@ def serving(folder: Path, *arguments: str, kind: str = "serve") -> Iterator[Runn
                 process.wait(STOP_SECONDS)
             finally:
                 process.kill()
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """Checks the status and the format of an error response, and returns the error object."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"] and "Traceback" not in answer.text
+    error: dict[str, Any] = body["error"]
+    return error

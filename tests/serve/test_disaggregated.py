@@ -1,11 +1,11 @@
-"""`hotset serve --disaggregate` answers like a single server, and one command owns all its processes."""
+"""`hotset serve --disaggregate` answers like a single server, and no process outlives the command."""
 
 import json
 import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ SIZES = ["--device", "cpu", "--device-kv-tokens", "4096", "--host-kv-tokens", "8
 TEXT = "/v1/completions"
 # Lengths around the boundaries of pages (64 rows) and of prefill chunks (256 tokens here).
 LENGTHS = (1, 2, 63, 64, 65, 128, 129, 255, 256, 257, 600)
-LANDED = (1, 64, 65, 257)  # each landing is tested with these lengths
+LANDING_LENGTHS = (1, 64, 65, 257)  # lengths that are tested with every kind of landing
 CHUNKS = ["--max-num-batched-tokens", "256"]
 
 
@@ -40,7 +40,7 @@ def prompt_of(length: int) -> list[int]:
     return [3 + (7 * position + length) % 200 for position in range(length)]
 
 
-def answer_of(server: RunningServer, length: int, **fields: Any) -> Any:
+def choices_of(server: RunningServer, length: int, **fields: Any) -> Any:
     body = {"model": "demo-dsa", "prompt": prompt_of(length), "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(server.url + TEXT, json={**body, "return_token_ids": True, **fields}, timeout=120)
     assert answer.status_code == 200, answer.text
@@ -53,25 +53,25 @@ def workers_of(server: RunningServer, role: str) -> list[str]:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_tokens_are_those_of_one_server(colocated: RunningServer, disaggregated: RunningServer, length: int) -> None:
-    expected = answer_of(colocated, length)
-    for landing in ("auto", "host", "device") if length in LANDED else ("auto",):
-        assert answer_of(disaggregated, length, landing=landing) == expected, landing
+def test_tokens_equal_those_of_one_server(colocated: RunningServer, disaggregated: RunningServer, length: int) -> None:
+    expected = choices_of(colocated, length)
+    for landing in ("auto", "host", "device") if length in LANDING_LENGTHS else ("auto",):
+        assert choices_of(disaggregated, length, landing=landing) == expected, landing
 
 
-def test_seeded_choices_and_logprobs_are_those_of_one_server(
+def test_seeded_choices_and_logprobs_equal_those_of_one_server(
     colocated: RunningServer, disaggregated: RunningServer
 ) -> None:
     seeded = {"seed": 7, "temperature": 0.9, "logprobs": 2}
-    assert answer_of(disaggregated, 70, **seeded) == answer_of(colocated, 70, **seeded)
-    # Several prompts share steps differently, which changes the last bits of logprobs, so only tokens are compared.
+    assert choices_of(disaggregated, 70, **seeded) == choices_of(colocated, 70, **seeded)
+    # Several prompts may share steps differently, which changes the last bits of logprobs: only tokens are compared.
     several = {**seeded, "n": 2, "prompt": [prompt_of(70), prompt_of(200)]}
-    answers = [answer_of(server, 1, **several) for server in (disaggregated, colocated)]
+    answers = [choices_of(server, 1, **several) for server in (disaggregated, colocated)]
     tokens = [[choice["token_ids"] for choice in choices] for choices in answers]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 4
 
 
-def test_stream_is_that_of_one_server(colocated: RunningServer, disaggregated: RunningServer) -> None:
+def test_stream_equals_that_of_one_server(colocated: RunningServer, disaggregated: RunningServer) -> None:
     received = []
     for server in (colocated, disaggregated):
         body = {"model": "demo-dsa", "prompt": prompt_of(300), "max_tokens": 8, "temperature": 0, "stream": True}
@@ -95,15 +95,15 @@ def metrics_of(url: str) -> dict[str, float]:
 def test_metrics_count_prefilled_tokens_and_transferred_bytes(disaggregated: RunningServer) -> None:
     (prefill,), (decode,) = workers_of(disaggregated, "prefill"), workers_of(disaggregated, "decode")
     before = {url: metrics_of(url) for url in (prefill, decode)}
-    answer_of(disaggregated, 500)
-    gained = {
+    choices_of(disaggregated, 500)
+    increase = {
         url: {name: value - before[url].get(name, 0) for name, value in metrics_of(url).items()}
         for url in (prefill, decode)
     }
-    assert gained[prefill]["hotset_tokens_prefilled_total"] == 500
-    assert gained[decode]["hotset_tokens_prefilled_total"] == 0, "not even the last token of a prompt"
-    assert gained[decode]["hotset_handoffs_total/landed"] == 1
-    assert gained[decode]["hotset_handoff_bytes_total"] == gained[prefill]["hotset_handoff_bytes_total"] > 500
+    assert increase[prefill]["hotset_tokens_prefilled_total"] == 500
+    assert increase[decode]["hotset_tokens_prefilled_total"] == 0, "decode workers must not prefill"
+    assert increase[decode]["hotset_handoffs_total/landed"] == 1
+    assert increase[decode]["hotset_handoff_bytes_total"] == increase[prefill]["hotset_handoff_bytes_total"] > 500
     assert metrics_of(prefill)["hotset_transfer_gb_per_second"] > 0
     assert metrics_of(decode)["hotset_pages_quarantined"] == 0
     assert metrics_of(disaggregated.url)["hotset_router_requests_total/completed"] >= 1
@@ -115,7 +115,7 @@ def test_metrics_count_prefilled_tokens_and_transferred_bytes(disaggregated: Run
     assert reached, "the log must name the transport and its speed"
 
 
-def test_workers_report_their_role_and_reject_requests_for_others(disaggregated: RunningServer) -> None:
+def test_workers_report_their_role_and_reject_requests_that_do_not_fit_it(disaggregated: RunningServer) -> None:
     states = {}
     for role in ("prefill", "decode"):
         (url,) = workers_of(disaggregated, role)
@@ -128,7 +128,7 @@ def test_workers_report_their_role_and_reject_requests_for_others(disaggregated:
     refused = httpx.post(prefill + TEXT, json=body, timeout=30)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "wrong_role")
     assert httpx.post(decode + TEXT, json=body, timeout=30).status_code == 200, (
-        "a decode worker answers without a router, too"
+        "a decode worker must answer without a router, too"
     )
     for address, status in (("nonsense", 400), ("tcp://127.0.0.1:1", 400), ("127.0.0.1:1", 503)):
         answer = httpx.post(decode + TEXT, json=body, headers={"x-hotset-prefill": address}, timeout=60)
@@ -147,24 +147,23 @@ def test_a_server_of_both_roles_rejects_handoffs(colocated: RunningServer) -> No
     assert (state["role"], state["control"]) == ("both", None)
 
 
-def children_of(pid: int) -> set[int]:
-    """Returns the ids of all living descendants."""
-    found: set[int] = set()
+def descendants_of(pid: int) -> set[int]:
+    """Returns the ids of all living descendants of a process."""
+    descendants: set[int] = set()
     for task in Path(f"/proc/{pid}/task").glob("*"):
         for child in map(int, (task / "children").read_text().split()):
-            found |= {child} | children_of(child)
-    return found
+            descendants |= {child} | descendants_of(child)
+    return descendants
 
 
-def wait_until(what: Callable[[], bool], seconds: float = 60.0) -> bool:
+def wait_until_ended(pids: set[int], seconds: float = 60.0) -> bool:
+    """Waits for the end of all processes, and returns False if the time is up first."""
     deadline = time.monotonic() + seconds
-    while not (found := what()) and time.monotonic() < deadline:
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.05)
-    return found
-
-
-def all_end(pids: set[int], seconds: float = 60.0) -> bool:
-    return wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds)
+    return True
 
 
 @pytest.fixture
@@ -174,10 +173,10 @@ def tiny_disaggregated(tiny_model: str, tmp_path: Path) -> Iterator[RunningServe
         yield server
 
 
-def test_sigint_drains_in_order_and_leaves_nothing(tiny_disaggregated: RunningServer) -> None:
+def test_sigint_drains_in_order_and_leaves_no_process(tiny_disaggregated: RunningServer) -> None:
     body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True, "stream": True}
-    pids = children_of(tiny_disaggregated.process.pid)
-    assert len(pids) >= 5, "two workers, an engine each, and a router"
+    pids = descendants_of(tiny_disaggregated.process.pid)
+    assert len(pids) >= 5, "there must be two workers, an engine for each, and a router"
     key = {"Authorization": f"Bearer {API_KEY}"}
     assert httpx.post(tiny_disaggregated.url + TEXT, json=body, timeout=30).status_code == 401
     for pid in pids:
@@ -188,25 +187,25 @@ def test_sigint_drains_in_order_and_leaves_nothing(tiny_disaggregated: RunningSe
         *_, last = [line for line in stream.iter_lines() if line]
     assert last == "data: [DONE]"
     assert tiny_disaggregated.process.wait(90) == 0
-    assert all_end(pids)
+    assert wait_until_ended(pids)
     stopped = re.findall(r"\[(\w+)[^]]*\].*shutting down: requests in flight", tiny_disaggregated.log())
     assert stopped == ["router", "decode", "prefill"]
     assert "Traceback" not in tiny_disaggregated.log()
 
 
 def test_the_death_of_one_child_process_stops_all_and_names_it(tiny_disaggregated: RunningServer) -> None:
-    pids = children_of(tiny_disaggregated.process.pid)
+    pids = descendants_of(tiny_disaggregated.process.pid)
     (prefill,) = [pid for pid in pids if b"\0prefill\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(prefill, signal.SIGKILL)
     assert tiny_disaggregated.process.wait(90) == 1
     assert "error: prefill 1 ended (SIGKILL); the other processes are stopped" in tiny_disaggregated.log()
-    assert all_end(pids)
+    assert wait_until_ended(pids)
 
 
 def test_death_of_the_command_itself_leaves_no_orphans(disaggregated: RunningServer) -> None:
     """Comes last: it ends the server that the tests of this file share."""
-    pids = children_of(disaggregated.process.pid)
-    assert len(pids) >= 5, "two workers, an engine each, and a router"
+    pids = descendants_of(disaggregated.process.pid)
+    assert len(pids) >= 5, "there must be two workers, an engine for each, and a router"
     disaggregated.process.kill()
     disaggregated.process.wait(90)
-    assert all_end(pids)
+    assert wait_until_ended(pids)

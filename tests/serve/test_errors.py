@@ -1,4 +1,4 @@
-"""Internal errors, which no request can cause: the client gets a general error, and the log has the details."""
+"""Errors as responses: status, escaping of text, and internal errors, whose details are only in the log."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def test_an_unexpected_error_is_logged_and_hidden_from_the_client(caplog: pytest
     assert "the secret is 42" in caplog.text
 
 
-def test_an_error_after_the_status_line_sends_no_second_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_after_the_status_line_sends_no_second_status_line(caplog: pytest.LogCaptureFixture) -> None:
     async def breaks_later(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise RuntimeError("too late")

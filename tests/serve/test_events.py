@@ -1,4 +1,4 @@
-"""Clients split a stream into events by lines."""
+"""Text in a stream of events has no character at which a client splits lines."""
 
 import json
 

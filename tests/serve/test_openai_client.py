@@ -1,20 +1,54 @@
-"""The embedded and the demo model through the `openai` package over real HTTP."""
+"""The `openai` package gets the expected answers from servers of the embedded and of the demo model."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
-from running_server import RunningServer
+from running_server import RunningServer, serving
 
+DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 EMBEDDED = "SmolLM2-135M-Instruct"
 MODEL = "demo-dsa"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 CAPITAL = "The capital of France is"
 COUNTING = "1, 2, 3, 4,"
+
+
+@pytest.fixture(scope="module")
+def embedded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of the embedded chat model."""
+    with serving(tmp_path_factory.mktemp("embedded"), "embedded") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def embedded_client(embedded_server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{embedded_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of the demo model, whose tokens cost a tenth of the embedded model's."""
+    with serving(tmp_path_factory.mktemp("demo"), DEMO) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(demo_server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(demo_server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=demo_server.url, timeout=60) as http:
+        yield http
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:
@@ -66,7 +100,7 @@ def test_streamed_chat_equals_the_full_response(embedded_client: openai.OpenAI) 
     assert all(chunk.usage is None for chunk in chunks), "usage was not requested"
 
 
-def test_usage_counts_the_tokens_that_went_in_and_came_out(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_usage_counts_prompt_and_completion_tokens(client: openai.OpenAI, http: httpx.Client) -> None:
     answer = ask(client, extra_body={"return_token_ids": True})
     prompt = tokenize(http, {"messages": QUESTION})
     choice = answer.choices[0].model_extra
@@ -78,29 +112,29 @@ def test_usage_counts_the_tokens_that_went_in_and_came_out(client: openai.OpenAI
     assert last.choices == [] and last.usage == answer.usage
 
 
-def test_stop_string_ends_the_answer_and_is_never_shown(embedded_client: openai.OpenAI) -> None:
+def test_stop_string_ends_the_answer_and_is_hidden_unless_requested(embedded_client: openai.OpenAI) -> None:
     # The stop string ends inside a token, so the text before it must be held back until the match is decided.
-    whole = ask_embedded(embedded_client, stop=["Par"]).choices[0]
-    assert (whole.message.content, whole.finish_reason) == ("The capital of France is ", "stop")
-    assert streamed_text(ask_embedded(embedded_client, stop=["Par"], stream=True)) == whole.message.content
+    full = ask_embedded(embedded_client, stop=["Par"]).choices[0]
+    assert (full.message.content, full.finish_reason) == ("The capital of France is ", "stop")
+    assert streamed_text(ask_embedded(embedded_client, stop=["Par"], stream=True)) == full.message.content
     kept = ask_embedded(embedded_client, stop="Par", extra_body={"include_stop_str_in_output": True}).choices[0]
     assert kept.message.content == "The capital of France is Par"
 
 
-def test_seed_makes_draws_repeatable(client: openai.OpenAI) -> None:
+def test_seed_makes_sampling_repeatable(client: openai.OpenAI) -> None:
     hot = {"temperature": 1.5, "max_tokens": 8}
     first, again, other = (ask(client, seed=seed, **hot).choices[0].message.content for seed in (7, 7, 8))
     assert first == again
     assert first != other
 
 
-def test_n_gives_that_many_different_choices(client: openai.OpenAI) -> None:
+def test_n_returns_that_many_different_choices(client: openai.OpenAI) -> None:
     hot = {"temperature": 1.5, "max_tokens": 6, "seed": 7}
     choices = ask(client, n=3, **hot).choices
     texts = [choice.message.content for choice in choices]
     assert [choice.index for choice in choices] == [0, 1, 2]
     assert len(set(texts)) == 3
-    assert texts[0] == ask(client, **hot).choices[0].message.content, "the first of n is the n = 1 answer"
+    assert texts[0] == ask(client, **hot).choices[0].message.content, "the first choice must not depend on n"
     streamed = dict.fromkeys(range(3), "")
     for chunk in ask(client, n=3, stream=True, **hot):
         for choice in chunk.choices:
@@ -114,7 +148,7 @@ def test_chat_logprobs_rank_the_alternatives(client: openai.OpenAI) -> None:
     assert "".join(entry.token for entry in entries) == choice.message.content
     assert bytes(byte for entry in entries for byte in entry.bytes).decode() == choice.message.content
     for entry in entries:
-        values = [rival.logprob for rival in entry.top_logprobs]
+        values = [candidate.logprob for candidate in entry.top_logprobs]
         assert len(values) == 3 and values == sorted(values, reverse=True)
         assert entry.logprob == values[0] <= 0, "a greedy token is the most likely one"
     streamed = [
@@ -127,7 +161,7 @@ def test_chat_logprobs_rank_the_alternatives(client: openai.OpenAI) -> None:
     assert ask(client, max_tokens=1).choices[0].logprobs is None
 
 
-def test_completion_logprobs_give_the_offset_of_each_token_in_the_text(client: openai.OpenAI) -> None:
+def test_completion_logprobs_contain_the_offset_of_each_token_in_the_text(client: openai.OpenAI) -> None:
     choice = complete(client, logprobs=2).choices[0]
     logprobs = choice.logprobs
     assert len(logprobs.tokens) == 6 == len(logprobs.token_logprobs)
@@ -139,15 +173,15 @@ def test_completion_logprobs_give_the_offset_of_each_token_in_the_text(client: o
         assert top[token] == logprob == max(top.values())
 
 
-def test_logit_bias_forces_and_bars_tokens(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_logit_bias_forces_and_forbids_tokens(client: openai.OpenAI, http: httpx.Client) -> None:
     (one,) = tokenize(http, {"prompt": " one"})
     assert complete(client, logit_bias={str(one): 100}, max_tokens=2).choices[0].text == " one one"
     plain = completed_ids(client)
-    barred = completed_ids(client, logit_bias={str(plain[0]): -100})
-    assert plain[0] not in barred
+    with_bias = completed_ids(client, logit_bias={str(plain[0]): -100})
+    assert plain[0] not in with_bias
 
 
-def test_every_form_of_prompt_means_the_same(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_all_forms_of_a_prompt_get_the_same_answer(client: openai.OpenAI, http: httpx.Client) -> None:
     ids = tokenize(http, {"prompt": CAPITAL})
     expected = complete(client).choices[0].text
     for prompt in (CAPITAL, [CAPITAL], ids, [ids]):
@@ -161,15 +195,17 @@ def test_every_form_of_prompt_means_the_same(client: openai.OpenAI, http: httpx.
     assert both.usage.completion_tokens == sum(len(choice.model_extra["token_ids"]) for choice in both.choices)
 
 
-def test_token_limits_hold(client: openai.OpenAI) -> None:
+def test_max_tokens_and_its_default_limit_the_answer(client: openai.OpenAI) -> None:
     short = ask(client, max_tokens=openai.omit, max_completion_tokens=3)
     assert (short.usage.completion_tokens, short.choices[0].finish_reason) == (3, "length")
     forced = ask(client, extra_body={"ignore_eos": True}, max_tokens=12)
     assert (forced.usage.completion_tokens, forced.choices[0].finish_reason) == (12, "length")
-    assert complete(client, max_tokens=openai.omit).usage.completion_tokens == 16, "the API's default"
+    assert complete(client, max_tokens=openai.omit).usage.completion_tokens == 16, "16 is the default of the API"
 
 
-def test_stop_token_ids_and_special_tokens(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_stop_token_ids_end_the_answer_and_special_tokens_can_be_shown(
+    client: openai.OpenAI, http: httpx.Client
+) -> None:
     first = completed_ids(client)[0]
     stopped = complete(client, extra_body={"stop_token_ids": [first]}).choices[0]
     assert (stopped.text, stopped.finish_reason, stopped.model_extra["stop_reason"]) == ("", "stop", first)
@@ -181,7 +217,7 @@ def test_stop_token_ids_and_special_tokens(client: openai.OpenAI, http: httpx.Cl
     assert (hidden.choices[0].message.content, shown.choices[0].message.content) == ("", "<|end|><|end|>")
 
 
-def test_text_parts_are_one_text(client: openai.OpenAI) -> None:
+def test_text_parts_are_joined(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "What is the capital "}, {"type": "text", "text": "of France?"}]
     assert ask(client, messages=[{"role": "user", "content": parts}]).usage == ask(client).usage
 

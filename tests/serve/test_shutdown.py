@@ -46,7 +46,7 @@ def test_sigterm_drains_running_requests_and_exits_with_0(tiny_model: str, tmp_p
         assert "Traceback" not in server.log()
 
 
-def test_death_of_the_engine_fails_its_requests_and_the_server(tiny_model: str, tmp_path: Path) -> None:
+def test_death_of_the_engine_fails_its_requests_and_ends_the_server_with_1(tiny_model: str, tmp_path: Path) -> None:
     with serving(tmp_path, tiny_model, "--load-format", "dummy") as server:
         with (
             httpx.Client(base_url=server.url, timeout=60) as http,
@@ -62,7 +62,7 @@ def test_death_of_the_engine_fails_its_requests_and_the_server(tiny_model: str, 
         assert "Traceback" not in server.log()
 
 
-def refusal_to_start(*arguments: str) -> str:
+def start_up_error(*arguments: str) -> str:
     command = [sys.executable, "-m", "hotset", "serve", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (1, "")
@@ -70,7 +70,7 @@ def refusal_to_start(*arguments: str) -> str:
 
 
 def test_start_up_errors_are_one_line(tmp_path: Path) -> None:
-    error = refusal_to_start(str(tmp_path / "nothing"), "--port", "0")
+    error = start_up_error(str(tmp_path / "nothing"), "--port", "0")
     assert error.startswith("error: ") and error.count("\n") == 1 and "nothing" in error
 
 

@@ -1,5 +1,7 @@
-"""Two prefill and two decode workers behind a router: a worker or the router dies, or a client disconnects, during a
-landing. The tests kill one worker of each role in total, so they may run in any order.
+"""A worker or the router dies, or a client disconnects, during a landing.
+
+The router has two prefill and two decode workers. The tests kill one worker of each role in total, so they can run in
+any order.
 """
 
 import http.client
@@ -31,7 +33,7 @@ LONG: dict[str, Any] = {
     "ignore_eos": True,
 }
 SHORT = {**LONG, "prompt": [1, 2, 3] * 10}
-SECONDS = 60.0  # for what happens much sooner on a machine that is not overloaded
+WAIT_SECONDS = 60.0  # limit of every wait; only an overloaded machine needs so long
 PAGES = ("hotset_device_pages_held", "hotset_host_pages_held", "hotset_pages_quarantined")
 
 
@@ -46,7 +48,7 @@ def kill(worker: RunningServer) -> None:
     """Kills a worker and its engine with SIGKILL."""
     os.kill(worker.engine_pid(), signal.SIGKILL)
     worker.process.kill()
-    worker.process.wait(SECONDS)
+    worker.process.wait(WAIT_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,14 @@ class Cluster:
     def alive(self, *roles: str) -> list[RunningServer]:
         return [worker for role in roles for worker in self.workers[role] if worker.process.poll() is None]
 
-    def busy(self, role: str) -> RunningServer:
+    def wait_for_busy(self, role: str) -> RunningServer:
         """Waits until a worker of this role holds pages for a prompt, and returns it."""
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
             for worker in self.alive(role):
                 if pages_in_use(worker) > 0:
                     return worker
-        raise AssertionError(f"no {role} worker is busy")
+        raise AssertionError(f"no {role} worker held pages within {WAIT_SECONDS:g} s")
 
     def tokens_prefilled(self) -> float:
         return sum(worker.gauge("hotset_tokens_prefilled_total") for worker in self.alive("prefill"))
@@ -76,9 +78,9 @@ class Cluster:
     def post(self, body: dict[str, Any]) -> "Future[httpx.Response]":
         return self.clients.submit(httpx.post, self.router.url + TEXT, json=body, timeout=120)
 
-    def assert_quiesces(self) -> None:
+    def assert_pages_are_freed(self) -> None:
         """Waits until the living workers hold no pages except those in quarantine, and checks that they answer."""
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + WAIT_SECONDS
         for worker in self.alive("prefill", "decode"):
             while (pages := pages_in_use(worker)) > 0:
                 assert time.monotonic() < deadline, f"{worker.url} still holds {pages:g} pages"
@@ -91,8 +93,8 @@ class Cluster:
 def routing(folder: Path, workers: dict[str, list[RunningServer]]) -> Iterator[RunningServer]:
     folder.mkdir()
     urls = {role: [worker.url for worker in group if worker.process.poll() is None] for role, group in workers.items()}
-    with serving(folder, "--prefill", *urls["prefill"], "--decode", *urls["decode"], kind="router") as router:
-        deadline = time.monotonic() + SECONDS
+    with serving(folder, "--prefill", *urls["prefill"], "--decode", *urls["decode"], command="router") as router:
+        deadline = time.monotonic() + WAIT_SECONDS
         while httpx.get(f"{router.url}/health", timeout=30).status_code != 200:
             assert time.monotonic() < deadline, "the router did not find the workers"
             time.sleep(0.05)
@@ -105,9 +107,9 @@ def cluster(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with ExitStack() as running, ThreadPoolExecutor(4) as pool:
 
         def start(role: str, number: int) -> RunningServer:
-            own = folder / f"{role}{number}"
-            own.mkdir()
-            return running.enter_context(serving(own, tiny_model, "--role", role, *FLAGS))
+            worker_folder = folder / f"{role}{number}"
+            worker_folder.mkdir()
+            return running.enter_context(serving(worker_folder, tiny_model, "--role", role, *FLAGS))
 
         starting = {role: [pool.submit(start, role, number) for number in (1, 2)] for role in ("prefill", "decode")}
         workers = {role: [future.result() for future in futures] for role, futures in starting.items()}
@@ -119,45 +121,45 @@ def test_a_client_that_disconnects_during_a_landing_leaves_no_pages_held(cluster
     before = cluster.tokens_prefilled()
     client = http.client.HTTPConnection(cluster.router.url.removeprefix("http://"))
     client.request("POST", TEXT, json.dumps(LONG), {"Content-Type": "application/json"})
-    cluster.busy("prefill")
+    cluster.wait_for_busy("prefill")
     client.close()
-    cluster.assert_quiesces()
+    cluster.assert_pages_are_freed()
     assert cluster.tokens_prefilled() - before < len(LONG["prompt"]), (
         "an aborted prompt must not be computed to its end"
     )
 
 
-def test_workers_of_a_router_killed_during_a_landing_serve_another_router(cluster: Cluster) -> None:
+def test_after_the_death_of_a_router_during_a_landing_its_workers_serve_another(cluster: Cluster) -> None:
     with routing(cluster.folder / "doomed", cluster.workers) as doomed:
         pending = cluster.clients.submit(httpx.post, doomed.url + TEXT, json=LONG, timeout=120)
-        cluster.busy("prefill")
+        cluster.wait_for_busy("prefill")
         doomed.process.kill()
         with pytest.raises(httpx.TransportError):
-            pending.result(SECONDS)
-    cluster.assert_quiesces()
+            pending.result(WAIT_SECONDS)
+    cluster.assert_pages_are_freed()
 
 
 def test_a_prefill_worker_that_dies_during_a_prefill_is_replaced_by_another(cluster: Cluster) -> None:
     pending = cluster.post(LONG)
-    busy = cluster.busy("prefill")
+    busy = cluster.wait_for_busy("prefill")
     kill(busy)
     answer = pending.result()
     assert answer.status_code == 200, answer.text
-    alone = httpx.post(cluster.alive("decode")[0].url + TEXT, json=LONG, timeout=120)
-    assert answer.json()["choices"] == alone.json()["choices"]
+    direct = httpx.post(cluster.alive("decode")[0].url + TEXT, json=LONG, timeout=120)
+    assert answer.json()["choices"] == direct.json()["choices"]
     metrics = httpx.get(f"{cluster.router.url}/metrics", timeout=30).text
     assert 'hotset_router_retries_total{reason="prefill_lost"} 1.0' in metrics
     assert sum(worker.gauge("hotset_pages_quarantined") for worker in cluster.alive("decode")) > 0
-    cluster.assert_quiesces()
+    cluster.assert_pages_are_freed()
 
 
 def test_a_decode_worker_that_dies_during_a_landing_is_replaced_by_another(cluster: Cluster) -> None:
     pending = cluster.post(LONG)
-    busy = cluster.busy("decode")
+    busy = cluster.wait_for_busy("decode")
     kill(busy)
     answer = pending.result()
     assert answer.status_code == 200, answer.text
     (other,) = cluster.alive("decode")
     assert answer.json()["choices"] == httpx.post(other.url + TEXT, json=LONG, timeout=120).json()["choices"]
     assert not any(worker.gauge("hotset_pages_quarantined") for worker in cluster.alive("prefill"))
-    cluster.assert_quiesces()
+    cluster.assert_pages_are_freed()

@@ -1,0 +1,178 @@
+"""A server with every limit set enforces its limits exactly, and frees everything that a request held when it ends.
+
+These tests share a file because the tests of a file share their server.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from running_server import API_KEY, ORIGIN, RunningServer, error_of, serving
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 8000, "ignore_eos": True}
+LONG_CHAT = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8000, "ignore_eos": True}
+SHORT = {"model": "tiny", "prompt": "hello", "max_tokens": 1}
+JSON = {"Content-Type": "application/json"}
+SEATS = QUEUE = CONCURRENCY = 3
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    numbers = ["--max-num-seqs", str(SEATS), "--max-queue", str(QUEUE), "--max-concurrency", str(CONCURRENCY)]
+    access = ["--api-key", API_KEY, "--cors-origin", ORIGIN, "--max-body-mib", "0.01"]
+    flags = ["--load-format", "dummy", "--served-model-name", "renamed", *numbers, *access]
+    with serving(tmp_path_factory.mktemp("limited"), tiny_model, *flags) as server:
+        yield server
+
+
+@pytest.fixture
+def http(server: RunningServer) -> Iterator[httpx.Client]:
+    """A client with the API key. After each test, the server must run no request."""
+    with httpx.Client(base_url=server.url, timeout=60, headers={"Authorization": f"Bearer {API_KEY}"}) as http:
+        yield http
+    assert server.wait_for_gauge("hotset_requests_running", lambda count: count == 0) == 0
+
+
+def start_long_answer(http: httpx.Client, streams: ExitStack, **changes: Any) -> Iterator[str]:
+    """Starts a long streamed answer and returns its lines. It ends when the lines or `streams` are closed."""
+    answer = streams.enter_context(http.stream("POST", TEXT, json={**LONG, "stream": True, **changes}))
+    assert answer.status_code == 200
+    lines = answer.iter_lines()
+    assert next(lines).startswith("data: ")
+    return lines
+
+
+def assert_rejected(answer: httpx.Response, message: str) -> None:
+    """Checks that a response is a 429 with `message` as a part of its error message."""
+    error = error_of(answer, 429)
+    assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert message in error["message"]
+
+
+def assert_nothing_is_held(server: RunningServer) -> None:
+    # Much less time than the full answer would take, so the pages were freed by the disconnect.
+    assert server.wait_for_gauge("hotset_device_pages_held", lambda pages: pages == 0) == 0
+    assert server.gauge("hotset_requests_running") == server.gauge("hotset_requests_waiting") == 0
+    assert "Traceback" not in server.log()
+
+
+def test_without_the_right_key_health_and_metrics_are_accessible_and_the_api_is_not(http: httpx.Client) -> None:
+    body = {**SHORT, "model": "renamed"}
+    for authorization in (
+        None,
+        "Bearer wrong",
+        f"Basic {API_KEY}",
+        API_KEY,
+        "Bearer",
+        f"Bearer {API_KEY}x",
+        "Bearer \xff",
+    ):
+        headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
+        with httpx.Client(base_url=http.base_url, headers=headers) as stranger:
+            for answer in (stranger.post(TEXT, json=body), stranger.get("/v1/models"), stranger.post("/tokenize")):
+                assert error_of(answer, 401)["code"] == "invalid_api_key"
+                assert answer.headers["www-authenticate"] == "Bearer"
+            assert stranger.get("/health").status_code == stranger.get("/metrics").status_code == 200
+    assert http.post(TEXT, json=body).status_code == 200
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["renamed"]
+
+
+def test_a_body_over_the_limit_is_rejected_with_and_without_a_declared_length(http: httpx.Client) -> None:
+    body = json.dumps({"model": "renamed", "prompt": "a" * 20_000}).encode()
+    assert error_of(http.post(TEXT, content=body, headers=JSON), 413)["code"] == "request_too_large"
+    chunks = (body[start : start + 1000] for start in range(0, len(body), 1000))
+    assert error_of(http.post(TEXT, content=chunks, headers=JSON), 413)["code"] == "request_too_large"
+    assert http.get("/health").status_code == 200, "the connection must remain usable"
+
+
+def test_only_pages_of_the_configured_origin_may_call_the_server(http: httpx.Client) -> None:
+    preflight = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
+    with httpx.Client(base_url=http.base_url) as browser:
+        allowed = browser.options(CHAT, headers=preflight)
+        assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, ORIGIN)
+        assert browser.options(CHAT, headers={**preflight, "Origin": "http://other.example"}).status_code == 400
+
+
+def test_one_request_more_than_the_limit_gets_429_until_another_ends(server: RunningServer, http: httpx.Client) -> None:
+    with ExitStack() as streams:
+        running = [start_long_answer(http, streams) for _ in range(CONCURRENCY)]
+        assert_rejected(http.post(TEXT, json=SHORT), "in progress")
+        assert http.post("/tokenize", json={"prompt": "a"}).status_code == 200
+        assert http.get("/v1/models").status_code == http.get("/health").status_code == 200
+        running.clear()
+    assert server.wait_for_gauge("hotset_requests_running", lambda count: count == 0) == 0
+    bodies = [SHORT, {**SHORT, "prompt": []}] * (CONCURRENCY + 1)
+    assert [http.post(TEXT, json=body).status_code for body in bodies] == [200, 400] * (CONCURRENCY + 1)
+
+
+def test_a_full_queue_answers_429_and_waiting_requests_still_finish(server: RunningServer, http: httpx.Client) -> None:
+    answered: list[httpx.Response] = []
+    waiter = threading.Thread(target=lambda: answered.append(http.post(TEXT, json={**SHORT, "n": QUEUE})))
+    with ExitStack() as streams:
+        running = start_long_answer(http, streams, n=SEATS)
+        waiter.start()
+        assert server.wait_for_gauge("hotset_requests_waiting", lambda count: count == QUEUE) == QUEUE
+        assert_rejected(http.post(TEXT, json=SHORT), "choices are waiting")
+        del running
+    waiter.join(30)
+    assert [answer.status_code for answer in answered] == [200]
+    assert http.post(TEXT, json=SHORT).status_code == 200
+
+
+def test_choices_that_overfill_the_queue_get_429_unless_the_queue_is_empty(
+    server: RunningServer, http: httpx.Client
+) -> None:
+    many = {**SHORT, "n": QUEUE + 1}
+    assert len(http.post(TEXT, json=many).json()["choices"]) == QUEUE + 1
+    answered: list[httpx.Response] = []
+    waiter = threading.Thread(target=lambda: answered.append(http.post(TEXT, json=SHORT)))
+    with ExitStack() as streams:
+        running = start_long_answer(http, streams, n=SEATS)
+        waiter.start()
+        assert server.wait_for_gauge("hotset_requests_waiting", lambda count: count == 1) == 1
+        assert_rejected(http.post(TEXT, json={**SHORT, "n": QUEUE}), "choices are waiting")
+        assert_rejected(http.post(TEXT, json={**SHORT, "prompt": ["a"] * QUEUE}), "choices are waiting")
+        chat = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1, "n": QUEUE}
+        assert_rejected(http.post(CHAT, json=chat), "choices are waiting")
+        del running
+    waiter.join(30)
+    assert [answer.status_code for answer in answered] == [200]
+
+
+@pytest.mark.parametrize(("path", "body"), [(TEXT, LONG), (CHAT, LONG_CHAT)], ids=["text", "chat"])
+def test_disconnecting_from_a_stream_frees_its_pages(
+    server: RunningServer, http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    with http.stream("POST", path, json={**body, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert server.gauge("hotset_device_pages_held") > 0
+    assert_nothing_is_held(server)
+
+
+@pytest.mark.parametrize("change", [{}, {"n": 3}, {"prompt": ["a", "b", "c"]}], ids=["one", "n", "prompts"])
+def test_disconnecting_before_a_full_response_frees_its_pages(
+    server: RunningServer, http: httpx.Client, change: dict[str, Any]
+) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        http.post(TEXT, json={**LONG, **change}, timeout=1.0)
+    assert_nothing_is_held(server)
+
+
+def test_disconnecting_while_queued_frees_the_place_in_the_queue(server: RunningServer, http: httpx.Client) -> None:
+    with ExitStack() as streams:
+        running = start_long_answer(http, streams, n=SEATS)
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(TEXT, json={**LONG, "stream": True}, timeout=0.5)
+        assert server.wait_for_gauge("hotset_requests_waiting", lambda count: count == 0) == 0
+        assert server.gauge("hotset_requests_running") == SEATS, "the running request must continue"
+        del running
+    assert_nothing_is_held(server)

@@ -1,0 +1,353 @@
+"""One server answers valid requests as its OpenAPI document says, rejects invalid ones, and counts its work.
+
+These tests share a file because the tests of a file share their server.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from prometheus_client.parser import text_string_to_metric_families
+from running_server import ORIGIN, RunningServer, error_of, serving
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import positive_data_acceptance
+from schemathesis.schemas import BaseSchema
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+VALID = {
+    CHAT: {"model": "tiny", "messages": MESSAGES, "max_tokens": 2},
+    TEXT: {"model": "tiny", "prompt": "hello", "max_tokens": 2},
+    "/tokenize": {"prompt": "hello"},
+    "/detokenize": {"tokens": [1]},
+}
+JSON = {"Content-Type": "application/json"}
+METRICS = {  # part of every scrape
+    "hotset_engine_up",
+    "hotset_requests_running",
+    "hotset_requests_waiting",
+    "hotset_device_pages_held",
+    "hotset_device_pages_total",
+    "hotset_tokens_generated_total",
+    "hotset_tokens_prefilled_total",
+    "hotset_recomputes_total",
+    "hotset_rows_mirrored_total",
+    "hotset_handoff_retries_total",
+    "hotset_prompts_handed_off_total",
+    "hotset_steps_total",
+    "hotset_time_to_first_token_seconds_count",
+    "hotset_inter_token_seconds_count",
+}
+ANSWERED = 'hotset_http_requests_total{"endpoint": "/v1/completions", "status": "%s"}'
+BOUNDED = settings(
+    max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+GENERATING = (CHAT, TEXT)
+POSTS = (*GENERATING, "/tokenize", "/detokenize")
+GETS = ("/v1/models", "/v1/models/{model_id}", "/health", "/handoff", "/metrics")
+VOCABULARY = 257
+# The document declares only the types of these fields. Generated values are clamped to the ranges that are accepted.
+SAMPLING_RANGES = {
+    "temperature": (0.0, 10.0),
+    "top_p": (0.01, 1.0),
+    "top_k": (0, 1 << 20),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+    "max_completion_tokens": (1, 2),
+    "min_tokens": (0, 2),
+    "n": (1, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with serving(tmp_path_factory.mktemp("tiny"), tiny_model, "--load-format", "dummy") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def schema(server: RunningServer) -> BaseSchema:
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+@pytest.mark.parametrize("path", VALID)
+def test_the_requests_that_other_tests_make_invalid_are_valid(http: httpx.Client, path: str) -> None:
+    assert http.post(path, json=VALID[path]).status_code == 200
+
+
+INVALID: list[tuple[str, dict[str, Any], str, str]] = [
+    # Fields that are not implemented are rejected by name.
+    *[(CHAT, {field: value}, "unsupported_field", field) for field, value in [
+        ("tools", []), ("tool_choice", "auto"), ("functions", []), ("response_format", {"type": "json_object"}),
+        ("user", "me"), ("audio", {}), ("modalities", ["text"]), ("parallel_tool_calls", True), ("store", False),
+        ("metadata", {}), ("prediction", None), ("unheard_of", 1),
+    ]],
+    *[(TEXT, {field: value}, "unsupported_field", field) for field, value in [
+        ("echo", True), ("suffix", "!"), ("best_of", 2), ("user", "me"),
+    ]],
+    (CHAT, {"messages": [{"role": "user", "content": "a", "name": "me"}]}, "unsupported_field", "messages[0].name"),
+    (CHAT, {"stream": True, "stream_options": {"x": 1}}, "unsupported_field", "stream_options.x"),
+    # Conversations.
+    (CHAT, {"messages": []}, "invalid_value", "messages"),
+    (CHAT, {"messages": "hello"}, "invalid_value", "messages"),
+    (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, "invalid_value", "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, "missing_field", "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": 3}]}, "invalid_value", "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "invalid_value", "messages[0].content[0].type"),
+    # Prompts.
+    (TEXT, {"prompt": []}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": [[]]}, "invalid_value", "prompt[0]"),
+    (TEXT, {"prompt": ""}, "empty_prompt", "prompt"),
+    (TEXT, {"prompt": None}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": [1, "a"]}, "invalid_value", "prompt[1]"),
+    (TEXT, {"prompt": [1.5]}, "invalid_value", "prompt[0]"),
+    (TEXT, {"prompt": [257]}, "invalid_token_id", "prompt"),
+    (TEXT, {"prompt": [-1]}, "invalid_token_id", "prompt"),
+    (TEXT, {"prompt": ["a"] * 100, "n": 128}, "invalid_value", "n"),
+    ("/detokenize", {"tokens": [257]}, "invalid_token_id", "tokens"),
+    ("/tokenize", {"messages": MESSAGES}, "invalid_value", None),
+    # Sampling.
+    *[(TEXT, {field: value}, "invalid_value", field) for field, value in [
+        ("temperature", -0.1), ("temperature", 11), ("temperature", "1"), ("temperature", True), ("top_p", 0),
+        ("top_p", 1.1), ("top_k", -1), ("min_p", 2), ("repetition_penalty", 0), ("presence_penalty", 3),
+        ("frequency_penalty", -3), ("n", 0), ("n", 129), ("n", 1.5), ("max_tokens", 0), ("max_tokens", "4"),
+        ("min_tokens", 3), ("logprobs", 21), ("logprobs", True), ("seed", 1 << 63), ("seed", 0.5),
+        ("stop", ["a"] * 17), ("stop", 5), ("stream", "yes"), ("ignore_eos", 1),
+    ]],
+    (TEXT, {"stop": ["a", ""]}, "invalid_value", "stop[1]"),
+    (TEXT, {"logit_bias": {"a": 1}}, "invalid_value", "logit_bias.a"),
+    (TEXT, {"logit_bias": {"1": 101}}, "invalid_value", "logit_bias"),
+    (TEXT, {"logit_bias": {"257": 1}}, "invalid_token_id", "logit_bias"),
+    (TEXT, {"stop_token_ids": [257]}, "invalid_token_id", "stop_token_ids"),
+    (TEXT, {"temperature": 10**400}, "invalid_value", "temperature"),
+    (CHAT, {"max_completion_tokens": 2}, "invalid_value", None),
+    (CHAT, {"top_logprobs": 2}, "invalid_value", None),
+    (CHAT, {"logprobs": 2}, "invalid_value", "logprobs"),
+    (CHAT, {"stream_options": {"include_usage": True}}, "invalid_value", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "change", "code", "param"), INVALID, ids=lambda value: str(value)[:40])
+def test_the_error_names_the_invalid_field(
+    http: httpx.Client, path: str, change: dict[str, Any], code: str, param: str | None
+) -> None:
+    error = error_of(http.post(path, json={**VALID[path], **change}), 400)
+    assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
+    if param is not None:
+        assert param in error["message"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "presence_penalty", "max_tokens", "seed"])
+def test_numbers_that_are_not_finite_are_rejected(http: httpx.Client, field: str, number: str) -> None:
+    body = f'{{"model": "tiny", "prompt": "a", "{field}": {number}}}'
+    assert error_of(http.post(TEXT, content=body, headers=JSON), 400)["param"] == field
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"hello",
+        b"[1]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe{}",
+        b"[" * 100_000,
+        b'{"prompt": ' + b"9" * 5000 + b"}",
+    ],
+    ids=lambda body: body[:12].decode("latin-1"),
+)
+def test_malformed_bodies_are_rejected(http: httpx.Client, body: bytes) -> None:
+    assert error_of(http.post(TEXT, content=body, headers=JSON), 400)["code"] == "invalid_json"
+
+
+def test_a_body_of_another_content_type_is_rejected_with_a_hint(http: httpx.Client) -> None:
+    answer = http.post(TEXT, data={"model": "tiny"})
+    assert "application/json" in error_of(answer, 400)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, r'{"model": "tiny", "prompt": "\ud800"}'),
+        (TEXT, r'{"model": "tiny", "prompt": ["a", "\udfff"]}'),
+        (TEXT, r'{"model": "tiny", "prompt": "a", "stop": "\ud800"}'),
+        (TEXT, r'{"model": "tiny", "prompt": "a", "\ud800": 1}'),
+        (TEXT, r'{"model": "tiny", "prompt": "a", "logit_bias": {"\ud800": 1}}'),
+        (CHAT, r'{"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}'),
+        ("/tokenize", r'{"prompt": "\ud800"}'),
+    ],
+)
+def test_lone_surrogates_are_rejected(http: httpx.Client, path: str, body: str) -> None:
+    error_of(http.post(path, content=body, headers=JSON), 400)
+
+
+def test_an_unknown_model_is_not_found_even_with_odd_characters_in_its_name(http: httpx.Client) -> None:
+    for path in VALID:
+        error = error_of(http.post(path, json={**VALID[path], "model": "gpt-5"}), 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert "gpt-5" in error["message"] and "tiny" in error["message"]
+    error_of(http.post(TEXT, content=r'{"model": "\ud800", "prompt": "a"}', headers=JSON), 404)
+    error_of(http.get("/v1/models/a/b%0Ac"), 404)
+
+
+def test_the_error_for_a_prompt_longer_than_the_context_names_both_lengths(http: httpx.Client) -> None:
+    for path, change, needed in (
+        (TEXT, {"prompt": "a" * 9000}, 9002),
+        (TEXT, {"prompt": [1] * 9000, "max_tokens": None}, 9001),
+        (TEXT, {"max_tokens": 8190}, 8195),
+        (TEXT, {"prompt": [1] * 8190, "max_tokens": 3, "stream": True}, 8193),
+    ):
+        error = error_of(http.post(path, json={**VALID[path], **change}), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert "8192" in error["message"] and str(needed) in error["message"]
+    long_chat = {**VALID[CHAT], "messages": [{"role": "user", "content": "a" * 9000}]}
+    error = error_of(http.post(CHAT, json=long_chat), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_unknown_paths_and_wrong_methods_get_errors_in_the_same_format(http: httpx.Client) -> None:
+    assert error_of(http.get("/v1/nothing"), 404)["code"] == "not_found"
+    wrong = http.get(CHAT)
+    assert error_of(wrong, 405)["code"] == "method_not_allowed"
+    assert wrong.headers["allow"] == "POST"
+
+
+def test_the_root_redirects_to_the_documentation(http: httpx.Client) -> None:
+    assert http.get("/", follow_redirects=True).url.path == "/docs"
+
+
+def test_without_a_configured_origin_no_origin_is_allowed(http: httpx.Client) -> None:
+    assert "access-control-allow-origin" not in http.get("/health", headers={"Origin": ORIGIN}).headers
+
+
+def test_min_tokens_may_exceed_the_default_max_tokens(http: httpx.Client) -> None:
+    body = {"model": "tiny", "prompt": "hello", "min_tokens": 20}
+    assert http.post(TEXT, json=body).json()["usage"]["completion_tokens"] == 20
+    error = error_of(http.post(TEXT, json={**body, "min_tokens": 9000}), 400)
+    assert error["code"] == "context_length_exceeded", (
+        "the error must not mention max_tokens, which the client did not send"
+    )
+
+
+def test_rejected_requests_hold_no_pages(server: RunningServer, http: httpx.Client) -> None:
+    for path, change, _, _ in INVALID:
+        http.post(path, json={**VALID[path], **change})
+    assert server.gauge("hotset_device_pages_held") == 0
+    assert server.gauge("hotset_requests_waiting") == 0
+    assert "Traceback" not in server.log()
+
+
+def samples(server: RunningServer) -> dict[str, float]:
+    """Returns every sample of one scrape by its name and labels."""
+    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    values = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ", ".join(f'"{key}": "{value}"' for key, value in sorted(sample.labels.items()))
+            values[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+    return values
+
+
+def test_metrics_count_requests_and_tokens(server: RunningServer) -> None:
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True, "n": 2}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
+    before = samples(server)
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
+    httpx.post(f"{server.url}/v1/completions", json={}, timeout=30)
+    after = samples(server)
+    increase = {name: after[name] - before.get(name, 0) for name in after}
+    assert before.keys() >= METRICS
+    assert increase["hotset_tokens_generated_total"] == 10
+    assert increase['hotset_requests_finished_total{"reason": "length"}'] == 2
+    assert increase["hotset_time_to_first_token_seconds_count"] == 1
+    assert increase["hotset_inter_token_seconds_count"] == 8
+    assert increase[ANSWERED % 200] == increase[ANSWERED % 400] == 1
+    assert after["hotset_device_pages_held"] == 0 and after["hotset_device_pages_total"] > 0
+
+
+def in_vocabulary(value: Any) -> Any:
+    if isinstance(value, list):
+        return [in_vocabulary(item) for item in value]
+    return value % VOCABULARY if isinstance(value, int) else value or "text"
+
+
+def make_acceptable(path: str, body: Any) -> None:
+    """Corrects what a JSON schema cannot express: names, vocabulary, ranges, and mutually exclusive fields."""
+    if "model" in body:
+        body["model"] = "tiny"
+    if "tokens" in body:
+        body["tokens"] = in_vocabulary(body["tokens"])
+    if path not in GENERATING:
+        return
+    if "prompt" in body:
+        body["prompt"] = in_vocabulary(body["prompt"])
+    for name, (low, high) in SAMPLING_RANGES.items():
+        if body.get(name) is not None:
+            body[name] = min(max(body[name], low), high)
+    body["max_tokens"] = None if body.get("max_completion_tokens") else 2
+    if not body.get("stream"):
+        body.pop("stream_options", None)
+    if not body.get("logprobs"):
+        body.pop("top_logprobs", None)
+    body["stop_token_ids"] = in_vocabulary(body.get("stop_token_ids") or [])
+    body["logit_bias"] = {
+        token[-2:]: min(max(bias, -100), 100) for token, bias in (body.get("logit_bias") or {}).items()
+    }
+
+
+def keep_short(path: str, body: Any) -> None:
+    """Limits the length of the answer, in case an invalid body is accepted by mistake."""
+    if path in GENERATING and isinstance(body, dict) and body.get("max_completion_tokens") is None:
+        body.setdefault("max_tokens", 2)
+
+
+def test_every_documented_operation_is_tested(schema: BaseSchema) -> None:
+    documented = {(found.ok().method.upper(), found.ok().path) for found in schema.get_all_operations()}
+    assert documented == {("POST", path) for path in POSTS} | {("GET", path) for path in GETS}
+
+
+@pytest.mark.parametrize("path", [*POSTS, *GETS])
+def test_valid_requests_get_documented_answers(schema: BaseSchema, path: str) -> None:
+    statuses = []
+
+    @BOUNDED
+    @given(case=schema[path]["POST" if path in POSTS else "GET"].as_strategy())
+    def answer_is_documented(case: Case) -> None:
+        if path in POSTS:
+            make_acceptable(path, case.body)
+        # Acceptance is checked below: the document cannot express some rules, like either prompt or messages.
+        answer = case.call_and_validate(excluded_checks=[positive_data_acceptance], timeout=30)
+        statuses.append(answer.status_code)
+
+    answer_is_documented()
+    assert set(statuses) <= {200, 400, 404}
+    if path in POSTS:
+        assert statuses.count(200) >= len(statuses) // 3
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_requests_that_violate_the_document_are_rejected(schema: BaseSchema, path: str) -> None:
+    @BOUNDED
+    @given(case=schema[path]["POST"].as_strategy(generation_mode=GenerationMode.NEGATIVE))
+    def is_rejected(case: Case) -> None:
+        keep_short(path, case.body)
+        assert case.call_and_validate(timeout=30).status_code == 400
+
+    is_rejected()
