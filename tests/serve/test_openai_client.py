@@ -82,7 +82,7 @@ def ask_embedded(embedded_client: openai.OpenAI, **options: Any) -> Any:
     return ask(embedded_client, **{"model": EMBEDDED, **options})
 
 
-def test_chat_answers_paris(embedded_client: openai.OpenAI) -> None:
+def test_chat_names_the_capital_of_france(embedded_client: openai.OpenAI) -> None:
     answer = ask_embedded(embedded_client)
     assert "Paris" in answer.choices[0].message.content
     assert answer.choices[0].message.role == "assistant"

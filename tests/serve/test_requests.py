@@ -50,7 +50,7 @@ GENERATING = (CHAT, TEXT)
 POSTS = (*GENERATING, "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{model_id}", "/health", "/handoff", "/metrics")
 VOCABULARY = 257
-# The document declares only the types of these fields. Generated values are clamped to the ranges that are accepted.
+# Generated values are clamped to these ranges: the document does not declare all limits, and answers must be short.
 SAMPLING_RANGES = {
     "temperature": (0.0, 10.0),
     "top_p": (0.01, 1.0),

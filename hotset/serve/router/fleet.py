@@ -27,17 +27,20 @@ MAX_WORKERS = 256
 
 @dataclass(slots=True)
 class RoutedWorker:
-    """The router's view of one worker. A worker counts as down until it has answered its first health check."""
+    """The router's view of one worker. A worker counts as down until it has passed its first health check.
+
+    A request counts as in flight until the last byte of its response, at a prefill worker until the first byte.
+    """
 
     url: str
     role: Role
     state: WorkerState | None = None
     failures: int = FAILURES_UNTIL_DOWN  # consecutive failed health checks and requests
     last_error: str = "has not answered yet"
-    requests: int = 0  # sent by this router and still in flight
-    tokens: int = 0  # prompt tokens of these requests; at a prefill worker, until the first byte of the response
+    requests: int = 0  # requests of this router that are in flight
+    tokens: int = 0  # estimated prompt tokens of these requests
     external_tokens: int = 0  # waiting prompt tokens of other routers' requests, as of the last health check
-    last_chosen: int = 0  # number of the choice, counted over all workers
+    last_chosen: int = 0  # number of the last choice of this worker, counted over all workers
     health_check_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property

@@ -31,7 +31,7 @@ class RouterMetrics:
         )
         self.requests = Counter(
             "hotset_router_requests",
-            "Completion requests by outcome. interrupted: the worker was lost after the first byte of the response. "
+            "Completion requests by outcome. interrupted: the stream ended with an error after its first byte. "
             "disconnected: the client closed the connection.",
             ("outcome",),
             registry=registry,

@@ -10,20 +10,21 @@ from running_router import Cluster, Router, Stub
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster of one test, whose processes end with the test. A router that runs longer keeps polling its workers."""
     with closing(Cluster(tmp_path)) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster for tests that do not kill its processes."""
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The cluster of the workers and the router that tests share and do not kill."""
     with closing(Cluster(tmp_path_factory.mktemp("shared"))) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def workers(shared: Cluster) -> list[Stub]:
-    return shared.stubs(p1="prefill", p2="prefill", d1="decode", d2="decode")
+def workers(shared_cluster: Cluster) -> list[Stub]:
+    return shared_cluster.stubs(p1="prefill", p2="prefill", d1="decode", d2="decode")
 
 
 @pytest.fixture
@@ -35,5 +36,5 @@ def idle_workers(workers: list[Stub]) -> list[Stub]:
 
 
 @pytest.fixture(scope="session")
-def router(shared: Cluster, workers: list[Stub]) -> Router:
-    return shared.router(workers[:2], workers[2:])
+def router(shared_cluster: Cluster, workers: list[Stub]) -> Router:
+    return shared_cluster.router(workers[:2], workers[2:])

@@ -39,7 +39,7 @@ class Stub:
         return int(self.url.rpartition(":")[2])
 
     def seen(self) -> dict[str, Any]:
-        """Returns the requests that the worker received, and how many are open or were left by their clients."""
+        """Returns the requests that the worker received, and the numbers of open and of disconnected ones."""
         return httpx.get(f"{self.url}/seen", timeout=10).json()
 
     def bodies(self) -> list[str]:

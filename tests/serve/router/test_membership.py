@@ -8,9 +8,9 @@ KEY = {"Authorization": "Bearer sesame"}
 
 
 @pytest.fixture(scope="module")
-def router_with_key(shared: Cluster) -> Router:
+def router_with_key(shared_cluster: Cluster) -> Router:
     """A router with a key and without workers."""
-    return shared.router([], [], "--api-key", "sesame", ready=False)
+    return shared_cluster.router([], [], "--api-key", "sesame", ready=False)
 
 
 def change_workers(router: Router, method: str, url: str, **headers: str) -> httpx.Response:
@@ -65,8 +65,8 @@ def test_workers_cannot_be_changed_without_the_key(
     assert httpx.post(f"{router_with_key.url}/v1/completions", json={}, timeout=10).status_code == 401
 
 
-def test_a_url_that_is_not_a_worker_cannot_join(router_with_key: Router, shared: Cluster) -> None:
-    both, odd = shared.stubs(both="both", odd="decode", behaviour="nonsense")
+def test_a_url_that_is_not_a_worker_cannot_join(router_with_key: Router, cluster: Cluster) -> None:
+    both, odd = cluster.stubs(both="both", odd="decode", behaviour="nonsense")
     both.behave(behaviour="well")
     for url, why in (
         ("http://127.0.0.1:9", "cannot be reached"),
@@ -84,10 +84,10 @@ def test_a_url_that_is_not_a_worker_cannot_join(router_with_key: Router, shared:
     assert router_with_key.workers(**KEY) == {}
 
 
-def test_a_worker_of_another_model_or_role_gets_no_requests(shared: Cluster, idle_workers: list[Stub]) -> None:
+def test_a_worker_of_another_model_or_role_gets_no_requests(cluster: Cluster, idle_workers: list[Stub]) -> None:
     p1, p2, d1, _ = idle_workers
-    other = shared.stub("decode", "other", model="another")
-    router = shared.router([p1], [d1, p2], "--api-key", "sesame")
+    other = cluster.stub("decode", "other", model="another")
+    router = cluster.router([p1], [d1, p2], "--api-key", "sesame")
     assert wait_until(lambda: "its role is 'prefill', not 'decode'; start it with --role decode" in router.log())
     refused = change_workers(router, "POST", other.url, **KEY)
     assert refused.status_code == 400 and "serves 'another', while" in refused.json()["error"]["message"]

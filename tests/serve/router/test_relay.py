@@ -23,7 +23,7 @@ def prefills_of(stubs: list[Stub]) -> list[str]:
     return [request["headers"]["x-hotset-prefill"] for request in requests_of(stubs)]
 
 
-def error_of(data: str | bytes) -> str:
+def error_code_of(data: str | bytes) -> str:
     return json.loads(data)["error"]["code"]
 
 
@@ -95,7 +95,7 @@ def test_without_room_at_a_decode_worker_another_is_tried_and_no_prefill_worker_
     prefill_retries = router.metric("hotset_router_retries_total", reason="prefill_lost")
     decode_retries = router.metric("hotset_router_retries_total", reason="decode_lost")
     answer = router.post()
-    assert (answer.status_code, error_of(answer.text)) == (503, "no_room_left")
+    assert (answer.status_code, error_code_of(answer.text)) == (503, "no_room_left")
     assert router.metric("hotset_router_retries_total", reason="prefill_lost") == prefill_retries
     assert router.metric("hotset_router_retries_total", reason="decode_lost") == decode_retries + 2
     assert all(stub.seen()["requests"] for stub in idle_workers[2:]), "both decode workers must be tried"
@@ -105,14 +105,14 @@ def test_after_the_last_attempt_the_worker_error_is_returned(router: Router, idl
     for stub in idle_workers[2:]:
         stub.behave(behaviour="lost")
     answer = router.post(stream=True)
-    assert (answer.status_code, error_of(answer.text)) == (503, "prefill_lost")
+    assert (answer.status_code, error_code_of(answer.text)) == (503, "prefill_lost")
     assert answer.headers["retry-after"] == "1"
     assert len(prefills_of(idle_workers)) == 3
 
 
-def test_the_only_prefill_worker_is_retried_if_it_is_alive(shared: Cluster, idle_workers: list[Stub]) -> None:
+def test_the_only_prefill_worker_is_retried_if_it_is_alive(cluster: Cluster, idle_workers: list[Stub]) -> None:
     p1, _, d1, _ = idle_workers
-    small_router = shared.router([p1], [d1])
+    small_router = cluster.router([p1], [d1])
     d1.behave(behaviour="lost-once")
     assert small_router.post().status_code == 200
     assert prefills_of([d1]) == ["p1:9000", "p1:9000"]
@@ -133,7 +133,7 @@ def test_a_rejection_is_forwarded_and_not_retried(router: Router, idle_workers: 
         stub.behave(behaviour="busy")
     rejections = router.metric("hotset_router_requests_total", outcome="rejected")
     answer = router.post()
-    assert (answer.status_code, answer.headers["retry-after"], error_of(answer.text)) == (429, "7", "queue_full")
+    assert (answer.status_code, answer.headers["retry-after"], error_code_of(answer.text)) == (429, "7", "queue_full")
     assert len(requests_of(idle_workers)) == 1
     assert router.metric("hotset_router_requests_total", outcome="rejected") == rejections + 1
 
@@ -172,14 +172,14 @@ def test_equally_loaded_workers_take_turns(router: Router, idle_workers: list[St
     assert workers.count("d1") == workers.count("d2") == 3
 
 
-def test_timeouts_end_responses_that_do_not_begin_or_stop_midway(shared: Cluster, idle_workers: list[Stub]) -> None:
-    router = shared.router(
+def test_timeouts_end_responses_that_do_not_begin_or_stop_midway(cluster: Cluster, idle_workers: list[Stub]) -> None:
+    router = cluster.router(
         idle_workers[:2], idle_workers[2:], "--response-timeout-seconds", "0.8", "--idle-timeout-seconds", "0.3"
     )
     for stub in idle_workers[2:]:
         stub.behave(behaviour="slow")
     answer = router.post()
-    assert (answer.status_code, error_of(answer.text)) == (504, "deadline_exceeded")
+    assert (answer.status_code, error_code_of(answer.text)) == (504, "deadline_exceeded")
     assert wait_until(lambda: sum(stub.seen()["disconnected"] for stub in idle_workers) == 1), (
         "the worker must notice the disconnect"
     )
@@ -187,7 +187,7 @@ def test_timeouts_end_responses_that_do_not_begin_or_stop_midway(shared: Cluster
         stub.behave(behaviour="silent")
     with router.stream() as stream:
         *_, last = [line for line in stream.iter_lines() if line]
-    assert error_of(last.removeprefix("data: ")) == "worker_lost"
+    assert error_code_of(last.removeprefix("data: ")) == "worker_lost"
     assert router.metric("hotset_router_requests_total", outcome="interrupted") == 1
     assert router.metric("hotset_router_requests_total", outcome="failed") == 1
 
@@ -200,21 +200,21 @@ def test_models_and_tokens_come_from_a_worker(router: Router, idle_workers: list
         assert "x-hotset-prefill" not in request["headers"], "these requests need no prefill"
 
 
-def test_bodies_and_requests_above_the_limits_are_rejected(shared: Cluster, idle_workers: list[Stub]) -> None:
-    router = shared.router(idle_workers[:2], idle_workers[2:], "--max-body-mib", "0.01", "--max-concurrency", "1")
-    assert error_of(router.post(prompt="x" * 20_000).text) == "request_too_large"
+def test_bodies_and_requests_above_the_limits_are_rejected(cluster: Cluster, idle_workers: list[Stub]) -> None:
+    router = cluster.router(idle_workers[:2], idle_workers[2:], "--max-body-mib", "0.01", "--max-concurrency", "1")
+    assert error_code_of(router.post(prompt="x" * 20_000).text) == "request_too_large"
     for stub in idle_workers[2:]:
         stub.behave(behaviour="drip")
     with router.stream() as stream:
         pieces = stream.iter_raw()
         next(pieces)
-        assert (router.post().status_code, error_of(router.post().text)) == (429, "queue_full")
+        assert (router.post().status_code, error_code_of(router.post().text)) == (429, "queue_full")
 
 
 def test_errors_of_the_router_have_the_openai_format(router: Router, idle_workers: list[Stub]) -> None:
     unknown = httpx.get(f"{router.url}/nothing", timeout=10).text
-    assert error_of(unknown) == "not_found" and "/docs" not in unknown, "a router has no /docs"
-    assert error_of(httpx.get(f"{router.url}{PATH}", timeout=10).text) == "method_not_allowed"
+    assert error_code_of(unknown) == "not_found" and "/docs" not in unknown, "a router has no /docs"
+    assert error_code_of(httpx.get(f"{router.url}{PATH}", timeout=10).text) == "method_not_allowed"
     assert httpx.get(f"{router.url}/health", timeout=10).json() == {"status": "ok", "prefill": 2, "decode": 2}
 
 
