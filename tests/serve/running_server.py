@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import plain_http
 
 STOP_SECONDS = 60
 API_KEY = "open-sesame"
@@ -32,7 +33,7 @@ class RunningServer:
 
     def gauge(self, name: str) -> float:
         """Returns the current value of a metric without labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = plain_http.get(f"{self.url}/metrics", timeout=30).text
         sample = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
         assert sample is not None, f"{name} is not among the metrics"
         return float(sample[1])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import plain_http
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import API_KEY, RunningServer, serving
@@ -42,7 +42,7 @@ def prompt_of(length: int) -> list[int]:
 
 def choices_of(server: RunningServer, length: int, **fields: Any) -> Any:
     body = {"model": "demo-dsa", "prompt": prompt_of(length), "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(server.url + TEXT, json={**body, "return_token_ids": True, **fields}, timeout=120)
+    answer = plain_http.post(server.url + TEXT, json={**body, "return_token_ids": True, **fields}, timeout=120)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"]
 
@@ -75,7 +75,7 @@ def test_stream_equals_that_of_one_server(colocated: RunningServer, disaggregate
     received = []
     for server in (colocated, disaggregated):
         body = {"model": "demo-dsa", "prompt": prompt_of(300), "max_tokens": 8, "temperature": 0, "stream": True}
-        with httpx.stream("POST", server.url + TEXT, json={**body, "ignore_eos": True}, timeout=120) as stream:
+        with plain_http.stream("POST", server.url + TEXT, json={**body, "ignore_eos": True}, timeout=120) as stream:
             *events, last = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
         assert last == "[DONE]"
         received.append([json.loads(event)["choices"] for event in events])
@@ -83,7 +83,7 @@ def test_stream_equals_that_of_one_server(colocated: RunningServer, disaggregate
 
 
 def metrics_of(url: str) -> dict[str, float]:
-    text = httpx.get(f"{url}/metrics", timeout=30).text
+    text = plain_http.get(f"{url}/metrics", timeout=30).text
     families = text_string_to_metric_families(text)
     return {
         "/".join((sample.name, *sample.labels.values())): sample.value
@@ -119,19 +119,19 @@ def test_workers_report_their_role_and_reject_requests_that_do_not_fit_it(disagg
     states = {}
     for role in ("prefill", "decode"):
         (url,) = workers_of(disaggregated, role)
-        states[role] = httpx.get(f"{url}/handoff", timeout=30).json()
+        states[role] = plain_http.get(f"{url}/handoff", timeout=30).json()
         assert (states[role]["role"], states[role]["model"]) == (role, "demo-dsa")
         assert re.fullmatch(r"127\.0\.0\.1:\d+", states[role]["control"])
     assert states["prefill"]["control"] != states["decode"]["control"]
     (prefill,), (decode,) = workers_of(disaggregated, "prefill"), workers_of(disaggregated, "decode")
     body = {"model": "demo-dsa", "prompt": prompt_of(20), "max_tokens": 2}
-    refused = httpx.post(prefill + TEXT, json=body, timeout=30)
+    refused = plain_http.post(prefill + TEXT, json=body, timeout=30)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "wrong_role")
-    assert httpx.post(decode + TEXT, json=body, timeout=30).status_code == 200, (
+    assert plain_http.post(decode + TEXT, json=body, timeout=30).status_code == 200, (
         "a decode worker must answer without a router, too"
     )
     for address, status in (("nonsense", 400), ("tcp://127.0.0.1:1", 400), ("127.0.0.1:1", 503)):
-        answer = httpx.post(decode + TEXT, json=body, headers={"x-hotset-prefill": address}, timeout=60)
+        answer = plain_http.post(decode + TEXT, json=body, headers={"x-hotset-prefill": address}, timeout=60)
         assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error["code"] == "prefill_lost" and "no message from 127.0.0.1:1 for 4 s" in error["message"]
@@ -139,11 +139,11 @@ def test_workers_report_their_role_and_reject_requests_that_do_not_fit_it(disagg
 
 def test_a_server_of_both_roles_rejects_handoffs(colocated: RunningServer) -> None:
     body = {"model": "demo-dsa", "prompt": [3], "max_tokens": 1}
-    refused = httpx.post(colocated.url + TEXT, json=body, headers={"x-hotset-prefill": "127.0.0.1:1"}, timeout=30)
+    refused = plain_http.post(colocated.url + TEXT, json=body, headers={"x-hotset-prefill": "127.0.0.1:1"}, timeout=30)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "wrong_role")
-    ignored = httpx.post(colocated.url + TEXT, json={**body, "landing": "host"}, timeout=30)
+    ignored = plain_http.post(colocated.url + TEXT, json={**body, "landing": "host"}, timeout=30)
     assert (ignored.status_code, ignored.json()["error"]["param"]) == (400, "landing")
-    state = httpx.get(f"{colocated.url}/handoff", timeout=30).json()
+    state = plain_http.get(f"{colocated.url}/handoff", timeout=30).json()
     assert (state["role"], state["control"]) == ("both", None)
 
 
@@ -178,11 +178,11 @@ def test_sigint_drains_in_order_and_leaves_no_process(tiny_disaggregated: Runnin
     pids = descendants_of(tiny_disaggregated.process.pid)
     assert len(pids) >= 5, "there must be two workers, an engine for each, and a router"
     key = {"Authorization": f"Bearer {API_KEY}"}
-    assert httpx.post(tiny_disaggregated.url + TEXT, json=body, timeout=30).status_code == 401
+    assert plain_http.post(tiny_disaggregated.url + TEXT, json=body, timeout=30).status_code == 401
     for pid in pids:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
         assert API_KEY.encode() not in arguments, "every user of the machine can read a process's arguments"
-    with httpx.stream("POST", tiny_disaggregated.url + TEXT, json=body, headers=key, timeout=60) as stream:
+    with plain_http.stream("POST", tiny_disaggregated.url + TEXT, json=body, headers=key, timeout=60) as stream:
         tiny_disaggregated.process.send_signal(signal.SIGINT)
         *_, last = [line for line in stream.iter_lines() if line]
     assert last == "data: [DONE]"

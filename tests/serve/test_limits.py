@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import httpx
+import plain_http
 import pytest
 from running_server import API_KEY, ORIGIN, RunningServer, error_of, serving
 
@@ -35,7 +36,7 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture
 def http(server: RunningServer) -> Iterator[httpx.Client]:
     """A client with the API key. After each test, the server must run no request."""
-    with httpx.Client(base_url=server.url, timeout=60, headers={"Authorization": f"Bearer {API_KEY}"}) as http:
+    with plain_http.Client(base_url=server.url, timeout=60, headers={"Authorization": f"Bearer {API_KEY}"}) as http:
         yield http
     assert server.wait_for_gauge("hotset_requests_running", lambda count: count == 0) == 0
 
@@ -76,7 +77,7 @@ def test_without_the_right_key_health_and_metrics_are_accessible_and_the_api_is_
         "Bearer \xff",
     ):
         headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
-        with httpx.Client(base_url=http.base_url, headers=headers) as stranger:
+        with plain_http.Client(base_url=http.base_url, headers=headers) as stranger:
             for answer in (stranger.post(TEXT, json=body), stranger.get("/v1/models"), stranger.post("/tokenize")):
                 assert error_of(answer, 401)["code"] == "invalid_api_key"
                 assert answer.headers["www-authenticate"] == "Bearer"
@@ -95,7 +96,7 @@ def test_a_body_over_the_limit_is_rejected_with_and_without_a_declared_length(ht
 
 def test_only_pages_of_the_configured_origin_may_call_the_server(http: httpx.Client) -> None:
     preflight = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
-    with httpx.Client(base_url=http.base_url) as browser:
+    with plain_http.Client(base_url=http.base_url) as browser:
         allowed = browser.options(CHAT, headers=preflight)
         assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, ORIGIN)
         assert browser.options(CHAT, headers={**preflight, "Origin": "http://other.example"}).status_code == 400

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import openai
+import plain_http
 import pytest
 from openai.types.chat import ChatCompletionChunk
 from running_server import RunningServer, serving
@@ -47,7 +48,7 @@ def client(demo_server: RunningServer) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def http(demo_server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=demo_server.url, timeout=60) as http:
+    with plain_http.Client(base_url=demo_server.url, timeout=60) as http:
         yield http
 
 

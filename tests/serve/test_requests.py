@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import plain_http
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -74,7 +75,7 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def http(server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as http:
+    with plain_http.Client(base_url=server.url, timeout=30) as http:
         yield http
 
 
@@ -256,7 +257,7 @@ def test_rejected_requests_hold_no_pages(server: RunningServer, http: httpx.Clie
 
 def samples(server: RunningServer) -> dict[str, float]:
     """Returns every sample of one scrape by its name and labels."""
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    text = plain_http.get(f"{server.url}/metrics", timeout=30).text
     values = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -267,10 +268,10 @@ def samples(server: RunningServer) -> dict[str, float]:
 
 def test_metrics_count_requests_and_tokens(server: RunningServer) -> None:
     body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True, "n": 2}
-    httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
+    plain_http.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
     before = samples(server)
-    httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
-    httpx.post(f"{server.url}/v1/completions", json={}, timeout=30)
+    plain_http.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
+    plain_http.post(f"{server.url}/v1/completions", json={}, timeout=30)
     after = samples(server)
     increase = {name: after[name] - before.get(name, 0) for name in after}
     assert before.keys() >= METRICS

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import plain_http
 import pytest
 from running_server import RunningServer, serving
 
@@ -39,7 +40,7 @@ PAGES = ("hotset_device_pages_held", "hotset_host_pages_held", "hotset_pages_qua
 
 def pages_in_use(worker: RunningServer) -> float:
     """Returns the number of pages held, without those in quarantine."""
-    text = httpx.get(f"{worker.url}/metrics", timeout=30).text
+    text = plain_http.get(f"{worker.url}/metrics", timeout=30).text
     device, host, quarantined = (float(re.findall(rf"^{name} (\S+)$", text, re.MULTILINE)[0]) for name in PAGES)
     return device + host - quarantined
 
@@ -70,13 +71,14 @@ class Cluster:
             for worker in self.alive(role):
                 if pages_in_use(worker) > 0:
                     return worker
+            time.sleep(0.01)
         raise AssertionError(f"no {role} worker held pages within {WAIT_SECONDS:g} s")
 
     def tokens_prefilled(self) -> float:
         return sum(worker.gauge("hotset_tokens_prefilled_total") for worker in self.alive("prefill"))
 
     def post(self, body: dict[str, Any]) -> "Future[httpx.Response]":
-        return self.clients.submit(httpx.post, self.router.url + TEXT, json=body, timeout=120)
+        return self.clients.submit(plain_http.post, self.router.url + TEXT, json=body, timeout=120)
 
     def assert_pages_are_freed(self) -> None:
         """Waits until the living workers hold no pages except those in quarantine, and checks that they answer."""
@@ -85,7 +87,7 @@ class Cluster:
             while (pages := pages_in_use(worker)) > 0:
                 assert time.monotonic() < deadline, f"{worker.url} still holds {pages:g} pages"
                 time.sleep(0.05)
-            assert httpx.get(f"{worker.url}/health", timeout=30).status_code == 200
+            assert plain_http.get(f"{worker.url}/health", timeout=30).status_code == 200
         assert self.post(SHORT).result().status_code == 200
 
 
@@ -95,7 +97,7 @@ def routing(folder: Path, workers: dict[str, list[RunningServer]]) -> Iterator[R
     urls = {role: [worker.url for worker in group if worker.process.poll() is None] for role, group in workers.items()}
     with serving(folder, "--prefill", *urls["prefill"], "--decode", *urls["decode"], command="router") as router:
         deadline = time.monotonic() + WAIT_SECONDS
-        while httpx.get(f"{router.url}/health", timeout=30).status_code != 200:
+        while plain_http.get(f"{router.url}/health", timeout=30).status_code != 200:
             assert time.monotonic() < deadline, "the router did not find the workers"
             time.sleep(0.05)
         yield router
@@ -131,7 +133,7 @@ def test_a_client_that_disconnects_during_a_landing_leaves_no_pages_held(cluster
 
 def test_after_the_death_of_a_router_during_a_landing_its_workers_serve_another(cluster: Cluster) -> None:
     with routing(cluster.folder / "doomed", cluster.workers) as doomed:
-        pending = cluster.clients.submit(httpx.post, doomed.url + TEXT, json=LONG, timeout=120)
+        pending = cluster.clients.submit(plain_http.post, doomed.url + TEXT, json=LONG, timeout=120)
         cluster.wait_for_busy("prefill")
         doomed.process.kill()
         with pytest.raises(httpx.TransportError):
@@ -145,9 +147,9 @@ def test_a_prefill_worker_that_dies_during_a_prefill_is_replaced_by_another(clus
     kill(busy)
     answer = pending.result()
     assert answer.status_code == 200, answer.text
-    direct = httpx.post(cluster.alive("decode")[0].url + TEXT, json=LONG, timeout=120)
+    direct = plain_http.post(cluster.alive("decode")[0].url + TEXT, json=LONG, timeout=120)
     assert answer.json()["choices"] == direct.json()["choices"]
-    metrics = httpx.get(f"{cluster.router.url}/metrics", timeout=30).text
+    metrics = plain_http.get(f"{cluster.router.url}/metrics", timeout=30).text
     assert 'hotset_router_retries_total{reason="prefill_lost"} 1.0' in metrics
     assert sum(worker.gauge("hotset_pages_quarantined") for worker in cluster.alive("decode")) > 0
     cluster.assert_pages_are_freed()
@@ -160,6 +162,6 @@ def test_a_decode_worker_that_dies_during_a_landing_is_replaced_by_another(clust
     answer = pending.result()
     assert answer.status_code == 200, answer.text
     (other,) = cluster.alive("decode")
-    assert answer.json()["choices"] == httpx.post(other.url + TEXT, json=LONG, timeout=120).json()["choices"]
+    assert answer.json()["choices"] == plain_http.post(other.url + TEXT, json=LONG, timeout=120).json()["choices"]
     assert not any(worker.gauge("hotset_pages_quarantined") for worker in cluster.alive("prefill"))
     cluster.assert_pages_are_freed()

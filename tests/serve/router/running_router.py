@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import plain_http
 from prometheus_client.parser import text_string_to_metric_families
 
 HERE = Path(__file__).parent
@@ -40,14 +41,14 @@ class Stub:
 
     def seen(self) -> dict[str, Any]:
         """Returns the requests that the worker received, and the numbers of open and of disconnected ones."""
-        return httpx.get(f"{self.url}/seen", timeout=10).json()
+        return plain_http.get(f"{self.url}/seen", timeout=10).json()
 
     def bodies(self) -> list[str]:
         return [request["body"] for request in self.seen()["requests"] if "body" in request]
 
     def behave(self, **attributes: Any) -> None:
         """Clears the record of requests, and changes the behaviour or other attributes."""
-        httpx.post(f"{self.url}/behave", json=attributes, timeout=10).raise_for_status()
+        plain_http.post(f"{self.url}/behave", json=attributes, timeout=10).raise_for_status()
 
     def kill(self) -> None:
         self.process.kill()
@@ -63,13 +64,13 @@ class Router:
     log_path: Path
 
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json={"prompt": "x", **body}, timeout=30)
+        return plain_http.post(f"{self.url}{path}", json={"prompt": "x", **body}, timeout=30)
 
     def stream(self, **body: Any) -> "AbstractContextManager[httpx.Response]":
-        return httpx.stream("POST", f"{self.url}/v1/completions", json={"stream": True, **body}, timeout=30)
+        return plain_http.stream("POST", f"{self.url}/v1/completions", json={"stream": True, **body}, timeout=30)
 
     def workers(self, **headers: str) -> dict[str, dict[str, Any]]:
-        answer = httpx.get(f"{self.url}/workers", headers=headers, timeout=10).json()
+        answer = plain_http.get(f"{self.url}/workers", headers=headers, timeout=10).json()
         return {worker["url"]: worker for worker in answer["workers"]}
 
     def up(self, *stubs: Stub, **headers: str) -> bool:
@@ -79,7 +80,7 @@ class Router:
 
     def metric(self, name: str, **labels: str) -> float:
         """Returns the sum of the samples of a metric that have these labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        text = plain_http.get(f"{self.url}/metrics", timeout=10).text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         values = [sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items()]
         assert values, f"{name} {labels} is not among the metrics"
@@ -119,7 +120,9 @@ class Cluster:
         assert " at http://" in line, f"{line!r}: {log_path.read_text()}"
         router = Router(line.rpartition(" at ")[2], process, log_path)
         if ready:
-            assert wait_until(lambda: httpx.get(f"{router.url}/health", timeout=10).status_code == 200), router.log()
+            assert wait_until(lambda: plain_http.get(f"{router.url}/health", timeout=10).status_code == 200), (
+                router.log()
+            )
         return router
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ import signal
 from typing import Any
 
 import httpx
+import plain_http
 import pytest
 from processes import pause
 from running_router import WAIT_SECONDS, Cluster, Router, Stub, wait_until
@@ -46,9 +47,9 @@ def test_death_in_a_stream_ends_it_with_an_error_event(
         *received, last = events_of(stream)
     assert received == [json.loads(event("doomed", number)[6:]) for number in range(3)]
     assert (last["error"]["code"], last["error"]["type"]) == ("worker_lost", "service_unavailable_error")
+    assert wait_until(lambda: router.metric("hotset_router_requests_in_flight") == 0)
     assert router.metric("hotset_router_requests_total", outcome="interrupted") == 1
     assert router.metric("hotset_router_retries_total") == 0, "a response is not retried after its first byte"
-    assert router.metric("hotset_router_requests_in_flight") == 0
 
 
 def test_a_prefill_worker_that_dies_is_down_until_it_is_restarted(cluster: Cluster, idle_workers: list[Stub]) -> None:
@@ -99,7 +100,7 @@ def test_sigterm_lets_streams_finish_and_ends_with_0(cluster: Cluster, prefill: 
 
 def refuses_connections(router: Router) -> bool:
     try:
-        httpx.get(f"{router.url}/health", timeout=10)
+        plain_http.get(f"{router.url}/health", timeout=10)
     except httpx.ConnectError:
         return True
     return False

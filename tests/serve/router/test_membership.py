@@ -1,6 +1,7 @@
 """Workers join and leave a router. A worker of another model or role is rejected."""
 
 import httpx
+import plain_http
 import pytest
 from running_router import Cluster, Router, Stub, wait_until
 
@@ -14,14 +15,14 @@ def router_with_key(shared_cluster: Cluster) -> Router:
 
 
 def change_workers(router: Router, method: str, url: str, **headers: str) -> httpx.Response:
-    return httpx.request(method, f"{router.url}/workers", json={"url": url}, headers=headers, timeout=10)
+    return plain_http.request(method, f"{router.url}/workers", json={"url": url}, headers=headers, timeout=10)
 
 
 def test_without_live_workers_clients_get_503_with_retry_after(router_with_key: Router) -> None:
     for answer in (
-        httpx.get(f"{router_with_key.url}/health", timeout=10),
-        httpx.post(f"{router_with_key.url}/v1/completions", json={}, headers=KEY, timeout=10),
-        httpx.get(f"{router_with_key.url}/v1/models", headers=KEY, timeout=10),
+        plain_http.get(f"{router_with_key.url}/health", timeout=10),
+        plain_http.post(f"{router_with_key.url}/v1/completions", json={}, headers=KEY, timeout=10),
+        plain_http.get(f"{router_with_key.url}/v1/models", headers=KEY, timeout=10),
     ):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers")
         assert int(answer.headers["retry-after"]) > 0
@@ -36,13 +37,15 @@ def test_workers_join_and_leave_while_requests_run(router_with_key: Router, idle
     assert change_workers(router_with_key, "POST", d1.url, **KEY).json()["error"]["code"] == "known_worker"
     d1.behave(behaviour="drip")
     body = {"stream": True}
-    with httpx.stream("POST", f"{router_with_key.url}/v1/completions", json=body, headers=KEY, timeout=30) as stream:
+    with plain_http.stream(
+        "POST", f"{router_with_key.url}/v1/completions", json=body, headers=KEY, timeout=30
+    ) as stream:
         pieces = stream.iter_raw()
         next(pieces)
         assert change_workers(router_with_key, "POST", d2.url, **KEY).status_code == 201
         assert change_workers(router_with_key, "DELETE", d1.url, **KEY).status_code == 204
         for _ in range(3):
-            answer = httpx.post(f"{router_with_key.url}/v1/completions", json={}, headers=KEY, timeout=10)
+            answer = plain_http.post(f"{router_with_key.url}/v1/completions", json={}, headers=KEY, timeout=10)
             assert answer.headers["x-worker"] == "d2"
         assert all(next(pieces) for _ in range(3)), "a request in flight must continue after its worker is removed"
     assert router_with_key.up(p1, d2, **KEY)
@@ -62,7 +65,7 @@ def test_workers_cannot_be_changed_without_the_key(
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
     assert change_workers(router, "DELETE", idle_workers[0].url).status_code == 401
     assert router.workers().keys() == before.keys()
-    assert httpx.post(f"{router_with_key.url}/v1/completions", json={}, timeout=10).status_code == 401
+    assert plain_http.post(f"{router_with_key.url}/v1/completions", json={}, timeout=10).status_code == 401
 
 
 def test_a_url_that_is_not_a_worker_cannot_join(router_with_key: Router, cluster: Cluster) -> None:
@@ -79,7 +82,7 @@ def test_a_url_that_is_not_a_worker_cannot_join(router_with_key: Router, cluster
         answer = change_workers(router_with_key, "POST", url, **KEY)
         assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
     for body in (b"", b"[]", b'{"url": 1}', b"\xff"):
-        answer = httpx.post(f"{router_with_key.url}/workers", content=body, headers=KEY, timeout=10)
+        answer = plain_http.post(f"{router_with_key.url}/workers", content=body, headers=KEY, timeout=10)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
     assert router_with_key.workers(**KEY) == {}
 
@@ -92,5 +95,5 @@ def test_a_worker_of_another_model_or_role_gets_no_requests(cluster: Cluster, id
     refused = change_workers(router, "POST", other.url, **KEY)
     assert refused.status_code == 400 and "serves 'another', while" in refused.json()["error"]["message"]
     assert router.up(p1, d1, **KEY)
-    answers = [httpx.post(f"{router.url}/v1/completions", json={}, headers=KEY, timeout=10) for _ in range(3)]
+    answers = [plain_http.post(f"{router.url}/v1/completions", json={}, headers=KEY, timeout=10) for _ in range(3)]
     assert [answer.headers["x-worker"] for answer in answers] == ["d1"] * 3

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import httpx
+import plain_http
 import pytest
 from running_router import Cluster, Router, Stub, wait_until
 from stub_worker import event
@@ -30,7 +31,7 @@ def error_code_of(data: str | bytes) -> str:
 def test_body_and_headers_arrive_as_they_were_sent(router: Router, idle_workers: list[Stub]) -> None:
     body = b'{ "prompt":"\xc3\xa9" ,\n\t"odd": 1e3}'
     sent = {"Authorization": "Bearer k", "X-Own": "1", "X-Request-Id": "mine", "X-Hotset-Prefill": "evil:1"}
-    answer = httpx.post(f"{router.url}{PATH}?a=%2F", content=body, headers=sent, timeout=30)
+    answer = plain_http.post(f"{router.url}{PATH}?a=%2F", content=body, headers=sent, timeout=30)
     (seen,) = requests_of(idle_workers)
     assert seen["body"].encode("latin-1") == body
     headers = seen["headers"]
@@ -68,7 +69,7 @@ def test_a_client_that_disconnects_aborts_the_request_at_the_worker(
             next(stream.iter_raw())
     else:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{router.url}{PATH}", json={"stream": True}, timeout=0.5)
+            plain_http.post(f"{router.url}{PATH}", json={"stream": True}, timeout=0.5)
     assert wait_until(lambda: sum(stub.seen()["disconnected"] for stub in idle_workers) == 1)
     assert wait_until(lambda: router.metric("hotset_router_requests_in_flight") == 0)
     assert router.metric("hotset_router_tokens_in_flight") == 0
@@ -188,12 +189,13 @@ def test_timeouts_end_responses_that_do_not_begin_or_stop_midway(cluster: Cluste
     with router.stream() as stream:
         *_, last = [line for line in stream.iter_lines() if line]
     assert error_code_of(last.removeprefix("data: ")) == "worker_lost"
+    assert wait_until(lambda: router.metric("hotset_router_requests_in_flight") == 0)
     assert router.metric("hotset_router_requests_total", outcome="interrupted") == 1
     assert router.metric("hotset_router_requests_total", outcome="failed") == 1
 
 
 def test_models_and_tokens_come_from_a_worker(router: Router, idle_workers: list[Stub]) -> None:
-    listed = httpx.get(f"{router.url}/v1/models", headers={"Authorization": "Bearer k"}, timeout=10).json()
+    listed = plain_http.get(f"{router.url}/v1/models", headers={"Authorization": "Bearer k"}, timeout=10).json()
     assert listed["data"][0]["id"] == "stub"
     assert router.post("/tokenize").status_code == 200
     for request in requests_of(idle_workers):
@@ -212,10 +214,10 @@ def test_bodies_and_requests_above_the_limits_are_rejected(cluster: Cluster, idl
 
 
 def test_errors_of_the_router_have_the_openai_format(router: Router, idle_workers: list[Stub]) -> None:
-    unknown = httpx.get(f"{router.url}/nothing", timeout=10).text
+    unknown = plain_http.get(f"{router.url}/nothing", timeout=10).text
     assert error_code_of(unknown) == "not_found" and "/docs" not in unknown, "a router has no /docs"
-    assert error_code_of(httpx.get(f"{router.url}{PATH}", timeout=10).text) == "method_not_allowed"
-    assert httpx.get(f"{router.url}/health", timeout=10).json() == {"status": "ok", "prefill": 2, "decode": 2}
+    assert error_code_of(plain_http.get(f"{router.url}{PATH}", timeout=10).text) == "method_not_allowed"
+    assert plain_http.get(f"{router.url}/health", timeout=10).json() == {"status": "ok", "prefill": 2, "decode": 2}
 
 
 def test_router_imports_neither_engine_nor_torch() -> None:
