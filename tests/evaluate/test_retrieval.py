@@ -22,10 +22,10 @@ from hotset.memory.view import View
 LOOKUPS = ("lookup", "several", "last")
 
 
-@pytest.fixture(scope="module", params=[1024, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[512, pytest.param(4096, marks=pytest.mark.slow)])
 def prepared(request: pytest.FixtureRequest) -> Prepared:
     model, tokenizer = load()
-    count = 6 if request.param == 1024 else 24
+    count = 6 if request.param == 512 else 24
     questions = make_questions(LOOKUPS, request.param, count, 0, lambda text: 1 + len(tokenizer.encode(text)))
     return prepare(model, tokenizer, questions)
 
