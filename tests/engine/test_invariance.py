@@ -97,7 +97,7 @@ def workload(rng: random.Random, tiers: TiersMode, sparse: bool) -> Workload:
     return Workload(batch, [rng.randint(0, 9) for _ in range(count)], settings)
 
 
-@pytest.mark.parametrize("workloads", [15, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workloads", [10, pytest.param(90, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_do_not_depend_on_other_requests(name: str, workloads: int) -> None:
     spec, model = MODELS[name]

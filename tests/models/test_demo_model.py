@@ -18,7 +18,7 @@ from hotset.models.tokenizer import Tokenizer
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
 ANSWER_TOKENS = 24
 # The number of prompts by their length in tokens:
-TWO_PROMPTS = {1024: 2}
+TWO_PROMPTS = {512: 2}
 FIFTY_PROMPTS = {1024: 20, 2048: 20, 4096: 10}
 
 

@@ -23,7 +23,7 @@ from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 
-SIZES = [(15, 24), pytest.param(150, 64, marks=pytest.mark.slow)]  # number of examples, tokens per answer
+SIZES = [(10, 24), pytest.param(150, 64, marks=pytest.mark.slow)]  # number of examples, tokens per answer
 TOLERANCE = 1e-4  # the largest difference between logits
 NEAR_TIE = 1e-5  # a gap between two scores or logits that rounding can reverse
 MAX_DIFFERING = 0.1  # the share of requests that may differ from the oracle after a near tie

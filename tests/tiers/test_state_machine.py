@@ -377,7 +377,7 @@ EVENTS += ["resumed resident", "resumed tiered", "resumed streamed"]
 SETTINGS = settings(max_examples=20, stateful_step_count=50, deadline=None, database=None)
 
 
-@pytest.mark.parametrize("steps", [1500, pytest.param(6000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [1000, pytest.param(6000, marks=pytest.mark.slow)])
 def test_attention_reads_the_bytes_that_were_written_after_any_change_of_residence(steps: int) -> None:
     """Runs groups of examples until there were `steps` steps and every event has happened at least once."""
     SEEN.clear()
