@@ -113,13 +113,14 @@ def test_usage_counts_prompt_and_completion_tokens(client: openai.OpenAI, http: 
     assert last.choices == [] and last.usage == answer.usage
 
 
-def test_stop_string_ends_the_answer_and_is_hidden_unless_requested(embedded_client: openai.OpenAI) -> None:
+def test_stop_string_ends_the_answer_and_is_hidden_unless_requested(client: openai.OpenAI) -> None:
     # The stop string ends inside a token, so the text before it must be held back until the match is decided.
-    full = ask_embedded(embedded_client, stop=["Par"]).choices[0]
-    assert (full.message.content, full.finish_reason) == ("The capital of France is ", "stop")
-    assert streamed_text(ask_embedded(embedded_client, stop=["Par"], stream=True)) == full.message.content
-    kept = ask_embedded(embedded_client, stop="Par", extra_body={"include_stop_str_in_output": True}).choices[0]
-    assert kept.message.content == "The capital of France is Par"
+    full = ask(client, stop=["Go"]).choices[0]
+    assert (full.message.content, full.finish_reason) == (" \n No ", "stop")
+    assert streamed_text(ask(client, stop=["Go"], stream=True)) == full.message.content
+    kept = ask(client, stop="Go", extra_body={"include_stop_str_in_output": True}).choices[0]
+    assert kept.message.content == " \n No Go"
+    assert ask(client).choices[0].message.content.startswith(" \n No God"), "Go must end inside a token"
 
 
 def test_seed_makes_sampling_repeatable(client: openai.OpenAI) -> None:
