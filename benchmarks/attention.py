@@ -62,7 +62,7 @@ class AttentionCase:
         return AttentionShape(self.batch, self.heads, TOPK, RANK, ROPE, self.fp8)
 
     @property
-    def row_bytes(self) -> int:
+    def selected_bytes(self) -> int:
         return self.batch * TOPK * self.layout.row_bytes
 
     @property
@@ -109,7 +109,7 @@ def measure_seconds(case: AttentionCase, launch: LaunchConfig | None = None, *, 
 
 def measure(case: AttentionCase) -> dict[str, Any]:
     seconds, launch = measure_seconds(case), choose_launch(case.shape, gpu_traits())
-    of_copy = case.row_bytes / seconds / copy_bandwidth()
+    of_copy = case.selected_bytes / seconds / copy_bandwidth()
     of_matrix = case.flops / seconds / matrix_rate()
     return {
         "batch": case.batch,
@@ -118,7 +118,7 @@ def measure(case: AttentionCase) -> dict[str, Any]:
         "kernel": f"{launch.kernel} {launch.block_heads}x{launch.block_keys}",
         "splits": launch.splits,
         "us": seconds * 1e6,
-        "GB/s": case.row_bytes / seconds * 1e-9,
+        "GB/s": case.selected_bytes / seconds * 1e-9,
         "TFLOP/s": case.flops / seconds * 1e-12,
         "of copy": of_copy,
         "of matrix": of_matrix,
@@ -142,13 +142,13 @@ def gpu_traits() -> GpuTraits:
 
 
 def candidates(heads: int, fp8: bool) -> list[LaunchConfig]:
-    """Returns the launch in use and the launch of the Triton kernel."""
+    """Returns the launch for Hopper and the launch of the Triton kernel."""
     group = 16 if heads <= 16 else 32 if heads <= 32 else 64
     return [HOPPER[fp8, group], PORTABLE[fp8, group]]
 
 
 def sweep(heads: Iterable[int], batches: Sequence[int]) -> None:
-    """Prints the times of other launches and numbers of splits.
+    """Prints the times of several launches and numbers of splits.
 
     Use them to set HOPPER and the costs of splits in hotset/kernels/sparse_attention/launch.py. A star marks the number
     of splits that `with_splits` chooses. A call without rows is measured only for that number.
@@ -183,7 +183,7 @@ def sweep_rows(launch: LaunchConfig, cases: Sequence[AttentionCase]) -> list[dic
                     "splits": f"{splits}{' *' if splits == chosen else ''}",
                     "us": seconds * 1e6,
                     "us without rows": empty,
-                    "of copy": case.row_bytes / seconds / copy_bandwidth(),
+                    "of copy": case.selected_bytes / seconds / copy_bandwidth(),
                     "of matrix": case.flops / seconds / matrix_rate(),
                 }
             )
@@ -218,7 +218,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--png", type=Path, help="also draw the results to this file")
     parser.add_argument("--quick", action="store_true", help="only batches 32 and 128, without 64 heads")
-    parser.add_argument("--sweep", action="store_true", help="print the times of other launches instead")
+    parser.add_argument("--sweep", action="store_true", help="print the times of several launches instead")
     parser.add_argument("--heads", type=int, nargs="*", default=SWEPT_HEADS, help="numbers of heads in the sweep")
     parser.add_argument("--batches", type=int, nargs="*", default=SWEPT_BATCHES, help="batches in the sweep")
     options = parser.parse_args()

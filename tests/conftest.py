@@ -8,7 +8,7 @@ SLOW_FILES = (  # in the order in which they run
     "kernels/test_interpreted.py",
     "tiers/test_same_tokens.py",
     "evaluate/test_retrieval.py",
-    "tiers/test_peer_defects.py",
+    "tiers/test_known_defects.py",
     "engine/test_handoff.py",
     "engine/test_invariance.py",
     "models/test_parity.py",

@@ -54,7 +54,7 @@ def fields_as_flags(*config_types: Any) -> set[str]:
     return {f"--{flag_name(setting.name)}" for config_type in config_types for setting in fields(config_type)}
 
 
-@pytest.mark.parametrize("command", ["serve", "router", "generate", "chat", "info"])
+@pytest.mark.parametrize("command", ["serve", "router", "generate", "chat", "eval", "info"])
 def test_help_of_each_command_shows_all_its_flags(command: str) -> None:
     shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
     assert shown.exit_code == 0
@@ -78,7 +78,7 @@ def test_api_key_of_the_environment_is_used_but_never_shown(monkeypatch: pytest.
     assert "from-environment" not in CliRunner().invoke(app, ["serve", "--help"]).stdout
 
 
-def test_help_imports_neither_torch_nor_rich_tables() -> None:
+def test_the_command_line_imports_neither_torch_nor_rich_tables() -> None:
     code = "import sys, hotset.cli; sys.exit('torch' in sys.modules or 'rich.table' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 

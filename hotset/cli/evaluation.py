@@ -43,11 +43,11 @@ def retrieval(
         str | None, typer.Option(help="Bearer token for --url. Default: the environment variable HOTSET_API_KEY.")
     ] = None,
     lengths: Annotated[
-        str, typer.Option(help="Context lengths to test, in tokens of prompt and answer, separated by commas.")
+        str, typer.Option(help="Context lengths to test, separated by commas: tokens of prompt and answer together.")
     ] = "1024,2048",
     tasks: Annotated[str, typer.Option(help="Tasks to test, separated by commas.")] = ",".join(TASKS),
     questions: Annotated[
-        int, typer.Option(help="Number of questions per length, divided evenly among the tasks.")
+        int, typer.Option(help="Number of questions per length, divided as evenly as possible among the tasks.")
     ] = 100,
     seed: Annotated[int, typer.Option(help="Seed of the questions; the same seed creates the same questions.")] = 0,
     json_file: Annotated[
@@ -55,7 +55,7 @@ def retrieval(
     ] = None,
     **values: Any,
 ) -> None:
-    """Ask for facts hidden in long texts, and count the answers that match exactly."""
+    """Ask for facts hidden in long texts, and count the answers that match (white space at the ends aside)."""
     from hotset.evaluate.retrieval import EvaluationPlan
 
     plan = EvaluationPlan(_task_names(tasks), _token_counts(lengths), questions, seed)

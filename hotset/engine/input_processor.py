@@ -127,7 +127,10 @@ class InputProcessor:
             )
 
     def _normalized_peer(self, prefill_at: str) -> str:
-        """Returns the normalized address of a prefill worker. Raises RequestError if no prefill worker can have it."""
+        """Returns the normalized address of a prefill worker.
+
+        Raises RequestError if this worker is not a decode worker, or if no peer could be reached at the address.
+        """
         if self._card.role != "decode":
             raise RequestError("this worker does not receive KV from prefill workers; start it with --role decode")
         peer = Address.parse(prefill_at)

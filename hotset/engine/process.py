@@ -1,4 +1,4 @@
-"""Runs the engine in a child process, so that HTTP never delays a step and a crash does not kill the server.
+"""Runs the engine in a child process. HTTP never delays a step, and a crash leaves a server that can report it.
 
 The parent sends `AddRequests`, `AbortRequests`, `GetStats` and `StopEngine`. The child sends `EngineReady` or
 `EngineFailed`, then `OutputsReport` and `StatsReport`. If the parent dies, the pipe closes and the child stops. If the
@@ -189,7 +189,7 @@ def _read_commands(pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]") 
 
 
 def _stop_requested(inbox: "queue.SimpleQueue[EngineCommand]") -> bool:
-    """Returns True if the inbox contains a `StopEngine`. Removes it and all commands before it."""
+    """Returns True if the inbox contains a `StopEngine`. Removes all commands up to it, or all if there is none."""
     return any(isinstance(inbox.get(), StopEngine) for _ in range(inbox.qsize()))
 
 

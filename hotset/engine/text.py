@@ -30,9 +30,10 @@ class _StopString:
 class TextAssembler:
     """Assembles the text of one choice, and returns each piece as soon as later tokens cannot change it.
 
-    The text ends at the first character that completes a stop string. If it completes several, the longest counts. The
-    end therefore depends only on the text, not on how tokens divide it, and it is found without looking ahead. Text
-    that may be the beginning of a stop string is held back. The pieces, concatenated, are the choice's text.
+    The first character that completes a stop string ends the text. If it completes several, the longest counts. The
+    text ends before the stop string, or after it with `include_stop_str_in_output`. The end therefore depends only on
+    the text, not on how tokens divide it, and it is found without looking ahead. Text that may be the beginning of a
+    stop string is held back. The pieces, concatenated, are the choice's text.
     """
 
     def __init__(self, stream: TextStream | None, params: SamplingParams) -> None:
@@ -54,8 +55,8 @@ class TextAssembler:
         return self._release(self._stream.push(token_id))
 
     def finish(self) -> str:
-        """Ends the text after the last token, and returns the text that was held back. This text can still complete a
-        stop string. Later calls return ""."""
+        """Ends the text after the last token, and returns the rest of it. The last characters of the stream can still
+        complete a stop string. Later calls return ""."""
         if self._stream is None or self._ended:
             return ""
         released = self._release(self._stream.flush())

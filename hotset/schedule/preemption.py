@@ -15,12 +15,12 @@ from hotset.schedule.request import Counters, Phase, Request
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
 from hotset.tiers.residence import Residence
 
-MAX_PARKS = 3  # a request parked this often is parked again only if all others were, too
+MAX_PARKS = 3  # a request parked this often is parked again only if every running request was
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """The choice that `request` must change to residence `to`."""
+    """The decision that the residence of `request` must become `to`."""
 
     request: Request
     to: Residence
@@ -30,8 +30,8 @@ def pick_victim(ledger: Ledger, needy: Request, running: Sequence[Request], wait
     """Chooses the request that frees a page for the next token of `needy`. The victim may be `needy` itself.
 
     If device pages are short, the request whose demotion frees the most pages is demoted. If no demotion frees any, the
-    youngest request is parked. If host pages are short, or there is no host store, the youngest request that holds
-    pages releases all of them and is recomputed.
+    youngest running request is parked, and MAX_PARKS applies. If host pages are short, or there is no host store, the
+    youngest request that holds pages releases all of them and is recomputed.
     """
     need = ledger.pages_needed(needy.holding, needy.holding.residence, needy.num_scheduled + 1)
     short_of_device = need.device > ledger.device.free
@@ -62,7 +62,10 @@ def demotions_for(ledger: Ledger, need: PageCounts, spare: PageCounts, running: 
 
 
 def promotable(ledger: Ledger, running: Sequence[Request]) -> Request | None:
-    """Returns the oldest tiered request that fits as a resident one, with headroom left for all running requests."""
+    """Returns the oldest tiered request that can become resident, with headroom left for all running requests.
+
+    Requests that asked for tiers stay tiered.
+    """
     tiered = [
         request for request in running if request.holding.residence is Residence.TIERED and request.tiers != "tiered"
     ]
@@ -71,7 +74,7 @@ def promotable(ledger: Ledger, running: Sequence[Request]) -> Request | None:
 
 
 def headroom(running: Iterable[Request]) -> PageCounts:
-    """Returns the pages that admission leaves free: one of each pool for every request that may need more of them."""
+    """Returns how many pages admission leaves free: in each pool, one for every request that may need more there."""
     device = host = 0
     for request in running:
         device += request.holding.device_capacity < request.max_length - 1
@@ -139,7 +142,7 @@ class Preemptor:
         return self._ledger.fits(need, spare)
 
     def note_pressure(self) -> None:
-        """Records that pages were short for the next plan."""
+        """Records that pages are short for the plan that is being built."""
         self._last_pressure = self._next_plan.number
 
     def change_residence(self, request: Request, to: Residence) -> bool:
@@ -158,7 +161,10 @@ class Preemptor:
                 self._change(request, to)
 
     def promote_one(self) -> None:
-        """Promotes the oldest tiered request that fits, if no request waits and pages were not short lately."""
+        """Promotes the oldest request that `promotable` finds, if no request waits and pages were not short lately.
+
+        With tiers "always", it promotes none.
+        """
         if self._mode == "always" or self._queues.waiting or self.pending or not self._ledger.tiers:
             return
         if self._next_plan.number - self._last_pressure < self._promote_after_plans:

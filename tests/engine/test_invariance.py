@@ -73,9 +73,9 @@ def answer_alone(name: str, number: int) -> Answer:
 
 
 class Workload(NamedTuple):
-    """Requests that run together, and the settings of an engine that is too small to hold them all."""
+    """Requests that run together, and the settings of an engine that is usually too small to hold them all."""
 
-    batch: list[int]  # numbers of REQUESTS
+    batch: list[int]  # indices into REQUESTS
     arrive_at: list[int]  # the step at which each request is added
     settings: dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Many handoffs under random faults: no landed byte is wrong, no page leaks, and every handoff ends.
 
-The numbers of defects are explained in tests/tiers/test_peer_defects.py.
+The numbers of defects are explained in tests/tiers/test_known_defects.py.
 """
 
 from collections import Counter

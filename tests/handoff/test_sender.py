@@ -1,6 +1,6 @@
 """Tests of the sender's state machine: one rule at a time, then random orders of events.
 
-The numbers of defects are explained in tests/tiers/test_peer_defects.py.
+The numbers of defects are explained in tests/tiers/test_known_defects.py.
 """
 
 from dataclasses import replace

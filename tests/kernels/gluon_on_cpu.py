@@ -295,7 +295,10 @@ def _to_value(argument: Any) -> Any:
 
 
 def load_module(path: Path, kernels: Sequence[str], helpers: Sequence[str] = ()) -> ModuleType:
-    """Imports the file at `path`, and the modules `helpers`, with the emulated Gluon. Its `kernels` run on the CPU."""
+    """Imports the file at `path` and the modules `helpers` with the emulated Gluon.
+
+    The functions of the file that are named in `kernels` can then be launched on the CPU.
+    """
     machine = Machine()
     modules = {module.__name__: module for module in fake_modules(machine)}
     before = {name: sys.modules.get(name) for name in (*modules, *helpers)}

@@ -138,7 +138,7 @@ def test_sparse_attention_reads_only_selected_rows(
     torch.manual_seed(seed)
     rank, rope, scale = 5, 2, 0.21
     pool = torch.full((20, rank + rope), float("nan"), dtype=torch.float64)
-    usable = torch.randperm(19)[:10] + 1  # row 0 stays NaN: taking EMPTY for a row number might read it
+    usable = torch.randperm(19)[:10] + 1  # row 0 stays NaN, to notice code that clamps EMPTY to 0
     pool[usable] = torch.randn(10, rank + rope, dtype=torch.float64)
     row_ids = usable[torch.randint(10, (queries, k))]
     row_ids[torch.rand(queries, k) < 0.3] = EMPTY

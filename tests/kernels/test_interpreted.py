@@ -1,4 +1,4 @@
-"""Runs the tests of all Triton kernels again in a process in which Triton interprets its kernels on the CPU.
+"""Runs the tests of all Triton kernels in a process in which Triton interprets its kernels on the CPU.
 
 There is only one such process, because Triton is slow to import. It reads TRITON_INTERPRET once, at import.
 """
@@ -20,7 +20,7 @@ FILES = [
 @pytest.mark.not_interpreted
 @pytest.mark.timeout(1800)  # several times the duration on an overloaded machine
 def test_kernels_pass_their_tests_under_the_interpreter(pytestconfig: pytest.Config) -> None:
-    """Includes the slow tests if this process does."""
+    """The child process runs the slow tests as well, unless this run of pytest excludes them."""
     assert len(FILES) >= 10
     marks = "not gpu and not slow" if "not slow" in pytestconfig.getoption("markexpr") else "not gpu"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, *FILES]

@@ -54,7 +54,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
-        """Withdraws a waiting request if there is one; requests behind it may then be granted."""
+        """Withdraws a waiting request if there is one, else a lease; requests behind it may then be granted."""
         waiting = [owner for owner, _ in self.queue]
         owner = data.draw(st.sampled_from(waiting or list(range(OWNERS))))
         self.ring.withdraw(owner)
@@ -144,13 +144,13 @@ def test_defect_09_an_empty_ring_grants_the_whole_ring_after_leases_of_any_sizes
         assert ring.lease_of("whole") == Lease(2, "whole", 0, 30)
 
 
-def test_defect_09_a_gap_before_and_after_the_front_can_be_granted_as_a_whole() -> None:
+def test_defect_09_a_gap_around_the_end_of_the_newest_lease_can_be_granted_as_a_whole() -> None:
     ring = Ring(1024)
     assert all(ring.request(owner, nbytes) for owner, nbytes in (("lost", 256), ("a", 256)))
     lost, _ = ring.take_granted()
     ring.quarantine(lost.number)
     assert ring.request("all others", 768)
-    ring.withdraw("a")  # the front is now inside the gap
+    ring.withdraw("a")  # the end of the newest lease, where the search begins, is now inside the gap
     assert [(lease.first, lease.nbytes) for lease in ring.take_granted()] == [(256, 768)]
 
 
@@ -276,7 +276,7 @@ class FaultyNetwork:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_leases_survive_lost_and_repeated_messages(seed: int) -> None:
-    """Six senders each send twelve chunks through one ring, and retransmit every request until they get an answer."""
+    """Six senders each send twelve chunks through one ring, and retransmit every request until they get its ack."""
     rng, network = random.Random(seed), FaultyNetwork(random.Random(seed + 1000))
     ring = Ring(64, align=1)
     sizes = [[rng.randint(1, 64) for _ in range(12)] for _ in range(6)]

@@ -202,10 +202,10 @@ def test_integer_weights_are_refused(llama_dir: Path) -> None:
 
 def finish_with(directory: Path, extra: dict[str, torch.Tensor]) -> None:
     """Adds the tensors `extra` to the file, loads all other tensors, and calls `finish`."""
-    names = load_file(directory / "model.safetensors")
+    stored = load_file(directory / "model.safetensors")
     rewrite(directory, lambda tensors: tensors.update(extra))
     source = open_weights(find_model(str(directory)), torch.float32, "cpu")
-    for name, tensor in names.items():
+    for name, tensor in stored.items():
         source.load(name, tuple(tensor.shape))
     source.finish()
 

@@ -1,7 +1,7 @@
 """Tests of the NIXL and Mooncake backends over fakes of the native libraries.
 
 The fakes produce faults that the real libraries do not produce on demand. The numbers in names like
-`test_defect_12_…` are explained in tests/tiers/test_peer_defects.py.
+`test_defect_12_…` are explained in tests/tiers/test_known_defects.py.
 """
 
 import json

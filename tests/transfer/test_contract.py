@@ -1,6 +1,6 @@
 """Tests of the contract that every transfer engine fulfils: loopback, and NIXL and Mooncake between processes.
 
-The numbers in names like `test_defect_16_…` are explained in tests/tiers/test_peer_defects.py.
+The numbers in names like `test_defect_16_…` are explained in tests/tiers/test_known_defects.py.
 """
 
 import time

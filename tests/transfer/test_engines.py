@@ -1,6 +1,6 @@
 """Tests of opening a transfer engine, and of properties that only NIXL or only Mooncake has.
 
-The numbers in names like `test_defect_13_…` are explained in tests/tiers/test_peer_defects.py.
+The numbers in names like `test_defect_13_…` are explained in tests/tiers/test_known_defects.py.
 """
 
 import builtins

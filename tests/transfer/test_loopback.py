@@ -1,6 +1,6 @@
 """Tests of the faults of the loopback engine, and of its determinism: the same seed gives the same run.
 
-The numbers in names like `test_defect_13_…` are explained in tests/tiers/test_peer_defects.py.
+The numbers in names like `test_defect_13_…` are explained in tests/tiers/test_known_defects.py.
 """
 
 from dataclasses import dataclass, field

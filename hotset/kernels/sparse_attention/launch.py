@@ -1,4 +1,4 @@
-"""Chooses how sparse_attention is split into programs on a GPU. All tuned numbers are in this file."""
+"""Chooses how sparse_attention is split into programs on a GPU. The tuned launches and cost model are in this file."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,7 +14,7 @@ MAX_SPLITS = 32  # supported by the merge
 # The cost model that decides the number of splits. It reproduces times measured on an H200. The unit of cost is a key:
 # the time in which a program that is alone on its multiprocessor processes one key.
 TWO_AT_ONCE = 1.7  # time of two programs that share a multiprocessor, relative to the time of one
-PROGRAM_KEYS = 2048  # a program before its first key and after its last one, if it has one head
+PROGRAM_KEYS = 2048  # cost of a program with one head besides its keys; more heads make each key cost more
 SUMS_KEYS = 0.75  # storing the sums of one head and reading them in the merge
 MERGE_KEYS = 96  # the rest of the merge
 
@@ -45,9 +45,9 @@ class LaunchConfig:
 
     kernel: KernelKind
     block_heads: int
-    block_keys: int  # keys per tile
+    block_keys: int  # keys per iteration of the loop
     warps: int = 8
-    stages: int = 2  # tiles in shared memory; only for Triton: Gluon has two tiles, CUDA C++ all rows that fit
+    stages: int = 2  # iterations whose rows are in shared memory; used only by the Triton kernel
     programs_per_sm: int = 1  # resident programs per multiprocessor
     splits: int = 1
 
@@ -55,14 +55,14 @@ class LaunchConfig:
         return shape.queries * ceil_div(shape.heads, self.block_heads) * self.splits
 
     def split_keys(self, shape: AttentionShape) -> int:
-        """Returns the keys of every split but the last, a multiple of the tile."""
+        """Returns the number of keys of every split but the last. It is a multiple of `block_keys`."""
         return ceil_div(ceil_div(shape.k, self.splits), self.block_keys) * self.block_keys
 
     def every_split_has_entries(self, shape: AttentionShape) -> bool:
         return (self.splits - 1) * self.split_keys(shape) < shape.k
 
 
-# The keys are (fp8 rows, heads per block). HOPPER is for the sizes of production models.
+# Both tables are indexed by (fp8 rows, heads per block). HOPPER is for rank 512 and rope 64, as in production models.
 PORTABLE = {
     (False, 16): LaunchConfig("triton", 16, 32, warps=4, stages=3, programs_per_sm=2),
     (False, 32): LaunchConfig("triton", 32, 32, warps=8, stages=4),

@@ -10,7 +10,7 @@ from running_router import Cluster, Router, Stub
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """A cluster of one test, whose processes end with the test. A router that runs longer keeps polling its workers."""
+    """A cluster for one test. Its processes end with the test, because a router would keep polling its workers."""
     with closing(Cluster(tmp_path)) as cluster:
         yield cluster
 

@@ -1,7 +1,7 @@
 """Tests of a whole engine for defects seen in other engines. The name of a test has the number of its defect.
 
-`Bench` compares the host store with plain lists after every step, and every answer at the end. Further defects have
-tests in tests/kernels/test_swap_in.py (5 to 8), tests/tiers/test_traffic.py (19) and tests/engine/test_sizing.py (20).
+`Bench` computes every request a second time with plain lists. It compares the host store with them after each step
+that leaves no command pending, and the answers at the end. `scripts/sabotage --list` names the tests of all defects.
 `scripts/sabotage` reintroduces each defect and checks that a test fails.
 """
 
@@ -209,9 +209,7 @@ def test_defect_08_contexts_that_end_at_any_row_of_a_page_park_and_resume_byte_f
 @pytest.mark.parametrize("tiers", ["auto", "always"])
 @pytest.mark.parametrize("prompt", [4, 19, 20, 21])
 @pytest.mark.parametrize("chunk", [4, 5, 9])
-def test_defect_08_chunks_of_whole_pages_that_begin_within_a_page_are_mirrored_row_by_row(
-    chunk: int, prompt: int, tiers: str
-) -> None:
+def test_defect_08_chunks_that_begin_within_a_page_are_mirrored(chunk: int, prompt: int, tiers: str) -> None:
     bench = Bench(60, 40, tiers=tiers, step_tokens=chunk)
     # The first request decodes in the same steps, so that chunks of the second begin anywhere in a page.
     bench.add("first", 3, 9)
