@@ -1,1 +1,1 @@
-"""Floor 1: errors, configuration, addresses, sampling parameters, units. It imports no other part of Hotset."""
+"""Floor 1: errors, configuration, addresses, sampling parameters, logging, units. Imports no other part of Hotset."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from hotset.base.errors import ConfigError
 
-# Addresses come from the network and are passed to logs and to ZeroMQ, so the pattern accepts nothing but a host name,
-# an IP address (IPv6 in brackets) or `*`, and a port.
+# Addresses come from the network and are passed to logs and to ZeroMQ, so the pattern accepts only the characters of a
+# host name or of an IP address (IPv6 in brackets), or `*`, and a port.
 ADDRESS_FORM = re.compile(r"([A-Za-z0-9._-]{1,250}|\*|\[[0-9A-Fa-f:.%a-z]{2,60}\]):([0-9]{1,5})")
 WILDCARD_HOSTS = ("*", "0.0.0.0", "[::]")
 MIN_SECRET_CHARACTERS = 16
@@ -33,7 +33,7 @@ class Address:
 
     @property
     def reachable(self) -> bool:
-        """True if a peer could connect to this address."""
+        """False if no peer can connect to this address, because its host is a wildcard or its port is 0."""
         return self.port > 0 and self.host not in WILDCARD_HOSTS
 
 
@@ -51,7 +51,8 @@ class ControlPort:
 def control_port(control: str, advertise: str | None, secret: str | None) -> ControlPort:
     """Reads the settings of a control port: the addresses `control` and `advertise`, and the shared secret.
 
-    Raises ConfigError if an address is malformed, or if other machines could connect without a secret.
+    Raises ConfigError if an address is malformed, if peers would get a wildcard host, if the secret is too short, or if
+    other machines could connect without a secret.
     """
     listen = _parsed(control)
     peers = Address(listen.host, 0) if advertise is None else _parsed(advertise)

@@ -13,7 +13,7 @@ HotsetError
 │   ├── BodyTooLarge
 │   ├── WrongRole            the request must be sent to a worker of another role
 │   └── QueueFull
-├── TransferError            a peer's memory cannot be reached; other peers are unaffected
+├── TransferError            a peer cannot be connected or written to; other peers are unaffected
 ├── BadMessage               bytes on the control port are not a valid message; they are dropped
 ├── HandoffLost              KV from a prefill worker did not arrive; a retry may help
 ├── NoRoomLeft               pages in quarantine leave too little memory for a request
@@ -21,7 +21,7 @@ HotsetError
 ├── WorkerLost               the workers that the router tried died or did not respond
 ├── DeadlineExceeded         the response did not begin within its time limit
 ├── EngineStopped            the engine is draining, stopped or dead; no further output will come
-└── IllegalTransition        a bug in Hotset: a change of phase that the transition table does not allow
+└── IllegalTransition        a bug in Hotset: a change of phase or residence that its table does not allow
 """
 
 
@@ -30,7 +30,7 @@ class HotsetError(Exception):
 
 
 class StartupError(HotsetError):
-    """The engine cannot start. The message is one line and includes what to change."""
+    """The engine cannot start. The message is one line and, if the cause is known, includes what to change."""
 
 
 class ConfigError(StartupError):
@@ -94,7 +94,7 @@ class WrongRole(RequestError):
 
 
 class QueueFull(RequestError):
-    """Too many requests are waiting. A client may retry after `retry_after_s` seconds."""
+    """Too many requests are waiting or in progress. A client may retry after `retry_after_s` seconds."""
 
     code = "queue_full"
 
@@ -109,17 +109,18 @@ class BadMessage(HotsetError):
 
 
 class TransferError(HotsetError):
-    """A peer cannot be connected, or its description is invalid. Other peers are unaffected."""
+    """A peer cannot be connected or written to, or its description is invalid. Other peers are unaffected."""
 
 
 class HandoffLost(HotsetError):
-    """The KV of a prompt did not arrive from its prefill worker. No token of the answer has been sent yet."""
+    """The KV of a prompt did not arrive from its prefill worker. The choice that waited for it has no token; other
+    choices of the request may have some."""
 
     code = "prefill_lost"
 
 
 class NoRoomLeft(HotsetError):
-    """The request can never be admitted, because too many pages are in quarantine after lost handoffs."""
+    """The request does not fit although no other holds pages: pages are in quarantine after lost handoffs."""
 
     code = "no_room_left"
 
@@ -149,7 +150,7 @@ class EngineStopped(HotsetError):
 
 
 class IllegalTransition(HotsetError):
-    """A change of phase is not in the transition table. This is a bug in Hotset, not an error of the user."""
+    """A change of phase or residence is not in its transition table. This is a bug in Hotset, not a user error."""
 
     def __init__(self, before: object, after: object) -> None:
         super().__init__(f"no transition from {before} to {after}")

@@ -41,8 +41,8 @@ def build_engine(
 ) -> Engine:
     """Loads the model and allocates its pools. Raises StartupError with a one-line message if that fails.
 
-    `wake` is called from another thread when a peer has answered or a worker has died. The caller should then call
-    `step`.
+    `wake` is called from another thread when the handoff agent has an event or has ended, or when a worker process has
+    ended. The caller should then call `step`.
     """
     device = choose_device(config.device)
     files = find_model(config.model)
@@ -75,7 +75,7 @@ def in_process_executor(
 ) -> InProcessExecutor:
     """Allocates KV memory for a loaded model, and returns an executor that runs it in this process.
 
-    `progress(done, total)` counts bytes of the host store.
+    `progress(done, total)` counts bytes of the host store. It is not called if there is none.
     """
     pool = DevicePool(model.kv_shape, budget.geometry, budget.device_pages, device)
     host = None
@@ -118,7 +118,7 @@ def assemble(
 
 
 def worker_splits(config: EngineConfig, spec: ModelSpec, device: torch.device) -> list[Split]:
-    """Returns each worker's part of the model, stage by stage.
+    """Returns each worker's part of the model, in the order of worker numbers: all ranks of a stage, then the next.
 
     Raises ConfigError if the model cannot be divided in this way, or if there are fewer GPUs than workers.
     """
@@ -169,7 +169,7 @@ def _load_in_process(
 def _start_workers(
     config: EngineConfig, spec: ModelSpec, device: torch.device, show_progress: bool, wake: Callable[[], None]
 ) -> tuple[KvBudget, Executor]:
-    """Starts worker processes, each with a part of the model. `wake` is called if one of them dies."""
+    """Starts worker processes, each with a part of the model. `wake` is called when one of them has ended."""
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
     splits = worker_splits(config, spec, device)
     workers = MultiprocessExecutor(config, splits, config.pipeline_parallel_size, kv_heads, device, wake)

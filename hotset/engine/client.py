@@ -83,7 +83,7 @@ class EngineClient:
 
     @property
     def control(self) -> str | None:
-        """The address at which peers reach the engine's handoff agent."""
+        """The address at which peers reach the engine's handoff agent, or None with role 'both'."""
         return self.model.control
 
     async def generate(
@@ -102,7 +102,8 @@ class EngineClient:
 
         Raises RequestError before the first delta if the request is invalid, HandoffLost if the KV of the prompt does
         not arrive, NoRoomLeft if pages in quarantine leave too little memory for the request, and EngineStopped if the
-        engine is draining or dies. Closing the iterator aborts the request and frees its pages.
+        engine is already draining, or stops or dies before the request has ended. Closing the iterator aborts the
+        request and frees its pages.
         """
         self._listen()
         if self._stopping or not self.alive:
@@ -133,7 +134,8 @@ class EngineClient:
             self._abandon(ids)
 
     async def stats(self) -> EngineStats:
-        """Returns the engine's statistics after its current step. Raises EngineStopped if it does not answer."""
+        """Returns the engine's statistics after its current step. Raises EngineStopped if the engine stops, dies,
+        or does not answer within STATS_SECONDS."""
         self._listen()
         if not self.alive:
             raise EngineStopped("the engine process has died")
@@ -149,9 +151,10 @@ class EngineClient:
             self._stats.pop(number, None)
 
     async def close(self, drain_seconds: float) -> None:
-        """Accepts no more requests, waits for running requests and handoffs, then stops the process.
+        """Accepts no more requests, waits for open requests, then for open handoffs, and stops the process.
 
-        The wait takes at most `drain_seconds`. A second call cuts the wait for handoffs short.
+        Both waits together take at most `drain_seconds`, but handoffs get at least `timeouts.DRAIN_SECONDS`. A second
+        call cuts the wait for handoffs short.
         """
         self._stopping = True
         deadline = asyncio.get_running_loop().time() + drain_seconds

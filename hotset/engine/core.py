@@ -58,7 +58,8 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """True if no request is open and no step is in flight, or if the engine has failed or was closed."""
+        """True if no request is open, no step is in flight and all outputs have been returned, or if the engine has
+        failed or was closed."""
         return self._broken or all(scheduler.idle for scheduler in self._schedulers)
 
     def add(self, choice: Choice) -> None:
@@ -71,10 +72,11 @@ class Engine:
             scheduler.abort(request_id, reason)
 
     def step(self) -> TokenOutputs:
-        """Submits steps until `plans_in_flight` are pending, then commits the oldest. Returns the new outputs, if any.
+        """Submits steps until `plans_in_flight` are pending or there is nothing to plan, then commits the oldest, if
+        any. Returns the new outputs, which may be empty.
 
-        If a step raises, some plans are never committed. The engine cannot continue then, and every later call raises
-        EngineStopped.
+        If it raises, submitted plans may never be committed. The engine cannot continue then, and every later call
+        raises EngineStopped.
         """
         if self._broken:
             raise EngineStopped("this engine is closed, or an earlier step failed; create a new one")
@@ -86,7 +88,8 @@ class Engine:
 
     @property
     def waiting_for_peers(self) -> bool:
-        """True if no step is in flight and no request is running. If requests are open, they wait for a peer."""
+        """True if no step is in flight and no request is running. Requests that are open after a step then wait for a
+        peer, or for pages of requests that do."""
         return not self._pending and all(scheduler.running == 0 for scheduler in self._schedulers)
 
     def _step(self) -> TokenOutputs:
@@ -153,10 +156,10 @@ class Engine:
         return closing_seconds(self.executor.pinned_bytes, with_endpoint=self._endpoint is not None)
 
     def close(self, drain_seconds: float = 0.0, hurried: Callable[[], bool] = lambda: False) -> None:
-        """Waits up to `drain_seconds` for open handoffs, then releases the memory. Idempotent.
+        """Drains open handoffs, then releases the memory. The engine cannot be used afterwards. Idempotent.
 
-        `hurried` is polled during the drain. When it returns True, the drain ends within HURRIED_SECONDS. The engine
-        cannot be used afterwards.
+        The drain takes at most `drain_seconds`, or DRAIN_SECONDS if that is longer; there is none after a failed step.
+        `hurried` is polled during the drain. When it returns True, the drain ends within HURRIED_SECONDS.
         """
         if self._endpoint is not None:
             self._close_endpoint(self._endpoint, drain_seconds, hurried)
@@ -164,7 +167,8 @@ class Engine:
         self.executor.close()
 
     def _close_endpoint(self, endpoint: HandoffEndpoint, drain_seconds: float, hurried: Callable[[], bool]) -> None:
-        """Finishes open handoffs and notifies peers. The engine runs steps meanwhile, because handoffs need them."""
+        """Drains open handoffs and notifies peers. Unless a step has failed, the engine runs steps meanwhile, because
+        handoffs need them."""
         closing = [_start_thread(endpoint.close, 0.0 if self._broken else max(DRAIN_SECONDS, drain_seconds))]
         while any(thread.is_alive() for thread in closing):
             if len(closing) == 1 and hurried():

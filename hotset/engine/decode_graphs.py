@@ -65,7 +65,8 @@ def batch_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Captures and replays decode steps. Replays run on the current stream. A result is valid until the next replay."""
+    """Captures and replays decode steps. Replays run on the current stream. A result of `run` is valid until the next
+    call of `run`."""
 
     def __init__(self, model: RunnerModel, memory: KvMemory, tokens: Tensor) -> None:
         """`tokens` [seats, context + 1] int32 holds the token ids of every seat."""

@@ -1,4 +1,4 @@
-"""What a front end needs of a model, which is all but its weights: tokenizer, sampling defaults, reading of prompts."""
+"""The parts of a model that a front end needs, without weights: tokenizer and sampling defaults. Reads prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +44,8 @@ def load_frontend(config: EngineConfig) -> Frontend:
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """Returns the token ids of a prompt. Raises RequestError if it is malformed, or if text has no tokenizer."""
+    """Returns the token ids of a prompt. Raises RequestError if it is malformed, or if it is text and `tokenizer` is
+    None."""
     if isinstance(prompt, Mapping):
         if list(prompt) == ["prompt_token_ids"]:
             return _checked_ids(prompt["prompt_token_ids"])

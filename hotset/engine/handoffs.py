@@ -1,7 +1,8 @@
 """The engine's end of handoffs: passes messages between its schedulers and the handoff agent.
 
 A decode worker reserves pages and requests KV from prefill workers. A prefill worker computes prompts for decode
-workers and announces rows as they reach its host store. No method blocks, except for `close`.
+workers and announces their rows, each with an event that occurs when the row is in its host store. Of the methods,
+only `close` waits for peers or the device.
 """
 
 import itertools
@@ -54,19 +55,21 @@ class HandoffEndpoint(Protocol):
     """The interface through which the step loop takes part in handoffs."""
 
     def poll(self) -> None:
-        """Passes messages between the agent and the schedulers, in both directions. The step loop calls it before each
-        step."""
+        """Passes messages between the agent and the schedulers, in both directions. The step loop calls it before it
+        plans."""
 
     def on_submitted(self, step: Step) -> None:
-        """Announces the rows and prompts of a step to peers. The step loop calls it after submitting the step."""
+        """Passes to the agent which rows and prompts for peers the step computes. The step loop calls it after
+        submitting the step."""
 
     def stats(self) -> HandoffStats: ...
 
     def audit(self) -> None: ...
 
     def close(self, drain_seconds: float) -> None:
-        """Starts no more handoffs, waits up to `drain_seconds` for open ones, and notifies peers. Then waits until no
-        transfer reads or writes this engine's memory.
+        """Starts no more handoffs, waits up to `drain_seconds` for open ones, notifies peers, then closes the transfer
+        engine. All waits are limited. A handoff that has not ended by then may still read or write this engine's
+        memory.
 
         Another thread may call `poll` and `on_submitted` meanwhile. A second call of `close` cuts the drain short.
         """
@@ -83,7 +86,7 @@ class TransferResources:
 @dataclass(frozen=True, slots=True)
 class _PendingReservation:
     """A reservation that is not announced to its peer yet, because earlier steps may still copy rows to its host pages.
-    These copies have finished when `after` has occurred."""
+    These copies have finished when `after` has occurred, or already if it is None."""
 
     replica: int
     reservation: Reservation
@@ -219,7 +222,7 @@ class PrefillEndpoint:
             LOGGER.warning("refused to compute %s for %s: %s", prefill.key.request_id, prefill.peer, refusal)
             self._agent.put(PrefillFailed(prefill.peer, prefill.key, retry=False, reason=refusal))
             return
-        # A peer may reuse a key while plans in flight still contain its previous request, so ids have a serial number.
+        # A peer may reuse a key while plans in flight still contain the key's previous request, so ids have a serial.
         name = f"{prefill.peer} {prefill.key.request_id} {prefill.key.attempt} #{next(self._serials)}"
         self._request_ids[prefill.peer, prefill.key] = name
         self._prefills[name] = prefill
@@ -240,7 +243,8 @@ class PrefillEndpoint:
 
 def landing_policy(config: EngineConfig) -> LandingPolicy:
     """Decides where KV may land. Peers can write to the device pool only if the engine has one worker, because then the
-    pool belongs to the engine's own process."""
+    pool belongs to the engine's own process. If they cannot, or if few writes are better for the transfer engine, index
+    keys of rows that land on the host land there too."""
     on_device = config.workers == 1
     few_writes = prefer_few_writes(config.transfer, config.transfer_protocol)
     return LandingPolicy(on_device, keys_on_host=few_writes or not on_device)
@@ -257,8 +261,8 @@ def open_endpoint(
 ) -> tuple[HandoffEndpoint, str]:
     """Opens the endpoint of a prefill or decode worker. Returns it with the address at which peers reach it.
 
-    The endpoint owns `transfer`. Raises StartupError if the control port cannot be bound, or if memory cannot be
-    registered.
+    The endpoint owns `transfer`. Raises StartupError if the control port cannot be bound, if memory cannot be
+    registered, or if the staging memory is too small.
     """
     is_prefill = config.role == "prefill"
     hosts, pool = executor.hosts(), None if is_prefill else executor.pool
@@ -293,7 +297,8 @@ def open_endpoint(
 
 
 def _staging(config: EngineConfig, stores: Mapping[StoreName, Store]) -> StagingMemory | None:
-    """Allocates the staging memory, or returns None if staging is disabled. Raises ConfigError if it is too small."""
+    """Allocates the staging memory, or returns None if staging is disabled. Raises ConfigError if `staging_mib` is too
+    small for a store."""
     if not config.staging_mib:
         return None
     for store in stores.values():

@@ -27,7 +27,7 @@ class ModelCard:
     device: str
     dtype: str
     role: str = "both"
-    control: str | None = None  # the address at which peers reach the engine's handoff agent
+    control: str | None = None  # the address at which peers reach the handoff agent; None with role 'both'
     host_store: bool = False
     landing: LandingPolicy = LAND_ANYWHERE  # where KV from prefill workers may arrive
 
@@ -42,7 +42,7 @@ class Choice:
     prompt: PromptSpec
     max_length: int
     tiers: TiersChoice = "auto"
-    prefill_at: str | None = None  # control address of the worker that computes the prompt
+    prefill_at: str | None = None  # control address of the prefill worker that computes the prompt; None: this engine
     landing: LandingChoice = "auto"
 
     def to_request(self) -> Request:
@@ -72,7 +72,7 @@ class InputProcessor:
         prefill_at: str | None = None,
         landing: LandingChoice = "auto",
     ) -> list[Choice]:
-        """Returns the `n` choices of a request. Raises RequestError if it is invalid. Allocates nothing."""
+        """Returns the `n` choices of a request. Raises RequestError if the request is invalid. Allocates no KV."""
         card = self._card
         self._check_ids("prompt", prompt)
         self._check_ids("logit_bias", params.logit_bias or ())

@@ -53,8 +53,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Returns the answers in the order of the prompts. All prompts are checked before the first is computed.
 
-        `tiers` says where KV is stored: 'resident' (all of it on the device), 'tiered' (only hot rows on the device)
-        or 'auto' (the engine decides).
+        `tiers` says where KV is stored: 'resident' (all of it on the device), 'tiered' (only hot rows and index keys
+        on the device) or 'auto' (the engine decides).
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         accepted = [
@@ -92,7 +92,8 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, tiers: TiersChoice = "auto"
     ) -> Generator[Delta, None, None]:
-        """Yields the deltas of one prompt's choices as they arrive. Closing the iterator aborts the request."""
+        """Yields the deltas of one prompt's choices as they arrive. The request is checked at once and starts with the
+        first delta that is asked for. Closing the iterator aborts it."""
         choices = self._accept(token_ids_of(prompt, self.tokenizer), params or SamplingParams(), tiers)
         return self._deltas(choices)
 

@@ -22,7 +22,7 @@ class ChoiceState:
         self._text = TextAssembler(stream, params)
 
     def push(self, token: int, alternatives: Alternatives | None, finish_reason: FinishReason | None) -> Delta:
-        """Returns the delta of one token. A stop string in the text ends the choice, even though the scheduler has not
+        """Returns the delta of one token. A stop string in the text ends the choice, even if the scheduler has not
         ended the request."""
         is_stop = finish_reason == "stop"
         text = self._text.push(token, is_stop_token=is_stop)
@@ -64,14 +64,14 @@ class OutputProcessor:
         return [request_id for request_id in request_ids if self._open.pop(request_id, None) is not None]
 
     def process(self, outputs: TokenOutputs) -> tuple[list[tuple[str, Delta]], list[str]]:
-        """Returns the deltas in order, each with its request id, and the ids of the choices that a stop string ended.
+        """Returns the deltas in order, each with its request id, and the ids of choices to abort.
 
-        The caller must abort the choices that a stop string ended in the engine.
+        These are the choices that a stop string ended while the engine still runs them. The caller must abort them.
         """
         deltas: list[tuple[str, Delta]] = []
         stopped: list[str] = []
         # A finish reason belongs to the last token of its request. A request can have two tokens in one output: the
-        # first token, which arrives with its KV from a prefill worker, and the token of the next step.
+        # first token, which a prefill worker sends with the KV, and the token of the first decode step.
         last_token: dict[str, int] = {}
         if outputs.finished:
             last_token = {name: index for index, name in enumerate(outputs.request_ids) if name in outputs.finished}

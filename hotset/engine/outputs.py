@@ -27,7 +27,7 @@ class Delta:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None  # the stop string or stop token that ended the choice
+    stop_reason: str | int | None = None  # the stop string, or the id from `stop_token_ids`, that ended the choice
     error: str = ""  # the cause, if finish_reason is 'lost' or 'no_room'
 
 
@@ -67,7 +67,7 @@ class EngineStats:
 
     running: int = 0
     waiting: int = 0
-    tokens_to_prefill: int = 0  # tokens of waiting and running prompts that this engine has still to compute
+    tokens_to_prefill: int = 0  # known tokens of waiting, parked and prefilling requests, to be computed here
     resident: int = 0  # running requests that are resident
     tiered: int = 0  # running requests that are tiered
     parked: int = 0
@@ -91,6 +91,6 @@ class EngineStats:
     handoff: HandoffStats | None = None
     rows_mirrored: int = 0
     bytes_swapped: int = 0
-    slot_lookups: Mapping[int, int] = field(default_factory=dict)  # layer that runs the indexer -> count of positions
-    slot_misses: Mapping[int, int] = field(default_factory=dict)  # those that were not in a slot, per layer as above
+    slot_lookups: Mapping[int, int] = field(default_factory=dict)  # layer that runs the indexer -> selected positions
+    slot_misses: Mapping[int, int] = field(default_factory=dict)  # same layer -> positions that were in no slot
     requests_finished: Mapping[str, int] = field(default_factory=dict)  # finish reason -> count

@@ -1,4 +1,4 @@
-"""Runs the engine in a child process. HTTP never delays a step, and a crash leaves a server that can report it.
+"""Runs the engine in a child process. HTTP never delays a step, and the server survives a crash of the engine.
 
 The parent sends `AddRequests`, `AbortRequests`, `GetStats` and `StopEngine`. The child sends `EngineReady` or
 `EngineFailed`, then `OutputsReport` and `StatsReport`. If the parent dies, the pipe closes and the child stops. If the
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hotset.engine.core import Engine
 
 AUDIT_AFTER_IDLE_S = 1.0
-PEER_POLL_SECONDS = 0.02  # interval between polls for messages of peers while there is nothing to compute
+PEER_POLL_SECONDS = 0.02  # interval between steps while all open requests wait for peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,15 @@ class GetStats:
 
 @dataclass(frozen=True, slots=True)
 class StopEngine:
-    """Commands the child to stop. Open requests get no further output. Open handoffs have `drain_seconds` to finish; a
-    second `StopEngine` cuts this time short."""
+    """Commands the child to stop. Open requests get no further output. Open handoffs have `drain_seconds`, but at least
+    `timeouts.DRAIN_SECONDS`, to finish; a second `StopEngine` cuts this time short."""
 
     drain_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class WakeEngine:
-    """Wakes the step loop. The child sends it to itself when a peer has answered or a worker has died."""
+    """Wakes the step loop. The child sends it to itself; `build_engine` says when."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,8 @@ def _read_commands(pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]") 
 
 
 def _stop_requested(inbox: "queue.SimpleQueue[EngineCommand]") -> bool:
-    """Returns True if the inbox contains a `StopEngine`. Removes all commands up to it, or all if there is none."""
+    """Returns True if the inbox contains a `StopEngine`. Removes all commands up to the first `StopEngine`, or all if
+    there is none."""
     return any(isinstance(inbox.get(), StopEngine) for _ in range(inbox.qsize()))
 
 
@@ -208,8 +209,9 @@ def _run(engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[EngineCom
 
 
 def _next_command(engine: "Engine", inbox: "queue.SimpleQueue[EngineCommand]") -> EngineCommand | None:
-    """Returns the next command, or None if there is none and the engine has work. If the engine is idle, waits for a
-    command, and audits the engine if none has come for AUDIT_AFTER_IDLE_S seconds."""
+    """Returns the next command, or None if there is none and the engine has work. If all open requests wait for peers,
+    first waits up to PEER_POLL_SECONDS for a command. If the engine is idle, waits until a command comes, and audits
+    the engine if none has come for AUDIT_AFTER_IDLE_S seconds."""
     if not engine.idle:
         if not inbox.empty() or not engine.waiting_for_peers:
             return None if inbox.empty() else inbox.get()

@@ -34,7 +34,8 @@ class SubmittedStep:
             self._token_ids, self._wait_for_token_ids = to_host_async(sampled.token_ids)
 
     def result(self) -> StepResult:
-        """Waits for this step, but not for later ones, and returns its result."""
+        """Returns the result of this step. Waits for its sampled tokens, if any, but not for later steps, unless
+        log-probabilities were requested: their copy waits for everything submitted so far."""
         if self._sampled is None:
             return StepResult(self.number, ())
         self._wait_for_token_ids()
@@ -49,7 +50,7 @@ class SubmittedStep:
 
 class Runner:
     """Executes plans in the order of submission. It stores the sampled tokens of every seat, so the next plan can be
-    submitted before their values are known."""
+    submitted before the host knows their values."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, plan: Plan) -> SubmittedStep:
-        """Executes a plan. On a GPU it returns before the step has finished; on a CPU it computes the step."""
+        """Executes a plan. On a GPU it may return before the step has finished; on a CPU it computes the step."""
         flushed = False
         for command in plan.commands:
             if isinstance(command, AssignSeat):
@@ -130,7 +131,7 @@ class Runner:
         self._sampler.admit(seat, prompt.params, tokens, len(prompt), prompt.stop_ids)
 
     def _last_tokens(self, plan: Plan) -> Tensor | None:
-        """Returns the index of the last token of each segment that is sampled. None means all tokens of the step."""
+        """Returns the index, among the step's tokens, of the last token of each sampled segment. None means all."""
         if len(plan.sampled) == len(plan.counts) == plan.num_tokens:
             return None
         ends = list(accumulate(plan.counts))

@@ -40,11 +40,11 @@ class KvBudget:
         )
 
     def requests(self, tokens: int) -> int:
-        """Returns how many requests with `tokens` tokens each can run at the same time."""
+        """Returns how many requests with `tokens` tokens each fit in the KV memory at the same time."""
         geometry, pages = self.geometry, self.device_pages
         at_once = pages // geometry.resident_pages(tokens)
         if self.tiers:
-            # While the last request is prefilled, it needs more pages: its workspace, which it releases afterwards.
+            # The request that is prefilled last needs more pages meanwhile: a workspace, released afterwards.
             extra = geometry.streamed_pages(tokens) - geometry.tiered_pages(tokens)
             at_once = max(at_once, (pages - extra) // geometry.tiered_pages(tokens))
         return at_once if self.host_pages == 0 else min(at_once, self.host_pages // geometry.row_pages(tokens))
@@ -69,7 +69,8 @@ def shared_budget(
 ) -> KvBudget:
     """Chooses pool sizes that fit every worker, and the longest context that fits these pools.
 
-    Raises ConfigError, with the numbers and the flag to change, if configured sizes do not fit.
+    Raises ConfigError, with the numbers and the flag to change, if configured sizes do not fit, or if the pools cannot
+    hold a context of two tokens.
     """
     geometry = _common_geometry(config, [worker.shape for worker in workers])
     context = config.max_model_len or model_context
@@ -155,8 +156,8 @@ def _host_pages(
 ) -> tuple[int, str]:
     """Returns the number of pages of the host store, and the flag that changes it.
 
-    Without tiers it is 0. With tiers it is at least the number of device pages that can hold rows, because every row on
-    the device also has a host page.
+    With `--tiers off` it is 0. Otherwise it is at least the number of device pages that can hold rows, because every
+    row on the device also has a host page.
     """
     if config.tiers == "off":
         return 0, "--tiers"
@@ -187,7 +188,7 @@ def _host_pages(
 
 
 def _max_row_pages(geometry: Geometry, pages: int) -> int:
-    """Returns the maximum number of `pages` device pages that can hold rows. The others are needed for index keys."""
+    """Returns how many of `pages` device pages can hold rows at most. Their index keys need the others."""
     if not geometry.keys_per_page:
         return pages
     row_pages_per_key_page = ceil_div(geometry.keys_per_page, geometry.page_rows)
@@ -195,7 +196,7 @@ def _max_row_pages(geometry: Geometry, pages: int) -> int:
 
 
 def _check_context(config: EngineConfig, token_bytes: int, longest: int, context: int, where: str, flag: str) -> None:
-    """Raises ConfigError if the configured context, or any context of two tokens, does not fit."""
+    """Raises ConfigError if the configured context, or a context of two tokens, does not fit."""
     if (config.max_model_len is not None and longest < context) or longest < 2:
         raise ConfigError(
             f"the KV memory of the {where} holds {longest} tokens, fewer than one request of {context} tokens needs; "

@@ -31,7 +31,8 @@ def landing_stores(
 ) -> dict[StoreName, Store]:
     """Describes the memory in which contexts can land: the host stores and, if `pool` is given, the device pool.
 
-    If rows land on the host, their index keys land in the device pool, unless the policy puts them on the host too.
+    The index keys of rows that land on the host land there too if the policy says so or `pool` is None, and in the
+    device pool otherwise.
     """
     stores = host_stores(hosts)
     if pool is None:
@@ -44,7 +45,10 @@ def landing_stores(
 
 
 def stores_in_host_memory(stores: Mapping[StoreName, Store], pool: DevicePool | None) -> dict[StoreName, Store]:
-    """Returns the stores of which no part is in GPU memory. This process can write to them directly."""
+    """Returns stores that this process can write to directly, because no part of them is in GPU memory.
+
+    If the pool is on a GPU, stores with index keys are left out, wherever these keys are.
+    """
     if pool is None or pool.device.type == "cpu":
         return dict(stores)
     return {name: store for name, store in stores.items() if name != "device" and store.keys is None}

@@ -14,7 +14,7 @@ from hotset.memory.view import View
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
 
-# A rank waits this long for another rank within a step. The controller notices a dead worker earlier.
+# A rank waits at most this long for another rank within a step. The controller notices a dead worker earlier.
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 
 
@@ -33,8 +33,8 @@ class World(Protocol):
 class Stage:
     """Implements `RunnerModel` for one stage of a pipeline.
 
-    `previous_worker` and `next_worker` are the numbers of the workers with the adjacent stages. They are None at the
-    first and at the last stage.
+    `previous_worker` and `next_worker` are the numbers of the workers with the adjacent stages. The first stage has no
+    previous worker (None), the last stage no next one.
     """
 
     def __init__(self, decoder: Decoder, world: World, previous_worker: int | None, next_worker: int | None) -> None:

@@ -18,7 +18,7 @@ class StepFuture(Protocol):
     """The future results of a submitted step."""
 
     def results(self) -> Sequence[StepResult | None]:
-        """Waits until every worker has executed this step, and returns one result per replica.
+        """Waits until the results of this step are known, and returns one per replica: None if it computed nothing.
 
         Raises EngineStopped if a worker died.
         """
@@ -31,12 +31,12 @@ class HostShard:
     replica: int
     first_layer: int  # index of its first layer in the whole model
     shape: KvShape  # the KV shape of this part of the model
-    kv_heads: int  # number of KV heads of the whole model if ranks divide rows by heads, else 1
+    kv_heads: int  # number of KV heads of the whole model; used only if ranks divide rows by heads
     store: HostStore
 
 
 def whole_host_store(memory: KvMemory) -> list[HostShard]:
-    """Returns the host store of a worker that holds the whole model, or an empty list without tiers."""
+    """Returns the host store of a worker that holds the whole model, or an empty list if it has none."""
     return [] if memory.host is None else [HostShard(0, 0, memory.pool.shape, 1, memory.host)]
 
 
@@ -59,7 +59,7 @@ class Executor(Protocol):
         """
 
     def hosts(self) -> Sequence[HostShard]:
-        """Returns the host stores of all workers, or an empty sequence without tiers."""
+        """Returns the host stores of all workers, or an empty sequence if there are none."""
 
     @property
     def pool(self) -> DevicePool | None:
@@ -69,7 +69,10 @@ class Executor(Protocol):
         """Returns the traffic between host and device since start, over all workers."""
 
     def audit(self, tiered: Sequence[Mapping[int, int]]) -> None:
-        """Checks the residency maps. `tiered[replica]` maps each tiered seat to the number of rows of its context."""
+        """Asserts that the residency maps are consistent.
+
+        `tiered[replica]` maps each tiered seat to the number of rows of its context.
+        """
 
     @property
     def pinned_bytes(self) -> int:

@@ -56,7 +56,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Reports that the weights are loaded, and how many bytes of the worker's device are free for KV."""
+    """Reports that the weights are loaded, and how many bytes of the worker's device are free."""
 
     shape: KvShape
     free: int
@@ -91,7 +91,7 @@ class ExecuteStep:
 
     number: int
     plan: Plan | None  # None if the worker's replica computes nothing in this step
-    sampled: Sequence[SampledToken]  # tokens that the last stage sampled in earlier steps, for the first stage
+    sampled: Sequence[SampledToken]  # for the first stage of a pipeline: tokens that the last stage sampled; else ()
     tokens_per_rank: Sequence[int]  # number of tokens that each data parallel rank computes in this step
 
 

@@ -52,7 +52,7 @@ from hotset.transfer.api import DeviceEvent
 T = TypeVar("T", bound=WorkerReport)
 START_SECONDS = 1800.0  # time limit between two reports of starting workers
 STEP_SECONDS = 600.0  # time limit for the next report of running workers
-CAUSE_SECONDS = 1.0  # time to wait, after a worker failed, for the death of another worker that may be the cause
+CAUSE_SECONDS = 1.0  # time to wait, after a worker failed, for its own exit or the death of another, the likely cause
 STOP_IN_STEP_SECONDS = 2.0  # time for workers to stop during a step, which never ends if one of them has died
 
 
@@ -113,7 +113,7 @@ class MultiprocessExecutor:
         """Starts all workers. `load` then waits until they have loaded their weights.
 
         `kv_heads` is the number of KV heads of the whole model if rows consist of heads, else 1. `wake` is called from
-        another thread when a worker has died; `check` raises from then on.
+        another thread when a worker process has ended; `check` raises from then on.
         """
         self._config, self._kv_heads, self._on_gpu = config, kv_heads, device.type == "cuda"
         self._workers: list[_Worker] = []
@@ -209,7 +209,7 @@ class MultiprocessExecutor:
 
     def submit(self, step: Step) -> StepFuture:
         if any(plan is not None and plan.reads_host for plan in step) and self._shares_stores:
-            self._drain()  # another rank may still be writing these pages, until it reports the step
+            self._drain()  # another rank may still write these pages in a step that it has not reported
         self._steps_submitted += 1
         state = _StepState(self._steps_submitted, step, [None] * len(step), set(range(len(self._workers))))
         tokens_per_rank = [0 if plan is None else plan.num_tokens for plan in step]
@@ -244,7 +244,7 @@ class MultiprocessExecutor:
         """None, because the device pools belong to the workers."""
 
     def traffic(self) -> Traffic:
-        """Returns the total traffic of all workers. Rows of which several workers hold parts are counted once."""
+        """Returns the total traffic of all workers. Rows and lookups that several workers share are counted once."""
         self._drain()
         reports = [
             (worker.rank, self._request(worker, GetTraffic(), TrafficReport).traffic) for worker in self._workers
@@ -335,7 +335,7 @@ class MultiprocessExecutor:
             self._complete(self._in_flight.popleft())
 
     def _complete(self, state: _StepState) -> None:
-        """Handles a step that every worker has reported. Keeps its tokens for the first stage, if there are several."""
+        """Handles a step that every worker has reported. In a pipeline, keeps its tokens for the first stage."""
         self.steps_finished = state.number
         if self._workers[0].rank.stages == 1:
             return
@@ -359,7 +359,8 @@ class MultiprocessExecutor:
     def _receive(self, numbers: set[int], timeout: float) -> tuple[int, WorkerReport]:
         """Waits for the next report of one of the workers `numbers`, and returns the worker's number with the report.
 
-        Raises EngineStopped if any worker dies meanwhile, or if no report arrives within `timeout` seconds.
+        Raises EngineStopped if any worker dies meanwhile, or if no report arrives within `timeout` seconds. If the
+        report is `WorkerFailed`, raises the error that `_failure` returns.
         """
         by_pipe = {worker.pipe: worker for worker in self._workers if worker.rank.number in numbers}
         by_sentinel = {worker.process.sentinel: worker for worker in self._workers}
@@ -383,8 +384,8 @@ class MultiprocessExecutor:
         return EngineStopped(f"{worker.rank.name} died (exit code {worker.process.exitcode})")
 
     def _failure(self, worker: _Worker, failed: WorkerFailed) -> StartupError | EngineStopped:
-        """Returns the error to raise after a worker failed. If another worker has died, that is the cause, so the error
-        names the dead worker."""
+        """Returns the error to raise after a worker failed. If another worker has died, that is the likely cause, so
+        the error names the dead worker."""
         by_sentinel = {other.process.sentinel: other for other in self._workers if other is not worker}
         for sentinel in wait(list(by_sentinel), CAUSE_SECONDS):
             if isinstance(sentinel, int) and by_sentinel[sentinel].process.exitcode != 0:

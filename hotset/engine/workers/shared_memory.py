@@ -1,4 +1,4 @@
-"""Memory that several processes of one machine share. It has no name, so it is freed when its last process exits."""
+"""Memory that several processes of one machine share. It has no path, so it is freed when no process uses it."""
 
 import mmap
 import os

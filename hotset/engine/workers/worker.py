@@ -49,7 +49,7 @@ Inbox = queue.SimpleQueue[tuple[WorkerCommand, SharedMemory | None]]
 
 
 def main(pipe: Connection) -> None:
-    """Runs the worker process until it receives `StopWorker`."""
+    """Runs the worker process until it receives `StopWorker` or fails, or until the controller has died."""
     # The controller handles signals. It stops its workers; if it dies, the pipe closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -62,7 +62,11 @@ def serve(
     join_world: Callable[[WorkerRank, torch.device], World],
     on_controller_lost: Callable[[], None],
 ) -> None:
-    """Executes commands until `StopWorker`, and reports failures. `join_world` connects this worker to the others."""
+    """Executes commands until `StopWorker` or a failure, which it reports.
+
+    `join_world` connects this worker to the others. `on_controller_lost` is called from another thread when the pipe
+    has closed without a `StopWorker`.
+    """
     inbox: Inbox = queue.SimpleQueue()
     send_lock = threading.Lock()
 
@@ -82,7 +86,7 @@ def serve(
 
 
 def _read_commands(pipe: Connection, inbox: Inbox, on_controller_lost: Callable[[], None]) -> None:
-    """Reads the pipe in a separate thread. It notices a dead controller even while a collective blocks the worker."""
+    """Runs in a separate thread, which notices a dead controller even while a collective blocks the worker."""
     while True:
         try:
             command: WorkerCommand = pipe.recv()
@@ -214,7 +218,7 @@ class Worker:
 
     @property
     def _reports_samples(self) -> bool:
-        """True on the first tensor parallel rank of the last stage. All ranks of that stage sample the same tokens."""
+        """True on tensor parallel rank 0 of the last stage. All tensor parallel ranks there sample the same tokens."""
         return self._rank.stage == self._rank.stages - 1 and self._rank.split.tp_rank == 0
 
     def _find_flaw(self, tiered: Mapping[int, int]) -> str | None:
