@@ -57,7 +57,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int | None = None  # None means a random seed for each request
+    seed: int | None = None  # None means that the engine draws a seed for each request
     max_tokens: int | None = 16  # None means up to the end of the context
     min_tokens: int = 0
     stop: Sequence[str] = ()
