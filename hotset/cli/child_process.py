@@ -14,7 +14,7 @@ PR_SET_PDEATHSIG = 1  # Linux's prctl option that sets the signal a child receiv
 
 
 class ChildProcess:
-    """A running `hotset` command. Its stderr is printed to our stderr, each line with its name as a prefix."""
+    """A running `hotset` command. Its stderr is printed to our stderr, each line with `name` as a prefix."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class ChildProcess:
         return await asyncio.shield(self._ready)
 
     async def ended(self) -> str:
-        """Waits until the process has ended. Returns a text with its name, exit code or signal, and last error."""
+        """Waits until the process has ended. Returns its name, exit code or signal, and last error line, if any."""
         code = await self._process.wait()
         await asyncio.shield(self._readers)
         error = next((line for line in reversed(self._last_lines) if line.startswith("error: ")), None)
@@ -75,7 +75,7 @@ class ChildProcess:
         """Sends SIGTERM, which makes the command drain its requests, and waits until the process has ended.
 
         Sends a second SIGTERM, which ends the drain, after `drain_seconds` or as soon as `stop_now` is set. Sends
-        SIGKILL after KILL_SECONDS more.
+        SIGKILL if the process still runs KILL_SECONDS later.
         """
         self._signal(signal.SIGTERM)
         ending = asyncio.create_task(self._process.wait())

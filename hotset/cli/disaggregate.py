@@ -41,7 +41,7 @@ class WorkerCounts:
 
     @classmethod
     def parse(cls, text: str) -> "WorkerCounts":
-        """Parses a text like "2P1D". Raises ConfigError for anything else, and for more than MAX_WORKERS workers."""
+        """Parses a text like "2P1D". Raises ConfigError for anything else, 0 of a role, or over MAX_WORKERS in all."""
         match = re.fullmatch(r"([0-9]{1,3})P([0-9]{1,3})D", text, re.IGNORECASE)
         counts = None if match is None else cls(int(match[1]), int(match[2]))
         if counts is None or not (counts.prefill and counts.decode and counts.total <= MAX_WORKERS):
@@ -65,7 +65,7 @@ class WorkerCounts:
 def run(engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts) -> int:
     """Serves until SIGTERM or SIGINT, and returns the exit code.
 
-    It is 0 after a drain, 1 if a process did not start or died, and 130 after a signal during start-up.
+    The code is 0 after a drain, 1 if a process did not start or died, and 130 after a signal during start-up.
     `engine` has the settings that all workers share, including the handoff secret; its role is ignored.
     """
     try:
@@ -186,7 +186,7 @@ class _Deployment:
     async def _end(self) -> None:
         """Stops the router first, then the decode workers, then the prefill workers, so that requests can finish.
 
-        Without a signal, a child has failed: the others are stopped without a drain.
+        Without a signal, start-up or a child has failed: all children are stopped without a drain.
         """
         if self._stop.is_set():
             print_note(f"stopping in order: {', '.join(self._children)}; press Ctrl-C again to stop at once")
@@ -200,7 +200,7 @@ class _Deployment:
 def stop_seconds(engine: EngineConfig, shares: Sequence[MemoryShare]) -> float:
     """Returns the time limit for a worker to free its memory and exit after its drain."""
     sizes_gib = [share.host_kv_gib or engine.host_kv_gib for share in shares]
-    # If a worker chooses the size of its host store itself, the machine's memory is the upper bound.
+    # If the size of a host store is not given in GiB, the machine's memory is the upper bound.
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     host_bytes = max(ram_bytes if gib is None else int(gib * GIB) for gib in sizes_gib)
     return closing_seconds(host_bytes, with_endpoint=True) + STOP_SECONDS + EXIT_SECONDS
@@ -234,7 +234,7 @@ def _flags(config: EngineConfig | ServeConfig, names: Collection[str]) -> list[s
 
 
 def _health(url: str) -> dict[str, Any]:
-    """Returns the router's /health, or an empty dict if it does not answer."""
+    """Returns the router's /health, or an empty dict if it answers with an error or not at all."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
             health = json.load(response)

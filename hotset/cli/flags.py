@@ -1,4 +1,4 @@
-"""Command-line flags, generated from the fields of the configuration and named like the keywords of `LLM`."""
+"""Command-line flags, generated from the fields of the configurations. Engine flags are named like `LLM` keywords."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -45,7 +45,7 @@ def _flags_of(config_type: ConfigType) -> Iterator[inspect.Parameter]:
 
 
 def config_values(config_type: ConfigType, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keywords of a configuration: the flags that were given, else the environment's values.
+    """Returns the keywords of a configuration: the flags that are not None, else the environment's values.
 
     The environment's values are not defaults of the flags, because `--help` prints defaults and some are secrets.
     """

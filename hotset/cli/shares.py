@@ -41,7 +41,10 @@ def sizes_given(config: EngineConfig) -> bool:
 
 
 def divide_memory(config: EngineConfig, free: FreeMemory, workers: int, weight_bytes: int) -> list[MemoryShare]:
-    """Returns one share per worker, and spreads workers evenly over the GPUs. Raises ConfigError if they do not fit."""
+    """Returns one share per worker. Spreads workers evenly over the GPUs, unless `config` names one device.
+
+    Raises ConfigError if workers without given pool sizes do not fit on their GPU.
+    """
     own_gpu = config.device in (None, "cuda") and bool(free.gpus)
     devices = [f"cuda:{number % len(free.gpus)}" if own_gpu else config.device for number in range(workers)]
     if sizes_given(config):
@@ -69,7 +72,7 @@ def measure_free_memory(config: EngineConfig) -> FreeMemory:
 
 
 def weight_bytes(model: str) -> int:
-    """Returns the size of a model's weight files, or 0 if none are found: the workers report a missing model."""
+    """Returns the size of a model's weight files, or 0 if none are found; workers report a missing model."""
     path = Path(model)
     if path.is_file():
         return path.stat().st_size
@@ -79,7 +82,10 @@ def weight_bytes(model: str) -> int:
 def _pool_on_gpu(
     device: str | None, devices: Sequence[str | None], free: FreeMemory, host: float, weights: int
 ) -> float:
-    """Returns the bytes of one worker's device pool. Workers on one GPU divide the memory that their weights leave."""
+    """Returns the bytes of one worker's device pool, which its host store limits.
+
+    Workers on one GPU divide the memory that their weights leave.
+    """
     number, workers = int((device or "").partition(":")[2] or 0), devices.count(device)
     if number >= len(free.gpus):
         raise ConfigError(f"--device {device} does not exist: this machine has {len(free.gpus)} GPUs")

@@ -62,7 +62,7 @@ def _deferred_interrupt() -> Iterator[threading.Event]:
 
 
 def typed_lines() -> Iterator[str]:
-    """Yields stripped lines from the terminal or a pipe until the end of input. Ctrl-C discards a line."""
+    """Yields stripped lines from the terminal or a pipe until the end of input. Ctrl-C discards the current line."""
     interactive = sys.stdin.isatty()
     if interactive:
         import readline  # noqa: F401  # adds editing and history to input()

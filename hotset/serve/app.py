@@ -85,7 +85,7 @@ def create_app(client: EngineClient, config: ServeConfig, *, aliases: frozenset[
 
 
 class _Api(FastAPI):
-    """FastAPI with a corrected OpenAPI document: invalid bodies get 400, not 422, and streams consist of chunks."""
+    """FastAPI with a corrected OpenAPI document: invalid bodies get 400, not 422, and stream chunks have schemas."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

@@ -34,7 +34,7 @@ class ChatFormatter:
     id: str
     model: str
     tokenizer: Tokenizer | None
-    alternatives: int | None  # listed per token; None: no log-probabilities
+    alternatives: int | None  # number of alternatives listed per token; None: no log-probabilities
     prompt_token_ids: list[int] | None
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -93,7 +93,7 @@ class ChatFormatter:
 
 
 async def chat_completion(request: Request, service: Service, body: ChatRequest) -> Response:
-    """Answers a conversation. Raises RequestError for an invalid request, EngineStopped if the engine has ended."""
+    """Answers a conversation. Raises RequestError if it is refused, and the errors of `EngineClient.generate`."""
     service.check_model(body.model)
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
@@ -122,7 +122,7 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
     try:
         return await respond(request, service, job)
     except RequestError as error:
-        # The engine reports errors of the field `prompt`; in this endpoint that field is `messages`.
+        # The engine client reports errors of the field `prompt`; in this endpoint that field is `messages`.
         if error.param == "prompt":
             error.param = "messages"
         raise

@@ -30,7 +30,7 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True)
 class CompletionFormatter:
-    """Formats output as text completions. Choices are numbered prompt by prompt: all of the first, then the second."""
+    """Formats output as text completions. Choices are numbered prompt by prompt, beginning with the first."""
 
     id: str
     model: str
@@ -87,12 +87,12 @@ class CompletionFormatter:
 
 
 async def completion(request: Request, service: Service, body: CompletionRequest) -> Response:
-    """Continues prompts. Raises RequestError for an invalid request, EngineStopped if the engine has ended."""
+    """Continues prompts. Raises RequestError if they are refused, and the errors of `EngineClient.generate`."""
     service.check_model(body.model)
     service.check_open()
     prompts = await _prompts(service, body)
-    # If the client sets no limit, the default is lowered to the room left in the context. The engine rejects a request
-    # that does not fit.
+    # If the client sets no limit, the default is lowered to the room that the longest prompt leaves in the context, but
+    # not below 1 or `min_tokens`. The engine client rejects a request that does not fit.
     room = service.client.model.max_model_len - max(map(len, prompts))
     default = max(1, body.min_tokens or 0, min(DEFAULT_MAX_TOKENS, room))
     max_tokens = default if body.max_tokens is None else body.max_tokens

@@ -61,7 +61,7 @@ ERROR_KINDS: Mapping[type[BaseException], ErrorKind] = {
 
 
 def error_kind(error: BaseException) -> ErrorKind:
-    """Returns the entry of the nearest base class in the table; every exception has one."""
+    """Returns the entry of the error's class or of its nearest base class in the table; every exception has one."""
     return next(ERROR_KINDS[kind] for kind in type(error).__mro__ if kind in ERROR_KINDS)
 
 

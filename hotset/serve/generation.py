@@ -38,7 +38,7 @@ class ResponseFormatter(Protocol):
         """Returns the chunk for one delta, or None if the delta has nothing to show."""
 
     def usage_chunk(self, usage: Usage) -> BaseModel:
-        """Returns the last chunk, which carries the usage."""
+        """Returns the chunk that carries the usage. It is the last one, if the client asked for it."""
 
     def full_response(self, outputs: Sequence[CompletionOutput], usage: Usage) -> BaseModel:
         """Returns the whole response, for a request that is not streamed."""
@@ -76,7 +76,7 @@ class GenerationJob:
 
 
 async def respond(request: Request, service: Service, job: GenerationJob) -> Response:
-    """Generates the response. An error after the first token of a stream becomes its last event; others are raised.
+    """Generates the response. An error after the first delta of a stream becomes its last event; others are raised.
 
     If the client disconnects at any time, the engine's iterator is closed at once, which aborts the request.
     """
@@ -186,7 +186,7 @@ async def _timed(deltas: AsyncGenerator[Delta, None], metrics: Metrics) -> Async
 async def _counted_as_waiting(
     deltas: AsyncGenerator[Delta, None], tokens: int, load: Load
 ) -> AsyncGenerator[Delta, None]:
-    """Yields the deltas unchanged. The prompt tokens count as waiting until the first delta."""
+    """Yields the deltas unchanged. All prompt tokens count as waiting until the first delta of any prompt."""
     with load.waiting(tokens) as started:
         async with aclosing(deltas):
             async for delta in deltas:

@@ -54,9 +54,10 @@ def uvicorn_config(app: ASGIApp, drain_seconds: float) -> uvicorn.Config:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket that reserves the port but does not listen: clients cannot connect before the server is ready.
+    """Returns a socket that is bound but does not listen: clients cannot connect before the server is ready.
 
-    Raises ConfigError if the port is in use or the host is not an address of this machine.
+    Raises ConfigError if another socket listens on the port or the host is not an address of this machine. Other
+    sockets with SO_REUSEADDR may still bind the port, as the router of `--disaggregate` does.
     """
     with ExitStack() as undo:
         try:

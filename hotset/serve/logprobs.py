@@ -50,7 +50,7 @@ class CompletionLogprobWriter:
         return written
 
     def _name(self, token: int) -> str:
-        """Returns the token's text. Bytes that are not valid UTF-8 become escapes, so that names stay distinct."""
+        """Returns the token's text. A token that is not valid UTF-8 is escaped as a whole, to keep names distinct."""
         if self._tokenizer is None:
             return f"token_id:{token}"
         spelling = self._tokenizer.token_bytes(token)

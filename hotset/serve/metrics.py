@@ -13,7 +13,7 @@ from hotset.serve.middleware import SECONDS_BUCKETS
 
 TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
-# Each table maps fields of EngineStats or HandoffStats to the name and the help text of a metric.
+# Each table maps fields of EngineStats or HandoffStats to a metric: name, help text and, in HANDOFF_LABELLED, label.
 GAUGES = {
     "running": ("hotset_requests_running", "Requests that are being prefilled or decoded."),
     "waiting": ("hotset_requests_waiting", "Requests in the queue."),
@@ -102,7 +102,10 @@ class Metrics:
         )
 
     def render(self, stats: EngineStats | None) -> bytes:
-        """Returns the text of one scrape. If `stats` is None, the engine has ended, and `hotset_engine_up` is 0."""
+        """Returns the text of one scrape.
+
+        `stats` is None if the engine has ended or did not answer in time; then `hotset_engine_up` is 0.
+        """
         scrape = CollectorRegistry()
         scrape.register(_EngineCollector(stats))
         return generate_latest(self._registry) + generate_latest(scrape)

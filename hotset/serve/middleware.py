@@ -33,7 +33,7 @@ class HttpMetrics(Protocol):
 
 
 class AccessLog:
-    """Writes one log line and updates the metrics for each request. It is outermost and handles all uncaught errors."""
+    """Writes one log line and updates the metrics for each request. It is outermost and handles uncaught errors."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self._app = app
@@ -93,7 +93,7 @@ class ApiKey:
 
 
 class ConcurrencyLimit:
-    """Rejects POST requests to `/v1/` above the limit on requests in progress, before their bodies take up memory.
+    """Rejects POST requests under `/v1/` above the limit on requests in progress, before their bodies take up memory.
 
     A request is in progress until its response has been sent or its client has disconnected.
     """
@@ -123,7 +123,7 @@ class ConcurrencyLimit:
 class BodyLimit:
     """Reads the whole body before it is parsed, and rejects one that is larger than the limit.
 
-    The declared length is checked first; a body sent in chunks is counted as it arrives. The inner application receives
+    The declared length, if any, is checked first; every body is counted as it arrives. The inner application receives
     the body as one message, after which its `receive` reports only that the client has disconnected.
     """
 

@@ -1,4 +1,4 @@
-"""Request and response bodies: the fields of the OpenAI API that Hotset implements, and a few of its own.
+"""Request and response bodies: the fields of the OpenAI API that Hotset implements, and a few of Hotset's own.
 
 An unknown field is rejected, never ignored. `SamplingParams` checks the ranges of sampling fields.
 """
@@ -67,7 +67,7 @@ LogitBias = Annotated[dict[TokenIdText, float], Field(json_schema_extra={"additi
 
 
 class StrictModel(BaseModel):
-    """The base of request bodies: exact types, finite numbers, no unknown fields."""
+    """The base of request bodies: no type conversions except int to float, finite numbers, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -321,6 +321,6 @@ class WorkerState(BaseModel):
     role: str = Field(max_length=32)  # both, prefill or decode
     control: str | None = Field(max_length=256)  # control address for handoffs; None for role both
     model: str = Field(max_length=1024)
-    waiting_tokens: int = Field(ge=0)  # prompt tokens of requests that have no first token yet
-    waiting: int = Field(ge=0)  # requests in the queue
+    waiting_tokens: int = Field(ge=0)  # prompt tokens of requests without a token, or still to compute; the larger
+    waiting: int = Field(ge=0)  # requests in the queue, or choices without a token; the larger number
     running: int = Field(ge=0)  # requests that are being prefilled or decoded

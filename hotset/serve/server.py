@@ -30,8 +30,8 @@ ERROR_REPORT_SECONDS = 2.0
 def run(engine_config: EngineConfig, serve_config: ServeConfig, process: EngineProcess | None = None) -> int:
     """Serves until SIGTERM or SIGINT, and returns the exit code.
 
-    It is 0 after a drain, 1 if start-up failed or the engine died, and 130 after Ctrl-C during start-up.
-    `process` is an engine process with this configuration that is already starting; this call ends it.
+    The code is 0 after a drain, complete or not, 1 if start-up failed or the engine died, and 130 after Ctrl-C during
+    start-up. `process` is an engine process with this configuration that is already starting; this call ends it.
     """
     log_to_stderr()
     try:
@@ -97,7 +97,10 @@ class _Shutdown:
         self._server.should_exit = True
 
     async def finish(self) -> None:
-        """Waits for the drain, or closes the engine at once if there is none. Called after the HTTP server stopped."""
+        """Waits for the drain, or closes the engine at once without a drain or after a second signal.
+
+        Called after the HTTP server stopped.
+        """
         if self._drain is not None and not self._server.force_exit:
             await self._drain
             return

@@ -46,7 +46,7 @@ class Load:
             started()
 
     def stats(self, client: EngineClient) -> EngineStats:
-        """Returns the statistics that arrived last, and requests new ones in the background."""
+        """Returns the newest statistics, and requests new ones in the background unless a request is pending."""
         if self._refresh is None or self._refresh.done():
             self._refresh = asyncio.create_task(self._fetch(client))
         return self._stats
@@ -60,7 +60,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Service:
-    """One served model. Borrows the engine client; its creator closes it."""
+    """One served model. Borrows the engine client, which its creator closes."""
 
     client: EngineClient
     config: ServeConfig
@@ -105,9 +105,9 @@ class Service:
             )
 
     def prefill_at(self, headers: Mapping[str, str]) -> str | None:
-        """Returns the control address of the prefill worker that the router chose, or None without a router.
+        """Returns the control address of the prefill worker that the router chose, or None if the header is missing.
 
-        The engine checks the address.
+        Raises WrongRole if a server that is not a decode worker gets the header. The engine client checks the address.
         """
         address = headers.get(PREFILL_HEADER)
         if address is None:
@@ -145,7 +145,7 @@ class Service:
         return await asyncio.to_thread(lambda: self.tokenizer.decode(token_ids, skip_special=False))
 
     def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
-        """Raises RequestError for an id outside the vocabulary. Ids of prompts are checked by the engine."""
+        """Raises RequestError for an id outside the vocabulary. The engine client checks the ids of prompts itself."""
         vocab = self.client.model.vocab
         invalid = next((token for token in token_ids if not 0 <= token < vocab), None)
         if invalid is not None:
@@ -153,7 +153,7 @@ class Service:
             raise RequestError(message, param=param, code="invalid_token_id")
 
     def sampling_params(self, body: SamplingFields, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Returns sampling parameters: the client's values, else the model's defaults, else those of the OpenAI API."""
+        """Returns sampling parameters: the client's values, else the model's defaults, else those of SamplingParams."""
         values: dict[str, Any] = dict(self.client.defaults)
         values.update({name: getattr(body, name) for name in SHARED_FIELDS if getattr(body, name) is not None})
         bias = {int(token): value for token, value in (body.logit_bias or {}).items()}

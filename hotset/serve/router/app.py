@@ -85,7 +85,7 @@ class _LocalRoutes:
         return Response(status_code=204)
 
     async def _url_of(self, request: Request) -> str:
-        # A worker receives the prompts of all clients, so only holders of the key may add one.
+        # A worker receives the prompts of all clients, so only holders of the API key may change the workers.
         if not self._has_key:
             raise WrongApiKey("a router without an API key cannot change its workers; start it with --api-key")
         try:

@@ -29,7 +29,8 @@ MAX_WORKERS = 256
 class RoutedWorker:
     """The router's view of one worker. A worker counts as down until it has passed its first health check.
 
-    A request counts as in flight until the last byte of its response, at a prefill worker until the first byte.
+    At a decode worker, a request counts as in flight until the last byte of its response, at a prefill worker until
+    the first byte. A failed attempt counts until it has failed.
     """
 
     url: str
@@ -39,8 +40,8 @@ class RoutedWorker:
     last_error: str = "has not answered yet"
     requests: int = 0  # requests of this router that are in flight
     tokens: int = 0  # estimated prompt tokens of these requests
-    external_tokens: int = 0  # waiting prompt tokens of other routers' requests, as of the last health check
-    last_chosen: int = 0  # number of the last choice of this worker, counted over all workers
+    external_tokens: int = 0  # reported waiting tokens beyond `tokens`, at the newest successful health check
+    last_chosen: int = 0  # number of the `choose` call that returned this worker most recently
     health_check_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -93,7 +94,10 @@ class Fleet:
         return worker
 
     async def join(self, address: str) -> RoutedWorker:
-        """Adds a worker in the role that it reports. Raises RequestError unless it passes a health check now."""
+        """Adds a worker in the role that it reports, after a health check.
+
+        Raises RequestError if the address is invalid or known, the router is full, or the check fails.
+        """
         try:
             url = worker_url(address)
         except ConfigError as error:
@@ -127,9 +131,9 @@ class Fleet:
         return True
 
     def choose(self, role: Role, avoid: Collection[str]) -> RoutedWorker:
-        """Returns the live worker with the fewest tokens. A tie goes to the least recently chosen one.
+        """Returns the live worker of `role` with the lowest load. A tie goes to the least recently chosen one.
 
-        Workers in `avoid` are chosen only if no other is alive. Raises NoWorkers if no worker is alive.
+        Workers in `avoid` are chosen only if no other is alive. Raises NoWorkers if no worker of the role is alive.
         """
         alive = self.up(role)
         if not alive:
@@ -152,7 +156,7 @@ class Fleet:
             state = await self._fetch_state(worker.url)
             error = state if isinstance(state, str) else self._mismatch(worker, state)
             if isinstance(state, str) or error is not None:
-                # A worker that answers but does not match is down at once; a missing answer may be temporary.
+                # A worker whose state does not match is down at once; a failed fetch may be temporary.
                 worker.failures = worker.failures + 1 if isinstance(state, str) else FAILURES_UNTIL_DOWN
                 worker.last_error = error or ""
             else:

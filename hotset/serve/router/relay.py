@@ -31,7 +31,7 @@ from hotset.serve.router.upstream import (
 logger = logging.getLogger("hotset.router")
 
 MAX_ATTEMPTS = 3
-BACKOFF_SECONDS = 0.2  # wait per failed attempt before a worker that failed is tried again
+BACKOFF_SECONDS = 0.2  # wait before a worker that failed is tried again, times the number of failed attempts
 EVENT_END = b"\n\n"
 MAX_BUFFERED_BYTES = 1 << 20  # limit for an incomplete event; a longer event is sent in pieces
 
@@ -101,7 +101,8 @@ class Relay:
     async def _answer(self, request: UpstreamRequest, with_prefill: bool) -> Response:
         """Returns the first response of up to MAX_ATTEMPTS attempts, or the worker's error of the last attempt.
 
-        Workers that failed are avoided if others are alive. Raises WorkerLost if the last attempt got no response.
+        Workers that failed are avoided if others are alive. Raises WorkerLost if the last attempt got no response,
+        NoWorkers if a role has no live worker, and EngineStopped if an attempt fails while the router shuts down.
         """
         failed: set[str] = set()
         last_response: FullResponse | None = None
@@ -165,7 +166,7 @@ class Relay:
         )
 
     def _interruption(self) -> HotsetError:
-        """Returns the error that ends a stream whose connection to the worker broke."""
+        """Returns the error that ends a stream whose worker disconnected or was silent for too long."""
         if self._stopping:
             return EngineStopped("the router is shutting down")
         return WorkerLost("the worker was lost in the middle of the response")

@@ -35,7 +35,7 @@ MAX_HEADER_BYTES = 1 << 16
 def run(config: RouterConfig) -> int:
     """Runs the router until SIGTERM or SIGINT, and returns the exit code.
 
-    It is 0 after a drain, 1 if start-up failed, and 130 after Ctrl-C during start-up.
+    The code is 0 after a drain, complete or not, 1 if start-up failed, and 130 after Ctrl-C during start-up.
     """
     log_to_stderr()
     try:
@@ -84,7 +84,7 @@ def _session(limit: int) -> aiohttp.ClientSession:
 
 
 class _Shutdown:
-    """The first signal starts a drain. A second one, or the end of the drain, aborts the requests still in flight."""
+    """The first signal starts a drain. A second one, or the end of the drain time, aborts open requests."""
 
     def __init__(self, server: HttpServer, relay: Relay, drain_seconds: float) -> None:
         self._server = server

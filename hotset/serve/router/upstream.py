@@ -32,7 +32,7 @@ HOP_BY_HOP = {
     "transfer-encoding",
     "upgrade",
 }
-# The router, or its HTTP library, sets these headers itself.
+# These headers are not forwarded either. The router or its HTTP library sets its own where HTTP needs them.
 DROPPED_REQUEST_HEADERS = HOP_BY_HOP | {"host", "content-length", "expect", PREFILL_HEADER, REQUEST_ID_HEADER}
 DROPPED_RESPONSE_HEADERS = HOP_BY_HOP | {"content-length", "date", "server", REQUEST_ID_HEADER}
 # aiohttp would add these headers if the client did not send them.
@@ -66,7 +66,7 @@ class FullResponse:
 
 @dataclass(frozen=True)
 class StreamedResponse:
-    """A worker's event stream after its first bytes. The owner must close `response`; this aborts an open request."""
+    """A worker's event stream after its first bytes. The owner must close `response`; this aborts a running request."""
 
     response: aiohttp.ClientResponse
     headers: RawHeaders
