@@ -1,7 +1,7 @@
 """Compiles and launches CUDA C++ kernels without a build step.
 
-NVRTC compiles a kernel on first use, once per process and set of constants. Every parameter of such a kernel is eight
-bytes wide: a pointer or a `long long`.
+NVRTC compiles a kernel on first use, once per process, set of constants and GPU architecture. Every parameter of such
+a kernel is eight bytes wide: a pointer or a `long long`.
 """
 
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ class Kernel(Protocol):
 def kernel(source: Path, name: str, **constants: int) -> Kernel:
     """Returns the kernel `name` of a source file, compiled for the current device with `constants` as macros.
 
-    The first call compiles, which takes about a second and must not happen during graph capture. Raises
-    MissingDependency if the compiler is not installed.
+    The first call with these constants compiles, which takes about a second and must not happen during graph capture.
+    Raises MissingDependency if cuda-core is not installed.
     """
     major, minor = torch.cuda.get_device_capability()
     return _compiled(source, name, tuple(sorted(constants.items())), f"sm_{major}{minor}")

@@ -12,7 +12,10 @@ def list_to_device(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype,
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a host tensor to `device`. Work queued on the current stream after this call can use the copy."""
+    """Copies a host tensor to `device`. Work queued on the current stream after this call can use the copy.
+
+    If the device is a CPU, returns the tensor itself.
+    """
     if device.type != "cuda":
         return tensor
     # A copy from pageable memory would wait until the stream is empty.
@@ -22,7 +25,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def to_host_async(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """Starts a copy to the host. Returns the copy and a function that waits until it is complete.
 
-    That function waits for the work queued before this call, but not for work queued later.
+    That function waits for the work queued on the current stream before this call, but not for work queued later. A
+    tensor on a CPU is returned itself.
     """
     if tensor.device.type != "cuda":
         return tensor, lambda: None

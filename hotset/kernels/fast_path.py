@@ -1,7 +1,7 @@
-"""Decides which calls use a GPU kernel, and imports the module that contains it.
+"""The usual rule for which calls use a GPU kernel, and the import of the module that contains the kernel.
 
-An op's `__init__.py` dispatches between `reference.py`, `cpu_impl.py` (which needs only torch and is imported as usual)
-and the module that `kernels_of` returns.
+An op's `__init__.py` dispatches between `reference.py`, `cpu_impl.py` if there is one (it needs only torch and is
+imported as usual), and the module that `kernels_of` returns.
 """
 
 from importlib import import_module
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hotset.base.errors import MissingDependency
 
-FAST_DTYPES = (torch.bfloat16, torch.float32)  # float64 is for tests and always uses the references
+FAST_DTYPES = (torch.bfloat16, torch.float32)  # float64 is for tests
 
 
 def has_fast_path(x: Tensor) -> bool:
-    """Returns whether the GPU kernels accept this tensor."""
+    """Returns whether the GPU kernels of most ops accept this tensor. Ops with another rule do not call this."""
     return x.is_cuda and x.dtype in FAST_DTYPES
 
 

@@ -12,11 +12,11 @@ from hotset.kernels import EMPTY
 
 Run = tuple[int, int]  # (first, count): pages [first, first + count), consecutive in memory and in their request
 
-ROW_ALIGN = 16  # rows start at multiples of this, so that copies can move 16 bytes at a time
-KEY_ALIGN = 4  # index keys are small, and their scale is one float32
+ROW_ALIGN = 16  # bytes; rows start at multiples of this, so that copies can move 16 bytes at a time
+KEY_ALIGN = 4  # bytes; index keys are small, and their scales are float32
 SCALE_BLOCK = 128  # the number of values that share one scale
 E4M3_MAX = 448.0
-MIN_SCALE = 1e-30  # the scale of a block of zeros
+MIN_SCALE = 1e-30  # the lower bound of scales; a block of zeros has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ def index_key_row(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> RowLa
 class PagedRows:
     """The contexts of one step's segments in one layer (or index group), accessed through their pages.
 
-    A page holds `block_rows` consecutive rows in each of its `parts`. On the host the pages are listed as `runs`, on
-    the device in `table`. A captured graph uses only the table; its runs are empty.
+    A page holds `block_rows` consecutive rows in each of its `parts`. The pages are listed twice: as `runs`, which
+    the host reads, and in `table`, which the device reads. In a captured graph, `runs` is empty.
     """
 
     blocks: Tensor  # [parts, pages, block rows, stored width]: the whole pool of this layer or group
@@ -127,7 +127,10 @@ class PagedRows:
     seat_of: Tensor  # [tokens] int64: the seat of each token; EMPTY: a padding token
 
     def gather(self, segment: int, length: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns rows [0, length) of a segment's context as values [length, width]. A single run is not copied."""
+        """Returns rows [0, length) of a segment's context as values [length, width].
+
+        Plain rows of one part, in a single run and already in the requested dtype, are not copied.
+        """
         pieces = []
         pages_left = ceil_div(length, self.blocks.shape[0] * self.blocks.shape[2])
         for first, count in self.runs[segment]:

@@ -24,8 +24,8 @@ class Segments:
     """The tokens of one step: one segment per request, concatenated into a flat batch.
 
     Segment i has `counts[i]` tokens, the newest ones of a context of `lengths[i]` tokens. So token j of the segment has
-    position `lengths[i] - counts[i] + j`, and it attends to the positions up to its own. In a captured graph, the host
-    has no lengths.
+    position `lengths[i] - counts[i] + j`, and it attends to the positions up to its own. In a captured graph,
+    `lengths` is empty.
     """
 
     counts: Sequence[int]

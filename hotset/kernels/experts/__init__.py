@@ -19,8 +19,8 @@ def experts(
 ) -> Tensor:  # [tokens, hidden]
     """Returns sum_j weights[j] * down[e_j] @ (silu(gate[e_j] @ x) * (up[e_j] @ x)). Reads only the experts in use.
 
-    On a GPU it can be captured in a graph, except in float64, which uses the reference. Raises ConfigError before
-    anything runs if x and the weights differ in dtype, or if there are too many experts for the fast path.
+    On a GPU it can be captured in a graph in bfloat16 and float32; other dtypes use the reference. Raises ConfigError
+    before anything runs if x, gate_up and down differ in dtype, or if there are too many experts for the fast path.
     """
     assert expert_ids.shape == weights.shape, f"{tuple(expert_ids.shape)} experts with {tuple(weights.shape)} weights"
     tokens, (_, hidden, width) = expert_ids.shape[0], down.shape

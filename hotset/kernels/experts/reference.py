@@ -1,4 +1,4 @@
-"""The specification of experts: tokens are sorted by expert, with one product per expert that is used."""
+"""The specification of experts: pairs (token, expert) are sorted by expert; each expert in use is applied once."""
 
 import torch
 from torch import Tensor

@@ -5,9 +5,10 @@ and divides each expert's run of pairs into blocks. A program of a product compu
 The programs that compute the same outputs run next to each other, so the weights of an expert with several blocks are
 read from memory once. The products are computed as weight @ tokens^T: the weight is the tall operand, so Hopper's wide
 matrix instructions can also be used for blocks of 16 pairs. No sum crosses programs, so a token gets the same bits
-whatever else is in the batch.
+in all batches that use the same `Tiles`; these depend on the mean number of pairs per expert.
 
-If an expert has many tokens, the products are bound by arithmetic, and torch's grouped product is used instead.
+If experts have many pairs on average, the products are bound by arithmetic, and torch's grouped product is used instead
+(in bfloat16).
 """
 
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Tiles:
 
 
 # The key is the largest mean number of pairs per expert that an entry serves. A multiprocessor needs about 40 KB of
-# weights in flight. It holds two of these programs, each with stages of 32 KB or more in flight.
+# weights in flight. It holds two of these programs, and the stages of each have 32 KB or more in flight.
 TILES = {
     8: Tiles(16, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
     20: Tiles(32, Tile(64, 64, 4, 5), Tile(128, 64, 4, 5)),

@@ -25,7 +25,7 @@ def gqa_append(
 ) -> Tensor:  # [tokens, heads, dim]: the queries, normalised and rotated
     """Writes K, normalised and rotated, and V into `device_rows` and nothing else. `qkv` is not changed.
 
-    Raises ConfigError before launch if the fast path cannot write the layout.
+    Raises ConfigError before launch if the fast path cannot write the layout or the heads are too wide for it.
     """
     dim = qkv.shape[2]
     assert layout.width == 2 * kv_heads * dim, f"rows of {layout.width} values for {kv_heads} heads of {dim}"

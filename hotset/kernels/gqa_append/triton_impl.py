@@ -117,5 +117,5 @@ def _append_kernel(
         if padding > 0:
             value = tl.arange(0, _ROW_ALIGN)
             end = device_rows + device_row * device_stride + 2 * kv_heads * dim
-            count = tl.where(head == heads + 2 * kv_heads - 1, padding, 0)  # the program of the last head writes it
+            count = tl.where(head == heads + 2 * kv_heads - 1, padding, 0)  # the last head writes the padding
             tl.store(end + value, tl.zeros([_ROW_ALIGN], device_rows.dtype.element_ty), mask=value < count)

@@ -1,4 +1,4 @@
-"""index_topk on a CPU: computes the same scores as the reference in fewer passes.
+"""index_topk on a CPU: computes the scores of the reference, up to rounding, in fewer passes.
 
 Queries that see at most k positions are not scored. The others are scored in blocks. A block reads the context up to
 its own last position, so only the newest few columns have to be masked.
@@ -14,7 +14,7 @@ from hotset.kernels.stable_topk import stable_topk
 
 BLOCK_SCORES = 1 << 21  # scores held at once: queries x heads x positions
 GROUP = 4  # positions that share one maximum
-MIN_GROUPED_CONTEXT = 24  # contexts of at least this many times k are searched by groups; must exceed GROUP
+MIN_GROUPED_CONTEXT = 24  # contexts of at least this many times k are searched by groups; must be at least GROUP
 
 
 def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, k: int, scale: float) -> Tensor:
@@ -63,9 +63,10 @@ def index_scores(q: Tensor, weights: Tensor, seen: Tensor, newest: int, scale: f
 
 
 def topk_positions(scores: Tensor, k: int) -> Tensor:
-    """Returns the same as `stable_topk`, for scores of more than k positions.
+    """Returns the same as `stable_topk`, for scores of more than k positions, none of them NaN.
 
-    If the k-th largest value exceeds the next, the k largest are unique. Queries with a tie there use `stable_topk`.
+    If the k-th largest value exceeds the (k + 1)-th, only one set of positions has the k largest. Other queries use
+    `stable_topk`.
     """
     values, positions = _largest(scores, k + 1)
     topk = positions[:, :k].sort(-1).values
@@ -79,7 +80,8 @@ def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns the k largest values of each query, descending, and their positions. Ties are broken arbitrarily.
 
     In a long context, the positions g, g + groups, g + 2 * groups, ... form group g. The k groups with the largest
-    maxima contain k values that no value outside these groups exceeds.
+    maxima contain k values that no value of another group exceeds. The last positions, which are in no group, are
+    candidates too.
     """
     length = scores.shape[1]
     if length < MIN_GROUPED_CONTEXT * k:

@@ -1,12 +1,15 @@
 """Scores index keys in Triton. A program scores a tile of queries against a share of their context, tile by tile.
 
 The left operand of the matrix product is a tile of keys. The right operand has one column for every head of every query
-in the tile. So no head count wastes matrix operations, and several queries that share a context read its keys once.
+in the tile; the heads of a query are padded to a power of two, at least 16. Several queries that share a context read
+its keys once.
 fp8 keys are converted to float16, which represents every e4m3 value. Their scale is positive, so it is applied after
-the sum over the heads. Each query is divided by a power of two, so that float16 is as precise for it as bfloat16.
+the sum over the heads. Each head of a query is divided by a power of two, so that float16 is at least as precise for it
+as bfloat16.
 
 The length of a block of keys is rarely a multiple of the tile. The last tile is moved back so that it ends with the
-block, and no load needs a mask. Scores of keys that it shares with the previous tile are not written again.
+block, and no load needs a mask. Scores of keys that it shares with the previous tile are not written again. Only blocks
+shorter than a tile are loaded with a mask.
 """
 
 from dataclasses import dataclass
@@ -45,7 +48,7 @@ OWN_CONTEXT_PLAIN = {  # index keys of 16 bits
     128: ScoreTuning(stages=3, programs_per_sm=2),
 }
 SHARED_CONTEXT = ScoreTuning(columns=128, programs_per_sm=2)  # limited by arithmetic
-MIN_HEADS = 16  # required by the matrix instructions; fewer heads are padded with heads of weight 0
+MIN_HEADS = 16  # required by the matrix instructions; padding heads have weight 0
 MAX_SPLITS = 1024  # programs that share one context
 OPERAND = {torch.float8_e4m3fn: tl.float16, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}  # by stored dtype
 INTERPRETED_MULTIPROCESSORS = 2
@@ -56,7 +59,7 @@ _EMPTY = tl.constexpr(EMPTY)
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The scores of a batch of queries. Entries that a query must not see are not written."""
+    """The scores of a batch of queries. Entries of unseen positions and of unscored queries are not written."""
 
     values: Tensor  # [queries, context] float32
     moments: Tensor  # [queries, splits, 2] float32: sums of the scores and of their squares, per share of the context

@@ -35,12 +35,12 @@ class SelectTuning:
 TUNED = SelectTuning()
 CONTEXT_MULTIPLE = 4096  # the scores of a query are padded to a multiple of this, so that they are whole blocks
 SPLITS = (1, 8, 64)  # variants of `_gather_kernel`, by the maximum number of programs that share a query
-MIN_HELD = 1024  # scores in the registers of a program of `_finish_kernel`; if k is larger, more than k
+MIN_HELD = 1024  # scores in registers of a `_finish_kernel` program; if k >= 1024, the power of two above k
 LIST_ROOM = 2  # capacity of the list, in multiples of what `_finish_kernel` holds
 OPTIONS = {"enable_fp_fusion": False}  # two kernels must compute the same bin for a score
 
 _EMPTY = tl.constexpr(EMPTY)
-_UNSELECTABLE = tl.constexpr(-(2**31))  # the order of a score that cannot be selected: -inf or NaN
+_UNSELECTABLE = tl.constexpr(-(2**31))  # the order key of a score that cannot be selected: -inf or NaN
 _MAX_SCORE_SPLITS = tl.constexpr(MAX_SPLITS)
 _MIN_SPAN = tl.constexpr(1e-30)
 _MAX_MAGNITUDE = tl.constexpr(1e30)
@@ -231,7 +231,7 @@ def _finish_kernel(
             source = listed + query * room
             entries = total
         threshold = tl.full([], _UNSELECTABLE, tl.int32)
-        room_for_ties = tl.full([], 0, tl.int32)  # scores equal to the threshold that are selected
+        room_for_ties = tl.full([], 0, tl.int32)  # number of scores equal to the threshold that are selected
         if total > k:
             threshold = _kth_largest(source, entries, k, block)
             first = _order(source, 0, entries, block)
@@ -309,9 +309,9 @@ def _scores(values: tl.tensor, start: tl.tensor, last: tl.tensor, block: tl.cons
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _order(source: tl.tensor, start: tl.tensor, entries: tl.tensor, block: tl.constexpr) -> tl.tensor:
-    """Returns [block] int32 keys that have the order of the scores from `start` on. 0.0 and -0.0 are equal.
+    """Returns [block] int32 order keys: they have the order of the scores from `start` on. 0.0 and -0.0 are equal.
 
-    Keys from `entries` on, and those of scores that cannot be selected, are UNSELECTABLE.
+    Order keys from `entries` on, and those of scores that cannot be selected, are UNSELECTABLE.
     """
     index = start + tl.arange(0, block)
     score = tl.load(source + index, mask=index < entries, other=float("-inf"))
@@ -344,7 +344,7 @@ def _kth_largest(source: tl.tensor, entries: tl.tensor, k: tl.tensor, block: tl.
 def _count_at_least(
     first: tl.tensor, source: tl.tensor, threshold: tl.tensor, entries: tl.tensor, block: tl.constexpr
 ) -> tl.tensor:
-    """Counts those of `entries` scores whose order key is at least `threshold`. `first` is the first block of keys."""
+    """Counts those of `entries` scores whose order key is at least `threshold`. `first`: the order keys of block 0."""
     count = tl.sum((first >= threshold).to(tl.int32), 0)
     for start in range(block, entries, block):
         count += tl.sum((_order(source, start, entries, block) >= threshold).to(tl.int32), 0)

@@ -13,9 +13,8 @@ class Linear:
     """Computes x @ weight.T + bias for a weight [out, in] and an optional bias [out].
 
     On a CPU in float32, oneDNN serves small batches (2 to 64 tokens) from a copy of the weight in blocked order
-    (`packed.py`). BLAS would pack the weight again at every call, which at these sizes costs more than the product
-    (8 tokens, 3072 x 576, two Neoverse-N1 cores: 0.87 ms against 0.62 ms, 2026-11-15). The price is a second copy of
-    the weight in memory.
+    (`packed.py`). BLAS would pack the weight again at every call (8 tokens, 3072 x 576, two Neoverse-N1 cores: 0.87 ms
+    with BLAS, 0.62 ms with the copy, 2026-11-15). The price is a second copy of the weight in memory.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -57,10 +56,10 @@ def per_head_matmul(
 
 
 def per_head_matmul_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Writes the product to `out` [tokens, heads, out], which may be a slice of a wider tensor.
+    """Writes the result of `per_head_matmul` to `out` [tokens, heads, out], which may be a slice of a wider tensor.
 
-    cuBLAS accepts any stride between the matrices of a batch and between the rows of a matrix. In `out`, the heads of
-    one token are adjacent, so neither a transposed copy nor a concatenation is needed.
+    cuBLAS accepts any stride between the matrices of a batch and between the rows of a matrix. So the result
+    needs neither a transposed copy nor a concatenation.
     """
     assert out.stride(2) == 1, f"the values of a head have stride {out.stride(2)}; they must be adjacent"
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

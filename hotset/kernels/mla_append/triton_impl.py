@@ -114,7 +114,7 @@ def _append_kernel(
         tl.store(values + index, latent, mask=inside)
         tl.store(values + rank + pair, first_out, mask=in_pairs)
         tl.store(values + rank + half + pair, second_out, mask=in_pairs)
-    if row_bytes < stride_bytes:  # fewer than ROW_ALIGN bytes
+    if row_bytes < stride_bytes:  # the padding has fewer than ROW_ALIGN bytes
         padding = row_bytes + tl.arange(0, _ROW_ALIGN)
         tl.store(target + padding, tl.zeros([_ROW_ALIGN], tl.uint8), mask=padding < stride_bytes)
 

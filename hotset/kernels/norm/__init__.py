@@ -17,7 +17,7 @@ def rms_norm(
     weight: Tensor,  # [width]
     eps: float,
 ) -> Tensor:  # like x, contiguous in the fast path
-    """Returns x / rms(x) * weight, with the mean square in the accumulation dtype."""
+    """Returns x / sqrt(mean(x ** 2) + eps) * weight, with the mean in the accumulation dtype."""
     if _has_fast_path(x):
         out: Tensor = kernels_of("norm").rms_norm(x, weight, eps)
         return out
@@ -30,7 +30,7 @@ def add_rms_norm(
     weight: Tensor,  # [width]
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # x + delta, and its norm
-    """Adds a delta to the residual and normalises the sum, in one pass. Neither input is changed."""
+    """Adds a delta to the residual and normalises the sum; the fast path needs one pass. Neither input is changed."""
     if _has_fast_path(x) and delta.dtype == x.dtype:
         out: tuple[Tensor, Tensor] = kernels_of("norm").add_rms_norm(x, delta, weight, eps)
         return out

@@ -21,9 +21,10 @@ def to_host(
 
     The values of a row must be adjacent. The strides of rows and layers may exceed their sizes. Memory that does not
     consist of rows can be copied as words: pass a view [layers, words, 1], and pieces that count words. The rows that
-    pieces write must not overlap. On a GPU, the copy is asynchronous. `pieces` must be in device memory or pinned
-    memory and must not change until the copy is complete. Before reading the host rows, wait for an event. Raises
-    ConfigError before anything is written if device rows and host rows differ in width or dtype.
+    pieces write must not overlap. On a GPU, the copy is asynchronous: `pieces` must be in device memory or pinned
+    memory and must not change until the copy is complete. Before reading the target rows on the host, wait for an event
+    recorded after this call. Raises ConfigError before anything is written if device rows and host rows differ in width
+    or dtype.
     """
     _checked_op(pieces, device_rows, host_rows).copy(pieces, device_rows, host_rows, to_host=True)
 

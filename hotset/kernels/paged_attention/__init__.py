@@ -1,7 +1,8 @@
 """paged_attention: full causal attention with grouped heads, over contexts found through page tables.
 
-On a GPU, a decode step (one query per context) uses only the page table, seats and positions on the device, so it can
-be captured in a graph. A padding query (seat EMPTY) gets zeros there. Other steps use the runs of pages on the host.
+On a GPU, in bfloat16 and float32, a decode step (one query per context) uses only the page table, seats and positions
+on the device, so it can be captured in a graph. A padding query (seat EMPTY) gets zeros there. All other calls use the
+reference, which reads `PagedRows.runs`.
 """
 
 from torch import Tensor

@@ -2,8 +2,8 @@
 
 A program processes one KV head of one query and one split of its context. It computes all heads that share the KV head
 together, so K and V are read once. If there are too few queries and KV heads to fill the GPU, contexts are divided into
-splits, and a second kernel merges their results. The number of splits depends on shapes. Their length depends on the
-positions on the device: a split that begins after the end of its context does nothing.
+splits, and a second kernel merges their results. The number of splits depends on shapes and on the GPU. Their
+length depends on the positions on the device: a split that begins after the end of its context has no rows.
 """
 
 from functools import cache

@@ -17,8 +17,9 @@ def rotate(
 ) -> Tensor:  # like x
     """Rotates the first `rotation.dim` values of every head and copies the others. x is not changed.
 
-    The pairs are (i, i + half), or (2i, 2i + 1) if `interleaved`. Both are written as two halves. Queries and keys use
-    the same order, so their dot products do not change.
+    The pairs are (i, i + rotation.dim / 2), or (2i, 2i + 1) if `interleaved`. Either way, the result has the first
+    values of all pairs, then the second ones. Queries and keys use the same order, so it does not affect their dot
+    products.
     """
     assert rotation.dim <= x.shape[-1], f"{rotation.dim} values cannot be rotated in a head of {x.shape[-1]}"
     if has_fast_path(x):

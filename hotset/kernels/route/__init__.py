@@ -22,9 +22,10 @@ def route(
 ) -> Routes:
     """Selects each token's best experts by sigmoid(router @ x) + correction, within its best groups of experts.
 
-    The score of a group is the sum of its two best experts. If scores are equal, the lower expert or group wins. The
-    correction affects only the selection: the weights are the plain sigmoids, normalised to a sum of 1 if the rule
-    requires it, times the rule's scale. A token whose scores are NaN gets no expert.
+    The score of a group is the sum of the corrected scores of its two best experts. If scores are equal, the lower
+    expert or group wins. The correction affects only the selection: the weights are the plain sigmoids, normalised to a
+    sum of 1 if the rule requires it, times the rule's scale. A token whose scores are all NaN gets no expert; with
+    several groups, this holds only in the fast path.
     Raises ConfigError if there are too many experts for the fast path.
     """
     experts = rule.experts

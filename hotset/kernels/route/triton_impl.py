@@ -1,8 +1,8 @@
 """route in Triton. The product with the router is split along `hidden`; then one program per token adds up and selects.
 
-The router is float32. Each factor is split into two tf32 parts, so the products are as exact as those of float32. The
-split of `hidden` depends on nothing else, so a token gets the same bits in every batch of up to `MAX_TOKENS`. Larger
-batches use torch's product.
+The router is float32. Each factor is split into two tf32 parts, so the products are almost as exact as those of
+float32. How `hidden` is split depends only on its size, so a token gets the same bits in every batch of up to
+`MAX_TOKENS`. Larger batches use torch's product.
 """
 
 import torch
@@ -169,7 +169,7 @@ def _select_kernel(
     column = tl.cumsum(selected.to(tl.int32), 0) - 1
     tl.store(expert_ids + token * experts_per_token + column, expert.to(tl.int64), mask=selected)
     tl.store(weights + token * experts_per_token + column, weight * scale, mask=selected)
-    # A padding token selects no expert, and neither does a token whose scores are NaN.
+    # A padding token selects no expert, and neither does a token whose scores are all NaN.
     unused = (flat >= tl.sum(selected.to(tl.int32), 0)) & (flat < experts_per_token)
     empty = tl.full([tile_groups * tile_group_size], _EMPTY, tl.int64)
     tl.store(expert_ids + token * experts_per_token + flat, empty, mask=unused)

@@ -1,4 +1,4 @@
-"""save_last_topk: saves the newest selection of every seat."""
+"""save_last_topk: saves this step's selection for every seat in the batch."""
 
 from torch import Tensor
 

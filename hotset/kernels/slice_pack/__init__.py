@@ -28,12 +28,13 @@ def slice_pack(
     The bytes of a row must be adjacent. The strides of rows and pages may exceed their sizes.
 
     If `out` or a store is on a GPU, the copy is asynchronous, on the current stream. Host memory that it reads or
-    writes must be pinned and must not change until the copy is complete. Only `pages` on the host may change after the
-    call. A graph can capture the call if `pages` is on the device and an earlier call had the same stores and slices.
-    If all memory is on the host, the copy is complete on return.
+    writes must be pinned and must not change until the copy is complete. Only `pages` in pageable memory may change
+    after the call. A graph can capture the call if `pages` is on the device and an earlier call had the same stores,
+    the same slices and the same alignment of `out`. If `out` and the stores are on the host, the copy is complete on
+    return.
 
-    Raises ConfigError before anything is written if slices exceed the row, or if the stores differ in shape, strides or
-    dtype. Page numbers are checked if they are on the host.
+    Raises ConfigError before anything is written if slices exceed the row, or if the stores differ in shape or strides
+    or are not uint8. Page numbers are checked if they are on the host.
     """
     op = _checked_op(stores, pages, first, last, slices, out)
     op.copy(stores, pages, first, last, slices, out, unpack=False)

@@ -66,7 +66,7 @@ def copy(
 
 
 def _strips(slices: RowSlices) -> list[Strip]:
-    """Merges slices of equal length and equal distance into one strip. K and V of some heads are such slices."""
+    """Returns one strip if all slices have equal lengths and distances (as K and V of some heads), or one per slice."""
     begins, lengths = [begin for begin, _ in slices.spans], {nbytes for _, nbytes in slices.spans}
     steps = {after - before for before, after in pairwise(begins)}
     if len(lengths) == len(steps) == 1 and min(steps) > 0:

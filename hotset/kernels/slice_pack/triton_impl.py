@@ -1,6 +1,6 @@
 """slice_pack and slice_unpack in Triton: a program copies one piece of some rows of one unit.
 
-A piece is a slice, or an equal part of a slice that is longer than PIECE_BYTES. The units have arbitrary addresses, so
+A piece is a slice, or a part of a slice that is longer than PIECE_BYTES. The units have arbitrary addresses, so
 the kernel reads these from a table. The table also lists the pieces, after the addresses.
 """
 

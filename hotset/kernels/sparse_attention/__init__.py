@@ -26,8 +26,8 @@ def sparse_attention(
 
     A query without rows (a padding query) gets zeros, whatever its q holds. bfloat16 tensors on a GPU use the fast
     path, which can be captured in a graph. It supports any number of heads and of row ids, the ranks RANKS, the ropes
-    ROPES, plain rows, and rows whose latent is fp8. Other sizes raise a ConfigError that contains the value. Other
-    dtypes use the reference.
+    ROPES, plain rows, and rows whose latent is fp8. Other sizes raise a ConfigError that contains the value. On
+    a GPU, queries of other dtypes use the reference. On a CPU, all calls use `cpu_impl`.
     """
     assert q.shape[2] == layout.width, f"queries have {q.shape[2]} values, but rows have {layout.width}"
     assert row_ids.shape[0] == q.shape[0], f"{row_ids.shape[0]} lists of row ids for {q.shape[0]} queries"

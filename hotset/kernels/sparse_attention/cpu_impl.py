@@ -22,7 +22,7 @@ def sparse_attention(q: Tensor, rows: Tensor, row_ids: Tensor, layout: RowLayout
         readable, empty = row_ids[part], row_ids[part] == EMPTY
         some_empty = bool(empty.any())
         if some_empty:
-            # An EMPTY entry reads one of the query's rows, with weight 0. Others might hold NaN, and 0 * NaN is NaN.
+            # An EMPTY entry reads one of the query's rows with weight 0: other rows might hold NaN, and 0 * NaN is NaN.
             readable = torch.where(empty, readable.amax(-1, keepdim=True).clamp_min(0), readable)
         stored = torch.index_select(rows, 0, readable.flatten(), out=memory[: readable.numel()])
         gathered = layout.decode(stored, accumulate).view(-1, k, width)
@@ -38,7 +38,7 @@ def sparse_attention(q: Tensor, rows: Tensor, row_ids: Tensor, layout: RowLayout
 def _decoded_once(
     rows: Tensor, row_ids: Tensor, layout: RowLayout, accumulate: torch.dtype
 ) -> tuple[Tensor, Tensor, RowLayout]:
-    """Decodes every selected row once and returns decoded rows, their ids and their layout, if that saves time.
+    """Decodes every selected row once, if that saves time. Returns (decoded rows, row ids in these, their layout).
 
     It saves time if queries share many rows, as in a prompt: if the entries outnumber the rows that they span.
     Otherwise, and if rows are stored in the accumulation dtype, the arguments are returned.

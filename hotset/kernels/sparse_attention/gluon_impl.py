@@ -368,7 +368,7 @@ def _begin_sums(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _finish_step() -> None:
-    """Makes all writes to the other buffer visible to the matrix units. After it, this buffer may be overwritten."""
+    """Makes all writes to the next tile visible to the matrix units. After it, the current tile may be overwritten."""
     fence_async_shared()
     _barrier()
 

@@ -44,7 +44,7 @@ _DEQUANTISE = gl.constexpr(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def load_row_ids(row_ids: gl.tensor, start: gl.tensor, key: gl.tensor, stop: gl.tensor) -> gl.tensor:
-    """Loads the entries start + key, with EMPTY from `stop` on. Row ids fit into 32 bits, but byte offsets do not."""
+    """Loads the entries start + key, with EMPTY from `stop` on. Row ids fit into 32 bits; byte offsets may not."""
     return gl.load(row_ids + start + key, mask=start + key < stop, other=-1).to(gl.int32)
 
 

@@ -14,7 +14,7 @@ MAX_SPLITS = 32  # supported by the merge
 # The cost model that decides the number of splits. It reproduces times measured on an H200. The unit of cost is a key:
 # the time in which a program that is alone on its multiprocessor processes one key.
 TWO_AT_ONCE = 1.7  # time of two programs that share a multiprocessor, relative to the time of one
-PROGRAM_KEYS = 2048  # cost of a program with one head besides its keys; more heads make each key cost more
+PROGRAM_KEYS = 2048  # fixed cost of a program, in keys of one head; a key of n heads counts as n of these
 SUMS_KEYS = 0.75  # storing the sums of one head and reading them in the merge
 MERGE_KEYS = 96  # the rest of the merge
 
@@ -83,7 +83,7 @@ HOPPER = {
 
 @lru_cache(maxsize=1024)  # every layer calls it
 def choose_launch(shape: AttentionShape, gpu: GpuTraits) -> LaunchConfig:
-    """Returns the launch for these sizes. It depends on nothing else, so it can be captured in a graph."""
+    """Returns the launch for these sizes on this GPU. No tensor affects it, so a graph can capture the launch."""
     heads = 16 if shape.heads <= 16 else 32 if shape.heads <= 32 else 64
     table = HOPPER if gpu.hopper and (shape.rank, shape.rope) == (RANK, ROPE) else PORTABLE
     return with_splits(table[shape.fp8, heads], shape, gpu)

@@ -85,7 +85,7 @@ def _attend_of(launch: LaunchConfig) -> Attend:
 
 
 def _merge_of(launch: LaunchConfig) -> Merge:
-    """Returns the merge in CUDA C++ on Hopper, because it can be launched early."""
+    """Returns the merge of the Triton kernel, or else the one in CUDA C++, which needs Hopper and is launched early."""
     return _merge if launch.kernel == "triton" else cuda_impl.merge
 
 
@@ -270,7 +270,7 @@ def _dequantised(
     if interpreted:
         tile = (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * ratios.to(tl.float32)).to(tl.float16)
     else:
-        # If it were pure, the compiler would compute it twice, in the layouts of both products, byte by byte.
+        # If the assembly were pure, the compiler would run it twice, in the layouts of both products, byte by byte.
         tile = tl.inline_asm_elementwise(
             _DEQUANTISE, "=r,=r,r,r,r", [codes, ratios], dtype=tl.float16, is_pure=False, pack=4
         )
@@ -279,7 +279,7 @@ def _dequantised(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _unit(x: tl.tensor) -> tl.tensor:
-    """Returns the largest power of two that does not exceed `x` >= 0: the float32 without its mantissa."""
+    """Returns the largest power of two up to `x` >= 0 (the float32 without its mantissa), but at least 2**-40."""
     return (tl.maximum(x, _SMALLEST_UNIT).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
@@ -291,7 +291,7 @@ def _inverse(unit: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _exponent(unit: tl.tensor) -> tl.tensor:
-    """Returns log2 of a power of two: its exponent bits are the last bits of 2**23 + 127 + log2."""
+    """Returns log2 of a power of two: its exponent bits, as the last bits of 2**23, make 2**23 + 127 + log2."""
     return ((unit.to(tl.int32, bitcast=True) >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0
 
 

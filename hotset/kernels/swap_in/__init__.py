@@ -1,6 +1,6 @@
 """swap_in: brings the rows that an index group selected to the device, before attention reads them.
 
-`plan` runs once per index group and step. If it receives the rows of the group's first layer, it also copies these.
+`plan` runs once per index group and step. If it receives the rows of one layer, it also copies these.
 `copy` runs for every other layer of the group, with the copies of the same `SwapPlan`.
 """
 
@@ -19,7 +19,7 @@ MAX_SLOTS = 32_767  # slot numbers are int16 in the maps
 
 def plan(
     positions: Tensor,  # [batch, k] int64, EMPTY-padded anywhere, in any order, duplicates allowed
-    seats: Tensor,  # [batch] int64; EMPTY: a padding query. A tiered seat occurs at most once, others repeatedly
+    seats: Tensor,  # [batch] int64; EMPTY: a padding query. A tiered seat occurs at most once; others may repeat
     stamps: Tensor,  # [batch] int64: position of the newest row, below 2**31, not below any stamp in that seat's maps
     tables: SeatTables,
     words: Tensor,  # [device pages * words_per_page] int32: the map pages of this index group
@@ -35,11 +35,12 @@ def plan(
     Positions of resident seats are looked up in `row_pages`. Of a tiered seat, the page with its newest row and the
     page before it are in the tail; positions there use no map. For all other positions of a tiered seat, the maps in
     `words` are updated in place as if the copies were complete. Therefore the caller must call `copy` for every layer
-    of the group before the next `plan` for that seat. Padding queries change nothing.
+    of the group that this call does not copy, before the next `plan` for that seat. Padding queries change nothing.
 
-    The missing positions, in the order of their first occurrence, get the victims in ascending order. Planning and
-    copying in one call is faster than in two. Raises ConfigError before anything is written if the slots cannot hold k
-    positions, if there are too many slots for the maps, or if host rows and device rows differ in width or dtype.
+    The missing positions, in the order of their first occurrence, get the evicted slots in ascending order. On a
+    GPU, planning and copying in one call is faster than in two. Raises ConfigError before anything is written if the
+    slots cannot hold k positions, if there are too many slots for the maps, if `page_rows` is below 1, if host rows and
+    device rows differ in width or dtype, or, on a GPU, if k exceeds `cuda_impl.MAX_POSITIONS`.
     """
     batch, k = positions.shape
     if k > tables.slots:

@@ -140,11 +140,11 @@ class _LayerRows:
         self._host, self._device = host_rows.view(torch.uint8), device_rows.view(torch.uint8)
 
     def constants(self) -> dict[str, int]:
-        """Returns the widest unit that all rows are aligned to, and the loads per lane that a row needs."""
+        """Returns the widest unit that all rows are aligned to, and the loads per lane that a row needs (at most 4)."""
         tiers = (self._host, self._device)
         addresses = [address for rows in tiers for address in (rows.data_ptr(), rows.stride(0))]
         unit = next(unit for unit in UNITS if all(address % unit == 0 for address in addresses))
-        # A row that does not begin with a line of host memory may extend into one more line.
+        # A row that does not begin at the start of a line of host memory may extend into one more line.
         return {"UNIT": unit, "LOADS": min(4, -(-(self._host.shape[1] + LINE - unit) // (32 * unit)))}
 
     def arguments(self) -> tuple[Tensor | int, ...]:

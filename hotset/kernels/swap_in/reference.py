@@ -141,7 +141,7 @@ def _list_copies(missing: Tensor, host_rows: Tensor, device_rows: Tensor) -> Row
 def _assign_slots(missing: Tensor, topk: _TieredTopk, maps: _Maps) -> None:
     """Assigns the least recently used slots of each seat to its positions at `missing` [seats, k], in the maps."""
     at_seat, victim = _least_recently_used(missing.sum(1, keepdim=True), topk.stamp, maps).nonzero(as_tuple=True)
-    # Both are ordered by seat, then misses by list order and victims ascending. So they match one to one.
+    # Misses and victims are ordered by seat, then misses by list order and victims ascending: they match one to one.
     position = topk.positions[missing]
     assert victim.shape == position.shape, f"{position.shape[0]} misses, but {victim.shape[0]} evictable slots"
     victim_maps = _Maps(maps.pages[at_seat], maps.slots, maps.words, maps.words_per_page)
@@ -163,7 +163,10 @@ def _first_occurrences(positions: Tensor, candidates: Tensor) -> Tensor:
 
 
 def _least_recently_used(count: Tensor, stamp: Tensor, maps: _Maps) -> Tensor:
-    """Returns [seats, slots] bool: the `count` least recently used slots of each seat. Ties go to the lower slot."""
+    """Returns [seats, slots] bool: the `count` least recently used slots of each seat, without those used in this step.
+
+    Ties go to the lower slot.
+    """
     slots = torch.arange(maps.slots, device=count.device).expand(count.shape[0], -1)
     last_used = maps.words[maps.last_used(slots)].long()
     used_now = last_used == stamp
@@ -178,7 +181,7 @@ def _rows_in(pages: Tensor, seat: Tensor, index: Tensor, where: Tensor, page_row
 
 
 def _widest_word(*tensors: Tensor) -> torch.dtype:
-    """Returns the widest integer dtype whose size divides all rows. Torch copies word by word, but not all dtypes."""
+    """Returns the widest integer dtype that divides all rows and strides. Torch copies words, but not of all dtypes."""
     for word in (torch.int64, torch.int32, torch.int16):
         lengths = [length for rows in tensors for length in (rows.shape[1], rows.stride(0), rows.storage_offset())]
         if all(length * tensors[0].itemsize % word.itemsize == 0 for length in lengths):

@@ -15,7 +15,7 @@ class SeatTables:
     The maps of a tiered seat are a sequence of int32 words, stored in `map_pages`: word w is
     `words[map_pages[w // words_per_page] * words_per_page + w % words_per_page]`.
         [0, slots)            position_of[slot]; EMPTY: the slot is empty
-        [slots, 2 * slots)    last_used[slot]: the stamp of the last step that read the slot; -1: none
+        [slots, 2 * slots)    last_used[slot]: the stamp of the last step that used the slot; -1: none
         [2 * slots, ...)      slot_of[position]: int16, two per word in memory order; EMPTY: not in a slot
     """
 
@@ -46,4 +46,4 @@ class SwapPlan:
     """The rows that attention will read, and the copies that must come before, in every layer of the index group."""
 
     rows: Tensor  # [batch, k] int64: the device row of each position after the copies; EMPTY-padded
-    copies: RowCopies  # lists of k entries: every missing row once, in the order of the positions
+    copies: RowCopies  # lists of k entries: every missing row once, in the order of first occurrence in `positions`
