@@ -61,7 +61,8 @@ class LocalBackend:
 class ServerBackend:
     """A server with `/v1/models` (including `max_model_len`), `/v1/completions` and `/tokenize`.
 
-    Raises StartupError if the server cannot be reached or its replies have another format. The caller calls `close`.
+    Raises StartupError if the server cannot be reached or its replies have another format, and RequestError for any
+    status but 200. The caller calls `close`.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -114,7 +115,7 @@ class EvaluationPlan:
 
     tasks: Sequence[str]
     lengths: Sequence[int]  # in tokens
-    questions: int  # per length, divided evenly among the tasks
+    questions: int  # per length, divided as evenly as possible among the tasks
     seed: int
 
 

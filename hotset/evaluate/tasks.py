@@ -30,7 +30,7 @@ TOKENS_PER_RECORD = 40  # a prompt has one record for every 40 tokens of its len
 MIN_LENGTH = 256  # records without filler would fill a shorter prompt
 NEAR_MISSES = 0.3  # the share of distractors whose key has a word in common with another key
 NEAR_QUESTION_KEYS = 24  # near misses among the first 24 distractors resemble a key of the question
-VALUES_THAT_ARE_KEYS = 0.2  # the share of distractors whose value is a key: decoys for chains
+VALUES_THAT_ARE_KEYS = 0.2  # the share of the distractors' notes whose value is a key: decoys for chains
 CLOSE_ENOUGH = 3  # no more filler is added to a prompt that is at most this many tokens below the limit
 
 Key = tuple[str, str]
@@ -120,14 +120,14 @@ class Question:
 
     task: str
     length: int  # the requested length: an upper bound of the tokens of prompt and answer
-    depth: float  # the share of the filler before the first needle: 0 is the oldest position, 1 the newest
+    depth: float  # the share of the filler before the first of `Needles.records`: 0 is oldest, 1 newest
     prompt: str
     answer: str
 
 
 @dataclass(frozen=True, slots=True)
 class Needles:
-    """The records that a question is about, and the question, whose depth is that of the first record."""
+    """The records that a question is about, and the question. Its depth is that of `records[0]`."""
 
     records: Sequence[Record]
     keys: Sequence[Key]  # distractors may resemble these
@@ -160,7 +160,7 @@ class Layout:
 def make_questions(
     tasks: Sequence[str], length_tokens: int, count: int, seed: int, count_tokens: Callable[[str], int]
 ) -> list[Question]:
-    """Makes `count` questions, divided evenly among `tasks`. The same arguments make the same questions.
+    """Makes `count` questions, which alternate between `tasks`. The same arguments make the same questions.
 
     Prompt, answer and end token together have at most `length_tokens` tokens, usually a few less. `count_tokens` counts
     the tokens of a prompt, including special tokens. Raises ConfigError for an unknown task or a length that is too

@@ -1,4 +1,4 @@
-"""The host store keeps every row and index key in host memory, `[layer][row]`, in pages."""
+"""The host store: pages of host memory, `[layer][row]`, with room for every row and index key."""
 
 from collections.abc import Callable
 

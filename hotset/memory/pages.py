@@ -15,7 +15,7 @@ class PageAllocator:
         self.capacity = capacity
         self._held = bytearray(capacity)
         self._free = 0
-        # Free runs in three orders: by first page, by the page after the last, and by (length, first page).
+        # The free runs, by first page, by the page after the last, and sorted by (length, first page).
         self._length_at: dict[int, int] = {}
         self._first_before: dict[int, int] = {}
         self._by_length: list[tuple[int, int]] = []

@@ -64,7 +64,7 @@ class ResidentView:
 
     @property
     def seat_of(self) -> Tensor:
-        """[tokens] int64: the seat of each token."""
+        """[tokens] int64: the seat of each token; EMPTY for padding."""
         return self._batch.seat_of
 
     @property

@@ -19,9 +19,9 @@ class Lease:
 class Ring:
     """Grants free ranges of a ring of `nbytes` bytes in the order of requests.
 
-    Each lease is one range that begins at a multiple of `align`. It is placed in the first gap after the newest lease
-    that is large enough or, if there is none, in the first such gap of the ring. Released bytes therefore stay unused
-    for as long as possible. Leases can end in any order, and their bytes are free at once. Requests are never
+    Each lease is one range that begins at a multiple of `align`. It is placed in the first sufficient gap after the
+    newest lease or, if there is none, in the first sufficient gap of the ring. Released bytes are therefore usually
+    reused late. Leases can end in any order, and their bytes are free at once. Requests are never
     reordered: the first in the queue waits until it fits, and no other request is granted meanwhile. Even a request for
     the whole ring is therefore granted, at the latest when every lease has ended. A request that does not fit waits; it
     does not raise.
@@ -39,7 +39,7 @@ class Ring:
         self._queue: dict[Hashable, int] = {}  # bytes that each waiting owner has requested, in order
         self._quarantined: set[int] = set()
         self._unreported: list[int] = []
-        self._front = 0  # end of the newest lease; 0 if there is no lease
+        self._front = 0  # end of the newest lease, even if it has ended; 0 if there are no leases
         self._next_number = 0
 
     @property

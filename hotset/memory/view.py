@@ -1,8 +1,8 @@
 """The interface between models and memory: how a decoder reads and writes rows during one step.
 
 The top-k positions are known only inside a layer, and only the memory can locate their rows. Models call this
-protocol, `memory` and `tiers` implement it, and the runner passes a view to the model. Models and memory do not import
-each other.
+protocol, `memory` and `tiers` implement it, and the runner passes a view to the model. Models do not import an
+implementation, and `memory` and `tiers` do not import models.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class View(Protocol):
 
     @property
     def padded_seats(self) -> Tensor | None:
-        """[tokens] int64: seats, EMPTY for padding. None if the batch has no padding."""
+        """[tokens] int64: seats, EMPTY for padding. None: no token is padding."""
 
     def new_rows(self, layer: int) -> NewRows:
         """Returns where this step's rows are stored. They must be written before any row of the layer is read."""

@@ -13,7 +13,7 @@ class ConfigFields:
     """Typed access to the fields of one JSON object. A null counts as absent, as in the `transformers` library.
 
     Every method that returns a typed value raises `CheckpointError`, with a message of one line, if the value has the
-    wrong type, or if it is absent and there is no default.
+    wrong type, or if the field is absent, there is no default, and the result cannot be None.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
@@ -86,7 +86,7 @@ class ConfigFields:
         return str(value)
 
     def layer_choices(self, name: str, length: int, supported: tuple[str, ...]) -> list[str] | None:
-        """Returns a list with one choice for each layer. Entries beyond `length` are for layers that are not run."""
+        """Returns one entry for each of `length` layers, or None if the field is absent. Ignores further entries."""
         value = self.get(name)
         if value is None:
             return None

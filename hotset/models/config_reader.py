@@ -1,7 +1,7 @@
 """Reads `config.json` and `generation_config.json` of a Hugging Face directory into a `ModelSpec`.
 
-Absent fields take the defaults of the `transformers` library. Features that the decoders do not implement are refused
-here, by name, before any weight is read.
+Absent optional fields take the defaults of the `transformers` library. Features that the decoders do not implement are
+refused here, by name, before any weight is read.
 """
 
 from collections.abc import Callable, Mapping
@@ -79,8 +79,9 @@ ARCHITECTURES = (*GQA_DEFAULTS, *DSA_DEFAULTS)
 def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> ModelSpec:
     """Returns the model that `config` describes. Stop tokens in `generation` take precedence over those in `config`.
 
-    Error messages start with `source`, the path of config.json. Raises `CheckpointError`, with a message of one line,
-    for fields that are missing, have the wrong type, or request a feature that Hotset does not implement.
+    Error messages start with `source`, the path of the file that `config` comes from, or with generation_config.json.
+    Raises `CheckpointError`, with a message of one line, for fields that are missing, have the wrong type, or request a
+    feature that Hotset does not implement.
     """
     fields = ConfigFields(config, source)
     architecture = fields.get("model_type")

@@ -62,7 +62,7 @@ class Decoder:
     ) -> None:
         """Loads this worker's weights, in the dtype and on the device of the source.
 
-        `collectives` connect the ranks of this stage. Raises `ConfigError` if they cannot divide the model evenly.
+        `collectives` connect the ranks of this stage. Raises `ConfigError` if the ranks cannot divide the model evenly.
         """
         assert (collectives.rank, collectives.size) == (split.rank, split.size), (
             f"the collectives are those of rank {collectives.rank} of {collectives.size}, the split is {split}"

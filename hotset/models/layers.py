@@ -120,7 +120,7 @@ class Moe:
     Every rank holds some consecutive experts and the whole router, so all ranks compute the same routes. A token's
     output is the sum of the outputs of all ranks. `seats` has an entry for each token that this rank's experts compute,
     including the tokens of other data parallel ranks. Tokens with seat EMPTY are padding. They are routed to no expert,
-    so that no weights are read for them.
+    so that no weights are read for them. If `seats` is None, no token is padding.
     """
 
     def __init__(self, loader: ShardLoader, prefix: str, hidden: int, spec: MoeSpec, like: Tensor) -> None:

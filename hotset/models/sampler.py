@@ -29,7 +29,7 @@ class Logprobs:
     top_logprobs: Tensor  # [m, most]
 
     def to_host(self) -> "Logprobs":
-        """Copies everything to host memory. This waits for the device once; `of` would wait at every call."""
+        """Copies everything to host memory and waits for the device, so that later calls of `of` do not wait."""
         return Logprobs(
             self.entries,
             self.chosen_ids.cpu(),
@@ -64,7 +64,7 @@ class SamplerOutput:
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """The sampling state of a running request on the host. The rest of it is in device tensors of the sampler."""
+    """The sampling state of a running request on the host. The rest of the state is in the sampler's tensors."""
 
     params: SamplingParams
     top_k: int

@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding over `dim` values. Fields that a kind of scaling does not use stay at their defaults."""
+    """Rotary embedding over `dim` values. A kind of scaling ignores the fields that it does not use."""
 
     dim: int
     theta: float = 10000.0
@@ -18,7 +18,7 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     mscale: float | None = None  # yarn
-    mscale_all_dim: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn; in MLA models, every kind but default
     attention_factor: float | None = None  # yarn; None: derived from the other fields
     truncate: bool = True  # yarn
 

@@ -116,7 +116,7 @@ def _indivisible_experts(spec: ModelSpec, size: int) -> list[str]:
 
 
 def _indivisible_by_tensor_parallel(spec: ModelSpec, size: int) -> list[str]:
-    """Returns the counts of experts, heads and columns that `size` does not divide."""
+    """Returns the counts of experts, heads and columns that `size` does not divide. KV heads may also divide `size`."""
     moe = spec.moe
     counts = {
         "attention heads": spec.attention.heads,
@@ -159,7 +159,7 @@ def _ranges(bounds: Sequence[int]) -> list[range]:
 
 
 def _balanced(spec: ModelSpec, starts: Sequence[int], stages: int) -> list[int]:
-    """Returns the bounds with the fewest weights in the heaviest stage, then the least sum of squares over stages."""
+    """Returns the bounds with the fewest weights in the heaviest stage. Ties prefer a small sum of squares."""
     weights_before = [0, *accumulate(layer_weights(spec))]  # the weights of all layers before each layer
     vocabulary_weights = spec.vocab * spec.hidden  # of the embedding, and of the LM head
 
@@ -199,7 +199,10 @@ def _cheapest(
     cost: Callable[[int, int, int], Cost],  # cost(stage, first, last) of layers [first, last) as that stage
     combine: Callable[[Cost, Cost], Cost],
 ) -> list[int]:
-    """Returns the bounds of the cheapest division into stages, by dynamic programming over the ends of stages."""
+    """Returns the bounds of the cheapest division into stages, by dynamic programming over the ends of stages.
+
+    The first number of its cost is minimal. The second only decides between first stages with equal first numbers.
+    """
     best: dict[int, tuple[Cost, list[int]]] = {0: ((0, 0), [0])}  # the cheapest first stages, by their end
     for stage in range(stages):
         extended: dict[int, tuple[Cost, list[int]]] = {}

@@ -12,7 +12,7 @@ class TextStream(Protocol):
     """Turns the tokens of one answer into text, one at a time. Unknown token ids produce no text."""
 
     def push(self, token_id: int) -> str:
-        """Returns the text that this token completes: "" while bytes of a character are still missing."""
+        """Returns the text that this token completes: "" while bytes are held back."""
         ...
 
     def flush(self) -> str:

@@ -1,4 +1,4 @@
-"""Decides whether a waiting request is admitted and in which residence, and where prompts of prefill workers land."""
+"""Decides whether a waiting request is admitted and in which residence, and where prompts from prefill workers land."""
 
 from hotset.base.config import TiersMode
 from hotset.schedule.landings import Landings
@@ -21,7 +21,7 @@ def admissible_residences(ledger: Ledger, request: Request, mode: TiersMode) -> 
 
 
 def admissible_landings(ledger: Ledger, request: Request, mode: TiersMode) -> list[tuple[bool, Residence]]:
-    """Returns where the prompt of a prefill worker may land, the best place first.
+    """Returns where a prompt that a prefill worker computes may land, the best place first.
 
     Each entry is (whether it lands in device pages, residence of the request afterwards).
     """
@@ -63,7 +63,7 @@ class Admission:
             assert on_host <= ledger.host.capacity, f"{on_host} host pages are needed, {ledger.host.capacity} exist"
 
     def admit(self, request: Request) -> bool:
-        """Admits a waiting or parked request with pages for all its tokens. Returns False if it does not fit yet.
+        """Admits a waiting or parked request with pages for all its tokens. Returns False if it must wait.
 
         A request whose prompt a prefill worker computes gets the pages in which the prompt will land, but no seat yet.
         """

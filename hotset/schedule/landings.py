@@ -59,7 +59,7 @@ class Landings:
         return False
 
     def reserved_in(self, plan: int) -> bool:
-        """Returns True if a reservation was made in this plan. It must then be executed even if it computes nothing."""
+        """Returns True if a reservation was made in this plan. The plan is then needed even if it computes nothing."""
         return any(unsent.last_plan == plan for unsent in self._unsent.values())
 
     def take(self, first_in_flight: int) -> list[Reservation | Withdrawal]:

@@ -64,7 +64,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawal:
-    """Cancels a reservation that a prefill worker has received. Its pages stay held until the landing has ended."""
+    """Cancels a reservation that was sent to a prefill worker. Its pages stay held until the landing has ended."""
 
     request_id: str
     attempt: int

@@ -15,7 +15,7 @@ from hotset.schedule.request import Counters, Phase, Request
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
 from hotset.tiers.residence import Residence
 
-MAX_PARKS = 3  # a request parked this often is parked again only if every running request was
+MAX_PARKS = 3  # a request parked this often is parked again only if all running requests were parked this often
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def pick_victim(ledger: Ledger, needy: Request, running: Sequence[Request], wait
 
     If device pages are short, the request whose demotion frees the most pages is demoted. If no demotion frees any, the
     youngest running request is parked, and MAX_PARKS applies. If host pages are short, or there is no host store, the
-    youngest request that holds pages releases all of them and is recomputed.
+    youngest running or parked request releases all its pages and is recomputed.
     """
     need = ledger.pages_needed(needy.holding, needy.holding.residence, needy.num_scheduled + 1)
     short_of_device = need.device > ledger.device.free

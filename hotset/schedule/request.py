@@ -114,7 +114,7 @@ class Request:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start. Each event is counted at the one place where it happens."""
+    """Totals since start. Each event is counted once, where it happens."""
 
     steps: int = 0
     tokens_prefilled: int = 0

@@ -51,7 +51,7 @@ class Scheduler:
         """At most `seats` requests run at once.
 
         A step computes one token of every decoding request, and prompt tokens until there are `max_num_batched_tokens`
-        in all. It computes at least one prompt token, so that prompts advance however many requests decode. A tiered
+        in all. It leaves room for at least one prompt token, so prompts advance however many requests decode. A tiered
         request is promoted only after `promote_after_plans` plans without memory pressure. With several pipeline
         `stages`, the first stage can compute a sampled token only after the last stage has sampled it. Decoding
         requests are therefore divided among `stages` plans in flight.
@@ -94,7 +94,7 @@ class Scheduler:
 
     @property
     def tokens_to_prefill(self) -> int:
-        """The number of known tokens of waiting, parked and prefilling requests that this worker has yet to compute."""
+        """Known tokens, not yet scheduled, of waiting, parked and prefilling requests without a prefill worker."""
         waiting = (request for request in self._queues.waiting if request.prefill_at is None)
         running = (request for request in self._queues.running if request.phase is Phase.PREFILL)
         return sum(len(request.tokens) - request.num_scheduled for request in (*waiting, *running))
@@ -233,7 +233,7 @@ class Scheduler:
         in_flight = self._in_flight.popleft()
         assert result.number == in_flight.plan.number, f"plan {result.number} committed before {in_flight.plan.number}"
         outputs, requests = self._outputs, in_flight.requests
-        num_landed = len(outputs.token_ids)  # first tokens of landings
+        num_landed = len(outputs.token_ids)  # first tokens of landings, which are counted already
         for request in requests:
             request.in_flight -= 1
         for index, (segment, token) in enumerate(zip(in_flight.plan.sampled, result.token_ids, strict=True)):
@@ -278,7 +278,7 @@ class Scheduler:
                 assert need == NO_PAGES, f"{request.request_id} has rows without a page"
 
     def _schedule_decodes(self) -> list[Request]:
-        """Adds one token of every decoding request to the plan. Returns the requests with more than one to compute."""
+        """Adds one token of every decoding request to the plan. Returns requests with more than one token left."""
         prefills = []
         running, seats, preemptor = self._queues.running, self._next_plan.seats, self._preemptor
         pending, max_decodes = preemptor.pending, ceil_div(len(running), self._stages)
@@ -332,8 +332,8 @@ class Scheduler:
     def _make_room_for_first(self) -> None:
         """Makes room for the first request in the queue, which does not fit although no request runs.
 
-        The youngest other request that holds pages releases them and will be recomputed. If no other request holds
-        pages, those in quarantine are the reason, and the first request ends.
+        The youngest other parked request releases its pages and will be recomputed. If there is none, and every request
+        is in the queue, pages in quarantine are the reason, and the first request ends.
         """
         first, *others = self._queues.waiting
         holders = [request for request in others if request.phase is Phase.PARKED]

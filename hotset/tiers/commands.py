@@ -29,7 +29,10 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Loads a context of `length` rows from the host: rows as residence `to` needs them, and, if `keys`, all keys."""
+    """Loads a context of `length` rows from the host: if `keys`, all index keys, and the rows that `to` needs.
+
+    RESIDENT needs all rows, TIERED those of tail and slots, STREAMED none.
+    """
 
     seat: int
     length: int
@@ -39,9 +42,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class MirrorLanded:
-    """Copies the full pages of a context of `length` rows that landed in device pages to the host.
+    """Copies the full pages of a landed context of `length` rows from the device to the host.
 
-    Its index keys are copied and, if `rows`, also its rows. Otherwise the rows landed in host pages.
+    Index keys are copied and, if `rows`, also the rows. If not `rows`, the rows landed in host pages.
     """
 
     seat: int
@@ -54,7 +57,7 @@ class Demote:
     """Makes a resident seat tiered. Its own pages become slots, tail and maps.
 
     Page number `first` of the context is the first that becomes slots: slot s already holds position
-    `first` * page_rows + s. The tail's pages already hold the newest rows.
+    `first` * page_rows + s. The newest rows are already in the tail's pages.
     """
 
     seat: int

@@ -2,8 +2,8 @@
 
 The map pages of a tiered seat hold, for each index group, `position_of[slot]`, `last_used[slot]` and
 `slot_of[position]`. Stamps are positions: the step that computes position p sets `last_used` of the slots that it uses
-to p. Stamps therefore grow without a counter and survive parking, and a row that was written but never selected counts
-as used when it was written.
+to p. Stamps therefore grow without a counter, also across parking. When a request is demoted, the rows in its slots
+that were not selected last count as used when they were written.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ NEVER = -1  # last_used of a slot that has not been used
 class HotBuffers:
     """The hot buffers of all tiered seats.
 
-    `last_selected` keeps the last selection of every seat. A request that becomes tiered gets these rows in slots.
+    `last_selected` keeps the last selection on every seat. A request that becomes tiered on a seat gets these rows in
+    slots.
     """
 
     def __init__(self, pool: DevicePool, host: HostStore, tables: PageTables, seats: int) -> None:
@@ -42,11 +43,11 @@ class HotBuffers:
         )  # fmt: skip
         size = (seats, pool.shape.groups, pool.shape.topk)
         self.last_selected = torch.full(size, EMPTY, dtype=torch.int32, device=pool.device)
-        self._opened_at = [0] * seats  # context length when the seat became tiered; its tail has room for one more row
+        self._opened_at = [0] * seats  # context length when the seat became tiered; the tail had room for the next row
         self._prefetch_stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
         self._prefetched: dict[int, torch.cuda.Event] = {}  # by layer: fires when its rows have been copied
         self.counts = torch.zeros(pool.shape.groups, 2, dtype=torch.int64, device=pool.device)  # lookups, misses
-        self._uncounted = torch.zeros(2, dtype=torch.int64, device=pool.device)  # never read
+        self._uncounted = torch.zeros(2, dtype=torch.int64, device=pool.device)  # for plans outside steps; never read
         # EMPTY as a tensor: assigning a Python number would make the host wait for the device.
         self._empty = torch.full((), EMPTY, dtype=torch.int16, device=pool.device)
         self._key_layers = torch.tensor(pool.shape.key_layers, device=pool.device)
@@ -63,7 +64,7 @@ class HotBuffers:
         save_last_topk(self.last_selected[:, group], seats, positions)
 
     def plan(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> SwapPlan:
-        """Finds the rows at `positions` [tokens, k], and sets `last_used` of the slots that are used to `stamps`.
+        """Finds the rows at `positions` [tokens, k], and writes `stamps` to `last_used` of the slots that hold them.
 
         A tiered seat has at most one token. Missing rows are copied into slots in the group's first layer. The caller
         copies them in the other layers.
@@ -87,7 +88,7 @@ class HotBuffers:
         copy(swap.copies, self._host.rows[layer], self._pool.rows[layer])
 
     def prefetch(self, layers: Sequence[int], swap: SwapPlan) -> None:
-        """Copies the missing rows of `layers` while the main stream computes."""
+        """Copies the missing rows in each of `layers`; on a GPU, while the main stream computes."""
         if self._prefetch_stream is not None:
             self._prefetch_stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         with torch.cuda.stream(self._prefetch_stream):
@@ -113,15 +114,15 @@ class HotBuffers:
     def move_tail_to_slots(self, reused: Sequence[tuple[int, int]]) -> None:
         """Moves the rows of tail pages that are about to be overwritten into slots of every group.
 
-        The rows are on the host already. They are stamped as used one step ago and replace slots that were not used in
-        that step. If there are fewer such slots than rows in a page, only the newest rows get one. While the whole
-        context fits into the slots, there are empty slots for all rows.
+        The rows are on the host already. They are stamped as used one step ago and replace rows in slots that were not
+        used in that step. If there may be fewer such slots than rows in a page, only the newest rows get one. While all
+        rows outside the tail fit into the slots, there are empty slots for all rows of the page.
         """
         page_rows, slots, device = self._geometry.page_rows, self._geometry.slots, self._pool.device
         seats = list_to_device([seat for seat, _start in reused], torch.int64, device)
         starts = list_to_device([start for _seat, start in reused], torch.int64, device)
         first = starts - TAIL_PAGES * page_rows
-        evictable = min(page_rows, slots - self._geometry.topk)  # the last step used at most `topk` slots
+        evictable = min(page_rows, slots - self._geometry.topk)  # the step before used at most `topk` slots
         count = torch.where(first + page_rows <= slots, page_rows, evictable)
         number = torch.arange(min(page_rows, slots), device=device)  # at most `slots` positions can be planned for
         entering = (first + page_rows - count)[:, None] + number
@@ -137,8 +138,9 @@ class HotBuffers:
     def open(self, seat: int, length: int) -> None:
         """Makes a seat tiered whose context of `length` rows is on the host, and loads the newest rows into the tail.
 
-        If all other rows fit into the slots, they are loaded, so that no row is missing. Otherwise the rows that were
-        selected last are loaded. These are known after a streamed prefill, but not after parking.
+        If all other rows fit into the slots, they are loaded, so that no row is missing. Otherwise the positions in
+        `last_selected` are loaded. After a streamed prefill these are the request's own; after parking or a landing
+        they may be those of the seat's previous request.
         """
         self._tables.set_tiered(seat, True)
         self._opened_at[seat] = length
@@ -237,7 +239,7 @@ class HotBuffers:
         return held.scatter(0, target, selected)[:slots], torch.where(used, length - 1, held)[:slots]
 
     def _plan_outside_tail(self, group: int, seats: Tensor, positions: Tensor, stamps: Tensor) -> SwapPlan:
-        """Plans as if no position were in the tail. Misses are not counted, because no step selected the positions."""
+        """Plans as if no position were in the tail. Lookups are not counted, because no step selected the positions."""
         words, per_page = self._pool.words_of(group), self._geometry.words_per_page
         return plan(positions, seats, stamps, self._seat_tables, words, per_page, self._uncounted, ignore_tail=True)
 

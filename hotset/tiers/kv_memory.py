@@ -24,7 +24,7 @@ class Traffic:
     rows_mirrored: int  # copied to the host; each is counted once for all layers
     lookups: Mapping[int, int]  # positions looked up in slots, by the layer whose indexer selected them
     misses: Mapping[int, int]  # positions that were in no slot, by the same layer
-    bytes_swapped: int  # from host to slots, in all layers
+    bytes_swapped: int  # copied from host to slots because of these misses, in all layers
 
 
 class KvMemory:
@@ -44,7 +44,7 @@ class KvMemory:
             self.hot_buffers = HotBuffers(pool, host, self.tables, seats)
 
     def warm_up(self) -> None:
-        """Compiles kernels, so that no request waits for compilation. It changes no rows, keys or maps."""
+        """Compiles the kernels of mirror and hot buffers before the first request. Changes no rows, keys or maps."""
         for component in (self._mirror, self.hot_buffers):
             if component is not None:
                 component.warm_up()
@@ -110,7 +110,7 @@ class KvMemory:
         )
 
     def mirrored_event(self) -> torch.cuda.Event | None:
-        """Returns an event that fires when all copies to the host started so far are done; None if they are done."""
+        """Returns an event that fires when all copies to the host started so far are done; None: none is pending."""
         return None if self._mirror is None else self._mirror.mirrored_event()
 
     def traffic(self) -> Traffic:
@@ -132,7 +132,7 @@ class KvMemory:
             self.host.close()
 
     def audit(self, tiered: Mapping[int, int]) -> None:
-        """Proves that the residency maps of tiered seats are consistent. `tiered` maps each seat to its rows."""
+        """Proves that the residency maps of tiered seats are consistent. `tiered` maps seats to context lengths."""
         for seat, length in tiered.items():
             assert seat in self.tables.tiered_seats, f"seat {seat} should be tiered"
             self._required_hot_buffers.audit(seat, length)

@@ -1,7 +1,8 @@
 """The ledger records which request holds which pages of which pool, and in which residence it is. It has no tensors.
 
-Every change is all or nothing. It returns the commands that carry it out, or None if a pool has too few free pages; in
-that case nothing has changed. Freed pages may be granted again at once, because workers execute commands in order.
+Every change is all or nothing. A change that workers carry out returns commands, or None if a pool has too few free
+pages; in that case nothing has changed. Freed pages may be granted again at once, because workers execute commands in
+order.
 """
 
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ LAND_ANYWHERE = LandingPolicy()
 
 
 class Ledger:
-    """Owns the page allocators of both pools. Without a host store (`host` None) requests are resident or absent."""
+    """Owns the page allocators of both pools. Without a host store, no request is streamed, tiered or parked."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Ledger:
 
     @property
     def tiers(self) -> bool:
-        """True if requests can be tiered: there is a host store, and the model selects rows."""
+        """True if requests can be tiered: there is a host store, and hot buffers have slots."""
         return self.host is not None and self.geometry.slots > 0
 
     def pages_needed(self, holding: Holding, to: Residence, tokens: int) -> PageCounts:
@@ -167,7 +168,10 @@ class Ledger:
         return [Promote(holding.seat, length, tuple(holding.pages[PageUse.ROWS]))]
 
     def park(self, holding: Holding, length: int) -> list[Command]:
-        """Releases all device pages, after a flush of the last page. Every row has a host page already."""
+        """Releases all device pages, after a flush of the last page, and host pages beyond `length` rows.
+
+        The rows in [0, length) have host pages already.
+        """
         assert self.host is not None, "there is no host store to park in"
         holding.move(Residence.PARKED)
         self._release_device_pages(holding)

@@ -1,8 +1,9 @@
 """Copies pages between device and host: full pages are mirrored, parking flushes the last page, resuming loads pages.
 
 A page is copied to the host when its last row has been written. The host therefore has all rows and index keys of a
-context except those of its newest page, which are only on the device until `flush`. A copy is a list of runs, and one
-kernel copies them in all layers.
+context except those of a newest page that is not full, which are only on the device until `flush`. Streamed rows are an
+exception: each step copies them to the host, layer by layer. A copy is a list of runs. One kernel call copies runs of
+rows in all layers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +38,7 @@ class CopyRun(NamedTuple):
 
 
 class Mirror:
-    """Copies ranges of rows and keys. On a GPU, copies to the host run on a stream of their own (the side stream)."""
+    """Copies ranges of rows and keys. On a GPU, copies to the host, except `stream_out`, run on a side stream."""
 
     def __init__(self, pool: DevicePool, host: HostStore, tables: PageTables) -> None:
         self._pool = pool
@@ -70,7 +71,7 @@ class Mirror:
         self._store([filled for filled in ranges if not self._tables.work_pages[filled.seat]], ranges)
 
     def flush(self, seat: int, length: int) -> None:
-        """Copies the rows and keys of the newest page if it is not full. All earlier pages are on the host already."""
+        """Copies the newest page if it is not full; of a streamed seat, only index keys. The host has the rest."""
         first = length // self._pool.geometry.page_rows * self._pool.geometry.page_rows
         if first < length:
             newest = [TokenRange(seat, first, length)]
@@ -85,7 +86,7 @@ class Mirror:
             self._store(whole if rows else [], whole)
 
     def mirrored_event(self) -> torch.cuda.Event | None:
-        """Returns an event that fires when all copies to the host started so far are done; None if they are done."""
+        """Returns an event that fires when all copies to the host started so far are done; on a CPU, None."""
         return None if self._stream is None else self._stream.record_event()
 
     def load_rows(self, seat: int, first: int, last: int, pages: Sequence[int]) -> None:

@@ -10,11 +10,11 @@ class Residence(Enum):
     """Where the rows of a request are."""
 
     ABSENT = "absent"  # holds no pages: not admitted, or everything was released
-    RESIDENT = "resident"  # every row is on the device; full pages are on the host as well
+    RESIDENT = "resident"  # every row is on the device; full pages are also in the host store, if there is one
     STREAMED = "streamed"  # being prefilled with its rows on the host; each layer passes through a workspace
     TIERED = "tiered"  # rows on the host; slots and tail on the device
     PARKED = "parked"  # rows and index keys on the host only
-    LANDING = "landing"  # another process writes rows and index keys into its pages; they are not read yet
+    LANDING = "landing"  # another process writes or has written its rows and index keys; they are not read yet
 
 
 RESIDENCE_TRANSITIONS: dict[Residence, frozenset[Residence]] = {

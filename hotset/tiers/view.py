@@ -23,7 +23,7 @@ class StreamedSegment:
         layers, page_rows = pool.geometry.layers, pool.geometry.page_rows
         self.tokens = slice(span.first, span.last)  # this segment's tokens in the batch
         self.start = span.length - (span.last - span.first)
-        # Block b of the workspace, which holds page b of the context, lies in layer b % layers of its page b // layers.
+        # Block b of the workspace holds page b of the context. It is layer b % layers of workspace page b // layers.
         work = tables.work_pages[seat]
         blocks = [b % layers * pool.pages + work[b // layers] for b in range(pool.geometry.row_pages(span.length))]
         self.prefix = mirror.row_runs(TokenRange(seat, 0, self.start), blocks)
@@ -54,7 +54,7 @@ class TieredView(ResidentView):
             tiered = tables.tiered[seats] & (seat_of != EMPTY)
             self._new_rows = torch.where(tiered, tables.tail_at(seats, positions), self._new_rows)
         self._streamed: list[StreamedSegment] = []
-        self._newest: Tensor | None = None  # index of each segment's last token; None if each has only one
+        self._newest: Tensor | None = None  # index of each segment's last token; None: each segment has one token
         if not batch.segments.decoding or any(tables.work_pages[seat] for seat in batch.seats):
             self._inspect_segments()
 
@@ -108,7 +108,7 @@ class TieredView(ResidentView):
         return Selected(self._pool.flat_rows, row_ids, shape.row)
 
     def _find_selected(self, group: int, positions: Tensor) -> None:
-        """Finds the rows of a group's selection. Their ids are the same in each of its layers.
+        """Finds the rows of a group's selection. Their ids are the same in each layer of the group.
 
         Missing rows of tiered requests are copied into the group's first layer; `_swap` lists them for later layers.
         """
@@ -119,7 +119,7 @@ class TieredView(ResidentView):
             self._selected = self._find(positions)
 
     def _save_last_topk(self, group: int, positions: Tensor) -> None:
-        """Saves the selection of every request's last token."""
+        """Saves the selection of each segment's last token."""
         seats, newest = self.seat_of, positions
         if self._newest is not None:
             seats, newest = seats[self._newest], positions[self._newest]

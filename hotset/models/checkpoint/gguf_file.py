@@ -41,7 +41,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """An open file. The mapping closes when the last array that views it is deleted."""
+    """An open file. The mapping closes when this object and all arrays that view it are deleted."""
 
     path: Path
     metadata: Mapping[str, Any]

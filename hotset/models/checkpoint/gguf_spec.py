@@ -84,7 +84,7 @@ def _llama3_rope(file: GgufFile, theta: float) -> dict[str, Any]:
     """Recovers the parameters of Llama 3's scaled rope from the divisor of each frequency, which converters store.
 
     The largest divisor is the factor itself. The other parameters are the same in every Llama 3 model. A file with
-    other parameters is refused, because these would give slightly wrong results.
+    other parameters is refused, because those of Llama 3 would give slightly wrong results.
     """
     tensor = file.tensors[ROPE_FACTORS]
     count = tensor.shape[0] if len(tensor.shape) == 1 and tensor.type_id == F32 else 0

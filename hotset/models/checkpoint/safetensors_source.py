@@ -27,8 +27,8 @@ DEFAULT_BLOCK = (128, 128)
 class SafetensorsSource:
     """Reads tensors from memory-mapped files, so that only the tensor being converted needs memory of its own.
 
-    The constructor checks that every shard exists and is complete, so a damaged checkpoint fails before any weight is
-    loaded.
+    The constructor checks that every shard exists and is complete, so an incomplete checkpoint fails before any weight
+    is loaded.
     """
 
     def __init__(

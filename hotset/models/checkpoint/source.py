@@ -67,7 +67,7 @@ class WeightSource(Protocol):
         ...
 
     def finish(self) -> None:
-        """Closes the files. Raises `CheckpointError` if they hold tensors that do not belong to the model."""
+        """Ends loading. Raises `CheckpointError` if the files hold tensors that do not belong to the model."""
         ...
 
 
@@ -103,8 +103,8 @@ class SkippedWeights:
 class DummySource:
     """Random weights for a configuration without a checkpoint.
 
-    The values of a tensor depend on its name, the seed and the type of device, but not on the order of loading. Each
-    dtype rounds the same values.
+    Weights of norms are 1. The values of another tensor depend on its name and shape, the seed and the type of device,
+    but not on the order of loading. Each dtype rounds the same values.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> None:
