@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def fast_process_starts() -> Iterator[None]:
-    """Replaces "spawn", with which every process imports torch again: over two seconds of CPU time each."""
+    """Uses a fork server instead of "spawn", with which every process imports torch: over two seconds of CPU time."""
     real = multiprocessing.get_context
     forkserver: Any = real("forkserver")
     forkserver.set_forkserver_preload(["torch", "hotset.engine.build"])

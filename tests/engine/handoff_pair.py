@@ -1,4 +1,4 @@
-"""A prefill worker and a decode worker in one process, and the models that the handoff tests use.
+"""Prefill workers and a decode worker in one process, and the models that the handoff tests use.
 
 Every context that lands is compared byte by byte with its source in the prefill worker.
 """
@@ -123,9 +123,9 @@ def answers_alone(model: str, prompts: Prompts, params: SamplingParams, **settin
 
 
 class ContextComparer:
-    """Compares the bytes of every landed context with their source. For this it intercepts the events of both agents.
+    """Compares the bytes of every landed context with their source. Intercepts commands and events of both agents.
 
-    It withholds the `ReleasePages` events of the prefill worker, which therefore keeps its pages until the end.
+    It withholds the `ReleasePages` events of the prefill worker, which therefore keeps its pages until it is closed.
     """
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
@@ -195,7 +195,7 @@ def rows_of(store: Store, pages: tuple[int, ...], rows: int) -> list[bytes]:
 
 
 def bytes_of(span: PagedSpan, pages: tuple[int, ...], rows: int) -> list[bytes]:
-    """Returns the rows of a context, or its index keys, of every layer or index group."""
+    """Returns the rows of a context, layer by layer, or its index keys, index group by index group."""
     stored = []
     for parts in span.bases:
         for position in range(rows):

@@ -58,9 +58,9 @@ def answers(
 
 @pytest.mark.gpu
 def test_graphs_eager_steps_and_the_cpu_give_the_same_answers() -> None:
-    """Compares forty tokens after each question with and without graphs, and the tokens of the answer with the CPU. All
-    prompts are computed in one step, so every batch has a captured size, and eager steps of that size run the same
-    kernels."""
+    """Compares forty tokens after each question with and without graphs, and those of the correct answer with the CPU.
+    All prompts are computed in one step, so every decode step has six tokens. That is a captured size, and eager steps
+    of that size run the same kernels."""
     tokenizer, questions, prompts = make_prompts(["lookup", "several", "chain"])
     on_cpu = answers(prompts, device="cpu")
     small: dict[str, Any] = {"device_kv_tokens": 8192, "host_kv_tokens": 32768}
@@ -75,7 +75,7 @@ def test_graphs_eager_steps_and_the_cpu_give_the_same_answers() -> None:
 
 
 def model_with_shared_indexers(folder: Path) -> str:
-    """Returns a model with the demo model's weights, but with one indexer for three layers. Its answers are wrong, but
+    """Returns a model with the demo model's weights, but one indexer per three layers. Its answers are wrong, but
     deterministic."""
     for path in Path(DEMO).iterdir():
         (folder / path.name).symlink_to(path)

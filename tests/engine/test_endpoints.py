@@ -60,7 +60,7 @@ def make(role: Any, transfer: Loopback | None = None, **settings: Any) -> Engine
 
 
 class FakeAgent:
-    """Replaces a handoff agent. The test sets its events and reads the commands it received."""
+    """Replaces a handoff agent. The test sets the events that it returns and reads the commands that it received."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -200,7 +200,7 @@ def test_memory_is_released_even_if_a_step_fails_during_closing(monkeypatch: pyt
 
 
 class FakeEndpoint:
-    """Its drain ends only at the second call of `close`."""
+    """An endpoint whose first `close` waits, at most 10 s, until `close` is called again."""
 
     def __init__(self) -> None:
         self.drains: list[float] = []

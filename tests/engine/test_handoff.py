@@ -21,7 +21,7 @@ LENGTHS = {
     EMBEDDED: (65,),
 }
 LANDINGS: tuple[LandingChoice, ...] = ("host", "device", "auto")
-PAGE_ROWS = ((64, 64), (64, 16), (16, 64))  # of the prefill worker and of the decode worker
+PAGE_ROWS = ((64, 64), (64, 16), (16, 64))  # rows per page of the prefill worker and of the decode worker
 SIZES = {"max_model_len": 144, "max_num_batched_tokens": 96, "device_kv_tokens": 800, "host_kv_tokens": 4096}
 # Every value of every parameter occurs here, except the embedded model. The other combinations are marked slow.
 SAMPLE: list[Case] = [

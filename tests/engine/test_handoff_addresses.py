@@ -95,7 +95,7 @@ def test_a_lost_handoff_is_logged_with_its_reason_unless_the_request_was_aborted
         (choice,) = InputProcessor(decode.card, 0).accept("r", [5] * 9, FOUR_TOKENS, prefill_at=peer.card.control)
         decode.add(choice)
         decode.step()
-        decode.step()  # the peer has received the request now
+        decode.step()  # the agent, which sends the request to the peer, has it now
         if aborted:
             decode.abort(choice.request_id)
         finished, errors = {}, {}
@@ -145,7 +145,7 @@ def test_a_landing_without_a_prefill_worker_is_refused(landing: Literal["host", 
 
 
 def own_address() -> str:
-    """Returns an address of this machine that other machines could reach. Sends no packet."""
+    """Returns an address of this machine that other machines could reach, or skips the test. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

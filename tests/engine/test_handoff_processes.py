@@ -28,7 +28,7 @@ TINY = {"model_type": "deepseek_v32", **DSA_CONFIG, "first_k_dense_replace": 3, 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 CHUNK = 16
-# The long prompt has so many chunks that a test can kill a worker before the last one is computed.
+# The long prompt has so many chunks that a test can kill a worker before the last chunk is computed.
 LONG_PROMPT = [3 + position % 90 for position in range(3000)]
 MEDIUM_PROMPT = LONG_PROMPT[:1000]
 MAX_CROWDED_TOKENS = 1100  # maximum context length of the `crowded` workers
@@ -36,7 +36,7 @@ SHORT_PROMPT = LONG_PROMPT[:100]
 FOUR_TOKENS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 MANY_TOKENS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SCENARIO_S = 200.0
-PEER_LOST_S = PeerTiming().peer_timeout + 30.0  # time until a dead peer is declared lost and its requests have ended
+PEER_LOST_S = PeerTiming().peer_timeout + 30.0  # by then, a dead peer is declared lost and its requests have ended
 
 
 class Workers:
@@ -112,7 +112,7 @@ async def wait_until(
 
 
 async def wait_for_first_rows(prefill: EngineClient) -> None:
-    """Waits until rows of the long prompt have been written to the peer. Most of the prompt is not computed yet."""
+    """Waits until rows of the long prompt have been written to the peer. At least half of the prompt must be left."""
 
     def written(stats: EngineStats) -> bool:
         return stats.handoff is not None and stats.handoff.nbytes > 0
@@ -190,7 +190,7 @@ def test_a_prefill_worker_frees_the_pages_of_a_decode_worker_that_was_killed(tmp
         with pytest.raises(EngineStopped):
             await interrupted
         starting = asyncio.create_task(workers.start("decode"))
-        # If a write fails first, its failure is retransmitted until the peer is declared dead.
+        # If a write fails first, the report of this failure is retransmitted until the peer is declared lost.
         await wait_until(prefill, lambda stats: pages_held(stats) == 0 and num_open(stats) == 0, PEER_LOST_S)
 
         (successor,) = await starting
@@ -297,7 +297,7 @@ def test_prompts_wait_while_both_workers_are_full_and_can_be_cancelled_meanwhile
 
 
 def test_a_stopping_prefill_worker_notifies_its_peers_so_they_quarantine_no_page(crowded: Crowded) -> None:
-    """The second stop command cuts the drain short. This test must be the last: the worker has exited afterwards."""
+    """The second stop command cuts the drain short. No test may use `crowded` after this one: its worker has exited."""
     runner, prefill, decode = crowded
 
     async def scenario() -> None:

@@ -26,7 +26,7 @@ class FakeTextStream:
 
 
 def text_until_stop(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
-    """Returns the text up to the first stop string, and that stop string. Tries every end by brute force; if several
+    """Returns the text up to the stop string that ends first, and that stop string (None if there is none). If several
     stop strings end at the same character, the longest counts."""
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]

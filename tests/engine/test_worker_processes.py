@@ -70,7 +70,7 @@ def is_running(pid: int) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """Returns the names of all shared memory of this machine, without semaphores."""
+    """Returns the names of all files in /dev/shm except semaphores."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
@@ -129,7 +129,7 @@ def test_if_a_rank_is_killed_while_rows_land_the_engine_ends_and_its_peer_frees_
         for choice in InputProcessor(decode.card, 0).accept("a", [1] * 300, params, "auto", prefill.card.control):
             decode.add(choice)
         deadline = time.monotonic() + DEADLINE_S
-        while prefill.idle:  # it has not received the request yet
+        while prefill.idle:  # the prefill worker has not received the request yet
             decode.step()
             prefill.step()
             assert time.monotonic() < deadline

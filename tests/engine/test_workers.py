@@ -84,7 +84,7 @@ def test_tokens_equal_those_of_one_process(model: str, split: str, tiers: str) -
 
 
 class FakeCopyEvent:
-    """Stands for copies from a GPU to the host, which have finished when the test sets `done`."""
+    """The event of copies from a GPU to the host, which have finished when the test sets `done`."""
 
     def __init__(self) -> None:
         self.done = threading.Event()

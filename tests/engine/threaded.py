@@ -1,4 +1,4 @@
-"""An executor whose workers are threads of the test's process. All other code is that of worker processes."""
+"""An executor whose workers are threads of the test's process. They run the code of worker processes."""
 
 import os
 import queue
@@ -76,7 +76,7 @@ class ThreadProcess:
 
 
 class ThreadWorkers(MultiprocessExecutor):
-    """Runs the workers of a model with random weights in threads."""
+    """Runs the workers in threads of this process."""
 
     def __init__(self, config: EngineConfig, splits: Sequence[Split], kv_heads: int) -> None:
         stages = len(splits) // splits[0].size

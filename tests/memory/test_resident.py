@@ -63,7 +63,7 @@ class PoolWithSeats:
 def test_a_view_reads_the_rows_written_last_if_a_context_was_shortened_and_written_again(
     page_rows: int, seed: int, data: st.DataObject
 ) -> None:
-    """After each step, some of its rows are dropped, and the next step overwrites them."""
+    """After each step, up to all of its rows are dropped. The next step of the same seat overwrites them."""
     torch.manual_seed(seed)
     pool = PoolWithSeats(page_rows, seats=3)
     for _ in range(data.draw(st.integers(1, 6))):

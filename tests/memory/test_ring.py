@@ -15,7 +15,7 @@ OWNERS = 12
 
 
 class RingMachine(RuleBasedStateMachine):
-    """Compares the ring with `lease_at`, which has the number of the lease of every byte, or None."""
+    """Compares the ring with `lease_at`, which has for every byte the number of its lease, or None."""
 
     @initialize(nbytes=st.sampled_from([1, 7, 16, 40, 61, 64]), align=st.sampled_from([1, 1, 4, 8]))
     def start(self, nbytes: int, align: int) -> None:
@@ -47,14 +47,14 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """Releases any lease that was ever granted, including those that have ended."""
+        """Calls `release` with the number of any lease granted so far, even if the lease has ended."""
         number = data.draw(st.sampled_from(sorted(self.numbers) or [0]))
         assert self.ring.release(number) == (number in self.live)
         self.end(self.live.pop(number, None))
 
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
-        """Withdraws a waiting request if there is one, else a lease; requests behind it may then be granted."""
+        """Withdraws an owner that waits, if there is one, else any owner. Other requests may then be granted."""
         waiting = [owner for owner, _ in self.queue]
         owner = data.draw(st.sampled_from(waiting or list(range(OWNERS))))
         self.ring.withdraw(owner)
@@ -227,7 +227,7 @@ def test_the_number_of_an_ended_lease_does_not_end_a_later_lease_of_the_same_own
     assert (new.first, new.owner) == (old.first, old.owner) and new.number != old.number
     ring.end_quarantine(old.number)
     ring.quarantine(old.number)
-    ring.end_quarantine(new.number)  # it was never in quarantine
+    ring.end_quarantine(new.number)  # the new lease was never in quarantine
     assert not ring.release(old.number)
     assert ring.lease_of("a") == new and ring.free == 0
 
@@ -261,7 +261,7 @@ def test_bytes_between_two_quarantined_leases_can_still_be_granted() -> None:
 
 
 class FaultyNetwork:
-    """Delivers each message in any order, and up to three times or not at all."""
+    """Delivers messages in any order, and each one up to three times or not at all."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng, self._messages = rng, deque[tuple[str, tuple[int, ...]]]()

@@ -1,4 +1,7 @@
-"""An independent sampler for one request, with lists and `math`, written from the docstring of `SamplingParams`."""
+"""An independent sampler for one request, with lists and `math`, written from the docstring of `SamplingParams`.
+
+Its random numbers are those of `hotset.models.draw`.
+"""
 
 import itertools
 import math
@@ -23,7 +26,7 @@ def uniform(seed: int, position: int) -> float:
 @dataclass(frozen=True)
 class OracleToken:
     token: int
-    margin: float  # the smallest difference that decided a comparison; a larger rounding error could change the token
+    margin: float  # the smallest difference in any comparison, except of equal logits; rounding must be smaller
 
 
 def adjusted(

@@ -1,4 +1,4 @@
-"""Workers that share a tiny model: ranks are threads, pipeline stages run in sequence, each with its own memory."""
+"""Workers that share a tiny model: ranks are threads; the stages of a rank run in sequence, each with its memory."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ SPECS = {
 
 
 class ThreadGroup:
-    """The shared state through which threads exchange tensors."""
+    """The shared state through which the threads of one group exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -185,7 +185,7 @@ class Step:
         return list(zip(self.starts, self.counts, strict=True))
 
 
-# Two steps of prefill, with prompts of different lengths in one batch, then two decode steps.
+# A step with three prompts, one that continues the first prompt while the others decode, then two decode steps.
 STEPS = [
     Step((0, 0, 0), (5, 1, 11)),
     Step((5, 1, 11), (9, 1, 1), logit_indices=torch.tensor([8, 10])),
@@ -224,7 +224,7 @@ def run_steps(
 ) -> StepResults:
     """Runs the steps on one rank. None stands for a step in which only other ranks have tokens.
 
-    `tokens_per_rank` has one list per step, for data parallel ranks.
+    For data parallel ranks, `tokens_per_rank` has the number of tokens of every rank, one list per step.
     """
     memories = [Memory(stage.kv_shape) for stage in stages]
     logits, selected = [], []

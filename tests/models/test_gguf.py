@@ -76,7 +76,7 @@ def test_unpermuted_rows_give_the_same_attention_scores() -> None:
 
 
 def write_gguf(path: Path, state: dict[str, torch.Tensor], changes: dict[str, Any] | None = None) -> None:
-    """Writes a llama model of the sizes above as llama.cpp's converter does, in Q8_0 where the sizes allow it."""
+    """Writes a llama model with the sizes of `LLAMA` as llama.cpp's converter does, in Q8_0 where sizes allow it."""
     writer = gguf.GGUFWriter(path, (changes or {}).get("architecture", "llama"))
     writer.add_block_count(3)
     writer.add_context_length(128)
@@ -125,7 +125,7 @@ def test_gguf_tensors_load_with_hugging_face_names_and_order(tmp_path: Path, tie
     for name, tensor in state.items():
         loaded = source.load(name, tuple(tensor.shape))
         if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
-            # Q8_0 rounds by half a step; the factor is rounded to fp16 as well.
+            # Q8_0 rounds by at most half a step; the scale is rounded to fp16 as well.
             step = tensor.abs().amax() / 127
             assert (loaded - tensor).abs().max() <= step * 0.6, name
         else:

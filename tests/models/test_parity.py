@@ -25,8 +25,8 @@ from hotset.models.decoder import Decoder
 
 SIZES = [(10, 24), pytest.param(150, 64, marks=pytest.mark.slow)]  # number of examples, tokens per answer
 TOLERANCE = 1e-4  # the largest difference between logits
-NEAR_TIE = 1e-5  # a gap between two scores or logits that rounding can reverse
-MAX_DIFFERING = 0.1  # the share of requests that may differ from the oracle after a near tie
+NEAR_TIE = 1e-5  # rounding can reverse two scores or logits if their gap is smaller than this
+MAX_DIFFERING = 0.1  # the largest share of requests that may differ from the oracle after a near tie
 
 
 class StableTopk:
@@ -166,7 +166,7 @@ FAMILIES = {  # the prefix of the class names in transformers, and the fields of
 
 @st.composite
 def workloads(draw: st.DrawFn) -> dict[str, Any]:
-    """Draws lengths and arrival times of prompts, and engine settings. These must not change the answers."""
+    """Draws lengths of prompts, and arrival times and engine settings, which must not change the answers."""
     return {
         "lengths": draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)),
         "arrive_at": draw(st.lists(st.integers(0, 20), min_size=4, max_size=4)),
@@ -182,7 +182,7 @@ def workloads(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Replaces all weights by random values, so large that attention, routing and selection change the result."""
+    """Sets weights to random values, so large that attention, routing and selection matter. Keeps rope frequencies."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -275,7 +275,7 @@ def differs_after_near_tie(oracle: torch.nn.Module, prompt: list[int], answer: l
     difference = worst_difference(recorder, sequence, logits)
     tokens = torch.argmax(logits[len(prompt) - 1 :], dim=-1).tolist()
     for position in range(len(sequence)):
-        index = position - len(prompt) + 1  # of the token that this position predicts
+        index = position - len(prompt) + 1  # where the token that this position predicts is in the answer
         token_differs = index >= 0 and tokens[index] != answer[index]
         if not token_differs and difference[position] <= TOLERANCE:
             continue

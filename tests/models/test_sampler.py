@@ -157,7 +157,7 @@ def test_a_preempted_request_continues_as_if_it_had_not_been_preempted(
         for step, logits in enumerate(steps):
             if step == preempted_at:
                 sampler.release(seat)
-                admit(sampler, seat, any_request(rng, vocab))  # another request uses the same count row
+                admit(sampler, seat, any_request(rng, vocab))  # another request may take over the count row
                 seat = 2
                 admit(sampler, seat, current)
             token = int(sampler.sample(logits, [seat], positions_of([current])).token_ids)

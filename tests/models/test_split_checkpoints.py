@@ -49,7 +49,7 @@ def save_checkpoint(folder: Path, spec: ModelSpec) -> ModelFiles:
 
 
 def expect_slices(source: WeightSource, whole: Tensor) -> None:
-    """Checks that every slice has the values of `whole`, and only memory for the slice."""
+    """Checks that every loaded slice equals that slice of `whole`, and that it has memory for the slice only."""
     for tensor_slice in SLICES:
         expected = whole if tensor_slice is None else tensor_slice.of(whole)
         loaded = source.load(NAME, SHAPE, tensor_slice=tensor_slice)

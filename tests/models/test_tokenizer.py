@@ -233,7 +233,7 @@ def test_half_a_surrogate_pair_is_a_request_error(smol: Tokenizer) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-# The vocabulary lacks some bytes; assigned, printable characters do not need them.
+# The vocabulary lacks some bytes; characters outside these categories do not need them.
 @given(text=st.text(st.characters(exclude_categories=["Cs", "Cc", "Co", "Cn"]), max_size=40))
 def test_text_survives_encoding_and_streaming(smol: Tokenizer, text: str) -> None:
     ids = smol.encode(text)
@@ -262,7 +262,7 @@ def test_the_pieces_of_a_byte_stream_add_up_to_decode(
     skip_special=st.booleans(),
 )
 @example(token_ids=[262, 259, 263], skip_special=True)  # "a", an empty piece, " a": the space must stay
-@example(token_ids=[262, 3 + 0x41, 3 + 0xE2, 264], skip_special=True)  # an invalid byte makes its whole run invalid
+@example(token_ids=[262, 3 + 0x41, 3 + 0xE2, 264], skip_special=True)  # an invalid byte makes all adjacent bytes invalid
 def test_the_pieces_of_a_window_stream_add_up_to_decode(
     spaced: Tokenizer, token_ids: list[int], skip_special: bool
 ) -> None:

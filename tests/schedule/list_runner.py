@@ -1,7 +1,8 @@
 """A worker without tensors: it executes plans and commands on dictionaries, and checks every row that is read.
 
-The content of a row is the tuple of all tokens up to its own. Pages granted for slots, maps, keys or workspace are
-overwritten at once, so a page with two owners fails a check.
+The content of a row is the tuple of all tokens up to its own. Device pages are poisoned when they are granted, except
+landed ones. Slots, maps, index keys and workspace of a request are poisoned again in each of its steps, so a page with
+two owners fails a check.
 """
 
 from collections.abc import Iterable
@@ -54,7 +55,7 @@ class ListRunner:
         return {*keys, *(reservation.row_pages if reservation.on_device else ())}
 
     def write_late(self, reservation: Reservation) -> None:
-        """Poisons the reserved pages, as a prefill worker may that still writes after its landing has failed."""
+        """Poisons the reserved pages: the prefill worker may still write to them after the landing has failed."""
         if not reservation.on_device:
             for page in reservation.row_pages:
                 for row in range(self.geometry.page_rows):

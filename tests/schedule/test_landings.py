@@ -25,7 +25,7 @@ def prefilled_by_peer(name: str, length: int, limit: int) -> Request:
 
 
 def next_reservation(scheduler: Scheduler, runner: ListRunner) -> Reservation:
-    """Executes the next plan and returns the one reservation that the scheduler made for it."""
+    """Executes and commits the next plan. Returns the one reservation that can then be sent."""
     plan = scheduler.plan()
     assert plan is not None
     scheduler.commit(runner.submit(plan))
@@ -35,7 +35,7 @@ def next_reservation(scheduler: Scheduler, runner: ListRunner) -> Reservation:
 
 
 def test_a_reservation_is_sent_only_after_the_plan_that_granted_its_pages_has_committed() -> None:
-    """A peer may write at any time, but commands of this plan may still read the pages for their previous owner."""
+    """A peer with a reservation may write at once, but this plan may still read the pages for their previous owner."""
     scheduler, runner, _ = make()
     scheduler.add(prefilled_by_peer("a", 9, 12))
     plan = scheduler.plan()
@@ -103,7 +103,7 @@ def test_an_abort_before_the_reservation_was_sent_releases_the_pages_at_once() -
 
 
 def test_a_request_that_cannot_fit_because_of_quarantine_ends_with_that_error() -> None:
-    """This worker would have computed the prompt itself, so an error about a lost prompt would be misleading."""
+    """The worker would have computed the prompt of "b" itself, so "lost" would be a misleading reason."""
     scheduler, runner, ledger = make(host=6)
     scheduler.add(prefilled_by_peer("a", 9, 12))
     next_reservation(scheduler, runner)

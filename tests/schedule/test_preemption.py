@@ -15,7 +15,10 @@ GEOMETRY = Geometry(page_rows=2, layers=2, layer_page_bytes=64, keys_per_page=8,
 
 
 class Running:
-    """Decoding requests of the given lengths, oldest first, in pools with exactly `device` and `host` free pages."""
+    """Resident, decoding requests of the given lengths, oldest first, and pools with `device` and `host` free pages.
+
+    If `host` is None, there is no host store.
+    """
 
     def __init__(self, lengths: list[int], device: int = 0, host: int | None = 20, tiers: TiersChoice = "auto") -> None:
         held, on_host = sum(map(GEOMETRY.resident_pages, lengths)), sum(map(GEOMETRY.row_pages, lengths))

@@ -69,10 +69,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.reserved: list[Reservation] = []  # reservations that peers have received, of landings that have not ended
         self.given_up: list[Reservation] = []  # reservations of failed landings whose peers may still write
         self.quarantine = False  # whether pages were ever quarantined
-        self.lost: set[str] = set()  # requests whose last possible landing has failed
+        self.lost: set[str] = set()  # requests with a failed landing that is not retried
         self.withdrawn: set[tuple[str, int]] = set()
         self.announced: dict[str, int] = {}  # number of announced rows of each prompt computed for a peer
-        self.first_tokens: dict[str, int] = {}  # announced first tokens of those prompts
+        self.first_tokens: dict[str, int] = {}  # first token announced for each of those prompts
 
     @rule(data=st.data())
     @precondition(lambda self: not self.for_peers)
@@ -139,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.given_up)
     def write_late(self, data: st.DataObject) -> None:
-        """Lets the peer of a failed landing write to the quarantined pages. It may then stop."""
+        """Lets the peer of a failed landing write to the quarantined pages. The peer may then stop."""
         late = data.draw(st.sampled_from(self.given_up))
         self.runner.write_late(late)
         if data.draw(st.booleans()):
@@ -216,7 +216,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.audit()
 
     def teardown(self) -> None:
-        """Runs all requests to their end, and checks every answer and that all pages are released."""
+        """Runs all requests to their end, and checks their answers and that no page is held afterwards."""
         if not hasattr(self, "scheduler"):
             return
         for _ in range(5000):
@@ -280,7 +280,7 @@ TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, dead
 
 
 def test_the_examples_of_the_state_machine_contain_all_required_changes() -> None:
-    """Runs after the state machine in the same process. If it runs without it, there is nothing to check."""
+    """Must run after the state machine and in the same process; otherwise it checks nothing."""
     assert not SEEN or all(SEEN[change] for change in CHANGES), SEEN
 
 

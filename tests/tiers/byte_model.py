@@ -1,4 +1,4 @@
-"""Simple models of the KV memory: the bytes that each request wrote at each position, and the slots of each seat."""
+"""Simple models of the KV memory: the bytes that requests wrote at each position, and the slots of tiered seats."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ from hotset.tiers.residence import Residence
 
 POISON = 0xAB
 
-# Rows of 10 bytes with a stride of 12, of 26 with 32, of 144 in fp8 (two scales), of 13 with 16. "gqa" has no indexer.
+# In this order, rows have 10 bytes with a stride of 12; 26 with 32; 144 with 144 (fp8, two scales); 13 with 16; and 12
+# with 16. "gqa" has no indexer.
 SHAPES = {
     "shared": KvShape(4, RowLayout(5, torch.bfloat16, align=4), (0, 2), index_key_row(3, torch.bfloat16), topk=3),
     "uneven": KvShape(4, mla_row(9, 4, torch.bfloat16), (0, 1, 3), index_key_row(5, torch.float32), topk=4),
@@ -31,7 +32,7 @@ SHAPES = {
 
 
 class Written:
-    """The expected rows and index keys of one request, and the positions that it selected last."""
+    """The expected rows and index keys of one request, and the positions that its newest token selected, by group."""
 
     def __init__(self, shape: KvShape, context: int) -> None:
         self._shape = shape
@@ -51,7 +52,7 @@ class Written:
 
 
 class Attention:
-    """Takes the place of a model: writes random rows, selects random positions, and checks all rows that it reads."""
+    """Takes the place of a model: writes random rows, selects random positions, and checks what it reads."""
 
     def __init__(self, shape: KvShape, seed: int) -> None:
         self._shape = shape
@@ -148,7 +149,7 @@ class Slots:
     last_used: list[int]
 
     def use(self, positions: Sequence[int], stamp: int) -> int:
-        """Puts missing positions into slots and stamps the slots of all. Returns how many positions were missing."""
+        """Puts missing positions into slots and stamps the slots of all `positions`. Returns how many were missing."""
         missing = [position for position in positions if position not in self.position_of]
         for slot, position in enumerate(self.position_of):
             if position in positions:
@@ -161,7 +162,7 @@ class Slots:
 
 
 class SlotModel:
-    """The slots of every tiered seat in lists, and the numbers of lookups and misses."""
+    """The slots of every tiered seat, as lists, and the numbers of lookups and misses per index group."""
 
     def __init__(self, shape: KvShape, geometry: Geometry, seats: int) -> None:
         self._geometry = geometry
@@ -187,7 +188,7 @@ class SlotModel:
         self.slots.pop(seat, None)
 
     def move_tail_to_slots(self, seat: int, start: int) -> None:
-        """Moves rows of the tail page that the row at `start` overwrites, if any, into slots."""
+        """If the row at `start` is the first in a tail page with older rows, moves rows of that page into slots."""
         page_rows, slots = self._geometry.page_rows, self._geometry.slots
         first = start - TAIL_PAGES * page_rows
         if seat not in self.slots or start % page_rows or first < 0 or start == self._opened_at[seat]:
@@ -217,7 +218,7 @@ class SlotModel:
         return opened
 
     def _demoted(self, chosen: Sequence[int], length: int, first: int) -> Slots:
-        """Keeps rows in place as slots. Rows that were selected last and are elsewhere replace rows that were not."""
+        """Keeps rows in place as slots. Rows selected last, in neither slots nor tail, replace rows that were not."""
         begin, tail_first = first * self._geometry.page_rows, self._geometry.tail_first(length)
         held = list(range(begin, begin + self._geometry.slots))
         demoted = Slots(held, [length - 1 if position in chosen else position for position in held])
@@ -229,7 +230,7 @@ class SlotModel:
 
 
 class Poisoner:
-    """Overwrites memory that must not be read with POISON: all of it at first, then the given pages."""
+    """Writes POISON to memory that must not be read: at first to all of it, later to the given pages."""
 
     def __init__(self, pool: DevicePool, host: HostStore) -> None:
         self._pool, self._host = pool, host

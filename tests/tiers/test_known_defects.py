@@ -1,4 +1,5 @@
-"""Tests of a whole engine for defects seen in other engines. The name of a test has the number of its defect.
+"""Tests of a whole engine for defects seen in other engines. The name of a test has the number of its defect. One
+test of defect 16 uses the KV memory alone, on a GPU.
 
 `Bench` computes every request a second time with plain lists. It compares the host store with them after each step
 that leaves no command pending, and the answers at the end. `scripts/sabotage --list` names the tests of all defects.
@@ -71,7 +72,7 @@ REACHED: dict[str, Callable[[Bench, Request], bool]] = {
 }
 
 
-# With at most one plan in flight, no preemption is ever pending.
+# All states with two plans in flight, two of them also with one. With one, no preemption is ever pending.
 @pytest.mark.parametrize(("state", "depth"), [*((state, 2) for state in REACHED), ("waiting", 1), ("parked", 1)])
 def test_defect_03_an_abort_releases_every_page_and_disturbs_no_other_request(state: str, depth: int) -> None:
     resident = state in ("prefilling", "resident")
@@ -126,7 +127,7 @@ def test_defect_03_pages_used_by_a_plan_in_flight_are_not_granted() -> None:
 def test_defect_04_requests_wait_while_the_host_store_is_full(
     host_pages: int, prompt: int, answer: int, tiers: str
 ) -> None:
-    """Two requests fit, each with one page to grow. Without this page, three short prompts would be admitted."""
+    """Two requests fit, each with one page to grow. If no page were kept free, three short prompts would fit."""
     bench = Bench(90, host_pages, tiers=tiers, depth=2)
     for name in "abcd":
         bench.add(name, prompt, answer)
@@ -264,7 +265,7 @@ def test_defect_16_the_side_stream_waits_for_the_pass_that_writes_a_page() -> No
     values = torch.arange(2048 * 5, device=device).reshape(2048, 5).short()
     torch.cuda.synchronize()
     view = memory.view([0], [0], [2048])
-    torch.cuda._sleep(200_000_000)  # about a tenth of a second; the copy must wait for it
+    torch.cuda._sleep(200_000_000)  # delays the writes below by about 0.1 s; the copies must wait for them
     for layer in range(LAYERS):
         view.new_rows(layer).store(values + layer)
     for group in range(SHAPE.groups):

@@ -19,7 +19,7 @@ from hotset.models.spec import IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 from hotset.models.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
-VOCAB, TOPK, SLOTS, CONTEXT = 61, 5, 8, 256  # the context is 32 times as long as the number of slots
+VOCAB, TOPK, SLOTS, CONTEXT = 61, 5, 8, 256  # a full context has 32 times as many tokens as there are slots
 
 
 def spec(full_layers: tuple[int, ...], interleaved: bool, rank: int) -> ModelSpec:
@@ -42,14 +42,14 @@ SPECS = {
 def answers(
     model: Recorder, spec: ModelSpec, prompts: list[list[int]], tokens: int, **settings: Any
 ) -> list[list[int]]:
-    """Runs one request after another, because matrix products must have the same shapes with and without tiers."""
+    """Runs the prompts one after another, so that matrix products have the same shapes with and without tiers."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     engine = make_engine(model, spec, max_num_seqs=1, **settings)
     return [run_all(engine, [prompt], [params])[0].token_ids for prompt in prompts]
 
 
 def cases() -> list[Any]:
-    """Returns all combinations of family, dtype and KV dtype. Quick runs use half of them, which cover all pairs."""
+    """Returns all combinations of family, dtype and KV dtype. Quick runs use half of them, with all pairs of values."""
     quick = {
         ("deepseek_v32", torch.float32, "auto"),
         ("deepseek_v32", torch.bfloat16, "fp8"),

@@ -126,7 +126,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(4, 20))
     @precondition(lambda self: self.seated())
     def run(self, steps: int) -> None:
-        """Runs several steps. If a step is not possible, one request is demoted or parked instead."""
+        """Runs several steps. If a step computes nothing, one request is demoted or parked instead."""
         for _ in range(steps):
             if self.step():
                 self.audit()
@@ -379,7 +379,7 @@ SETTINGS = settings(max_examples=20, stateful_step_count=50, deadline=None, data
 
 @pytest.mark.parametrize("steps", [1000, pytest.param(6000, marks=pytest.mark.slow)])
 def test_attention_reads_the_bytes_that_were_written_after_any_change_of_residence(steps: int) -> None:
-    """Runs groups of examples until there were `steps` steps and every event has happened at least once."""
+    """Runs groups of examples, at most steps / 100, until there were `steps` steps and every event has happened."""
     SEEN.clear()
     for number in range(steps // 100):
         run_state_machine_as_test(seed(number)(TiersMachine), settings=SETTINGS)

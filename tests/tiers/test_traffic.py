@@ -1,4 +1,4 @@
-"""The engine's counters are compared with counts over a recorded run (defect 19 of other engines)."""
+"""The engine's counters are compared with counts from the recorded calls of a run (defect 19 of other engines)."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class RecordingMemory(KvMemory):
 
 @cache
 def run(name: str) -> tuple[Bench, RecordingMemory]:
-    """Runs three requests to their end, and returns the engine and its memory with the recorded calls."""
+    """Runs three requests to their end, and returns the bench and its memory with the recorded calls."""
     bench = Bench(**RUNS[name], memory=RecordingMemory)
     for number, (prompt, answer) in enumerate([(20, 60), (20, 50), (7, 30)]):
         bench.add(f"r{number}", prompt, answer)

@@ -1,4 +1,4 @@
-"""A decoder that computes in integers, the same decoder in plain Python, and an engine that checks one with the other.
+"""A decoder that computes in integers, the same decoder in plain Python, and an engine that compares the two.
 
 Sums of integers do not depend on their order, so tokens and bytes are exact for every batch, chunk and residence. The
 plain decoder uses only lists, without pages, seats or tiers. Equal scores are frequent, and the earlier position wins.
@@ -88,7 +88,7 @@ def _mix(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _spread(hidden: Tensor, salt: int, width: int, values: int) -> Tensor:
-    """Returns [tokens, width] pseudo-random integers around 0, one of `values` different ones."""
+    """Returns [tokens, width] pseudo-random integers around 0, each from a range of `values` integers."""
     return _mix(hidden[:, None], salt * 10 + torch.arange(width)) % values - values // 2
 
 
@@ -148,7 +148,7 @@ def alone(prompt: tuple[int, ...], answer: int) -> PlainContext:
 
 @cache
 def stored_alone(prompt: tuple[int, ...], answer: int) -> tuple[Tensor, Tensor]:
-    """Returns the rows [layers, length, stride] and index keys [groups, length, stride] of that context as bytes."""
+    """Returns the rows [layers, length, stride] and index keys [groups, length, stride] of `alone` as bytes."""
     context, key = alone(prompt, answer), SHAPE.key
     assert key is not None
     return _in_bytes(context.rows, SHAPE.row.stride_bytes), _in_bytes(context.keys, key.stride_bytes)
@@ -168,10 +168,10 @@ def prompt_of(name: str, length: int) -> tuple[int, ...]:
 
 
 class Bench:
-    """An engine over poisoned memory, with checks after every step.
+    """An engine over poisoned memory. The pools are audited after every step.
 
-    The pools are audited, the bytes on the host are compared with the plain contexts, and every page without an owner
-    is poisoned again. `finish` compares all answers.
+    After a step that leaves no command pending, the bytes on the host are also compared with the plain contexts, and
+    every page without an owner is poisoned again. `finish` compares all answers.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Bench:
 
     @property
     def settled(self) -> bool:
-        """True if every command has been executed, so that none is left for the next plan."""
+        """True if no command is pending for the next plan."""
         return not self.scheduler._next_plan.commands
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
