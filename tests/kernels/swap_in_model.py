@@ -52,7 +52,7 @@ ODD = Shape(k=6, slots=11, page_rows=5, words_per_page=7, context_pages=9)
 
 @dataclass
 class SeatMaps:
-    """The residency maps of one tiered seat. `slot_of` searches, so nothing is stored twice."""
+    """The maps of one tiered seat. `slot_of` searches `position_of`, so nothing is stored twice."""
 
     slots: int
     position_of: list[int] = field(init=False)

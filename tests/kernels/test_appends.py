@@ -106,7 +106,7 @@ class Mla:
 
 @dataclass
 class Keys:
-    """The arguments of one call of key_append: five tokens on four seats, one of them padding."""
+    """The arguments of one call of key_append: five tokens, one of which is padding, and four seats."""
 
     key: Tensor
     weight: Tensor

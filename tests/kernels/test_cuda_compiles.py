@@ -89,7 +89,7 @@ CASES = {
 
 
 def spilled_bytes(recorder: Recorder, folder: Path) -> int:
-    """Compiles for sm_90. Returns the bytes of registers that are spilled."""
+    """Compiles for sm_90. Returns the bytes of registers that are spilled, or 0 if there is no nvcc to report them."""
     if NVCC is None:
         assert len(cuda_source.compile_source(recorder.source, recorder.constants, "sm_90").code) > 0
         return 0

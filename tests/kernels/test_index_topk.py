@@ -223,9 +223,9 @@ if not INTERPRETED:
 
 
 def check_selection(impl: ModuleType, values: Tensor, lengths: Sequence[int], k: int, moments: Tensor | None) -> None:
-    """Checks that each row of `values`, up to its length, is selected from as by stable_topk.
+    """Checks that each row of `values`, up to its length, gives the selection of stable_topk.
 
-    A padded query comes before and after them. `moments`: None to compute them.
+    One padded query comes before these rows and one after them. If `moments` is None, the moments are computed here.
     """
     rows = len(lengths)
     visible = torch.arange(CONTEXT) < torch.tensor(lengths)[:, None]

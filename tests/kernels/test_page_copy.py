@@ -104,7 +104,7 @@ def test_a_long_piece_is_divided_among_blocks_and_copied_completely(copy: Copy) 
 
 @with_each_op
 def test_index_keys_with_a_gap_after_every_page_are_copied_as_words(copy: Copy) -> None:
-    """A page of 400 bytes holds 3 index keys of 132 bytes, so pages do not begin at a multiple of a key."""
+    """A page of 400 bytes holds 3 index keys of 132 bytes, so pages do not begin at multiples of 132 bytes."""
     pool, host = torch.randint(0, 256, (2, 5 * 400), dtype=torch.uint8), torch.zeros(2, 20 * 132, dtype=torch.uint8)
     pieces = [(page * 100, position * 33, 3 * 33) for page, position in ((4, 0), (1, 3), (2, 6))]
     copy(

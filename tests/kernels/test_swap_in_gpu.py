@@ -91,7 +91,7 @@ def test_on_a_gpu_a_replayed_step_equals_the_reference() -> None:
 
     def step() -> SwapPlan:
         for column, source in zip(columns, inputs, strict=True):
-            torch.add(source, 0, out=column)  # so that the inputs are written by the kernels just before the plan
+            torch.add(source, 0, out=column)  # kernels write the inputs just before the plan reads them
         positions, seats, stamps = columns
         return plan(
             positions=positions,

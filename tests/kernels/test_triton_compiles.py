@@ -1,7 +1,7 @@
 """The Triton and Gluon kernels compile for sm_90 with the expected instructions and resources. No GPU is needed.
 
-Run as a program, this file compiles a group of cases and prints the results. All cases share one process of their own,
-because Triton is slow to import and reads TRITON_INTERPRET only once. The process starts with an empty cache, so that
+Run as a program, this file compiles a group of cases and prints the results. Each of the two groups has one process,
+because Triton is slow to import and reads TRITON_INTERPRET only once. A process starts with an empty cache, so that
 nothing comes from an earlier run.
 """
 
@@ -407,7 +407,7 @@ def test_sparse_attention_compiles_for_sm_90(compiled_attention: dict[str, Compi
     assert ".target sm_90" in kernel.ptx
     max_shared = SHARED_OF_TWO if launch.programs_per_sm == 2 else MAX_SHARED
     assert kernel.shared_bytes <= max_shared, f"{kernel.shared_bytes} B shared"
-    assert kernel.stack_bytes <= 384, f"{kernel.stack_bytes} B of registers spilled"  # by Triton 3.6: at most 40
+    assert kernel.stack_bytes <= 384, f"{kernel.stack_bytes} B of registers spilled"  # with Triton 3.6: at most 40
     assert kernel.mma_waits <= 6, "ptxas makes the products wait for each other"
     assert ("wgmma.mma_async" in kernel.ptx) == (launch.kernel == "gluon")
     assert ("cvt.rn.f16x2.e4m3x2" in kernel.ptx) == fp8

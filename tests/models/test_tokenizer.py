@@ -262,7 +262,7 @@ def test_the_pieces_of_a_byte_stream_add_up_to_decode(
     skip_special=st.booleans(),
 )
 @example(token_ids=[262, 259, 263], skip_special=True)  # "a", an empty piece, " a": the space must stay
-@example(token_ids=[262, 3 + 0x41, 3 + 0xE2, 264], skip_special=True)  # an invalid byte makes all adjacent bytes invalid
+@example(token_ids=[262, 3 + 0x41, 3 + 0xE2, 264], skip_special=True)  # an invalid byte makes adjacent bytes invalid
 def test_the_pieces_of_a_window_stream_add_up_to_decode(
     spaced: Tokenizer, token_ids: list[int], skip_special: bool
 ) -> None:

@@ -64,7 +64,7 @@ def test_seeded_choices_and_logprobs_equal_those_of_one_server(
 ) -> None:
     seeded = {"seed": 7, "temperature": 0.9, "logprobs": 2}
     assert choices_of(disaggregated, 70, **seeded) == choices_of(colocated, 70, **seeded)
-    # Several prompts may share steps differently, which changes the last bits of logprobs: only tokens are compared.
+    # The servers may batch several prompts differently, which changes the last bits of logprobs: only tokens count.
     several = {**seeded, "n": 2, "prompt": [prompt_of(70), prompt_of(200)]}
     answers = [choices_of(server, 1, **several) for server in (disaggregated, colocated)]
     tokens = [[choice["token_ids"] for choice in choices] for choices in answers]

@@ -42,7 +42,7 @@ def http(server: RunningServer) -> Iterator[httpx.Client]:
 
 
 def start_long_answer(http: httpx.Client, streams: ExitStack, **changes: Any) -> Iterator[str]:
-    """Starts a long streamed answer and returns its lines. It ends when the lines or `streams` are closed."""
+    """Starts a long streamed answer and returns its lines. The answer ends when the lines or `streams` are closed."""
     answer = streams.enter_context(http.stream("POST", TEXT, json={**LONG, "stream": True, **changes}))
     assert answer.status_code == 200
     lines = answer.iter_lines()
@@ -59,7 +59,7 @@ def assert_rejected(answer: httpx.Response, message: str) -> None:
 
 
 def assert_nothing_is_held(server: RunningServer) -> None:
-    # Much less time than the full answer would take, so the pages were freed by the disconnect.
+    # Waits at most 60 s. It does not check that the disconnect freed the pages, rather than the end of the answer.
     assert server.wait_for_gauge("hotset_device_pages_held", lambda pages: pages == 0) == 0
     assert server.gauge("hotset_requests_running") == server.gauge("hotset_requests_waiting") == 0
     assert "Traceback" not in server.log()

@@ -114,7 +114,7 @@ def test_usage_counts_prompt_and_completion_tokens(client: openai.OpenAI, http: 
 
 
 def test_stop_string_ends_the_answer_and_is_hidden_unless_requested(client: openai.OpenAI) -> None:
-    # The stop string ends inside a token, so the text before it must be held back until the match is decided.
+    # The stop string ends inside a token, whose remaining text must not appear.
     full = ask(client, stop=["Go"]).choices[0]
     assert (full.message.content, full.finish_reason) == (" \n No ", "stop")
     assert streamed_text(ask(client, stop=["Go"], stream=True)) == full.message.content

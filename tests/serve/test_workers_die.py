@@ -23,7 +23,7 @@ import pytest
 from running_server import RunningServer, serving
 
 TEXT = "/v1/completions"
-# Pools that hold the prompt twice: the pages that a dead worker may write to stay in quarantine for a while.
+# The pools hold the prompt several times, because pages that a dead worker may write to stay in quarantine.
 SIZES = ["--device", "cpu", "--device-kv-tokens", "16384", "--host-kv-tokens", "32768"]
 FLAGS = ["--load-format", "dummy", "--max-num-batched-tokens", "16", *SIZES]
 LONG: dict[str, Any] = {
@@ -34,7 +34,7 @@ LONG: dict[str, Any] = {
     "ignore_eos": True,
 }
 SHORT = {**LONG, "prompt": [1, 2, 3] * 10}
-WAIT_SECONDS = 60.0  # limit of every wait; only an overloaded machine needs so long
+WAIT_SECONDS = 60.0  # limit of waiting for a state; only an overloaded machine needs so long
 PAGES = ("hotset_device_pages_held", "hotset_host_pages_held", "hotset_pages_quarantined")
 
 

@@ -1,4 +1,4 @@
-"""If a worker or the router dies, clients get an answer from another worker or an error, and no worker computes on."""
+"""If a worker or the router dies, clients get another worker's answer or an error, and no worker continues in vain."""
 
 import json
 import signal
