@@ -119,7 +119,7 @@ static bool release(State state, unsigned first, unsigned last) {
     return any;
 }
 
-// Releases the fibres whose cluster barrier all threads have reached, except for those that have ended.
+// Releases the fibres of [first, last) whose cluster barrier every thread has reached that has not ended.
 static bool release_from_cluster(unsigned first, unsigned last) {
     unsigned least = ~0u;
     for (unsigned i = 0; i < CLUSTER * threads; ++i) {
@@ -134,7 +134,8 @@ static bool release_from_cluster(unsigned first, unsigned last) {
     return any;
 }
 
-// Runs one block until all its threads wait. Returns false if none could run.
+// Runs every ready thread of a block until it waits or ends; if none is ready, releases waiting threads. Returns false
+// if neither was possible.
 static bool run_block(unsigned member) {
     static unsigned order[MAX_THREADS];
     const unsigned first = member * threads, last = first + threads;

@@ -1,4 +1,4 @@
-"""A worker without an engine, in its own process. It has the API of `hotset serve --role` and can misbehave.
+"""A worker without an engine, in its own process. It has endpoints of `hotset serve --role` and can misbehave.
 
 `python stub_worker.py ROLE NAME [--port N] [--model M] [--behaviour B]` prints its address. GET /seen returns the
 requests that it received, and POST /behave changes its behaviour. The behaviours are:
@@ -14,9 +14,9 @@ requests that it received, and POST /behave changes its behaviour. The behaviour
     half         dies within an event
     short        dies within a response that is not streamed
     garbage      answers with bytes that are not HTTP
-    slow         does not answer
+    slow         never answers
     drip         streams events until the behaviour changes
-    silent       starts a stream and then sends nothing
+    silent       sends one event of a stream and then nothing
     nonsense     answers /handoff with HTML
 """
 
