@@ -46,7 +46,7 @@ from hotset.transfer.api import Throughput, Transfer
 LOGGER = logging.getLogger("hotset.handoff")
 STOP_SECONDS = 5.0  # time for the thread to end after its drain
 NOTIFY_SECONDS = 5.0  # maximum time after the drain for writes in flight to end and for peers to be notified
-IDLE_SECONDS = 60.0  # interval between checks of peers while there are no handoffs
+IDLE_SECONDS = 60.0  # maximum interval between checks of peers while no handoff is open
 
 HandoffCommand = ReceiverCommand | SenderCommand
 HandoffEvent = ReceiverEvent | SenderEvent
@@ -82,7 +82,8 @@ class ControlChannel(Protocol):
         """Returns the number of dropped messages, by cause."""
 
     def send(self, peer: str, message: Message) -> None:
-        """Queues a message for the last known incarnation at this address. Hello and Ping go to any incarnation."""
+        """Queues a message for the last known incarnation at this address. Hello and Ping go to any incarnation.
+        Other messages are dropped if no incarnation is known."""
 
     def receive(self) -> list[ChannelEvent]:
         """Returns the messages and events that have arrived, in order, up to a limit. Never blocks."""
@@ -101,8 +102,8 @@ class ControlChannel(Protocol):
 
 
 class HandoffRole(Protocol):
-    """The part of the agent that differs between decode and prefill workers. The agent's thread calls it; other threads
-    only read it, under the agent's lock."""
+    """The part of the agent that differs between decode and prefill workers. The agent's thread drives it. Other
+    threads call it only through `stats` and `audit`, under the agent's lock."""
 
     outcomes: dict[str, int]
     num_pieces: int
@@ -163,8 +164,8 @@ def _unpack(piece: PackedPiece) -> None:
 class HandoffAgent:
     """Runs the handoffs of one worker. All methods may be called from any thread.
 
-    The agent owns the channel and closes it. The caller owns `transfer` and closes it after the agent. Until then,
-    peers may write to the registered memory, and writes of this worker may read it.
+    The agent owns the channel and closes it. The caller owns `transfer` and closes it after the agent. Until
+    `transfer` is closed, peers may write to the registered memory, and writes of this worker may read it.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class HandoffAgent:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`hello` introduces this worker to peers. The agent's thread calls `wake` when there is an event, and when the
-        thread has ended; `wake` must not block."""
+        thread ends; `wake` must not block."""
         assert hello.control == channel.address, f"hello has address {hello.control}, the channel {channel.address}"
         assert hello.stores, "hello has no store"
         self._channel, self._wake, self._clock = channel, wake, clock
@@ -246,9 +247,9 @@ class HandoffAgent:
         """Begins no more handoffs, drains for at most `drain_seconds`, ends the thread and closes the channel.
 
         A decode worker cancels its open handoffs and waits until the peers have confirmed. A prefill worker finishes
-        its open handoffs. After the drain, it ends the unfinished ones as failed and notifies peers when their writes
-        have ended, for at most `drain_seconds` and at most NOTIFY_SECONDS more. The pages of a handoff that has not
-        ended by then may still be written or read. A second call can shorten the drain.
+        its open handoffs. After the drain, it ends the unfinished ones as failed, and notifies the peer of each when
+        its writes have ended. This takes at most `drain_seconds` or NOTIFY_SECONDS more, whichever is less. The pages
+        of a handoff that has not ended by then may still be written or read. A second call can shorten the drain.
         """
         until = self._clock() + drain_seconds
         if self._drain_until is None or until < self._drain_until:
@@ -303,7 +304,7 @@ class HandoffAgent:
         return not self._role.busy or self._clock() >= drain_until + self._notify_seconds
 
     def _seconds_to_wait(self) -> float:
-        """Returns the time until the next timer is due."""
+        """Returns the time until the next timer or poll of writes is due."""
         now = self._clock()
         times = [self._next_check, self._role.next_deadline()]
         if self._drain_until is not None:
@@ -322,7 +323,7 @@ class HandoffAgent:
     def _run_once(self, now: float) -> list[HandoffEvent]:
         """Handles messages, commands and timers once. Returns the events for the engine.
 
-        Peers are checked after all received messages, so a peer with a waiting message does not count as silent.
+        Peers are checked after the messages, so a peer whose message was just received does not count as silent.
         """
         received = self._channel.receive()
         if received or not self._inbox.empty():
@@ -356,7 +357,8 @@ class HandoffAgent:
                         self._num_unexpected += not self._role.handle_message(peer, message, now)
 
     def _check_peers(self, now: float) -> None:
-        """Pings the peers on which handoffs depend, and reports peers that have timed out as lost."""
+        """Pings the peers on which handoffs depend, and reports peers that have timed out as lost. Forgets
+        other peers that have been silent for `forget_after` seconds."""
         self._next_check = now + (self._timing.ping_every / 2 if self._role.busy else IDLE_SECONDS)
         for peer in self._liveness.watch(self._role.watched_peers(), now):
             self._num_pings += 1

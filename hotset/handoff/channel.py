@@ -2,7 +2,8 @@
 
 Nothing here waits for a peer, and delivery is not guaranteed: a message that cannot be queued is dropped. Callers
 retransmit messages that need an answer. A peer is identified by the control address at which it listens, and by its
-incarnation, a random string that a process chooses at start. Messages for an earlier incarnation are dropped.
+incarnation, a random string that a process chooses at start. Messages for or from an
+earlier incarnation are dropped.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ MAX_OLD_INCARNATIONS = 4  # remembered for each peer
 MAX_WARNINGS = 256
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 1000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 6000
-FOR_ANY_INCARNATION = (Hello, Ping)  # sent before the peer's incarnation is known
+FOR_ANY_INCARNATION = (Hello, Ping)  # sent even if the peer's incarnation is unknown
 FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -85,7 +86,8 @@ class Channel:
             end.setblocking(False)
 
     def send(self, peer: str, message: Message) -> None:
-        """Queues a message for the last known incarnation at this address. Hello and Ping go to any incarnation."""
+        """Queues a message for the last known incarnation at this address. Hello and Ping go to any incarnation.
+        Other messages are dropped if no incarnation is known."""
         known = self._peer(peer)
         for_any = isinstance(message, FOR_ANY_INCARNATION)
         target = "" if for_any else known.incarnation
@@ -100,7 +102,7 @@ class Channel:
         except zmq.Again:
             self.dropped["queue full"] += 1
         except zmq.ZMQError as error:
-            # ZeroMQ rejects the address. The message is lost, as if nothing listened at the address.
+            # For example, ZeroMQ rejects the address. The message is lost, as if nothing listened at the address.
             self.dropped["send failed"] += 1
             self._warn_once(peer, f"cannot send to {peer}: {error.strerror}")
 

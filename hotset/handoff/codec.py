@@ -5,8 +5,8 @@
 
 The envelope and `Refused` have the same fields in every version of the protocol, so a peer with another version can be
 refused with a reason. The tag proves that the sender has the secret; nothing is encrypted. A recorded message can be
-replayed. This does little harm, because messages are idempotent and most of them are for one incarnation: at worst, a
-peer seems to have restarted.
+replayed. This does little harm, because messages are idempotent and most of them are for one incarnation: at worst,
+the handoffs with one peer fail, as if it had restarted.
 """
 
 import hashlib
@@ -88,7 +88,8 @@ class Codec:
         return MARK + TAGGED + self._tag(self._key, encoded) + encoded
 
     def decode(self, raw: bytes) -> Envelope | ProtocolMismatch:
-        """Decodes one message. Raises BadMessage, and no other exception, for anything that is not a valid message."""
+        """Decodes one message. Returns ProtocolMismatch for one in another version, except Refused. Raises BadMessage,
+        and no other exception, for anything that is not a valid message."""
         envelope_bytes = self._checked(raw)
         try:
             envelope = _ENVELOPES.decode(envelope_bytes)
@@ -111,7 +112,7 @@ class Codec:
         return Envelope(envelope.sender_address, envelope.sender_incarnation, envelope.target_incarnation, message)
 
     def _checked(self, raw: bytes) -> bytes:
-        """Returns the bytes of the envelope, after checking the tag."""
+        """Checks the mark and, with a secret, the tag. Returns the bytes of the envelope."""
         if len(raw) > MAX_BYTES:
             raise BadMessage(f"it has {len(raw)} bytes, above the limit of {MAX_BYTES}")
         mark, form, body = raw[: len(MARK)], raw[len(MARK) : len(MARK) + 1], raw[len(MARK) + 1 :]

@@ -39,7 +39,7 @@ class _Introduction:
     """A Hello that is not answered yet. Fetches from this peer wait here, and their requests are not sent yet."""
 
     since: float  # time of the first Hello
-    sent_at: float  # time of the last Hello
+    sent_at: float  # time of the newest Hello
     fetches: dict[HandoffKey, Fetch] = field(default_factory=dict)
 
 
@@ -58,7 +58,7 @@ class DecodeRole:
         self._receiver, self._hello, self._liveness, self._timing, self._send = receiver, hello, liveness, timing, send
         self._unpack = unpack
         self._introductions: dict[str, _Introduction] = {}
-        self._introduced: set[str] = set()  # peers that answered Hello with Welcome
+        self._introduced: set[str] = set()  # peers that answered Hello with Welcome and were not lost since
         self._fetches: dict[HandoffKey, Fetch] = {}  # fetches passed to the receiver; some may have ended
         self._events: list[ReceiverEvent] = []
         self._closing = False

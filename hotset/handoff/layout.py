@@ -38,7 +38,7 @@ class Overlap:
 
 
 def whole_rows(span: PagedSpan) -> tuple[Shard, ...]:
-    """Returns the shards of rows that are not divided: a single one."""
+    """Returns the shards of rows that are not divided: a single shard."""
     return (Shard(span, ((0, span.row_bytes),)),)
 
 
@@ -83,7 +83,7 @@ def store_overlaps(source: Store, target: Store) -> tuple[Overlap, ...]:
 @lru_cache(maxsize=1024)
 def overlaps(source: tuple[RowSlices, ...], target: tuple[RowSlices, ...]) -> tuple[Overlap, ...]:
     """Does the same as `store_overlaps`, for shards given by their slices. The result is in the order of the targets.
-    If several sources hold the same bytes, the targets use different ones, to spread the load."""
+    If several sources hold the same bytes, the targets use different ones where possible, to spread the load."""
     result = []
     for target_index, slices in enumerate(target):
         missing, offset = [], 0
@@ -151,8 +151,8 @@ def plan_writes(
 
     `source_pages` and `target_pages` are the context's pages, from its first. The page sizes of the two sides may
     differ. Rows that are adjacent on both sides share a write, but never across two bases, because the memory at each
-    base may be registered separately. Unused bytes at the end of a page are written too if both sides have the same
-    number of them. `layers` selects the layers to transfer; the default is all.
+    base may be registered separately. Unused bytes between the rows of consecutive pages are written too if both
+    sides have the same number of them. `layers` selects the layers to transfer; the default is all.
     """
     assert source.row_bytes == target.row_bytes, f"rows of {source.row_bytes} bytes into rows of {target.row_bytes}"
     for span, pages in ((source, source_pages), (target, target_pages)):
@@ -162,13 +162,13 @@ def plan_writes(
         layers = [(layer, layer) for layer in range(len(source.bases))]
     if first >= last or not layers:
         return np.empty((0, 3), np.int64)
-    # Positions at which a page, or a part of a page, begins on either side. Each one starts a stretch of rows that is
-    # contiguous on both sides.
+    # `first`, and the positions at which a page, or a part of a page, begins on either side. Each one starts a stretch
+    # of rows that is contiguous on both sides.
     starts = np.union1d(_edges(source, first, last), _edges(target, first, last))
     nbytes = np.diff(starts, append=last) * source.row_bytes
     source_part, source_offset = _offsets(source, source_pages, starts)
     target_part, target_offset = _offsets(target, target_pages, starts)
-    gap = source_offset[1:] - source_offset[:-1] - nbytes[:-1]  # unused bytes between one stretch and the next
+    gap = source_offset[1:] - source_offset[:-1] - nbytes[:-1]  # bytes between one stretch and the next, at the source
     continues = (gap >= 0) & (gap < min(source.page_bytes, target.page_bytes))
     continues &= gap == target_offset[1:] - target_offset[:-1] - nbytes[:-1]
     continues &= (source_part[1:] == source_part[:-1]) & (target_part[1:] == target_part[:-1])
@@ -207,8 +207,8 @@ def plan_context_writes(
 
 
 def count_writes(source: Store, target: Store, row_pages: Sequence[int], key_pages: Sequence[int], rows: int) -> int:
-    """Returns how many direct writes a context of `rows` rows takes if its pages of `source` are consecutive. Any other
-    pages of `source` take at least as many."""
+    """Returns how many writes `plan_context_writes` plans for a context of `rows` rows if its pages of `source` are
+    consecutive. For any other pages of `source` it plans at least as many."""
     count, consecutive = 0, range(pages_for(source.shards[0].span, rows))
 
     def whole_row_writes(source_span: PagedSpan, target_span: PagedSpan, pages: Sequence[int]) -> int:
@@ -227,8 +227,8 @@ def count_writes(source: Store, target: Store, row_pages: Sequence[int], key_pag
 
 
 def _same_bytes(overlap: Overlap, source: Shard, target: Shard) -> bool:
-    """Returns whether both shards hold the same bytes of a row in the same order, so that adjacent rows can share a
-    write."""
+    """Returns whether both shards hold the same bytes of a row in the same order, at the same distance between
+    rows, so that adjacent rows can share a write."""
     nbytes = stored_bytes(source)
     same = source.span.row_bytes == target.span.row_bytes and stored_bytes(target) == nbytes
     return same and overlap.byte_ranges == ((0, 0, nbytes),)
@@ -243,7 +243,8 @@ def _plan_slice_writes(
     first: int,
     last: int,
 ) -> Writes:
-    """Plans one write for each layer, row and byte range. No two of these writes are adjacent on both sides."""
+    """Plans one write for each layer, row and byte range. With shards of `head_shards`, no two of these writes
+    are adjacent on both sides."""
     positions = np.arange(first, last, dtype=np.int64)
     ranges = np.array(overlap.byte_ranges, np.int64).T
     columns = []
@@ -298,7 +299,7 @@ def _shape(store: Store) -> str:
 
 
 def _flaw_of_store(store: Store, model: ModelIdentity) -> str | None:
-    """Returns why writes to this store would go to wrong addresses, or None if they would not."""
+    """Returns why addresses computed from this store would be wrong, or None if they are right."""
     if (store.keys is None) != (model.key is None):
         has = "no" if store.keys is None else "a"
         return f"the model's index keys are {model.key!r}, but the store has {has} span for them"

@@ -4,7 +4,7 @@ All are values without behaviour. `->` marks messages from the decode worker (th
 worker (the sender of rows), `<-` the opposite direction:
 
     Hello ->                <- Welcome, or Refused
-    HandoffRequest ->       <- HandoffAccepted
+    HandoffRequest ->       <- HandoffAccepted; or HandoffFailed, Cancelled, Refused
     StartWrites ->          (acknowledges HandoffAccepted: from now on rows may be written)
                             <- Progress as rows land; then HandoffDone, or HandoffFailed
     HandoffAck ->           (acknowledges HandoffDone or HandoffFailed: the prefill worker may forget the handoff)
@@ -22,8 +22,9 @@ pieces and write them into the receiver's ring, from which the receiver unpacks 
                             <- PieceWritten (the piece is in the ring)
     PieceUnpacked ->        (the piece is in its pages, and the lease has ended)
 
-A message that needs an answer is retransmitted until the answer arrives. Every message is idempotent. A handoff is
-identified by its key, a request id and an attempt. A newer attempt of a request replaces its older attempts.
+A message that needs an answer is retransmitted until the answer arrives or a time limit has passed. Every message is
+idempotent. A handoff is identified by its key, a request id and an attempt. A newer attempt of a request replaces
+its older attempts.
 """
 
 from collections.abc import Mapping
@@ -68,14 +69,14 @@ class PagedSpan:
 
     In code about spans, *row* also stands for an index key and *layer* for an index group. Position p of a context is
     row p % page_rows of the context's page p // page_rows. The rows of a page are stored in `len(bases[0])` parts of
-    `part_rows` consecutive rows; a span of host memory has one part.
+    `part_rows` consecutive rows (the last part may have fewer); a span of host memory has one part.
 
     Row r of page number n in layer i begins at
     bases[i][r // part_rows] + n * page_bytes + r % part_rows * row_bytes.
     """
 
     bases: tuple[tuple[int, ...], ...]  # [layers][parts] addresses of page 0
-    page_bytes: int  # distance between consecutive pages of one part
+    page_bytes: int  # distance between the same part of consecutive pages
     page_rows: int
     part_rows: int
     row_bytes: int  # distance between consecutive rows
@@ -128,7 +129,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Answers Hello, or a message of a peer that must send Hello first."""
+    """Answers Hello, or a HandoffRequest of a peer that must send Hello first."""
 
     reason: str  # contains the values of both sides if they do not match
 
@@ -217,7 +218,7 @@ class HandoffDone:
 
 @dataclass(frozen=True, slots=True)
 class HandoffFailed:
-    """Reports that the prefill worker has ended the handoff."""
+    """Reports that the prefill worker has ended the handoff, or does not begin it."""
 
     key: HandoffKey
     quiesced: bool  # no further byte will be written; if False, this is unknown
@@ -239,7 +240,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Answers Cancel, or a HandoffRequest of a handoff that has ended."""
+    """Answers Cancel, or a HandoffRequest of a handoff that has ended or that a newer attempt has replaced."""
 
     key: HandoffKey
     quiesced: bool  # no further byte will be written; if False, this is unknown
@@ -301,7 +302,8 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """Receiver to engine: the handoff has failed. Unless `quiesced`, its pages must not be used until `Quiesced`."""
+    """Receiver to engine: the handoff has failed. Unless `quiesced`, its pages must not be used until `Quiesced`,
+    which may never come."""
 
     key: HandoffKey
     quiesced: bool
@@ -364,8 +366,9 @@ class PrefillFailed:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePages:
-    """Sender to engine: the request's pages are no longer read, and the engine can end the request, which may still be
-    running. It is sent exactly once for every `StartPrefill`, whether the handoff succeeds or fails."""
+    """Sender to engine: the sender no longer needs the request's pages (only a hung write may still read them), and the
+    engine can end the request, which may still be running. This event is sent exactly once for every
+    `StartPrefill`, whether the handoff succeeds or fails."""
 
     peer: str
     key: HandoffKey

@@ -43,8 +43,8 @@ SENDER_TRANSITIONS: dict[SenderPhase, frozenset[SenderPhase]] = {
     SenderPhase.CLOSED: frozenset(),
 }
 
-# The limit of WRITING restarts when the engine announces rows, a list of writes ends, or a piece is unpacked. It is so
-# long because the prompt may wait in the engine's queue.
+# The limit of WRITING restarts when the engine announces rows, a list of writes ends, or a piece is unpacked. The limit
+# is long because the prompt may wait in the engine's queue.
 SENDER_TIMEOUTS: dict[SenderPhase, PhaseTimeout] = {
     SenderPhase.ACCEPTED: PhaseTimeout(10.0, retransmit_every=0.5),
     SenderPhase.WRITING: PhaseTimeout(600.0, retransmit_every=1.0),
@@ -117,7 +117,7 @@ class OutgoingHandoff:
         self.pages_released = False
         self.end_reason: EndReason | None = None
         self.retry, self.failure = False, ""  # for HandoffFailed
-        self.final_message: HandoffDone | HandoffFailed | None = None  # None again once it is acknowledged
+        self.final_message: HandoffDone | HandoffFailed | None = None  # None again once acknowledged or cancelled
 
     @property
     def phase(self) -> SenderPhase:
@@ -129,7 +129,8 @@ class OutgoingHandoff:
 
     @property
     def submitted(self) -> int:
-        """Returns the end of the rows [0, submitted) that are written, or whose writes are in flight."""
+        """Returns the end of the rows [0, submitted) that are written, or whose writes are in flight or, if staged,
+        were passed to `staging`."""
         return self.announced if self.unsubmitted is None else self.unsubmitted.first
 
     @property
@@ -142,7 +143,7 @@ class OutgoingHandoff:
 
     @property
     def deadline(self) -> float:
-        """Returns when the phase, a write in flight or a piece times out, whichever is first."""
+        """Returns when the phase times out or, if it is WRITING, a write in flight or a piece, whichever is first."""
         if self.phase is SenderPhase.WRITING:
             staging = [] if self.staging is None else [self.staging.deadline]
             return min([self.timer.deadline, *staging, *(chunk.deadline for chunk in self.in_flight)])
@@ -238,7 +239,7 @@ class Tombstones:
         self.expire(now)
 
     def forget_other_incarnations(self, peer: str, hello: Hello) -> None:
-        """Removes the tombstones of the peer's other incarnations, because this one may reuse their keys."""
+        """Removes the peer's tombstones with another Hello or none: another incarnation's keys may be used again."""
         stale = [handoff for handoff, entry in self._tombstones.items() if handoff[0] == peer and entry.hello != hello]
         for handoff in stale:
             self._remove(handoff)

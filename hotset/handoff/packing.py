@@ -93,7 +93,7 @@ def _copy(writes: np.ndarray) -> None:
 def _layer_tensors(span: PagedSpan, pages: Sequence[int]) -> list[Tensor]:
     """Returns one tensor per layer in the shape that `slice_pack` expects: [pages, page rows, row bytes].
 
-    Each tensor begins with page 0 and ends with the highest of the given page numbers.
+    Each tensor begins with page 0 and ends with the page of the highest given number.
     """
     shape = (max(pages) + 1, span.page_rows, span.row_bytes)
     strides = (span.page_bytes, span.row_bytes, 1)

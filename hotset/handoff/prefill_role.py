@@ -38,9 +38,9 @@ from hotset.transfer.api import Throughput, Transfer, WriteState, WriteTicket
 
 LOGGER = logging.getLogger("hotset.handoff")
 
-MAX_CONNECTING = 16  # peers that are connected at a time; further peers retransmit Hello until it is their turn
+MAX_CONNECTING = 16  # peers that are being connected at a time; further peers retransmit Hello until it is their turn
 MAX_WARNINGS = 256
-MAX_HUNG_CONNECTS = 64  # limit of connects that do not return, each of which holds a thread
+MAX_HUNG_CONNECTS = 64  # limit of running connects, including those that timed out; each holds a thread
 STOPPING = "the prefill worker is stopping"
 
 
@@ -141,7 +141,7 @@ class PrefillRole:
 
     @property
     def busy(self) -> bool:
-        """Returns whether writes are in flight, or a peer has not acknowledged the end of a handoff."""
+        """Returns whether writes are in flight, or a handoff is not closed."""
         return bool(self._lists) or bool(self._sender.phases())
 
     @property
@@ -149,7 +149,7 @@ class PrefillRole:
         return len(self._sender.phases())
 
     def watched_peers(self) -> set[str]:
-        """Returns the peers on which a handoff depends."""
+        """Returns the peers on which a handoff depends. Counts handoffs that were closed without a message."""
         phases = self._sender.phases()
         for handoff in self._unreported - phases.keys():
             self._count(handoff, "peer lost")
@@ -227,8 +227,9 @@ class PrefillRole:
         self._sender.audit()
 
     def _on_hello(self, peer: str, hello: Hello, now: float) -> None:
-        """Answers now if the peer is refused or already connected. Otherwise begins to connect to the peer's memory,
-        and answers afterwards. The peer retransmits Hello until then."""
+        """Answers now if the peer is refused or already connected. Otherwise begins to connect to the peer's memory
+        (unless it is being connected, or MAX_CONNECTING peers are), and answers afterwards. The peer retransmits Hello
+        until then."""
         reason = check_peers(self._hello, hello)
         if reason is None and self._closing:
             reason = STOPPING
@@ -270,7 +271,7 @@ class PrefillRole:
             return
         del self._connecting[peer]
         if connecting.peer_gone:
-            self._transfer.forget(peer)  # the new process at that address sends Hello again
+            self._transfer.forget(peer)  # a process at that address must send Hello again
         elif finished.error is not None:
             self._refuse(peer, finished.error)
         else:

@@ -1,8 +1,9 @@
 """The state machine of the decode worker: requests contexts, permits writes, and reports the end of each handoff.
 
 It has no threads and no clock; callers pass the current time. Once writes are permitted, a handoff ends in one of two
-ways: its sender confirms that it has stopped, or the engine receives a failure that is not quiesced. If the handoff is
-staged, only this worker writes to its pages; its leases in the ring are kept until the sender has stopped.
+ways: its sender confirms that it has stopped, or the engine receives a failure that is not quiesced. If the
+handoff is staged, only this worker writes to its pages, so every failure is quiesced; in the second case, its leases in
+the ring are quarantined instead, until the sender confirms that it has stopped.
 """
 
 from collections.abc import Mapping
@@ -85,8 +86,9 @@ class Receiver:
     """All handoffs into this worker. One thread calls it. After each call, that thread must run the actions that
     `take_actions` returns.
 
-    The engine receives `Landed` or `FetchFailed` exactly once for each `Fetch`, and perhaps `Quiesced` after a
-    `FetchFailed` that was not quiesced. Until the last of these, the pages belong to the handoff.
+    The engine receives `Landed` or `FetchFailed` exactly once for each `Fetch` that is not ignored, and perhaps
+    `Quiesced` after a `FetchFailed` that was not quiesced. The pages belong to the handoff until `Landed`, a quiesced
+    `FetchFailed`, or `Quiesced`.
     """
 
     def __init__(
@@ -106,7 +108,8 @@ class Receiver:
         self._hellos[peer] = hello
 
     def fetch(self, fetch: Fetch, now: float) -> None:
-        """Begins a handoff and cancels older attempts of its request. Ignores a key that is already in progress."""
+        """Begins a handoff and cancels older attempts of its request. Ignores a key whose handoff is not closed.
+        Fails at once if there is a newer attempt."""
         key = fetch.request.key
         if key in self._handoffs:
             return
@@ -128,7 +131,7 @@ class Receiver:
 
     def handle_message(self, peer: str, message: Message, now: float) -> None:
         """Handles a message from `peer`. Ignores messages that do not concern handoffs, and those that the handoff's
-        phase does not expect."""
+        phase does not expect. Answers signs of life of an unknown handoff with Cancel."""
         match message:
             case HandoffDone(key) | HandoffFailed(key):
                 self._send(peer, HandoffAck(key))
@@ -173,7 +176,7 @@ class Receiver:
                 self._transmit(handoff)
 
     def next_deadline(self) -> float | None:
-        """Returns when `tick` must be called next."""
+        """Returns when `tick` must be called next, or None if there is no handoff."""
         timers = [handoff.timer for handoff in self._handoffs.values()]
         return earliest(min(timer.deadline, timer.retransmit_at) for timer in timers)
 

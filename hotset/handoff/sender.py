@@ -1,8 +1,9 @@
 """The state machine of the prefill worker: accepts requests, has prompts computed, plans writes, and reports each end.
 
 It has no threads and no clock; callers pass the current time. Nothing is written before the receiver has sent
-StartWrites. A handoff that has written is kept until its last write has ended, or until the receiver has been notified
-that it is not quiesced. The phases and their timeouts are in `outgoing.py`.
+StartWrites. A handoff that has written is kept until its last write has ended, or until a time limit has passed; in the
+latter case it is not quiesced, and the receiver is notified of this unless the peer is lost. The phases and their
+timeouts are in `outgoing.py`.
 """
 
 import itertools
@@ -65,7 +66,7 @@ from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer, earliest
 from hotset.transfer.api import WriteState, WriteTicket
 
 WRITE_LIMIT = 40.0  # seconds for one list of writes; the transfer engine's own deadline should be shorter
-# Seconds. Longer than a receiver stays in QUARANTINED: its late retransmits must still find the tombstone.
+# Seconds. Longer than a receiver stays in QUARANTINED: the receiver's late retransmits must still find the tombstone.
 TOMBSTONE_LIMIT = 900.0
 MAX_TOMBSTONES = 20_000
 
@@ -75,7 +76,7 @@ class Sender:
     `take_actions` returns.
 
     The engine receives `StartPrefill` for each prompt that it must compute, and later exactly one `ReleasePages` for
-    that prompt. Until then it keeps the request's pages, even if the request has ended.
+    that prompt. Until then the engine keeps the request's pages, even if the request has ended.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Sender:
         piece_timeouts: Mapping[PiecePhase, PhaseTimeout] = PIECE_TIMEOUTS,
     ) -> None:
         """`store` is the memory that contexts are read from. `buffers`, all of one size, are for packed pieces. With
-        buffers, contexts that would take more than `max_direct_writes` small writes are staged."""
+        buffers, staging is offered for contexts that would take more than `max_direct_writes` small writes."""
         self.table = PhaseTable(SENDER_TRANSITIONS, timeouts)
         self.piece_table = PhaseTable(PIECE_TRANSITIONS, piece_timeouts)
         self.num_retransmits = 0
@@ -109,7 +110,8 @@ class Sender:
         self._tombstones.forget_other_incarnations(peer, hello)
 
     def peer_lost(self, peer: str, reason: str, now: float) -> None:
-        """Handles a peer that died or restarted. Its handoffs are kept until their writes in flight have ended."""
+        """Handles a peer that died or restarted. Its handoffs are kept until their writes in flight have ended
+        or count as hung."""
         self._hellos.pop(peer, None)
         for handoff in [entry for entry in self._handoffs.values() if entry.peer == peer]:
             handoff.final_message = None
@@ -132,7 +134,7 @@ class Sender:
                 self._on_ack(handoff, now)
 
     def handle_command(self, command: SenderCommand, now: float) -> None:
-        """Handles a command of the engine. Ignores commands about handoffs that have ended."""
+        """Handles a command of the engine. Ignores commands about handoffs that are not in OPEN_PHASES."""
         handoff = self._handoffs.get((command.peer, command.key))
         if handoff is None or handoff.phase not in OPEN_PHASES:
             return
@@ -196,7 +198,7 @@ class Sender:
                     self._send(handoff.peer, message)
 
     def next_deadline(self) -> float | None:
-        """Returns when `tick` must be called next."""
+        """Returns when `tick` must be called next, or None if there is no handoff."""
         return earliest(handoff.next_deadline for handoff in self._handoffs.values())
 
     def take_actions(self) -> list[SendMessage | SubmitWrites | SenderEvent]:
@@ -233,7 +235,7 @@ class Sender:
         known = [handoff.request.key.attempt for handoff in attempts]
         known.append(self._tombstones.newest_attempt(peer, key.request_id))
         if handoff := self._handoffs.get((peer, key)):
-            # With PEER_LOST, the handoff belongs to an earlier incarnation, and the new one must wait for its end.
+            # With PEER_LOST, the handoff is from before the peer was lost. The new request must wait for its end.
             if handoff.end_reason is not EndReason.PEER_LOST:
                 self._transmit(handoff)
         elif tombstone := self._tombstones.get((peer, key)):
@@ -386,7 +388,7 @@ class Sender:
         self._actions.append(SubmitWrites(handoff.peer, request.key, planned, rows.after))
 
     def _finish_if_idle(self, handoff: OutgoingHandoff, now: float) -> None:
-        """Ends the handoff if no write is in flight and it is complete, or its end was only waiting for writes."""
+        """If no write is in flight: ends a complete handoff, or reports an end that was waiting for writes."""
         if handoff.in_flight:
             return
         if handoff.phase in (SenderPhase.DRAINING, SenderPhase.WRITES_HUNG):
@@ -399,7 +401,7 @@ class Sender:
             self._move(handoff, SenderPhase.NOTIFYING, now)
 
     def _begin_end(self, handoff: OutgoingHandoff, end: EndReason, retry: bool, failure: str, now: float) -> None:
-        """Stops submitting. Reports the end now, or when the writes in flight have ended."""
+        """Stops submitting. Reports the end now, or when the writes in flight have ended or count as hung."""
         handoff.end_reason, handoff.retry, handoff.failure = end, retry, failure
         handoff.unsubmitted = None
         if handoff.phase is SenderPhase.WRITING and handoff.in_flight:
@@ -408,7 +410,8 @@ class Sender:
             self._report_end(handoff, now)
 
     def _report_end(self, handoff: OutgoingHandoff, now: float) -> None:
-        """Reports the end to the receiver and releases the pages. Writes that are still in flight count as hung."""
+        """Reports the end to the receiver, unless it is lost, and releases the pages. Writes that are still in
+        flight count as hung."""
         self._release_pages(handoff)
         key, hung = handoff.request.key, bool(handoff.in_flight)
         end, was_hung = handoff.end_reason, handoff.phase is SenderPhase.WRITES_HUNG
@@ -455,7 +458,8 @@ class Sender:
             self._actions.append(ReleasePages(*handoff.id))
 
     def _transmit(self, handoff: OutgoingHandoff) -> None:
-        """Sends the message that the phase repeats until it is answered, or Progress as a sign of life."""
+        """Sends the message that the phase repeats until it is answered, or Progress as a sign of life. Sends nothing
+        if the phase has no message."""
         key, failing = handoff.request.key, handoff.end_reason is EndReason.FAILED
         if handoff.phase is SenderPhase.ACCEPTED:
             self._send(handoff.peer, HandoffAccepted(key, 0 if handoff.offer is None else handoff.offer.piece_bytes))

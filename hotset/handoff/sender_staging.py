@@ -1,9 +1,10 @@
 """Staging at the sender: the pieces of a context, their phases and timeouts (PIECE_TIMEOUTS), and the buffers.
 
-It has no threads and no clock, like the sender, which owns it. A lease is requested only after the engine has announced
-the last row of the piece, which it does when the forward pass is submitted to the device. So the lease can arrive
-before the rows are computed, and the holder of a lease waits only for a forward pass that is already submitted and for
-a buffer. Every lease therefore ends, and every waiting piece gets one eventually.
+It has no threads and no clock, like the sender, which owns it. The engine announces rows when their forward pass is
+submitted to the device. A lease is requested only after the last row of the piece was announced. So the lease can
+arrive before the rows are computed, and the holder of a lease waits only for a forward pass that is already submitted
+and for a buffer. Every lease therefore ends, and every waiting piece gets one, unless too much of the ring is in
+quarantine.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +74,8 @@ class StagingOffer:
 def make_offer(
     store: Store, hello: Hello, request: HandoffRequest, buffers: Sequence[MemoryRange], max_direct_writes: int
 ) -> StagingOffer | None:
-    """Returns how this context can be staged, or None if direct writes are better or either side lacks the memory."""
+    """Returns how this context can be staged, or None if direct writes are better, either side lacks the memory,
+    or a store cannot be packed."""
     target = hello.stores[request.landing]
     if hello.ring is None or not buffers or not can_pack(store) or not can_pack(target):
         return None

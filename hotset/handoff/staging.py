@@ -190,7 +190,7 @@ class ReceiverStaging:
 
     def on_piece_written(self, written: PieceWritten) -> PackedPiece | None:
         """Ends the lease and returns the piece to unpack. The caller must unpack it before it sends any message,
-        because the space may be granted again. Returns None if the piece was unpacked before or has another lease."""
+        because the space may be granted again. Returns None if the piece does not have this lease (any more)."""
         context, owner = self._contexts[written.key], (written.key, written.piece)
         lease = self.ring.lease_of(owner)
         if lease is None or lease.number != written.lease:
@@ -234,13 +234,13 @@ class ReceiverStaging:
             self.ring.end_quarantine(number)
 
     def remove(self, key: HandoffKey) -> None:
-        """Forgets a context that has ended. Its leases that are still in quarantine stay there for good."""
+        """Forgets a context that has ended, and frees its leases. Those that are in quarantine stay there for good."""
         self.stop(key)
         for piece in self._contexts.pop(key).pieces:
             self.ring.withdraw((key, piece))
 
     def audit(self, keys: set[HandoffKey]) -> None:
-        """Asserts that exactly these contexts hold or request leases."""
+        """Asserts that exactly these contexts are staged, and that every lease and every waiting request is theirs."""
         self.ring.audit()
         assert self._contexts.keys() == keys, f"contexts {self._contexts.keys()} are staged, not {keys}"
         owners = {(key, piece) for key, context in self._contexts.items() for piece in context.pieces}

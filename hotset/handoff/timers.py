@@ -25,7 +25,7 @@ class PhaseTimeout:
 
 
 class PhaseTable(Generic[P]):
-    """One state machine's transitions and timeouts, and the seconds that handoffs have spent in each phase."""
+    """One state machine's transitions and timeouts, and the seconds that handoffs or pieces have spent in each."""
 
     def __init__(self, transitions: Mapping[P, frozenset[P]], timeouts: Mapping[P, PhaseTimeout]) -> None:
         """Requires a timeout for every phase except the terminal ones, which have no transitions."""
@@ -100,7 +100,7 @@ class Liveness:
 
     def __init__(self, timing: PeerTiming) -> None:
         self._timing = timing
-        self._heard: dict[str, float] = {}  # time of each peer's last message; the most recent peer is last
+        self._heard: dict[str, float] = {}  # time of each peer's newest message, oldest first
         self._pinged: dict[str, float] = {}  # time of the last ping to each watched peer
         self._watched_since: dict[str, float] = {}
 

@@ -1,11 +1,11 @@
 """The interface of a transfer engine, which copies spans of registered memory into a peer's registered memory.
 
-Writes are one-sided: the peer is not notified of them. The notifications go over a separate control channel
-(`handoff/`), which retransmits lost messages.
+Writes are one-sided: the peer is not notified of them. `handoff/` notifies it, with messages over a separate control
+channel, and retransmits messages that are lost.
 
-Only `connect` and `close` block. Writes are submitted in lists. A list ends in one of three states, at its deadline at
-the latest. After DONE and FAILED_QUIESCED the target memory can be used again; after FAILED_UNKNOWN it must not be
-used.
+After start-up (`register`, `describe`), only `connect` and `close` may block. Writes are submitted in lists. A list
+ends in one of three states, at its deadline at the latest. After DONE and FAILED_QUIESCED the target memory can be used
+again; after FAILED_UNKNOWN it must not be used.
 """
 
 import threading
@@ -61,7 +61,7 @@ class WriteTicket:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """The bytes that have arrived at peers, and the seconds during which at least one list was in flight."""
+    """The bytes of the lists that ended as DONE, and the seconds during which at least one list was in flight."""
 
     nbytes: int
     seconds: float
@@ -90,7 +90,7 @@ class Meter:
             self._in_flight += 1
 
     def end(self, nbytes: int) -> None:
-        """Records that a list is no longer in flight, and that `nbytes` bytes of it have arrived."""
+        """Records that a list is no longer in flight, and counts `nbytes` bytes (0 if the list has failed)."""
         with self._lock:
             assert self._in_flight, "more lists ended than began"
             self._in_flight -= 1
@@ -121,7 +121,8 @@ class Transfer(Protocol):
         may take seconds to find out), or if the name was forgotten or connected again in the meantime."""
 
     def forget(self, name: str) -> None:
-        """Forgets a peer. Lists to it that have not begun end as FAILED_QUIESCED. Ignores unknown names."""
+        """Forgets a peer. Lists to it that have not begun end as FAILED_QUIESCED; others may still write.
+        Ignores unknown names."""
 
     def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
         """Submits a list of writes, which begins when `after` has happened. The caller may reuse the array at once, but
@@ -138,4 +139,4 @@ class Transfer(Protocol):
     def throughput(self) -> Throughput: ...
 
     def close(self) -> None:
-        """Releases all resources. Lists that have not ended end as failed. Idempotent."""
+        """Ends all pending lists as failed, and releases all resources, unless the engine hangs. Idempotent."""

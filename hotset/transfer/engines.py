@@ -32,7 +32,7 @@ def open_transfer(
     Mooncake always listens on all addresses. `protocol` applies only to Mooncake, because NIXL chooses its transports
     itself. `hub` is required for loopback, whose endpoints it connects. A list of writes fails if it has not ended
     `deadline_s` seconds after its submission. Raises StartupError if the engine cannot be used on this machine
-    (MissingDependency if a package is not installed).
+    (MissingDependency if a package is not installed, ConfigError if an argument is invalid).
     """
     if lanes < 1 or deadline_s <= 0:
         raise ConfigError(

@@ -36,11 +36,11 @@ class Limits:
 
 
 class Backend(Protocol):
-    """A library that writes between processes. `Lanes` makes a `Transfer` of it: it adds deadlines, merges and splits
-    writes, and tracks the states of lists.
+    """A library that writes between processes. `Lanes` turns it into a `Transfer`: `Lanes` adds deadlines, merges
+    and splits writes, and tracks the states of lists.
 
-    Except for `connect`, calls for one peer come from one thread. Calls for different peers may come from different
-    threads.
+    Calls for one peer come from one thread, except `connect`, and `disconnect` if the peer was forgotten or connected
+    again during `connect`. Calls for different peers may come from different threads.
     """
 
     name: str
@@ -53,9 +53,9 @@ class Backend(Protocol):
         """Returns the argument `native` for `connect` at a peer."""
 
     def connect(self, native: bytes, regions: Regions) -> Any:
-        """Connects to a peer and returns the backend's handle for it. Handles are equal if they share a connection, to
-        which `Limits.in_flight` applies. Raises TransferError if the peer cannot be reached, which may take seconds to
-        find out."""
+        """Connects to a peer and returns the backend's handle for it. Peers with equal handles share a connection,
+        to which `Limits.in_flight` applies. Raises TransferError if the peer cannot be reached, which may take seconds
+        to find out."""
 
     def disconnect(self, remote: Any) -> None:
         """Releases a peer. Nothing is in flight to it, and nothing will be posted to it."""
@@ -70,7 +70,7 @@ class Backend(Protocol):
         """Returns the transports in use, as far as they are known."""
 
     def close(self) -> None:
-        """Releases all resources. No other call follows. Idempotent."""
+        """Releases all resources. No other method is called afterwards. Idempotent."""
 
 
 @dataclass(slots=True)
@@ -94,8 +94,8 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A submitted list of writes. `state` and `posting` change under the lane's lock. The other fields belong to the
-    lane's thread."""
+    """A submitted list of writes. `state` and `posting` change under the lane's lock. Only the lane's thread changes
+    the other fields."""
 
     peer: _Peer
     writes: Writes
@@ -107,7 +107,7 @@ class _Job:
     merged: Writes | None = None  # the writes, merged and split; set when `after` has happened
     posted: int = 0  # number of merged writes posted so far
     posts: list[tuple[Any, int]] = field(default_factory=list)  # posts in flight: handle and number of writes
-    failure: WriteState | None = None  # the worst state of the posts that have failed
+    failure: WriteState | None = None  # the worst failure so far, of a post or of the list itself
 
 
 class _Lane:
@@ -126,7 +126,7 @@ class _Lane:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Returns the numbers of peers and of lists, for the choice of a lane."""
+        """Returns the numbers of peers that are not forgotten and of lists. A new peer gets the lane with the least."""
         return sum(not peer.forgotten for peer in self.peers), len(self._jobs)
 
     def add_peer(self, peer: _Peer) -> None:
@@ -153,7 +153,8 @@ class _Lane:
             return job.state
 
     def forget(self, peer: _Peer) -> None:
-        """Fails the peer's lists of which nothing was posted. The other lists continue."""
+        """Fails the peer's lists of which nothing was posted. The others post nothing more. When their posts have
+        ended, those that were not posted completely fail."""
         with self._changed:
             peer.forgotten = True
             for job in self._jobs:
@@ -324,7 +325,7 @@ class Lanes:
         self._closed = False
 
     def register(self, region: Region) -> None:
-        Regions([*self._regions, region])  # raises if the region overlaps another
+        Regions([*self._regions, region])  # raises if the region is invalid or overlaps another
         self._backend.register(region)
         self._regions.add(region)
 

@@ -30,7 +30,8 @@ _Write = tuple[int, int, int]  # local address, address at the peer, number of b
 
 
 class Fate(Enum):
-    """The outcome of a submitted list: which bytes arrive, and the state in which it ends."""
+    """The outcome of a list that begins: which bytes arrive (*some* may be none), and the state in which the list ends,
+    unless its deadline comes first."""
 
     WRITTEN = "all bytes arrive: DONE"
     CUT = "some bytes arrive: FAILED_QUIESCED"
@@ -47,9 +48,9 @@ class Faults:
     lost: float = 0.0
     silent: float = 0.0
     late: float = 0.0
-    reorder: float = 0.0  # the writes of a list arrive in any order, some of them after those of later lists
-    duplicate: float = 0.0  # some writes arrive twice, never after the list has ended
-    delay_s: tuple[float, float] = (0.0, 0.0)  # from the beginning of a list to the arrival of its bytes
+    reorder: float = 0.0  # drawn twice: writes arrive in any order; some writes of a WRITTEN list arrive later
+    duplicate: float = 0.0  # some writes of a WRITTEN list arrive more than once
+    delay_s: tuple[float, float] = (0.0, 0.0)  # from a list's beginning to its bytes; again for later ones (`reorder`)
     late_s: tuple[float, float] = (0.1, 1.0)  # from the failure to the arrival of the late bytes
 
     def fate(self, generator: random.Random) -> Fate:
@@ -92,7 +93,7 @@ class Hub:
         self.faults = faults or Faults()  # may be replaced at any time; applies to lists that begin afterwards
         self.fates: deque[Fate] = (
             deque()
-        )  # the fates of the next lists to begin; if empty, fates are drawn from `faults`
+        )  # the fates of the next lists to begin; if empty, fates are drawn from the faults
         self.lock = threading.Condition(threading.RLock())  # guards the state of the hub and of its endpoints
         self._random = random.Random(seed)
         self._now = 0.0
@@ -126,7 +127,7 @@ class Hub:
         self.advance(self.now)
 
     def next_due(self) -> float | None:
-        """Returns when the next action is due, or None if none is until an event happens or a list is submitted."""
+        """Returns when the next action is due, or None if nothing is due before an event or a `submit`."""
         with self.lock:
             if self._ready():
                 return self.now
@@ -217,8 +218,8 @@ class Hub:
             self._fail(job, fate, writes, at, faults)
 
     def _split(self, merged: Writes, *, whole: bool) -> list[_Write]:
-        """Returns writes, each of which arrives all at once. Unless `whole`, every write is split in two at random,
-        because an engine may fail in the middle of a write."""
+        """Returns writes, each of which arrives all at once. Unless `whole`, every write is cut at a random byte (at
+        byte 0: not at all), because an engine may fail in the middle of a write."""
         writes: list[_Write] = []
         for local, remote, nbytes in merged.tolist():
             first_bytes = 0 if whole else self._random.randrange(nbytes)
@@ -242,7 +243,7 @@ class Hub:
         self._schedule(at, finish)
 
     def _fail(self, job: _Job, fate: Fate, writes: list[_Write], at: float, faults: Faults) -> None:
-        """Schedules the arrival of some bytes of a list, and its failure."""
+        """Schedules the arrival of some bytes of a list, and its failure. A SILENT list fails at its deadline."""
         some = self._random.randrange(len(writes)) if writes else 0
         self._schedule(at, lambda: self._copy(job, writes[:some]))
         if fate is not Fate.SILENT:
@@ -301,6 +302,7 @@ class Loopback:
     def forget(self, name: str) -> None:
         with self._hub.lock:
             peer = self._peers.pop(name, None)
+            # Lists do not record the name. If the peer has another name, its lists continue.
             if peer is not None and peer not in self._peers.values():
                 self._hub.abandon(job for job in self._jobs if job.target is peer and not job.begun)
 

@@ -65,7 +65,7 @@ class MooncakeBackend:
     writes without blocking.
 
     A Mooncake engine caches the metadata of an address for its lifetime. If a restarted peer uses the address of its
-    predecessor, another engine is therefore opened for it.
+    predecessor, another engine therefore connects to it, and is opened if necessary.
     """
 
     name = "mooncake"
@@ -135,7 +135,7 @@ class MooncakeBackend:
                 return WriteState.PENDING
             handle.batches.popleft()  # Mooncake has freed this batch
             handle.failed |= status != DONE
-        # After a failure, the peer may still read bytes from its socket that were sent before.
+        # The peer may still read bytes from its socket that were sent before the failure.
         return WriteState.FAILED_UNKNOWN if handle.failed else WriteState.DONE
 
     def transport(self) -> str:

@@ -100,7 +100,7 @@ class _Post:
 
 
 class NixlBackend:
-    """Implements `Backend` with one NIXL agent. Its name is random, so a restarted peer is a different agent."""
+    """Implements `Backend` with one NIXL agent. Agents have random names, so a restarted peer is a different agent."""
 
     name = "nixl"
     limits = Limits(writes=4096, nbytes=32 << 20, write_nbytes=32 << 20, in_flight=1 << 16)
@@ -112,7 +112,7 @@ class NixlBackend:
         self._regions = Regions()
         self._registered: list[Any] = []
         self._lock = threading.Lock()
-        # Connections to each agent. A peer may be connected again before its earlier connection is released.
+        # Number of connections to each agent. A peer may be connected again before its earlier connection is released.
         self._connections: Counter[str] = Counter()
         config = self._nixl.nixlAgentConfig()
         config.useProgThread, config.useListenThread, config.pthrDelay = True, False, PROGRESS_DELAY_US
@@ -191,7 +191,7 @@ class NixlBackend:
             self._advance(handle, request, begin=False)
         if handle.requests:
             return WriteState.PENDING
-        # An error means that the connection is lost. Bytes that the peer has received may still be written there.
+        # After an error, bytes that have reached the peer's machine may still be written to its memory.
         return WriteState.FAILED_UNKNOWN if handle.failed else WriteState.DONE
 
     def transport(self) -> str:

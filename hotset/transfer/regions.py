@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hotset.base.errors import StartupError, TransferError
 from hotset.transfer.api import MemoryKind, Region, Writes
 
-OUTSIDE = -1  # a span that no region contains
+OUTSIDE = -1  # index for a span that no single region contains
 NO_EDGES: NDArray[np.int64] = np.empty(0, np.int64)
 VERSION = 1  # of the description
 
@@ -19,7 +19,8 @@ VERSION = 1  # of the description
 class Regions:
     """Regions sorted by address, without overlaps. Regions are only added, never removed.
 
-    `add` replaces the tuple and the array instead of changing them, so other threads may read at the same time.
+    `add` replaces the tuple and the array instead of changing them, so other threads may iterate at the same time.
+    They must not call `locate` meanwhile, because it reads both.
     """
 
     def __init__(self, regions: Iterable[Region] = ()) -> None:
