@@ -4,21 +4,21 @@
 
 Four measurements, each with its bars (required results):
 
-1. Requests that decode at once, and tokens/s, by context length, within the same device memory. Bars: with contexts of
-   16 times the hot buffer 3.5 times as many requests as with tiers off; 95 % of the number that the sizing code
-   predicts; never fewer than with tiers off.
+1. Requests that decode at once, and tokens/s, by context length, within the same device memory. Bars: if a
+   context is 16 times as long as the number of slots, at least 3.5 times as many requests decode as with tiers off; at
+   any length, at least 95 % of the number that the sizing code predicts, and never fewer than with tiers off.
 2. A burst of long requests demotes resident ones. Bar: within 2 s of its end, the time between tokens is within 5 % of
    that of an engine without tiers and without a burst.
 3. The cost of tiers while everything is resident: steps of both engines alternate. Bar: auto takes at most 3 % longer.
 4. Four times as many requests as fit. "sustained": a request that ends is replaced by a new one; "at once": all arrive
-   together. A request waits in every step, between its arrival and its end, in which it gets no token. Bars: the
-   longest wait is at most twice the mean, and no request is parked more than 3 times. If all arrive at once, first
-   come, first served makes four waves wait 0, A, 2A and 3A, so the longest wait is at least twice the mean.
+   together. The wait of a request is the number of steps between its arrival and its end in which it gets no token.
+   Bars: the longest wait is at most twice the mean, and no request is parked more than 3 times. If all arrive at once
+   and are served in order, four waves wait for 0, 1, 2 and 3 times the duration of a wave: exactly twice the mean.
 
 Engine, scheduler and memory are real. Prompts are not computed, since that would take hours: a synthetic model stores
 random rows and index keys, and its selections are about as local as the demo model's. The demo model computes the timed
-decode steps over those rows. In measurement 4, and in steps that are not timed, the synthetic model decodes as well.
-Times are CPU time of the one computing thread, which other load on the machine disturbs less than wall time. A run
+decode steps over those rows. In measurement 4, and in steps that are not timed, the synthetic model also decodes.
+Step times are CPU time of the one computing thread, which other load on the machine disturbs less than wall time. A run
 takes about three minutes, --quick less than one.
 """
 

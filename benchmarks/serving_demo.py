@@ -12,7 +12,7 @@ float32 on a CPU, on one core.
     tiered      requests that were tiered when the measurement ended
     miss        share of the rows selected by tiered requests, outside their tails, that no slot held
     rows/step   rows copied from the host into slots per step, in all layers together
-    compared    requests that `off` has served before; its smallest batch counts
+    compared    requests that an earlier, smaller batch of `off` contained; its answers are the ones compared
     same        share of those whose first 128 tokens are equal. In rows of `off`, this shows how the batch size
                 affects near ties in bfloat16; tiers should not add to it
 
@@ -67,7 +67,7 @@ class Sizes:
 
     contexts: tuple[int, ...] = (4096, 8192)
     requests: tuple[int, ...] = (1, 4, 16)  # and the most requests that fit
-    resident: int = 8  # the longest contexts that fit in device memory
+    resident: int = 8  # number of contexts of the longest length that fit in device memory
     answer: int = 128  # timed tokens per request; the same number of first tokens is compared
     growth: int = 512  # maximum tokens per answer; the first requests decode while later ones are prefilled
     step_tokens: int = 8192 + SEATS  # a whole prompt and one token of every other request
@@ -100,8 +100,8 @@ class DemoModel:
         weights.finish()
 
     def prompts(self, length: int, count: int) -> Tokens:
-        """Returns questions of about `length` tokens, one task after another, rendered with the chat template."""
-        encode = cache(self._encode)  # `make_questions` has already encoded each prompt
+        """Returns questions of about `length` tokens, from all tasks in turn, rendered with the chat template."""
+        encode = cache(self._encode)  # `make_questions` also encodes each prompt, to count its tokens
         questions = make_questions(list(TASKS), length, count, SEED, lambda text: len(encode(text)))
         return [encode(question.prompt) for question in questions]
 
@@ -169,7 +169,7 @@ class Batch:
         return output.request_ids
 
     def prefill(self) -> float:
-        """Steps until all requests decode. Returns the seconds."""
+        """Steps until all requests decode, then takes the warm-up steps. Returns the seconds of all these steps."""
         start = time.perf_counter()
         while len(self.step()) < len(self._answers):
             pass

@@ -4,9 +4,9 @@ This happens mostly if the two sides shard rows differently. A piece is rows [fi
 keys. A packed piece contains its blocks (see `Block`), each as [layer][row][bytes of the block], and then the index
 keys, as [group][row][key]. Both sides compute this layout from the two stores. `packing.py` copies the bytes.
 
-`ReceiverStaging` is the receiver's part. Space in the ring is leased: after `LeaseGranted`, the sender may write there
-until it sends `PieceWritten` or reports that it has stopped. Only the receiver writes to the pages of a staged context.
-If the sender fails, its leases may have to be quarantined, but the pages are not.
+`ReceiverStaging` is the receiver's part. Its staging memory is a ring, in which space is leased: after `LeaseGranted`,
+the sender may write there until it sends `PieceWritten` or reports that it has stopped. Only the receiver writes to the
+pages of a staged context. If the sender fails, its leases may have to be quarantined, but the pages are not.
 
 This file has no threads and no clock, and accesses no memory.
 """
@@ -97,7 +97,7 @@ def should_stage(
 
 
 def can_pack(store: Store) -> bool:
-    """Returns whether pages of this store can be packed and unpacked: the rows of a page must be in one part."""
+    """Returns whether pages of this store can be packed: the rows of a page must be contiguous in each layer."""
     return all(len(shard.span.bases[0]) == 1 for shard in store.shards)
 
 

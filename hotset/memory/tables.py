@@ -66,7 +66,7 @@ class PageTables:
             table[seat, first : first + len(pages)] = list_to_device(pages, torch.int64, self.device)
 
     def extend_rows(self, seat: int, first: int, pages: Sequence[int]) -> None:
-        """Adds `pages` as the seat's row pages number `first` and following."""
+        """Appends `pages` to the seat's row pages; `first` is the index of the first of them."""
         self.put(self.rows, seat, first, pages)
         extend_runs(self.row_runs[seat], pages)
         self.row_pages[seat] += pages

@@ -82,7 +82,7 @@ def leading(x: Tensor, count: int) -> _Shortlist:
 
 
 def _weights(values: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
-    # Subtracting before dividing makes a small temperature overflow to -inf, never to inf or NaN.
+    # Since the largest is subtracted first, a small temperature can make a quotient -inf, but never inf or NaN.
     # If all logits are -inf, so is top; clamping it to the least finite number makes all weights 0.
     scaled = (values - top.clamp(min=torch.finfo(values.dtype).min)) / temperature.unsqueeze(-1).to(values.dtype)
     return (scaled.exp() * WEIGHT_ONE).to(torch.int64)

@@ -93,7 +93,7 @@ class ApiKey:
 
 
 class ConcurrencyLimit:
-    """Rejects POST requests under `/v1/` above the limit on requests in progress, before their bodies take up memory.
+    """Rejects a POST request to `/v1/…` if the limit of requests in progress is reached, before reading its body.
 
     A request is in progress until its response has been sent or its client has disconnected.
     """

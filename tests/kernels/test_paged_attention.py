@@ -1,4 +1,4 @@
-"""Compares paged decoding in Triton with the reference: odd page sizes, parts, groups, padded queries."""
+"""Compares paged decoding in Triton with the reference: odd page sizes, splits, groups of heads, padded queries."""
 
 import importlib
 

@@ -52,7 +52,7 @@ from hotset.transfer.api import DeviceEvent
 T = TypeVar("T", bound=WorkerReport)
 START_SECONDS = 1800.0  # time limit between two reports of starting workers
 STEP_SECONDS = 600.0  # time limit for the next report of running workers
-CAUSE_SECONDS = 1.0  # time to wait, after a worker failed, for its own exit or the death of another, the likely cause
+CAUSE_SECONDS = 1.0  # time to wait for a failed worker's exit, or for the death of another worker, its cause
 STOP_IN_STEP_SECONDS = 2.0  # time for workers to stop during a step, which never ends if one of them has died
 
 
