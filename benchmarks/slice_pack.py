@@ -74,7 +74,7 @@ def make_stores(ranks: int, *, pinned: bool = False) -> RankStores:
 
 
 def check(change: SplitChange, source: RankStores, target: RankStores) -> None:
-    """Fails unless pack and unpack move exactly the right bytes and change no others."""
+    """Checks that pack and unpack copy the expected bytes and leave all other bytes unchanged."""
     source_slices, target_slices = change.slices(change.source_ranks), change.slices(change.target_ranks)
     packed = torch.empty(change.nbytes, dtype=torch.uint8, device="cuda")
     source_pages, target_pages = source.contexts[0], target.contexts[-1]

@@ -43,7 +43,7 @@ class PageTables:
         self.tiered_seats: set[int] = set()  # the same information as `tiered`, on the host
 
     def clear(self, seat: int) -> None:
-        """Removes all pages of a seat before a new request uses it."""
+        """Removes the pages of a seat from the tables before a new request uses it."""
         for table in (self.host, self.keys, self.slots, self.tail, self.maps):
             table[seat].fill_(EMPTY)
         self.set_tiered(seat, False)

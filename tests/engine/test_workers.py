@@ -35,7 +35,7 @@ QUICK = (  # the other combinations are marked slow
     ("qwen3", "PP 2", "off"),
     ("deepseek_v32", "DP 2", "auto"),
 )
-# With these settings and small pools, some requests are preempted.
+# Settings under which some requests are preempted, given the small pools of these tests.
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "page_rows": 4, "max_model_len": 64}
 NUM_REQUESTS = 7
 

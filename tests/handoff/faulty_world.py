@@ -235,7 +235,7 @@ class World:
         self.prompt_numbers = itertools.count(1)
         self.decodes = [DecodeWorker(self, f"decode-{number}", number) for number in range(decodes)]
         self.prefills = [PrefillWorker(self, f"prefill-{number}") for number in range(prefills)]
-        # Of dead prefill workers: when their writes end, their transfer, and their memory.
+        # For each dead prefill worker: the time at which its writes end, its transfer, and its memory.
         self.orphaned_writers: list[tuple[float, Loopback, Any]] = []
 
     @property

@@ -129,7 +129,7 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRing = RingMachine.TestCase
-TestRing.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+TestRing.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 def test_defect_09_an_empty_ring_grants_the_whole_ring_after_leases_of_any_sizes() -> None:
