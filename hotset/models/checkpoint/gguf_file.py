@@ -13,6 +13,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ MAX_DIMENSIONS = 4
 MAX_ARRAY_DEPTH = 4
 
 STRING, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
@@ -50,7 +52,20 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Maps the file and reads everything but its tensor data. Raises `CheckpointError` for a damaged file."""
+    """Maps the file and reads everything but its tensor data. Raises `CheckpointError` for a damaged file.
+
+    Keeps the result for the next call, because start-up needs it several times.
+    """
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return _open(path, (state.st_ino, state.st_size, state.st_mtime_ns))
+
+
+@lru_cache(maxsize=1)
+def _open(path: Path, version: tuple[int, ...]) -> GgufFile:
+    """`version` changes with the file, so that a changed file is read again."""
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -97,7 +112,8 @@ class _Cursor:
         return value
 
     def string(self) -> str:
-        length: int = self.scalar("Q")
+        (length,) = LENGTH.unpack_from(self._mapped, self.position)
+        self.position += LENGTH.size
         return self._bytes(length).decode("utf-8")
 
     def value(self, type_id: int, depth: int = 0) -> Any:
@@ -110,6 +126,8 @@ class _Cursor:
         return self.scalar(SCALARS[type_id])
 
     def _array(self, item_type: int, count: int, depth: int) -> list[Any]:
+        if item_type == STRING:
+            return [self.string() for _ in range(count)]
         if item_type not in SCALARS:
             return [self.value(item_type, depth) for _ in range(count)]
         code = SCALARS[item_type]
