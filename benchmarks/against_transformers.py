@@ -1,18 +1,19 @@
-"""Measures the demo model in Hotset, all requests tiered, against transformers with its offloaded cache, on one GPU.
+"""Measures the demo model on one GPU: Hotset with all requests tiered against transformers with an offloaded cache.
 
     python benchmarks/against_transformers.py --json against_transformers.json
 
-Both answer the same long prompts greedily in bfloat16. transformers keeps its KV in host memory and loads a whole layer
-at a time. The table shows the time of all answers including prompts, the decode rate (the time of answers with one
-token is subtracted), and the number of correct answers; times are means of two rounds. There is no bar. A row is
-printed, and the JSON written, as soon as it is measured. transformers computes all indexer scores at once, so a batch
-of all prompts may exceed the GPU's memory; its row then shows "out of memory".
+Both engines answer the same long prompts greedily in bfloat16. transformers keeps its KV in host memory and loads a
+whole layer at a time. The table shows the time of all answers including prompts, the decode rate (the time of answers
+with one token is subtracted), and the number of correct answers. Times are means of two rounds. There is no bar. After
+each measurement, the table of all results so far is printed, and the JSON file is overwritten. transformers computes
+all indexer scores of a batch at once. A batch of all prompts can therefore exceed the GPU's memory; the row of this
+batch then shows "out of memory".
 
 The offloaded cache of transformers (5.17 to 5.22) cannot run a sparse-attention model unchanged: it offloads a layer's
 index keys together with the KV, and the indexer then appends to the offloaded keys. This benchmark keeps index keys on
 the GPU and offloads keys and values. Prefetches wait for earlier offloads, as in 5.22 but not in 5.17; otherwise a
-layer could be loaded before its offload is complete. If the cache of transformers holds no index keys, it is used
-unchanged. The table's title shows which variant ran.
+layer could be loaded before its offload is complete. If the installed version of transformers has no index keys in its
+cache, the cache is used unchanged. The table's title shows which variant ran.
 """
 
 import gc
@@ -46,7 +47,8 @@ Row = dict[str, Any]
 
 
 def measure_seconds(generate: Generate, tokens: int) -> tuple[float, float, Answers]:
-    """Returns the mean seconds of answers with `tokens` tokens, of answers with one token, and the answers."""
+    """Returns the mean seconds of answers with `tokens` tokens, the mean seconds of answers with one token, and the
+    answers with `tokens` tokens."""
     generate(2)  # compiles and allocates
     seconds: dict[int, list[float]] = {1: [], tokens: []}
     for _ in range(ROUNDS):
@@ -60,7 +62,7 @@ def measure_seconds(generate: Generate, tokens: int) -> tuple[float, float, Answ
 
 
 def layer_with_resident_index_keys() -> type[cache_utils.DynamicLayer] | None:
-    """Returns a cache layer that offloads its KV but not its index keys. None if the cache holds no index keys."""
+    """Returns a class of cache layers that offload KV but not index keys, or None if the cache has no index keys."""
     indexed: Any = getattr(cache_utils, "DynamicIndexedLayer", None)
     if indexed is None:
         return None
@@ -70,8 +72,8 @@ def layer_with_resident_index_keys() -> type[cache_utils.DynamicLayer] | None:
             cache_utils.DynamicLayer.offload(self)
 
         def prefetch(self) -> None:
-            # This runs on the prefetch stream. The offload, and the reads of the memory that is overwritten, are on the
-            # default stream.
+            # This runs on the prefetch stream. The offload of this layer, and the reads of the memory that the prefetch
+            # overwrites, are on the default stream.
             torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
             cache_utils.DynamicLayer.prefetch(self)
 
@@ -79,7 +81,7 @@ def layer_with_resident_index_keys() -> type[cache_utils.DynamicLayer] | None:
 
 
 def offloaded_cache(config: transformers.PreTrainedConfig) -> DynamicCache:
-    """Returns the cache of `cache_implementation="offloaded"`, except that index keys stay on the GPU."""
+    """Returns the cache of `cache_implementation="offloaded"`, changed as the module docstring describes."""
     cache = DynamicCache(config=config, offloading=True)
     layer_type = layer_with_resident_index_keys()
     if layer_type is not None:
@@ -129,13 +131,13 @@ def hotset_engine(prompts: Answers) -> Iterator[Generate]:
 
 
 def measure(engine: Engine, tokens: int, correct: Answers) -> Row:
-    """Opens an engine, generates `tokens` tokens per prompt, and closes it."""
+    """Opens an engine, measures answers of `tokens` tokens to every prompt, and closes the engine."""
     with engine() as generate:
         all_s, first_s, answers = measure_seconds(generate, tokens)
     return {
         "answers s": all_s,
         "decode tokens/s": len(correct) * (tokens - 1) / (all_s - first_s),
-        "correct": sum(answer[: len(want)] == want for answer, want in zip(answers, correct, strict=True)),
+        "correct": sum(answer[: len(expected)] == expected for answer, expected in zip(answers, correct, strict=True)),
     }
 
 
@@ -148,7 +150,10 @@ def measure_if_it_fits(engine: Engine, tokens: int, correct: Answers) -> Row:
 
 
 def make_prompts(length: int, count: int) -> tuple[Answers, Answers]:
-    """Returns prompts of about `length` tokens, cut to the same length for batching, and the correct answers."""
+    """Returns prompts of about `length` tokens, and the correct answers.
+
+    Longer prompts are cut at their beginning so that all prompts have the same length and can form a batch.
+    """
     tokenizer = LLM(model=DEMO, device="cpu", progress=False).tokenizer
     assert tokenizer is not None
     questions = make_questions(["lookup"], length, count, 1, lambda text: 1 + len(tokenizer.encode(text)))

@@ -2,11 +2,11 @@
 
     python benchmarks/attention.py --json attention.json --png attention.png
 
-Each request has one query and selects 2048 random rows from a pool of 2 GiB. MLA rows have 512 + 64 values, in bf16
-(1152 bytes) or fp8 (656 bytes). GB/s counts every selected row once; TFLOP/s counts the two matrix products. "of copy"
-and "of matrix" are shares of a large copy's bandwidth and of a large matrix product's rate. The L2 is flushed before
-every call. Bars (required results), at batch 32 and 128: 60 % of the copy bandwidth with 16 heads; 50 % (bf16 rows) and
-40 % (fp8 rows) of the matrix rate with 128 heads. Other combinations have no bar.
+Each request has one query and selects 2048 random rows from a pool of about 2 GiB. MLA rows have 512 + 64 values, in
+bf16 (1152 bytes) or fp8 (656 bytes). GB/s counts every selected row once per query; TFLOP/s counts the two matrix
+products. "of copy" and "of matrix" are shares of a large copy's bandwidth and of a large matrix product's rate. The L2
+is flushed before every call. Bars (required results), at batch 32 and 128: 60 % of the copy bandwidth with 16 heads;
+50 % (bf16 rows) and 40 % (fp8 rows) of the matrix rate with 128 heads. Other combinations have no bar.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,8 +37,8 @@ from hotset.kernels.sparse_attention.launch import (
 TOPK, RANK, ROPE = 2048, 512, 64
 SCALE = (RANK + ROPE) ** -0.5
 POOL_BYTES = 2 << 30
-ENCODED_ROWS = 1 << 16  # the pool repeats these; only the addresses of rows matter
-INPUTS = 3  # in rotation
+ENCODED_ROWS = 1 << 16  # the pool repeats these rows, because only the addresses of rows affect the time
+INPUTS = 3  # number of inputs, which are used in rotation
 COPY_BAR = {16: 0.6}
 MATRIX_BAR = {(128, False): 0.5, (128, True): 0.4}
 BAR_BATCHES = (32, 128)
@@ -87,7 +87,7 @@ def pool(fp8: bool) -> Tensor:
 
 
 def measure_seconds(case: AttentionCase, launch: LaunchConfig | None = None, *, empty: bool = False) -> float:
-    """Returns the seconds of a call. `empty` selects no rows and so measures the fixed cost of a call."""
+    """Returns the seconds of a call. With `empty`, no rows are selected: this measures the fixed cost of a call."""
     rows = pool(case.fp8)
     inputs = [
         (
@@ -137,12 +137,17 @@ def verdict(case: AttentionCase, of_copy: float, of_matrix: float) -> str:
 
 
 def gpu_traits() -> GpuTraits:
+    """Returns the traits of the GPU, provided that the installed Triton version supports gluon_impl.
+
+    If Triton does not support it, the op uses the launches of PORTABLE even on Hopper, and the columns "kernel" and
+    "splits" are wrong there.
+    """
     properties = torch.cuda.get_device_properties(0)
     return GpuTraits(properties.multi_processor_count, properties.major == 9)
 
 
 def candidates(heads: int, fp8: bool) -> list[LaunchConfig]:
-    """Returns the launch for Hopper and the launch of the Triton kernel."""
+    """Returns the launch in HOPPER and the launch in PORTABLE, which uses the Triton kernel."""
     group = 16 if heads <= 16 else 32 if heads <= 32 else 64
     return [HOPPER[fp8, group], PORTABLE[fp8, group]]
 
@@ -150,8 +155,8 @@ def candidates(heads: int, fp8: bool) -> list[LaunchConfig]:
 def sweep(heads: Iterable[int], batches: Sequence[int]) -> None:
     """Prints the times of several launches and numbers of splits.
 
-    Use them to set HOPPER and the costs of splits in hotset/kernels/sparse_attention/launch.py. A star marks the number
-    of splits that `with_splits` chooses. A call without rows is measured only for that number.
+    Use the times to set HOPPER and the costs of splits in hotset/kernels/sparse_attention/launch.py. A star marks the
+    number of splits that `with_splits` chooses. "us without rows" is measured only for that number.
     """
     for count in heads:
         for fp8 in (False, True):
@@ -220,7 +225,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only batches 32 and 128, without 64 heads")
     parser.add_argument("--sweep", action="store_true", help="print the times of several launches instead")
     parser.add_argument("--heads", type=int, nargs="*", default=SWEPT_HEADS, help="numbers of heads in the sweep")
-    parser.add_argument("--batches", type=int, nargs="*", default=SWEPT_BATCHES, help="batches in the sweep")
+    parser.add_argument("--batches", type=int, nargs="*", default=SWEPT_BATCHES, help="batch sizes in the sweep")
     options = parser.parse_args()
     require_gpu()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-// Gathers scattered host rows from a list: one warp copies one row. `units` is the row size in units of 16 bytes.
+// Copies the host rows of a list to device rows. One warp copies one row. `units` is the row size in units of 16 bytes.
 
 typedef long long i64;
 
@@ -8,7 +8,7 @@ extern "C" __global__ void __launch_bounds__(128) bare_gather(
     if (row >= count) return;
     const uint4 *source = host + host_rows[row] * units;
     uint4 *target = device + device_rows[row] * units;
-    uint4 values[3];  // rows of up to 1536 bytes
+    uint4 values[3];  // enough for rows of up to 1536 bytes
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
         const int unit = i * 32 + threadIdx.x % 32;

@@ -4,20 +4,24 @@
 
 Four measurements, each with its bars (required results):
 
-1. Requests that decode at once, and tokens/s, by context length, within the same device memory. Bars: if a
-   context is 16 times as long as the number of slots, at least 3.5 times as many requests decode as with tiers off; at
-   any length, at least 95 % of the number that the sizing code predicts, and never fewer than with tiers off.
-2. A burst of long requests demotes resident ones. Bar: within 2 s of its end, the time between tokens is within 5 % of
-   that of an engine without tiers and without a burst.
-3. The cost of tiers while everything is resident: steps of both engines alternate. Bar: auto takes at most 3 % longer.
+1. Requests that decode at once, and tokens/s, by context length, within the same device memory. Bars: with contexts of
+   16 times as many tokens as a hot buffer has slots, auto decodes at least 3.5 times as many requests as off. At every
+   length, auto decodes at least as many requests as off, and both decode at least 95 % of the number that the sizing
+   code predicts.
+2. A burst of long requests demotes resident requests. Bars: at most 2 s after the end of the burst, the median of 8
+   step times is within 5 % of an engine without tiers and without a burst, and so is the median of all later steps.
+3. The cost of tiers while all requests are resident: steps of both engines alternate. Bar: auto takes at most 3 %
+   longer.
 4. Four times as many requests as fit. "sustained": a request that ends is replaced by a new one; "at once": all arrive
    together. The wait of a request is the number of steps between its arrival and its end in which it gets no token.
-   Bars: the longest wait is at most twice the mean, and no request is parked more than 3 times. If all arrive at once
-   and are served in order, four waves wait for 0, 1, 2 and 3 times the duration of a wave: exactly twice the mean.
+   Bars: the longest wait is at most twice the mean, and no request is parked more than 3 times. If all requests arrive
+   at once and are served in order, four waves wait for 0, 1, 2 and 3 times the duration of a wave. The longest wait is
+   then exactly twice the mean.
 
 Engine, scheduler and memory are real. Prompts are not computed, since that would take hours: a synthetic model stores
 random rows and index keys, and its selections are about as local as the demo model's. The demo model computes the timed
-decode steps over those rows. In measurement 4, and in steps that are not timed, the synthetic model also decodes.
+steps that only decode, over those rows. In measurement 4, in steps that are not timed, and in steps that contain
+prompts, the synthetic model also decodes.
 Step times are CPU time of the one computing thread, which other load on the machine disturbs less than wall time. A run
 takes about three minutes, --quick less than one.
 """
@@ -49,7 +53,7 @@ class Sizes:
 
     device_gib: float = 0.6
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    answer: int = 96  # tokens; all requests that fit are admitted before the first one ends
+    answer: int = 96  # tokens; enough that all requests that fit are admitted before the first request ends
     timed_steps: int = 4
     burst_steps: int = 32
     after_steps: int = 64
@@ -61,7 +65,7 @@ QUICK = Sizes(0.3, (512, 4096), 64, 2, 16, 40, 32, 0.06)
 
 
 def fill_engine(model: SyntheticDemoModel, tiers: TiersMode, length: int, sizes: Sizes) -> dict[str, Any]:
-    """Adds more contexts of `length` tokens than fit. Measures how many decode at once, and their tokens/s."""
+    """Adds more requests of `length` tokens than fit. Measures how many decode at once, and their tokens/s."""
     demo = DemoEngine(model, tiers, sizes.device_gib, length)
     predicted = demo.budget.requests(length)
     for _ in range(predicted + max(2, predicted // 8)):
@@ -102,7 +106,7 @@ def capacity(model: SyntheticDemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
 
 
 def burst(model: SyntheticDemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
-    """Returns one row per step since the arrival of a burst at `auto`. `off`, which steps in turn, gets no burst."""
+    """Steps both engines in turn. A burst of long requests arrives at `auto` only. Returns one row per later step."""
     gib, length, long_running, burst_requests = 0.15, 1536, 4, 5
     engines = {tiers: DemoEngine(model, tiers, gib, 4096) for tiers in (OFF, AUTO)}
     for demo in engines.values():
@@ -113,7 +117,7 @@ def burst(model: SyntheticDemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
     auto, steps = engines[AUTO], []
     for _ in range(burst_requests):
         auto.add(4000, 96)
-    since_end: float | None = None  # wall seconds of steps with tiers since the burst ended
+    since_end: float | None = None  # wall seconds of the steps of `auto` since the burst ended
     for number in range(sizes.burst_steps + sizes.after_steps):
         if number == sizes.burst_steps:
             since_end = 0.0
@@ -134,7 +138,7 @@ def burst(model: SyntheticDemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
             }
         )
         since_end = None if since_end is None else since_end + wall
-    assert steps[sizes.burst_steps]["tiered"] == long_running, "the burst did not demote the resident requests"
+    assert steps[sizes.burst_steps]["tiered"] == long_running, "the burst did not demote all long-running requests"
     seconds, ratio = recovery(steps)
     return steps, [
         Bar("seconds from the end of a burst until within 5 % of off", seconds, 2),
@@ -143,10 +147,10 @@ def burst(model: SyntheticDemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
 
 
 def recovery(steps: Rows, window: int = 8) -> tuple[float, float]:
-    """Finds when the median of `window` steps after the burst was first within 5 % of `off`.
+    """Finds the first `window` consecutive steps after the burst whose median ratio `auto` / `off` is at most 1.05.
 
-    Returns the seconds from the end of the burst until then, and the median ratio of the later steps. Both are infinite
-    if that did not happen.
+    Returns the seconds from the end of the burst to the end of these steps, and the median ratio of the later steps.
+    Both are infinite if there are no such steps, or none after them.
     """
     late = [step for step in steps if step["since end"] is not None]
     ratios = [step["auto ms"] / step["off ms"] for step in late]
@@ -171,9 +175,9 @@ def overhead(model: SyntheticDemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
         for tiers in (OFF, AUTO) if number % 2 else (AUTO, OFF):
             times[tiers, fills].append(engines[tiers].step(computes_decode=True))
     stats = engines[AUTO].engine.stats()
-    assert stats.resident == requests and not stats.demotions, "not everything was resident"
-    # A full page is copied to the host. One median over all steps would ignore those few steps, so each kind of step
-    # has its own median, weighted by the number of steps.
+    assert stats.resident == requests and not stats.demotions, "not all requests stayed resident"
+    # A page is copied to the host in the step that fills it. One median over all steps would ignore those few steps, so
+    # steps that fill a page and other steps have separate medians, weighted by their numbers.
     total_s = {
         tiers: sum(len(times[tiers, fills]) * statistics.median(times[tiers, fills]) for fills in (False, True))
         for tiers in engines
@@ -194,8 +198,8 @@ def overhead(model: SyntheticDemoModel, sizes: Sizes) -> tuple[Rows, list[Bar]]:
 def overload(model: SyntheticDemoModel, prompt: int, answer: int, gib: float, sustained: bool) -> dict[str, Any]:
     """Runs four times as many requests as fit until all have ended.
 
-    If `sustained`, each request that ends is replaced until the number of requests has doubled. The first half, which
-    arrived at an empty engine, is then not counted.
+    If `sustained`, each request that ends is replaced until eight times as many requests as fit have arrived. The first
+    half of them, which arrived at an empty engine, is then not counted.
     """
     demo = DemoEngine(model, AUTO, gib, prompt + answer)
     fit = demo.budget.requests(prompt + answer)
@@ -273,7 +277,8 @@ def draw(path: Path, by_length: Rows, by_step: Rows) -> None:
 
 
 def burst_table(steps: Rows) -> Rows:
-    """Summarizes the steps in three rows: during the burst, until all requests are resident again, and after that."""
+    """Summarizes the steps in up to three rows: steps during the burst, later steps in which a request is still tiered,
+    and later steps in which all requests are resident. A row without steps is omitted."""
     during = [step for step in steps if step["since end"] is None]
     late = [step for step in steps if step["since end"] is not None]
     recovering = [step for step in late if step["tiered"]]
@@ -281,14 +286,14 @@ def burst_table(steps: Rows) -> Rows:
     return [
         {
             "phase": name,
-            "steps": len(part),
-            "decoding": max(step["decoding"] for step in part),
-            "auto ms": statistics.median(step["auto ms"] for step in part),
-            "off ms": statistics.median(step["off ms"] for step in part),
-            "ratio": statistics.median(step["auto ms"] / step["off ms"] for step in part),
+            "steps": len(phase),
+            "decoding": max(step["decoding"] for step in phase),
+            "auto ms": statistics.median(step["auto ms"] for step in phase),
+            "off ms": statistics.median(step["off ms"] for step in phase),
+            "ratio": statistics.median(step["auto ms"] / step["off ms"] for step in phase),
         }
-        for name, part in (("burst", during), ("recovering", recovering), ("resident again", resident))
-        if part
+        for name, phase in (("burst", during), ("recovering", recovering), ("resident again", resident))
+        if phase
     ]
 
 
@@ -305,7 +310,7 @@ def main() -> None:
         model = SyntheticDemoModel(options.model)
     except HotsetError as error:
         sys.exit(f"error: {error}")
-    note = "synthetic prompts; the demo model computes the timed steps"
+    note = "synthetic prompts; the demo model computes the timed steps that only decode"
     by_length, bars = capacity(model, sizes)
     report(f"Requests decoding at once in {sizes.device_gib} GiB of device memory", by_length, None, note)
     by_step, burst_bars = burst(model, sizes)

@@ -1,11 +1,12 @@
-"""Measures decode throughput on the CPU against transformers, with the embedded model and the same weights.
+"""Measures decode throughput of the embedded model on the CPU, against transformers with the same weights.
 
     python benchmarks/cpu_decode.py --json cpu_decode.json
 
-transformers answers 8 prompts one at a time with `generate` (KV cache, greedy). Hotset answers the same prompts one at
-a time (batch 1) and together (batch 8). The three are timed in turn, and the table compares medians. The caption says
-for how many prompts both engines generate the same tokens. Bars (required results): batch 1 is at least as fast as
-transformers, batch 8 at least 3 times as fast. A run takes a few minutes on two cores.
+In each round, transformers answers one of 8 prompts with `generate` (KV cache, greedy), Hotset answers the same prompt
+(batch 1), and Hotset answers all 8 prompts together (batch 8). Times include the prompts, which are short. The table
+compares the medians over all rounds. The caption shows for how many prompts both engines generate the same tokens. Bars
+(required results): batch 1 is at least as fast as transformers, and batch 8 is at least 3 times as fast as
+transformers. A run takes a few minutes on two cores.
 """
 
 import statistics
@@ -67,7 +68,7 @@ def transformers_model() -> LlamaForCausalLM:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=64, help="generated tokens per prompt")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements per engine")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds; round n uses prompt n modulo 8")
     options = parser.parse_args()
     llm, model = LLM("embedded", progress=False), transformers_model()
     assert llm.tokenizer is not None

@@ -1,10 +1,10 @@
-"""Times GPU calls, and measures the copy bandwidth and matrix rate that benchmarks compare them with in the same run.
+"""Times GPU calls, and measures the copy bandwidth and the matrix rate in the same run, for comparison.
 
 A call is timed inside a CUDA graph. One graph flushes the L2 and runs the call, for each of several inputs; a second
 graph only flushes the L2, and its time is subtracted. Launches from Python are therefore not timed, every input is
-cold, and short calls are timed as precisely as long ones. A flush overwrites the L2 and then reads enough other data
-to fill it. Without the read, the call would also be charged for writing back the dirty lines of the flush (5 to 7 us
-for a call that reads 75 MB).
+cold, and calls of a few microseconds can be timed. A flush writes a buffer of more than twice the size of the L2 and
+then reads this buffer. Without the read, the call would also be charged for writing back the dirty lines of the flush
+(5 to 7 us for a call that reads 75 MB).
 """
 
 import statistics
@@ -19,7 +19,7 @@ from torch import Tensor
 from hotset.kernels.fast_path import kernels_of
 
 FLUSH_BYTES = 128 << 20  # more than twice the size of an H200's L2
-ROUNDS = 4  # how often one graph runs all inputs
+ROUNDS = 4  # number of times that one graph runs all inputs
 REPLAYS = 15
 
 Call = Callable[[], object]
@@ -27,7 +27,7 @@ Call = Callable[[], object]
 
 def require_gpu() -> None:
     if not torch.cuda.is_available():
-        raise SystemExit("error: this benchmark needs an NVIDIA GPU and a torch with CUDA; none was found")
+        raise SystemExit("error: this benchmark needs an NVIDIA GPU and a torch with CUDA; torch found no GPU")
 
 
 def seconds_of(
@@ -35,9 +35,9 @@ def seconds_of(
 ) -> float:
     """Returns the median seconds per call. `calls` do the same work on different inputs and run in rotation.
 
-    A call must not synchronise with the host. `cold` flushes the L2 before every call. With `clean` false, the flush
-    only overwrites the L2 and leaves its lines dirty. `before` has one function per call that restores its inputs; it
-    runs before the flush and is not timed.
+    A call must not synchronise with the host, because a graph captures it. `cold` flushes the L2 before every call. If
+    `clean` is false, the flush only writes and leaves the lines of the L2 dirty. `before` has one function per call,
+    which restores the inputs of this call. It runs before the flush, and its time is subtracted.
     """
     flush = _flusher(clean) if cold else (lambda: None)
     restores = before if before is not None else [lambda: None] * len(calls)
@@ -112,7 +112,8 @@ def _flusher(clean: bool) -> Call:
 def copy_bandwidth() -> float:
     """Returns the bytes per second (read plus written) of a large copy within device memory.
 
-    The copy is a kernel that inverts the bits. The memory copies of a CUDA graph reached only two thirds of its rate.
+    The copy is a kernel that inverts the bits. Memory copies in a CUDA graph reached only two thirds of this kernel's
+    rate.
     """
     source, target = (torch.empty(1 << 28, dtype=torch.int64, device="cuda") for _ in range(2))
     source.random_()

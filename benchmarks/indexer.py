@@ -2,11 +2,12 @@
 
     python benchmarks/indexer.py --json indexer.json --png indexer.png
 
-Decode: each request has one query and its own context; top-k is 2048. Scoring must read every key once, so "of ceiling"
-is that rate over the bandwidth of a large copy. Prefill: the queries of a chunk share one context, and "of ceiling" is
-the share of a large matrix product's rate. The L2 is flushed before every call, also before top-k, which in a real
-step finds some of its scores in the L2. Bars (required results), at 32k and 128k tokens and batch 32 and 128: scoring
-reaches 60 % of the copy bandwidth, and top-k takes no longer than scoring. Other combinations have no bar.
+Decode: each request has one query and its own context; top-k is 2048. Scoring must read every key once. "of ceiling" is
+the rate of these reads over the bandwidth of a large copy. Prefill: the queries of a chunk share one context, and "of
+ceiling" is the share of a large matrix product's rate. The L2 is flushed before every call, also before top-k, although
+in a real step some of the scores are still in the L2. Bars (required results), at 32k and 128k tokens and batch 32 and
+128, for all numbers of heads and both kinds of keys: scoring reaches 60 % of the copy bandwidth, and top-k takes no
+longer than scoring. Other combinations have no bar.
 """
 
 from collections.abc import Sequence
@@ -65,7 +66,7 @@ class IndexerInputs:
 
     @property
     def scores_per_query(self) -> int:
-        """The context length, rounded up as `index_topk` does."""
+        """The length of the longest context, rounded up as in `index_topk`."""
         from hotset.kernels.index_topk.triton_select import CONTEXT_MULTIPLE
 
         return -(-max(self.segments.lengths) // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
@@ -81,9 +82,9 @@ def pool(fp8: bool) -> Tensor:
     stored = torch.empty(1, pages, BLOCK_BYTES, dtype=torch.uint8, device="cuda").view(layout.stored_dtype)
     blocks = stored[:, :, : per_block * layout.stored_width].unflatten(2, (per_block, layout.stored_width))
     for first in range(0, pages, PAGES_PER_ENCODING):
-        part = blocks[0, first : first + PAGES_PER_ENCODING]
-        values = torch.randn(*part.shape[:2], HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        part.copy_(layout.encode(values))
+        encoded = blocks[0, first : first + PAGES_PER_ENCODING]
+        values = torch.randn(*encoded.shape[:2], HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        encoded.copy_(layout.encode(values))
     return blocks
 
 
@@ -120,19 +121,19 @@ def score(inputs: IndexerInputs, tuning: Any = None, queries: slice = slice(None
 
 
 def workspace_queries(inputs: IndexerInputs) -> slice:
-    """Returns the queries whose scores fit in the workspace."""
+    """Returns the slice of the first queries whose scores fit in the workspace together."""
     from hotset.kernels.index_topk import triton_impl
 
     return slice(0, max(1, triton_impl.WORKSPACE_BYTES // (4 * inputs.scores_per_query)))
 
 
 def scoring_seconds(inputs: IndexerInputs, tuning: Any = None) -> float:
-    """Times the scoring of all queries whose scores fit in the workspace."""
+    """Times the scoring of the queries of `workspace_queries`."""
     return seconds_of([lambda: score(inputs, tuning, workspace_queries(inputs))])
 
 
 def topk_seconds(inputs: IndexerInputs, **tuning: Any) -> float:
-    """Times the selection for the same queries, from scores that are already computed."""
+    """Times the selection for the queries of `workspace_queries`. Their scores are computed before the timing."""
     from hotset.kernels.index_topk import triton_impl
 
     queries = workspace_queries(inputs)
@@ -180,7 +181,7 @@ def verdict(case: IndexerCase, of_copy: float, ratio: float) -> str:
 
 
 def sweep() -> None:
-    """Prints the times of other tiles, pipelines and grids. Use them to set the constants of the kernels."""
+    """Prints the times of other tiles, pipelines and grids. Use the times to set the constants of the kernels."""
     from hotset.kernels.index_topk import triton_score, triton_select
 
     def times(configurations: Sequence[Any], cases: Sequence[IndexerCase], seconds: Any) -> list[dict[str, Any]]:

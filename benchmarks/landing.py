@@ -4,24 +4,26 @@
 
 Two processes have the stores of a production model: fp8 rows of 656 bytes, fp8 index keys of 132 bytes, pages of 64
 rows. The prefill side computes nothing and announces all chunks at once. Layout, state machines, control messages,
-lanes and transfer engines are the real ones. Rows and index keys are sent from the host store, as prefill workers do.
-Rows land in pages of the host store, and index keys in pages of the device pool (ordinary memory here), as in the
-engine. A device page holds 318 keys and ends in 8 unused bytes, which the source does not have, so one write carries
-at most one page of keys. With Mooncake, where each write is expensive, keys land in host pages instead and are merged
-like rows. The time of a landing is taken at the decode side, from the request until the landing is complete. The bytes
-of the first landings are compared with their source.
+lanes and transfer engines are the real ones. As in the engine, rows and index keys are sent from the host store, rows
+land in pages of the host store, and index keys land in pages of the device pool (here in ordinary memory). A device
+page holds 318 keys and ends in 8 unused bytes, which the source does not have, so one write carries at most the keys of
+one device page. With Mooncake, where each write is expensive, keys land in host pages instead and are merged like rows.
+The time of a landing is taken at the decode side, from the request until the landing is complete. The bytes of the
+first landing in each kind of pool, which is not timed, are compared with their source.
 
 Columns of the first table (medians over the rounds):
   pool            fresh: the pages of a context are consecutive on both sides; shuffled: they are in random order
-  ms, writing ms  time of a landing; the part of it in which a write was in flight (the rest is control messages)
-  raw GB/s        speed of the same transfer engine with one contiguous span in its largest writes, in the same rounds
+  ms              time of a landing
+  writing ms      time in which a write of the landing was in flight; the remaining time is spent on control messages
+  raw GB/s        speed of the transfer engine alone, in the same rounds: it writes one contiguous span, in writes of
+                  the maximum size
   of raw          speed of the landing / raw speed
-  of same writes  time of the same writes, repeated without control messages / time of the landing
+  of same writes  time of the writes of the landing, repeated without control messages / time of the landing
   unmerged        number of writes if no two pages were consecutive
   writes          number of writes that were posted
 
-Then the demo model computes prompts for a decode engine in another process, over the first of the transfer engines.
-The second table shows the share of bytes that had arrived when the forward pass of the last chunk ended.
+Then the demo model computes prompts for a decode engine in another process, over the first engine of --engines. The
+second table shows the share of bytes that had arrived when the forward pass of the last chunk ended.
 
 Bars (required results): a landing on a fresh pool reaches 80 % of the raw speed; 60 % of the bytes are sent before
 prefill ends, with 5 or more chunks. The exit code is 1 if a bar is missed. A run takes several minutes on two cores,
@@ -71,9 +73,9 @@ class TimedLanding:
     """The times of one landing."""
 
     seconds: float
-    writing_s: float  # while a write was in flight
+    writing_s: float  # seconds in which a write was in flight
     writes: int
-    repeated_s: float  # the same writes without control messages
+    repeated_s: float  # seconds of the same writes, repeated without control messages
 
 
 def land(worker: DecodeWorker, pipe: Connection, peer: str, pool: str) -> TimedLanding:
@@ -126,7 +128,10 @@ def table_row(
 
 
 class EndpointProbe:
-    """Wraps a prefill engine's endpoint and records the bytes that had arrived when the last chunk was submitted."""
+    """Wraps a prefill engine's endpoint and records the bytes that had arrived when the last chunk was submitted.
+
+    The engine runs on a CPU, where a chunk has been computed when its submission returns.
+    """
 
     def __init__(self, endpoint: HandoffEndpoint, prompt: int) -> None:
         self._endpoint, self._prompt = endpoint, prompt
@@ -160,7 +165,8 @@ def run_until(engine: Engine, stop: threading.Event) -> None:
 
 
 async def early_bytes(model: str, engine: str, chunk: int, chunks: Sequence[int]) -> Table:
-    """Computes prompts of `chunks` chunks for another process, and measures the share of bytes that is sent early."""
+    """Computes one prompt for each number of chunks in `chunks`, for a decode engine in another process. Measures the
+    share of each prompt's bytes that is sent early."""
     longest = chunk * max(chunks) + 64
     sizes = {"max_model_len": longest, "device_kv_tokens": 2 * longest, "host_kv_tokens": 3 * longest}
     common: dict[str, Any] = {"model": model, "device": "cpu", "max_num_seqs": 4, "transfer": engine, **sizes}
@@ -246,10 +252,12 @@ def main() -> None:
     parser.add_argument(
         "--contexts", nargs="+", type=int, default=[4096, 8192, 16384, 32768, 65536], help="context lengths in tokens"
     )
-    parser.add_argument("--chunk", type=int, default=EngineConfig().max_num_batched_tokens, help="tokens per chunk")
+    parser.add_argument(
+        "--chunk", type=int, default=EngineConfig().max_num_batched_tokens, help="tokens per chunk in the first table"
+    )
     parser.add_argument("--keys", choices=["device", "host"], help="where index keys land; default: as in the engine")
-    parser.add_argument("--store-gib", type=float, default=1.0, help="memory per side; limits the number of layers")
-    parser.add_argument("--rounds", type=int, default=5, help="landings of each kind")
+    parser.add_argument("--store-gib", type=float, default=1.0, help="GiB of KV per side; limits the number of layers")
+    parser.add_argument("--rounds", type=int, default=5, help="timed landings per kind of pool")
     parser.add_argument("--model", default="models/demo-dsa", help="directory of the model that computes prompts")
     parser.add_argument("--quick", action="store_true", help="two contexts, two rounds, one prompt")
     options = parser.parse_args()

@@ -51,7 +51,9 @@ CPU = torch.device("cpu")
 HOST = "127.0.0.1"
 PAGE_ROWS = 64
 POISON = 0xAB
-SPARE_PAGES = 1  # not used by any context: as in a real store, one layer must not end where the next one begins
+# Pages that no context uses. As in a real store, the rows of a context in one layer must not be adjacent to its rows in
+# the next layer.
+SPARE_PAGES = 1
 SHIFT = 4099  # bytes by which the pattern of a layer is shifted against that of the previous layer
 TIMEOUT_S = 60.0
 
@@ -60,7 +62,8 @@ TIMEOUT_S = 60.0
 def child_process(serve: Callable[[Any, Connection], None], case: Any, timeout_s: float) -> Iterator[Connection]:
     """Runs `serve(case, pipe)` in a child process and yields the other end of the pipe.
 
-    At the end, None is sent over the pipe, and the child has `timeout_s` to exit before it is killed.
+    At the end of the block, None is sent over the pipe, and the child has `timeout_s` to exit before it is killed. If
+    the block raises an exception, the child is killed at once.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
@@ -77,7 +80,7 @@ def child_process(serve: Callable[[Any, Connection], None], case: Any, timeout_s
 
 
 def query(pipe: Connection, message: Any, timeout_s: float = TIMEOUT_S) -> Any:
-    """Sends a message to the child process and returns its reply."""
+    """Sends a message to the child process and returns the reply."""
     pipe.send(message)
     assert pipe.poll(timeout_s), f"no reply from the child process within {timeout_s:g} s"
     return pipe.recv()
@@ -216,7 +219,10 @@ class PrefillWorker(Worker):
         threading.Thread(target=self._serve, daemon=True).start()
 
     def raw_write(self, hello: Hello, address: int, nbytes: int) -> float:
-        """Writes `nbytes` to the peer's memory at `address` in the largest writes. Returns the seconds."""
+        """Writes `nbytes` bytes to the peer's memory at `address`, in writes of the maximum size. Returns the seconds.
+
+        The first call also connects to the peer; connecting is not timed.
+        """
         if self._remote is None:
             description = decode_description(hello.description, self.case.engine)
             self._remote = self.backend.connect(description.native, description.regions)
@@ -225,7 +231,10 @@ class PrefillWorker(Worker):
         )
 
     def repeat_writes(self) -> tuple[int, float]:
-        """Repeats the writes of the last landing without control messages. Returns their number and the seconds."""
+        """Repeats the recorded writes without control messages. Returns their number and the seconds.
+
+        `raw_write` must have been called before, because it connects to the peer.
+        """
         posted, self.backend.posted = np.concatenate(self.backend.posted), []
         seconds = self._write(posted)
         self.backend.posted.clear()
@@ -337,9 +346,10 @@ class DecodeWorker(Worker):
 def serve_prefill(case: LandingCase, pipe: Connection) -> None:
     """Runs the prefill worker in its own process and answers the messages of the decode process.
 
-    "start": forgets the recorded writes and returns the seconds spent writing so far.
-    "writes": returns the seconds spent writing so far, and the number and the seconds of the repeated writes.
-    The arguments of `raw_write`: returns its result.
+    "start": deletes the recorded writes. The reply is the total number of seconds in which writes were in flight.
+    "writes": the reply is this total, and the result of `repeat_writes`.
+    The arguments of `raw_write`: the reply is its result.
+    None: the process ends.
     """
     worker = PrefillWorker(case)
     pipe.send(worker.hello.control)

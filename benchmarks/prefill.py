@@ -2,9 +2,9 @@
 
     python benchmarks/prefill.py --json prefill.json --png prefill.png
 
-Every token of the chunk attends to 2048 rows of the context, which all tokens share. Adjacent tokens select mostly the
-same rows; here, half of the selection is the same for all tokens. TFLOP/s counts the two matrix products. There is no
-bar. indexer.py measures index scoring and top-k of a chunk.
+All tokens of the chunk share one context, and each attends to 2048 of its rows. In real prompts, adjacent tokens select
+mostly the same rows; here, half of the selection is the same for all tokens. TFLOP/s counts the two matrix products.
+There is no bar. indexer.py measures index scoring and top-k of a chunk.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,8 @@ def measure(case: PrefillCase) -> dict[str, Any]:
 
 
 def make_selections(case: PrefillCase) -> Tensor:
-    """Returns [chunk, k] positions. Some are the same for the whole chunk, the others are random."""
+    """Returns [chunk, k] ascending positions. SHARED_SELECTION of them are the same for the whole chunk. The others are
+    random; a position can occur more than once."""
     shared = round(SHARED_SELECTION * TOPK)
     common = torch.randperm(case.context, device="cuda")[:shared].expand(case.chunk, -1)
     own = torch.randint(case.context, (case.chunk, TOPK - shared), device="cuda")

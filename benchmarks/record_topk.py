@@ -2,10 +2,10 @@
 
     python benchmarks/record_topk.py --model models/demo-dsa --out data/topk/demo-dsa.topk
 
-The prompts are questions of hotset/evaluate/tasks.py, one task after another: real text with hidden records, and a
-question at the end. Tokens are sampled, and decoding continues past the end of the answer: the model then writes more
-text, records and questions. All requests decode in one batch. Nothing is timed and there is no bar. topk_trace.py
-describes the file format, topk_locality.py evaluates a trace.
+The prompts are questions from all tasks of hotset/evaluate/tasks.py in turn: real text with hidden records, and a
+question at the end. Tokens are sampled. Decoding continues past the end of the answer: the model then writes more text,
+records and questions. All requests run in the same engine at the same time. Nothing is timed, and there is no bar.
+topk_trace.py describes the file format, and topk_locality.py evaluates a trace.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from hotset.models.tokenizer import Tokenizer
 
 
 def make_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int) -> list[list[int]]:
-    """Returns one question per length (tokens of prompt and answer together), rendered with the chat template."""
+    """Returns one question per length, rendered with the chat template. A length counts the prompt and its answer."""
 
     def encode(prompt: str) -> list[int]:
         return tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": prompt}]), add_special=False)
@@ -63,7 +63,7 @@ class DecodeSelections:
 
     layer: int
     seats: Tensor  # [requests] int64
-    lengths: Sequence[int]  # of each request's context, including the new token
+    lengths: Sequence[int]  # context length of each request, including the new token
     positions: Tensor  # [requests, k] int32, EMPTY-padded
 
 
@@ -86,7 +86,7 @@ class RecordingView(ViewWrapper):
 
 
 class RecordingModel:
-    """Wraps a decoder and keeps its selections, on its device, until `selections` is called."""
+    """Wraps a decoder and records the selections of decoding requests, in the memory of the decoder's device."""
 
     def __init__(self, inner: Decoder) -> None:
         self.inner = inner
@@ -102,7 +102,10 @@ class RecordingModel:
         return self.inner.forward(token_ids, RecordingView(view, self._recorded), logit_indices)
 
     def selections(self, prompt_lengths: Sequence[int], steps: int, k: int) -> np.ndarray:
-        """Returns [requests, steps, layers, k] int32. Prompt lengths identify requests and must differ."""
+        """Returns the recorded positions [requests, steps, layers, k] int32, EMPTY-padded.
+
+        A request is identified by the length of its prompt, so the lengths of all prompts must differ.
+        """
         by_seat: dict[int, dict[tuple[int, int], np.ndarray]] = {}  # seat -> (context length, layer) -> positions
         for step in self._recorded:
             chosen = step.positions.cpu().numpy()
@@ -122,11 +125,11 @@ class RecordingModel:
 
 
 def load(config: EngineConfig) -> tuple[ModelFiles, RecordingModel, Engine]:
-    """Returns the model's files and an engine that runs it as a recording model. Raises StartupError on failure."""
+    """Returns the model's files, the recording model, and an engine that runs it. Raises StartupError on failure."""
     device = choose_device(config.device)
     files = find_model(config.model)
     if not isinstance(files.spec.attention, MlaSpec):
-        raise ConfigError(f"{config.model} has no indexer: it makes no selections to record")
+        raise ConfigError(f"{config.model} has no indexer, so there are no selections to record")
     dtype = choose_dtype(config.dtype, files.spec, device)
     weights = open_weights(files, dtype, device, load_format=config.load_format)
     model = RecordingModel(Decoder(files.spec, weights))
@@ -138,12 +141,12 @@ def load(config: EngineConfig) -> tuple[ModelFiles, RecordingModel, Engine]:
 
 
 def decode(engine: Engine, prompts: Sequence[list[int]], steps: int, temperature: float, seed: int) -> None:
-    """Decodes all prompts in one batch, `steps` steps each."""
-    intake = InputProcessor(engine.card, seed=seed)
+    """Decodes `steps` steps after each prompt, with all requests in the engine at the same time."""
+    input_processor = InputProcessor(engine.card, seed=seed)
     for number, prompt in enumerate(prompts):
-        # One more token than steps: the prefill produces the first.
+        # The prefill samples the first token, so a request generates one more token than it has decode steps.
         params = SamplingParams(temperature=temperature, max_tokens=steps + 1, ignore_eos=True, seed=seed + number)
-        for choice in intake.accept(str(number), prompt, params):
+        for choice in input_processor.accept(str(number), prompt, params):
             engine.add(choice)
     total = sum(map(len, prompts)) + len(prompts) * (steps + 1)
     with Progress(console=Console(stderr=True)) as progress:
@@ -152,7 +155,7 @@ def decode(engine: Engine, prompts: Sequence[list[int]], steps: int, temperature
             engine.step()
             stats = engine.stats()
             progress.update(task, completed=stats.tokens_prefilled + stats.tokens_generated)
-    assert not engine.stats().recomputes, "the pool is too small for all requests"
+    assert not engine.stats().recomputes, "a request was recomputed: the device pool is too small for all requests"
 
 
 def record(options: argparse.Namespace) -> TopkTrace:
@@ -173,7 +176,7 @@ def record(options: argparse.Namespace) -> TopkTrace:
     prompts = make_prompts(tokenizer, targets, options.seed)
     lengths = [len(prompt) for prompt in prompts]
     if len(set(lengths)) < len(lengths):
-        raise ConfigError("two prompts have the same length, which must identify them: increase --longest")
+        raise ConfigError("two prompts have the same number of tokens, but these must differ: increase --longest")
     decode(engine, prompts, options.steps, options.temperature, options.seed)
     attention = files.spec.attention
     assert isinstance(attention, MlaSpec)
@@ -203,8 +206,8 @@ def main() -> None:
     parser.add_argument("--device", help="'cpu', 'cuda' or 'cuda:N'; default: the GPU if there is one")
     parser.add_argument("--requests", type=int, default=8, help="number of requests")
     parser.add_argument("--steps", type=int, default=512, help="decode steps per request")
-    parser.add_argument("--shortest", type=int, default=4608, help="tokens of the shortest question")
-    parser.add_argument("--longest", type=int, default=8192, help="tokens of the longest question")
+    parser.add_argument("--shortest", type=int, default=4608, help="tokens of the shortest prompt and answer")
+    parser.add_argument("--longest", type=int, default=8192, help="tokens of the longest prompt and answer")
     parser.add_argument("--temperature", type=float, default=0.7, help="sampling temperature")
     parser.add_argument("--seed", type=int, default=0, help="seed of questions and sampling")
     options = parser.parse_args()

@@ -4,16 +4,16 @@
     hotset serve MODEL --port 8001 &
     python benchmarks/replay.py TRACE http://127.0.0.1:8000 --beside http://127.0.0.1:8001 --json replay.json
 
-The trace has one JSON object per line: `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, the 512-token
-blocks of the prompt. Equal blocks become equal tokens. All lengths are scaled by one factor such that the longest
-request has `--context` tokens, and requests arrive `--faster` times as fast. The server must accept token ids and
-`ignore_eos` in /v1/completions. The server given by `--beside` gets the same requests after the first server has
-answered all of them.
+The trace has one JSON object per line: `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, which has one
+id per 512-token block of the prompt. Blocks with equal ids become equal tokens. If necessary, all lengths are scaled
+down by one factor such that no request has more than `--context` tokens. Requests arrive `--faster` times as fast as in
+the trace. The server must accept token ids and `ignore_eos` in /v1/completions. The server given by `--beside` gets the
+same requests after the first server has answered all of them.
 
 The table shows one row per server. TTFT is the time from the scheduled arrival of a request to the first event of its
-answer. ITL is the time between two events; an event carries one token, or several if one alone is not valid text. There
-is no bar, but the exit code is 1 unless every request was answered completely. A replay takes at least as long as the
-trace, divided by `--faster`.
+answer. ITL is the time between two events; an event carries one token, or several if a single token is not valid text.
+There is no bar, but the exit code is 1 unless every request was answered completely. For each server, a replay takes at
+least the time between the first and the last arrival in the trace, divided by `--faster`.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 BLOCK_TOKENS = 512  # tokens per block in the trace
 MIN_TOKEN_ID = 16  # lower ids may be special tokens
-MIN_ANSWER_TOKENS = 2  # one token would have no time between tokens
+MIN_ANSWER_TOKENS = 2  # an answer of one token would have no time between tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,8 @@ def make_prompt(blocks: Sequence[int], length: int, factor: float, vocab: int) -
     """Returns `length` token ids. The id of a block determines its tokens."""
     block_tokens = max(1, int(BLOCK_TOKENS * factor))
     token_ids: list[int] = []
-    for block in itertools.chain(blocks, itertools.count(-1, -1)):  # more blocks if the scaled ones are too short
+    # Rounding can make the scaled blocks too short together. Then blocks with negative ids follow.
+    for block in itertools.chain(blocks, itertools.count(-1, -1)):
         if len(token_ids) >= length:
             break
         seed = block if block >= 0 else 2**32 + length - block
@@ -94,7 +95,7 @@ async def send(client: httpx.AsyncClient, model: str, request: TraceRequest, due
     except (httpx.HTTPError, ValueError, KeyError) as error:
         answer.failure = f"{type(error).__name__}: {error}"
     if answer.failure is None and answer.tokens != request.answer_tokens:
-        answer.failure = f"{answer.tokens} of {request.answer_tokens} tokens"
+        answer.failure = f"the answer has {answer.tokens} tokens instead of {request.answer_tokens}"
     return answer
 
 
@@ -124,7 +125,7 @@ async def stream(client: httpx.AsyncClient, model: str, request: TraceRequest, d
 
 
 def record_event(event: dict[str, Any], last: float, answer: Answer) -> float:
-    """Adds an event to the answer. Returns the time of the latest event that carried a part of the answer."""
+    """Adds an event to the answer. Returns the current time if the event carries tokens, otherwise `last`."""
     if "error" in event:
         answer.failure = str(event["error"])[:200]
     if event.get("usage"):
@@ -183,14 +184,16 @@ def table_row(url: str, requests: Sequence[TraceRequest], answers: Sequence[Answ
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("trace", type=Path, help="a trace in the format of Mooncake's, as JSON lines")
+    parser.add_argument("trace", type=Path, help="trace in Mooncake's format (JSON lines)")
     parser.add_argument("url", help="URL of a server, without /v1")
     parser.add_argument("--beside", help="URL of another server, for comparison")
-    parser.add_argument("--requests", type=int, default=200, help="number of requests")
-    parser.add_argument("--context", type=int, default=4096, help="tokens of the longest request")
+    parser.add_argument("--requests", type=int, default=200, help="number of requests to replay")
+    parser.add_argument("--context", type=int, default=4096, help="maximum tokens of a request")
     parser.add_argument("--faster", type=float, default=1.0, help="factor by which the arrival rate is increased")
-    parser.add_argument("--vocab", type=int, default=1000, help="upper bound of token ids")
-    parser.add_argument("--timeout", type=float, default=300.0, help="read timeout of a request, in seconds")
+    parser.add_argument("--vocab", type=int, default=1000, help="token ids are lower than this")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="a request fails after this many seconds without new data"
+    )
     options = parser.parse_args()
     try:
         requests = read_trace(options.trace, options.requests, options.context, options.faster, options.vocab)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Prints the description as it is written, and the defaults of options that have one."""
+    """Prints the description as it is written, and the defaults of options, unless a default is None, False or 0."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False):
@@ -53,12 +53,12 @@ def hardware() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A result that a benchmark must reach, and the measured one."""
+    """A result that a benchmark must reach, and the measured result."""
 
     what: str
     measured: float
     limit: float
-    at_least: bool = False  # `limit` is a minimum, otherwise a maximum
+    at_least: bool = False  # True: `limit` is a minimum; False: `limit` is a maximum
 
     @property
     def met(self) -> bool:
@@ -71,7 +71,7 @@ class Bar:
 
 
 def write_json(json_path: Path, title: str, results: Any, **extra: Any) -> None:
-    """Writes `results` with title, hardware, command and date; `extra` are more fields."""
+    """Writes `results` with title, command, date, hardware and the fields in `extra`."""
     context = {
         "title": title,
         "command": shlex.join(["python", *sys.argv]),
@@ -84,7 +84,7 @@ def write_json(json_path: Path, title: str, results: Any, **extra: Any) -> None:
 
 
 def report(title: str, rows: list[dict[str, Any]], json_path: Path | None, notes: str = "") -> None:
-    """Prints `rows` (dicts with the same keys) as a table. Writes them as JSON if `json_path` is given."""
+    """Prints `rows` (dicts with the same keys) as a table, then the hardware. With `json_path`, also writes JSON."""
     console = Console(width=140)
     table = Table(title=title, caption=notes or None)
     for key in rows[0]:

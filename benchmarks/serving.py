@@ -2,29 +2,33 @@
 
     python benchmarks/serving.py --json serving.json --png serving.png
 
-The weights are random (benchmarks/configs: dsa-50b, and dsa-50b-dense, whose dense feed-forward layers have as many
-bytes as all experts together; like one GPU of a group that divides the experts, it reads all of its weights at every
-step). Rows and index keys are fp8. Prompts are not computed: random rows and keys are stored, as if they had arrived by
-handoff. A model with random weights selects without locality. The indexer therefore runs at full cost, but its
-selection is replaced by a synthetic one with the published miss rates (LRU: 30, 13.4 and 6.7 % of top-k with 1, 2 and 4
-times top-k slots).
+The models dsa-50b and dsa-50b-dense (benchmarks/configs) have random weights. The dense feed-forward layers of
+dsa-50b-dense have as many bytes as all experts of dsa-50b together. Like one GPU of a group that divides the experts,
+this model reads all of its weights at every step. Rows and index keys are fp8. Prompts are not computed: random rows
+and index keys are stored instead. With random weights, the selections of an indexer would have no locality. The indexer
+therefore runs at full cost, but its selection is replaced by a synthetic one with the published miss rates (LRU: 30,
+13.4 and 6.7 % of top-k with 1, 2 and 4 times top-k slots).
 
 For each model, context length and number of requests, the table shows the step time, tokens/s, and
-  bytes ms      the bytes that a step reads (weights once, only the experts used; index keys; selected rows), divided by
-                the copy bandwidth measured in the same run
-  step / bytes  the step time over that
-  of predicted  the predicted step time (bytes ms, plus a bare gather of the missing rows) over the measured one
-  replay ms     the step's CUDA graph replayed alone; `idle` is the share of a step in which the GPU waits
-  miss          share of the selected rows outside the tail that no slot held
+  bytes ms      the bytes that a step reads (weights once, of experts only the expected number that is used; index keys;
+                selected rows), divided by the copy bandwidth measured in the same run
+  step / bytes  the step time divided by bytes ms
+  of predicted  the predicted step time (bytes ms, plus a bare gather of the missing rows) over the measured step time
+  replay ms     time of the step's CUDA graph, replayed alone
+  idle          share of a step in which the GPU waits: 1 - replay ms / step ms; only if no request is tiered
+  miss          share of the rows selected by tiered requests, outside their tails, that no slot held
 
-Then 16 contexts of the shortest length decode with a constant selection, once resident and once tiered. This shows what
-tiers cost when no row is missing.
+Then 16 contexts of the shortest length (or as many as fit) decode with a constant selection, once resident and once
+tiered. This shows what tiers cost when no row is missing.
 
-Bars (required results): a step with tiers off takes at most 1.3 times its bytes, and the GPU idles for at most 5 % of
-it; the best throughput with tiers is at least 80 % of the prediction, and for dsa-50b-dense 1.8 times the best without
-tiers at 32k tokens and 3 times at 128k; with tiers, throughput is at least 0.98 of off as long as all requests are
-resident; a tiered step without misses takes at most 1.05 times a resident one. Requires a GPU with 141 GB (H200) and
-80 GiB of host memory to pin.
+Bars (required results):
+- With tiers off, a step takes at most 1.3 times its bytes ms, and the GPU idles for at most 5 % of a step.
+- The best throughput with tiers auto is at least 80 % of its prediction, and at least the best throughput with tiers
+  off. For dsa-50b-dense, it is at least 1.8 times the best with tiers off at 32k tokens, and 3 times at 128k.
+- As long as all requests are resident, throughput with tiers auto is at least 0.98 of that with tiers off.
+- A tiered step without misses takes at most 1.05 times as long as a resident step.
+
+Requires a GPU with 141 GB (H200) and 80 GiB of host memory to pin.
 """
 
 import argparse
@@ -74,13 +78,13 @@ CONFIGS = Path(__file__).parent / "configs"
 CUDA = torch.device("cuda")
 CHUNK = 16384  # prompt tokens per step
 SEATS = 128
-MODES: tuple[TiersMode, ...] = ("off", "auto", "off", "always")  # off before and after auto: a warm GPU is slower
+MODES: tuple[TiersMode, ...] = ("off", "auto", "off", "always")  # off runs before and after auto: a warm GPU is slower
 PAGE_ROWS = 64
 ANSWER = 512  # maximum number of generated tokens
 PREFILL_TIMEOUT_S = 200.0
 MAX_DRAIN_STEPS = 1000
 ALL_HITS_REQUESTS = 16
-WARM_UP_STEPS = 20  # until the LRU order follows the selection
+WARM_UP_STEPS = 20  # enough for the LRU order to follow the selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ class ModelSetup:
     budget: KvBudget
     pool: DevicePool
     host: HostStore | None
-    weight_bytes: int  # all weights that a step may read
+    weight_bytes: int  # bytes of all weights that a step can read
 
     @property
     def spec(self) -> ModelSpec:
@@ -105,7 +109,7 @@ class ModelSetup:
 
 
 class CountedWeights(DummySource):
-    """Random weights whose bytes are counted, except for the embedding, of which a step reads almost nothing."""
+    """Random weights whose bytes are counted. The embedding is not counted: a step reads only a few of its rows."""
 
     bytes = 0
 
@@ -119,7 +123,7 @@ class CountedWeights(DummySource):
 
 
 def load_spec(name: str, share: int) -> ModelSpec:
-    """Reads the configuration of a model. `share` layers use the selection of one indexer."""
+    """Reads the configuration of a model. One indexer is used for every `share` layers."""
     path = CONFIGS / f"{name}.json"
     spec = read_spec(json.loads(path.read_text()), {}, str(path))
     assert isinstance(spec.attention, MlaSpec)
@@ -142,7 +146,7 @@ def make_config(tiers: TiersMode, options: argparse.Namespace) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServingMemory:
-    """The host store and budgets for all models. It is allocated once, since pinning takes longer than a run."""
+    """The host store and budgets for all models. The host store is allocated once, since pinning it takes long."""
 
     configs: dict[TiersMode, EngineConfig]
     budgets: dict[TiersMode, KvBudget]  # computed before the host memory was pinned
@@ -164,7 +168,7 @@ class ServingMemory:
 
 
 def make_engine(setup: ModelSetup, selection: SyntheticSelection) -> tuple[Engine, Runner]:
-    """Creates an engine in the memory of `setup`."""
+    """Returns an engine that uses the memory of `setup`, and its runner."""
     config, budget = setup.config, setup.budget
     model = SyntheticPrefillModel(setup.decoder, selection, CHUNK + SEATS)
     memory = KvMemory(setup.pool, setup.host, SEATS, budget.max_model_len)
@@ -178,7 +182,7 @@ def make_engine(setup: ModelSetup, selection: SyntheticSelection) -> tuple[Engin
 
 
 def prefill(engine: Engine, requests: int, context: int) -> list[str]:
-    """Adds `requests` contexts and steps until all of them decode. Returns their ids."""
+    """Adds `requests` requests with prompts of `context` tokens and steps until all decode. Returns their ids."""
     input_processor = InputProcessor(engine.card, seed=0)
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
     choices = [choice for n in range(requests) for choice in input_processor.accept(str(n), [0] * context, params)]
@@ -187,7 +191,7 @@ def prefill(engine: Engine, requests: int, context: int) -> list[str]:
     start = time.perf_counter()
     while len(engine.step().token_ids) < requests:
         elapsed = time.perf_counter() - start
-        assert elapsed < PREFILL_TIMEOUT_S, f"{requests} requests do not all decode after {elapsed:.0f} s"
+        assert elapsed < PREFILL_TIMEOUT_S, f"not all of the {requests} requests decode after {elapsed:.0f} s"
     return [choice.request_id for choice in choices]
 
 
@@ -212,20 +216,20 @@ def timed_steps(engine: Engine, steps: int) -> list[float]:
 
 
 def graph_seconds(runner: Runner, requests: int, has_tiered: bool) -> float:
-    """Replays a step's CUDA graph without pauses. Returns the seconds per replay."""
+    """Replays the CUDA graph of a step with `requests` requests, without pauses. Returns the seconds per replay."""
     assert runner._graphs is not None
     graph = runner._graphs._get_or_capture(runner._graphs.size_for(requests), has_tiered).graph
     return replay_seconds(graph, 10)
 
 
 def run(engine: Engine, runner: Runner, requests: int, context: int, steps: int) -> dict[str, Any]:
-    """Adds `requests` contexts and times `steps` decode steps of all of them."""
+    """Adds `requests` requests with prompts of `context` tokens and times `steps` decode steps of all of them."""
     start = time.perf_counter()
     request_ids = prefill(engine, requests, context)
     prefill_s = time.perf_counter() - start
     timed_steps(engine, WARM_UP_STEPS)
     before = engine.stats()
-    times = timed_steps(engine, steps)[1:]  # the first step had been submitted before and was already complete
+    times = timed_steps(engine, steps)[1:]  # the first step was complete before the timing began
     after = engine.stats()
     lookups = sum(after.slot_lookups.values()) - sum(before.slot_lookups.values())
     misses = sum(after.slot_misses.values()) - sum(before.slot_misses.values())
@@ -249,7 +253,8 @@ def run(engine: Engine, runner: Runner, requests: int, context: int, steps: int)
 
 
 def bytes_read(setup: ModelSetup, requests: int, context: int) -> float:
-    """Returns the bytes that one step reads: weights (expected number of experts), index keys, selected rows."""
+    """Returns the bytes that one step reads: weights (with the expected number of used experts), index keys, selected
+    rows."""
     spec, shape = setup.spec, setup.decoder.kv_shape
     assert shape.key is not None
     keys = requests * context * shape.key.row_bytes * shape.groups
@@ -264,7 +269,7 @@ def bytes_read(setup: ModelSetup, requests: int, context: int) -> float:
 
 
 def gather_seconds(setup: ModelSetup, requests: int, missed_rows: float) -> float:
-    """Times a bare gather of `missed_rows` random rows of one layer from the host store."""
+    """Times a bare gather: it copies `missed_rows` random rows of one layer from the host store, without a plan."""
     if setup.host is None or missed_rows < 1:
         return 0.0
     per_request = max(1, round(missed_rows / requests))
@@ -280,7 +285,7 @@ def gather_seconds(setup: ModelSetup, requests: int, missed_rows: float) -> floa
 
 
 def measure(setup: ModelSetup, context: int, counts: list[int], steps: int) -> Rows:
-    """Returns one row per number of requests."""
+    """Returns one table row per number of requests."""
     selection = SyntheticSelection.with_published_misses(setup.index.topk, context, CUDA)
     engine, runner = make_engine(setup, selection)
     rows = []
@@ -299,7 +304,7 @@ def measure(setup: ModelSetup, context: int, counts: list[int], steps: int) -> R
 
 
 def all_hits(setup: ModelSetup, requests: int, context: int, steps: int) -> dict[str, Any]:
-    """Measures steps with a constant selection, which miss nothing."""
+    """Measures steps with a constant selection, in which no row is missing."""
     engine, runner = make_engine(setup, SyntheticSelection.constant(setup.index.topk, CUDA))
     row = run(engine, runner, requests, context, steps)
     print(f"no misses, {row['tiered']} tiered: {row['step ms']:.3f} ms, graph {row['replay ms']:.3f} ms", flush=True)
@@ -317,7 +322,7 @@ def max_requests(setup: ModelSetup, context: int) -> int:
 def serve_model(
     name: str, options: argparse.Namespace, memory: ServingMemory | None
 ) -> tuple[Rows, Rows, ServingMemory]:
-    """Returns the rows of one model, its rows of steps without misses, and the memory for the next model."""
+    """Returns one model's table rows, its table rows of steps without misses, and the memory for the next model."""
     weights = CountedWeights(torch.bfloat16, CUDA)
     decoder = Decoder(load_spec(name, options.share), weights, KvStorage(fp8_rows=True, fp8_keys=True))
     print(f"{name}: {weights.bytes * 1e-9:.1f} GB of weights", flush=True)
@@ -325,14 +330,15 @@ def serve_model(
     rows: Rows = []
     without_misses: Rows = []
     shortest, all_hits_requests = min(options.contexts), ALL_HITS_REQUESTS
-    for turn, tiers in enumerate(MODES):
+    for number, tiers in enumerate(MODES):
         setup = memory.setup(decoder, weights.bytes, tiers)
         if tiers != "always":
             for length in options.contexts:
                 fit = max_requests(setup, length)
                 counts = [count for count in options.requests if count < fit] + [fit]
                 rows += [{"model": name, "tiers": tiers} | row for row in measure(setup, length, counts, options.steps)]
-        if turn >= MODES.index("auto") and tiers != "auto":
+        # Steps without misses: the second `off` measures resident requests, `always` measures tiered requests.
+        if number >= MODES.index("auto") and tiers != "auto":
             all_hits_requests = min(all_hits_requests, max_requests(setup, shortest))
             row = all_hits(setup, all_hits_requests, shortest, options.steps)
             without_misses.append({"model": name, "tiers": tiers} | row)
@@ -357,13 +363,13 @@ def bars(rows: Rows, without_misses: Rows) -> list[Bar]:
         Bar("tiers off: highest share of a step in which the GPU idles", max(row["idle"] for row in off), 0.05),
     ]
     for model, context in sorted({(row["model"], row["context"]) for row in rows}):
-        here = [row for row in rows if (row["model"], row["context"]) == (model, context)]
+        matching = [row for row in rows if (row["model"], row["context"]) == (model, context)]
         best = {tiers: best_of(rows, model, context, tiers)["tokens/s"] for tiers in ("off", "auto")}
         limit = {32768: 1.8, 131072: 3.0}.get(context, 1.0) if model.endswith("dense") else 1.0
         name = f"{model} {context}"
         results.append(Bar(f"{name}: best auto / best off", best["auto"] / best["off"], limit, at_least=True))
         resident_ratios = []
-        for row in here:
+        for row in matching:
             if row["tiers"] == "auto" and not row["tiered"]:
                 same = [other["tokens/s"] for other in off if same_load(other, row)]
                 resident_ratios += [row["tokens/s"] / statistics.mean(same)] if same else []
@@ -384,9 +390,9 @@ def same_load(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 def by_requests(rows: Rows, model: str, context: int, tiers: str) -> dict[str, list[float]]:
     """Returns the columns of one line of the figure. The two runs of `off` are averaged."""
-    here = rows_of(rows, model, context, tiers)
-    counts = sorted({row["requests"] for row in here})
-    runs = [[row for row in here if row["requests"] == count] for count in counts]
+    matching = rows_of(rows, model, context, tiers)
+    counts = sorted({row["requests"] for row in matching})
+    runs = [[row for row in matching if row["requests"] == count] for count in counts]
     columns = {key: [statistics.mean(row[key] for row in run) for run in runs] for key in ("p50 ms", "p99 ms")}
     columns["tokens/s"] = [statistics.mean(row["tokens/s"] for row in run) for run in runs]
     columns["predicted"] = [statistics.mean(row["tokens/s"] / row["of predicted"] for row in run) for run in runs]
@@ -394,7 +400,7 @@ def by_requests(rows: Rows, model: str, context: int, tiers: str) -> dict[str, l
 
 
 def draw(rows: Rows, path: Path) -> None:
-    """Draws tokens/s and time between tokens. The label is the best throughput with tiers over the best without."""
+    """Draws tokens/s and time between tokens. The label is the best tokens/s with tiers auto over the best with off."""
     keys = list(dict.fromkeys((row["model"], row["context"]) for row in rows))
     size = (3.4 * len(keys), 5.6)
     figure, axes = plt.subplots(2, len(keys), figsize=size, layout="constrained", squeeze=False, sharex="col")
@@ -428,11 +434,15 @@ def main() -> None:
     )
     parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072], help="context lengths in tokens")
     parser.add_argument(
-        "--requests", nargs="+", type=int, default=[1, 4, 16, 32], help="concurrency, beside the most requests that fit"
+        "--requests",
+        nargs="+",
+        type=int,
+        default=[1, 4, 16, 32],
+        help="numbers of concurrent requests; the largest number that fits is always measured",
     )
-    parser.add_argument("--share", type=int, default=1, help="layers per indexer")
-    parser.add_argument("--device-gib", type=float, default=16, help="device memory for KV")
-    parser.add_argument("--host-gib", type=float, default=80, help="size of the host store")
+    parser.add_argument("--share", type=int, default=1, help="number of layers that use the selection of one indexer")
+    parser.add_argument("--device-gib", type=float, default=16, help="GiB of device memory for KV")
+    parser.add_argument("--host-gib", type=float, default=80, help="GiB of the host store")
     parser.add_argument("--steps", type=int, default=64, help="timed steps per row of the table")
     parser.add_argument(
         "--quick", action="store_true", help="only dsa-50b-dense at 32k tokens, with a small host store"

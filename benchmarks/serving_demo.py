@@ -3,18 +3,19 @@
     python benchmarks/serving_demo.py --json serving_demo.json --png serving_demo.png
 
 Weights, indexer and prompts (retrieval questions of hotset/evaluate/tasks.py) are real, and prompts are computed. Both
-modes have the same device memory, which holds 8 of the longest contexts. For each concurrency, new requests are added;
-when all of them decode, the next 128 tokens of each are timed. Decoding is greedy and continues past the end of the
-answers. Rows and keys are stored in the dtype of the model: bfloat16 on a GPU, where decode steps are CUDA graphs, and
-float32 on a CPU, on one core.
+modes have the same device memory, which holds 8 of the longest contexts. For each concurrency, new requests are added.
+When all of them decode, 8 warm-up steps follow, and then at least 128 tokens of each request are timed. Decoding is
+greedy and continues past the end of the answers. Rows and index keys are stored in the dtype of the model: bfloat16 on
+a GPU, where decode steps are CUDA graphs, and float32 on a CPU, on one core.
 
     p50, p99    time between two tokens of one request, over all requests
     tiered      requests that were tiered when the measurement ended
     miss        share of the rows selected by tiered requests, outside their tails, that no slot held
     rows/step   rows copied from the host into slots per step, in all layers together
-    compared    requests that an earlier, smaller batch of `off` contained; its answers are the ones compared
-    same        share of those whose first 128 tokens are equal. In rows of `off`, this shows how the batch size
-                affects near ties in bfloat16; tiers should not add to it
+    compared    number of requests that an earlier batch of `off` contained; the answer in the smallest such batch is
+                the expected one
+    same        share of the compared requests whose first 128 tokens are as expected. In rows of `off`, this shows how
+                the batch size affects near ties in bfloat16; tiers should not reduce it further
 
 There is no bar. On a CPU, use --quick (about a minute); the whole run would take hours.
 """
@@ -53,7 +54,7 @@ OFF: TiersMode = "off"
 AUTO: TiersMode = "auto"
 SEATS = 64
 HOST_STORE_RATIO = 5  # tokens in the host store / tokens on the device
-WARM_UP_STEPS = 8  # the last request must have filled its slots
+WARM_UP_STEPS = 8  # enough for the request that was prefilled last to fill its slots
 SEED = 0
 DEMO = str(Path(__file__).resolve().parents[1] / "models" / "demo-dsa")
 
@@ -66,9 +67,9 @@ class Sizes:
     """The size of the run."""
 
     contexts: tuple[int, ...] = (4096, 8192)
-    requests: tuple[int, ...] = (1, 4, 16)  # and the most requests that fit
+    requests: tuple[int, ...] = (1, 4, 16)  # batch sizes; the largest that fits is measured as well
     resident: int = 8  # number of contexts of the longest length that fit in device memory
-    answer: int = 128  # timed tokens per request; the same number of first tokens is compared
+    answer: int = 128  # minimum number of timed tokens per request; also the number of first tokens that are compared
     growth: int = 512  # maximum tokens per answer; the first requests decode while later ones are prefilled
     step_tokens: int = 8192 + SEATS  # a whole prompt and one token of every other request
 
@@ -163,7 +164,7 @@ class Batch:
     def step(self) -> list[str]:
         """Runs one step and returns the ids of the requests that got a token."""
         output = self._engine.step()
-        assert not output.finished, "a request ended before all were timed: increase `growth`"
+        assert not output.finished, "a request ended before all requests were timed: increase `growth`"
         for request_id, token in zip(output.request_ids, output.token_ids, strict=True):
             self._answers[request_id].append(token)
         return output.request_ids
@@ -178,7 +179,7 @@ class Batch:
         return time.perf_counter() - start
 
     def decode(self, tokens: int) -> TimedSteps:
-        """Steps until every request got `tokens` tokens. A request that changes its residence may skip a step."""
+        """Steps until every request got at least `tokens` tokens. A request whose residence changes can miss a step."""
         start = time.perf_counter()
         last = dict.fromkeys(self._answers, start)
         counts = dict.fromkeys(self._answers, 0)
@@ -200,7 +201,7 @@ class Batch:
 
 
 def serve(engine: Engine, prompts: Sequence[list[int]], sizes: Sizes, row_bytes: int) -> tuple[dict[str, Any], Tokens]:
-    """Serves these prompts in one batch. Returns a table row and the first tokens of each answer."""
+    """Serves these prompts in one batch. Returns a table row and the first `sizes.answer` tokens of each answer."""
     batch = Batch(engine, prompts, sizes.growth)
     prefill_s = batch.prefill()
     before = engine.stats()
@@ -228,13 +229,13 @@ def sum_layers(stats: EngineStats, name: str) -> int:
 
 
 def compare(answers: Tokens, known: Mapping[int, list[int]]) -> dict[str, Any]:
-    """Returns how many of these requests were served before, and the share of them with the same answer."""
+    """Returns how many of these requests have a known answer, and the share of those whose answer equals it."""
     same = [answer == known[number] for number, answer in enumerate(answers) if number in known]
     return {"compared": len(same), "same": sum(same) / len(same) if same else None}
 
 
 def serve_all(model: DemoModel, sizes: Sizes) -> tuple[Rows, int]:
-    """Returns a row per mode, context and concurrency, and the bytes of device KV, which both modes share."""
+    """Returns a table row per mode, context and concurrency, and the bytes of device KV, equal in both modes."""
     sized = {tiers: model.size(tiers, sizes) for tiers in (OFF, AUTO)}
     max_requests = {
         (tiers, context): min(SEATS, budget.requests(context + sizes.growth))
@@ -276,11 +277,11 @@ def draw(path: Path, rows: Rows) -> None:
     )
     for (speed, latency), context in zip(axes.T, contexts, strict=True):
         for tiers, colour in ((AUTO, "tab:red"), (OFF, "tab:gray")):
-            here = [row for row in rows if (row["context"], row["tiers"]) == (context, tiers)]
-            requests = [row["requests"] for row in here]
-            speed.plot(requests, [row["tokens/s"] for row in here], "o-", color=colour, label=f"tiers {tiers}")
-            latency.plot(requests, [row["p50 ms"] for row in here], "o-", color=colour, label=f"tiers {tiers}, p50")
-            latency.plot(requests, [row["p99 ms"] for row in here], "o:", color=colour, label=f"tiers {tiers}, p99")
+            line = [row for row in rows if (row["context"], row["tiers"]) == (context, tiers)]
+            requests = [row["requests"] for row in line]
+            speed.plot(requests, [row["tokens/s"] for row in line], "o-", color=colour, label=f"tiers {tiers}")
+            latency.plot(requests, [row["p50 ms"] for row in line], "o-", color=colour, label=f"tiers {tiers}, p50")
+            latency.plot(requests, [row["p99 ms"] for row in line], "o:", color=colour, label=f"tiers {tiers}, p99")
         speed.set(title=f"Contexts of {context:,} tokens", ylabel="tokens/s", ylim=(0, None))
         latency.set(xlabel="requests", ylabel="ms between tokens", ylim=(0, None))
         for axis in (speed, latency):
@@ -295,7 +296,7 @@ def main() -> None:
     parser.add_argument("--png", type=Path, help="also draw the results to this file (requires matplotlib)")
     parser.add_argument("--quick", action="store_true", help="short prompts and few requests")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # several threads wait for each other, so other load on the machine would be measured
+    torch.set_num_threads(1)  # with several threads that wait for each other, other load would distort the times
     sizes = QUICK if options.quick else Sizes()
     start = time.perf_counter()
     try:
@@ -305,7 +306,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     device = f"{model.device.type}, {str(model.dtype).removeprefix('torch.')}"
     title = f"{Path(options.model).name} with its own selections ({device}), {show_bytes(device_bytes)} of device KV"
-    note = f"{sizes.answer} timed tokens per request; the run took {time.perf_counter() - start:.0f} s"
+    note = f"at least {sizes.answer} timed tokens per request; the run took {time.perf_counter() - start:.0f} s"
     report(title, rows, options.json, note)
     if options.png is not None:
         try:

@@ -3,11 +3,11 @@
     python benchmarks/slice_pack.py --json slice_pack.json --png slice_pack.png
 
 A chunk of 8192 tokens of a model with 30 layers and 8 KV heads of 128 in bf16 goes from one source rank to one target
-rank: 2 heads, 1024 bytes of each row, 252 MB. Packing reads and writes every byte once, so its lower bound is twice
-that over the copy bandwidth of the same run (123 us at 4.1 TB/s). A network of 25 GB/s takes 10 ms. Rows in pinned host
-memory, where the contexts of several workers land, are measured as well; the bus limits them. Bars (required results),
-for rows in device memory: packing and unpacking reach 70 % of the copy bandwidth each, and together take at most 10 %
-of the network's time.
+rank: 2 heads, 1024 bytes of each row, 252 MB. Packing reads and writes every byte once, so it takes at least the time
+of 2 x 252 MB at the copy bandwidth of the same run (123 us at 4.1 TB/s). A network of 25 GB/s needs 10 ms for 252 MB.
+Rows in pinned host memory, where contexts land in engines of several workers, are measured as well; the bus limits
+their speed. Bars (required results), for rows in device memory: packing and unpacking each reach 70 % of the copy
+bandwidth, and together take at most 10 % of the network's time.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from torch import Tensor
 from hotset.kernels.slice_pack import RowSlices, slice_pack, slice_unpack
 
 TOKENS, LAYERS, HEADS, HEAD_BYTES, PAGE_ROWS = 8192, 30, 8, 128 * 2, 64
-INPUTS = 2  # in rotation: contexts with their own pages
+INPUTS = 2  # number of contexts, which have separate pages and are used in rotation
 NETWORK_BANDWIDTH = 25e9  # bytes per second
 MIN_COPY_SHARE, MAX_NETWORK_SHARE = 0.7, 0.1
 
@@ -49,7 +49,10 @@ class SplitChange:
         return LAYERS * TOKENS * 2 * self.heads * HEAD_BYTES
 
     def slices(self, ranks: int) -> RowSlices:
-        """Returns K and V of the last heads in a row of one of `ranks` ranks."""
+        """Returns the slices of the sent heads in a row of a rank, if the heads are split over `ranks` ranks.
+
+        The sent heads are the last ones of the row's K and of its V.
+        """
         shard_bytes, sent_bytes = HEADS // ranks * HEAD_BYTES, self.heads * HEAD_BYTES
         return RowSlices(((shard_bytes - sent_bytes, sent_bytes), (2 * shard_bytes - sent_bytes, sent_bytes)))
 
@@ -59,7 +62,7 @@ class RankStores:
     """The stores of one rank, one per layer, and the pages of its contexts."""
 
     stores: list[Tensor]
-    contexts: list[Tensor]  # [pages] int64, on the device
+    contexts: list[Tensor]  # for each context: its pages [pages] int64, on the device
 
 
 def make_stores(ranks: int, *, pinned: bool = False) -> RankStores:
@@ -131,7 +134,7 @@ def measure(change: SplitChange, pinned: bool) -> list[dict[str, Any]]:
 
 
 def sweep(changes: Sequence[SplitChange]) -> list[dict[str, Any]]:
-    """Measures with other values of the constants at the top of triton_impl.py."""
+    """Measures with other values of the constants at the top of hotset/kernels/slice_pack/triton_impl.py."""
     results = []
     stores = {ranks: make_stores(ranks) for change in changes for ranks in (change.source_ranks, change.target_ranks)}
     for piece in (512, 1024, 256):
@@ -186,8 +189,9 @@ def main() -> None:
     pinned_or_not = (False,) if options.quick else (False, True)
     rows = [row for pinned in pinned_or_not for change in changes for row in measure(change, pinned)]
     notes = (
-        f"copy bandwidth {copy_bandwidth() * 1e-12:.2f} TB/s; bars: pack and unpack reach {MIN_COPY_SHARE:.0%} of it; "
-        f"both together take {MAX_NETWORK_SHARE:.0%} of the time of a {NETWORK_BANDWIDTH * 1e-9:.0f} GB/s network"
+        f"copy bandwidth {copy_bandwidth() * 1e-12:.2f} TB/s; bars for rows in device memory: pack and unpack each "
+        f"reach {MIN_COPY_SHARE:.0%} of the copy bandwidth, and together take at most {MAX_NETWORK_SHARE:.0%} of the "
+        f"time of a {NETWORK_BANDWIDTH * 1e-9:.0f} GB/s network"
     )
     title = f"Slices of {TOKENS} tokens, {LAYERS} layers, {HEADS} KV heads of {HEAD_BYTES // 2}, bf16"
     report(title, rows, options.json, notes)

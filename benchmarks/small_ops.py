@@ -2,11 +2,12 @@
 
     python benchmarks/small_ops.py --json small_ops.json --png small_ops.png
 
-Shapes are those of dsa-50b: hidden size 4096, q_lora 1536, 32 heads of 128 + 64, rank 512, 32 index heads of 128. Small
-ops are timed with a warm L2 in a CUDA graph, as in a decode step, where their inputs have just been written. A "floor"
-is the time of a kernel that does almost nothing, in the same kind of graph. Bars (required results): at batch 16, a
-fused op that is not a matrix product takes at most 3 floors; GQA decode attention at 32k tokens reaches 60 % of the
-copy bandwidth at batch 16 and 64. With --json FILE, the results of GQA go to FILE with the suffix _gqa.
+The shapes of DSA ops are those of dsa-50b: hidden size 4096, q_lora 1536, 32 heads of 128 + 64, rank 512, 32 index
+heads of 128. Small ops are timed with a warm L2 in a CUDA graph, as in a decode step, where their inputs have just been
+written. A "floor" is the time of a kernel that does almost nothing, in the same kind of graph. Bars (required results),
+which the captions repeat: at batch 16, a fused op that is not a matrix product takes at most 3 floors; GQA decode
+attention at 32k tokens reaches 60 % of the copy bandwidth at batch 16 and 64. With --json x.json, the results of GQA
+decode attention go to x_gqa.json.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +43,7 @@ KV_HEADS, HEAD_DIM = 8, 128
 PAGE_ROWS, PAGES = 64, 1024
 LAYERS = 40
 EPS = 1e-6
-INPUTS = 3  # in rotation
+INPUTS = 3  # number of inputs, which are used in rotation
 MAX_FLOORS, MIN_COPY_SHARE = 3.0, 0.6
 
 Call = Callable[[], object]
@@ -53,7 +54,7 @@ class OpPair:
     """A fused op and its torch equivalent, each with several inputs."""
 
     name: str
-    per_layer: int  # calls per layer of a DSA model in a decode step
+    per_layer: int  # calls per layer in a decode step of a DSA model with fp8 rows and index keys
     fused: Sequence[Call]
     torch: Sequence[Call]
 
@@ -204,7 +205,7 @@ def measure_gqa_decode(batch: int, context: int) -> dict[str, Any]:
 
 
 def sweep() -> list[dict[str, Any]]:
-    """Measures with other values of the constants at the top of each triton_impl.py."""
+    """Measures with other values of the constants at the top of each op's triton_impl.py."""
     results: list[dict[str, Any]] = []
 
     def measure(kernel: str, calls: Mapping[str, Sequence[Call]], cold: bool, **constants: Any) -> None:

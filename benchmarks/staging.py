@@ -5,14 +5,15 @@
 Two processes have the stores of a GQA model: 30 layers, 8 KV heads of 128 in bf16, shuffled pages of 64 rows. The
 prefill side computes nothing and announces all chunks at once. Layout, state machines, control messages, packing,
 lanes and transfer engines are the real ones. The time of a landing is taken at the decode side, from the request until
-the landing is complete. Its bytes are compared with their source.
+the landing is complete. The landed bytes are compared with their source.
 
-The first table lands one context of 8192 tokens at a time: without staging, with staging, and between equal splits
-(for comparison). The second table lands many contexts at once. They all use the same source and target pages, so the
-memory of one context is enough. The third table lands a context of 16 times the size of the ring.
+In the first table, one context of 8192 tokens lands at a time: without staging, with staging, and between equal splits
+(for comparison). In the second table, many contexts land at once. They all use the same source and target pages, so the
+memory of one context is enough. In the third table, a context of 16 times the size of the ring lands.
 
 Bars (required results), for one context of 8192 tokens: 500 times fewer writes than without staging, and over Mooncake
-twice the speed. A run takes several minutes on two cores; the direct writes over Mooncake alone take more than two.
+twice the speed of direct writes. A run takes several minutes on two cores, of which the direct writes over Mooncake
+take more than two.
 """
 
 import os
@@ -35,15 +36,15 @@ Table = list[dict[str, Any]]
 LAYERS = 30
 SPLITS = ((2, 4), (4, 2))
 CONTEXT = 8192
-RINGS_PER_CONTEXT = 16  # of the context in the third table
+RINGS_PER_CONTEXT = 16  # size of the context in the third table / size of the ring
 WRITES_BAR, SPEED_BAR = 500, 2.0
 
 
 def measure(case: StagingCase, requests: int, rounds: int) -> dict[str, Any]:
     """Lands `requests` contexts at once, `rounds` times.
 
-    With staging, one landing comes first that connects the processes. Without staging it is omitted: a landing takes
-    minutes, and connecting takes milliseconds.
+    With staging memory, a landing that is not timed connects the processes first. Without it, the timed landing
+    connects them: a landing would take minutes, while connecting takes milliseconds.
     """
     with prefill_process(case) as pipe:
         worker = DecodeWorker(case)
@@ -72,7 +73,7 @@ def measure(case: StagingCase, requests: int, rounds: int) -> dict[str, Any]:
 
 
 def one_by_one(engine: str, staging: int, layers: int, chunk: int, rounds: int) -> Table:
-    """Lands one context at a time: for each split direct, staged, and between equal splits."""
+    """Lands one context at a time. For each of SPLITS, it lands by direct writes, staged, and between equal splits."""
     rows = []
     for source_ranks, target_ranks in SPLITS:
         staged = StagingCase(engine, CONTEXT, layers, source_ranks, target_ranks, staging, chunk)
@@ -83,7 +84,7 @@ def one_by_one(engine: str, staging: int, layers: int, chunk: int, rounds: int) 
 
 
 def many_at_once(case: StagingCase, requests: int) -> dict[str, Any]:
-    """Lands `requests` contexts at once, and again between equal splits."""
+    """Lands `requests` contexts at once, first between the splits of `case`, then between equal splits."""
     staged = measure(case, requests, 1)
     equal = measure(replace(case, target_ranks=case.source_ranks), requests, 1)
     del staged["staging"]
@@ -115,13 +116,13 @@ def main() -> None:
         default=[8192, 16384, 32768, 65536],
         help="context lengths of the second table",
     )
-    parser.add_argument("--at-once", type=int, default=32, help="contexts at once in the second table")
+    parser.add_argument("--at-once", type=int, default=32, help="contexts that land at once in the second table")
     parser.add_argument("--staging-mib", type=int, default=64, help="size of the staging ring and of the send buffers")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens per chunk")
-    parser.add_argument("--store-gib", type=float, default=1.0, help="memory per side; limits the number of layers")
-    parser.add_argument("--many-gib", type=float, default=0.25, help="the same, for the second table")
+    parser.add_argument("--store-gib", type=float, default=1.0, help="GiB of KV per side; limits the number of layers")
+    parser.add_argument("--many-gib", type=float, default=0.25, help="--store-gib for the second table")
     parser.add_argument("--rounds", type=int, default=3, help="landings per row of the first table")
-    parser.add_argument("--quick", action="store_true", help="few layers, two contexts, 8 at once")
+    parser.add_argument("--quick", action="store_true", help="few layers; 8 contexts at once, of two lengths")
     options = parser.parse_args()
     if options.quick:
         options.contexts, options.at_once, options.store_gib, options.many_gib = [8192, 16384], 8, 0.07, 0.07

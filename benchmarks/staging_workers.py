@@ -1,4 +1,7 @@
-"""The prefill and decode processes of staging.py: their stores split the heads of a GQA model differently; no model."""
+"""The prefill and decode processes of staging.py, without a model.
+
+Each process splits the heads of a GQA model over its own number of ranks.
+"""
 
 import threading
 import time
@@ -66,7 +69,7 @@ class ShardedRows:
     """The rows of one side, split by heads into one allocation per rank: [rank][layer, page, row, bytes]."""
 
     def __init__(self, case: StagingCase, ranks: int) -> None:
-        shape = (case.layers, case.pages + 1, PAGE_ROWS, ROW_BYTES // ranks)  # a spare page separates the layers
+        shape = (case.layers, case.pages + 1, PAGE_ROWS, ROW_BYTES // ranks)  # an unused page separates the layers
         self.rows = [np.full(shape, POISON, np.uint8) for _ in range(ranks)]
         spans = [
             PagedSpan(
@@ -145,7 +148,8 @@ class Worker:
 
 
 class PrefillWorker(Worker):
-    """Announces all chunks of a prompt at once, as if they had been computed before. All requests get the same rows."""
+    """Announces all chunks of a prompt at once, as if they had been computed before the request arrived. All requests
+    get the same rows."""
 
     def __init__(self, case: StagingCase) -> None:
         super().__init__(case, prefill=True)
@@ -178,7 +182,8 @@ class DecodeWorker(Worker):
         self._num_requests = 0
 
     def land(self, peer: str, requests: int = 1) -> float:
-        """Requests several contexts at once, which share bytes and pages. Returns the seconds until all have landed."""
+        """Requests `requests` contexts at once, all with the same bytes and pages. Returns the seconds until all have
+        landed."""
         start = time.perf_counter()
         for _ in range(requests):
             self._num_requests += 1
@@ -199,7 +204,8 @@ class DecodeWorker(Worker):
 
 
 def serve_prefill(case: StagingCase, pipe: Connection) -> None:
-    """Runs the prefill worker in its own process. Replies to a message with the writes posted since the last one."""
+    """Runs the prefill worker in its own process. The reply to a message is the number of writes that were posted since
+    the previous message. The message None ends the process."""
     worker = PrefillWorker(case)
     pipe.send(worker.hello.control)
     while pipe.recv() is not None:
@@ -213,6 +219,6 @@ def prefill_process(case: StagingCase) -> AbstractContextManager[Connection]:
 
 
 def count_writes(pipe: Connection) -> int:
-    """Returns the number of writes that the prefill process has posted since the last call."""
+    """Returns the number of writes that the prefill process has posted since the previous call."""
     count: int = query(pipe, "writes", TIMEOUT_S)
     return count

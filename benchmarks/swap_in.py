@@ -2,16 +2,18 @@
 
     python benchmarks/swap_in.py --row-bytes 656 --json swap_in.json --png swap_in.png
 
-Top-k is 2048 over contexts of 131,072 tokens. Every context has its own host rows, adjacent as an allocator places
-them. The rows in slots, hits, misses, their order and the ages of the slots are random. 8 inputs rotate (4 at batch
-128). The maps are restored and the L2 is overwritten before every call. SGLang's times (commit cce0a12) were measured
-under the same conditions on an H200. The bare gather copies exactly the missing rows from a given list, by a kernel
-with one warp per row or by swap-in's own copy, whichever is faster. "two launches" runs plan and copy as separate
-kernels.
+Top-k is 2048 over contexts of 131,072 tokens. Every context has its own host pages, which are consecutive; contexts of
+1152-byte rows share host pages in large batches (the caption shows from which batch on). The rows in slots, the hits,
+the misses, the order of the selected positions and the ages of the slots are random. 8 inputs are used in rotation (4
+at batch 128). The maps are restored and the L2 is overwritten before every call. SGLang's times (commit cce0a12) were
+measured under the same conditions on an H200. The bare gather copies exactly the missing rows from a given list, by a
+kernel with one warp per row or by swap-in's own copy, whichever is faster. "two launches" runs plan and copy as
+separate kernels.
 
 Bars (required results), for 656-byte rows: without misses at most 9 us up to batch 32 and 14 us at batch 128; 1.8 times
-as fast as SGLang (geometric mean), and no case more than 3 % slower; with 5 % misses or more, at most 1.15 times the
-bare gather from batch 32 on, and 1.8 times at batch 8. The benchmark pins 10.3 GiB of host memory.
+as fast as SGLang (geometric mean), and no case more than 3 % slower than SGLang; with 5 % misses or more, at most 1.15
+times the time of the bare gather from batch 32 on, and 1.8 times at batch 8. The benchmark pins 10.3 GiB of host memory
+(2.6 GiB with --quick).
 """
 
 import argparse
@@ -35,7 +37,7 @@ from hotset.kernels.swap_in import RowCopies, cuda_impl
 SLOTS = (4096, 8192)
 BATCHES = (1, 8, 32, 128)
 MISSES = (0.0, 0.01, 0.05, 0.2)
-INPUTS = 8  # in rotation
+INPUTS = 8  # number of inputs, which are used in rotation
 TWO_LAUNCHES = replace(cuda_impl.TUNED, clusters=((1, None),))
 
 # Microseconds of SGLang's kernel for each of MISSES, by (slots, batch).
@@ -120,7 +122,7 @@ def swap_in_us(states: list[SwapInState], tuning: cuda_impl.SwapInTuning) -> flo
 
 
 def gather_us(states: list[SwapInState]) -> float:
-    """Copies the missing rows of a plan from a given list in two ways. Returns the time of the faster one."""
+    """Times two ways to copy the missing rows, which a plan has listed before. Returns the shorter time."""
     lists = []
     for state in states:
         state.restore()
@@ -159,7 +161,7 @@ def measure(case: SwapInCase, host: PinnedRows) -> SwapInResult:
 
 
 def make_bars(results: list[SwapInResult]) -> list[Bar]:
-    """Returns the bars, which apply to 656-byte rows."""
+    """Returns the bars, which apply only to 656-byte rows. There are none if no such rows were measured."""
     grid = [result for result in results if result.case.row_bytes == 656]
     if not grid:
         return []
@@ -184,7 +186,7 @@ def make_bars(results: list[SwapInResult]) -> list[Bar]:
 
 
 def measure_pages(host: PinnedRows, blocks: int = page_copy_cuda.TUNED.blocks) -> list[dict[str, Any]]:
-    """Measures the bandwidth of copies of whole pages in 8 layers."""
+    """Measures the bandwidth of copies of whole pages in 8 layers, to the host and to the device."""
     layers, pages = 8, 64
     rows = pages * PAGE_ROWS
     host_rows = host.rows(656)[: layers * 2 * rows].view(layers, 2 * rows, 656)
@@ -234,7 +236,7 @@ SWEEP = {
 
 
 def sweep(host: PinnedRows) -> None:
-    """Prints the times of other launches at 4096 slots. Use them to set `cuda_impl.TUNED`."""
+    """Prints the times of other launches at 4096 slots. Use the times to set `cuda_impl.TUNED`."""
     for batch, tunings in SWEEP.items():
         cases = [SwapInCase(656, 4096, batch, misses) for misses in MISSES]
         states = {case: make_states(case, host, 3) for case in cases}
@@ -306,8 +308,8 @@ def main() -> None:
         results = [measure(case, host) for case in make_cases(options)]
         pages = measure_pages(host)
     notes = (
-        f"{host.gib:.1f} GiB of pinned rows, which contexts of 1152-byte rows share from batch 73 on; "
-        "speedup: against SGLang; of gather: time / time of the bare gather"
+        f"{host.gib:.1f} GiB of pinned rows, which contexts of 1152-byte rows share from batch "
+        f"{max_batch * 656 // 1152 + 1} on; speedup: against SGLang; of gather: time / time of the bare gather"
     )
     report("Swap-in", [result.row() for result in results], options.json, notes)
     report("Copies of whole pages by one kernel, 656-byte rows, 8 layers", pages, None)

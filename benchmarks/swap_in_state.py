@@ -13,9 +13,9 @@ from hotset.kernels.swap_in import RowCopies, SeatTables, SwapPlan, cuda_impl
 TOP_K = 2048
 CONTEXT = 131_072
 PAGE_ROWS = 64
-MAX_AGE = 1000  # steps since a slot was last used
+MAX_AGE = 1000  # a slot was last used fewer than this many steps before the previous step
 STAMP = CONTEXT - 1
-TAIL_FIRST = (STAMP // PAGE_ROWS - 1) * PAGE_ROWS
+TAIL_FIRST = (STAMP // PAGE_ROWS - 1) * PAGE_ROWS  # first position in the tail
 PIN_BYTES = 1 << 30  # per call of cudaHostRegister
 
 
@@ -37,18 +37,22 @@ class PinnedRows:
 
 @contextmanager
 def pinned_host_rows(bytes_per_position: int) -> Iterator[PinnedRows]:
-    """Allocates random pinned rows: `bytes_per_position` of all contexts together. Unpins them at the end."""
+    """Allocates random pinned rows. At the end, unpins them.
+
+    `bytes_per_position` is the size of one row, multiplied by the number of contexts.
+    """
     memory = torch.empty(CONTEXT * bytes_per_position, dtype=torch.uint8)
     cudart, pinned = torch.cuda.cudart(), []
     random = torch.randint(0, 256, (PIN_BYTES,), dtype=torch.uint8, device="cuda")
     try:
         for first in range(0, memory.nbytes, PIN_BYTES):
-            part = memory[first : first + PIN_BYTES]
-            failure = int(cudart.cudaHostRegister(part.data_ptr(), part.nbytes, 0))
+            block = memory[first : first + PIN_BYTES]
+            failure = int(cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
             if failure:
-                raise SystemExit(f"error: {memory.nbytes >> 30} GiB of host memory cannot be pinned (CUDA {failure})")
-            pinned.append(part.data_ptr())
-            part.copy_(random[: part.nbytes], non_blocking=True)
+                gib = f"{memory.nbytes / 2**30:.1f}"
+                raise SystemExit(f"error: {gib} GiB of host memory cannot be pinned (CUDA error {failure})")
+            pinned.append(block.data_ptr())
+            block.copy_(random[: block.nbytes], non_blocking=True)
         torch.cuda.synchronize()
         yield PinnedRows(memory)
     finally:
@@ -59,10 +63,10 @@ def pinned_host_rows(bytes_per_position: int) -> Iterator[PinnedRows]:
 
 @dataclass(frozen=True, slots=True)
 class SwapInState:
-    """A batch of tiered requests before a step. All states of the same size share their device rows."""
+    """A batch of tiered requests before a step. States with the same number and size of device rows share them."""
 
     tables: SeatTables
-    words: Tensor
+    words: Tensor  # the map pages, which a step changes
     words_before: Tensor  # the contents of `words` before the step
     words_per_page: int
     positions: Tensor
@@ -71,7 +75,7 @@ class SwapInState:
     counts: Tensor
     host_rows: Tensor
     device_rows: Tensor
-    missing: int  # rows per request
+    missing: int  # missing rows per request
 
     def restore(self) -> None:
         self.words.copy_(self.words_before)
@@ -91,7 +95,7 @@ class SwapInState:
         )
 
     def check(self, tuning: cuda_impl.SwapInTuning) -> None:
-        """Fails unless the number of misses and every byte of the copied rows are right."""
+        """Fails unless each request has `missing` misses and every copied row equals its host row."""
         self.restore()
         self.device_rows.zero_()
         copies = self.swap_in(tuning).copies
@@ -111,7 +115,7 @@ _pools: dict[tuple[int, int], Tensor] = {}
 
 
 def _device_rows(rows: int, row_bytes: int) -> Tensor:
-    """Returns the shared rows of this size. Only one size is allocated at a time."""
+    """Returns the shared device rows of this number and size. An allocation with another number or size is dropped."""
     if (rows, row_bytes) not in _pools:
         _pools.clear()
         _pools[rows, row_bytes] = torch.zeros(rows, row_bytes, dtype=torch.uint8, device="cuda")

@@ -1,7 +1,8 @@
 """An engine with a real scheduler and real memory around a model that does not compute prompts, for tier benchmarks.
 
-Computing all prompts of a full engine would take hours on a CPU. A synthetic model stores random rows and index keys
-for them, and its selections are about as local as the demo model's. The demo model can decode over those rows.
+Computing all prompts of a full engine would take hours on a CPU. Instead, a synthetic model stores random rows and
+index keys for the prompts, and its selections are about as local as the demo model's. The demo model can decode over
+those rows.
 """
 
 import time
@@ -28,12 +29,13 @@ CPU = torch.device("cpu")
 DTYPE = torch.float32
 MAX_STEP_TOKENS = 8192  # whole prompts fit in one step, since they are not computed
 SEATS = 256
-# Steps for which a synthetic selection keeps a position. It misses 15 % with twice top-k slots, as the demo model does.
+# Steps for which a synthetic selection keeps a position. With twice top-k slots, 15 % of the selected rows are missing,
+# as with the demo model.
 KEPT_STEPS = 5
 
 
 class SyntheticModel:
-    """Stores random rows and index keys, selects positions, and returns logits for token 0 without computing."""
+    """Stores random rows and index keys and selects positions. All logits are equal: greedy sampling gives token 0."""
 
     def __init__(self, shape: KvShape, vocab: int) -> None:
         assert shape.key is not None, "the model must have an indexer"
@@ -55,7 +57,8 @@ class SyntheticModel:
         return self._logits[: count if logit_indices is None else logit_indices.shape[0]]
 
     def _select(self, view: View, group: int) -> Tensor:
-        """Returns [tokens, topk]. In a prompt, only the last token selects: other selections would have no effect."""
+        """Returns [tokens, topk] positions. In a step with a prompt, only the last token of each segment selects: other
+        selections would have no effect."""
         segments = view.segments
         if segments.decoding:
             return self.positions(segments.positions, group)
@@ -67,7 +70,7 @@ class SyntheticModel:
     def positions(self, queries: Tensor, group: int) -> Tensor:
         """Returns the selections of queries at the positions `queries` [tokens]: [tokens, topk] ascending, then EMPTY.
 
-        A quarter are the newest positions. The others are random, and each is kept for KEPT_STEPS steps.
+        A quarter of a selection are the newest positions. The others are random, and each is kept for KEPT_STEPS steps.
         """
         newest = self._shape.topk // 4
         entry = torch.arange(self._shape.topk - newest)
@@ -83,7 +86,8 @@ class SyntheticModel:
 
 
 class SyntheticDemoModel:
-    """The demo model with synthetic prompts. It decodes with its own weights only while `computes_decode` is set."""
+    """The demo model with synthetic prompts. Its own weights are used only while `computes_decode` is set, and only in
+    steps without prompts."""
 
     device, dtype = CPU, DTYPE
 
@@ -108,7 +112,8 @@ class DemoEngine:
     """An engine around the demo model that keeps every request added to it."""
 
     def __init__(self, model: SyntheticDemoModel, tiers: TiersMode, device_gib: float, max_length: int) -> None:
-        """Creates a host store that holds the rows of all requests that fit on the device as tiered ones."""
+        """Unless tiers are off, the host store is 8 times as large as the device memory, so device memory limits the
+        number of tiered requests."""
         self._model = model
         config = EngineConfig(
             tiers=tiers,
@@ -135,7 +140,7 @@ class DemoEngine:
         return request
 
     def step(self, computes_decode: bool = False) -> float:
-        """Runs one step and returns its CPU seconds."""
+        """Runs one step and returns its CPU seconds. `computes_decode` applies to this step."""
         self._model.computes_decode = computes_decode
         start = time.thread_time()
         self.engine.step()

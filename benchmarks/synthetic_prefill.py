@@ -10,9 +10,9 @@ from hotset.memory.device_pool import KvShape
 from hotset.memory.view import Selected, View, ViewWrapper
 from hotset.models.decoder import Decoder
 
-# Shares of the positions that a step selects: those of every step, those of every third step, those of every twelfth
-# step, and random ones. With LRU they miss 30 %, 13.4 % and 6.7 % of top-k if there are 1, 2 and 4 times top-k slots,
-# as published for GLM-5.1 on LongBench v2 at 100k tokens.
+# Shares of a step's selection: positions that every step selects, positions that every third step selects, positions
+# that every twelfth step selects, and random positions. With LRU eviction and 1, 2 and 4 times top-k slots, 30, 13.4
+# and 6.7 % of top-k are missing, as published for GLM-5.1 on LongBench v2 at 100k tokens.
 ALWAYS_SHARE, FREQUENT_SHARE, RARE_SHARE, RANDOM_SHARE = 0.70, 0.166, 0.067, 0.067
 FREQUENT_PERIOD, RARE_PERIOD = 3, 12  # steps
 
@@ -30,7 +30,7 @@ class SyntheticSelection:
 
     @staticmethod
     def constant(topk: int, device: torch.device) -> "SyntheticSelection":
-        """Returns a selection that is the same at every step: nothing misses after the first step."""
+        """Returns a selection that is the same at every step: no row is missing after the first step."""
         entries = torch.arange(topk, device=device)
         return SyntheticSelection(entries, torch.ones_like(entries))
 
@@ -72,7 +72,7 @@ class SyntheticPrefillModel:
     """Runs the decoder for steps that only decode. In a step with a prompt, it stores random rows for all tokens."""
 
     def __init__(self, decoder: Decoder, selection: SyntheticSelection | None, max_step_tokens: int) -> None:
-        """`selection` replaces the indexer's; None keeps the indexer's."""
+        """`selection` replaces the selection of the indexer. None: the indexer's selection is used."""
         self._decoder = decoder
         self._selection = selection
         self.device, self.dtype = decoder.device, decoder.dtype

@@ -5,12 +5,13 @@
 For each layer and for all layers, the table shows shares of the selected rows:
   overlap   also selected by the previous step
   in tail   in the two newest pages of the context
-  miss Nx   missing from a hot buffer of N x top-k slots with LRU eviction, without a tail: a new row misses like others
-  tail Nx   the same with a tail: the two newest pages are always on the device, take no slots and never miss; a row
-            that has left the tail misses when it is selected next
+  miss Nx   missing from a hot buffer of N x top-k slots with LRU eviction, without a tail: a new row is missing when it
+            is first selected
+  tail Nx   missing from a hot buffer of N x top-k slots with a tail: rows in the two newest pages take no slots and are
+            never missing; a row that has left the tail is missing when it is next selected
 
-Every request and layer has its own hot buffer. Misses of the first 32 steps, which fill it, are not counted. There is
-no bar. A run over the shipped trace takes about a minute.
+Every request and layer has its own hot buffer. The first 32 steps, which fill the hot buffers, are not counted. There
+is no bar. A run over the shipped trace takes about a minute.
 """
 
 import sys
@@ -57,8 +58,8 @@ class Locality:
 
 
 class LruBuffer:
-    """The hot buffer of one request and layer with exact LRU eviction. Of slots used last in the same step, the lowest
-    is evicted first."""
+    """The hot buffer of one request and layer with exact LRU eviction. Among slots that were last used in the same
+    step, the lowest is evicted first."""
 
     def __init__(self, slots: int, context: int) -> None:
         """`context` is the maximum number of rows of the request. `position_of[slot]` is EMPTY for an empty slot."""
@@ -72,7 +73,7 @@ class LruBuffer:
         self._last_used[slots[slots != EMPTY]] = step
         missing = positions[slots == EMPTY]
         if len(missing):
-            # Hits already have the stamp of this step, so they come last and are not evicted.
+            # The slots of hits now have the stamp of this step, so they come last and are not evicted.
             victims = np.argsort(self._last_used, kind="stable")[: len(missing)]
             evicted = self.position_of[victims]
             self._slot_of[evicted[evicted != EMPTY]] = EMPTY
@@ -90,7 +91,7 @@ def count_misses(series: Iterable[Positions], slots: int, context: int, warm_up:
 
 
 def tail_start(context: int, page_rows: int) -> int:
-    """Returns the first row of the tail: the page being written and the one before it."""
+    """Returns the first row of the tail, which is the page being written and the page before it."""
     return max(0, (context - 1) // page_rows - (TAIL_PAGES - 1)) * page_rows
 
 
@@ -160,7 +161,8 @@ def main() -> None:
     header = trace.header
     if header.steps <= WARM_UP_STEPS:
         sys.exit(
-            f"error: {options.trace} has {header.steps} steps; it needs more than the {WARM_UP_STEPS} of the warm-up"
+            f"error: {options.trace} has {header.steps} steps; a trace needs more than {WARM_UP_STEPS} steps, because "
+            f"the first {WARM_UP_STEPS} are not counted"
         )
     by_layer = [layer_locality(trace, layer) for layer in range(header.layers)]
     rows = [table_row(str(layer), locality) for layer, locality in enumerate(by_layer)]

@@ -4,7 +4,7 @@ A file consists of (integers are little-endian):
 
     8 bytes    magic, b"HOTSTOPK"
     uint32     version, 1
-    uint32     bytes of the header
+    uint32     number of bytes of the header
     header     JSON: model, layers, k, requests, steps, context_lengths, page_rows, recorded, body_bytes, body_crc32
     body       LZMA (xz); decompressed it has `body_bytes` bytes and the checksum `body_crc32`
 
@@ -14,12 +14,13 @@ one another, each preceded by its length in bytes as a varint:
 
     removed    per step: the number of positions of the previous step that are not selected any more
     added      per step: the number of new positions
-    ranks      the removed ones, as ranks in the ascending positions of the previous step: first rank, then gaps - 1
-    firsts     the lowest new position of each step that has one
-    gaps       the distance from each further new position to the next lower one, - 1
+    ranks      per step: the ranks of the removed positions among the ascending positions of the previous step, encoded
+               as the first rank and then the differences between adjacent ranks, minus 1
+    firsts     per step that has new positions: the lowest of them
+    gaps       per step: the differences between adjacent new positions, minus 1
 
-At step s, the query of request r is the newest of `context_lengths[r] + s` rows. A context shorter than k selects fewer
-than k positions; in memory, the rest is EMPTY.
+At step s, the query of request r is the newest of `context_lengths[r] + s` rows. In a context shorter than k, fewer
+than k positions are selected; in memory, EMPTY follows them.
 """
 
 import json
@@ -55,7 +56,7 @@ class TraceHeader:
     k: int
     requests: int
     steps: int
-    context_lengths: tuple[int, ...]  # rows of each request at its first step, including the new one
+    context_lengths: tuple[int, ...]  # rows of each request at its first step, including the new row
     page_rows: int
     recorded: dict[str, Any] = field(default_factory=dict)  # command, date, dtype and hardware of the recording
 
@@ -166,7 +167,7 @@ def _changes(series: Iterable[NDArray[np.int32]]) -> tuple[Integers, ...]:
 
 
 def _to_gaps(ascending: Integers) -> Integers:
-    """Returns the first value, then the gaps - 1."""
+    """Returns the first value, then the differences between adjacent values, minus 1."""
     return np.concatenate((ascending[:1], np.diff(ascending) - 1))
 
 

@@ -1,12 +1,13 @@
-"""Measures the latency of a small write to one peer while another peer is slow, with 1 lane and with 4 lanes.
+"""Measures the latency of a small write to one peer while another peer is idle, busy or stopped, with 1 and 4 lanes.
 
     python benchmarks/write_latency.py --json write_latency.json
 
 A lane is a thread of the transfer layer, and every peer belongs to one lane (hotset/transfer/lanes.py). Both peers are
-separate processes. "the other peer" in the table is one of
+separate processes. The column "the other peer" is one of
   alone    nothing is written to the other peer
   busy     large lists of writes are sent to the other peer without a pause
-  stopped  the same, but the other peer's process is stopped (SIGSTOP), so writes that need its CPU do not progress
+  stopped  lists are sent as with "busy", but the other peer's process is stopped (SIGSTOP), so writes that need its CPU
+           do not progress
 
 There is no bar. A run takes about a minute with both transfer engines.
 """
@@ -29,8 +30,8 @@ from hotset.transfer.engines import open_transfer
 
 NBYTES = 64 << 20
 SMALL_BYTES = 16 << 10
-WRITES_PER_LIST = 1024  # of a list to the busy peer
-LISTS_IN_FLIGHT = 3  # to the busy peer
+WRITES_PER_LIST = 1024  # writes in one list to the busy peer
+LISTS_IN_FLIGHT = 3  # lists to the busy peer that are in flight at the same time
 
 
 def serve_peer(engine: str, pipe: Connection) -> None:
@@ -78,7 +79,8 @@ def wait(transfer: Transfer, ticket: WriteTicket) -> WriteState:
 
 
 def latencies(transfer: Transfer, source: int, quick: Peer, busy: Peer | None, seconds: float) -> list[float]:
-    """Returns the seconds of small writes to `quick`, one after another, while large lists to `busy` are in flight."""
+    """Makes small writes to `quick`, one after another, while large lists to `busy` (unless it is None) are in flight.
+    Returns the seconds of each small write."""
     offsets = np.arange(WRITES_PER_LIST) * (NBYTES // WRITES_PER_LIST)
     length = np.full(WRITES_PER_LIST, NBYTES // WRITES_PER_LIST // 2)
     in_flight: list[WriteTicket] = []

@@ -2,6 +2,6 @@
 
 from hotset.cli import main
 
-# The engine's process is spawned and imports this file again, under another name.
+# Spawned processes (engine and workers) import this file again, under the name `__mp_main__`.
 if __name__ == "__main__":
     main()

@@ -1,4 +1,5 @@
-"""Runs the slowest test files first. A slow file that started last would still run when all other workers are idle."""
+"""Runs the slowest test files first. If a slow file started last, one pytest-xdist worker would run it while the other
+workers are idle."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Helpers of several tests: a small engine around any decoder, random weights, and a loop that runs requests."""
+"""Helpers that several test files share: a small engine around any decoder, random weights, and a loop that runs
+requests."""
 
 import hashlib
 import json
@@ -28,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class RandomWeights:
-    """A weight source with values at which activations neither vanish nor explode, so that sampled tokens vary."""
+    """A source of random weights. Their scale keeps activations from vanishing or exploding, so sampled tokens vary."""
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         self._dtype = dtype
@@ -57,13 +58,15 @@ class RandomWeights:
 
 
 class Recorder:
-    """A decoder that records the logits of every token each time it is computed, by the tokens up to that token."""
+    """Wraps a decoder and records all logits. `logits` maps the tokens of a context, up to and including a computed
+    token, to the logits of that token: one tensor for each time that the token was computed."""
 
     def __init__(self, inner: RunnerModel) -> None:
         self._inner = inner
         self.device = inner.device
         self.logits: dict[tuple[int, ...], list[Tensor]] = {}
-        self.tokens = torch.empty(0, 0)  # [seats, context], the runner's tensor: resumed requests are in it too
+        # [seats, context + 1]: the runner's token ids, which are complete for resumed requests too
+        self.tokens = torch.empty(0, 0)
 
     @property
     def kv_shape(self) -> KvShape:
@@ -108,7 +111,11 @@ def run_all(
     params: Sequence[SamplingParams],
     arrive_at: Sequence[int] | None = None,
 ) -> list[Answer]:
-    """Runs every request to its end. Request i arrives before step `arrive_at[i]`, or before the first step."""
+    """Runs every request to its end, and returns the answers in the order of `prompts`.
+
+    Request i is added before step `arrive_at[i]`, counted from 0. Without `arrive_at`, all requests are added before
+    the first step.
+    """
     input_processor = InputProcessor(engine.card, seed=0)
     answers = {f"{index}/0": Answer() for index in range(len(prompts))}
     pending = sorted(range(len(prompts)), key=lambda index: 0 if arrive_at is None else arrive_at[index])
@@ -130,7 +137,10 @@ def run_all(
 
 
 def tiny_directory(folder: Path, **changes: Any) -> str:
-    """Writes a model directory with only a configuration, for load_format='dummy', and returns its path."""
+    """Writes a model directory that contains only config.json, for load_format='dummy', and returns its path.
+
+    `changes` replace or add fields of config.json.
+    """
     config = {
         "model_type": "llama",
         "vocab_size": 50,

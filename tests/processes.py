@@ -1,4 +1,4 @@
-"""Sends signals to other processes and waits for their effect."""
+"""Pauses other processes."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ TIMEOUT_SECONDS = 60.0
 def pause(pid: int) -> None:
     """Stops a process with SIGSTOP and returns when all its threads have stopped.
 
-    `os.kill` returns earlier, while a thread may still answer a message.
+    `os.kill` returns earlier, when a thread of the process can still answer a message.
     """
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + TIMEOUT_SECONDS
@@ -21,5 +21,6 @@ def pause(pid: int) -> None:
 
 
 def _state(task: Path) -> str:
-    """Returns the state of a thread: the field after the name, which may contain spaces and parentheses."""
+    """Returns the state of a thread. In the file, the state follows the thread's name in parentheses, and the name can
+    itself contain spaces and parentheses."""
     return (task / "stat").read_text().rpartition(")")[2].split()[0]

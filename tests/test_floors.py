@@ -172,7 +172,7 @@ def test_server_router_and_command_line_import_without_torch() -> None:
 
 
 def make_tree(root: Path, **files: str) -> Tree:
-    """Writes a package `hotset` with the files `folder__file="source"`."""
+    """Writes a package `hotset`. A keyword `folder__file` is the source of hotset/folder/file.py."""
     for name, source in files.items():
         path = root / "hotset" / (name.replace("__", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""Commands and code in the documents are valid, and the files and identifiers that they mention exist."""
+"""Commands and code in the README are valid. The files that documents mention exist, and so do the identifiers in
+CONTRIBUTING.md and docs/architecture.md."""
 
 import ast
 import json
@@ -52,14 +53,16 @@ def check_command(words: list[str]) -> None:
     """Fails unless the command and its arguments are valid. Nothing is run."""
     match words:
         case ["make", target, *variables]:
-            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no target {target}"
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
+                f"the Makefile has no target {target}"
+            )
             for variable in variables:
                 name, _, value = variable.partition("=")
-                assert name == "ARGS", f"make has no variable {name}"
+                assert name == "ARGS", f"this test accepts only the variable ARGS, got {name}"
                 check_command(["hotset", target, *shlex.split(value)])
         case ["hotset", command, *arguments]:
             known = typer.main.get_command(app).commands
-            assert command in known, f"no command {command}"
+            assert command in known, f"hotset has no command {command}"
             try:
                 known[command].make_context(command, arguments)
             except Exception as error:

@@ -1,4 +1,5 @@
-"""Checks that every patch of `scripts/sabotage` applies and that its tests exist. The script itself takes minutes."""
+"""Checks that every patch of `scripts/sabotage` applies and that the tests it names exist. The script, which runs these
+tests, takes minutes."""
 
 import importlib.util
 import os
@@ -21,7 +22,7 @@ def load_script() -> ModuleType:
     spec = importlib.util.spec_from_loader("sabotage", loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["sabotage"] = module  # dataclasses look up their module here
+    sys.modules["sabotage"] = module  # `dataclass` looks up the module of its class in sys.modules
     no_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     loader.exec_module(module)
     sys.dont_write_bytecode = no_bytecode

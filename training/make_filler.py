@@ -2,8 +2,8 @@
 
     apt-get download python3.11-doc && dpkg -x python3.11-doc_*.deb FOLDER && python training/make_filler.py FOLDER
 
-The text consists of paragraphs of the Python documentation without markup, one per line. Its licence (PSF License
-Version 2) is stored next to it.
+The text consists of paragraphs of the Python documentation without markup, one per line. Their licence (PSF License
+Version 2) is stored next to the text.
 """
 
 import gzip
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 TEXT_BYTES = 1_500_000  # about 480 KB when compressed
-MAX_WORD_LENGTH = 20  # a longer word is many tokens, so prompts could miss the requested length by many
+MAX_WORD_LENGTH = 20  # paragraphs with longer words are dropped: one word of many tokens could make a prompt too long
 SECTIONS = ("tutorial", "howto", "faq", "reference", "using", "library")
 NOTICE = (
     "Paragraphs of the Python 3.11 documentation, shortened and without markup. Copyright 2001-2023 Python Software "

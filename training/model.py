@@ -1,7 +1,7 @@
 """The demo model for training: deepseek_v32 in plain torch, dense or sparse, with a loss for the indexer.
 
 The engine's decoder (`hotset/models/dsa.py`) serves the trained model. Most parameters have the checkpoint's names;
-`export.py` converts the others. Attention is not absorbed here, because training computes every position at once.
+`export.py` converts the others. MLA is not in absorbed form here, because training computes every position at once.
 """
 
 from dataclasses import asdict, dataclass
@@ -104,7 +104,7 @@ class Indexer(nn.Module):
         self.weights_proj = linear(config.hidden_size, config.index_n_heads)
 
     def parts(self, x: Tensor, q_latent: Tensor, by: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries [b, n, heads, d], keys [b, n, d] and head weights [b, n, heads], detached from x."""
+        """Returns queries [b, n, heads, d], keys [b, n, d] and head weights [b, n, heads]. Inputs get no gradient."""
         c = self.config
         x, q_latent = x.detach(), q_latent.detach()
         q = self.wq_b(q_latent).unflatten(-1, (c.index_n_heads, c.index_head_dim))
@@ -186,7 +186,8 @@ class Attention(nn.Module):
         if last <= topk:
             return ~future.expand_as(scores)
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(topk, dim=-1).indices, True)
-        return chosen & ~future  # by index: many scores are exactly 0, and a threshold of 0 would keep them all
+        # Many scores are exactly 0. A threshold instead of indices could therefore keep more than top-k positions.
+        return chosen & ~future
 
     def _index_loss(self, q: Tensor, k: Tensor, parts: tuple[Tensor, Tensor, Tensor], queries: Tensor) -> Tensor:
         """Returns the KL divergence of the indexer's distribution from dense attention's at the positions `queries`."""
@@ -202,7 +203,7 @@ class Attention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
 
-SPARSE_BLOCK = 512
+SPARSE_BLOCK = 512  # queries whose mask is computed at once
 
 
 def divergence(target: Tensor, scores: Tensor) -> Tensor:
@@ -252,7 +253,7 @@ class Moe(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate: float) -> None:
-        """Lowers the corrections of overloaded experts and raises those of idle ones, which replaces a loss term."""
+        """Lowers the corrections of overloaded experts and raises those of underloaded ones, instead of a loss term."""
         self.correction += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
 

@@ -4,8 +4,8 @@
     python training/prepare.py FOLDER_WITH_THE_DEBS
 
 The packages are not installed. The script writes tokenizer.json (a byte-level BPE of 4096 entries) and filler.npy
-(uint16 tokens of running text) to training/build, and the word list that training and evaluation share (words that are
-one token).
+(uint16 tokens of running text) to training/build. It also writes hotset/evaluate/words.txt, the word list that training
+and evaluation share. Each of these words is one token.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCABULARY = 4096
 SPECIAL = ["<|bos|>", "<|end|>", "<|pad|>"]
-MAX_CHARACTERS = 12_000_000  # about the most text of one package, so that no package dominates
+MAX_CHARACTERS = 12_000_000  # about the maximum per package, so that no package dominates
 FILLER_TOKENS = 5_000_000
-COMMON_WORDS = 100  # the 100 most common words are used in running text only
+COMMON_WORDS = 100  # this many of the most common words are used in running text only
 NOT_TEXT = (".png", ".dat", ".js", ".css", ".index", ".inv", ".ico", ".svg", ".gif", ".jpg", ".pdf", ".u8", ".gz")
 
 
 def texts(folder: Path) -> Iterator[str]:
-    """Yields every file with enough text, as plain ASCII without markup."""
+    """Yields the text of every file with more than 2000 characters, as plain ASCII without markup."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
         raw, name = path.read_bytes(), path.name
         if name.endswith((".gz", ".dz")):

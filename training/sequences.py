@@ -1,8 +1,8 @@
 """Training sequences: records hidden in running text, and questions about them.
 
-A question's answer follows the key exactly as in the record (` note k1 k2 v1 v2.` ... ` recall k1 k2` -> ` v1 v2`),
-without a separator: look-up heads form far sooner that way. In the loss, answers have weight 1, running text a
-small weight, and records weight 0, because they are random and cannot be predicted.
+In an answer, a value follows its key exactly as in the record (` note k1 k2 v1 v2.` ... ` recall k1 k2` -> ` v1 v2`),
+without a separator: look-up heads form far sooner that way. In the loss, answers have weight 1, and running text has a
+small weight. Records and questions have weight 0, because they are random and cannot be predicted.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-MARKS = (  # the words that begin records and questions
+MARKS = (  # the words that begin records and questions, and the word between two keys
     "note",
     "recall",
     "list",
@@ -30,14 +30,14 @@ NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 MAX_COUNT = 5  # the largest number in a record
 HELD_OUT_EVERY = 13  # one key in 13 is used in evaluation only
 
-TEXT_WEIGHT = 0.1  # of running text in the loss
+TEXT_WEIGHT = 0.1  # the weight of running text in the loss
 NEAR_MISSES = 0.3  # the share of new keys that have a word in common with an existing key
 CHAINED = 0.2  # the share of values that are themselves keys
-UPDATES = (0.0, 0.3, 0.6)  # the share of records that update an existing key; each sequence has one of these
-ASK_UPDATED = 0.5  # the share of recalls about a key with several values, if there is one: the last value must win
+UPDATES = (0.0, 0.3, 0.6)  # the share of records that update an existing key; each sequence uses one of these shares
+ASK_UPDATED = 0.5  # the share of recalls about an updated key, if there is one: the last value must win
 # In sequences with chains of updates, some keys have three or four values:
 CHAIN_UPDATES = 0.6  # the share of records that are updates
-CHAIN_CONTINUES = 0.7  # the share of updates of a key that was updated before
+CHAIN_CONTINUES = 0.7  # the share of updates that change a key that was already updated
 CHAIN_LENGTH = 3  # the maximum number of updates of one key
 CHAIN_ASKED = 0.8  # the share of recalls about an updated key
 QUESTIONS = {"recall": 0.55, "list": 0.17, "chain": 0.10, "copy": 0.06, "sum": 0.12}
@@ -84,15 +84,15 @@ class Lexicon:
 
 @dataclass
 class Sequence:
-    """The tokens so far with their weights in the loss, and the contents of the records."""
+    """The tokens written so far with their weights in the loss, and the contents of the records."""
 
     tokens: list[int]
     weights: list[float]
-    chains: bool  # updates continue with keys that were updated before
-    updates: float  # the share of records that give an existing key a new value
+    chains: bool  # most updates change a key that was already updated
+    updates: float  # the share of records that give an existing key a new value, before `updates_end`
     updates_end: int  # no record after this many tokens is an update
     keys: list[Key] = field(default_factory=list)
-    updated: list[Key] = field(default_factory=list)  # updated keys whose new value was not yet in a question
+    updated: list[Key] = field(default_factory=list)  # updated keys that no recall has asked about since
     changed: Counter[Key] = field(default_factory=Counter)  # how often the value of each key changed
     values: dict[Key, Key] = field(default_factory=dict)
     passages: dict[Key, list[int]] = field(default_factory=dict)
@@ -106,9 +106,9 @@ class Sequence:
 class Writer:
     """Writes sequences of exactly the requested length.
 
-    `chains` is the share of sequences with chains of updates. It is 0 at first. Otherwise the attention heads learn to
-    match only one word of the key, in the latest record that contains it, which is right often enough.
-    `evaluating` selects the keys that training never uses.
+    `chains` is the share of sequences with chains of updates. Training begins with 0. Otherwise the attention heads
+    learn to match only one word of the key, in the latest record with this word, which is correct often enough. If
+    `evaluating`, all keys are keys that training never uses.
     """
 
     def __init__(

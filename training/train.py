@@ -7,10 +7,10 @@
     python training/train.py --leg 3                   keys with three or four values, at all lengths
     python training/export.py training/build/checkpoint
 
-Leg 1 trains dense attention at 256 and 1024 tokens; then the indexer learns attention's distribution by KL while
-attention stays dense; then every layer attends to the indexer's top-k. Leg 2 lengthens the contexts. These are the two
-stages of DSA training at a small scale. Leg 3 repeats both stages with data in which many keys change their
-value several times.
+Leg 1 first trains dense attention at 256 and 1024 tokens. Then come the two stages of DSA training, at a small scale.
+In the warm-up, the indexer learns attention's distribution by KL while attention stays dense. In sparse training, every
+layer attends to the indexer's top-k. Leg 2 continues sparse training with longer contexts. Leg 3 repeats both stages
+with data in which many keys change their value several times.
 """
 
 import argparse
@@ -36,7 +36,7 @@ FEEDERS = 13  # processes that write sequences
 TOKENS_PER_PUT = 16384  # tokens that a feeder puts into the queue at once
 HELD_OUT_FILLER = 0.1  # the last tenth of the filler is for evaluation
 EVALUATED_CHAINS = 0.5  # the share of evaluated sequences with chains of updates
-PART_BYTES = 11_000_000  # about the size of a file of a saved checkpoint
+PART_BYTES = 11_000_000  # about the size of each file of a saved checkpoint
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TrainingStage:
     sequences: int  # per batch
     seconds: float
     rate: float  # Muon's learning rate at the start; AdamW's is a tenth of it, or more for indexers
-    last_rate: float  # the learning rate at the end
+    last_rate: float  # Muon's learning rate at the end
     compiled: bool = False
     chains: float = 0.0  # the share of sequences with chains of updates
 
@@ -108,9 +108,9 @@ class Feeder:
             worker.start()
 
     def next(self) -> tuple[Tensor, Tensor]:
-        parts = [self._queue.get() for _ in range(self._puts_per_batch)]
-        tokens = torch.from_numpy(np.concatenate([tokens for tokens, _ in parts])).cuda().long()
-        return tokens, torch.from_numpy(np.concatenate([weights for _, weights in parts])).cuda().float()
+        puts = [self._queue.get() for _ in range(self._puts_per_batch)]
+        tokens = torch.from_numpy(np.concatenate([tokens for tokens, _ in puts])).cuda().long()
+        return tokens, torch.from_numpy(np.concatenate([weights for _, weights in puts])).cuda().float()
 
     def stop(self) -> None:
         for worker in self._workers:
@@ -144,7 +144,10 @@ class Trainer:
         return time.time() - self._started
 
     def run(self, number: int, stage: TrainingStage) -> None:
-        """Trains one stage for `stage.seconds`, not counting its first three steps, which may compile."""
+        """Trains one stage until `stage.seconds` or the leg's budget are used up.
+
+        The seconds do not include the first three steps of the stage, which may compile.
+        """
         feeder = Feeder(self._folder, stage, seed=number + {"2": 1000, "3": 2000}.get(self._leg, 0))
         losses = torch.compile(self._losses, dynamic=False) if stage.compiled else self._losses
         self.model.train()
@@ -209,8 +212,8 @@ class Trainer:
     def evaluate(self, length: int, sequences: int) -> dict[str, tuple[int, int]]:
         """Returns the numbers of correct answers and of questions, by kind of question.
 
-        Attention is sparse; keys and filler are held out. Answers are teacher-forced, which is the same as greedy
-        decoding if they have to match exactly.
+        Attention is sparse; keys and filler are held out. Answers are teacher-forced: all tokens of an answer are
+        predicted correctly if and only if greedy decoding would produce the answer.
         """
         filler = np.load(self._folder / "filler.npy")
         lexicon = Lexicon.load(self._folder)
@@ -261,7 +264,7 @@ class Trainer:
 
 
 def plot(history: list[dict[str, float | str]], path: Path) -> None:
-    """Plots answer loss and accuracy over time, each stage in its own colour."""
+    """Plots answer loss and accuracy over time, with one colour per mode and length."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
     for stage in dict.fromkeys((entry["mode"], entry["length"]) for entry in history):
         points = [entry for entry in history if (entry["mode"], entry["length"]) == stage]

@@ -299,7 +299,7 @@ class ServeConfig:
         "not set, no key is required.",
     )
     served_model_name: str | None = setting(
-        None, "Model name that clients send. Default: the name of the model's directory."
+        None, "Model name that clients send. Default: the name of the model's directory or file."
     )
     cors_origin: str | None = setting(
         None, "Origin whose pages may call the server from a browser, or '*' for any. Default: none."

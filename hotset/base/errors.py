@@ -120,7 +120,7 @@ class HandoffLost(HotsetError):
 
 
 class NoRoomLeft(HotsetError):
-    """The request does not fit although no other holds pages: pages are in quarantine after lost handoffs."""
+    """The request does not fit although no other request holds pages: pages are in quarantine after lost handoffs."""
 
     code = "no_room_left"
 

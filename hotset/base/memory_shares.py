@@ -1,4 +1,4 @@
-"""The shares of free memory that the KV pools take by default. The CLI uses this module too, so it needs no torch."""
+"""The shares of free memory that the KV pools take by default. The CLI uses this module too, without torch."""
 
 from hotset.base.units import GIB
 

@@ -94,7 +94,7 @@ class SamplingParams:
             _check_count("max_tokens", self.max_tokens, 1)
         _check_count("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _refuse("min_tokens", f"is {self.min_tokens}, above max_tokens {self.max_tokens}")
+            _refuse("min_tokens", f"is {self.min_tokens}, but must not exceed max_tokens ({self.max_tokens})")
         if len(stop) > MAX_STOP_STRINGS:
             _refuse("stop", f"must have at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
         if any(not isinstance(text, str) or not text for text in stop):

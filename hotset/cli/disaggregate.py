@@ -22,7 +22,7 @@ from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.serve.http_server import EXIT_INTERRUPTED, STOP_SIGNALS, bound_socket, url_of
 
 MAX_WORKERS = 64
-ROUTER_HEALTH_TIMEOUT_SECONDS = 30.0  # time for the router to find all workers, which are ready by then
+ROUTER_HEALTH_TIMEOUT_SECONDS = 30.0  # time for the router to find all workers, which are ready before it starts
 EXIT_SECONDS = 5.0  # time for a process to exit after its drain and the end of its engine
 POLL_SECONDS = 0.1  # interval between checks whether a child has ended
 SECRET_SETTINGS = ("api_key", "handoff_secret")
@@ -41,7 +41,8 @@ class WorkerCounts:
 
     @classmethod
     def parse(cls, text: str) -> "WorkerCounts":
-        """Parses a text like "2P1D". Raises ConfigError for anything else, 0 of a role, or over MAX_WORKERS in all."""
+        """Parses a text like "2P1D". Raises ConfigError for any other text, for a role without workers, and for more
+        than MAX_WORKERS workers in total."""
         match = re.fullmatch(r"([0-9]{1,3})P([0-9]{1,3})D", text, re.IGNORECASE)
         counts = None if match is None else cls(int(match[1]), int(match[2]))
         if counts is None or not (counts.prefill and counts.decode and counts.total <= MAX_WORKERS):

@@ -12,7 +12,7 @@ from hotset.base.errors import ConfigError, StartupError
 from hotset.base.memory_shares import cpu_pool_bytes, gpu_pool_bytes, host_store_bytes
 from hotset.base.units import GIB
 
-CPU_DEVICE_SHARE = 0.4  # the device pool's share of a worker's KV memory; the host store gets the larger rest
+CPU_DEVICE_SHARE = 0.4  # the device pool's share of a worker's KV memory; the host store gets the remaining 0.6
 WEIGHT_LOAD_FACTOR = 1.2  # peak memory while weights load, relative to the size of their files
 MIN_HOST_TO_DEVICE = 1.1  # minimum size of the host store, relative to the device pool
 SIZES = ("device_kv_gib", "device_kv_tokens", "host_kv_gib", "host_kv_tokens")
@@ -82,9 +82,9 @@ def weight_bytes(model: str) -> int:
 def _pool_on_gpu(
     device: str | None, devices: Sequence[str | None], free: FreeMemory, host: float, weights: int
 ) -> float:
-    """Returns the bytes of one worker's device pool, which its host store limits.
+    """Returns the size of one worker's device pool, in bytes. The worker's host store limits it.
 
-    Workers on one GPU divide the memory that their weights leave.
+    Workers on one GPU divide the memory that their weights leave free.
     """
     number, workers = int((device or "").partition(":")[2] or 0), devices.count(device)
     if number >= len(free.gpus):

@@ -98,7 +98,7 @@ class EngineClient:
         """Yields the deltas of all `n` choices as they arrive; each choice ends with a finish_reason.
 
         `prefill_at` is the control address of the prefill worker that computes the prompt, or None to compute it here.
-        `landing` says where the KV from a prefill worker arrives: on the host, on the device, or on either ('auto').
+        `landing` selects where KV from a prefill worker lands: on the host, on the device, or on either ('auto').
 
         Raises RequestError before the first delta if the request is invalid, HandoffLost if the KV of the prompt does
         not arrive, NoRoomLeft if pages in quarantine leave too little memory for the request, and EngineStopped if the

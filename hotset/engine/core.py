@@ -72,10 +72,10 @@ class Engine:
             scheduler.abort(request_id, reason)
 
     def step(self) -> TokenOutputs:
-        """Submits steps until `plans_in_flight` are pending or there is nothing to plan, then commits the oldest, if
-        any. Returns the new outputs, which may be empty.
+        """Submits steps until `plans_in_flight` are pending or there is nothing to plan, then commits the oldest
+        pending step, if any. Returns the new outputs, which may be empty.
 
-        If it raises, submitted plans may never be committed. The engine cannot continue then, and every later call
+        If `step` raises, submitted plans may never be committed. The engine cannot continue then, and every later call
         raises EngineStopped.
         """
         if self._broken:
@@ -88,8 +88,8 @@ class Engine:
 
     @property
     def waiting_for_peers(self) -> bool:
-        """True if no step is in flight and no request is running. Requests that are open after a step then wait for a
-        peer, or for pages of requests that do."""
+        """True if no step is in flight and no request is running. Any request that is still open after a step then
+        waits for a peer, or for pages of a request that waits for a peer."""
         return not self._pending and all(scheduler.running == 0 for scheduler in self._schedulers)
 
     def _step(self) -> TokenOutputs:
@@ -158,8 +158,8 @@ class Engine:
     def close(self, drain_seconds: float = 0.0, hurried: Callable[[], bool] = lambda: False) -> None:
         """Drains open handoffs, then releases the memory. The engine cannot be used afterwards. Idempotent.
 
-        The drain takes at most `drain_seconds`, or DRAIN_SECONDS if that is longer; there is none after a failed step.
-        `hurried` is polled during the drain. When it returns True, the drain ends within HURRIED_SECONDS.
+        The drain takes at most `drain_seconds`, or DRAIN_SECONDS if that is longer. After a failed step there is no
+        drain. `hurried` is polled during the drain; when it returns True, the drain ends within HURRIED_SECONDS.
         """
         if self._endpoint is not None:
             self._close_endpoint(self._endpoint, drain_seconds, hurried)
@@ -184,7 +184,8 @@ class Engine:
         self._endpoint = None
 
     def audit(self) -> None:
-        """Checks that every page and seat is free or has exactly one owner, and that residency maps are consistent."""
+        """Checks that every page and seat is free or has exactly one owner, and that the residency maps and the state
+        of open handoffs are consistent. Raises AssertionError if not."""
         for scheduler in self._schedulers:
             scheduler.audit()
         self.executor.audit([scheduler.tiered_seats() for scheduler in self._schedulers])

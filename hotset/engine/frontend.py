@@ -1,4 +1,4 @@
-"""The parts of a model that a front end needs, without weights: tokenizer and sampling defaults. Reads prompts."""
+"""The parts of a model that a front end needs: tokenizer and sampling defaults, but no weights. Also reads prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

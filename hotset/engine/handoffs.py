@@ -1,8 +1,8 @@
 """The engine's end of handoffs: passes messages between its schedulers and the handoff agent.
 
 A decode worker reserves pages and requests KV from prefill workers. A prefill worker computes prompts for decode
-workers and announces their rows, each with an event that occurs when the row is in its host store. Of the methods,
-only `close` waits for peers or the device.
+workers. It announces ranges of computed rows, each with an event that occurs when the rows are in the prefill worker's
+host store. Of the methods, only `close` waits for peers or the device.
 """
 
 import itertools
@@ -59,8 +59,8 @@ class HandoffEndpoint(Protocol):
         plans."""
 
     def on_submitted(self, step: Step) -> None:
-        """Passes to the agent which rows and prompts for peers the step computes. The step loop calls it after
-        submitting the step."""
+        """Passes the announcements of the step's plans to the agent: rows that were computed for peers, and first
+        tokens. The step loop calls it after submitting the step."""
 
     def stats(self) -> HandoffStats: ...
 
@@ -86,7 +86,7 @@ class TransferResources:
 @dataclass(frozen=True, slots=True)
 class _PendingReservation:
     """A reservation that is not announced to its peer yet, because earlier steps may still copy rows to its host pages.
-    These copies have finished when `after` has occurred, or already if it is None."""
+    These copies have finished when `after` has occurred. If `after` is None, they had already finished."""
 
     replica: int
     reservation: Reservation
@@ -243,8 +243,8 @@ class PrefillEndpoint:
 
 def landing_policy(config: EngineConfig) -> LandingPolicy:
     """Decides where KV may land. Peers can write to the device pool only if the engine has one worker, because then the
-    pool belongs to the engine's own process. If they cannot, or if few writes are better for the transfer engine, index
-    keys of rows that land on the host land there too."""
+    pool belongs to the engine's own process. If peers cannot write to the device pool, or if few writes are better for
+    the transfer engine, the index keys of rows that land on the host land on the host too."""
     on_device = config.workers == 1
     few_writes = prefer_few_writes(config.transfer, config.transfer_protocol)
     return LandingPolicy(on_device, keys_on_host=few_writes or not on_device)

@@ -53,7 +53,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Returns the answers in the order of the prompts. All prompts are checked before the first is computed.
 
-        `tiers` says where KV is stored: 'resident' (all of it on the device), 'tiered' (only hot rows and index keys
+        `tiers` selects where KV is stored: 'resident' (all of it on the device), 'tiered' (only hot rows and index keys
         on the device) or 'auto' (the engine decides).
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
@@ -92,8 +92,8 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, tiers: TiersChoice = "auto"
     ) -> Generator[Delta, None, None]:
-        """Yields the deltas of one prompt's choices as they arrive. The request is checked at once and starts with the
-        first delta that is asked for. Closing the iterator aborts it."""
+        """Yields the deltas of one prompt's choices as they arrive. The request is checked at once, but submitted only
+        when the first delta is requested. Closing the iterator aborts the request."""
         choices = self._accept(token_ids_of(prompt, self.tokenizer), params or SamplingParams(), tiers)
         return self._deltas(choices)
 
@@ -111,7 +111,7 @@ class LLM:
         self._engine.audit()
 
     def close(self) -> None:
-        """Aborts every request and releases the memory. Idempotent. New requests then raise `EngineStopped`."""
+        """Aborts every request and releases the memory. Idempotent. Later requests raise `EngineStopped`."""
         if not self._closed:
             self._closed = True
             self._abandon(self._outputs.ids)

@@ -67,7 +67,9 @@ class EngineStats:
 
     running: int = 0
     waiting: int = 0
-    tokens_to_prefill: int = 0  # known tokens of waiting, parked and prefilling requests, to be computed here
+    # Known tokens, not yet scheduled, of waiting, parked and prefilling requests. A waiting request whose prompt a
+    # prefill worker computes does not count.
+    tokens_to_prefill: int = 0
     resident: int = 0  # running requests that are resident
     tiered: int = 0  # running requests that are tiered
     parked: int = 0

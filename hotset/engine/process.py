@@ -54,15 +54,15 @@ class GetStats:
 
 @dataclass(frozen=True, slots=True)
 class StopEngine:
-    """Commands the child to stop. Open requests get no further output. Open handoffs have `drain_seconds`, but at least
-    `timeouts.DRAIN_SECONDS`, to finish; a second `StopEngine` cuts this time short."""
+    """Commands the child to stop. Open requests get no further output. Open handoffs have `drain_seconds` to finish, or
+    `timeouts.DRAIN_SECONDS` if that is longer; a second `StopEngine` cuts this time short."""
 
     drain_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class WakeEngine:
-    """Wakes the step loop. The child sends it to itself; `build_engine` says when."""
+    """Wakes the step loop. The child sends it to itself when its engine calls `wake` (see `build_engine`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ class EngineReady:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailed:
-    """Reports that the engine cannot start. `trace` is a traceback; it is None if the cause is a StartupError."""
+    """Reports that the engine cannot start. `trace` is the traceback of an unexpected exception, or None if the engine
+    itself raised `error`."""
 
     error: StartupError
     trace: str | None = None
@@ -132,9 +133,9 @@ class EngineProcess:
         return report.card
 
     def end(self, seconds: float | None = None) -> None:
-        """Waits up to `seconds` for the child to exit after `StopEngine`, then kills it. Idempotent.
+        """Waits up to `seconds` for the child to exit, and kills it if it still runs. Idempotent.
 
-        The default of `seconds` is `stop_seconds`.
+        The default of `seconds` is `stop_seconds`. For an orderly exit, the caller sends `StopEngine` first.
         """
         self._process.join(self.stop_seconds if seconds is None else seconds)
         if self._process.is_alive():
@@ -236,4 +237,4 @@ def _handle(engine: "Engine", pipe: Connection, command: EngineCommand) -> None:
         case GetStats(number):
             pipe.send(StatsReport(number, engine.stats()))
         case WakeEngine():
-            pass  # the next step handles the event
+            pass  # `_run` calls `step` next, which handles the agent's event or reports the dead worker

@@ -131,7 +131,8 @@ class Runner:
         self._sampler.admit(seat, prompt.params, tokens, len(prompt), prompt.stop_ids)
 
     def _last_tokens(self, plan: Plan) -> Tensor | None:
-        """Returns the index, among the step's tokens, of the last token of each sampled segment. None means all."""
+        """Returns the index, among the step's tokens, of the last token of each sampled segment. Returns None if these
+        are all tokens of the step."""
         if len(plan.sampled) == len(plan.counts) == plan.num_tokens:
             return None
         ends = list(accumulate(plan.counts))

@@ -44,7 +44,7 @@ class KvBudget:
         geometry, pages = self.geometry, self.device_pages
         at_once = pages // geometry.resident_pages(tokens)
         if self.tiers:
-            # The request that is prefilled last needs more pages meanwhile: a workspace, released afterwards.
+            # During its prefill, the last request needs extra pages for a workspace, which it releases afterwards.
             extra = geometry.streamed_pages(tokens) - geometry.tiered_pages(tokens)
             at_once = max(at_once, (pages - extra) // geometry.tiered_pages(tokens))
         return at_once if self.host_pages == 0 else min(at_once, self.host_pages // geometry.row_pages(tokens))
@@ -188,7 +188,8 @@ def _host_pages(
 
 
 def _max_row_pages(geometry: Geometry, pages: int) -> int:
-    """Returns how many of `pages` device pages can hold rows at most. Their index keys need the others."""
+    """Returns the maximum number of row pages among `pages` device pages. The other pages hold the index keys of these
+    rows."""
     if not geometry.keys_per_page:
         return pages
     row_pages_per_key_page = ceil_div(geometry.keys_per_page, geometry.page_rows)
@@ -219,7 +220,7 @@ def _default_share(free: int, device: torch.device, workers: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free memory of the device, in bytes. If a CPU's is unknown, returns half of its physical memory."""
+    """Returns the free bytes of the device. If a CPU's free memory is unknown, returns half of its physical memory."""
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return int(free)

@@ -31,8 +31,8 @@ def landing_stores(
 ) -> dict[StoreName, Store]:
     """Describes the memory in which contexts can land: the host stores and, if `pool` is given, the device pool.
 
-    The index keys of rows that land on the host land there too if the policy says so or `pool` is None, and in the
-    device pool otherwise.
+    The index keys of rows that land on the host land on the host too if `policy.keys_on_host` is set or `pool` is
+    None, and in the device pool otherwise.
     """
     stores = host_stores(hosts)
     if pool is None:

@@ -10,9 +10,8 @@ class _StopString:
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0  # length of the longest prefix of `text` with which the output ends so far
-        self._fallback = [0] * len(
-            text
-        )  # [i]: length of the longest proper prefix of text[: i + 1] that is also its suffix
+        # _fallback[i]: length of the longest proper prefix of text[: i + 1] that is also a suffix of text[: i + 1]
+        self._fallback = [0] * len(text)
         for i in range(1, len(text)):
             self._fallback[i] = self._extended(self._fallback[i - 1], text[i])
 
@@ -55,8 +54,8 @@ class TextAssembler:
         return self._release(self._stream.push(token_id))
 
     def finish(self) -> str:
-        """Ends the text after the last token, and returns the rest of it. The last characters of the stream can still
-        complete a stop string. Later calls return ""."""
+        """Ends the text after the last token, and returns the text that was held back. The last characters of the
+        stream can still complete a stop string. Later calls return ""."""
         if self._stream is None or self._ended:
             return ""
         released = self._release(self._stream.flush())

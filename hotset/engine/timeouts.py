@@ -1,4 +1,4 @@
-"""Time limits for stopping an engine. The CLI uses this module too, so it needs no torch."""
+"""Time limits for stopping an engine. The CLI uses this module too, so it must not import torch."""
 
 from hotset.handoff.agent import NOTIFY_SECONDS
 from hotset.handoff.agent import STOP_SECONDS as AGENT_SECONDS

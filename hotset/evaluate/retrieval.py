@@ -16,9 +16,9 @@ from hotset.evaluate.tasks import Question, make_questions
 if TYPE_CHECKING:
     from hotset.engine.llm import LLM
 
-BATCH = 32  # questions at once: enough to fill a batch of the engine, few enough to show progress
+BATCH = 32  # questions per call of `answer`: enough to fill a batch of the engine, few enough to show progress
 DEPTH_BUCKETS = 4
-BOS = "<|bos|>"  # the demo model's; its tokenizer does not add it
+BOS = "<|bos|>"  # the demo model's beginning-of-text token, which its tokenizer does not add
 MAX_CONCURRENT_REQUESTS = 8
 ANSWER_SECONDS = 600.0
 

@@ -120,7 +120,7 @@ class Question:
 
     task: str
     length: int  # the requested length: an upper bound of the tokens of prompt and answer
-    depth: float  # the share of the filler before the first of `Needles.records`: 0 is oldest, 1 newest
+    depth: float  # the share of the filler before `Needles.records[0]`: 0 is oldest, 1 newest
     prompt: str
     answer: str
 

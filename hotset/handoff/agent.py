@@ -369,6 +369,6 @@ class HandoffAgent:
             self._role.peer_lost(peer, f"no message from {peer} for {limit:g} s", now)
             self._liveness.forget(peer)
         for peer in self._liveness.expired(now):
-            self._role.peer_lost(peer, f"no message from {peer} for a long time", now)
+            self._role.peer_lost(peer, f"no message from {peer} for {self._timing.forget_after:g} s", now)
             self._liveness.forget(peer)
             self._channel.forget(peer)

@@ -2,8 +2,7 @@
 
 Nothing here waits for a peer, and delivery is not guaranteed: a message that cannot be queued is dropped. Callers
 retransmit messages that need an answer. A peer is identified by the control address at which it listens, and by its
-incarnation, a random string that a process chooses at start. Messages for or from an
-earlier incarnation are dropped.
+incarnation, a random string that a process chooses at start. Messages for or from an earlier incarnation are dropped.
 """
 
 import contextlib

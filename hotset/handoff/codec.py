@@ -88,8 +88,8 @@ class Codec:
         return MARK + TAGGED + self._tag(self._key, encoded) + encoded
 
     def decode(self, raw: bytes) -> Envelope | ProtocolMismatch:
-        """Decodes one message. Returns ProtocolMismatch for one in another version, except Refused. Raises BadMessage,
-        and no other exception, for anything that is not a valid message."""
+        """Decodes one message. Returns ProtocolMismatch for a message in another version of the protocol, unless it is
+        Refused. Raises BadMessage, and no other exception, for anything that is not a valid message."""
         envelope_bytes = self._checked(raw)
         try:
             envelope = _ENVELOPES.decode(envelope_bytes)

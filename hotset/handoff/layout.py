@@ -154,11 +154,11 @@ def plan_writes(
     base may be registered separately. Unused bytes between the rows of consecutive pages are written too if both
     sides have the same number of them. `layers` selects the layers to transfer; the default is all.
     """
-    assert source.row_bytes == target.row_bytes, f"rows of {source.row_bytes} bytes into rows of {target.row_bytes}"
+    assert source.row_bytes == target.row_bytes, f"rows have {source.row_bytes} bytes, their targets {target.row_bytes}"
     for span, pages in ((source, source_pages), (target, target_pages)):
         assert last <= len(pages) * span.page_rows, f"{last} rows in {len(pages)} pages of {span.page_rows}"
     if layers is None:
-        assert len(source.bases) == len(target.bases), f"{len(source.bases)} layers into {len(target.bases)}"
+        assert len(source.bases) == len(target.bases), f"{len(source.bases)} layers cannot land in {len(target.bases)}"
         layers = [(layer, layer) for layer in range(len(source.bases))]
     if first >= last or not layers:
         return np.empty((0, 3), np.int64)
@@ -295,7 +295,7 @@ def check_peers(ours: Hello, theirs: Hello) -> str | None:
 
 def _shape(store: Store) -> str:
     rows = f"rows of {row_bytes(store)} bytes"
-    return rows if store.keys is None else f"{rows} and index keys of {store.keys.row_bytes}"
+    return rows if store.keys is None else f"{rows} and index keys of {store.keys.row_bytes} bytes"
 
 
 def _flaw_of_store(store: Store, model: ModelIdentity) -> str | None:

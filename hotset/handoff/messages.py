@@ -114,7 +114,7 @@ class Hello:
 
     control: str  # control address of the introduced worker
     model: ModelIdentity
-    stores: Mapping[StoreName, Store]  # in which contexts may land; a prefill worker has one, from which they are read
+    stores: Mapping[StoreName, Store]  # where contexts can land; a prefill worker has one store, to read from
     transfer: str  # name of the transfer engine
     description: bytes  # result of Transfer.describe, for Transfer.connect at the peer
     ring: MemoryRange | None = None  # memory for packed pieces, if this worker can receive staged contexts

@@ -1,4 +1,4 @@
-"""One handoff at the sender: its phases, their timeouts (SENDER_TIMEOUTS) and its state. Also the sender's tombstones.
+"""The state of one handoff at the sender, its phases, their timeouts (SENDER_TIMEOUTS), and the sender's tombstones.
 
 `sender.py` handles the events and changes the state.
 """
@@ -117,7 +117,8 @@ class OutgoingHandoff:
         self.pages_released = False
         self.end_reason: EndReason | None = None
         self.retry, self.failure = False, ""  # for HandoffFailed
-        self.final_message: HandoffDone | HandoffFailed | None = None  # None again once acknowledged or cancelled
+        # None again when the receiver has acknowledged it, when the handoff is cancelled, or when the peer is lost.
+        self.final_message: HandoffDone | HandoffFailed | None = None
 
     @property
     def phase(self) -> SenderPhase:
@@ -143,7 +144,7 @@ class OutgoingHandoff:
 
     @property
     def deadline(self) -> float:
-        """Returns when the phase times out or, if it is WRITING, a write in flight or a piece, whichever is first."""
+        """Returns the deadline of the phase or, in WRITING, of a write in flight or a piece, whichever is earlier."""
         if self.phase is SenderPhase.WRITING:
             staging = [] if self.staging is None else [self.staging.deadline]
             return min([self.timer.deadline, *staging, *(chunk.deadline for chunk in self.in_flight)])

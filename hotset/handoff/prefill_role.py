@@ -149,7 +149,7 @@ class PrefillRole:
         return len(self._sender.phases())
 
     def watched_peers(self) -> set[str]:
-        """Returns the peers on which a handoff depends. Counts handoffs that were closed without a message."""
+        """Returns the peers on which a handoff depends. Counts handoffs closed without a message as 'peer lost'."""
         phases = self._sender.phases()
         for handoff in self._unreported - phases.keys():
             self._count(handoff, "peer lost")
@@ -239,7 +239,8 @@ class PrefillRole:
             self._send(peer, Welcome(self._hello))
         elif self._connects_running >= MAX_HUNG_CONNECTS:
             count = self._connects_running
-            self._refuse(peer, f"{count} attempts to connect to the memory of peers hang here; restart this worker")
+            unfinished = f"{count} attempts to connect to the memory of peers have not ended here"
+            self._refuse(peer, f"{unfinished}; if they hang, restart this worker")
         elif peer not in self._connecting and len(self._connecting) < MAX_CONNECTING:
             if peer in self._peers:
                 self.peer_lost(peer, f"{peer} introduced itself again", now)

@@ -1,9 +1,10 @@
 """The state machine of the decode worker: requests contexts, permits writes, and reports the end of each handoff.
 
 It has no threads and no clock; callers pass the current time. Once writes are permitted, a handoff ends in one of two
-ways: its sender confirms that it has stopped, or the engine receives a failure that is not quiesced. If the
-handoff is staged, only this worker writes to its pages, so every failure is quiesced; in the second case, its leases in
-the ring are quarantined instead, until the sender confirms that it has stopped.
+ways: its sender confirms that it has stopped, or this worker gives up without that confirmation. In the second case,
+the engine receives a failure that is not quiesced. If the handoff is staged, only this worker writes to its pages, so
+the engine receives a quiesced failure instead, and the handoff's leases in the ring are quarantined. A later
+confirmation of the sender ends the quarantine of pages or leases.
 """
 
 from collections.abc import Mapping
@@ -41,7 +42,7 @@ class ReceiverPhase(Enum):
     REQUESTING = "requesting"  # HandoffRequest is retransmitted; StartWrites was not sent, so nothing can be written
     LANDING = "landing"  # StartWrites was sent: rows may be written at any time
     CANCELLING = "cancelling"  # Cancel is retransmitted; the pages may be written to until the sender confirms
-    ABANDONED = "abandoned"  # failed; the engine has its pages back; Cancel is retransmitted
+    ABANDONED = "abandoned"  # failed before any write; the engine has the pages back; Cancel is retransmitted
     QUARANTINED = "quarantined"  # failed; the pages, or leases if staged, must not be used; Cancel is retransmitted
     CLOSED = "closed"  # removed from the table of handoffs
 

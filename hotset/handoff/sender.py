@@ -235,7 +235,8 @@ class Sender:
         known = [handoff.request.key.attempt for handoff in attempts]
         known.append(self._tombstones.newest_attempt(peer, key.request_id))
         if handoff := self._handoffs.get((peer, key)):
-            # With PEER_LOST, the handoff is from before the peer was lost. The new request must wait for its end.
+            # With PEER_LOST, the handoff is from before the peer was lost. The new request gets no answer until this
+            # handoff is closed.
             if handoff.end_reason is not EndReason.PEER_LOST:
                 self._transmit(handoff)
         elif tombstone := self._tombstones.get((peer, key)):

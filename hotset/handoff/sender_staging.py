@@ -1,10 +1,9 @@
 """Staging at the sender: the pieces of a context, their phases and timeouts (PIECE_TIMEOUTS), and the buffers.
 
 It has no threads and no clock, like the sender, which owns it. The engine announces rows when their forward pass is
-submitted to the device. A lease is requested only after the last row of the piece was announced. So the lease can
-arrive before the rows are computed, and the holder of a lease waits only for a forward pass that is already submitted
-and for a buffer. Every lease therefore ends, and every waiting piece gets one, unless too much of the ring is in
-quarantine.
+submitted to the device. A lease is requested only after the last row of the piece was announced. The lease can arrive
+before the rows are computed, but the piece then waits only for a forward pass that is already submitted, and for a
+buffer. Every lease therefore ends, and every waiting piece gets a lease, unless too much of the ring is in quarantine.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -25,7 +25,7 @@ class PhaseTimeout:
 
 
 class PhaseTable(Generic[P]):
-    """One state machine's transitions and timeouts, and the seconds that handoffs or pieces have spent in each."""
+    """One state machine's transitions and timeouts, and the seconds that handoffs or pieces spent in each phase."""
 
     def __init__(self, transitions: Mapping[P, frozenset[P]], timeouts: Mapping[P, PhaseTimeout]) -> None:
         """Requires a timeout for every phase except the terminal ones, which have no transitions."""
@@ -89,8 +89,8 @@ class PeerTiming:
     hello_every: float = 0.5  # interval between retransmits of Hello
     hello_timeout: float = 30.0  # limit from the first Hello to its answer, which comes after the memory is connected
     ping_every: float = 1.0
-    peer_timeout: float = 4.0  # a watched peer that sends no message for so long is lost, and needs a new Hello
-    forget_after: float = 900.0  # a peer that no handoff depends on is forgotten after so long without a message
+    peer_timeout: float = 4.0  # a watched peer that sends no message for this long is lost, and needs a new Hello
+    forget_after: float = 900.0  # a peer on which no handoff depends is forgotten after this long without a message
     poll_every: float = 0.002  # interval between polls of writes in flight
 
 

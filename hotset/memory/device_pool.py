@@ -36,9 +36,9 @@ class KvShape:
 
     @property
     def key_parts(self) -> int:
-        """The number of parts in which a page holds the keys of one group.
+        """The number of parts into which a page divides its keys of one group.
 
-        Each part lies in a different layer of the group, so there are no more parts than layers in the smallest group.
+        Each part lies in a different layer of the group. The smallest group therefore limits the number of parts.
         """
         return min((len(self.layers_of(group)) for group in range(self.groups)), default=0)
 
@@ -69,7 +69,7 @@ class DevicePool:
         self.bytes = torch.empty(shape.layers, pages, geometry.layer_page_bytes, dtype=torch.uint8, device=device)
         stored = self.bytes.view(shape.row.stored_dtype)
         self.rows = stored.view(shape.layers, pages * geometry.page_rows, shape.row.stored_width)
-        self.flat_rows = self.rows.flatten(0, 1)  # row r of layer l is number l * layer_rows + r
+        self.flat_rows = self.rows.flatten(0, 1)  # row r of layer l has index l * layer_rows + r
         self.row_blocks = stored.view(shape.layers, pages, geometry.page_rows, shape.row.stored_width)
         self.words = self.bytes.view(torch.int32).flatten(1)  # [layers, pages * words_per_page], for map pages
         self.key_blocks: Tensor | None = None
@@ -85,15 +85,15 @@ class DevicePool:
 
     @property
     def key_parts(self) -> int:
-        """The number of parts in which a page holds the keys of one group, each in a different layer."""
+        """The number of parts into which a page divides its keys of one group, each in a different layer."""
         assert self.key_blocks is not None, "this model has no index keys"
         return self.geometry.keys_per_page // self.key_blocks.shape[2]
 
     def keys_of(self, group: int) -> Tensor:
         """Returns the keys of one index group, [parts, pages, keys, stored width].
 
-        Position p of a context is key p % keys_per_page of its page. Each part holds consecutive
-        keys of a page.
+        Position p of a context is key p % keys_per_page of the context's key page p // keys_per_page. Each part holds
+        consecutive keys of a page.
         """
         assert self.key_blocks is not None, "this model has no index keys"
         first = self.shape.key_layers[group]

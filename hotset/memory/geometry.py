@@ -1,6 +1,6 @@
 """Page arithmetic that admission, sizing and the pools share. It does not use torch.
 
-Every page of the device pool has the same size, `page_rows` rows in each layer, and may hold any of these:
+Every page of the device pool has the same size, `page_rows` rows in each layer, and has one of these uses:
 
     rows   `page_rows` rows of a request in every layer: rows of a resident request, slots, or a tail page
     keys   `keys_per_page` index keys of a request, for every index group

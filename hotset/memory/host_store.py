@@ -1,4 +1,4 @@
-"""The host store: pages of host memory, `[layer][row]`, with room for every row and index key."""
+"""The host store: pages of host memory, `[layer][row]`, with space for the rows and index keys of every request."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ def host_bytes(shape: KvShape, pages: int, page_rows: int) -> int:
 class HostStore:
     """Owns `pages` pages of host memory, pinned if `device` is a GPU. Fresh memory is not cleared.
 
-    If several workers share one store, all of them read every page, but only one of them writes to a given page.
+    If several workers share one store, each of them can read every page, but each page has only one writer.
     """
 
     def __init__(
@@ -74,6 +74,6 @@ class HostStore:
                 progress(done, total)
 
     def close(self) -> None:
-        """Unpins the layers one by one. If the operating system does it at exit, the machine can hang. Idempotent."""
+        """Unpins the layers. The machine can hang if the operating system unpins them at exit. Idempotent."""
         while self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())

@@ -33,8 +33,9 @@ class PageAllocator:
         """Returns `count` pages, now held by the caller, or None (and changes nothing) if fewer are free.
 
         A growing request passes its last page as `after`. It gets the free pages that follow this page, so that it
-        stays in one run, and any further pages from the longest free runs, so that it can grow again. Without `after`,
-        the pages come from the shortest free run that is long enough or, if there is none, from the longest ones.
+        stays in one run. If these are too few, the others come from the longest free runs, so that it can grow again.
+        Without `after`, the pages come from the shortest free run that is long enough or, if there is none, from the
+        longest runs.
         """
         if count > self._free:
             return None

@@ -21,10 +21,10 @@ class Ring:
 
     Each lease is one range that begins at a multiple of `align`. It is placed in the first sufficient gap after the
     newest lease or, if there is none, in the first sufficient gap of the ring. Released bytes are therefore usually
-    reused late. Leases can end in any order, and their bytes are free at once. Requests are never
-    reordered: the first in the queue waits until it fits, and no other request is granted meanwhile. Even a request for
-    the whole ring is therefore granted, at the latest when every lease has ended. A request that does not fit waits; it
-    does not raise.
+    reused late. Leases can end in any order. The bytes of an ended lease are free at once, unless the lease is in
+    quarantine. Requests are never reordered: the first in the queue waits until it fits, and no other request is
+    granted meanwhile. Even a request for the whole ring is therefore granted, at the latest when every lease has ended
+    and none is in quarantine. A request that does not fit waits; it does not raise.
 
     Every call can be repeated, and a call with the number of an ended lease changes nothing. But an owner whose lease
     has ended can request another, so a delayed duplicate of its first request would be granted again. The caller must
@@ -93,7 +93,10 @@ class Ring:
         return None if number is None else self._leases[number]
 
     def withdraw(self, owner: Hashable) -> None:
-        """Removes the owner from the queue, or releases its lease. The caller ensures that no process writes to it."""
+        """Removes the owner from the queue, or releases its lease.
+
+        The caller ensures that no process writes to the lease any more.
+        """
         if owner in self._number_of:
             self.release(self._number_of[owner])
         elif self._queue.pop(owner, None) is not None:

@@ -15,7 +15,7 @@ class Collectives(Protocol):
 
     rank: int
     size: int
-    tokens_per_rank: Sequence[int]  # data parallel: how many tokens each rank computes in this step; set by the runner
+    tokens_per_rank: Sequence[int]  # data parallel: number of tokens of each rank in this step; set by `Worker`
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns the sum of `x` over all ranks."""

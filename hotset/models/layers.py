@@ -161,7 +161,7 @@ class Moe:
     def routed(self, x: Tensor, seats: Tensor | None) -> Tensor:  # [own tokens, hidden]
         """Data parallel: returns the output of all ranks' routed experts for this rank's tokens.
 
-        Every rank must call this in every step, even without tokens, because its experts compute all ranks' tokens.
+        If any rank has tokens in a step, every rank must call this, because its experts compute all ranks' tokens.
         """
         return self._collectives.reduce_scatter(self._local_experts(self._collectives.all_gather_tokens(x), seats))
 

@@ -59,12 +59,12 @@ class SamplerOutput:
     """The sampled tokens of one step. The tensors are on the logits' device, which may still be computing them."""
 
     token_ids: Tensor  # [n] int64
-    logprobs: Logprobs | None  # None: no request has log-probabilities
+    logprobs: Logprobs | None  # None if no request asked for log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """The sampling state of a running request on the host. The rest of the state is in the sampler's tensors."""
+    """The part of a running request's sampling state that is not in the sampler's tensors."""
 
     params: SamplingParams
     top_k: int

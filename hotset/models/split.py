@@ -116,7 +116,10 @@ def _indivisible_experts(spec: ModelSpec, size: int) -> list[str]:
 
 
 def _indivisible_by_tensor_parallel(spec: ModelSpec, size: int) -> list[str]:
-    """Returns the counts of experts, heads and columns that `size` does not divide. KV heads may also divide `size`."""
+    """Returns the counts of experts, heads and columns that `size` does not divide.
+
+    The number of KV heads is also accepted if it divides `size`.
+    """
     moe = spec.moe
     counts = {
         "attention heads": spec.attention.heads,
@@ -201,9 +204,10 @@ def _cheapest(
 ) -> list[int]:
     """Returns the bounds of the cheapest division into stages, by dynamic programming over the ends of stages.
 
-    The first number of its cost is minimal. The second only decides between first stages with equal first numbers.
+    The first number of its cost is minimal. The second number only breaks ties between partial divisions that end at
+    the same layer.
     """
-    best: dict[int, tuple[Cost, list[int]]] = {0: ((0, 0), [0])}  # the cheapest first stages, by their end
+    best: dict[int, tuple[Cost, list[int]]] = {0: ((0, 0), [0])}  # end of a partial division -> its cost and bounds
     for stage in range(stages):
         extended: dict[int, tuple[Cost, list[int]]] = {}
         for first, (cost_so_far, bounds_so_far) in best.items():

@@ -23,7 +23,7 @@ def admissible_residences(ledger: Ledger, request: Request, mode: TiersMode) -> 
 def admissible_landings(ledger: Ledger, request: Request, mode: TiersMode) -> list[tuple[bool, Residence]]:
     """Returns where a prompt that a prefill worker computes may land, the best place first.
 
-    Each entry is (whether it lands in device pages, residence of the request afterwards).
+    Each entry is (whether the prompt lands in device pages, residence of the request afterwards).
     """
     may_be_tiered = ledger.tiers and request.tiers != "resident"
     must_be_resident = request.tiers == "resident" or request.landing == "device"  # even if `mode` is "always"
@@ -37,7 +37,10 @@ def admissible_landings(ledger: Ledger, request: Request, mode: TiersMode) -> li
 
 
 class Admission:
-    """Admits waiting requests. Each gets a seat and pages, or first the pages in which its prompt will land."""
+    """Admits waiting and parked requests. Each gets a seat and pages.
+
+    A request whose prompt a prefill worker computes first gets only the pages in which the prompt will land.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class Admission:
         return False
 
     def on_kv_ready(self, request: Request) -> None:
-        """Moves a request to phase DECODE. This is the only way there. All its tokens but the newest have rows."""
+        """Moves a request to phase DECODE; no other method does. All its tokens except the newest have rows."""
         request.move(Phase.DECODE)
         if request.holding.residence is Residence.STREAMED:
             self._next_plan.commands += self._ledger.end_streaming(request.holding, request.num_scheduled)
@@ -92,7 +95,7 @@ class Admission:
     def _reserve_landing(self, request: Request) -> bool:
         """Reserves the pages in which a prompt will land.
 
-        Returns False if there is too little room for them, or to admit the request afterwards.
+        Returns False if too few pages are free to hold the prompt and to admit the request after the landing.
         """
         ledger, spare, rows = self._ledger, headroom(self._queues.running), len(request.tokens)
         for on_device, residence in admissible_landings(ledger, request, self._mode):

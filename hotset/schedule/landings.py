@@ -1,7 +1,8 @@
 """Messages about prompts that a prefill worker computes for a decode worker, kept until they can be sent.
 
-A decode worker sends reservations and withdrawals; a prefill worker sends announcements. The scheduler decides about
-them, and the classes here keep each message until the plans before it allow sending it.
+A decode worker sends reservations and withdrawals; a prefill worker sends announcements. The scheduler creates them.
+`Landings` keeps a reservation until no plan in flight can use its pages for their previous owner. `Announcements` keeps
+an announcement until the next plan carries it.
 """
 
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Landings:
         return False
 
     def reserved_in(self, plan: int) -> bool:
-        """Returns True if a reservation was made in this plan. The plan is then needed even if it computes nothing."""
+        """Returns True if a reservation was made for this plan. The plan is then needed even if it computes nothing."""
         return any(unsent.last_plan == plan for unsent in self._unsent.values())
 
     def take(self, first_in_flight: int) -> list[Reservation | Withdrawal]:

@@ -64,7 +64,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawal:
-    """Cancels a reservation that was sent to a prefill worker. Its pages stay held until the landing has ended."""
+    """Cancels a reservation that was sent to a prefill worker. The reserved pages stay held until the landing ends."""
 
     request_id: str
     attempt: int
@@ -87,7 +87,7 @@ class Plan:
     counts: Sequence[int]
     sampled: Sequence[int]
     announcements: Sequence[Announcement] = ()  # about prompts computed for peers
-    reads_host: bool = False  # whether it reads host pages that other workers may have written in earlier plans
+    reads_host: bool = False  # whether the plan reads host pages that other workers may have written in earlier plans
 
     @property
     def num_tokens(self) -> int:

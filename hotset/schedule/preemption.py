@@ -1,8 +1,8 @@
 """Decides which requests are demoted, parked or recomputed when pages are short, and promoted when pages are free.
 
-The functions only choose and change nothing; `Preemptor` carries the choices out. A request's residence changes only
-while no plan in flight uses the request; until then the change is pending, and no other victim is chosen. Pages that
-are freed can be granted in the same plan. `running` is always in order of arrival.
+The functions only decide; `Preemptor` carries their decisions out. A request's residence changes only while no plan in
+flight uses the request. Until then the change is pending, and no other victim is chosen. Pages that a change frees can
+be granted in the same plan. `running` is always in order of arrival.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from hotset.schedule.request import Counters, Phase, Request
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
 from hotset.tiers.residence import Residence
 
-MAX_PARKS = 3  # a request parked this often is parked again only if all running requests were parked this often
+MAX_PARKS = 3  # after this many parks, a request is parked again only if every running request was parked as often
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,12 @@ class Victim:
 
 
 def pick_victim(ledger: Ledger, needy: Request, running: Sequence[Request], waiting: Iterable[Request]) -> Victim:
-    """Chooses the request that frees a page for the next token of `needy`. The victim may be `needy` itself.
+    """Chooses the request that frees a page for the next token of `needy`. The victim can be `needy` itself.
 
     If device pages are short, the request whose demotion frees the most pages is demoted. If no demotion frees any, the
-    youngest running request is parked, and MAX_PARKS applies. If host pages are short, or there is no host store, the
-    youngest running or parked request releases all its pages and is recomputed.
+    youngest running request that was parked fewer than MAX_PARKS times is parked (if there is none, the youngest). If
+    host pages are short, or there is no host store, the youngest running or parked request releases all its pages and
+    is recomputed.
     """
     need = ledger.pages_needed(needy.holding, needy.holding.residence, needy.num_scheduled + 1)
     short_of_device = need.device > ledger.device.free
@@ -47,7 +48,7 @@ def pick_victim(ledger: Ledger, needy: Request, running: Sequence[Request], wait
 def demotions_for(ledger: Ledger, need: PageCounts, spare: PageCounts, running: Iterable[Request]) -> list[Request]:
     """Chooses requests to demote, those that free the most first, until `need` fits with `spare` pages left.
 
-    Returns an empty list if all demotions together would not suffice.
+    Returns an empty list if all demotions together would not suffice. They free no host pages.
     """
     if not ledger.tiers or not ledger.fits(PageCounts(0, need.host), PageCounts(0, spare.host)):
         return []
@@ -74,7 +75,7 @@ def promotable(ledger: Ledger, running: Sequence[Request]) -> Request | None:
 
 
 def headroom(running: Iterable[Request]) -> PageCounts:
-    """Returns how many pages admission leaves free: in each pool, one for every request that may need more there."""
+    """Returns how many pages admission leaves free: in each pool, one for every request that can still grow there."""
     device = host = 0
     for request in running:
         device += request.holding.device_capacity < request.max_length - 1
@@ -114,13 +115,13 @@ class Preemptor:
     def grow(self, request: Request) -> bool:
         """Grants pages for one more token, and preempts requests for them if necessary.
 
-        Returns False if the request cannot be scheduled in this plan. It may itself have been preempted.
+        Returns False if the request cannot be scheduled in this plan. In this case it may have been preempted itself.
         """
         ledger, queues = self._ledger, self._queues
         while (commands := ledger.grow(request.holding, request.num_scheduled + 1)) is None:
             self.note_pressure()
             if self.pending:
-                return False  # pages will be freed soon
+                return False  # wait for the pending change, which may free pages
             victim = pick_victim(ledger, request, queues.running, queues.waiting)
             if not self.change_residence(victim.request, victim.to) or not request.running:
                 return False
@@ -130,7 +131,8 @@ class Preemptor:
     def make_room(self, need: PageCounts, spare: PageCounts) -> bool:
         """Demotes requests, if necessary, until `need` fits with `spare` pages left. Returns whether it fits now.
 
-        No request is demoted if that would not suffice. If demotions are pending, `need` may fit in a later plan.
+        No request is demoted if that would not suffice, or while a change is pending. Demotions that plans in flight
+        delay become pending; `need` may then fit in a later plan.
         """
         if self._ledger.fits(need, spare):
             return True

@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "abort", "lost", "no_room"]
 
 class Phase(Enum):
     WAITING = "waiting"  # holds no seat and no pages
-    PREFILL = "prefill"  # holds a seat and pages; its prompt (and an answer to recompute) is being computed
+    PREFILL = "prefill"  # holds a seat and pages; its prompt is being computed (after a recompute, its answer too)
     DECODE = "decode"  # holds a seat and pages; every token but the newest has its row
     PARKED = "parked"  # has rows on the host, or rows that landed; it waits for a seat and further device pages
     LANDING = "landing"  # a prefill worker computes its prompt and writes the KV into pages reserved for it
@@ -125,7 +125,7 @@ class Counters:
     resumes: int = 0
     recomputes: int = 0
     landed: int = 0
-    lost: int = 0  # landings that failed, including those that were retried
+    lost: int = 0  # landings that failed, including those that were retried or cancelled
     retries: int = 0  # attempts after a landing that failed
     handed_off: int = 0  # prompts computed for decode workers
     finished: Counter[FinishReason] = field(default_factory=Counter)

@@ -1,8 +1,8 @@
 """The scheduler: continuous batching with chunked prefill over a fixed number of seats and two pools of pages.
 
-`plan()` decides the next step, the runner executes it, and `commit(result)` records its tokens. Several plans may be in
+`plan()` decides the next step, the runner executes it, and `commit(result)` records its tokens. Several plans can be in
 flight; they commit in order. A request loses its seat or pages, or changes its residence, only while no plan in flight
-uses it.
+uses the request.
 
 `queues` holds the waiting and running requests. `admission` decides which request is admitted and where, and
 `preemption` decides which request is preempted. `landings` keeps the messages to prefill and decode workers.
@@ -124,8 +124,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request. The front end has checked that it fits empty pools.
 
-        A worker that computes prompts for peers has no other requests. Such prompts hold all their pages from the start
-        and never grow, so none is preempted while its rows are being sent.
+        A worker that computes prompts for peers has no other requests. Such a prompt gets all its pages at admission
+        and never grows, so no prompt is preempted while its rows are being sent.
         """
         assert request.request_id not in self._requests, f"there is already a request {request.request_id}"
         self._admission.check_possible(request)
@@ -142,7 +142,7 @@ class Scheduler:
     def complete_landing(self, request_id: str, attempt: int, token_id: int, alternatives: Alternatives | None) -> None:
         """Records that the KV of a prompt has landed completely. `token_id` is the first token of the answer.
 
-        A landing that has ended already is ignored.
+        A landing that has ended already is ignored. If the request was cancelled, its pages are released.
         """
         request = self._landing(request_id, attempt)
         if request is None:
@@ -278,7 +278,7 @@ class Scheduler:
                 assert need == NO_PAGES, f"{request.request_id} has rows without a page"
 
     def _schedule_decodes(self) -> list[Request]:
-        """Adds one token of every decoding request to the plan. Returns requests with more than one token left."""
+        """Adds one token of each decoding request to the plan. Returns requests with several tokens left to compute."""
         prefills = []
         running, seats, preemptor = self._queues.running, self._next_plan.seats, self._preemptor
         pending, max_decodes = preemptor.pending, ceil_div(len(running), self._stages)
@@ -300,7 +300,7 @@ class Scheduler:
         return prefills
 
     def _becomes_tiered(self, request: Request) -> bool:
-        """Returns True if all chunks of a streamed prompt are scheduled. The commit of the last one makes it tiered."""
+        """Returns True if all chunks of a streamed prompt are scheduled. The last commit makes the request tiered."""
         if request.phase is Phase.DECODE:
             return False
         return request.holding.residence is Residence.STREAMED and request.num_scheduled >= len(request.tokens)
@@ -332,8 +332,8 @@ class Scheduler:
     def _make_room_for_first(self) -> None:
         """Makes room for the first request in the queue, which does not fit although no request runs.
 
-        The youngest other parked request releases its pages and will be recomputed. If there is none, and every request
-        is in the queue, pages in quarantine are the reason, and the first request ends.
+        The youngest other parked request releases its pages and will be recomputed. If there is none, every request is
+        in the queue and pages are in quarantine, then the quarantine is the reason, and the first request ends.
         """
         first, *others = self._queues.waiting
         holders = [request for request in others if request.phase is Phase.PARKED]
@@ -367,7 +367,7 @@ class Scheduler:
         self.counters.handed_off += 1
 
     def _landing(self, request_id: str, attempt: int) -> Request | None:
-        """Returns the request that this landing belongs to, or None if the landing has ended or was replaced."""
+        """Returns the request of this landing, or None if the landing has ended or a newer attempt has replaced it."""
         request = self._requests.get(request_id)
         if request is None or request.attempt != attempt or request.phase is Phase.PARKED:
             return None

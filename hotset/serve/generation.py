@@ -76,7 +76,8 @@ class GenerationJob:
 
 
 async def respond(request: Request, service: Service, job: GenerationJob) -> Response:
-    """Generates the response. An error after the first delta of a stream becomes its last event; others are raised.
+    """Generates the response. An error after the first delta of a stream becomes the stream's last event. All other
+    errors are raised.
 
     If the client disconnects at any time, the engine's iterator is closed at once, which aborts the request.
     """
@@ -86,7 +87,7 @@ async def respond(request: Request, service: Service, job: GenerationJob) -> Res
     )
     if not job.stream:
         return json_response(await unless_disconnected(request.receive, _full_response(job, deltas)))
-    # The status line is sent only after the first delta, so that a request the engine rejects gets its own status.
+    # The status line is sent only after the first delta, so a request that the engine rejects gets an error status.
     first = await unless_disconnected(request.receive, _first(deltas))
     return EventStream(_events(job, first, deltas), deltas)
 

@@ -1,4 +1,4 @@
-"""Parts of the server and the router: the socket, uvicorn's settings, and work that a disconnect cancels."""
+"""Code that server and router share: the socket, uvicorn's settings, and work that a disconnect cancels."""
 
 import asyncio
 import signal
@@ -17,8 +17,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_INTERRUPTED = 130  # the exit code that shells expect from a command that Ctrl-C ended
 # Time for complete responses to reach their clients after the drain.
 FLUSH_SECONDS = 5.0
-# Longer than clients usually keep an idle connection. If the server closed it just as the client sends a request,
-# that request would fail.
+# Longer than clients usually keep an idle connection open. If the server closed the connection just as the client sends
+# a request, that request would fail.
 KEEP_ALIVE_SECONDS = 75
 
 T = TypeVar("T")

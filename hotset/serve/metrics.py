@@ -16,7 +16,7 @@ TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 # Each table maps fields of EngineStats or HandoffStats to a metric: name, help text and, in HANDOFF_LABELLED, label.
 GAUGES = {
     "running": ("hotset_requests_running", "Requests that are being prefilled or decoded."),
-    "waiting": ("hotset_requests_waiting", "Requests in the queue."),
+    "waiting": ("hotset_requests_waiting", "Requests in the queue that are not parked."),
     "resident": ("hotset_requests_resident", "Running requests with all KV rows on the device."),
     "tiered": ("hotset_requests_tiered", "Running requests with KV rows on the host and the hot ones on the device."),
     "parked": ("hotset_requests_parked", "Preempted requests with all KV rows on the host."),
@@ -28,7 +28,7 @@ GAUGES = {
 }
 COUNTERS = {
     "tokens_generated": ("hotset_tokens_generated", "Tokens sampled."),
-    "tokens_prefilled": ("hotset_tokens_prefilled", "Prompt tokens computed, including recomputed ones."),
+    "tokens_prefilled": ("hotset_tokens_prefilled", "Tokens prefilled, including those that are recomputed."),
     "demotions": ("hotset_demotions", "Resident requests that became tiered."),
     "promotions": ("hotset_promotions", "Tiered requests that became resident."),
     "parks": ("hotset_parks", "Preemptions that kept the KV rows on the host."),
@@ -41,11 +41,11 @@ COUNTERS = {
     "bytes_swapped": ("hotset_bytes_swapped", "Bytes copied from the host into hot buffers."),
     "steps": ("hotset_steps", "Steps computed."),
     "retries": ("hotset_handoff_retries", "Handoffs that were lost and retried."),
-    "handed_off": ("hotset_prompts_handed_off", "Prompts computed for decode workers and handed off."),
+    "handed_off": ("hotset_prompts_handed_off", "Prompts computed for decode workers."),
 }
 HANDOFF_GAUGES = {
-    "num_open": ("hotset_handoffs_open", "Handoffs that at least one side has not finished."),
-    "num_peers": ("hotset_handoff_peers", "Workers with which a handoff is in progress."),
+    "num_open": ("hotset_handoffs_open", "Handoffs in progress."),
+    "num_peers": ("hotset_handoff_peers", "Peers on which a handoff depends."),
     "ring_quarantined_bytes": (
         "hotset_staging_bytes_quarantined",
         "Bytes of the staging ring that a lost peer may still write.",
@@ -96,7 +96,7 @@ class Metrics:
         )
         self.inter_token_seconds = Histogram(
             "hotset_inter_token_seconds",
-            "Time between consecutive tokens of one choice; tokens that arrive together count as one, with their mean.",
+            "Time between tokens of one choice; tokens that arrive together count once, with their mean time.",
             buckets=TOKEN_SECONDS_BUCKETS,
             registry=self._registry,
         )
@@ -117,7 +117,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(
-            "hotset_engine_up", "1 while the engine is alive, else 0.", value=int(self._stats is not None)
+            "hotset_engine_up", "1 if the engine answered this scrape, else 0.", value=int(self._stats is not None)
         )
         if self._stats is None:
             return

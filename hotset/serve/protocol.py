@@ -67,7 +67,7 @@ LogitBias = Annotated[dict[TokenIdText, float], Field(json_schema_extra={"additi
 
 
 class StrictModel(BaseModel):
-    """The base of request bodies: no type conversions except int to float, finite numbers, no unknown fields."""
+    """The base of request bodies. It converts no type except int to float, and rejects unknown fields, inf and NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -321,6 +321,8 @@ class WorkerState(BaseModel):
     role: str = Field(max_length=32)  # both, prefill or decode
     control: str | None = Field(max_length=256)  # control address for handoffs; None for role both
     model: str = Field(max_length=1024)
-    waiting_tokens: int = Field(ge=0)  # prompt tokens of requests without a token, or still to compute; the larger
-    waiting: int = Field(ge=0)  # requests in the queue, or choices without a token; the larger number
+    # The larger of two numbers: prompt tokens of requests that have no token yet, and tokens left to prefill.
+    waiting_tokens: int = Field(ge=0)
+    # The larger of two numbers: requests in the engine's queue, and choices that have no token yet.
+    waiting: int = Field(ge=0)
     running: int = Field(ge=0)  # requests that are being prefilled or decoded

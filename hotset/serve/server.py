@@ -97,9 +97,9 @@ class _Shutdown:
         self._server.should_exit = True
 
     async def finish(self) -> None:
-        """Waits for the drain, or closes the engine at once without a drain or after a second signal.
+        """Waits for the drain. If no drain was started, or after a second signal, closes the engine at once.
 
-        Called after the HTTP server stopped.
+        Called after the HTTP server has stopped.
         """
         if self._drain is not None and not self._server.force_exit:
             await self._drain

@@ -46,7 +46,8 @@ class Load:
             started()
 
     def stats(self, client: EngineClient) -> EngineStats:
-        """Returns the newest statistics, and requests new ones in the background unless a request is pending."""
+        """Returns the statistics that were received last, and requests new ones in the background, unless the engine
+        has not answered the previous request yet."""
         if self._refresh is None or self._refresh.done():
             self._refresh = asyncio.create_task(self._fetch(client))
         return self._stats

@@ -11,7 +11,7 @@ from hotset.tiers.residence import PageUse, Residence
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Gives a seat `pages` for one use, as its pages number `first` and following."""
+    """Grants `pages` to a seat for one use. They become the seat's pages number `first` and following for this use."""
 
     seat: int
     use: PageUse
@@ -70,7 +70,7 @@ class Demote:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Makes a tiered seat resident. `rows` are all its row pages in order; those of its tail are the last."""
+    """Makes a tiered seat resident. `rows` are all its row pages in order; the pages of its tail come last."""
 
     seat: int
     length: int

@@ -2,8 +2,9 @@
 
 The map pages of a tiered seat hold, for each index group, `position_of[slot]`, `last_used[slot]` and
 `slot_of[position]`. Stamps are positions: the step that computes position p sets `last_used` of the slots that it uses
-to p. Stamps therefore grow without a counter, also across parking. When a request is demoted, the rows in its slots
-that were not selected last count as used when they were written.
+to p. Stamps therefore grow without a counter. Parking discards the maps; `open` writes new ones, whose stamps are lower
+than those of all later steps. When a request is demoted, a row in a slot that is not in the last selection counts as
+used when it was written.
 """
 
 from collections.abc import Sequence
@@ -27,14 +28,14 @@ NEVER = -1  # last_used of a slot that has not been used
 class HotBuffers:
     """The hot buffers of all tiered seats.
 
-    `last_selected` keeps the last selection on every seat. A request that becomes tiered on a seat gets these rows in
-    slots.
+    `last_selected` keeps the last selection on every seat. When a request becomes tiered on a seat, these rows are
+    copied into its slots, or all rows outside the tail if the slots suffice.
     """
 
     def __init__(self, pool: DevicePool, host: HostStore, tables: PageTables, seats: int) -> None:
         geometry = pool.geometry
         assert pool.shape.topk <= geometry.slots <= MAX_SLOTS, (
-            f"{geometry.slots} slots, but {pool.shape.topk} to {MAX_SLOTS} are possible"
+            f"a hot buffer has {geometry.slots} slots, but must have {pool.shape.topk} to {MAX_SLOTS}"
         )
         self._pool, self._host, self._tables, self._geometry = pool, host, tables, geometry
         self._seat_tables = SeatTables(
@@ -43,7 +44,8 @@ class HotBuffers:
         )  # fmt: skip
         size = (seats, pool.shape.groups, pool.shape.topk)
         self.last_selected = torch.full(size, EMPTY, dtype=torch.int32, device=pool.device)
-        self._opened_at = [0] * seats  # context length when the seat became tiered; the tail had room for the next row
+        # Context length when the seat became tiered; the tail had a page for the next row.
+        self._opened_at = [0] * seats
         self._prefetch_stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
         self._prefetched: dict[int, torch.cuda.Event] = {}  # by layer: fires when its rows have been copied
         self.counts = torch.zeros(pool.shape.groups, 2, dtype=torch.int64, device=pool.device)  # lookups, misses
@@ -167,7 +169,7 @@ class HotBuffers:
         tables.set_tail(seat, command.tail)
         tables.put(tables.maps, seat, 0, command.maps)
         for group in range(self._pool.shape.groups):
-            # A group's rows are copied before its maps are written, because the map pages still hold selected rows.
+            # A group's rows are copied before its maps are written: the pages of the maps can hold selected rows.
             position_of, last_used = self._seed_slots(group, seat, command.first * self._geometry.page_rows, length)
             self._write_maps(seat, group, position_of, last_used, self._geometry.slots, length)
         tables.set_tiered(seat, True)

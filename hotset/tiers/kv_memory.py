@@ -90,7 +90,7 @@ class KvMemory:
         return self._view(make_batch(seats, starts, counts, self.pool.device), has_tiered)
 
     def captured_view(self, seat_of: Tensor, positions: Tensor, has_tiered: bool) -> ResidentView:
-        """Returns the view to capture in a graph, with one token of each seat that `seat_of` holds at replay.
+        """Returns the view to capture in a graph, with one token of each seat that `seat_of` contains at replay.
 
         The caller calls `prepare_step` before each replay. If not `has_tiered`, none of the seats may be tiered.
         """
@@ -110,7 +110,10 @@ class KvMemory:
         )
 
     def mirrored_event(self) -> torch.cuda.Event | None:
-        """Returns an event that fires when all copies to the host started so far are done; None: none is pending."""
+        """Returns an event that fires when all copies to the host started so far are done.
+
+        Returns None on a CPU, where copies are synchronous, and without a host store.
+        """
         return None if self._mirror is None else self._mirror.mirrored_event()
 
     def traffic(self) -> Traffic:

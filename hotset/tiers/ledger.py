@@ -1,7 +1,7 @@
 """The ledger records which request holds which pages of which pool, and in which residence it is. It has no tensors.
 
-Every change is all or nothing. A change that workers carry out returns commands, or None if a pool has too few free
-pages; in that case nothing has changed. Freed pages may be granted again at once, because workers execute commands in
+Every change is all or nothing. A change that workers carry out returns commands. If it needs more pages than are free,
+it returns None and changes nothing. Freed pages can be granted again at once, because workers execute commands in
 order.
 """
 
@@ -116,7 +116,7 @@ class Ledger:
         return surplus - geometry.map_pages(length) - (TAIL_PAGES - 1 - granted)
 
     def demote(self, holding: Holding, length: int) -> list[Command]:
-        """Makes a resident request tiered on its own pages and releases the others. It must free at least one page.
+        """Makes a resident request tiered on some of its pages and releases the others, at least one.
 
         The tail's pages stay in place, and the pages just before them stay in place as slots. The maps are put into
         older pages, after the rows that were selected last have been copied from there into slots. If the next row has
@@ -168,9 +168,10 @@ class Ledger:
         return [Promote(holding.seat, length, tuple(holding.pages[PageUse.ROWS]))]
 
     def park(self, holding: Holding, length: int) -> list[Command]:
-        """Releases all device pages, after a flush of the last page, and host pages beyond `length` rows.
+        """Releases all device pages, and host pages beyond `length` rows.
 
-        The rows in [0, length) have host pages already.
+        Rows [0, length) have host pages. The command flushes the last page before a later command can grant its device
+        page to another request.
         """
         assert self.host is not None, "there is no host store to park in"
         holding.move(Residence.PARKED)
@@ -222,7 +223,7 @@ class Ledger:
         return commands
 
     def quarantine(self, holding: Holding, name: str) -> None:
-        """Ends a landing whose writer may not have stopped. Its pages stay unavailable, recorded under `name`."""
+        """Ends a landing whose writer may still write. The pages stay unavailable, recorded under `name`."""
         assert holding.residence is Residence.LANDING, f"a request that is {holding.residence.value} has no writer"
         holding.move(Residence.ABSENT)
         host = self._take(holding, PageUse.HOST)

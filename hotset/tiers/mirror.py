@@ -71,7 +71,7 @@ class Mirror:
         self._store([filled for filled in ranges if not self._tables.work_pages[filled.seat]], ranges)
 
     def flush(self, seat: int, length: int) -> None:
-        """Copies the newest page if it is not full; of a streamed seat, only index keys. The host has the rest."""
+        """Copies the newest page if it is not full; of a streamed seat, only index keys. All else is on the host."""
         first = length // self._pool.geometry.page_rows * self._pool.geometry.page_rows
         if first < length:
             newest = [TokenRange(seat, first, length)]
@@ -176,7 +176,7 @@ class Mirror:
                 page_copy.to_host(on_device, device, host)
 
     def _key_runs(self, ranges: Sequence[TokenRange], own: bool = False) -> dict[int, list[CopyRun]]:
-        """Returns the runs of index keys, in words, for each part of key pages. They hold for every index group."""
+        """Returns the runs of index keys, in words, for each part of key pages. All index groups have the same runs."""
         pool, page_rows, word = self._pool, self._pool.geometry.page_rows, self._key_word_dtype.itemsize
         assert pool.shape.key is not None and pool.key_blocks is not None
         words_per_key, keys_per_part = pool.shape.key.stride_bytes // word, pool.key_blocks.shape[2]

@@ -22,8 +22,9 @@ RESIDENCE_TRANSITIONS: dict[Residence, frozenset[Residence]] = {
     Residence.RESIDENT: frozenset({Residence.TIERED, Residence.PARKED, Residence.ABSENT}),  # demote, park, release
     Residence.STREAMED: frozenset({Residence.TIERED, Residence.PARKED, Residence.ABSENT}),  # stream ends, park, release
     Residence.TIERED: frozenset({Residence.RESIDENT, Residence.PARKED, Residence.ABSENT}),  # promote, park, release
-    Residence.PARKED: frozenset({Residence.RESIDENT, Residence.STREAMED, Residence.TIERED, Residence.ABSENT}),  # resume
-    Residence.LANDING: frozenset({Residence.RESIDENT, Residence.TIERED, Residence.ABSENT}),  # land, release
+    # resume, release
+    Residence.PARKED: frozenset({Residence.RESIDENT, Residence.STREAMED, Residence.TIERED, Residence.ABSENT}),
+    Residence.LANDING: frozenset({Residence.RESIDENT, Residence.TIERED, Residence.ABSENT}),  # land, quarantine, release
 }
 
 

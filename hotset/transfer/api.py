@@ -1,7 +1,7 @@
 """The interface of a transfer engine, which copies spans of registered memory into a peer's registered memory.
 
-Writes are one-sided: the peer is not notified of them. `handoff/` notifies it, with messages over a separate control
-channel, and retransmits messages that are lost.
+Writes are one-sided: the transfer engine does not notify the peer. `handoff/` does, with messages over a separate
+control channel, and retransmits those that need an answer.
 
 After start-up (`register`, `describe`), only `connect` and `close` may block. Writes are submitted in lists. A list
 ends in one of three states, at its deadline at the latest. After DONE and FAILED_QUIESCED the target memory can be used
@@ -35,7 +35,7 @@ class WriteState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A span of registered memory. Writes of this process may read it, and peers may write to it."""
+    """A span of registered memory. Writes of this process can read it, and peers can write to it."""
 
     address: int
     nbytes: int

@@ -56,6 +56,6 @@ def open_transfer(
 def prefer_few_writes(name: str, protocol: str | None) -> bool:
     """Returns whether each write is so expensive that an additional copy is worthwhile if it saves writes.
 
-    Mooncake over TCP takes 0.1 ms per write, in which it could send some hundred kilobytes (benchmarks/landing.py).
+    Mooncake over TCP takes 0.1 ms per write, in which it could send several hundred kilobytes (benchmarks/landing.py).
     """
     return name == "mooncake" and protocol in (None, "tcp")

@@ -126,7 +126,7 @@ class _Lane:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Returns the numbers of peers that are not forgotten and of lists. A new peer gets the lane with the least."""
+        """Returns the numbers of peers that are not forgotten and of lists. A new peer gets the lane of least load."""
         return sum(not peer.forgotten for peer in self.peers), len(self._jobs)
 
     def add_peer(self, peer: _Peer) -> None:
@@ -153,8 +153,8 @@ class _Lane:
             return job.state
 
     def forget(self, peer: _Peer) -> None:
-        """Fails the peer's lists of which nothing was posted. The others post nothing more. When their posts have
-        ended, those that were not posted completely fail."""
+        """Fails the peer's lists of which nothing was posted. Nothing more is posted of its other lists. A list that
+        was posted only in part fails when its posts have ended."""
         with self._changed:
             peer.forgotten = True
             for job in self._jobs:

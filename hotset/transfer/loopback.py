@@ -48,9 +48,11 @@ class Faults:
     lost: float = 0.0
     silent: float = 0.0
     late: float = 0.0
-    reorder: float = 0.0  # drawn twice: writes arrive in any order; some writes of a WRITTEN list arrive later
+    # Drawn twice: first, whether the writes of a list arrive in any order; then, whether some writes of a WRITTEN list
+    # arrive only after a second delay.
+    reorder: float = 0.0
     duplicate: float = 0.0  # some writes of a WRITTEN list arrive more than once
-    delay_s: tuple[float, float] = (0.0, 0.0)  # from a list's beginning to its bytes; again for later ones (`reorder`)
+    delay_s: tuple[float, float] = (0.0, 0.0)  # from the beginning of a list to the arrival of its bytes
     late_s: tuple[float, float] = (0.1, 1.0)  # from the failure to the arrival of the late bytes
 
     def fate(self, generator: random.Random) -> Fate:
@@ -91,9 +93,7 @@ class Hub:
 
     def __init__(self, faults: Faults | None = None, seed: int = 0, *, threaded: bool = False) -> None:
         self.faults = faults or Faults()  # may be replaced at any time; applies to lists that begin afterwards
-        self.fates: deque[Fate] = (
-            deque()
-        )  # the fates of the next lists to begin; if empty, fates are drawn from the faults
+        self.fates: deque[Fate] = deque()  # of the next lists to begin; if empty, fates are drawn from the faults
         self.lock = threading.Condition(threading.RLock())  # guards the state of the hub and of its endpoints
         self._random = random.Random(seed)
         self._now = 0.0
@@ -302,7 +302,7 @@ class Loopback:
     def forget(self, name: str) -> None:
         with self._hub.lock:
             peer = self._peers.pop(name, None)
-            # Lists do not record the name. If the peer has another name, its lists continue.
+            # Lists do not record the name. If the peer is also connected under another name, its lists continue.
             if peer is not None and peer not in self._peers.values():
                 self._hub.abandon(job for job in self._jobs if job.target is peer and not job.begun)
 

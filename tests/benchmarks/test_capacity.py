@@ -19,7 +19,8 @@ def model() -> SyntheticDemoModel:
 
 
 def test_synthetic_selections_are_valid_and_local(model: SyntheticDemoModel) -> None:
-    """Positions are distinct, ascending and not after the query; EMPTY only follows them; most are kept."""
+    """Positions are distinct, ascending and not after the query. EMPTY only follows them. The query at the next
+    position selects most of them again."""
     topk = model.kv_shape.topk
     previous: set[int] = set()
     for query in (0, 5, topk, 4000, 4001):
@@ -29,7 +30,7 @@ def test_synthetic_selections_are_valid_and_local(model: SyntheticDemoModel) -> 
         assert chosen == sorted(set(chosen)) and chosen[0] >= 0 and chosen[-1] == query
         shared = len(previous & set(chosen))
         previous = set(chosen)
-    assert 0.75 * topk < shared < topk  # of the last two queries, which are adjacent
+    assert 0.75 * topk < shared < topk  # `shared` refers to the last two queries, whose positions are adjacent
 
 
 def test_tiers_hold_more_requests_than_off_and_as_many_as_predicted(model: SyntheticDemoModel) -> None:
@@ -46,10 +47,10 @@ def test_overload_counts_every_request_and_its_waits(model: SyntheticDemoModel) 
     row = overload(model, 500, 12, 0.03, sustained=False)
     assert row["counted"] == 4 * row["fit"] > row["fit"]
     assert row["answer"] < row["mean wait"] < 0.8 * row["max wait"], (
-        "four waves; a request that has ended does not wait"
+        "the requests must run in four waves, and a request that has ended must not be counted as waiting"
     )
     assert row["max wait"] == row["steps"] - row["answer"], (
-        "the last request waits in every step in which it does not run"
+        "the last request must wait in every step in which it gets no token"
     )
 
 

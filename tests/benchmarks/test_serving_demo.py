@@ -27,7 +27,7 @@ def test_tiers_swap_rows_and_keep_the_answers(model: DemoModel) -> None:
     assert 0 < auto["miss"] < 1
     shape = model.decoder.kv_shape
     selected = shape.layers * shape.topk * auto["tiered"]
-    assert 0 < auto["rows/step"] < auto["miss"] * selected, "rows in a tail are not looked up"
+    assert 0 < auto["rows/step"] < auto["miss"] * selected, "`miss` must not count rows in a tail as selected"
     assert auto["compared"] == 2 and auto["same"] == 1
     page_bytes = 64 * shape.layers * shape.row.row_bytes
     assert device_bytes == 2 * shape.geometry(64).resident_pages(800) * page_bytes

@@ -26,7 +26,10 @@ SHIPPED = ROOT / "data" / "topk" / "demo-dsa.topk"
 
 
 def make_trace(shape: tuple[int, int, int, int], contexts: tuple[int, ...], seed: int, keep: float) -> TopkTrace:
-    """Returns selections that keep a share of about `keep` of the previous step. Contexts shorter than k are padded."""
+    """Returns selections in which each step keeps about the share `keep` of the positions of the previous step.
+
+    In contexts shorter than k, all positions are selected, and EMPTY follows them.
+    """
     requests, steps, layers, k = shape
     generator = random.Random(seed)
     selections = np.full(shape, EMPTY, dtype=np.int32)
@@ -138,7 +141,7 @@ def test_a_missing_trace_fails_with_a_one_line_message(tmp_path: Path, monkeypat
     with pytest.raises(SystemExit) as exited:
         topk_locality.main()
     message = exited.value.code
-    assert isinstance(message, str)  # Python prints it and exits with 1
+    assert isinstance(message, str)  # Python prints the message and exits with 1
     assert message.startswith("error: ")
     assert "none.topk" in message
     assert "\n" not in message

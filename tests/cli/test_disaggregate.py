@@ -23,9 +23,9 @@ SECRET = "s3cret that is long enough"
 
 def parsed(arguments: list[str]) -> dict[str, object]:
     """Returns the parameters that `hotset` parses from a command line."""
-    name, *rest = arguments
+    name, *options = arguments
     command = typer.main.get_command(app).commands[name]
-    return dict(command.make_context(name, rest).params)
+    return dict(command.make_context(name, options).params)
 
 
 def test_worker_counts_are_parsed() -> None:
@@ -55,14 +55,14 @@ def test_worker_arguments_contain_the_settings_and_the_share_of_memory() -> None
 
 
 def test_a_worker_is_not_killed_before_its_own_stop_timeout() -> None:
-    def engine_seconds(gib: float) -> float:  # the time that a worker gives its engine
+    def engine_seconds(gib: float) -> float:  # time after the drain until a worker kills its engine
         return STOP_SECONDS + closing_seconds(int(gib * GIB), with_endpoint=True)
 
     limit = stop_seconds(EngineConfig(), [MemoryShare(host_kv_gib=1.0), MemoryShare(host_kv_gib=64.0)])
     assert limit > engine_seconds(64.0)
     assert stop_seconds(EngineConfig(host_kv_gib=100.0), [MemoryShare()]) > engine_seconds(100.0)
     assert stop_seconds(EngineConfig(host_kv_tokens=1 << 20), [MemoryShare()]) > engine_seconds(1.0), (
-        "the size in bytes is unknown, so the limit must suffice for all memory"
+        "the size of the host store in bytes is unknown, so the limit must suffice for the whole memory of the machine"
     )
 
 
@@ -112,7 +112,7 @@ def test_a_secret_in_the_environment_applies_only_to_prefill_and_decode_workers(
         (["serve", "--disaggregate", "1P1D", "--control", "127.0.0.1:7000"], "use port 0 in --control"),
         (["serve", "--transfer", "mooncake"], "leave it out"),
         (["serve", "--disaggregate", "1P1D", "--tiers", "off"], "--tiers off"),
-        # --disaggregate generates a secret, so this address is accepted.
+        # --disaggregate generates a secret, so this --control is accepted, and only --host is refused.
         (["serve", "--disaggregate", "1P1D", "--control", "10.0.0.1:0", "--host", "a" * 64], "choose another --host"),
         (["router", "--decode", "nowhere"], "address must look like"),
         (["router", "--poll-seconds", "0"], "--poll-seconds must be a finite number"),
@@ -134,5 +134,5 @@ def test_a_child_process_that_does_not_start_is_named_and_stops_all_others(tmp_p
     command = [sys.executable, "-m", "hotset", "serve", str(tmp_path / "nothing"), *flags]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout) == (1, "")
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("error: ") and " 1 ended (exit code 1): " in last and "nothing" in last
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("error: ") and " 1 ended (exit code 1): " in error and "nothing" in error

@@ -1,4 +1,5 @@
-"""The error for an unknown flag, command or keyword suggests the nearest one that exists."""
+"""The error for an unknown flag, command or keyword suggests the most similar one that exists, if one is similar
+enough."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ WIDE = {"COLUMNS": "200", "TERMINAL_WIDTH": "200", "NO_COLOR": "1"}
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields `group` and all commands below it, each after the words that select it."""
+    """Yields `group` and all commands below it, each as a pair of the words that select the command and the command."""
     yield path, group
     for name, command in getattr(group, "commands", {}).items():
         yield from commands(command, (*path, name))
@@ -25,7 +26,7 @@ ALL_COMMANDS = dict(commands(typer.main.get_command(app)))
 
 
 def usage_error(*arguments: str) -> str:
-    """Returns the usage error for a command line, on one line and without its frame."""
+    """Returns the usage error for a command line, on one line and without the frame around it."""
     result = CliRunner().invoke(app, list(arguments), env=WIDE)
     assert result.exit_code == 2, result.output
     return " ".join(result.stderr.replace("│", " ").split())
@@ -63,11 +64,11 @@ def test_a_flag_unlike_any_other_gets_no_suggestion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [(["serv"], "serve"), (["evaluate"], "eval"), (["eval", "retrieve"], "retrieval")]
+    ("typed", "suggested"), [(["serv"], "serve"), (["evaluate"], "eval"), (["eval", "retrieve"], "retrieval")]
 )
-def test_the_nearest_command_is_suggested(typed: list[str], meant: str) -> None:
+def test_the_nearest_command_is_suggested(typed: list[str], suggested: str) -> None:
     answer = usage_error(*typed)
-    assert f"No such command '{typed[-1]}'" in answer and f"Did you mean '{meant}'?" in answer
+    assert f"No such command '{typed[-1]}'" in answer and f"Did you mean '{suggested}'?" in answer
 
 
 def test_llm_suggests_the_nearest_keyword_for_a_misspelt_one() -> None:

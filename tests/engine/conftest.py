@@ -1,4 +1,4 @@
-"""Engine processes and their workers start from one process that has imported torch already."""
+"""In these tests, engine processes and their workers are forks of one process that has imported torch."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def fast_process_starts() -> Iterator[None]:
-    """Uses a fork server instead of "spawn", with which every process imports torch: over two seconds of CPU time."""
+    """Replaces the start method "spawn" by "forkserver". With "spawn", every process would import torch, which takes
+    over two seconds of CPU time."""
     real = multiprocessing.get_context
     forkserver: Any = real("forkserver")
     forkserver.set_forkserver_preload(["torch", "hotset.engine.build"])

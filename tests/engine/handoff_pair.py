@@ -79,7 +79,7 @@ def decoder_of(model: str) -> Decoder:
     """Returns the decoder of a model: a tiny one of test_invariance.py, one of CONFIGS with random weights, "demo-dsa",
     "fp8" (the demo model with fp8 rows and index keys), or the embedded model.
 
-    All compute in float64, where rounding is too small to make tokens depend on how steps are batched.
+    All decoders compute in float64, where rounding is too small to make tokens depend on how steps are batched.
     """
     if model in MODELS:
         return Decoder(replace(MODELS[model][0], context=256), RandomWeights(torch.float64, seed=5))
@@ -123,9 +123,11 @@ def answers_alone(model: str, prompts: Prompts, params: SamplingParams, **settin
 
 
 class ContextComparer:
-    """Compares the bytes of every landed context with their source. Intercepts commands and events of both agents.
+    """Compares every landed context with its source in one prefill worker, byte by byte. Contexts that another prefill
+    worker computed are skipped.
 
-    It withholds the `ReleasePages` events of the prefill worker, which therefore keeps its pages until it is closed.
+    The comparer intercepts commands to both agents, and their events. It withholds the `ReleasePages` events of the
+    prefill worker, which therefore keeps its pages until it is closed.
     """
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
@@ -133,7 +135,7 @@ class ContextComparer:
         self.source = host_stores(prefill.executor.hosts())["host"]
         self.targets = decode._endpoint._agent._role._hello.stores
         self.requests: dict[HandoffKey, HandoffRequest] = {}
-        self.source_pages: dict[HandoffKey, tuple[int, ...]] = {}  # pages of the prefill worker
+        self.source_pages: dict[HandoffKey, tuple[int, ...]] = {}  # pages in the prefill worker's host store
         self.released: list[ReleasePages] = []
         self.num_compared = 0
         sender, receiver = prefill._endpoint._agent, decode._endpoint._agent
@@ -178,19 +180,20 @@ class ContextComparer:
 
 
 def rows_of(store: Store, pages: tuple[int, ...], rows: int) -> list[bytes]:
-    """Assembles whole rows from the shards that hold parts of them. Shards that hold the same part must agree."""
+    """Assembles whole rows from the slices that the shards hold. Shards that hold the same slice must hold the same
+    bytes."""
     size = max(first + nbytes for shard in store.shards for first, nbytes in shard.slices)
     whole: list[list[int | None]] = [[None] * size for _ in range(rows * len(store.shards[0].span.bases))]
     for shard in store.shards:
         for row, stored in zip(whole, bytes_of(shard.span, pages, rows), strict=True):
             offset = 0
             for first, nbytes in shard.slices:
-                known = row[first : first + nbytes]
+                assembled = row[first : first + nbytes]
                 of_shard = list(stored[offset : offset + nbytes])
-                assert known == of_shard or set(known) == {None}, "two shards hold different bytes of the same head"
+                assert assembled == of_shard or set(assembled) == {None}, "two shards hold different bytes of a slice"
                 row[first : first + nbytes] = of_shard
                 offset += nbytes
-    assert not any(None in row for row in whole), "no shard holds some bytes of a row"
+    assert not any(None in row for row in whole), "some bytes of a row are in no shard"
     return [bytes(byte for byte in row if byte is not None) for row in whole]
 
 
@@ -218,7 +221,7 @@ def _run_steps(engine: Engine, stop: threading.Event, on_error: Callable[[BaseEx
 
 
 class Pair:
-    """A decode worker, which `answers` runs, and one or more prefill workers, which run in threads."""
+    """A decode worker, whose steps `answers` runs, and one or more prefill workers, each of which runs in a thread."""
 
     def __init__(self, prefill: Engine, decode: Engine, *further_prefills: Engine) -> None:
         self.prefill, self.decode = prefill, decode
@@ -239,7 +242,7 @@ class Pair:
         landing: LandingChoice,
         tiers: TiersChoice = "auto",
     ) -> list[list[int]]:
-        """Returns the answer to each prompt. The prefill workers compute the prompts in turn."""
+        """Returns the answer to each prompt. The prompts are assigned to the prefill workers round-robin."""
         processor = InputProcessor(self.decode.card, seed=0)
         answers: dict[str, list[int]] = {f"{number}/0": [] for number in range(len(prompts))}
         for number, prompt in enumerate(prompts):
@@ -280,8 +283,8 @@ def pair(
     decode_settings: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Iterator[Pair]:
-    """Yields a prefill worker and a decode worker of one model. `page_rows` are the rows per page of the two.
-    `decode_settings` are additional settings of the decode worker."""
+    """Yields a prefill worker and a decode worker of one model. `page_rows` are the rows per page of the prefill worker
+    and of the decode worker. `settings` apply to both workers, and `decode_settings` only to the decode worker."""
     decoder = decoder_of(model)
     hub = Hub(threaded=True) if transfer == "loopback" else None
     common = settings if hub else {**settings, "transfer": transfer}

@@ -27,7 +27,7 @@ def config_of(folder: Path, **settings: Any) -> EngineConfig:
 
 
 def with_client(config: EngineConfig, scenario: Any) -> None:
-    """Runs `scenario(client)` on a fresh loop within the deadline, then closes the client."""
+    """Runs `scenario(client)` on a new event loop within the deadline, then closes the client."""
 
     async def run() -> None:
         client = EngineClient.start(config)

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: the captured batch sizes and, on a GPU, the tokens that replayed graphs give."""
+"""Decode steps as CUDA graphs: the captured batch sizes and, on a GPU, the tokens that replayed graphs produce."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_padding_to_a_captured_size_adds_at_most_7_tokens_or_less_than_a_quarter
 
 
 def make_prompts(tasks: list[str]) -> tuple[Tokenizer, list[Question], list[dict[str, list[int]]]]:
-    """Returns a tokenizer, six questions of about a thousand tokens, and their prompts."""
+    """Returns a tokenizer, six questions of about a thousand tokens each, and their prompts."""
     tokenizer = Tokenizer.load(find_model(DEMO), None)
     assert tokenizer is not None
     questions = make_questions(tasks, 1024, 6, 3, lambda text: 1 + len(tokenizer.encode(text)))
@@ -58,9 +58,12 @@ def answers(
 
 @pytest.mark.gpu
 def test_graphs_eager_steps_and_the_cpu_give_the_same_answers() -> None:
-    """Compares forty tokens after each question with and without graphs, and those of the correct answer with the CPU.
-    All prompts are computed in one step, so every decode step has six tokens. That is a captured size, and eager steps
-    of that size run the same kernels."""
+    """With and without graphs, the forty tokens after each question must be the same. As many of them as the correct
+    answer has must also equal those of the CPU.
+
+    All prompts are computed in one step, so every decode step has six tokens. Six is a captured size, and eager steps
+    of six tokens run the same kernels.
+    """
     tokenizer, questions, prompts = make_prompts(["lookup", "several", "chain"])
     on_cpu = answers(prompts, device="cpu")
     small: dict[str, Any] = {"device_kv_tokens": 8192, "host_kv_tokens": 32768}
@@ -75,8 +78,8 @@ def test_graphs_eager_steps_and_the_cpu_give_the_same_answers() -> None:
 
 
 def model_with_shared_indexers(folder: Path) -> str:
-    """Returns a model with the demo model's weights, but one indexer per three layers. Its answers are wrong, but
-    deterministic."""
+    """Writes to `folder` a model that has the demo model's weights, but only one indexer per three layers, and returns
+    its path. The model's answers are wrong, but deterministic."""
     for path in Path(DEMO).iterdir():
         (folder / path.name).symlink_to(path)
     fields = json.loads((Path(DEMO) / "config.json").read_text())
@@ -102,7 +105,8 @@ def test_layers_that_share_a_selection_read_the_right_rows_when_rows_are_copied_
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("tiers", ["off", "always"])
 def test_no_decode_step_synchronizes_the_host_with_the_gpu(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers cross two page boundaries, at which rows are copied into slots and pages are mirrored."""
+    """The answers cross at least two page boundaries. With tiers, pages are mirrored there, and rows are copied into
+    slots. Steps with prompts, and steps with commands other than `Grant`, are not checked."""
     submit, num_checked = Runner.submit, 0
 
     def submit_without_sync(runner: Runner, plan: Plan) -> SubmittedStep:

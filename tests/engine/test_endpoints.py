@@ -1,4 +1,4 @@
-"""The engine's end of handoffs: reused keys, refused prompts, failed registrations, and the order of closing."""
+"""The engine's side of handoffs: reused keys, refused prompts, failed registrations, and the order of closing."""
 
 import queue
 import threading
@@ -31,7 +31,8 @@ PEER, KEY, SEEDED = "127.0.0.1:1", HandoffKey("r", 0), SamplingParams(seed=1)
 
 
 class RecordingTransfer(Loopback):
-    """Records when it is closed, and whether the agent was still running. Tests add other events to `order`."""
+    """Records in `order` that it was closed, and whether the thread `agent` was still running then. Tests add other
+    events to `order`."""
 
     def __init__(self, hub: Hub) -> None:
         super().__init__(hub)
@@ -108,7 +109,7 @@ def test_defect_14_a_key_reused_while_its_plan_is_in_flight_is_another_request(
         for _ in range(8):
             prefill.step()
         rows = [(command.first, command.last) for command in agent.commands if isinstance(command, RowsComputed)]
-        assert rows == [(0, 16), (16, 32)], "rows of both requests were reported under one key"
+        assert rows == [(0, 16), (16, 32)], "rows of the released request were reported as rows of the second"
         agent.events = [ReleasePages(PEER, KEY), ReleasePages(PEER, KEY)]
         prefill.step()
         assert prefill.idle
@@ -158,7 +159,7 @@ def test_pages_are_announced_to_a_peer_only_after_copies_to_them_have_finished(
         assert isinstance(command, Fetch) and "kept" in command.request.key.request_id
         decode.abort("kept/0")
         decode.step()
-        assert len(agent.commands) == 2, "the peer that received the request did not receive its cancellation"
+        assert len(agent.commands) == 2, "the handoff of an aborted request was not cancelled"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -68,7 +68,7 @@ def test_the_sample_has_every_value_of_every_parameter_except_the_embedded_model
 
 SMALL = {"max_model_len": 56, "max_num_batched_tokens": 16}
 ROOMY = {"device_kv_tokens": 400, "host_kv_tokens": 1200}
-CROWDED = {"device_kv_tokens": 60, "host_kv_tokens": 400, "hot_slots": 8}  # so small that some requests must park
+CROWDED = {"device_kv_tokens": 60, "host_kv_tokens": 400, "hot_slots": 8}  # so small that some requests must be parked
 
 
 @pytest.mark.parametrize("model", ["dsa", "glm_moe_dsa", pytest.param("shared", marks=pytest.mark.slow)])

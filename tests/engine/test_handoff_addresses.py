@@ -1,4 +1,5 @@
-"""Control addresses of prefill and decode workers: where they listen, what they announce, and which are refused."""
+"""Control addresses of prefill and decode workers: where workers listen, which address they advertise, and which
+addresses are refused."""
 
 import asyncio
 import socket
@@ -89,13 +90,13 @@ def test_the_transfer_engine_is_opened_at_the_advertised_host_and_registers_the_
 def test_a_lost_handoff_is_logged_with_its_reason_unless_the_request_was_aborted(
     aborted: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The peer refuses the request, because it is a decode worker too."""
+    """The peer refuses the request, because the peer is a decode worker too."""
     decode, peer = (make(Loopback(Hub()), role="decode") for _ in range(2))
     try:
         (choice,) = InputProcessor(decode.card, 0).accept("r", [5] * 9, FOUR_TOKENS, prefill_at=peer.card.control)
         decode.add(choice)
         decode.step()
-        decode.step()  # the agent, which sends the request to the peer, has it now
+        decode.step()  # passes the request to the agent, which sends it to the peer
         if aborted:
             decode.abort(choice.request_id)
         finished, errors = {}, {}
@@ -145,7 +146,7 @@ def test_a_landing_without_a_prefill_worker_is_refused(landing: Literal["host", 
 
 
 def own_address() -> str:
-    """Returns an address of this machine that other machines could reach, or skips the test. Sends no packet."""
+    """Returns a non-loopback address of this machine, or skips the test if there is none. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

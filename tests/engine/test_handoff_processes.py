@@ -1,4 +1,5 @@
-"""Prefill and decode engines in processes, over NIXL. Tests kill an engine or cancel a request while rows land."""
+"""Handoffs over NIXL between engines in separate processes. Tests kill or stop an engine, or cancel a request, while
+rows land."""
 
 import asyncio
 import os
@@ -36,11 +37,11 @@ SHORT_PROMPT = LONG_PROMPT[:100]
 FOUR_TOKENS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 MANY_TOKENS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SCENARIO_S = 200.0
-PEER_LOST_S = PeerTiming().peer_timeout + 30.0  # by then, a dead peer is declared lost and its requests have ended
+PEER_LOST_S = PeerTiming().peer_timeout + 30.0  # time within which a dead peer is declared lost and its requests end
 
 
 class Workers:
-    """Starts engines of one tiny model. `close` closes all of them, also those whose process was killed."""
+    """Starts engines of one tiny model. `close` closes all of them, including those whose process was killed."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         """`settings` apply to all engines."""
@@ -49,7 +50,7 @@ class Workers:
         self._clients: list[EngineClient] = []
 
     async def start(self, *roles: Role, **settings: Any) -> list[EngineClient]:
-        """Starts one engine per role, all at the same time, because starting consists mostly of loading libraries."""
+        """Starts one engine per role, in parallel. `settings` apply to these engines only."""
         configs = [replace(self._config(role), **self._settings, **settings) for role in roles]
         processes = [EngineProcess(config) for config in configs]
         started = [
@@ -112,7 +113,8 @@ async def wait_until(
 
 
 async def wait_for_first_rows(prefill: EngineClient) -> None:
-    """Waits until rows of the long prompt have been written to the peer. At least half of the prompt must be left."""
+    """Waits until rows of the long prompt have been written to the peer. Fails if half of the prompt is computed by
+    then."""
 
     def written(stats: EngineStats) -> bool:
         return stats.handoff is not None and stats.handoff.nbytes > 0
@@ -137,7 +139,8 @@ def num_open(stats: EngineStats) -> int:
 
 
 async def wait_for_audit(client: EngineClient) -> EngineStats:
-    """Waits until an idle engine has audited itself, and returns its stats. A failed audit would end the engine."""
+    """Waits until an idle engine has audited itself, and returns its stats. A failed audit would end the engine, and
+    `stats` would raise."""
     await asyncio.sleep(AUDIT_AFTER_IDLE_S + 0.3)
     return await client.stats()
 
@@ -190,7 +193,8 @@ def test_a_prefill_worker_frees_the_pages_of_a_decode_worker_that_was_killed(tmp
         with pytest.raises(EngineStopped):
             await interrupted
         starting = asyncio.create_task(workers.start("decode"))
-        # If a write fails first, the report of this failure is retransmitted until the peer is declared lost.
+        # If a write to the killed worker fails first, the prefill worker sends a failure report, and retransmits it
+        # until the killed worker is declared lost.
         await wait_until(prefill, lambda stats: pages_held(stats) == 0 and num_open(stats) == 0, PEER_LOST_S)
 
         (successor,) = await starting
@@ -206,7 +210,7 @@ def test_a_prefill_worker_frees_the_pages_of_a_decode_worker_that_was_killed(tmp
 
 
 class Crowded(NamedTuple):
-    """Two workers with little memory, shared by tests that leave them idle."""
+    """Two workers with little memory, shared by several tests. Every test except the last leaves both workers idle."""
 
     runner: asyncio.Runner
     prefill: EngineClient
@@ -246,7 +250,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowded]:
 
 
 async def max_waiting(client: EngineClient, tasks: Sequence[asyncio.Task[Any]]) -> int:
-    """Returns the maximum number of waiting requests until all tasks have ended."""
+    """Polls until all tasks have ended, and returns the maximum number of waiting requests."""
     maximum = 0
     while not all(task.done() for task in tasks):
         maximum = max(maximum, (await client.stats()).waiting)
@@ -287,7 +291,9 @@ def test_prompts_wait_while_both_workers_are_full_and_can_be_cancelled_meanwhile
         await wait_until(decode, lambda stats: stats.waiting > 0 and pages_held(stats) > 0)
         cancelled.cancel()  # the request is still queued, so no peer has received it
         waiting_prefill, waiting_decode = await asyncio.gather(max_waiting(prefill, tasks), max_waiting(decode, tasks))
-        assert waiting_decode > 0 and waiting_prefill > 0, "no prompt had to wait, so this test checks nothing"
+        assert waiting_decode > 0 and waiting_prefill > 0, (
+            "no prompt waited at one of the workers, so this test checks less than it should"
+        )
         answers = [await task for task in tasks]
         computed = (await prefill.stats()).tokens_prefilled - before.tokens_prefilled
         assert computed == sum(map(len, prompts)), "a prompt was computed twice, or after it was cancelled"
@@ -297,7 +303,8 @@ def test_prompts_wait_while_both_workers_are_full_and_can_be_cancelled_meanwhile
 
 
 def test_a_stopping_prefill_worker_notifies_its_peers_so_they_quarantine_no_page(crowded: Crowded) -> None:
-    """The second stop command cuts the drain short. No test may use `crowded` after this one: its worker has exited."""
+    """The second stop command cuts the drain short. This must be the last test that uses `crowded`, because it stops
+    the prefill worker."""
     runner, prefill, decode = crowded
 
     async def scenario() -> None:

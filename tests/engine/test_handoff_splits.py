@@ -1,4 +1,5 @@
-"""Handoffs between engines with different parallelism: tokens equal those of one process, and no byte changes."""
+"""Handoffs between engines with different parallelism: tokens equal those of one process, and no byte changes
+on the way."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""The tokens of a request do not depend on its batch, on chunks, pages, preemption or plans in flight."""
+"""The tokens of a request do not depend on other requests, chunks, pages, tiers, preemption or plans in flight."""
 
 import random
 from functools import cache
@@ -76,7 +76,7 @@ class Workload(NamedTuple):
     """Requests that run together, and the settings of an engine that is usually too small to hold them all."""
 
     batch: list[int]  # indices into REQUESTS
-    arrive_at: list[int]  # the step at which each request is added
+    arrive_at: list[int]  # the step before which each request is added, counted from 0
     settings: dict[str, Any]
 
 
@@ -115,7 +115,7 @@ def test_tokens_do_not_depend_on_other_requests(name: str, workloads: int) -> No
         for counter in totals:
             totals[counter] += getattr(stats, counter)
     print(name, totals)
-    assert all(totals.values()), f"one of these never happened, so this test checks less than it should: {totals}"
+    assert all(totals.values()), f"one of these counters is 0, so this test checks less than it should: {totals}"
 
 
 def test_an_abort_at_any_step_frees_all_pages_and_does_not_change_other_answers() -> None:

@@ -1,5 +1,5 @@
-"""`choose_device`, and its messages on machines without a usable GPU. The tests replace functions of torch, because no
-machine has all of these GPUs."""
+"""`choose_device`, and its messages on machines without a usable GPU. The tests replace functions of torch to simulate
+different machines."""
 
 import logging
 import warnings

@@ -7,7 +7,8 @@ from hotset.schedule.plan import TokenOutputs
 
 
 def test_the_finish_reason_is_in_the_delta_of_the_last_of_two_tokens() -> None:
-    """One output has two tokens of a request: the first came with its handoff, the second from the step after it."""
+    """One `TokenOutputs` has two tokens of a request: the first came with the handoff, the second from the first decode
+    step."""
     processor = OutputProcessor(None)
     processor.add([Choice("r/0", 0, PromptSpec((5, 6), SamplingParams(max_tokens=2)), 4)])
     outputs = TokenOutputs(request_ids=["r/0", "r/0"], token_ids=[7, 8], finished={"r/0": "length"})

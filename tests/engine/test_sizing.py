@@ -174,6 +174,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(
 ) -> None:
     with pytest.raises(RequestError) as refusal:
         InputProcessor(card(**changes), seed=0).accept("r", [1] * prompt, SamplingParams(max_tokens=answer), tiers)
+    # Only the cases that exceed a length quote more than two fragments.
     assert isinstance(refusal.value, ContextLengthExceeded) == (len(quoted) > 2 and tiers != "warm")
     assert "\n" not in str(refusal.value)
     for text in quoted:
@@ -186,7 +187,8 @@ def test_a_resident_request_without_max_tokens_ends_at_the_longest_resident_cont
 
 
 def test_the_scheduler_has_room_for_every_accepted_request() -> None:
-    """The model card and the scheduler agree on what fits, so an accepted request never fails an assertion later."""
+    """The model card and the scheduler agree on what fits, so an accepted request fails no assertion of the
+    scheduler."""
     model = Decoder(gqa_spec(), RandomWeights(torch.float32, seed=1))
     for tokens in (8, 9, 30, 33):
         engine = make_engine(model, gqa_spec(), page_rows=4, device_kv_tokens=tokens, host_kv_tokens=96)

@@ -1,4 +1,4 @@
-"""`TextAssembler` returns the text of a choice piece by piece, and ends it at a stop string."""
+"""`TextAssembler` returns the text of a choice piece by piece, and ends the text at a stop string."""
 
 from collections.abc import Sequence
 
@@ -57,20 +57,20 @@ def test_pieces_add_up_to_the_expected_text_and_none_is_released_too_early(
     assembler = TextAssembler(
         FakeTextStream(texts, last), SamplingParams(stop=stops, include_stop_str_in_output=include)
     )
-    released, so_far = "", ""
+    released, pushed = "", ""
     for token, text in enumerate(texts):
-        released, so_far = released + assembler.push(token), so_far + text
-        whole, stop = text_until_stop(so_far, stops, include)
+        released, pushed = released + assembler.push(token), pushed + text
+        whole, stop = text_until_stop(pushed, stops, include)
         assert assembler.stopped_by == stop
         if stop is not None:
             assert released == whole
             continue
         # The text held back is exactly the longest prefix of a stop string that the text ends with.
         held = max(
-            (n for n in range(len(so_far) + 1) for s in stops if n < len(s) and so_far.endswith(s[:n])), default=0
+            (n for n in range(len(pushed) + 1) for s in stops if n < len(s) and pushed.endswith(s[:n])), default=0
         )
-        assert released == so_far[: len(so_far) - held]
-    whole, stop = text_until_stop(so_far + last, stops, include)
+        assert released == pushed[: len(pushed) - held]
+    whole, stop = text_until_stop(pushed + last, stops, include)
     assert (released + assembler.finish(), assembler.stopped_by) == (whole, stop)
     assert assembler.finish() == ""
 

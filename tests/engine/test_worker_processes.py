@@ -1,4 +1,5 @@
-"""Worker processes: they give the same tokens as one process, and all exit if one of them or the controller dies."""
+"""An engine with worker processes gives the same tokens as one process. All workers exit if one of them or the
+controller dies."""
 
 import os
 import re
@@ -57,7 +58,7 @@ def pids_of(llm: LLM) -> list[int]:
 def wait_until(condition: Callable[[], bool], description: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, f"not after {DEADLINE_S:g} s: {description}"
+        assert time.monotonic() < deadline, f"still not true after {DEADLINE_S:g} s: {description}"
         time.sleep(0.05)
 
 

@@ -1,4 +1,5 @@
-"""Engines with several workers give the same tokens as one process, for every split and every setting of `tiers`."""
+"""Engines with several workers give the same tokens as one process, for every split and every value of
+`tiers` that the model supports."""
 
 import random
 import threading
@@ -35,7 +36,7 @@ QUICK = (  # the other combinations are marked slow
     ("qwen3", "PP 2", "off"),
     ("deepseek_v32", "DP 2", "auto"),
 )
-# Settings under which some requests are preempted, given the small pools of these tests.
+# With these settings, a device pool of 96 tokens cannot hold all requests at once.
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "page_rows": 4, "max_model_len": 64}
 NUM_REQUESTS = 7
 
@@ -84,7 +85,7 @@ def test_tokens_equal_those_of_one_process(model: str, split: str, tiers: str) -
 
 
 class FakeCopyEvent:
-    """The event of copies from a GPU to the host, which have finished when the test sets `done`."""
+    """Stands for the event of copies from a GPU to the host. It occurs when the test sets `done`."""
 
     def __init__(self) -> None:
         self.done = threading.Event()

@@ -1,4 +1,4 @@
-"""An executor whose workers are threads of the test's process. They run the code of worker processes."""
+"""An executor whose workers are threads of the test's process. The threads run the code of worker processes."""
 
 import os
 import queue
@@ -50,7 +50,8 @@ class ThreadWorld:
 
 
 class ThreadProcess:
-    """A thread with the interface of a process. A thread cannot be killed, so `kill` calls `on_kill`."""
+    """A thread with the interface of a process. A thread cannot be killed, so `kill` only calls `on_kill`, which should
+    make the thread exit."""
 
     def __init__(self, target: Callable[[], None], on_kill: Callable[[], None]) -> None:
         self.sentinel, self._open_while_running = os.pipe()
@@ -76,7 +77,7 @@ class ThreadProcess:
 
 
 class ThreadWorkers(MultiprocessExecutor):
-    """Runs the workers in threads of this process."""
+    """Implements `Executor` with workers that are threads of this process."""
 
     def __init__(self, config: EngineConfig, splits: Sequence[Split], kv_heads: int) -> None:
         stages = len(splits) // splits[0].size
@@ -100,13 +101,14 @@ class ThreadWorkers(MultiprocessExecutor):
         return pipe, ThreadProcess(serve, self._abort_barriers)
 
     def _abort_barriers(self) -> None:
-        """Ends the waits of all workers, so that their threads exit."""
+        """Aborts the barriers of all groups, so that threads that wait in a collective fail and exit. A thread that
+        waits for another pipeline stage fails after at most WAIT_S seconds."""
         for group in self._groups:
             group.barrier.abort()
 
 
 def split_engine(spec: ModelSpec, seed: int, transfer: Transfer | None = None, **settings: Any) -> Engine:
-    """Returns an engine with several workers and random weights in float64. `settings` are those of `EngineConfig`."""
+    """Returns an engine with several workers and random weights in float64. `settings` are fields of EngineConfig."""
     config = EngineConfig(**settings)
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
 

@@ -1,4 +1,4 @@
-"""Questions whose contexts the demo model prefilled once. Each test answers them over memory that it has damaged."""
+"""Questions whose contexts were prefilled once by the demo model. Tests answer them over intact or damaged memory."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 PAGE_ROWS = 64
 ANSWER_TOKENS = 16
 QUESTION = re.compile(r" (?:recall|list) (?P<key>\S+ [^\s;]+)(?: and \S+ [^\s;]+)*;?$")  # the question, at the very end
-QUESTION_TOKENS = 12  # tokens that are prefilled over the damaged memory: at least the question
+QUESTION_TOKENS = 12  # last tokens of each prompt, prefilled over the damaged memory: they contain the question
 CHUNK = 1024
 
 Damage = Callable[[Tensor, View], Tensor]  # positions that the indexer chose -> positions whose rows are read
@@ -74,8 +74,8 @@ class Prepared:
                 self.pool, self.tables, make_batch(range(len(starts)), starts, [len(new) for new in tokens], CPU)
             )
             flat = torch.tensor([token for new in tokens for token in new])
-            wanted = torch.cumsum(torch.tensor([len(new) for new in tokens]), 0) - 1
-            chosen = self.model.forward(flat, DamagedView(view, damage), wanted).argmax(-1).tolist()
+            last_tokens = torch.cumsum(torch.tensor([len(new) for new in tokens]), 0) - 1
+            chosen = self.model.forward(flat, DamagedView(view, damage), last_tokens).argmax(-1).tolist()
             starts = [start + len(new) for start, new in zip(starts, tokens, strict=True)]
             tokens = [[token] for token in chosen]
             for answer, token in zip(answers, chosen, strict=True):
@@ -87,7 +87,7 @@ class Prepared:
         return self.tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens).strip()
 
     def needle_page(self, nth: int) -> int:
-        """Returns the page of question `nth`'s context that holds the value of its first key."""
+        """Returns the page of question `nth`'s context that holds the value of the question's first key."""
         prompt = self.questions[nth].prompt
         question = QUESTION.search(prompt)
         assert question is not None, prompt[-80:]
@@ -97,7 +97,7 @@ class Prepared:
 
     @contextmanager
     def shifted(self, kind: Literal["rows", "keys"]) -> Iterator[None]:
-        """Shifts every needle's page of rows, or of index keys, by one position until the block ends."""
+        """Rotates every needle's page of rows, or of index keys, by one position until the `with` block ends."""
         before = self.pool.bytes.clone()
         for seat in range(len(self.questions)):
             positions = torch.arange(PAGE_ROWS) + self.needle_page(seat) * PAGE_ROWS
@@ -124,7 +124,7 @@ def load() -> tuple[Decoder, Tokenizer]:
 
 
 def prepare(model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question]) -> Prepared:
-    """Prefills every context except its last tokens, in chunks."""
+    """Prefills every prompt except its last QUESTION_TOKENS tokens, in chunks."""
     prompts = [tokenizer.encode("<|bos|>" + question.prompt) for question in questions]
     geometry = model.kv_shape.geometry(PAGE_ROWS)
     longest = max(map(len, prompts)) + ANSWER_TOKENS

@@ -67,7 +67,7 @@ def test_one_page_of_index_keys_shifted_by_a_position_is_noticed(prepared: Prepa
 
 
 class FixedBackend:
-    """Answers the tasks in `known` correctly and the others incorrectly."""
+    """Answers the tasks in `known` correctly and all other tasks incorrectly."""
 
     name = "fixed"
     context = 1024

@@ -27,7 +27,7 @@ def ask(task: str, count: int = 12, seed: int = 0, length: int = LENGTH) -> list
 
 
 def records(question: Question) -> list[tuple[str, tuple[str, str], list[str]]]:
-    """Returns kind, key and value of each record: only sentences of words from the list, so no running text."""
+    """Returns kind, key and value of each record. Sentences with words outside the list are running text."""
     vocabulary = set(words()) | set(NUMBERS)
     matches = [(m[1], (m[2], m[3]), m[4].split()) for m in RECORD.finditer(question.prompt)]
     return [r for r in matches if {*r[1], *r[2]} <= vocabulary and held_out(r[1])]
@@ -57,7 +57,7 @@ def test_every_word_is_one_token_so_that_text_and_tokens_agree() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_tokens_of_a_prompt_are_those_of_its_parts(task: str) -> None:
-    """Training composes tokens. If text merged across their boundaries, the model would see tokens it never learned."""
+    """Training joins the tokens of parts. If tokens spanned two parts, the model would see tokens it never learned."""
     for question in ask(task, 4):
         parts = re.findall(r"\s\S+", question.prompt)
         assert "".join(parts) == question.prompt
@@ -136,7 +136,7 @@ def test_keys_are_held_out_and_have_near_misses(task: str) -> None:
         found = records(question)
         assert len(found) >= LENGTH // 40 - 1
         assert any((key[0] == asked[0]) != (key[1] == asked[1]) for _, key, _ in found for asked in keys)
-        # A sentence that looks like a record but has a training key would be an error; running text has none.
+        # A sentence that looks like a record must not have a training key. Running text contains no such sentence.
         stray = [m[0] for m in RECORD.finditer(question.prompt) if {m[2], m[3], *m[4].split()} <= set(words())]
         assert len(stray) <= len(found)
 

@@ -1,8 +1,8 @@
 """Decode and prefill workers with random faults, in virtual time and with real bytes. One seed determines a run.
 
-Each worker has a state machine, a loopback transfer, memory and an allocator. This file acts as its engine and its
-agent. Free pages are filled with POISON and must stay so. A landed context is compared with the computed bytes when it
-lands and again before its pages are released.
+Each worker has a state machine, a loopback transfer, memory and allocators. The classes of this file replace engines
+and agents. Free pages are filled with POISON and must not change. A context is compared with the computed bytes when it
+lands, and again before its pages are released.
 """
 
 import heapq
@@ -67,8 +67,8 @@ Bytes = NDArray[np.uint8]
 
 
 def computed_bytes(token_ids: Sequence[int], first: int, last: int, unit: int, width: int) -> Bytes:
-    """Returns the bytes of positions [first, last) in one unit (a layer or an index group): [last - first, width]. They
-    depend on token, position and unit."""
+    """Returns the bytes of positions [first, last) in one unit (a layer or an index group): [last - first, width]. The
+    bytes depend on token, position and unit."""
     tokens = np.asarray(token_ids[first:last], np.int64)[:, None]
     positions = np.arange(first, last, dtype=np.int64)[:, None]
     mixed = tokens * 2654435761 + positions * 40503 + unit * 9176 + np.arange(width) * 131
@@ -89,7 +89,8 @@ class Arena:
 class Pool:
     """Pages of rows or of index keys: `[units][parts][pages][bytes]`, filled with POISON while they are free.
 
-    A unit is a layer or an index group. Each page is divided into parts, as in `PagedSpan`.
+    A unit is a layer or an index group. Each page is divided into parts, as in `PagedSpan`. Each part ends with
+    `spare` unused bytes.
     """
 
     def __init__(
@@ -106,13 +107,13 @@ class Pool:
         self.allocator = PageAllocator(pages)
 
     def rows(self, pages: Sequence[int], unit: int, count: int) -> Bytes:
-        """Returns a copy of the first `count` rows of a context: [count, row_bytes]."""
+        """Returns a copy of the first `count` rows of a context in one unit: [count, row_bytes]."""
         parts = self.bytes[unit][:, list(pages), : self.part_rows * self.span.row_bytes]
         by_page = parts.swapaxes(0, 1).reshape(len(pages), -1, self.span.row_bytes)[:, : self.span.page_rows]
         return by_page.reshape(-1, self.span.row_bytes)[:count]
 
     def write(self, pages: Sequence[int], unit: int, first: int, rows: Bytes) -> None:
-        """Writes rows to the positions of a context that begin at `first`."""
+        """Writes rows to positions [first, first + len(rows)) of a context in one unit."""
         for position, row in enumerate(rows, first):
             page, row_index = pages[position // self.span.page_rows], position % self.span.page_rows
             start = row_index % self.part_rows * self.span.row_bytes
@@ -126,7 +127,7 @@ class Pool:
         self.allocator.release(pages)
 
     def audit(self, allocator: PageAllocator | None = None) -> None:
-        """Asserts that all free pages are POISON. `allocator`, if given, replaces the pool's own allocator."""
+        """Audits `allocator`, by default the pool's own, and asserts that all its free pages are POISON."""
         allocator = allocator or self.allocator
         allocator.audit()
         free = self.bytes[:, :, [page for page in range(allocator.capacity) if not allocator._held[page]]]
@@ -134,7 +135,7 @@ class Pool:
 
 
 class ShardedPool:
-    """A pool of rows that are sharded over ranks by heads: page n is page n of every rank."""
+    """A pool of rows that are sharded over ranks by heads. Page n of the pool consists of page n of every rank."""
 
     def __init__(self, arena: Arena, ranks: int, pages: int, page_rows: int) -> None:
         width = 2 * max(1, HEADS // ranks) * HEAD_BYTES
@@ -142,15 +143,15 @@ class ShardedPool:
         self.shards = head_shards([pool.span for pool in self.pools], HEADS, HEAD_BYTES)
         self.span, self.allocator = self.pools[0].span, self.pools[0].allocator
 
-    def check(self, pages: Sequence[int], unit: int, rows: Bytes) -> None:
-        """Asserts that the pages contain these rows."""
+    def check(self, pages: Sequence[int], layer: int, rows: Bytes) -> None:
+        """Asserts that the pages contain these rows of one layer, from the context's first row."""
         for pool, shard in zip(self.pools, self.shards, strict=True):
-            found = pool.rows(pages, unit, len(rows))
-            assert (found == self._slices(rows, shard)).all(), f"rows of layer {unit} are wrong"
+            found = pool.rows(pages, layer, len(rows))
+            assert (found == self._slices(rows, shard)).all(), f"rows of layer {layer} are wrong"
 
-    def write(self, pages: Sequence[int], unit: int, first: int, rows: Bytes) -> None:
+    def write(self, pages: Sequence[int], layer: int, first: int, rows: Bytes) -> None:
         for pool, shard in zip(self.pools, self.shards, strict=True):
-            pool.write(pages, unit, first, self._slices(rows, shard))
+            pool.write(pages, layer, first, self._slices(rows, shard))
 
     @staticmethod
     def _slices(rows: Bytes, shard: Shard) -> Bytes:
@@ -213,12 +214,12 @@ class FaultRates:
 
     lose: float = 0.05  # a message is lost
     duplicate: float = 0.05  # a message is sent twice
-    delay: float = 0.05  # a message takes seconds instead of milliseconds
+    delay: float = 0.05  # a message takes 0.1 to 3 s instead of at most 20 ms
     abort: float = 0.12  # a handoff is cancelled
     not_computed: float = 0.01  # a prompt fails instead of computing its next chunk
     death: float = 0.0004  # a worker is killed, and restarted later
     false_alarm: float = 0.0006  # a worker treats a living peer as lost
-    writes: Faults = field(default_factory=Faults)
+    writes: Faults = field(default_factory=Faults)  # faults of the transfer engine
 
 
 class World:
@@ -228,14 +229,14 @@ class World:
         self.random, self.rates, self.now = random.Random(seed), rates, 0.0
         self.hub = Hub(rates.writes, seed)
         self.counts: Counter[str] = Counter()
-        self.longest_s = 0.0  # the longest time from a request to its outcome
-        self.phase_seconds: Counter[str] = Counter()  # by state machine and phase
+        self.longest_s = 0.0  # the longest time from the beginning of a handoff to its outcome
+        self.phase_seconds: Counter[str] = Counter()  # total time that handoffs or pieces have spent in each phase
         self._due: list[tuple[float, int, Any]] = []
         self._numbers = itertools.count()
         self.prompt_numbers = itertools.count(1)
         self.decodes = [DecodeWorker(self, f"decode-{number}", number) for number in range(decodes)]
         self.prefills = [PrefillWorker(self, f"prefill-{number}") for number in range(prefills)]
-        # For each dead prefill worker: the time at which its writes end, its transfer, and its memory.
+        # For each dead prefill worker: when its writes end, its transfer, and its memory, which must exist until then.
         self.orphaned_writers: list[tuple[float, Loopback, Any]] = []
 
     @property
@@ -249,8 +250,8 @@ class World:
         return self.random.random() < probability
 
     def send(self, origin: "Worker", to: str, message: Message) -> None:
-        """Sends to the incarnation that `origin` knows, over a network that loses, duplicates, delays and reorders
-        messages."""
+        """Sends a message to the incarnation of `to` that `origin` knows. The network loses, duplicates, delays and
+        reorders messages."""
         worker = next(worker for worker in self.workers if worker.name == to)
         target_incarnation, sender_incarnation = origin.known_peers.get(to), origin.incarnation
         for _ in range(2 if self.chance(self.rates.duplicate) else 1):
@@ -286,7 +287,8 @@ class World:
         decode.machine.add_peer(prefill.name, prefill.hello)
 
     def step(self, seconds: float) -> None:
-        """Advances the clock, delivers messages and writes that are due, and runs one step of every worker."""
+        """Advances the clock, delivers the messages and writes that are due, and runs one step of every living worker.
+        Then stops the writes of dead prefill workers whose time has come."""
         self.now += seconds
         while self._due and self._due[0][0] <= self.now:
             heapq.heappop(self._due)[2]()
@@ -352,8 +354,8 @@ class Worker(ABC):
         """Runs one iteration of the worker's loop."""
 
     def die(self) -> None:
-        """Kills the worker, which starts again later. Writes of a dead prefill worker may continue for a while.
-        Writes to a dead decode worker no longer arrive."""
+        """Kills the worker, which starts again 0.2 to 3 s later. Writes of a dead prefill worker may continue for up to
+        2 s. Writes to a dead decode worker no longer arrive."""
         world, self.alive = self.world, False
         self.record_phase_seconds()
         if isinstance(self, DecodeWorker):
@@ -400,19 +402,18 @@ class DecodeWorker(Worker):
         super().start()
         self.ring = ReceiverStaging(self.staging_range, self.hello.stores)
         self.machine = Receiver(scaled(RECEIVER_TIMEOUTS, TIMEOUT_SCALE), self.ring)
-        self.request_ids = itertools.count()  # every incarnation uses the same ids again
-        # Requests that wait for pages: key, token ids, and the number of further attempts.
+        self.request_ids = itertools.count()  # each incarnation begins at 0 again
+        # Requests that wait for pages or a prefill worker: key, token ids, and number of further attempts allowed.
         self.waiting: deque[tuple[HandoffKey, tuple[int, ...], int]] = deque()
-        # Handoffs without an outcome: request, number of further attempts, and time of the request.
+        # Handoffs without an outcome: request, number of further attempts allowed, and when the handoff began.
         self.open: dict[HandoffKey, tuple[HandoffRequest, int, float]] = {}
-        self.landed: dict[
-            HandoffKey, tuple[float, HandoffRequest]
-        ] = {}  # with the time at which to release their pages
+        # Landed contexts: when to release the pages, and the request.
+        self.landed: dict[HandoffKey, tuple[float, HandoffRequest]] = {}
         self.quarantined: dict[HandoffKey, HandoffRequest] = {}
         self.known_keys: set[HandoffKey] = set()
 
     def request(self) -> None:
-        """Adds a random prompt to the queue."""
+        """Adds a prompt of random length to the queue."""
         count, number = self.world.random.randint(1, 40), next(self.world.prompt_numbers)
         token_ids = tuple(range(number * 64, number * 64 + count))
         self.waiting.append((HandoffKey(str(next(self.request_ids)), 1), token_ids, 2))
@@ -444,7 +445,7 @@ class DecodeWorker(Worker):
         return self.memories[self.store_names.index(request.landing)]
 
     def _fetch(self, key: HandoffKey, token_ids: tuple[int, ...], attempts: int) -> bool:
-        """Begins a handoff. Returns False if there are no pages or no prefill worker: then the request has to wait."""
+        """Begins a handoff. Returns False, and begins nothing, if there are too few pages or no prefill worker."""
         prefills = [
             prefill
             for prefill in self.world.prefills
@@ -479,8 +480,8 @@ class DecodeWorker(Worker):
             self.memory(request).release(request)
             counts["quiesced later"] += 1
             return
-        request, attempts, requested_at = self.open.pop(event.key)  # raises KeyError if a handoff ends twice
-        self.world.longest_s = max(self.world.longest_s, self.world.now - requested_at)
+        request, attempts, began_at = self.open.pop(event.key)  # raises KeyError if a handoff ends twice
+        self.world.longest_s = max(self.world.longest_s, self.world.now - began_at)
         if isinstance(event, Landed):
             assert event.token_id == request.prompt.token_ids[-1] + 1
             self.memory(request).check(request)
@@ -504,12 +505,12 @@ class Job:
 
     start: StartPrefill
     pages: list[int]
-    num_submitted: int = 0  # rows
+    num_submitted: int = 0  # rows whose forward pass is submitted
 
 
 @dataclass(eq=False)
 class ForwardPass:
-    """A forward pass and its event. Rows [first, last) are in their pages only after it has happened."""
+    """A forward pass and its event. Rows [first, last) are in their pages only after the event has happened."""
 
     incarnation: int
     job: Job
@@ -528,7 +529,7 @@ class PrefillWorker(Worker):
         page_rows, ranks = (16, 4, 10)[int(self.name[-1]) % 3], (2, 1, 4)[int(self.name[-1]) % 3]
         rows = ShardedPool(arena, ranks, 240 // page_rows, page_rows)
         keys = Pool(arena, GROUPS, 1, 240 // page_rows, page_rows, KEY_BYTES)
-        keys.allocator = rows.allocator  # a page number of a host store stands for rows and index keys
+        keys.allocator = rows.allocator  # in a host store, rows and index keys have the same page numbers
         return [Memory(rows, keys)]
 
     def start(self) -> None:
@@ -595,7 +596,8 @@ class PrefillWorker(Worker):
             self.queue.remove(queued[0])
 
     def _compute(self) -> None:
-        """Submits one chunk of up to three prompts. The rows are in their pages a little after they were announced."""
+        """Submits one chunk of each of up to three prompts. The rows reach their pages at most 30 ms after they were
+        announced."""
         while self.queue and (pages := self._allocate(len(self.queue[0].prompt))) is not None:
             start = self.queue.popleft()
             self.jobs[start.peer, start.key] = Job(start, pages)
@@ -622,7 +624,8 @@ class PrefillWorker(Worker):
         return self.memory.rows.allocator.allocate(pages_for(self.memory.rows.span, tokens))
 
     def _finish_forward_pass(self, forward: "ForwardPass") -> None:
-        """Writes rows and index keys to the job's pages, unless they were released, and marks the event as happened."""
+        """Writes rows and index keys to the job's pages, unless the pages were released, and marks the event as
+        happened. Does nothing if the worker has died meanwhile."""
         job = forward.job
         if forward.incarnation != self.incarnation or not self.alive:
             return

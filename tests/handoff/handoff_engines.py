@@ -1,6 +1,6 @@
 """Fake engines for tests of the agent. They write predictable bytes instead of running a model, and check what landed.
 
-The agents, state machines, sockets and transfers around them are real.
+The agents and state machines around them are real. The transfer engine is one of hotset's, or `FileTransfer`.
 """
 
 import json
@@ -47,15 +47,15 @@ from hotset.handoff.timers import PeerTiming
 from hotset.transfer.api import DeviceEvent, Region, Throughput, Transfer, Writes, WriteState, WriteTicket
 
 if TYPE_CHECKING:
-    from hotset.handoff.packing import StagingMemory  # it imports torch, which would slow the start of processes
+    from hotset.handoff.packing import StagingMemory  # imports torch, which would slow the start of processes
 
 LAYERS, HEADS, HEAD_BYTES, GROUPS, KEY_BYTES = 2, 4, 6, 1, 16
 ROW_BYTES = 2 * HEADS * HEAD_BYTES  # K and V of all heads
 POISON = 0xAB
 MODEL = ModelIdentity("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
 SHORT_TIMING = PeerTiming(hello_every=0.1, ping_every=0.2, peer_timeout=1.5, poll_every=0.001)
-TIMEOUT_SCALE = 0.2  # for the timeouts of the state machines
-WAIT_S = 60.0  # upper limit of every wait, long enough for an overloaded machine
+TIMEOUT_SCALE = 0.2  # default factor for the timeouts of the state machines
+WAIT_S = 60.0  # default time limit of waits, long enough for an overloaded machine
 
 Bytes = NDArray[np.uint8]
 
@@ -69,7 +69,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = WAIT_S) -> bool:
 
 
 def contents(token_ids: Sequence[int], units: int, width: int) -> Bytes:
-    """Returns the bytes that the fake model computes for this prompt: [layers or index groups, positions, width]."""
+    """Returns the bytes that the fake model computes for this prompt: [units, positions, width]. Units are
+    layers or index groups."""
     tokens = np.asarray(token_ids, np.int64)
     prefix_sums = np.cumsum(tokens)[None, :, None]
     unit = np.arange(units)[:, None, None]
@@ -143,7 +144,7 @@ class Memory:
 
 
 class StoppableClock:
-    """A monotonic clock that a test can stop and advance. While it stands still, no timeout can end a phase."""
+    """A monotonic clock that a test can stop and advance. While it is stopped, no timeout can end a phase."""
 
     def __init__(self) -> None:
         self._lag = 0.0
@@ -212,7 +213,8 @@ class _Engine(ABC):
         """Handles one event of the agent."""
 
     def in_phases(self, *phases: str) -> bool:
-        """Returns whether the open handoffs are in exactly these phases. Without arguments: whether none is open."""
+        """Returns whether the handoffs that are not closed are in exactly these phases. Without arguments:
+        whether all are closed."""
         with self.agent._lock:
             return sorted(phase.value for phase in self.machine.phases().values()) == sorted(phases)
 
@@ -226,7 +228,7 @@ class _Engine(ABC):
 
 
 class DecodeEngine(_Engine):
-    """Fetches contexts, checks their bytes when they land, and records their events."""
+    """Fetches contexts, checks their bytes when they land, and records the events of each handoff."""
 
     def __init__(
         self,
@@ -249,7 +251,7 @@ class DecodeEngine(_Engine):
         super().__init__(machine, memory, channel, transfer, staging=staging, **options)
 
     def fetch(self, peer: str, token_ids: Sequence[int], name: str, attempt: int = 0) -> HandoffKey:
-        """Begins a handoff from the prefill worker at address `peer`. The target pages are poisoned."""
+        """Poisons target pages, and begins a handoff from the prefill worker at address `peer`."""
         key, count = HandoffKey(name, attempt), -(-len(token_ids) // self.memory.page_rows)
         with self._lock:
             rows, self.free_rows = self.free_rows[:count], self.free_rows[count:]
@@ -302,7 +304,7 @@ class DecodeEngine(_Engine):
         return self.events[key][0]
 
     def audit(self) -> None:
-        """Asserts that every page is either free or quarantined, exactly once."""
+        """Asserts that every page is either free or quarantined. There must be no open handoff."""
         self.agent.audit()
         assert self.failure is None, self.failure
         for free, quarantined in (
@@ -313,8 +315,8 @@ class DecodeEngine(_Engine):
 
 
 class _DelayedEvent:
-    """Behaves like a GPU event. After `seconds` it runs `action`, which writes the bytes. It has happened when its
-    action has run and `previous`, the earlier event of the same stream, has happened."""
+    """Behaves like a GPU event. After `seconds`, it runs `action`, which writes the bytes. The event has happened when
+    `action` has run and `previous`, the preceding event of the stream, has happened."""
 
     def __init__(self, seconds: float, action: Callable[[], None], previous: DeviceEvent | None) -> None:
         self._action_done = False
@@ -344,9 +346,11 @@ class _GatedEvent:
 class PrefillEngine(_Engine):
     """Computes prompts in chunks.
 
-    `stop_before` stops every prompt before a stage: 'compute', 'second chunk' (any chunk but the first) or 'sample'.
-    `refuse` is the reason for which every prompt is refused. A chunk is computed `event_s` after it is announced; with
-    `gate`, its event happens when the test sets the gate. `report` is called at the beginning of each stage.
+    `stop_before`, if not empty, is the stage before which every prompt stops: 'compute', 'second chunk' (any chunk but
+    the first) or 'sample'. `refuse`, if not empty, is the reason for which every prompt is refused. By default, a
+    chunk is computed before it is announced, and has no event. With `event_s`, it is computed `event_s` seconds later,
+    and then its event happens. With `gate`, which overrides `event_s`, it is computed before it is announced, and its
+    event happens when the test sets the gate. `report` is called with the name of each stage that a prompt reaches.
     """
 
     def __init__(
@@ -406,7 +410,7 @@ class PrefillEngine(_Engine):
             self.agent.put(FirstTokenSampled(peer, key, first_token(token_ids), alternatives))
 
     def _submit_chunk(self, pages: list[int], token_ids: Sequence[int], first: int, last: int) -> DeviceEvent | None:
-        """Computes a chunk now or later. Returns the event after which it is computed, or None if that is now."""
+        """Computes a chunk, now or after `event_s` seconds. Returns its event, or None if it needs none."""
         if self._gate is not None:
             self.memory.fill(pages, token_ids, first, last)
             return _GatedEvent(self._gate)
@@ -430,8 +434,8 @@ class PrefillEngine(_Engine):
 
 
 class FileTransfer:
-    """A transfer between processes of one machine that map the same files. `submit` writes at once, but `poll` reports
-    the end only while `may_end` is set."""
+    """A transfer between processes of one machine that map each other's files. `submit` writes at once, but `poll`
+    returns PENDING while `may_end` is not set."""
 
     name = "file"
 

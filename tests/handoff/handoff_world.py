@@ -25,14 +25,14 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 class FaultyChannel:
-    """A channel that loses, duplicates or delays outgoing messages, by the names of their types."""
+    """A channel that loses, duplicates or delays outgoing messages. Each fault is set by the name of a message type."""
 
     def __init__(self, inner: ControlChannel, seed: int = 0) -> None:
         self.inner, self.address = inner, inner.address
         self.lose: dict[str, int] = {}  # the number of further messages of each type that will be lost
-        self.duplicate: set[str] = set()  # types of which every message is sent twice
-        self.max_delay: dict[str, float] = {}  # in seconds; each delay is random
-        self.sent: list[str] = []  # the types of all messages so far, including lost ones
+        self.duplicate: set[str] = set()  # types whose messages are sent twice, unless they are lost
+        self.max_delay: dict[str, float] = {}  # seconds, by type; each message gets a random delay up to this limit
+        self.sent: list[str] = []  # the type of every message passed to `send`, including lost ones
         self._random = random.Random(seed)
         self._delayed: list[tuple[float, str, Message]] = []
 

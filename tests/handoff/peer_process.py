@@ -1,13 +1,14 @@
 """A worker in its own process, for tests that kill it: `peer_process.py prefill|decode ADDRESS FOLDER FAULT`.
 
-It prints `address ADDRESS` first.
+The worker listens at ADDRESS, whose port may be 0, and keeps its memory in a file in FOLDER. It first prints
+`address` and the address at which it really listens.
 
-A prefill worker prints `stage STAGE` at the beginning of each stage of a prompt. FAULT is the stage before which every
-prompt stops, or empty.
+A prefill worker prints `stage STAGE` when a prompt reaches a stage. FAULT is the stage before which every prompt stops,
+or empty.
 
 A decode worker reads lines from stdin: `PEER NAME TOKEN…` begins a handoff from the prefill worker at address PEER, and
-`cancel` cancels the newest handoff. It prints `event TYPE` for the outcome of each handoff. FAULT is a type of message
-that it never sends, or empty.
+`cancel` cancels the newest handoff. The worker prints `event TYPE` for the outcome of each handoff. FAULT is a type of
+message that the worker never sends, or empty.
 """
 
 import sys

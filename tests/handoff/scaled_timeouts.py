@@ -1,4 +1,4 @@
-"""Scaling of the timeouts of the state machines, to shorten tests."""
+"""Scales the timeouts of the state machines for tests."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -13,7 +13,7 @@ def scaled(timeouts: Mapping[P, PhaseTimeout], factor: float) -> dict[P, PhaseTi
     """Returns a table in which every limit and retransmit interval is multiplied by `factor`."""
 
     def scale(timeout: PhaseTimeout) -> PhaseTimeout:
-        every = timeout.retransmit_every
-        return PhaseTimeout(timeout.limit * factor, None if every is None else every * factor)
+        interval = timeout.retransmit_every
+        return PhaseTimeout(timeout.limit * factor, None if interval is None else interval * factor)
 
     return {phase: scale(timeout) for phase, timeout in timeouts.items()}

@@ -1,4 +1,4 @@
-"""Memory of an engine whose rows are sharded over ranks by heads, for tests that compare it head by head."""
+"""Memory of an engine whose rows are sharded over ranks by heads, for tests that compare bytes head by head."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,9 @@ Bytes = NDArray[np.uint8]
 
 
 class ShardedMemory:
-    """Rows as [layer][page][row] for each rank, with `spare` unused bytes after each row, and index keys as
-    [group][page][row]. All bytes are POISON until rows are written."""
+    """Rows and index keys in pages. Each rank has an array [page][row][byte] for each layer, with `spare` unused bytes
+    after each row. The index keys have such an array for each index group. All bytes are POISON until rows are written.
+    """
 
     def __init__(
         self,
@@ -57,8 +58,8 @@ class ShardedMemory:
     def _pages(self, start: int, page_rows: int, stride: int) -> Bytes:
         return self.memory[start : start + self.pages * page_rows * stride].reshape(self.pages, page_rows, stride)
 
-    def _span(self, units: Sequence[Bytes], stride: int) -> PagedSpan:
-        bases = tuple((unit.ctypes.data,) for unit in units)
+    def _span(self, arrays: Sequence[Bytes], stride: int) -> PagedSpan:
+        bases = tuple((array.ctypes.data,) for array in arrays)
         return PagedSpan(bases, self.page_rows * stride, self.page_rows, self.page_rows, stride)
 
     def heads_of_rank(self, rank: int) -> range:
@@ -75,7 +76,8 @@ class ShardedMemory:
         self._write(self.rows, self.keys, pages, pages, first, last, seed)
 
     def check(self, row_pages: Sequence[int], key_pages: Sequence[int], first: int, last: int, seed: int = 0) -> None:
-        """Asserts that these pages contain rows [first, last), and that all other rows and index keys are POISON."""
+        """Asserts that these pages contain rows and index keys [first, last) of the context `seed`, and that all other
+        rows and index keys are POISON."""
         expected = ShardedMemory(
             self.ranks,
             self.heads,
@@ -92,24 +94,25 @@ class ShardedMemory:
             np.testing.assert_array_equal(keys, expected_keys)
 
     def check_rows(self, row_pages: Sequence[int], key_pages: Sequence[int], last: int, seed: int = 0) -> None:
-        """Asserts that these pages contain rows [0, last). Other bytes are not compared."""
-        rows = [[np.full_like(unit, POISON) for unit in units] for units in self.rows]
-        keys = [np.full_like(unit, POISON) for unit in self.keys]
+        """Asserts that these pages contain rows and index keys [0, last) of the context `seed`. Other bytes are not
+        compared."""
+        rows = [[np.full_like(array, POISON) for array in arrays] for arrays in self.rows]
+        keys = [np.full_like(array, POISON) for array in self.keys]
         self._write(rows, keys, row_pages, key_pages, 0, last, seed)
         page, row = np.divmod(np.arange(last), self.page_rows)
-        units = [
-            *((unit, row_pages) for units in self.rows for unit in units),
-            *((unit, key_pages) for unit in self.keys),
+        arrays_found = [
+            *((array, row_pages) for arrays in self.rows for array in arrays),
+            *((array, key_pages) for array in self.keys),
         ]
-        expected_units = [*(unit for units in rows for unit in units), *keys]
-        for (found, pages), expected in zip(units, expected_units, strict=True):
+        arrays_expected = [*(array for arrays in rows for array in arrays), *keys]
+        for (found, pages), expected in zip(arrays_found, arrays_expected, strict=True):
             index = np.asarray(pages)[page], row
             np.testing.assert_array_equal(found[index], expected[index])
 
     def poison(self, row_pages: Sequence[int], key_pages: Sequence[int]) -> None:
-        for units in self.rows:
-            for unit in units:
-                unit[list(row_pages)] = POISON
+        for arrays in self.rows:
+            for array in arrays:
+                array[list(row_pages)] = POISON
         for keys in self.keys:
             keys[list(key_pages)] = POISON
 
@@ -125,23 +128,23 @@ class ShardedMemory:
     ) -> None:
         for position in range(first, last):
             page, row = divmod(position, self.page_rows)
-            for rank, units in enumerate(rows):
-                for layer, unit in enumerate(units):
+            for rank, arrays in enumerate(rows):
+                for layer, array in enumerate(arrays):
                     heads = [
                         self.head(layer, position, half, head, seed)
                         for half in "KV"
                         for head in self.heads_of_rank(rank)
                     ]
-                    unit[row_pages[page], row] = np.concatenate(heads)
-            for group, unit in enumerate(keys):
-                unit[key_pages[page], row] = _bytes(KEY_BYTES, 91, group, position, seed)
+                    array[row_pages[page], row] = np.concatenate(heads)
+            for group, array in enumerate(keys):
+                array[key_pages[page], row] = _bytes(KEY_BYTES, 91, group, position, seed)
 
     def head(self, layer: int, position: int, half: str, head: int, seed: int) -> Bytes:
         return _bytes(self.head_bytes, layer, position, ord(half), head, seed)
 
 
 def _bytes(count: int, *coordinates: int) -> Bytes:
-    """Returns bytes that depend on the coordinates."""
+    """Returns `count` bytes that are computed from the coordinates."""
     mixed = 17
     for coordinate in coordinates:
         mixed = (mixed * 1000003 + coordinate * 7919 + 13) % (1 << 31)
@@ -151,7 +154,7 @@ def _bytes(count: int, *coordinates: int) -> Bytes:
 def fresh_pages(
     source: ShardedMemory, target: ShardedMemory, *, rows: int, seed: int = 0
 ) -> tuple[list[int], list[int], list[int]]:
-    """Returns random pages for a context: source pages, target pages of rows, and target pages of index keys."""
+    """Returns random pages for a context: at the source, at the target for rows, and at the target for index keys."""
     random = np.random.default_rng(seed)
     spans = (source.store.shards[0].span, target.store.shards[0].span, target.store.shards[0].span)
     sides = (source, target, target)

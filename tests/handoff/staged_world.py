@@ -50,7 +50,7 @@ class Event:
 
 @dataclass
 class Write:
-    """A write in flight."""
+    """A list of writes in flight."""
 
     sender: str  # name of the prefill worker
     action: SubmitWrites
@@ -84,10 +84,10 @@ class PrefillWorker:
 
 
 class World:
-    """One decode worker and several prefill workers. `prefills` are their numbers of ranks.
+    """One decode worker with `ranks` ranks, and several prefill workers. `prefills` has each one's number of ranks.
 
-    Messages wait in `messages` until `deliver_messages` delivers them. Writes wait in `writes` until `end_write`
-    ends them.
+    Messages wait in `messages` until `deliver_messages` delivers them. Lists of writes wait in `writes` until
+    `end_write` ends them.
     """
 
     def __init__(self, ring_bytes: int = 8192, ranks: int = 4, prefills: Iterable[int] = (2,)) -> None:
@@ -106,12 +106,12 @@ class World:
         self.pages = PageAllocator(400)
         self.messages: deque[tuple[str, str, Message]] = deque()  # (from, to, message), not delivered yet
         self.writes: list[Write] = []
-        self.num_written = 0  # writes that ended as DONE
+        self.num_written = 0  # writes in the lists that ended as DONE
         self.events: dict[HandoffKey, list[ReceiverEvent]] = {}
         self.requests: dict[HandoffKey, HandoffRequest] = {}
         self.lose: dict[type, int] = {}  # the number of further messages of each type that will be lost
-        self.duplicate = False  # whether every message is delivered twice
-        self.sent: list[tuple[str, str, Message]] = []  # all messages so far, including lost ones
+        self.duplicate = False  # whether every message that is not lost is delivered twice
+        self.sent: list[tuple[str, str, Message]] = []  # (from, to, message) of every message, including lost ones
         for worker in self.prefills.values():
             self.introduce(worker)
 
@@ -126,7 +126,7 @@ class World:
         self.receiver.add_peer(worker.name, worker.hello)
 
     def fetch(self, rows: int, name: str = "r", prefill: int = 1) -> HandoffKey:
-        """Requests a context of `rows` rows from a prefill worker. The target pages are poisoned."""
+        """Poisons target pages, and begins a handoff of `rows` rows from prefill worker number `prefill`."""
         key, count = HandoffKey(name, 1), pages_for(self.memory.store.shards[0].span, rows)
         pages = self.pages.allocate(count)
         assert pages is not None
@@ -140,8 +140,8 @@ class World:
         return key
 
     def compute(self, key: HandoffKey, last: int | None = None, after: Event | None = None, prefill: int = 1) -> None:
-        """Computes and announces the next rows, up to `last`, by default all. Then samples the first token if all rows
-        are computed."""
+        """Writes and announces the rows from the first unannounced one up to `last`, by default up to the end of the
+        prompt. `after` is their event. If the prompt is then complete, also reports the first token."""
         worker = self.prefills[f"prefill:{prefill}"]
         context, request = worker.contexts[key], self.requests[key]
         total, first = len(request.prompt), context.num_announced
@@ -155,7 +155,7 @@ class World:
         self.run_actions()
 
     def run_actions(self) -> None:
-        """Runs the actions of the state machines, which queue messages and writes, and audits the state machines."""
+        """Runs the actions of all state machines, and then audits them. Messages and writes are only queued."""
         for action in self.receiver.take_actions():
             match action:
                 case SendMessage(peer, message):
@@ -199,7 +199,7 @@ class World:
             self.messages.append((origin, to, message))
 
     def deliver(self, origin: str, to: str, message: Message) -> None:
-        """Delivers one message and runs the actions that follow. It does not deliver the answers."""
+        """Delivers one message and runs the actions that follow. The answers are only queued."""
         machine = self.receiver if to == DECODE else self.prefills[to].sender
         machine.handle_message(origin, message, self.now)
         self.run_actions()
@@ -217,7 +217,7 @@ class World:
         self.messages.extend(kept)
 
     def end_write(self, state: WriteState = WriteState.DONE, number: int = 0) -> None:
-        """Ends a write, by default the oldest. Copies its bytes if it is DONE."""
+        """Ends a list of writes, by default the oldest. Copies its bytes if `state` is DONE."""
         write = self.writes.pop(number)
         if state is WriteState.DONE:
             for local, remote, nbytes in write.action.writes.tolist():
@@ -227,7 +227,7 @@ class World:
         self.run_actions()
 
     def finish(self) -> None:
-        """Delivers messages and performs writes until nothing is left to do."""
+        """Delivers messages and performs writes until there are none left."""
         for _ in range(100_000):
             self.deliver_messages()
             if self.writes:
@@ -269,7 +269,8 @@ class World:
         )
 
     def check_idle(self) -> None:
-        """Asserts that no handoff is open, no lease or buffer is in use, and all source pages are released."""
+        """Asserts that all handoffs are closed, that no lease is held or requested, that no buffer is in use, and that
+        all source pages are released."""
         assert self.receiver.phases() == {} and self.ring.held == 0 and not self.ring.waiting
         for worker in self.prefills.values():
             assert worker.sender.phases() == {} and not worker.sender._buffers.users

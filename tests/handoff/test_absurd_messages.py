@@ -60,7 +60,7 @@ PAGE_ROWS = 4
 
 
 class SelfConnected(Loopback):
-    """Connects every peer to this endpoint itself, so that writes to addresses that the peer claims are attempted."""
+    """Connects every peer to this endpoint itself, so writes to the addresses in the peer's Hello are attempted."""
 
     def connect(self, name: str, description: bytes) -> None:
         super().connect(name, self.describe())
@@ -83,7 +83,7 @@ slices = st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple)
 slices_of_a_row = st.lists(st.tuples(st.integers(0, ROW_BYTES), st.integers(0, ROW_BYTES)), max_size=3).map(tuple)
 memory = Memory(8, PAGE_ROWS)
 rings = st.none() | st.builds(MemoryRange, numbers, numbers) | st.just(MemoryRange(memory.buffer.ctypes.data, 1 << 12))
-# Two shards of half a row each. The store claims more memory than there is, but no test writes to it.
+# Two shards of half a row each. Both are at the same addresses, but no test reads or writes there.
 half_row_store = Store(
     tuple(Shard(memory.store.shards[0].span, ((first, ROW_BYTES // 2),)) for first in (0, ROW_BYTES // 2)),
     memory.store.keys,
@@ -94,7 +94,7 @@ valid_hellos = st.builds(
     st.sampled_from([memory.store, half_row_store]),
     rings,
 )
-# Spans of valid shape with arbitrary addresses.
+# Spans with a valid shape, but arbitrary addresses and distances between pages.
 addresses = st.integers(0, (1 << 63) - 1) | st.just(memory.buffer.ctypes.data)
 misplaced_spans = st.builds(
     lambda bases, page_bytes: PagedSpan(tuple((base,) for base in bases), page_bytes, PAGE_ROWS, PAGE_ROWS, ROW_BYTES),
@@ -155,13 +155,14 @@ messages = st.one_of(
     st.builds(Ping, numbers),
     st.builds(Pong, numbers),
 )
-Step = tuple[str, Message, float, bool]  # peer, message, seconds before it, whether the peer has restarted
+# (peer, message, seconds that pass before the message, whether the peer is restarted before the message)
+Step = tuple[str, Message, float, bool]
 steps = st.lists(st.tuples(st.sampled_from(PEERS), messages, st.floats(0.0, 3.0), st.booleans()), max_size=25)
 
 
 @st.composite
 def prefill_scripts(draw: st.DrawFn) -> list[Step]:
-    """Draws messages to a prefill worker: those that lead a handoff to its writes, then any messages."""
+    """Draws messages to a prefill worker: first messages that let a handoff begin to write, then arbitrary ones."""
     peer, request = PEERS[0], draw(valid_requests)
     store = Store(draw(st.just(memory.store.shards) | misplaced_spans.map(whole_rows)), memory.store.keys)
     ring = draw(rings)
@@ -173,7 +174,7 @@ def prefill_scripts(draw: st.DrawFn) -> list[Step]:
 
 @st.composite
 def decode_scripts(draw: st.DrawFn) -> list[Step]:
-    """Draws messages to a decode worker: those that lead a handoff to its leases, then any messages."""
+    """Draws messages to a decode worker: first messages that let a handoff get leases, then arbitrary ones."""
     peer, key = PEERS[0], HandoffKey("r", 0)
     store = draw(st.sampled_from([memory.store, half_row_store]))
     first: list[Message] = [Welcome(Hello(peer, MODEL, {"host": store}, "loopback", b"")), HandoffAccepted(key, 1000)]
@@ -186,7 +187,7 @@ def decode_scripts(draw: st.DrawFn) -> list[Step]:
 
 
 def encode_and_decode(peer: str, message: Message) -> list[ChannelEvent]:
-    """Returns the event that a channel would pass to the agent, or none if the codec rejects the message."""
+    """Returns the event that a channel would pass to the agent, or an empty list if the codec rejects the message."""
     try:
         envelope = Codec().decode(Codec().encode(Envelope(peer, "ab", "", message)))
     except (BadMessage, OverflowError):
@@ -196,7 +197,7 @@ def encode_and_decode(peer: str, message: Message) -> list[ChannelEvent]:
 
 
 def run(agent: HandoffAgent, channel: ScriptedChannel, clock: Clock, script: list[Step]) -> list[HandoffEvent]:
-    """Passes these messages to the agent, one iteration of its loop for each, and returns the events for its engine."""
+    """Passes the messages to the agent one at a time, audits the agent, and returns the events for its engine."""
     events: list[HandoffEvent] = []
     for peer, message, seconds, restart in script:
         clock.now += seconds
@@ -230,7 +231,7 @@ def test_a_decode_worker_survives_all_messages_and_every_fetch_ends_once(script:
 
 
 def run_prefill_engine(agent: HandoffAgent, events: list[HandoffEvent]) -> int:
-    """Computes every prompt, except that some lengths fail. Returns the number of StartPrefill events."""
+    """Announces every prompt as computed, except that prompts of some lengths fail. Returns the number of prompts."""
     starts = [event for event in events if isinstance(event, StartPrefill)]
     for start in starts:
         length, key, peer = len(start.prompt), start.key, start.peer

@@ -1,4 +1,4 @@
-"""Tests of agents over real sockets, with real state machines and real bytes."""
+"""Tests of agents with real state machines and real bytes. Most tests use real sockets."""
 
 import sys
 import threading
@@ -86,7 +86,7 @@ def test_an_idle_agent_neither_polls_nor_pings(world: World) -> None:
         return [len(channel.sent) for channel in channels] == before
 
     assert wait_until(lambda: all(engine.agent._seconds_to_wait() > 1.0 for engine in world.engines))
-    assert wait_until(nothing_is_sent)  # retried, because an answer may have been in flight
+    assert wait_until(nothing_is_sent)  # several attempts, because an answer may be in flight during the first
 
 
 LANDED, CANCELLED, NOT_COMPUTED, MISMATCHED, STAGED = "landed", "cancelled", "not computed", "mismatched", "staged"

@@ -56,11 +56,11 @@ def test_a_peer_that_is_slow_to_connect_does_not_delay_other_peers(world: World)
     transfer.may_fail, transfer.slow_peer = threading.Event(), decodes[0].address
     prefill = world.prefill(transfer=transfer, timing=timing)
     waiting = decodes[0].fetch(prefill.address, prompt(20), "waiting")
-    # `may_fail` is not set, so the first connection is still blocked.
+    # `may_fail` is not set, so the connection to the first decode worker is still blocked.
     assert isinstance(
         decodes[1].wait_for_outcome(decodes[1].fetch(prefill.address, prompt(20), "r"), WAIT_S / 2), Landed
     )
-    # The prefill worker answers pings, so it is not treated as lost. But it must answer Hello within a limit.
+    # The prefill worker answers pings, so it is not treated as lost. But it must answer Hello within `hello_timeout`.
     end = decodes[0].wait_for_outcome(waiting, WAIT_S / 2)
     assert isinstance(end, FetchFailed) and end.quiesced and end.retry and "has not answered Hello" in end.reason
     assert wait_until(lambda: not prefill.agent._role._connecting)
@@ -90,21 +90,21 @@ def test_hung_connections_are_given_up_at_their_timeout_and_above_a_limit_new_pe
     assert isinstance(role, PrefillRole)
     peers = [f"127.0.0.1:{9000 + number}" for number in range(MAX_CONNECTING + 1)]
 
-    def say_hello(peer: str) -> None:
+    def deliver_hello(peer: str) -> None:
         channel.incoming = [MessageReceived(peer, replace(hello, control=peer))]
         agent._work()
 
     for peer in peers:
-        say_hello(peer)
+        deliver_hello(peer)
     assert [*role._connecting] == peers[:MAX_CONNECTING]
     clock.now = PeerTiming().hello_timeout
-    say_hello(peers[-1])
-    say_hello(peers[-1])
+    deliver_hello(peers[-1])
+    deliver_hello(peers[-1])
     assert [*role._connecting] == peers[-1:]
     for number in range(MAX_HUNG_CONNECTS):
         clock.now += PeerTiming().hello_timeout
         agent._work()
-        say_hello(peers[number % 2])
+        deliver_hello(peers[number % 2])
     assert (
         role._connects_running == MAX_HUNG_CONNECTS
         and isinstance(channel.sent[-1], Refused)

@@ -1,4 +1,4 @@
-"""Tests with worker processes that are killed, suspended and restarted at every stage of a handoff."""
+"""Tests with worker processes that are killed, suspended or restarted during a handoff."""
 
 import os
 import queue
@@ -48,7 +48,7 @@ class Worker:
             self._lines.put(line.strip())
 
     def read_line(self, beginning: str) -> str:
-        """Returns the rest of the next line of output, which must begin with `beginning`."""
+        """Reads the next line of output, which must begin with `beginning`, and returns the text after it."""
         line = self._lines.get(timeout=WAIT_S)
         assert line.startswith(beginning), line
         return line.removeprefix(beginning).strip()
@@ -70,7 +70,7 @@ class Worker:
 
 @contextmanager
 def workers(*initial: Worker) -> Iterator[list[Worker]]:
-    """Yields a list of workers. The test may append to it. At the end, all workers in it are killed."""
+    """Yields a list of workers, to which the test can append. At the end, all workers in the list are killed."""
     started = list(initial)
     try:
         yield started
@@ -117,7 +117,7 @@ def start_handoff(worker: Worker, decode: DecodeEngine, stage: str) -> HandoffKe
 def test_a_prefill_worker_killed_at_any_stage_fails_only_its_own_requests(tmp_path: Path, stage: str) -> None:
     with (
         workers(Worker("prefill", tmp_path / "doomed", fault=stage)) as [doomed],
-        # The timeouts of the phases are so long that the silence of the peer ends the handoff first.
+        # The timeouts of the phases are longer than the peer timeout, so the peer's silence ends the handoff first.
         decode_engine(tmp_path, scale=4.0) as decode,
         prefill_engine(tmp_path) as other,
     ):
@@ -215,7 +215,7 @@ def test_pages_stay_in_quarantine_when_their_writer_is_killed_and_restarted(tmp_
         assert isinstance(decode.wait_for_outcome(decode.fetch(first.address, prompt(60), "new")), Landed)
         retransmits = decode.agent.stats().num_retransmits
         assert wait_until(lambda: decode.agent.stats().num_retransmits > retransmits + 1), "Cancel is not retransmitted"
-        # The new process has no record of the handoff, so it cannot confirm that its writes have stopped.
+        # The new process has no record of the handoff, so it cannot confirm that the handoff's writes have stopped.
         assert decode.quarantined == {old} and decode.in_phases("quarantined")
 
 
@@ -273,7 +273,7 @@ def test_a_prefill_worker_releases_all_pages_of_a_decode_worker_killed_while_a_w
         transfer.may_end.clear()
         doomed.send_line(prefill.address, "r", *prompt(60))
         # Phase WRITING begins with StartWrites, perhaps before the first write. The test waits for a write, because a
-        # cancelled handoff without writes closes at once.
+        # cancelled handoff without writes in flight closes at once.
         assert wait_until(lambda: prefill.agent.stats().nbytes > 0) and prefill.in_phases("writing")
         if phase != "writes hung":
             clock.stop()  # otherwise a timeout could end the phase before the check

@@ -31,12 +31,12 @@ from hotset.handoff.messages import (
 
 SECRET = "a secret that peers share"
 KEY = HandoffKey("r", 0)
-WAIT_S = 60.0  # upper limit of every wait, long enough for an overloaded machine
+WAIT_S = 60.0  # default time limit of waits, long enough for an overloaded machine
 
 
 @contextmanager
 def open_channels(*secrets: str | None, bind: str = "127.0.0.1:0") -> Iterator[list[Channel]]:
-    """Yields one channel for each of the secrets (None: without a secret), and closes them at the end."""
+    """Yields one channel for each of the secrets (None: without a secret), and closes the channels at the end."""
     opened: list[Channel] = []
     try:
         opened.extend(Channel(bind, secret=secret) for secret in secrets)
@@ -115,7 +115,7 @@ def test_messages_arrive_in_order_and_at_most_a_fixed_number_per_receive() -> No
 def test_a_message_sent_before_the_peer_listens_arrives_later() -> None:
     with open_channels(None) as [left]:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            address = f"127.0.0.1:{server.getsockname()[1]}"  # free again when the server is closed
+            address = f"127.0.0.1:{server.getsockname()[1]}"  # nothing listens there once the server is closed
         left.send(address, Ping(7))
         time.sleep(0.1)
         with open_channels(None, bind=address) as [right]:

@@ -92,12 +92,12 @@ def envelope(message: Message, **changes: Any) -> Envelope:
 
 
 def encode_fields(*fields: object) -> bytes:
-    """Encodes an unsigned message with these fields of the envelope, valid or not."""
+    """Encodes an unsigned message whose envelope has these fields, valid or not."""
     return MARK + PLAIN + msgspec.msgpack.encode(fields)
 
 
 def encode_raw(kind: str, fields: object, **envelope: Any) -> bytes:
-    """Encodes a message with a valid envelope, except for the entries in `envelope`."""
+    """Encodes a message of type `kind` with these fields. `envelope` replaces fields of an otherwise valid envelope."""
     head = {
         "protocol": PROTOCOL,
         "sender_address": ORIGIN,

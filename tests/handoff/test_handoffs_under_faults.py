@@ -1,6 +1,6 @@
 """Many handoffs under random faults: no landed byte is wrong, no page leaks, and every handoff ends.
 
-The numbers of defects are explained in tests/tiers/test_known_defects.py.
+Each file in scripts/sabotage.d describes the defect whose number begins the file's name.
 """
 
 from collections import Counter
@@ -33,8 +33,8 @@ ALL_FAULTS = FaultRates(writes=FAULTY_WRITES)
 
 
 def run(world: World, handoffs: int) -> None:
-    """Sends requests in bursts until `handoffs` handoffs have begun. Then stops the faults and waits until all handoffs
-    can have ended."""
+    """Adds requests in bursts, with faults, until `handoffs` handoffs have begun. Then runs without faults for long
+    enough that all handoffs end."""
     steps = 0
     while world.counts["handoffs"] < handoffs:
         steps += 1
@@ -55,10 +55,10 @@ def run(world: World, handoffs: int) -> None:
 
 
 def restart_quarantined_workers(world: World) -> None:
-    """Restarts decode workers of which more than half of the pages of a store are in quarantine."""
+    """Restarts each decode worker that has more than half of the row pages of one of its stores in quarantine."""
     for decode in world.decodes:
         quarantined = [(decode.memory(request).rows, request.row_pages) for request in decode.quarantined.values()]
-        counts: Counter[int] = Counter()  # of pages, by pool
+        counts: Counter[int] = Counter()  # quarantined pages, by the id of the pool
         for pool, pages in quarantined:
             counts[id(pool)] += len(pages)
             if decode.alive and counts[id(pool)] > pool.allocator.capacity // 2:
@@ -67,7 +67,8 @@ def restart_quarantined_workers(world: World) -> None:
 
 
 def run_until_idle(world: World) -> None:
-    """Runs for 330 seconds of virtual time, longer than the timeouts of all phases of a handoff together."""
+    """Runs for 330 seconds of virtual time. This is longer than the scaled timeouts of all phases of a sender, or of a
+    receiver, together."""
     for _ in range(3000):
         world.step(STEP_S)
     for _ in range(3000):
@@ -76,7 +77,8 @@ def run_until_idle(world: World) -> None:
 
 
 def check_idle(world: World) -> None:
-    """Asserts that all workers run, that no handoff is open, and that nothing has leaked."""
+    """Asserts that all workers run, that all handoffs are closed, and that nothing has leaked. Records the seconds that
+    were spent in each phase."""
     for worker in world.workers:
         assert worker.alive and worker.machine.phases() == {} and worker.machine.next_deadline() is None
         worker.record_phase_seconds()
@@ -90,7 +92,8 @@ def check_idle(world: World) -> None:
 
 
 def check_pages(decode: DecodeWorker) -> None:
-    """Asserts that every page is free or quarantined, and that no page is quarantined twice."""
+    """Asserts that every page is free or quarantined, that no page is quarantined twice, and that the ring has no lease
+    except those in quarantine."""
     ring = decode.ring.ring
     assert ring.held == ring.quarantined and not ring.waiting, "space of the ring leaked"
     for memory in decode.memories:

@@ -1,5 +1,5 @@
-"""Tests of planned writes, which are performed on poisoned memory and compared with a copy row by row, and tests of the
-checks of peers."""
+"""Tests of planned writes and of the checks of peers. The writes are performed on poisoned memory, and the result is
+compared with a copy row by row."""
 
 import ctypes
 import time
@@ -19,7 +19,8 @@ POISON = 0xAB
 
 
 class Side:
-    """The memory of one side. It has one block for each layer, or index group, and part, in random order."""
+    """The memory of one side, filled with `byte`, or with random bytes if `byte` is None. Each part of each layer (or
+    index group) is one block. The blocks are in random order."""
 
     def __init__(self, span: PagedSpan, pages: Sequence[int], capacity: int, byte: int | None) -> None:
         self.pages = list(pages)
@@ -40,7 +41,8 @@ class Side:
         return self.bytes[start : start + self.span.row_bytes]
 
     def with_unused_bytes_poisoned(self) -> NDArray[np.uint8]:
-        """Returns a copy of the memory in which the unused bytes of the pages are POISON: writes may change them."""
+        """Returns a copy of the memory in which the unused bytes of the context's pages are POISON, because writes may
+        change them."""
         span, found = self.span, self.bytes.copy()
         for starts in self.starts.tolist():
             for part, start in enumerate(starts):
@@ -82,9 +84,9 @@ def perform_writes(source: Side, target: Side, first: int, last: int, layers: La
 
 
 def expected_memory(source: Side, target: Side, first: int, last: int, layers: LayerPairs) -> NDArray[np.uint8]:
-    """Returns the expected memory of the target: rows [first, last) copied one by one, and nothing else changed."""
+    """Returns the expected memory of the target: rows [first, last) copied one by one, and all other bytes POISON."""
     actual = target.bytes
-    target.bytes = np.full_like(actual, POISON)
+    target.bytes = np.full_like(actual, POISON)  # `Side.row` returns views of `bytes`
     for source_layer, target_layer in layers:
         for position in range(first, last):
             target.row(target_layer, position)[:] = source.row(source_layer, position)
@@ -171,7 +173,7 @@ def test_a_write_ends_where_pages_of_either_side_are_not_consecutive() -> None:
 
 def test_adjacent_rows_of_different_bases_are_not_merged() -> None:
     """Each base may be the start of a separate registered region. A write across two regions would be refused."""
-    span = PagedSpan(((0,), (32,)), page_bytes=32, page_rows=4, part_rows=4, row_bytes=8)  # adjacent pages
+    span = PagedSpan(((0,), (32,)), page_bytes=32, page_rows=4, part_rows=4, row_bytes=8)  # layer 1 follows layer 0
     parts = PagedSpan(((1000, 1016), (1032, 1048)), page_bytes=16, page_rows=4, part_rows=2, row_bytes=8)
     assert plan_writes(span, [0], parts, [0], 0, 4).tolist() == [
         [0, 1000, 16],

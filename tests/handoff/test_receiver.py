@@ -1,6 +1,6 @@
 """Tests of the receiver's state machine: one rule at a time, then random orders of events.
 
-The numbers of defects are explained in tests/tiers/test_known_defects.py.
+Each file in scripts/sabotage.d describes the defect whose number begins the file's name.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ def request(key: HandoffKey) -> HandoffRequest:
 
 
 class Bench:
-    """A receiver, its clock, and its actions since they were last taken."""
+    """A receiver, and its clock."""
 
     def __init__(self) -> None:
         self.receiver, self.now = Receiver(), 0.0
@@ -76,16 +76,16 @@ class Bench:
         self.receiver.tick(end)
 
     def actions(self) -> list[SendMessage | ReceiverEvent]:
-        """Audits the receiver, and returns its actions since the last call."""
+        """Audits the receiver, and returns its actions since `actions`, `sent` or `events` was last called."""
         self.receiver.audit()
         return self.receiver.take_actions()
 
     def sent(self) -> list[Message]:
-        """Returns the messages sent since the last call. Events are discarded."""
+        """Returns only the messages among `actions`, and discards the events."""
         return [action.message for action in self.actions() if isinstance(action, SendMessage)]
 
     def events(self) -> list[ReceiverEvent]:
-        """Returns the events since the last call. Messages are discarded."""
+        """Returns only the events among `actions`, and discards the messages."""
         return [action for action in self.actions() if not isinstance(action, SendMessage)]
 
     @property
@@ -231,7 +231,7 @@ def test_a_write_that_failed_as_quiesced_frees_the_pages() -> None:
 
 @pytest.mark.parametrize("quiesced", [True, False])
 def test_the_pages_of_a_refused_request_are_free(quiesced: bool) -> None:
-    """StartWrites was not sent, so the pages are free, even if the sender reports not quiesced."""
+    """StartWrites was not sent, so the pages are free even if `quiesced` is False in the sender's report."""
     bench = Bench()
     bench.fetch()
     bench.receive(HandoffFailed(KEY, quiesced, False, "too long"))
@@ -290,7 +290,7 @@ def test_a_second_fetch_of_an_open_key_has_no_effect() -> None:
     bench.receive(DONE)
     assert len(bench.events()) == 1
     bench.fetch()
-    assert bench.sent() == [request(KEY)], "a key can be fetched again after its handoff has ended"
+    assert bench.sent() == [request(KEY)], "it must be possible to fetch a key again after its handoff has ended"
 
 
 def test_of_one_request_only_the_highest_attempt_counts() -> None:
@@ -368,10 +368,10 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.bench = Bench()
-        self.open: dict[HandoffKey, str] = {}  # peers of the fetches that have not ended
-        self.quarantined: set[HandoffKey] = set()  # failed, not quiesced
+        self.open: dict[HandoffKey, str] = {}  # the peer of each fetch that has no outcome
+        self.quarantined: set[HandoffKey] = set()  # handoffs that failed without being quiesced
         self.may_be_written: set[HandoffKey] = set()  # StartWrites was sent
-        self.quiesced: set[HandoffKey] = set()  # the peer confirmed that nothing more will be written
+        self.quiesced: set[HandoffKey] = set()  # handoffs that a peer, perhaps the wrong one, has reported as quiesced
 
     def check_actions(self) -> None:
         """Checks the actions of the receiver."""

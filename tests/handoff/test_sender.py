@@ -1,6 +1,6 @@
 """Tests of the sender's state machine: one rule at a time, then random orders of events.
 
-The numbers of defects are explained in tests/tiers/test_known_defects.py.
+Each file in scripts/sabotage.d describes the defect whose number begins the file's name.
 """
 
 from dataclasses import replace
@@ -77,7 +77,7 @@ def expected_writes(first: int, last: int) -> list[list[int]]:
 
 
 class Bench:
-    """A sender that knows two peers, its clock, and its actions since they were last taken."""
+    """A sender with two peers, and its clock."""
 
     def __init__(self, **limits: Any) -> None:
         self.sender, self.now, self.tickets = Sender(STORE, **limits), 0.0, 0
@@ -118,7 +118,7 @@ class Bench:
         return self
 
     def start_writes(self, *ends: int) -> list[WriteTicket]:
-        """Starts a handoff, announces one chunk up to each of `ends`, and returns the tickets of their writes."""
+        """Starts a handoff, announces chunks of rows that end at `ends`, and returns one ticket for each chunk."""
         self.start_handoff()
         for first, last in zip((0, *ends), ends, strict=False):
             self.announce_rows(first, last)
@@ -135,12 +135,12 @@ class Bench:
         self.sender.tick(end)
 
     def actions(self) -> list[Any]:
-        """Audits the sender, and returns its actions since the last call."""
+        """Audits the sender, and returns its actions since `actions` or `sent` was last called."""
         self.sender.audit()
         return list(self.sender.take_actions())
 
     def sent(self) -> list[Message]:
-        """Returns the messages sent since the last call. The other actions are discarded."""
+        """Returns only the messages among `actions`, and discards the other actions."""
         return [action.message for action in self.actions() if isinstance(action, SendMessage)]
 
     @property
@@ -177,7 +177,7 @@ def test_nothing_is_written_before_start_writes() -> None:
 
 
 def test_writes_go_from_source_pages_to_target_pages_and_wait_for_the_forward_pass() -> None:
-    """Defects 7 and 16: page numbers and page sizes are those of each side, and a write waits for its forward pass."""
+    """Defects 7 and 16: each side has its own page numbers and page sizes, and a write waits for its forward pass."""
     bench, event = Bench().start_handoff(), PendingEvent()
     bench.announce_rows(0, 6, after=event)
     (submit,) = bench.actions()
@@ -186,7 +186,8 @@ def test_writes_go_from_source_pages_to_target_pages_and_wait_for_the_forward_pa
 
 
 def test_rows_announced_while_lists_are_in_flight_are_merged_into_the_next_list() -> None:
-    """One list costs less than several. Its event is the newest one, because events of one stream happen in order."""
+    """One list costs less than several. It waits only for the newest event, because events of one stream happen in
+    order."""
     bench = Bench()
     first, second = bench.start_writes(2, 4)
     events = [PendingEvent() for _ in range(3)]
@@ -250,7 +251,8 @@ def test_done_waits_for_the_first_token_if_all_writes_have_ended() -> None:
 
 
 def test_writes_of_chunks_may_end_in_any_order() -> None:
-    """Defect 11: if an earlier chunk ends after later ones, Progress counts only the rows before it until it ends."""
+    """Defect 11: while the writes of a chunk are in flight, Progress counts only the rows before that chunk, even if
+    writes of later chunks have ended."""
     bench = Bench()
     tickets = bench.start_writes(4, 8)
     bench.announce_rows(8, 10)
@@ -342,7 +344,7 @@ def test_a_request_that_arrives_after_its_cancel_is_not_computed() -> None:
 
 
 def test_cancel_for_an_unknown_handoff_is_answered_as_not_quiesced() -> None:
-    """The handoff may belong to an earlier incarnation of this process, whose writes may continue."""
+    """The handoff may belong to an earlier process at this address, whose writes may continue."""
     bench = Bench()
     bench.receive(Cancel(KEY))
     assert bench.sent() == [Cancelled(KEY, False)]
@@ -352,7 +354,7 @@ def test_cancel_for_an_unknown_handoff_is_answered_as_not_quiesced() -> None:
     ("state", "quiesced"), [(WriteState.FAILED_QUIESCED, True), (WriteState.FAILED_UNKNOWN, False)]
 )
 def test_a_failed_write_is_reported_when_the_other_writes_have_ended(state: WriteState, quiesced: bool) -> None:
-    """Defect 13: after a write in an unknown state, bytes may still arrive."""
+    """Defect 13: after a write has ended in an unknown state, its bytes may still arrive."""
     bench = Bench()
     first, second = bench.start_writes(6, 10)
     bench.end_write(second, state)
@@ -514,7 +516,8 @@ def test_a_restarted_receiver_may_use_its_keys_again() -> None:
 
 
 def test_a_receiver_that_was_only_slow_gets_no_second_handoff_of_the_same_key() -> None:
-    """The receiver would take HandoffAccepted as an answer to its first request, while old writes may still arrive."""
+    """The receiver would take HandoffAccepted as an answer to its first request, while writes of the first handoff may
+    still arrive."""
     bench = Bench()
     (ticket,) = bench.start_writes(10)
     bench.sender.peer_lost(PEER, "silent", bench.now)
@@ -618,8 +621,8 @@ class Prefill:
         self.announced = 0  # rows
         self.sampled = self.may_write = self.released = False
         self.tickets: dict[int, WriteState] = {}
-        self.nbytes = 0  # submitted
-        self.may_hang = False  # a write was pending for longer than the timeout of phase DRAINING
+        self.nbytes = 0  # bytes of all submitted writes
+        self.may_hang = False  # a write was pending when a `wait` began that lasts at least the timeout of DRAINING
 
     @property
     def quiesced(self) -> bool:
@@ -627,8 +630,8 @@ class Prefill:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """In any order of events, pages are released once and not while they are read, and `quiesced` is reported only if
-    no write can still be running."""
+    """In any order of events, pages are released once, pages are not released while a write that is not hung reads
+    them, and `quiesced` is reported only if no write can still be running."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -84,7 +84,7 @@ def test_equal_shardings_are_written_in_whole_runs() -> None:
     pages = (range(1, 5), range(2, 18), range(3, 19))
     planned = plan_context_writes(source.store, pages[0], target.store, pages[1], pages[2], 0, 256)
     assert len(planned) == 2 * source.layers + source.groups, (
-        "there must be one write for each shard and layer, and one for the keys of each index group"
+        "there must be one write for each pair of shard and layer, and one for each index group"
     )
 
 
@@ -97,7 +97,7 @@ def test_stores_of_one_shard_are_planned_like_plain_spans() -> None:
 
 
 def test_layers_may_begin_at_unrelated_addresses() -> None:
-    """This is the case with pipeline stages, which have separate memory. A span locates each layer by its base."""
+    """This is the case with pipeline stages, which have separate memory. A span has a base for each layer."""
     source, target = ShardedMemory(2, 2, page_rows=8, seed=1), ShardedMemory(1, 2, page_rows=8)
     assert len({parts[0] % 4096 for parts in source.store.shards[0].span.bases}) == source.layers
     pages = fresh_pages(source, target, rows=20)

@@ -1,4 +1,4 @@
-"""Tests of staged contexts between agents, in one process over loopback and between processes over real engines."""
+"""Tests of staged contexts between agents: in one process over loopback, between processes over NIXL and Mooncake."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def serve(engine: str, ranks: int, pipe: Connection) -> None:
 
 @contextmanager
 def prefill_process(engine: str, ranks: int) -> Iterator[tuple[str, Connection]]:
-    """Yields the control address of a prefill worker in its own process, and a pipe to this process."""
+    """Runs a prefill worker in its own process. Yields the worker's control address and the test's end of the pipe."""
     pipe, worker_pipe = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(engine, ranks, worker_pipe), daemon=True)
     process.start()

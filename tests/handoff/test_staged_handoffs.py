@@ -1,4 +1,4 @@
-"""Tests of staged contexts with both state machines and real bytes: the normal course, every failure, random orders."""
+"""Tests of staged contexts with both state machines and real bytes: no faults, single faults, random orders."""
 
 from enum import Enum
 
@@ -233,8 +233,8 @@ def test_a_piece_is_packed_only_after_its_forward_pass() -> None:
 
 
 def test_leases_are_requested_only_for_rows_that_are_being_computed() -> None:
-    """If a context held a lease while it waited for pages, and other contexts held these pages while they waited for
-    leases, this would be a deadlock."""
+    """Otherwise there could be a deadlock: a context could hold a lease while it waits for pages of the prefill worker,
+    and other contexts could hold these pages while they wait for leases."""
     world = World()
     key = start_handoff(world, 200)
     assert world.ring.held == 0
@@ -244,7 +244,7 @@ def test_leases_are_requested_only_for_rows_that_are_being_computed() -> None:
     world.compute(key, 12, Event(happened=False))
     world.deliver_messages()
     assert world.ring.held > 0 and not world.writes, (
-        "a lease must be requested before the forward pass has finished, and the write must wait for it"
+        "the lease must be requested before the forward pass has finished, and the write must wait for the forward pass"
     )
     world.compute(key, None, Event(happened=False))
     world.deliver_messages()
@@ -258,7 +258,7 @@ def test_buffers_are_bounded_and_assigned_in_the_order_of_grants() -> None:
     for key in keys:
         world.compute(key)
     world.deliver_messages()
-    assert [write.action.key for write in world.writes] == [keys[0]] * 4, "the sender has four buffers"
+    assert [write.action.key for write in world.writes] == [keys[0]] * 4, "the first four grants get the buffers"
     world.end_write()
     assert [write.action.key for write in world.writes] == [keys[0]] * 3 + [keys[1]]
     world.finish()
@@ -318,7 +318,7 @@ def test_cancelling_at_any_moment_frees_all_leases_buffers_and_pages(moment: str
     if moment == "waiting for space":
         assert world.ring.waiting == 0
     elif moment != "unpacked":
-        assert world.ring.held > 0, "a lease was freed while its sender could still write there"
+        assert world.ring.held > 0, "a lease was freed while the sender could still write to it"
     world.finish()
     assert failure_of(world, key).quiesced and key in world.prefills[PREFILL].released
     if moment == "waiting for space":
@@ -437,7 +437,7 @@ class Step(Enum):
     LOSE = "lose one of the oldest messages"
     END_WRITE = "end a write in a random state"
     COMPUTE = "submit a forward pass of one context"
-    FINISH_FORWARD_PASS = "finish the last forward pass of one context"
+    FINISH_FORWARD_PASS = "finish the newest forward pass of one context"
     PASS_TIME = "advance the clock by 0.3 or 2 seconds"
     CANCEL = "cancel one handoff"
     REPORT_PEER_LOST = "report to the receiver that a prefill worker is lost, and introduce it again"
@@ -461,7 +461,7 @@ STATES = st.sampled_from([WriteState.DONE] * 6 + [WriteState.FAILED_QUIESCED, Wr
 @given(st.data())
 def test_in_any_order_of_events_landed_contexts_are_correct_and_everything_is_released(data: st.DataObject) -> None:
     world = World(ring_bytes=1 << 12, prefills=(1, 2))
-    keys: dict[HandoffKey, int] = {}  # and the number of the prefill worker
+    keys: dict[HandoffKey, int] = {}  # the number of the prefill worker of each handoff
     for number in range(3):
         prefill = number % 2 + 1
         keys[world.fetch(data.draw(st.integers(3, 40)), f"r{number}", prefill)] = prefill
@@ -503,19 +503,20 @@ def test_in_any_order_of_events_landed_contexts_are_correct_and_everything_is_re
 
 
 def compute_some(world: World, key: HandoffKey, prefill: int, events: list[Event], rows: int) -> None:
-    """Submits a forward pass for the next `rows` rows of a context, with a new event, if any rows are left."""
+    """Submits a forward pass for the next `rows` rows of a context, with a new event, and finishes the previous pass.
+    Does nothing if all rows are announced or the context has ended."""
     worker = world.prefills[f"prefill:{prefill}"]
     if key not in worker.contexts or key in worker.released:
         return
     announced, total = worker.contexts[key].num_announced, len(world.requests[key].prompt)
     if announced < total:
         events.append(Event(happened=False))
-        events[-2].happened = True  # events of one stream happen in order
+        events[-2].happened = True  # otherwise the new event could happen before it
         world.compute(key, min(total, announced + rows), events[-1], prefill)
 
 
 def settle(world: World, keys: dict[HandoffKey, int], events: dict[HandoffKey, list[Event]]) -> None:
-    """Computes all contexts, ends all writes, lets every timeout pass, and checks the outcome."""
+    """Computes all contexts, ends all writes, lets every timeout pass, and checks the outcome of each handoff."""
     for _ in range(8):
         world.finish()
         for key, prefill in keys.items():

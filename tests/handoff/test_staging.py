@@ -1,4 +1,5 @@
-"""Tests of packing: the bytes, compared with heads that are copied one by one; when contexts are staged; sizes."""
+"""Tests of staging: unpacked bytes are compared with heads that are written one by one; which contexts are staged;
+the sizes of pieces and buffers."""
 
 from dataclasses import replace
 
@@ -71,7 +72,7 @@ def test_random_pages_rows_and_shardings_are_packed_exactly(data: st.DataObject)
 
 
 def test_index_keys_may_land_in_pages_of_several_parts() -> None:
-    """Pages have 3 parts of 4 keys, with unused bytes at the end of each part, as in the device pool."""
+    """The target's pages have 3 parts of 4 keys, with unused bytes at the end of each part, as in the device pool."""
     source, target = ShardedMemory(2, 2, page_rows=16, seed=1), ShardedMemory(1, 2, page_rows=8)
     pages, page_bytes, part_rows = 8, 4 * KEY_BYTES + 3, 4
     memory = np.full((2, 3, pages, page_bytes), POISON, np.uint8)
@@ -100,7 +101,7 @@ def test_a_head_that_several_ranks_hold_is_packed_once() -> None:
 
 
 def request(rows: int, pages: int) -> HandoffRequest:
-    page_numbers = tuple(range(0, 2 * pages, 2))  # not adjacent
+    page_numbers = tuple(range(0, 2 * pages, 2))  # no two pages are consecutive
     return HandoffRequest(
         HandoffKey("r", 0), PromptSpec((1,) * rows, SamplingParams()), "host", page_numbers, page_numbers
     )
@@ -134,9 +135,11 @@ def test_contexts_that_need_large_writes_or_few_writes_are_not_staged() -> None:
         )
 
     large, small = store(SMALL_WRITE_BYTES // 16), store(SMALL_WRITE_BYTES // 32)
-    assert not should_stage(large, large, request(160, 10)), "the writes are not small"
+    assert not should_stage(large, large, request(160, 10)), "a context with large writes must not be staged"
     assert should_stage(small, small, request(160, 10))
-    assert not should_stage(small, small, request(32, 2)), f"there are at most {MAX_DIRECT_WRITES} writes"
+    assert not should_stage(small, small, request(32, 2)), (
+        f"a context with at most {MAX_DIRECT_WRITES} writes must not be staged"
+    )
 
 
 def test_pieces_fit_into_a_quarter_of_the_ring_and_into_a_buffer() -> None:

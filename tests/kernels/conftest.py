@@ -1,7 +1,8 @@
-"""Deselects the kernel tests that belong to the other kind of process.
+"""Deselects the kernel tests that cannot run in this process.
 
-Triton reads TRITON_INTERPRET once per process. Tests marked `interpreted` run only in processes that set it, and tests
-marked `not_interpreted` only in the others.
+Triton reads TRITON_INTERPRET when a kernel's module is imported, so a process either interprets its kernels or
+compiles them. Tests marked `interpreted` run only if TRITON_INTERPRET is 1. Tests marked `not_interpreted` run only if
+it is not.
 """
 
 import os

@@ -1,9 +1,12 @@
-// Runs CUDA C++ kernels compiled by a host compiler: every thread of a block is a fibre. The blocks of a cluster (if the
-// constant CLUSTER is defined) run together; clusters run one after another.
+// Emulates CUDA for kernels that a host compiler has compiled. Every CUDA thread is a fibre. The constant CLUSTER is
+// the number of blocks per cluster, 1 by default. The blocks of a cluster run interleaved. Clusters run one after
+// another.
 //
-// Between two barriers, fibres and blocks run in random order. This exposes code that depends on an order which CUDA does
-// not guarantee. The emulation reports barriers and warp exchanges that not all threads reach, writes past the launch's
-// shared memory, and traps. It does not model caches or interleaved single accesses.
+// Between two barriers, the fibres of a block, and the blocks of a cluster, run in random order. This exposes code that
+// depends on an order which CUDA does not guarantee. The emulation reports barriers and warp exchanges that not all
+// threads reach, wrong use of the cluster barrier, access to the shared memory of a block that has not begun or has
+// ended, writes past the launch's shared memory, and traps. It does not model caches. It switches between fibres only
+// at barriers and warp exchanges, not between single memory accesses.
 //
 // Only small headers are included, because this file is compiled once for every set of constants.
 #include <setjmp.h>
@@ -48,18 +51,18 @@ namespace emulated {
 
 enum State { READY, BLOCK, WARP, IN_CLUSTER, DONE };
 struct Fibre {
-    ucontext_t context;  // where the fibre begins
-    jmp_buf registers;   // where it waits. Unlike swapcontext, _setjmp and _longjmp make no system call.
+    ucontext_t context;  // of the entry point
+    jmp_buf registers;   // of the point at which the fibre waits; unlike swapcontext, _longjmp makes no system call
     char *stack;
     State state;
-    unsigned votes;     // calls of __syncthreads_or
-    unsigned arrivals;  // arrivals at the cluster's barrier
-    unsigned waits;     // waits at the cluster's barrier
+    unsigned votes;     // number of calls of __syncthreads_or
+    unsigned arrivals;  // number of arrivals at the cluster barrier
+    unsigned waits;     // number of waits at the cluster barrier
     bool began;
 };
 enum { MAX_THREADS = 1024, MAX_ARGUMENTS = 32, STACK_BYTES = 256 << 10 };
 
-static Fibre fibres[CLUSTER * MAX_THREADS];  // all blocks of the cluster, one after another
+static Fibre fibres[CLUSTER * MAX_THREADS];  // those of all blocks of the cluster, block by block
 static unsigned threads;                       // per block
 static unsigned current;                       // the running fibre
 static jmp_buf scheduler;
@@ -83,7 +86,7 @@ static void fail(const char *message) {
     wait(BLOCK);
 }
 
-// Every parameter of a kernel is eight bytes wide, so that one call signature serves all kernels.
+// Every parameter of a kernel is eight bytes wide, so all kernels can be called with one signature.
 static void begin() {
     typedef int64_t A;
     typedef void (*Kernel)(A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A,
@@ -107,6 +110,8 @@ static void shuffle(unsigned *values, unsigned count) {
     }
 }
 
+// If all fibres of [first, last) wait in `state`, makes them ready and returns true. For BLOCK, fibres that have ended
+// do not count, but at least one must wait.
 static bool release(State state, unsigned first, unsigned last) {
     for (unsigned i = first; i < last; ++i) {
         if (fibres[i].state != state && !(state == BLOCK && fibres[i].state == DONE)) return false;
@@ -119,7 +124,8 @@ static bool release(State state, unsigned first, unsigned last) {
     return any;
 }
 
-// Releases the fibres of [first, last) whose cluster barrier every thread has reached that has not ended.
+// Releases each fibre of [first, last) that waits at the cluster barrier, if all threads of the cluster have arrived at
+// it. Threads that have ended do not count. Returns whether any fibre was released.
 static bool release_from_cluster(unsigned first, unsigned last) {
     unsigned least = ~0u;
     for (unsigned i = 0; i < CLUSTER * threads; ++i) {
@@ -134,8 +140,8 @@ static bool release_from_cluster(unsigned first, unsigned last) {
     return any;
 }
 
-// Runs every ready thread of a block until it waits or ends; if none is ready, releases waiting threads. Returns false
-// if neither was possible.
+// Runs every ready thread of a block until it waits or ends. If no thread is ready, releases waiting threads. Returns
+// false if there was nothing to run or to release, or after a failure.
 static bool run_block(unsigned member) {
     static unsigned order[MAX_THREADS];
     const unsigned first = member * threads, last = first + threads;
@@ -147,7 +153,7 @@ static bool run_block(unsigned member) {
     for (unsigned i = 0; i < ready; ++i) {
         current = order[i];
         threadIdx.x = order[i] - first;
-        if (!_setjmp(scheduler)) {  // the fibre returns here when it waits
+        if (!_setjmp(scheduler)) {  // a fibre that waits or ends jumps back to this point
             Fibre &fibre = fibres[current];
             if (fibre.began) _longjmp(fibre.registers, 1);
             fibre.began = true;
@@ -167,7 +173,8 @@ static void run_cluster(unsigned first_block, int shared_bytes) {
     for (bool any = true; any && !failure;) {
         shuffle(order, CLUSTER);
         any = false;
-        // Lets some blocks get far ahead of others.
+        // Runs the first block of `order` that can run, for a random number of rounds. Some blocks get far ahead of
+        // others.
         for (unsigned i = 0; i < CLUSTER && !any && !failure; ++i) {
             blockIdx.x = first_block + order[i];
             memcpy(shared_memory, shared_of_block[order[i]], shared_bytes);
@@ -205,7 +212,9 @@ template <class T> static T exchange(T value, unsigned from) {
 extern "C" const char *run_on_cpu(void *kernel, int blocks, int threads, int shared_bytes, const int64_t *arguments,
                                   int count, unsigned seed) {
     using namespace emulated;
-    if (count > MAX_ARGUMENTS || threads > MAX_THREADS || threads % 32) return "unsupported launch";
+    if (count > MAX_ARGUMENTS || threads > MAX_THREADS || threads % 32) {
+        return "unsupported launch: too many arguments, too many threads, or an incomplete warp";
+    }
     if (blocks % CLUSTER) return "the number of blocks is not a multiple of the cluster size";
     emulated::kernel = kernel, emulated::threads = threads;
     memcpy(emulated::arguments, arguments, count * sizeof *arguments);
@@ -251,20 +260,22 @@ static inline int __syncthreads_or(int vote) {
 }
 static inline unsigned take_turn(unsigned *turns) { return turns[0]++; }
 static inline void end_turn(unsigned *turns) { ++turns[1]; }
-// Clusters run one after another, so a ticket that is not finished yet will never be.
+// A ticket that is not finished when a block waits for it will never be, because clusters run one after another.
 static inline void wait_until_over(const unsigned *turns, unsigned number) {
-    if (static_cast<int>(turns[1] - number) <= 0) emulated::fail("deadlock: the ticket waited for is never finished");
+    if (static_cast<int>(turns[1] - number) <= 0) {
+        emulated::fail("deadlock: a block waits for a ticket that is never finished");
+    }
 }
 static inline void arrive_in_cluster(bool) {
     emulated::Fibre &self = emulated::fibres[emulated::current];
-    if (self.arrivals++ != self.waits) emulated::fail("a thread arrived twice without waiting");
+    if (self.arrivals++ != self.waits) emulated::fail("a thread arrived at the cluster barrier twice without waiting");
 }
 static inline void wait_in_cluster() {
     emulated::Fibre &self = emulated::fibres[emulated::current];
-    if (++self.waits != self.arrivals) emulated::fail("a thread waited without having arrived");
+    if (++self.waits != self.arrivals) emulated::fail("a thread waited at the cluster barrier without having arrived");
     emulated::wait(emulated::IN_CLUSTER);
 }
-// Maps an address to the shared memory of another block of the cluster.
+// Returns the address in the shared memory of block `member` of the cluster that corresponds to `address`.
 template <class T> static T *in_block(unsigned member, T *address) {
     using namespace emulated;
     bool began = false, ended = true;
@@ -274,8 +285,8 @@ template <class T> static T *in_block(unsigned member, T *address) {
     }
     if (!began || ended) fail("access to the shared memory of a block that has not begun or has ended");
     const size_t offset = reinterpret_cast<const char *>(address) - reinterpret_cast<char *>(shared_memory);
-    int4 *const there = member == current / threads ? shared_memory : shared_of_block[member];
-    return reinterpret_cast<T *>(reinterpret_cast<char *>(there) + offset);
+    int4 *const memory = member == current / threads ? shared_memory : shared_of_block[member];
+    return reinterpret_cast<T *>(reinterpret_cast<char *>(memory) + offset);
 }
 template <class T> static T read_in_block(unsigned member, const T *address) { return *in_block(member, address); }
 template <class T> static void write_in_block(unsigned member, T *address, T value) {

@@ -1,6 +1,6 @@
 """Runs the kernels of `.cu` files on CPU tensors: a host compiler builds them together with `cuda_on_cpu.h`.
 
-`kernel` replaces `hotset.kernels.cuda_source.kernel`.
+Tests patch `hotset.kernels.cuda_source.kernel` with the function `kernel` of this module.
 """
 
 import ctypes
@@ -18,11 +18,12 @@ from hotset.kernels.cuda_source import LaunchShape
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 COMPILER = shutil.which("g++") or shutil.which("c++")
 
-# These constants occur only in arithmetic. Here they are variables, so that one compilation serves many sizes.
+# The kernels use these constants only in arithmetic. The emulation makes them variables, so that one compilation serves
+# many sizes.
 VARIABLES = ("SLOTS", "PAGE_ROWS", "WORDS_PER_PAGE")
 
 _build_folder = tempfile.TemporaryDirectory(prefix="cuda-on-cpu-")
-_seeds = itertools.count()  # for the order in which fibres run
+_seeds = itertools.count()  # the seed of each launch, which determines the order of fibres and blocks
 
 
 class EmulatedKernel:

@@ -1,8 +1,8 @@
 """Emulates the parts of Gluon that sparse_attention uses: programs run one after another on the CPU, with torch.
 
 The emulation checks values and the order of asynchronous operations. The target of a copy holds NaN until the kernel
-waits for the copy. A matrix product reads its operands when the kernel waits for it, and fails if they have changed
-since it began. Layouts and threads are not emulated.
+waits for the copy. A matrix product is computed when the kernel waits for the product, and fails if an operand has
+changed since the product began. Layouts and threads are not emulated.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ class Pointer:
 
 
 class Value:
-    """A tensor or scalar in registers. A pointer holds byte offsets into `memory`, which is flat bytes."""
+    """A tensor or scalar in registers. The data of a pointer are byte offsets into `memory`, a flat tensor of bytes."""
 
     def __init__(self, data: Any, memory: Tensor | None = None, pointee: torch.dtype | None = None) -> None:
         self.data = data if isinstance(data, Tensor) else torch.tensor(data)
@@ -159,8 +159,8 @@ class Machine:
         target.data.fill_(float("nan"))
         self.copies.append((target.data, data))
 
-    def wait_group(self, left: int) -> None:
-        assert left == 0
+    def wait_group(self, num_outstanding: int) -> None:
+        assert num_outstanding == 0
         for target, data in self.copies:
             target.copy_(data)
         self.copies.clear()
@@ -195,8 +195,8 @@ def inline_asm(asm: str, constraints: str, args: Sequence[Value], dtype: object,
     return tuple(Value(values[..., n].contiguous()) for n in range(4))
 
 
-def wait_for(left: int, deps: Sequence[Product]) -> Any:
-    assert left == 0
+def wait_for(num_outstanding: int, deps: Sequence[Product]) -> Any:
+    assert num_outstanding == 0
     results = tuple(Value(product.result()) for product in deps)
     return results[0] if len(results) == 1 else results
 
@@ -284,7 +284,10 @@ class Kernel:
 
 
 def _to_value(argument: Any) -> Any:
-    """Turns a tensor into a pointer to its first element, and a number into a scalar. A bool is a constexpr."""
+    """Turns a tensor into a pointer to its first element, and a number into a scalar.
+
+    A bool is a constexpr and is returned as it is.
+    """
     if isinstance(argument, bool):
         return argument
     if not isinstance(argument, Tensor):
@@ -295,9 +298,9 @@ def _to_value(argument: Any) -> Any:
 
 
 def load_module(path: Path, kernels: Sequence[str], helpers: Sequence[str] = ()) -> ModuleType:
-    """Imports the file at `path` and the modules `helpers` with the emulated Gluon.
+    """Imports the file at `path`, and the modules `helpers` that it imports, with the emulated Gluon.
 
-    The functions of the file that are named in `kernels` can then be launched on the CPU.
+    The functions named in `kernels` can be launched on the CPU as attributes of the returned module.
     """
     machine = Machine()
     modules = {module.__name__: module for module in fake_modules(machine)}

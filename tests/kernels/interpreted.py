@@ -1,10 +1,11 @@
 """Runs Triton kernels on CPU tensors under Triton's interpreter, with correct rounding.
 
-The interpreter truncates float32 to bfloat16 and loses the smallest e4m3 numbers. The hardware rounds both to nearest,
-as torch does. In an interpreted process, torch does the conversions, so that results can be compared bit by bit.
+The interpreter truncates float32 to bfloat16 and loses the smallest e4m3 numbers. The hardware rounds to nearest in
+both formats, as torch does. In an interpreted process, torch therefore does the conversions, and results can be
+compared bit by bit.
 
-At every call of a jitted function, the interpreter searches for the same builtins and dtypes again. Here both are
-cached, which saves a sixth of the time.
+At every call of a jitted function, the interpreter searches for the same builtins and dtypes again. This module caches
+the results, which saves a sixth of the time.
 """
 
 import importlib
@@ -38,7 +39,7 @@ def _patch_interpreter() -> None:
     language: Any = importlib.import_module("triton.language")
     interpreter._convert_float = _convert
 
-    # The attributes that the interpreter replaces while a kernel runs, found while none of them is replaced.
+    # The interpreter replaces these attributes while a kernel runs. They are listed before any has been replaced.
     modules = (language, language.core, language.math, language.tensor, language.core.tensor_descriptor_base)
     builtins = {
         module: [name for name in dir(module) if language.core.is_builtin(getattr(module, name))] for module in modules
@@ -47,7 +48,7 @@ def _patch_interpreter() -> None:
     def patch_builtin(module: Any, *scope: Any) -> None:
         for name in builtins[module]:
             member = getattr(module, name)
-            if language.core.is_builtin(member):  # not replaced yet by the calling function
+            if language.core.is_builtin(member):  # otherwise, a calling jitted function has replaced it
                 interpreter._patch_attr(module, name, member, *scope)
 
     interpreter._patch_builtin = patch_builtin

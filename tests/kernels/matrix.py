@@ -1,4 +1,4 @@
-"""Builds parameter lists of which `make test` runs a part and `make test-all` everything."""
+"""Builds lists of parameters. `make test` runs a part of each list, and `make test-all` the whole list."""
 
 import itertools
 import random
@@ -16,14 +16,14 @@ def slow_if(cases: Iterable[Any], slow: Collection[Any]) -> list[Any]:
 def matrix(*axes: Sequence[Any]) -> list[Any]:
     """Returns every combination of one value per axis, for `pytest.mark.parametrize`.
 
-    Only enough combinations stay unmarked that every pair of values from two axes occurs in at least one of them; the
-    others are marked `slow`. A value that is a tuple stands for several parameters.
+    A small subset stays unmarked, in which every pair of values from two axes occurs at least once. All other
+    combinations are marked `slow`. A value that is a tuple supplies several parameters.
     """
     combinations = list(itertools.product(*(range(len(axis)) for axis in axes)))  # as indices into the axes
     shuffled = random.Random(0).sample(combinations, len(combinations))
     covered: set[tuple[tuple[int, int], ...]] = set()
     quick = set()
-    # Combinations that cover many new pairs come first, so fewer of them are needed.
+    # Combinations that cover many new pairs are chosen first, so that fewer are needed.
     for new_pairs in range(len(axes) * (len(axes) - 1) // 2, 0, -1):
         for combination in shuffled:
             pairs = set(itertools.combinations(enumerate(combination), 2))
@@ -36,4 +36,4 @@ def matrix(*axes: Sequence[Any]) -> list[Any]:
 
 def _values(axes: Sequence[Sequence[Any]], combination: Sequence[int]) -> list[Any]:
     values = [axis[index] for axis, index in zip(axes, combination, strict=True)]
-    return [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    return [parameter for value in values for parameter in (value if isinstance(value, tuple) else (value,))]

@@ -1,6 +1,6 @@
 // Emulates the GPU instructions of sparse_attention's instructions.cu: asynchronous copies, matrix products, and 8- and
-// 16-bit numbers. A copy arrives when the kernel waits for it; until then its target holds NaN, as does unwritten shared
-// memory.
+// 16-bit numbers. A copy writes its target when the kernel waits for the copy; until then the target holds NaN. Shared
+// memory that was never written holds NaN too.
 #include <math.h>
 
 #undef __launch_bounds__
@@ -38,8 +38,8 @@ static const bool poisoned = (poison = 0xFF);
 
 struct Copy {
     void *to;
-    const unsigned char *at;
-    bool there;
+    const unsigned char *at;  // the source
+    bool there;               // false: the copy writes zeros and does not read `at`
 };
 struct Copies {
     enum { MAX_COPIES = 512, MAX_GROUPS = 64 };
@@ -69,8 +69,8 @@ static unsigned to_half(float value) {
     if (size >= 65520) return sign | 0x7C00;
     int exponent;
     frexpf(size, &exponent);
-    const int step = (exponent < -13 ? -14 : exponent - 1) - 10;  // log2 of the spacing of float16 numbers there
-    const unsigned count = static_cast<unsigned>(nearbyintf(ldexpf(size, -step)));  // number of such steps, at most 2048
+    const int step = (exponent < -13 ? -14 : exponent - 1) - 10;  // log2 of the spacing of float16 numbers at `size`
+    const unsigned count = static_cast<unsigned>(nearbyintf(ldexpf(size, -step)));  // multiples of the spacing, <= 2048
     return sign | (exponent < -13 ? count : (static_cast<unsigned>(step + 24) << 10) + count);
 }
 static unsigned from_e4m3(unsigned code) {
@@ -81,8 +81,8 @@ static unsigned from_e4m3(unsigned code) {
     return to_half(code >> 7 ? -size : size);
 }
 
-static unsigned words[MAX_THREADS][8];  // operands of the threads of a warp in a matrix product
-static const unsigned char *row_at[MAX_THREADS];
+static unsigned words[MAX_THREADS][8];  // by thread: its fragments of a and b in a matrix product
+static const unsigned char *row_at[MAX_THREADS];  // by thread: the row that it passes to load_matrices
 
 static unsigned of_matrix(unsigned matrix, unsigned row, unsigned column) {
     uint16_t half;
@@ -95,7 +95,8 @@ static unsigned of_matrix(unsigned matrix, unsigned row, unsigned column) {
 static inline void copy_unit(void *to, const unsigned char *at, bool there) {
     using namespace emulated;
     Copies &mine = copies[current];
-    if (reinterpret_cast<uintptr_t>(to) % 16 || (there && reinterpret_cast<uintptr_t>(at) % 16)) fail("a misaligned copy");
+    if (reinterpret_cast<uintptr_t>(to) % 16) fail("the target of a copy is misaligned");
+    if (there && reinterpret_cast<uintptr_t>(at) % 16) fail("the source of a copy is misaligned");
     if (mine.count == Copies::MAX_COPIES) fail("too many copies in flight");
     memset(to, 0xFF, 16);
     mine.begun[mine.count++] = Copy{to, at, there};
@@ -165,7 +166,9 @@ static inline void decode(unsigned codes, unsigned &first, unsigned &second) {
     first = from_e4m3(codes & 0xFF) | from_e4m3(codes >> 8 & 0xFF) << 16;
     second = from_e4m3(codes >> 16 & 0xFF) | from_e4m3(codes >> 24) << 16;
 }
-static inline unsigned packed_half(float low, float high) { return emulated::to_half(low) | emulated::to_half(high) << 16; }
+static inline unsigned packed_half(float low, float high) {
+    return emulated::to_half(low) | emulated::to_half(high) << 16;
+}
 static inline unsigned packed_bfloat(float low, float high) {
     return emulated::to_bfloat(low) | emulated::to_bfloat(high) << 16;
 }

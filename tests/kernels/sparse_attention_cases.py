@@ -12,16 +12,17 @@ from hotset.kernels.sparse_attention import reference
 from hotset.kernels.sparse_attention.launch import AttentionShape
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-# Operands and results have 8 significant bits: each is off by at most 1/256.
+# The upper limit of the relative error of all outputs together. Rounding one operand or result to 8 significant bits
+# causes a relative error of at most 1/256.
 TOLERANCE = 5e-3
 
 
 @dataclass(frozen=True)
 class Case:
-    """Queries with k selected entries each. Half of the rows of the pool are NaN, and no query selects one of these.
+    """Queries with k entries (row ids) each. Half of the rows of the pool are NaN, and no query selects one of these.
 
     If there are several queries, the last one is padding: its entries are EMPTY and its q is NaN. Some entries of the
-    other queries are EMPTY, and so are all entries from `used` on.
+    other queries are EMPTY, and so are all entries from `used` on (if it is not None).
     """
 
     queries: int
@@ -33,7 +34,7 @@ class Case:
     used: int | None = None
     magnitude: float = 1.0  # factor of the latents; the latent part of q is divided by it
     uneven: bool = False  # in each row, one block of 128 latents is 2**18 times as large as the others
-    spare_bytes: int = 0  # between one row and the next
+    spare_bytes: int = 0  # gap between one row and the next
 
     @property
     def layout(self) -> RowLayout:
@@ -66,9 +67,9 @@ class Inputs:
     def check(self, out: Tensor) -> None:
         live = max(1, self.case.queries - 1)
         expected = self.expected()
-        assert bool(torch.isfinite(out).all()), "an output was not written, or a row that is NaN was read"
+        assert bool(torch.isfinite(out).all()), "an output was not written, or NaN was read"
         error = float((out[:live].double() - expected[:live].double()).norm() / expected[:live].double().norm())
-        assert error < TOLERANCE, f"relative error {error:.4f}"
+        assert error < TOLERANCE, f"the relative error is {error:.4f}, not below {TOLERANCE}"
         assert bool((out[live:] == 0).all()), "the output of a padded query is not zero"
 
 
@@ -87,7 +88,7 @@ def make_inputs(case: Case, seed: int = 0, device: torch.device = DEVICE, pool_r
     stride = layout.stride_bytes + case.spare_bytes
     memory = torch.full((count, stride), 0xFF, dtype=torch.uint8, device=device)  # NaN in fp8 and in bfloat16
     pool = memory.view(layout.stored_dtype)[:, : layout.stored_width]
-    # Row 0 stays NaN: a kernel that takes EMPTY for a row number might read it.
+    # Row 0 stays NaN, to notice a kernel that clamps EMPTY to 0.
     filled = 1 + torch.randperm(count - 1, device=device, generator=generator)[:usable]
     pool[filled] = layout.encode(values.to(torch.bfloat16))
     row_ids = filled[torch.randint(usable, (case.queries, case.k), device=device, generator=generator)]

@@ -1,4 +1,4 @@
-"""Models swap_in in plain Python (lists, dictionaries and one sort), and compares an implementation with the model."""
+"""Models swap_in in plain Python, and compares implementations with the model."""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.swap_in import RowCopies, SeatTables, SwapPlan
 
-NOWHERE = 10**15  # a page that no pool has: reading it fails
+NOWHERE = 10**15  # a page or row number that no pool has
 POISON = 0xAB
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ class SeatMaps:
         return self.position_of.index(position) if position in self.position_of else EMPTY
 
     def swap_in(self, positions: Sequence[int], stamp: int) -> list[int]:
-        """Assigns slots to `positions`. Returns the missing ones, once each, in list order."""
+        """Assigns slots to `positions`. Returns the missing positions, each once, in the order of first occurrence."""
         for position in positions:
             if position in self.position_of:
                 self.last_used[self.slot_of(position)] = stamp
@@ -100,8 +100,9 @@ class Op(Protocol):
 class SwapInModel:
     """Seats with shuffled pages in poisoned pools, and the expected contents of every word and row.
 
-    Host and device pages have different ranges of numbers, and every table entry that must not be read is NOWHERE.
-    If `full`, slots hold positions from the beginning, and the stamps of all steps must be at least `stamp`.
+    There are more host pages than device pages, and every table entry that must not be used is NOWHERE. Without `full`,
+    all slots are empty at first. With `full`, they hold positions that were last used before `stamp`; the stamps of all
+    steps must then be at least `stamp`.
     """
 
     def __init__(self, shape: Shape, seed: int, *, full: bool = False, stamp: int = 6) -> None:
@@ -151,17 +152,17 @@ class SwapInModel:
         return SeatTables(**tables, tiered=is_tiered, page_rows=shape.page_rows, slots=shape.slots)
 
     def _fill_slots(self) -> None:
-        """Fills the slots as after many steps: positions in any order, some used long ago, many in the same step."""
+        """Fills the slots as many steps would: positions in any order, some used long ago, many in the same step."""
         for maps in self.maps:
-            held = min(self.shape.slots, self.shape.context)
-            for slot, position in enumerate(self.random.sample(range(self.shape.context), held)):
+            count = min(self.shape.slots, self.shape.context)
+            for slot, position in enumerate(self.random.sample(range(self.shape.context), count)):
                 maps.position_of[slot] = position
                 ages = [self.random.randrange(6), 2 ** self.random.uniform(0, 31), 2 ** self.random.randrange(32)]
                 age = int(self.random.choice(ages))
                 maps.last_used[slot] = max(-1, self.stamp - 1 - age)
 
     def write_maps(self, words: Tensor) -> None:
-        """Writes every entry of every seat's maps in the documented layout, and nothing else."""
+        """Writes every entry of every seat's maps to `words`, in the layout of `SeatTables`, and nothing else."""
         slots, halves = self.shape.slots, words.view(torch.int16)
         for seat, maps in enumerate(self.maps):
             slot_of = {position: slot for slot, position in enumerate(maps.position_of)}
@@ -175,7 +176,10 @@ class SwapInModel:
         memory[torch.tensor(indices)] = torch.tensor(values, dtype=memory.dtype)
 
     def draw_batch(self, min_queries: int = 1) -> Batch:
-        """Draws queries in random order: tiered seats at most once, resident seats any number of times, padding."""
+        """Draws at least `min_queries` queries in random order.
+
+        Each tiered seat has at most one query. All resident seats together have at most two. The others are padding.
+        """
         shape, draw = self.shape, self.random
         seats = draw.sample(range(shape.tiered), draw.randint(0, shape.tiered))
         seats += [draw.randrange(shape.tiered, shape.seats) for _ in range(draw.randint(0, 2)) if shape.resident]
@@ -187,7 +191,7 @@ class SwapInModel:
         return Batch(positions, seats, [self.stamp + draw.randrange(3) for _ in seats], draw.random() < 0.3)
 
     def draw_positions(self, length: int) -> list[int]:
-        """Draws k positions: some EMPTY, some duplicates, many from a range that is selected repeatedly."""
+        """Draws k positions below `length`: some EMPTY, some duplicates, many from a range that is often drawn."""
         draw = self.random
         popular = min(length, self.shape.slots)
         empties, repeats = draw.choice([0.0, 0.2, 0.9]), draw.choice([0.0, 0.3])
@@ -202,7 +206,7 @@ class SwapInModel:
         return chosen
 
     def run(self, op: Op, batch: Batch, **rows: Tensor) -> SwapPlan:
-        """Plans `batch` with `op` on this model's tensors. Given `rows` of both tiers, `op` also copies."""
+        """Plans `batch` with `op` on this model's tensors. With host_rows and device_rows, `op` also copies rows."""
         return op.plan(
             positions=torch.tensor(batch.positions),
             seats=torch.tensor(batch.seats),
@@ -238,7 +242,10 @@ class SwapInModel:
         return batch.ignore_tail or position < self.tail_first(stamp)
 
     def tail_first(self, stamp: int) -> int:
-        """Returns the first position in the tail: the page of the newest row (position `stamp`) and the page before."""
+        """Returns the first position of the tail.
+
+        The tail is the page of the newest row (position `stamp`) and the page before it.
+        """
         return max(0, stamp // self.shape.page_rows - 1) * self.shape.page_rows
 
     @property
@@ -265,7 +272,7 @@ class SwapInModel:
         return int(self.tables.host_pages[seat, page]) * self.shape.page_rows + offset
 
     def check_step(self, op: Op, batch: Batch) -> SwapPlan:
-        """Runs one step and compares rows, copies, counts, every word of the maps and every byte of the rows."""
+        """Runs one step and compares rows, copies, counts, every word and every byte of the device rows."""
         words, rows = self.words.clone(), self.device_rows.clone()
         swap = self.run(op, batch, host_rows=self.host_rows, device_rows=self.device_rows)
         expected = self.expect(batch)
@@ -273,15 +280,15 @@ class SwapInModel:
         assert pairs_by_query(swap.copies) == expected.copies
         assert self.counts.tolist() == self.expected_counts
         self.write_maps(words)
-        assert torch.equal(self.words, words), "words of the maps, or words outside them"
+        assert torch.equal(self.words, words), "the maps are wrong, or words outside the maps changed"
         for device_row, host_row in (pair for pairs in expected.copies for pair in pairs):
             rows[device_row] = self.host_rows[host_row]
-        assert torch.equal(self.device_rows, rows), "missing rows, or other rows"
+        assert torch.equal(self.device_rows, rows), "a missing row was not copied, or another row changed"
         self._check_rows_read(batch, swap)
         return swap
 
     def _check_rows_read(self, batch: Batch, swap: SwapPlan) -> None:
-        """Checks that slots hold the same bytes as the host store, for every position that was looked up."""
+        """Checks that the row of every position that was looked up has the same bytes as on the host."""
         for query, (seat, stamp) in enumerate(zip(batch.seats, batch.stamps, strict=True)):
             for i, position in enumerate(batch.positions[query]):
                 if self.is_looked_up(batch, seat, stamp, position):
@@ -290,13 +297,13 @@ class SwapInModel:
 
 
 def pairs_by_query(copies: RowCopies) -> list[list[tuple[int, int]]]:
-    """Returns (device row, host row) of each copy, by query."""
+    """Returns a list of (device row, host row) per query."""
     rows = zip(copies.device_rows.tolist(), copies.host_rows.tolist(), copies.counts.tolist(), strict=True)
     return [list(zip(device[:count], host[:count], strict=True)) for device, host, count in rows]
 
 
 def make_copies(*lists: list[tuple[int, int]], device: torch.device = CPU) -> RowCopies:
-    """Makes `RowCopies` from lists of (host row, device row). The padding at the end of each list must not be read."""
+    """Makes `RowCopies` from lists of (host row, device row). The padding after each list must not be used."""
     width = max(map(len, lists)) + 1
     padded = torch.tensor([pairs + [(NOWHERE, NOWHERE)] * (width - len(pairs)) for pairs in lists], device=device)
     counts = torch.tensor([len(pairs) for pairs in lists], dtype=torch.int32, device=device)

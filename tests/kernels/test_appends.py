@@ -1,4 +1,4 @@
-"""Tests mla_append, key_append and gqa_append over poisoned memory: every byte of the new rows and of all others."""
+"""Tests mla_append, key_append and gqa_append over poisoned memory: new rows are correct, and no other byte changes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ Draw = Callable[..., Tensor]
 
 
 def draw_exact(*shape: int) -> Tensor:
-    """Draws eighths up to 1: sums of their squares are exact in float32, in any order of summation."""
+    """Draws multiples of 1/8 in [-1, 1]. Sums of their squares are exact in float32, in any order of summation."""
     return torch.randint(-8, 9, shape) / 8
 
 
@@ -44,7 +44,10 @@ def poisoned(*shape: int, layout: RowLayout) -> Tensor:
 
 
 def without_first_row(rows: Tensor) -> Tensor:
-    """Returns all rows except for the first. A kernel that takes EMPTY (-1) for a row number would write there."""
+    """Returns the rows of the only block without the first row.
+
+    A kernel that uses EMPTY (-1) as a row number would write to that row.
+    """
     return rows[0, 1:]
 
 
@@ -54,14 +57,14 @@ def all_bytes(tensor: Tensor) -> Tensor:
 
 
 def copy_to(device: str, tensor: Tensor) -> Tensor:
-    """Returns a copy on `device` with the same strides, including the gaps."""
+    """Returns a copy of the tensor's whole memory on `device`, including the gaps, with the same strides."""
     flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     return flat.to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @dataclass
 class Mla:
-    """The arguments of one call of mla_append. Two of five tokens are padding."""
+    """The arguments of one call of mla_append. Every third token, from the second on, is padding."""
 
     kv: Tensor
     weight: Tensor
@@ -84,7 +87,7 @@ class Mla:
         return mla_append.reference.mla_rows(self.kv, self.weight, EPS, self.rotation)
 
     def expect(self, values: Tensor) -> Tensor:
-        """Returns all bytes of the rows after `values` are stored."""
+        """Returns every byte of the rows' memory after `values` have been stored in the new rows."""
         rows = copy_to("cpu", self.rows)
         kept = self.new_rows != EMPTY
         rows[self.new_rows[kept]] = self.layout.encode(values)[kept]
@@ -122,10 +125,8 @@ class Keys:
     ) -> "Keys":
         layout = index_key_row(dim, dtype, fp8)
         block_rows, context_pages = 3, 4
-        pages = torch.randperm(20).view(5, context_pages)[
-            1:
-            # A kernel that takes EMPTY (-1) for a seat would write to the first pages.
-        ]
+        # The table of seat -1 is cut off: a kernel that uses EMPTY (-1) as a seat would write to its pages.
+        pages = torch.randperm(20).view(5, context_pages)[1:]
         seat_of = torch.tensor([2, 0, EMPTY, 3, 2])
         positions = torch.randperm(parts * block_rows * context_pages)[:5]
         keys = PagedRows(poisoned(parts, 20, block_rows, layout=layout), [], layout, pages, seat_of)
@@ -257,22 +258,22 @@ def test_key_kernel_writes_the_same_bytes_as_the_reference(
 def check_bytes(case: Mla | Keys, op: Callable[..., None], same_values: bool, device: str = "cpu") -> None:
     """Checks the kernel's values against the reference, and every byte that it stores against torch's encoding.
 
-    Unless `same_values`, values may differ from the reference by one rounding, because sums are taken in another order.
-    Their encoding must be exact. The kernel's own values are therefore read from a run with a plain layout.
+    With `same_values`, the kernel must compute the values of the reference. Otherwise they may differ by one rounding,
+    because the kernel sums in another order; the kernel's values are then read from a run with a plain layout. In both
+    cases their encoding must be exact.
     """
     values = case.values()
     if not same_values:
         plain = with_plain_layout(case)
-        own = stored_values(plain, plain.run(op, device))
-        kept = own.isfinite().all(-1)
-        difference = (own[kept] - values[kept].to(own.dtype)).abs()
+        computed = stored_values(plain, plain.run(op, device))
+        kept = computed.isfinite().all(-1)
+        difference = (computed[kept] - values[kept].to(computed.dtype)).abs()
         close = 2.0**-7 if values.dtype == torch.bfloat16 else 1e-5
-        assert bool(
-            (difference <= close * values[kept].abs().clamp_min(2)).all()
-            # Both values of a rotated pair have the error of the larger one.
-        )
-        assert difference.norm() <= 1e-3 * values[kept].to(own.dtype).norm()
-        values = own.to(values.dtype)
+        # The error of a rotated value is relative to the larger value of its pair, so every value is allowed the error
+        # of a value of 2.
+        assert bool((difference <= close * values[kept].abs().clamp_min(2)).all())
+        assert difference.norm() <= 1e-3 * values[kept].to(computed.dtype).norm()
+        values = computed.to(values.dtype)
     assert torch.equal(all_bytes(case.run(op, device)), case.expect(values))
 
 
@@ -286,7 +287,7 @@ def with_plain_layout(case: Mla | Keys) -> Mla | Keys:
 
 
 def stored_values(case: Mla | Keys, stored: Tensor) -> Tensor:
-    """Returns what the kernel stored with a plain layout, [tokens, width] in float32; NaN for padded tokens."""
+    """Returns the values that the kernel stored with a plain layout: [tokens, width] float32, NaN for padded tokens."""
     if isinstance(case, Mla):
         values = case.layout.decode(stored.cpu())[case.new_rows.clamp_min(0)]
         padded = case.new_rows == EMPTY
@@ -368,7 +369,7 @@ def test_gqa_append_on_a_gpu_writes_the_same_rows(
     if not normed:
         assert torch.equal(q.cpu(), expected_q) and torch.equal(all_bytes(rows), expected_rows)
         return
-    torch.testing.assert_close(q.cpu(), expected_q)  # the order of summation may change a rounding
+    torch.testing.assert_close(q.cpu(), expected_q)  # the kernel sums in another order, which may change a rounding
     kept = case.new_rows[case.new_rows != EMPTY]
     values = gqa_append.reference.gqa_rows(case.qkv, kv_heads, case.norms, case.rotation)[1][case.new_rows != EMPTY]
     torch.testing.assert_close(case.layout.decode(rows.cpu())[kept], values)

@@ -23,14 +23,17 @@ EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[int], list[int], int, int]:
-    """Draws (counts, lengths, page_rows, seed) of a few segments."""
+    """Draws the queries per segment, the context length of each segment, page_rows and a seed."""
     counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     lengths = [count + draw(st.integers(0, 12)) for count in counts]
     return counts, lengths, draw(st.integers(1, 5)), draw(st.integers(0, 2**31))
 
 
 def paged(counts: list[int], lengths: list[int], page_rows: int, width: int) -> tuple[PagedRows, list[torch.Tensor]]:
-    """Makes contexts on scattered pages of a pool that is otherwise NaN. Segment i has seat i."""
+    """Makes contexts on scattered pages of a pool that is otherwise NaN. Segment i has seat i.
+
+    Returns the paged rows, and the same contexts as one tensor each.
+    """
     page_counts = [-(-length // page_rows) for length in lengths]
     order = torch.randperm(sum(page_counts) + 2).tolist()
     layout = RowLayout(width, torch.float64)

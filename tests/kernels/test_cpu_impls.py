@@ -68,7 +68,7 @@ def test_index_topk_selects_what_the_reference_selects(
     fp8: bool,
     seed: int,
 ) -> None:
-    """Scores are sums of small integers: exact in any order of summation, with many ties."""
+    """Scores are sums of small multiples of 1/2: exact in any order of summation, with many ties."""
     torch.manual_seed(seed)
     counts, starts = [count for count, _ in segments], [start for _, start in segments]
     lengths = [count + start for count, start in segments]
@@ -128,7 +128,7 @@ def test_sparse_attention_equals_the_reference_and_reads_only_selected_rows(
     fp8: bool,
     seed: int,
 ) -> None:
-    """Entries may be EMPTY or duplicates. Row 0 and all rows that no query selected are NaN."""
+    """Entries may be EMPTY or duplicates. No query selects row 0 or another row that is NaN."""
     torch.manual_seed(seed)
     rank, layout = 16, mla_row(16, 8, dtype, fp8)
     pool = poisoned(60, layout)

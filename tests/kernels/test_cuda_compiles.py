@@ -1,6 +1,6 @@
-"""The CUDA kernels of swap_in and page_copy compile for sm_90 with the constants that the ops pass. No GPU is needed.
+"""Tests that the CUDA kernels of swap_in and page_copy compile for sm_90 with the constants that the ops pass.
 
-The tests require `nvcc` or cuda-core.
+The tests need no GPU. They are skipped if there is neither `nvcc` nor cuda-core.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(NVCC is None and not HAS_CUDA_CORE, reason="neit
 
 @dataclass
 class Recorder:
-    """Replaces a kernel and records what would be compiled and how it would be launched."""
+    """Replaces a kernel. Records the source and constants to compile, and the shape of the launch."""
 
     source: Path = Path()
     constants: dict[str, int] = field(default_factory=dict)
@@ -71,25 +71,25 @@ def record_page_copy() -> Recorder:
     return recorder
 
 
-CASES = {
+CASES = {  # (function that records a launch, bytes of registers that the kernel may spill; None: any number)
     "plan of 2048 of 8192 slots": (lambda: record_plan(2048, 8192, 10496), 0),
     "plan of 2048 of 4096 slots, copying 656 bytes, batch 1": (lambda: record_plan(2048, 4096, 10496, 1, 656), 0),
     "plan of 2048 of 8192 slots, copying 656 bytes, batch 32": (lambda: record_plan(2048, 8192, 10496, 32, 656), 0),
     "plan of 2048 of 8192 slots, copying 656 bytes, batch 128": (lambda: record_plan(2048, 8192, 10496, 128, 656), 0),
     "plan of 2048 of 8192 slots, copying 1152 bytes, batch 256": (lambda: record_plan(2048, 8192, 18432, 256, 1152), 0),
     "plan of 128 of 256 slots, copying 37 bytes": (lambda: record_plan(128, 256, 1152, 1, 37), 0),
-    # These sizes are rare, so the kernel may spill.
+    # The sizes of the next two cases are rare, so their kernels may spill.
     "plan of 5 of 11 slots": (lambda: record_plan(5, 11, 7), None),
     "plan of 8000 of 30001 slots, copying 64 bytes": (lambda: record_plan(8000, 30_001, 333, 1, 64), None),
     "copy of 656 bytes": (lambda: record_copy(656), 0),
     "copy of 1152 bytes": (lambda: record_copy(1152), 0),
     "copy of 37 bytes": (lambda: record_copy(37), 0),
-    "pieces": (record_page_copy, 0),
+    "page copy": (record_page_copy, 0),
 }
 
 
 def spilled_bytes(recorder: Recorder, folder: Path) -> int:
-    """Compiles for sm_90. Returns the bytes of registers that are spilled, or 0 if there is no nvcc to report them."""
+    """Compiles for sm_90. Returns the bytes of registers that are spilled. Without nvcc they are unknown: returns 0."""
     if NVCC is None:
         assert len(cuda_source.compile_source(recorder.source, recorder.constants, "sm_90").code) > 0
         return 0
@@ -103,7 +103,7 @@ def spilled_bytes(recorder: Recorder, folder: Path) -> int:
     return int(lines[0].split("bytes stack frame, ")[1].split()[0])
 
 
-# Sizes between those of other cases
+# The sizes of these cases lie between those of other cases.
 SLOW = {
     "plan of 2048 of 4096 slots, copying 656 bytes, batch 1",
     "plan of 2048 of 8192 slots, copying 656 bytes, batch 32",
@@ -113,15 +113,15 @@ SLOW = {
 
 @pytest.mark.parametrize("name", slow_if(CASES, SLOW))
 def test_kernel_compiles_for_sm_90_without_spilling(name: str, tmp_path: Path) -> None:
-    record, may_spill = CASES[name]
+    record, max_spilled = CASES[name]
     recorder = record()
     spilled = spilled_bytes(recorder, tmp_path)
-    assert may_spill is None or spilled <= may_spill
+    assert max_spilled is None or spilled <= max_spilled
     assert recorder.shape is not None and recorder.shape.shared_bytes <= 227 << 10
 
 
 def test_two_blocks_of_a_typical_plan_fit_on_a_multiprocessor() -> None:
     for slots in (4096, 8192):
         shape = record_plan(2048, slots, 10496, 128, 656).shape
-        # Each block takes 1 KiB more than it requests.
+        # Each block occupies 1 KiB of shared memory more than it requests.
         assert shape is not None and 2 * (shape.shared_bytes + 1024) <= 228 << 10

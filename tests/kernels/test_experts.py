@@ -1,7 +1,7 @@
 """Compares the op `experts` with a loop over tokens and experts, and tests EMPTY expert ids.
 
-The tests run with the reference. With TRITON_INTERPRET=1 they run with the Triton kernels on CPU tensors instead (see
-test_interpreted.py).
+Tests without a marker run with the reference. With TRITON_INTERPRET=1 they run with the Triton kernels on CPU tensors
+instead (see test_interpreted.py).
 """
 
 import importlib
@@ -26,8 +26,9 @@ EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=N
 if INTERPRETED:  # the interpreter is slow: few examples, and no shrinking of failing ones
     EXAMPLES = settings(EXAMPLES, max_examples=8, phases=[Phase.generate])
 
-# The roundings of x, weights, activation and results to 8 bits are independent: 2**-9 each, about 4e-3 together.
-# A wrong expert, token or weight causes an error of about 1.
+# The limit of the relative error. The kernels round at most four times to 8 significant bits: the first product (only
+# with torch's grouped product), the activation, the result of each expert, and the sum. The roundings are independent.
+# Each has an error of about 2**-9, all together about 4e-3. A wrong expert, token or weight causes an error of about 1.
 BF16_ERROR = 1e-2
 
 
@@ -153,7 +154,7 @@ def test_experts_of_another_dtype_are_refused() -> None:
         *(pytest.param(1, hidden, width, marks=pytest.mark.slow) for hidden, width in ((64, 32), (40, 24), (17, 5))),
     ],
 )
-def test_tiled_products_equal_one_token_at_a_time(tokens: int, hidden: int, width: int) -> None:
+def test_tiled_products_equal_a_loop_over_tokens(tokens: int, hidden: int, width: int) -> None:
     impl = triton_impl()
     tiles = impl.Tiles(16, impl.Tile(32, 16, 4, 2), impl.Tile(16, 32, 4, 2))
     torch.manual_seed(tokens + hidden)
@@ -163,7 +164,7 @@ def test_tiled_products_equal_one_token_at_a_time(tokens: int, hidden: int, widt
 
 
 @needs_interpreter
-def test_an_expert_of_every_token_is_computed_in_several_blocks() -> None:
+def test_an_expert_that_every_token_selects_is_computed_in_several_blocks() -> None:
     torch.manual_seed(1)
     case = draw_case(37, 1, *draw_weights(5, 20, 12, torch.float32, "cpu"))
     case.expert_ids[:] = 3
@@ -172,7 +173,7 @@ def test_an_expert_of_every_token_is_computed_in_several_blocks() -> None:
 
 
 @needs_interpreter
-def test_grouped_product_of_torch_equals_one_token_at_a_time() -> None:
+def test_grouped_product_of_torch_equals_a_loop_over_tokens() -> None:
     torch.manual_seed(2)
     case = draw_case(40, 3, *draw_weights(5, 16, 8, torch.float32, "cpu"))
     case.expert_ids[torch.rand(40, 3) < 0.3] = EMPTY
@@ -209,7 +210,7 @@ def test_pairs_are_sorted_by_expert_stably_and_divided_into_blocks(tokens: int, 
 
 
 def with_other_strides(case: Case, *, transposed: bool = False) -> Case:
-    """Returns the same values with gaps between tokens, or transposed in memory."""
+    """Returns a case with the same values, with gaps between the tokens or (if `transposed`) transposed in memory."""
 
     def strided(tensor: Tensor) -> Tensor:
         if transposed:
@@ -220,9 +221,9 @@ def with_other_strides(case: Case, *, transposed: bool = False) -> Case:
 
 
 def poison_free_memory() -> None:
-    """Fills the memory that the allocator will return next with NaN, which is out of range as an index."""
-    pieces = [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(64)]
-    pieces.append(torch.full((1 << 28,), float("nan"), device="cuda"))
+    """Fills the memory that the allocator will return next with NaN, whose bits are out of range as an index."""
+    freed = [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(64)]
+    freed.append(torch.full((1 << 28,), float("nan"), device="cuda"))
     torch.cuda.synchronize()
 
 
@@ -248,7 +249,7 @@ def test_on_a_gpu_production_sizes_equal_float32(production: tuple[Tensor, Tenso
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_both_products_equal_float32_in_a_long_prefill(production: tuple[Tensor, Tensor]) -> None:
+def test_on_a_gpu_both_implementations_equal_float32_in_a_long_prefill(production: tuple[Tensor, Tensor]) -> None:
     case = draw_case(1500, 6, *production)
     case.expert_ids[::7] = EMPTY
     expected = reference.experts(*case.widened().arguments)
@@ -297,7 +298,7 @@ def test_on_a_gpu_only_the_selected_expert_is_read(production: tuple[Tensor, Ten
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_only_padded_tokens_result_in_zeros() -> None:
+def test_on_a_gpu_a_batch_of_only_padded_tokens_results_in_zeros() -> None:
     gate_up, down = draw_weights(4, 256, 160, torch.bfloat16, "cuda")
     case = draw_case(16, 2, gate_up.fill_(float("nan")), down.fill_(float("nan")))
     case.expert_ids[:] = EMPTY
@@ -312,7 +313,7 @@ def test_on_a_gpu_a_token_has_the_same_result_in_every_decode_batch(production: 
     whole = experts(*case.arguments)
     for tokens in (1, 16, 64, 128):
         part = experts(*case.first(tokens).arguments)
-        assert torch.equal(part, whole[:tokens]), f"a batch of {tokens}"
+        assert torch.equal(part, whole[:tokens]), f"tokens have other results in a batch of {tokens}"
 
 
 @pytest.mark.gpu

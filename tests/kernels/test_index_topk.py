@@ -1,7 +1,7 @@
-"""Compares index_topk's Triton kernels with their references: scores with the reference, selection with stable_topk.
+"""Compares index_topk's Triton kernels: the scores with the reference, the selection with stable_topk.
 
-The tests of the kernels are marked `gpu`. With TRITON_INTERPRET=1 they run with smaller sizes on CPU tensors instead
-(see test_interpreted.py).
+All tests require a GPU. With TRITON_INTERPRET=1, most of them run with smaller sizes on CPU tensors instead (see
+test_interpreted.py).
 """
 
 import importlib
@@ -37,7 +37,7 @@ def on_device(test: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.fixture
 def impl() -> ModuleType:
-    if INTERPRETED:  # the interpreter's products of bfloat16 are wrong; float32 can hold the same values
+    if INTERPRETED:  # the interpreter multiplies bfloat16 wrongly; float32 represents the same values
         score = importlib.import_module("hotset.kernels.index_topk.triton_score")
         score.OPERAND[torch.bfloat16] = importlib.import_module("triton.language").float32
     return importlib.import_module("hotset.kernels.index_topk.triton_impl")
@@ -69,13 +69,13 @@ class Inputs:
     segments: Segments
 
     def captured(self) -> "Inputs":
-        """Returns the inputs as in a captured graph: without the data that the host has."""
+        """Returns the inputs as in a captured graph: without host-side data (lengths, runs of pages)."""
         segments = Segments((), (), self.segments.positions, self.segments.segment_of)
         return replace(self, segments=segments, keys=replace(self.keys, runs=()))
 
 
 def make_inputs(case: Case, seed: int) -> Inputs:
-    """Makes inputs. The pool is NaN wherever it holds no key; queries and pool are views of larger tensors."""
+    """Makes inputs. The pool is NaN wherever it has no key. Queries and pool are views of larger tensors."""
     torch.manual_seed(seed)
     layout = index_key_row(case.dim, case.dtype, case.fp8)
     page_keys = case.parts * case.block_rows
@@ -94,12 +94,13 @@ def make_inputs(case: Case, seed: int) -> Inputs:
         taken += count
         table[seat, :count] = pages
         runs.append([(page, 1) for page in pages.tolist()])
-        at, pages = torch.arange(length, device=DEVICE), pages.to(DEVICE)
+        position, pages = torch.arange(length, device=DEVICE), pages.to(DEVICE)
         stored = layout.encode(torch.randn(length, case.dim, device=DEVICE).to(case.dtype))
-        blocks[at % page_keys // case.block_rows, pages[at // page_keys], at % case.block_rows] = stored
+        part = position % page_keys // case.block_rows
+        blocks[part, pages[position // page_keys], position % case.block_rows] = stored
     rows = sum(case.counts)
     wide = torch.randn(rows, case.heads + 1, case.dim + 16, device=DEVICE)
-    wide *= torch.logspace(-3, 3, case.heads + 1, device=DEVICE)[:, None]  # heads of very different size
+    wide *= torch.logspace(-3, 3, case.heads + 1, device=DEVICE)[:, None]  # heads of very different magnitude
     starts = [length - count for length, count in zip(case.lengths, case.counts, strict=True)]
     return Inputs(
         wide.to(case.dtype)[:, 1:, 16:],
@@ -112,7 +113,7 @@ def make_inputs(case: Case, seed: int) -> Inputs:
 
 
 def with_padding(inputs: Inputs) -> Inputs:
-    """Adds a padded query before and after the others. Positions of padded queries are meaningless."""
+    """Adds a padded query before the first query and one after the last. Their positions are meaningless."""
     rows = inputs.q.shape[0]
     order = torch.tensor([0, *range(rows), rows - 1], device=DEVICE)
     seat_of, positions = inputs.keys.seat_of[order], inputs.segments.positions[order]
@@ -127,7 +128,7 @@ def with_padding(inputs: Inputs) -> Inputs:
 
 
 def reference_scores(inputs: Inputs) -> list[Tensor]:
-    """Returns the float32 scores of each query, for the positions up to its own."""
+    """Returns the float32 scores of each query, for all positions up to the query's position."""
     rows: list[Tensor] = []
     for segment, first, last, length in inputs.segments:
         context = inputs.keys.gather(segment, length, torch.float32)
@@ -140,7 +141,7 @@ def reference_scores(inputs: Inputs) -> list[Tensor]:
 def run_score(impl: ModuleType, inputs: Inputs, k: int = 0, *, share_context: bool = False) -> Any:
     context = -(-int(inputs.segments.positions.max() + 1) // 4096) * 4096
     poison = torch.full((inputs.q.shape[0], context), NAN, device=DEVICE)
-    del poison  # on a GPU, the next tensor of this size takes the same memory
+    del poison  # on a GPU, the allocator reuses this memory for the scores, which have the same size
     seats, positions = inputs.keys.seat_of, inputs.segments.positions
     arguments = (inputs.q, inputs.weights, inputs.keys, seats, positions, context, k, SCALE)
     return impl.score(*arguments, share_context=share_context)
@@ -196,12 +197,12 @@ def test_padded_queries_and_queries_that_select_every_position_are_not_scored(im
 
 def draw_scores(kind: str, rows: int) -> Tensor:
     x = torch.randn(rows, CONTEXT)
-    few = torch.randint(0, 4, x.shape)
+    quarter = torch.randint(0, 4, x.shape)
     return {
         "normal": x,
         "ties": (2 * x).round(),
         "all equal": torch.full_like(x, -3.25),
-        "zeros of both signs": torch.where(x > 2.5, x, torch.where(few > 1, 0.0, -0.0)),
+        "zeros of both signs": torch.where(x > 2.5, x, torch.where(quarter > 1, 0.0, -0.0)),
         "mostly zero": torch.relu(x - 1.0),
         "one outlier": torch.where(torch.arange(CONTEXT) == 17, 1e9, x),
         "heavy tail": x.exp().pow(4),
@@ -211,7 +212,7 @@ def draw_scores(kind: str, rows: int) -> Tensor:
         "ascending": torch.arange(CONTEXT).float().expand(rows, -1).contiguous(),
         "descending": -torch.arange(CONTEXT).float().expand(rows, -1).contiguous(),
         "NaN and infinities": torch.where(
-            few == 0, NAN, torch.where(few == 1, -INFINITY, torch.where(x > 1, INFINITY, x))
+            quarter == 0, NAN, torch.where(quarter == 1, -INFINITY, torch.where(x > 1, INFINITY, x))
         ),
         "few finite": torch.where(x > 3.2, x, -INFINITY),
     }[kind]
@@ -223,9 +224,9 @@ if not INTERPRETED:
 
 
 def check_selection(impl: ModuleType, values: Tensor, lengths: Sequence[int], k: int, moments: Tensor | None) -> None:
-    """Checks that each row of `values`, up to its length, gives the selection of stable_topk.
+    """Checks that `impl.select` selects the same positions as stable_topk from each row of `values`, up to its length.
 
-    One padded query comes before these rows and one after them. If `moments` is None, the moments are computed here.
+    A padded query is added before the first row and after the last. If `moments` is None, the correct moments are used.
     """
     rows = len(lengths)
     visible = torch.arange(CONTEXT) < torch.tensor(lengths)[:, None]
@@ -290,7 +291,9 @@ def test_queries_whose_candidate_list_overflows_do_not_affect_others(impl: Modul
 @on_device
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("case", [SMALL[3]] if INTERPRETED else [LARGE[0], LARGE[6], LARGE[8]], ids=str)
-def test_index_topk_selects_the_best_of_its_own_scores(impl: ModuleType, case: Case, captured: bool) -> None:
+def test_index_topk_selects_the_best_of_the_scores_that_the_kernel_computes(
+    impl: ModuleType, case: Case, captured: bool
+) -> None:
     inputs = make_inputs(case, seed=4)
     k = 20 if INTERPRETED else 300
     op = impl.index_topk if INTERPRETED else index_topk
@@ -298,11 +301,12 @@ def test_index_topk_selects_the_best_of_its_own_scores(impl: ModuleType, case: C
     out = op(arguments.q, arguments.weights, arguments.keys, arguments.segments, k, SCALE)
     values = run_score(impl, inputs, share_context=not captured and not case.decoding).values
     for row, position in enumerate(inputs.segments.positions.tolist()):
-        own_scores = values[row : row + 1, : position + 1]
-        best = stable_topk(own_scores, k)[0].cpu() if position + 1 > k else all_positions(position + 1, k)
+        scores = values[row : row + 1, : position + 1]
+        best = stable_topk(scores, k)[0].cpu() if position + 1 > k else all_positions(position + 1, k)
         assert torch.equal(out[row].cpu(), best)
     expected = reference.index_topk(inputs.q, inputs.weights, inputs.keys, inputs.segments, k, SCALE)
-    assert float((out == expected).all(1).float().mean()) > 0.9  # rounding may change the last selected position
+    # Rounding may change which of two nearly equal scores is selected.
+    assert float((out == expected).all(1).float().mean()) > 0.9
 
 
 @on_device

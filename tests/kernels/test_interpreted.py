@@ -1,6 +1,7 @@
 """Runs the tests of all Triton kernels in a process in which Triton interprets its kernels on the CPU.
 
-There is only one such process, because Triton is slow to import. It reads TRITON_INTERPRET once, at import.
+Triton reads TRITON_INTERPRET when a kernel's module is imported, so these tests need another process. All of them share
+one, because Triton is slow to import.
 """
 
 import os
@@ -20,7 +21,7 @@ FILES = [
 @pytest.mark.not_interpreted
 @pytest.mark.timeout(1800)  # several times the duration on an overloaded machine
 def test_kernels_pass_their_tests_under_the_interpreter(pytestconfig: pytest.Config) -> None:
-    """The child process runs the slow tests as well, unless this run of pytest excludes them."""
+    """The child process runs the slow tests as well, unless this pytest process excludes them."""
     assert len(FILES) >= 10
     marks = "not gpu and not slow" if "not slow" in pytestconfig.getoption("markexpr") else "not gpu"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, *FILES]

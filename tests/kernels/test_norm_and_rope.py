@@ -1,4 +1,4 @@
-"""Compares norm, rope, rope_query and per_head_matmul with plain formulas, and kernels with references."""
+"""Compares norm, rope, rope_query and per_head_matmul with plain formulas, and their kernels with the references."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ needs_interpreter = pytest.mark.interpreted
 
 
 def draw_exact(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Draws eighths up to 1: sums of their squares are exact in float32, in any order of summation."""
+    """Draws multiples of 1/8 in [-1, 1]. Sums of their squares are exact in float32, in any order of summation."""
     return (torch.randint(-8, 9, shape) / 8).to(dtype)
 
 
@@ -61,7 +61,7 @@ def test_add_rms_norm_returns_the_sum_and_its_norm() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotate_rotates_each_pair_by_its_angle_and_copies_the_rest(interleaved: bool) -> None:
+def test_rotate_rotates_each_pair_by_its_angle_and_copies_the_remaining_values(interleaved: bool) -> None:
     x, angles = torch.randn(3, 2, 10, dtype=torch.float64), torch.randn(3, 1, 3, dtype=torch.float64)
     out = rotate(x, Rotation(angles.cos(), angles.sin()), interleaved)
     for pair in range(3):
@@ -125,7 +125,7 @@ def test_rope_kernel_writes_into_a_slice_and_nothing_else() -> None:
 
 @needs_interpreter
 def test_an_op_finds_its_kernels_after_they_were_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing `triton_impl` sets that name in the package of the op, so nothing else there may have this name."""
+    """Importing `triton_impl` sets this name in the op's package. The package must not use the name otherwise."""
     impl = triton_impl("norm")
     monkeypatch.setattr("hotset.kernels.norm.has_fast_path", lambda x: True)
     x, weight = draw_exact(2, 8, dtype=BF16), torch.randn(8).bfloat16()
@@ -147,12 +147,13 @@ def test_norm_on_a_gpu_equals_the_reference(dtype: torch.dtype, tokens: int, wid
     ):
         x = wide[:, 8:]
         expected = norm_reference.rms_norm(x, weight, EPS)
-        total, expected_after = norm_reference.add_rms_norm(x, delta, weight, EPS)
+        total, expected_sum_normed = norm_reference.add_rms_norm(x, delta, weight, EPS)
         got = rms_norm(wide.cuda()[:, 8:], weight.cuda(), EPS)
-        got_total, got_after = add_rms_norm(wide.cuda()[:, 8:], delta.cuda(), weight.cuda(), EPS)
+        got_total, got_sum_normed = add_rms_norm(wide.cuda()[:, 8:], delta.cuda(), weight.cuda(), EPS)
         assert torch.equal(got_total.cpu(), total)
-        # The order of summation differs: one bf16 value in thousands may be rounded the other way, by 2**-8 of itself.
-        assert error(got, expected) < 3e-4 and error(got_after, expected_after) < 3e-4
+        # The kernel sums in another order. Therefore one bf16 value in thousands may be rounded the other way, which
+        # changes the value by at most 2**-7 of itself.
+        assert error(got, expected) < 3e-4 and error(got_sum_normed, expected_sum_normed) < 3e-4
 
 
 @pytest.mark.gpu
@@ -186,7 +187,7 @@ def test_rope_query_and_per_head_matmul_on_a_gpu_equal_the_reference(
     key_up = torch.randn(heads, nope + 16, rank).to(dtype)[:, :nope]
     got = rope_query(q.cuda(), key_up.cuda(), rotation_on("cuda", rotation)).cpu()
     expected = rope_reference.rope_query(q.double(), key_up.double(), Rotation(rotation.cos, rotation.sin))
-    assert error(got[..., :rank], expected[..., :rank]) < 1e-2  # products of bf16 operands, rounded once
+    assert error(got[..., :rank], expected[..., :rank]) < 1e-2  # in bf16, the result is rounded once
     assert torch.equal(got[..., rank:], rope_reference.rotate(q[..., nope:], rotation, True))
     value_up = torch.randn(heads, 16, rank).to(dtype).transpose(1, 2)
     values = per_head_matmul(got.cuda()[..., :rank], value_up.cuda())

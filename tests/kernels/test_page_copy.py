@@ -1,4 +1,7 @@
-"""Compares page_copy with plain loops, over poisoned memory: the reference, and the CUDA kernel built for the CPU."""
+"""Compares page_copy with plain loops, over poisoned memory.
+
+Most tests run with the reference and with the CUDA kernel, which a host compiler builds for the CPU.
+"""
 
 import random
 from collections.abc import Callable
@@ -38,7 +41,10 @@ both_directions = pytest.mark.parametrize("to_host", [True, False], ids=["to hos
 
 
 def block_of_rows(layers: int, rows: int, width: int, gap: int, offset: int) -> Tensor:
-    """Returns random bytes [layers, rows, width] with `gap` bytes between rows; the first row is at byte `offset`."""
+    """Returns random bytes [layers, rows, width] with `gap` bytes after each row. The first row is at byte `offset`.
+
+    If there are gaps, 3 more bytes follow each layer.
+    """
     stride = width + gap
     layer = rows * stride + 3 * (gap > 0)
     flat = torch.randint(0, 256, (offset + layers * layer,), dtype=torch.uint8)
@@ -46,8 +52,8 @@ def block_of_rows(layers: int, rows: int, width: int, gap: int, offset: int) -> 
 
 
 def draw_pieces(rows: int, count: int) -> list[tuple[int, int, int]]:
-    """Draws pieces that do not overlap on either side. Some are empty."""
-    device, host = ([draw * 8 for draw in random.sample(range(rows // 8), count)] for _ in range(2))
+    """Draws pieces that overlap neither on the device nor on the host. Some are empty."""
+    device, host = ([block * 8 for block in random.sample(range(rows // 8), count)] for _ in range(2))
     return [(device[i], host[i], random.choice([0, 1, 5, 8])) for i in range(count)]
 
 
@@ -74,7 +80,7 @@ def check_copy(
             for i in range(count):
                 expected[layer, first_written + i] = source[layer, first_read + i]
     copy(torch.tensor(drawn), device, host, to_host=to_host)
-    assert torch.equal(all_bytes(target), all_bytes(expected)), "rows of the pieces, or other bytes"
+    assert torch.equal(all_bytes(target), all_bytes(expected)), "a piece is wrong, or other bytes changed"
     assert torch.equal(all_bytes(source), before)
 
 
@@ -123,7 +129,7 @@ def test_an_empty_list_of_pieces_is_allowed() -> None:
 
 
 def test_rows_of_any_dtype_are_copied_bit_by_bit() -> None:
-    device = torch.randint(0, 256, (1, 4, 6), dtype=torch.uint8)  # includes NaN
+    device = torch.randint(0, 256, (1, 4, 6), dtype=torch.uint8)  # any bits, which may be NaN
     host = torch.zeros_like(device)
     page_copy.to_host(torch.tensor([[0, 2, 2]]), device.view(torch.bfloat16), host.view(torch.bfloat16))
     assert torch.equal(host[:, 2:], device[:, :2])

@@ -1,4 +1,4 @@
-"""Compares page_table_lookup with plain Python: the reference, the interpreted kernel, and the kernel on a GPU."""
+"""Compares page_table_lookup with plain Python. Tests the reference, the interpreted kernel and the kernel on a GPU."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ PAGE_ROWS, SEATS, PAGES = 5, 4, 6
 
 
 def case(queries: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws positions that are not contiguous, seats of which some are EMPTY, and a page table."""
+    """Draws positions and seats, some of which are EMPTY, and a page table. `positions` is not contiguous."""
     positions = torch.randint(-1, PAGE_ROWS * PAGES, (n, queries)).T
     seat_of = torch.randint(-1, SEATS, (queries,))
     return positions, seat_of, torch.randperm(1000)[: SEATS * PAGES].view(SEATS, PAGES)

@@ -94,7 +94,7 @@ def test_contexts_are_split_if_the_batch_is_small() -> None:
     [
         (torch.bfloat16, [1, 2, 4097, 700, 63, 64, 65, 9000], 32, 8, 128, 64),
         (torch.bfloat16, [30_000], 32, 8, 128, 64),
-        pytest.param(torch.bfloat16, [5, 300] * 70, 32, 8, 128, 64, id="140 contexts, undivided"),
+        pytest.param(torch.bfloat16, [5, 300] * 70, 32, 8, 128, 64, id="140 contexts, one split"),
         (torch.bfloat16, [77, 1000, 1], 16, 1, 80, 48),
         (torch.bfloat16, [513, 20, 2000], 4, 4, 96, 32),
         (torch.float32, [5, 300, 1025], 9, 3, 64, 64),
@@ -107,7 +107,7 @@ def test_decoding_on_a_gpu_equals_the_reference(
     device = torch.device("cuda")
     batch = Batch(lengths, heads, kv_heads, dim, page_rows, dtype)
     got = paged_attention(batch.q.cuda(), batch.context(device), batch.segments(device), kv_heads, batch.scale)
-    # In bf16, the weights of the softmax are rounded to 8 bits before the product with V, and so is the result.
+    # In bf16, the weights of the softmax are rounded to 8 bits before the product with V. The result is rounded too.
     assert error(got, batch.expect(torch.float64)) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
     assert bool((got[-1] == 0).all())
 
@@ -122,7 +122,8 @@ def test_a_graph_reads_positions_pages_and_padding_at_replay() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = paged_attention(q, context, segments, 2, batch.scale)
-    other = Batch([500, 2800, 300], 8, 2, 64, 64, torch.bfloat16)  # in fewer pages
+    # This batch uses fewer pages, so its pool and its page table fit into the captured tensors.
+    other = Batch([500, 2800, 300], 8, 2, 64, 64, torch.bfloat16)
     context.blocks[:, : other.blocks.shape[1]].copy_(other.blocks)
     context.table[:, : other.table.shape[1]].copy_(other.table)
     q.copy_(other.q)

@@ -1,7 +1,7 @@
 """Compares route with plain Python: groups, ties, weights, padded tokens.
 
-The tests run with the reference. With TRITON_INTERPRET=1 they run with the Triton kernels on CPU tensors instead (see
-test_interpreted.py).
+Tests without a marker run with the reference. With TRITON_INTERPRET=1 they run with the Triton kernels on CPU tensors
+instead (see test_interpreted.py).
 """
 
 import importlib
@@ -24,7 +24,7 @@ EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True, database=
 if INTERPRETED:  # the interpreter is slow: few examples, and no shrinking of failing ones
     EXAMPLES = settings(EXAMPLES, max_examples=12, phases=[Phase.generate])
 
-# Logits whose sigmoids differ by much more than rounding, or are equal: the last two both give 1.
+# The sigmoids of these logits differ by much more than rounding errors. Only those of the last two are equal (1.0).
 LEVELS = [*(step / 2 for step in range(-6, 7)), 30.0, 40.0]
 
 PLAIN = RoutingRule(64, 6, scale=2.5)
@@ -79,8 +79,8 @@ def route_in_plain_python(logits: Tensor, correction: Tensor, rule: RoutingRule)
 def select(logits: Tensor, correction: Tensor, rule: RoutingRule, seats: Tensor | None = None) -> Routes:
     """Runs the implementation under test."""
     if INTERPRETED:
-        parts = torch.stack((logits - 1, torch.ones_like(logits)))  # their sum is exact
-        routes: Routes = triton_impl().select_experts(parts, correction, rule, seats)
+        partial = torch.stack((logits - 1, torch.ones_like(logits)))  # the sum of both parts is exact
+        routes: Routes = triton_impl().select_experts(partial, correction, rule, seats)
         return routes
     return reference.select_experts(logits, correction, rule, seats)
 
@@ -163,8 +163,8 @@ def test_on_a_gpu_ties_are_broken_as_in_the_reference(rule: RoutingRule, levels:
     logits, correction = draw_logits(333, rule, levels)
     seats = torch.arange(333) % 7 - 1
     expected = reference.select_experts(logits, correction, rule, seats)
-    parts = torch.stack((logits - 1, torch.ones_like(logits))).cuda()
-    routes = triton_impl().select_experts(parts, correction.cuda(), rule, seats.cuda())
+    partial = torch.stack((logits - 1, torch.ones_like(logits))).cuda()
+    routes = triton_impl().select_experts(partial, correction.cuda(), rule, seats.cuda())
     assert torch.equal(routes.expert_ids.cpu(), expected.expert_ids)
     torch.testing.assert_close(routes.weights.cpu(), expected.weights, rtol=1e-5, atol=1e-7)
 
@@ -176,14 +176,14 @@ def test_on_a_gpu_ties_are_broken_as_in_the_reference(rule: RoutingRule, levels:
     [(PLAIN, 4096, torch.bfloat16), (GROUPED, 7168, torch.bfloat16), (ODD, 250, torch.float32)],
     ids=str,
 )
-def test_on_a_gpu_routes_equal_float32(rule: RoutingRule, hidden: int, dtype: torch.dtype, tokens: int) -> None:
+def test_on_a_gpu_routes_equal_float64(rule: RoutingRule, hidden: int, dtype: torch.dtype, tokens: int) -> None:
     torch.manual_seed(tokens)
     x = torch.randn(tokens, 2, hidden, device="cuda").to(dtype)[:, 1]  # not contiguous
     router = torch.randn(rule.experts, hidden, device="cuda") * hidden**-0.5
     correction = torch.rand(rule.experts, device="cuda") * 0.1
     routes = route(x, router, correction, rule)
     exact = reference.select_experts(x.double() @ router.double().t(), correction.double(), rule, None)
-    # If two scores differ only in the seventh digit, float32 may select the other one.
+    # If two scores differ only in the seventh digit, float32 may rank them the other way round.
     same = (routes.expert_ids == exact.expert_ids).all(1)
     assert float(same.float().mean()) > 0.99 or (tokens < 100 and int((~same).sum()) <= 1)
     torch.testing.assert_close(routes.weights[same], exact.weights[same].float(), rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Compares save_last_topk with plain Python: the reference, the interpreted kernel, and the kernel on a GPU."""
+"""Compares save_last_topk with plain Python. Tests the reference, the interpreted kernel and the kernel on a GPU."""
 
 import pytest
 import torch
@@ -13,7 +13,10 @@ UNTOUCHED = 77
 
 
 def case(queries: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws a tensor of several groups, seats of which some are EMPTY, and positions that are not contiguous."""
+    """Returns the saved top-k of all seats and index groups, and draws seats, some of which are EMPTY, and positions.
+
+    The tensor of positions is not contiguous.
+    """
     seat_of = torch.randperm(SEATS)[:queries]
     seat_of[queries // 2 :: 3] = EMPTY
     return (

@@ -22,13 +22,13 @@ from hotset.base.errors import ConfigError
 from hotset.kernels.slice_pack import RowSlices, reference, slice_pack, slice_unpack
 
 POISON = 0xAB
-GUARD = 48  # bytes before and after a packed buffer that must not change
+GUARD = 48  # number of bytes before and after a packed buffer, which must not change
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A context in the pages of `units` stores. Gaps and the offset are in bytes."""
+    """A context in the pages of several stores, one per unit (a layer). Gaps and the offset are in bytes."""
 
     row_bytes: int
     spans: tuple[tuple[int, int], ...]
@@ -74,7 +74,7 @@ def all_bytes(tensor: Tensor) -> Tensor:
 
 
 def slice_locations(case: Case, pages: Sequence[int]) -> list[tuple[int, int, int, int, int]]:
-    """Returns (unit, page, row, first byte in the row, bytes) of every slice, in the order of packing."""
+    """Returns (unit, page, row, first byte in the row, bytes) of every slice, in the order in which they are packed."""
     return [
         (unit, pages[position // case.page_rows], position % case.page_rows, begin, nbytes)
         for unit in range(case.units)
@@ -94,7 +94,7 @@ def check_pack(case: Case) -> None:
     op.copy(stores, pages, case.first, case.last, case.slices, case.inner(buffer), unpack=False)
     assert torch.equal(case.inner(buffer), torch.cat([*expected, torch.empty(0, dtype=torch.uint8)]))
     guards = torch.cat((buffer[: GUARD + case.offset], buffer[len(buffer) - GUARD :]))
-    assert (guards == POISON).all(), "bytes outside the buffer"
+    assert (guards == POISON).all(), "bytes outside the buffer were written"
     assert all(torch.equal(all_bytes(store), old) for store, old in zip(stores, before, strict=True))
 
 
@@ -114,7 +114,7 @@ def check_unpack(case: Case) -> None:
         packed += nbytes
     op.copy(stores, torch.tensor(pages), case.first, case.last, case.slices, case.inner(buffer), unpack=True)
     for store, expected_store in zip(stores, expected, strict=True):
-        assert torch.equal(all_bytes(store), all_bytes(expected_store)), "slices, or other bytes"
+        assert torch.equal(all_bytes(store), all_bytes(expected_store)), "a slice is wrong, or other bytes changed"
     assert torch.equal(buffer, before)
 
 
@@ -188,7 +188,7 @@ def slices_of_heads(held: Sequence[int], moved: Sequence[int], head_bytes: int) 
 
 
 def check_transfer(heads: int, source_ranks: int, target_ranks: int, head_bytes: int) -> None:
-    """Transfers each head of every target rank from one source rank, in chunks that end within pages."""
+    """Transfers each head of every target rank from one source rank, in chunks that need not end at page boundaries."""
     op = triton_impl("slice_pack") if INTERPRETED else reference
     draw = np.random.default_rng(heads * 100 + source_ranks * 10 + target_ranks)
     units, rows, chunks = 2, 11, ((0, 3), (3, 10), (10, 11))
@@ -208,22 +208,22 @@ def check_transfer(heads: int, source_ranks: int, target_ranks: int, head_bytes:
         for held in held_by
     ]
     for rank in range(target_ranks):
-        wanted = heads_of_rank(heads, target_ranks, rank)
+        target_heads = heads_of_rank(heads, target_ranks, rank)
         target = [torch.full((7, 4, stride(target_ranks)), POISON, dtype=torch.uint8) for _ in range(units)]
-        for source in {ranks_of_head(heads, source_ranks, head)[-1] for head in wanted}:
-            moved = [head for head in held_by[source] if head in wanted]
-            read, written = (slices_of_heads(held, moved, head_bytes) for held in (held_by[source], wanted))
+        for source in {ranks_of_head(heads, source_ranks, head)[-1] for head in target_heads}:
+            moved = [head for head in held_by[source] if head in target_heads]
+            read, written = (slices_of_heads(held, moved, head_bytes) for held in (held_by[source], target_heads))
             for first, last in chunks:
-                ring = torch.full((units * (last - first) * read.nbytes,), POISON, dtype=torch.uint8)
-                op.copy(sources[source], source_pages, first, last, read, ring, unpack=False)
-                op.copy(target, target_pages, first, last, written, ring, unpack=True)
-        expected = to_pages(stored_rows(context, wanted, stride(target_ranks)), target_pages, 7, 4)
+                packed = torch.full((units * (last - first) * read.nbytes,), POISON, dtype=torch.uint8)
+                op.copy(sources[source], source_pages, first, last, read, packed, unpack=False)
+                op.copy(target, target_pages, first, last, written, packed, unpack=True)
+        expected = to_pages(stored_rows(context, target_heads, stride(target_ranks)), target_pages, 7, 4)
         assert np.array_equal(np.stack([unit.numpy() for unit in target]), expected), (source_ranks, target_ranks, rank)
 
 
 def tensor_parallel_degrees(heads: int) -> list[int]:
-    most = 2 if INTERPRETED else 8  # the interpreter is slow
-    return [ranks for ranks in range(1, most + 1) if heads % ranks == 0 or ranks % heads == 0]
+    max_degree = 2 if INTERPRETED else 8  # the interpreter is slow
+    return [ranks for ranks in range(1, max_degree + 1) if heads % ranks == 0 or ranks % heads == 0]
 
 
 @pytest.mark.parametrize("heads", slow_if((1, 2), slow={1}) if INTERPRETED else range(1, 9))
@@ -242,7 +242,7 @@ class Recorder:
         self.width = packed.element_size() * vector
 
 
-MISALIGNED = {
+MISALIGNED = {  # what is misaligned: (widest possible access in bytes, changes to the aligned case)
     "nothing": (16, {}),
     "the end of a slice": (8, {"spans": ((0, 24), (32, 16))}),
     "the beginning of a slice": (4, {"spans": ((0, 16), (20, 16))}),
@@ -350,14 +350,14 @@ def copied_to(tensor: Tensor, tier: str) -> Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("stored", "gathered"), [("device", "device"), ("device", "host"), ("host", "device")])
+@pytest.mark.parametrize(("store_tier", "buffer_tier"), [("device", "device"), ("device", "host"), ("host", "device")])
 @pytest.mark.parametrize("pages_on_device", [False, True])
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: f"{case.row_bytes}")
 def test_on_a_gpu_slices_are_copied_as_by_the_reference(
-    case: Case, stored: str, gathered: str, pages_on_device: bool
+    case: Case, store_tier: str, buffer_tier: str, pages_on_device: bool
 ) -> None:
     stores, pages, buffer = case.stores(), case.pages(), case.packed()
-    copied_stores, copied_buffer = [copied_to(store, stored) for store in stores], copied_to(buffer, gathered)
+    copied_stores, copied_buffer = [copied_to(store, store_tier) for store in stores], copied_to(buffer, buffer_tier)
     page_list = torch.tensor(pages).cuda() if pages_on_device else pages
     slice_pack(copied_stores, page_list, case.first, case.last, case.slices, case.inner(copied_buffer))
     reference.copy(stores, pages, case.first, case.last, case.slices, case.inner(buffer), unpack=False)
@@ -372,8 +372,8 @@ def test_on_a_gpu_slices_are_copied_as_by_the_reference(
 
 
 @pytest.mark.gpu
-def test_defect_07_on_a_gpu_offsets_beyond_8_gib_are_exact() -> None:
-    """Offsets in the stores and in the buffer exceed 32 bits even if they count words."""
+def test_on_a_gpu_offsets_beyond_8_gib_are_exact_defect_7() -> None:
+    """Offsets in the store and in the buffer exceed int32 even if they count words of 4 bytes."""
     store = torch.empty(72 * 1024, 64, 2048, dtype=torch.uint8, device="cuda")  # 9 GiB
     pages = [72 * 1024 - 1, *range(512), 72 * 1024 - 2]
     store[pages] = torch.randint(0, 256, (len(pages), 64, 2048), dtype=torch.uint8, device="cuda")

@@ -1,7 +1,8 @@
 """Tests sparse_attention's Triton, Gluon and CUDA kernels, and how a call is divided into programs.
 
 The tests on a GPU are marked `gpu`. Without a GPU, the Triton kernel runs under Triton's interpreter (see
-test_interpreted.py) and the Gluon kernels run in an emulation of Gluon.
+test_interpreted.py), and the Gluon kernels run in an emulation of Gluon. test_sparse_attention_cuda.py tests the CUDA
+kernels without a GPU.
 """
 
 import importlib
@@ -38,7 +39,7 @@ GLUON_KERNELS = ("_attend_plain_kernel", "_attend_fp8_kernel")
 GLUON_HELPERS = ("hotset.kernels.sparse_attention.gluon_tiles",)
 H200 = GpuTraits(132, hopper=True)
 
-if INTERPRETED:  # numpy warns of NaN, but these are intended
+if INTERPRETED:  # numpy warns of NaN, which is intended
     pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -74,7 +75,7 @@ SMALL_CASES = {
     "fp8, small": (Case(2, 4, 40, 256, 64, fp8=True, magnitude=1e-4), LaunchConfig("triton", 16, 32)),
     "fp8, uneven scales": (Case(2, 4, 20, 256, 16, fp8=True, uneven=True), LaunchConfig("triton", 16, 32)),
     "one entry": (Case(2, 1, 1, 64, 16), LaunchConfig("triton", 16, 16)),
-    "rows apart": (Case(2, 3, 20, 64, 16, fp8=True, spare_bytes=48), LaunchConfig("triton", 16, 16)),
+    "gaps between rows": (Case(2, 3, 20, 64, 16, fp8=True, spare_bytes=48), LaunchConfig("triton", 16, 16)),
 }
 
 
@@ -86,7 +87,7 @@ def test_triton_kernel_equals_the_reference_under_the_interpreter(name: str) -> 
     inputs.check(run(inputs, launch))
 
 
-# Each kernel with one and with several programs per query.
+# These cases run each kernel with one split and with several.
 GLUON_CASES = {
     "plain": (Case(2, 64, 200), LaunchConfig("gluon", 64, 64)),
     "fp8": (Case(2, 64, 200, fp8=True), LaunchConfig("gluon", 64, 64)),
@@ -99,7 +100,7 @@ GLUON_CASES = {
     "fp8, large": (Case(2, 33, 130, fp8=True, magnitude=3e4), LaunchConfig("gluon", 64, 128)),
     "fp8, small": (Case(2, 33, 130, fp8=True, magnitude=1e-4), LaunchConfig("gluon", 64, 128)),
     "fp8, uneven scales": (Case(2, 33, 40, fp8=True, uneven=True), LaunchConfig("gluon", 64, 128)),
-    "rows apart": (Case(2, 33, 130, spare_bytes=48), LaunchConfig("gluon", 64, 128)),
+    "gaps between rows": (Case(2, 33, 130, spare_bytes=48), LaunchConfig("gluon", 64, 128)),
 }
 
 
@@ -118,7 +119,7 @@ def test_emulated_gluon_kernels_equal_the_reference(name: str) -> None:
 
 
 def merged(partial: Tensor, lse: Tensor) -> Tensor:
-    """Merges partial results in torch. For a split without rows, the kernel writes only an lse of -inf."""
+    """Merges the partial results in torch. For a split without rows, the kernel writes only an lse of -inf."""
     weights = torch.softmax(lse * 0.6931471805599453, dim=1).nan_to_num(0)
     assert bool((partial.isnan().all(-1) == (lse == float("-inf"))).all())
     return (partial.nan_to_num(0) * weights[..., None]).sum(1)
@@ -140,8 +141,9 @@ def test_splits_cover_every_entry_once_and_none_is_empty(k: int) -> None:
         assert (launch.splits - 1) * split_keys < k <= launch.splits * split_keys, f"{launch} for {shape}"
 
 
-# Splits for 1, 2, 4 ... queries, by heads. For 16, 32 and 64 queries with 16 or 32 heads, other numbers
-# were tried on an H200, and none was measurably faster. The cost model in launch.py gives the remaining entries.
+# By heads: the numbers of splits for 1, 2, 4, ..., 256 queries, as the cost model in launch.py returns them. For 16, 32
+# and 64 queries with 16 or 32 heads, other numbers of splits were tried on an H200, and none was measurably faster. The
+# other entries were not compared with other numbers.
 SPLITS = {
     16: (32, 32, 32, 16, 8, 4, 4, 2, 1),
     32: (32, 32, 32, 16, 8, 8, 4, 2, 1),
@@ -152,20 +154,24 @@ SPLITS = {
 
 @pytest.mark.parametrize("heads", SPLITS)
 @pytest.mark.parametrize("fp8", [False, True])
-def test_numbers_of_splits_are_the_measured_optimum(heads: int, fp8: bool) -> None:
+def test_the_cost_model_returns_the_recorded_numbers_of_splits(heads: int, fp8: bool) -> None:
     shapes = [AttentionShape(1 << n, heads, 2048, 512, 64, fp8) for n in range(len(SPLITS[heads]))]
     assert tuple(choose_launch(shape, H200).splits for shape in shapes) == SPLITS[heads]
     assert choose_launch(AttentionShape(2048, heads, 2048, 512, 64, fp8), H200).splits == 1
 
 
-def test_splits_stay_few_if_there_are_slightly_more_programs_than_multiprocessors() -> None:
-    """More splits would use the multiprocessors more evenly, but storing their sums takes longer than that saves."""
+def test_a_call_that_would_need_two_waves_without_splits_has_at_most_four_splits() -> None:
+    """Without splits, the calls have 134 to 262 programs for 132 multiprocessors.
+
+    More than four splits would use the multiprocessors more evenly. Storing and merging the additional sums would take
+    longer than that saves.
+    """
     for queries in range(67, 132):
         shape = AttentionShape(queries, 128, 2048, 512, 64, False)
         assert choose_launch(shape, H200).splits <= 4, f"{queries} queries"
 
 
-def test_kernels_for_hopper_run_only_there_and_only_at_model_sizes() -> None:
+def test_hopper_kernels_run_only_on_hopper_and_only_at_model_sizes() -> None:
     shape = AttentionShape(4, 128, 2048, 512, 64, True)
     assert choose_launch(shape, H200).kernel == "gluon"
     assert choose_launch(replace(shape, heads=32), H200).kernel == "cuda"
@@ -228,14 +234,14 @@ def test_fast_path_on_a_gpu_equals_the_reference(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
 def test_every_kernel_on_a_gpu_equals_the_reference(fp8: bool) -> None:
-    """Kernels that are in use on Hopper run with and without splits, the others with splits only."""
-    in_use = {launch for (is_fp8, _), launch in HOPPER.items() if is_fp8 == fp8}
-    others = {launch for (is_fp8, _), launch in PORTABLE.items() if is_fp8 == fp8}
-    for launch in sorted(in_use | others, key=str):
+    """Launches of the table HOPPER run with and without splits, those of PORTABLE with splits only."""
+    hopper = {launch for (is_fp8, _), launch in HOPPER.items() if is_fp8 == fp8}
+    portable = {launch for (is_fp8, _), launch in PORTABLE.items() if is_fp8 == fp8}
+    for launch in sorted(hopper | portable, key=str):
         if launch.kernel != "triton" and torch.cuda.get_device_capability()[0] != 9:
             continue
         inputs = make_inputs(Case(3, launch.block_heads + 4, 700, fp8=fp8))
-        for splits in (1, 5) if launch in in_use else (5,):
+        for splits in (1, 5) if launch in hopper else (5,):
             inputs.check(run(inputs, replace(launch, splits=splits)))
 
 
@@ -254,9 +260,9 @@ def test_inputs_need_not_be_contiguous(heads: int, fp8: bool) -> None:
         inputs, q=inputs.q.transpose(1, 2).contiguous().transpose(1, 2), row_ids=inputs.row_ids.T.contiguous().T
     )
     transposed.check(run(transposed))
-    odd = torch.full((6, heads, inputs.q.shape[2] + 1), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-    odd[:, :, 1:] = inputs.q
-    inputs.check(run(replace(inputs, q=odd[:, :, 1:])))
+    misaligned = torch.full((6, heads, inputs.q.shape[2] + 1), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    misaligned[:, :, 1:] = inputs.q
+    inputs.check(run(replace(inputs, q=misaligned[:, :, 1:])))
 
 
 @pytest.mark.gpu
@@ -267,11 +273,11 @@ def test_byte_offsets_beyond_32_bits_are_exact(heads: int, fp8: bool) -> None:
     layout = case.layout
     count = (5 << 30) // layout.stride_bytes
     pool = torch.empty(count, layout.stored_width, dtype=layout.stored_dtype, device=DEVICE)
-    near = make_inputs(case, pool_rows=4096)
-    pool[-4096:] = near.pool
-    row_ids = torch.where(near.row_ids == EMPTY, EMPTY, near.row_ids + (count - 4096))
-    out = run(replace(near, pool=pool, row_ids=row_ids))
-    near.check(out)
+    inputs = make_inputs(case, pool_rows=4096)
+    pool[-4096:] = inputs.pool
+    row_ids = torch.where(inputs.row_ids == EMPTY, EMPTY, inputs.row_ids + (count - 4096))
+    out = run(replace(inputs, pool=pool, row_ids=row_ids))
+    inputs.check(out)
 
 
 @pytest.mark.gpu
@@ -300,7 +306,7 @@ def test_repeated_calls_return_the_same_bits() -> None:
         for heads in (16, 32, 128):
             inputs = make_inputs(Case(9, heads, 2048, fp8=fp8))
             first = run(inputs)
-            assert all(torch.equal(run(inputs), first) for _ in range(20)), f"{heads} heads, fp8 {fp8}: a race"
+            assert all(torch.equal(run(inputs), first) for _ in range(20)), f"a race: {heads} heads, fp8={fp8}"
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ from hotset.kernels.sparse_attention.launch import HOPPER, LaunchConfig
 
 HEADER = Path(__file__).with_name("matrix_units_on_cpu.h")
 NVCC = shutil.which("nvcc")
-SHARED_OF_SM = 228 << 10  # each block takes 1 KiB more than it requests
+SHARED_OF_SM = 228 << 10  # bytes; each block occupies 1 KiB more than it requests
 REGISTERS_OF_SM = 64 << 10
 THREADS = 32 * cuda_impl.WARPS
 
@@ -52,7 +52,7 @@ def run(inputs: Inputs, launch: LaunchConfig) -> Tensor:
         cuda_impl.attend(case.shape, launch, tensors, case.scale * 1.4426950408889634)
         if launch.splits > 1:
             written = ~partial.isnan().all(-1)
-            assert torch.equal(written, lse != float("-inf")), "sums are written exactly for splits that have rows"
+            assert torch.equal(written, lse != float("-inf")), "splits with rows must write sums, others must not"
             cuda_impl.merge(case.shape, launch, partial, lse, out)
     return out
 
@@ -64,7 +64,7 @@ CASES = {
     "plain, 20 heads, 3 splits": (Case(2, 20, 150), replace(PLAIN_32, splits=3)),
     "plain, more heads than a block": (Case(2, 20, 70), PLAIN_16),
     "plain, long tiles": (Case(2, 8, 300), replace(PLAIN_16, block_keys=64, programs_per_sm=1)),
-    "plain, rows apart": (Case(2, 16, 40, spare_bytes=48), PLAIN_16),
+    "plain, gaps between rows": (Case(2, 16, 40, spare_bytes=48), PLAIN_16),
     "plain, 8 splits": (Case(3, 16, 500), replace(PLAIN_16, splits=8)),
     "plain, 2 splits, more heads than a block": (Case(2, 37, 130), replace(PLAIN_32, splits=2)),
     "plain, empty splits": (Case(2, 16, 256, used=40), replace(PLAIN_16, splits=8)),
@@ -82,11 +82,11 @@ CASES = {
     "fp8, small": (Case(2, 8, 130, fp8=True, magnitude=1e-4), FP8_16),
     "fp8, small, 4 splits": (Case(2, 8, 130, fp8=True, magnitude=1e-4), replace(FP8_16, splits=4)),
     "fp8, uneven scales": (Case(2, 8, 40, fp8=True, uneven=True), FP8_16),
-    "fp8, rows apart": (Case(2, 16, 40, fp8=True, spare_bytes=48), FP8_16),
+    "fp8, gaps between rows": (Case(2, 16, 40, fp8=True, spare_bytes=48), FP8_16),
 }
 
 
-# Each of these combines properties that other cases test one by one.
+# Except for the long tiles, every property of these cases also occurs in a case that is not slow.
 SLOW = {
     "plain, more heads than a block",
     "plain, long tiles",

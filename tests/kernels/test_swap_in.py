@@ -1,4 +1,6 @@
-"""Compares swap_in with a plain-Python model, over poisoned memory. Defect numbers refer to scripts/sabotage.d.
+"""Compares swap_in with a plain-Python model, over poisoned memory.
+
+A defect number at the end of a test's name refers to the file of that number in scripts/sabotage.d.
 
 Most tests run with the reference and with the CUDA kernels, which a host compiler builds for the CPU.
 """
@@ -47,15 +49,15 @@ class CudaOnCpu:
             cuda_impl.copy(copies, host_rows, device_rows, tuning=self._tuning)
 
 
-def small(*clusters: tuple[int, cuda_impl.BlockCluster | None]) -> cuda_impl.SwapInTuning:
-    smaller = tuple((most, cluster and replace(cluster, threads=64)) for most, cluster in clusters)
+def small_tuning(*clusters: tuple[int, cuda_impl.BlockCluster | None]) -> cuda_impl.SwapInTuning:
+    smaller = tuple((max_batch, cluster and replace(cluster, threads=64)) for max_batch, cluster in clusters)
     return cuda_impl.SwapInTuning(
         plan_threads=64, clusters=smaller, lists_at_once=2, copy_blocks=3, copy_threads=64, rows_at_once=2
     )
 
 
-TWO_LAUNCHES = small((1, None))
-CLUSTERS = small((1, cuda_impl.BlockCluster(3, rows_at_once=1)), (9, cuda_impl.BlockCluster(2)))
+TWO_LAUNCHES = small_tuning((1, None))
+CLUSTERS = small_tuning((1, cuda_impl.BlockCluster(3, rows_at_once=1)), (9, cuda_impl.BlockCluster(2)))
 needs_compiler = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no C++ compiler")
 COPIES = [
     pytest.param(reference, id="reference"),
@@ -66,7 +68,7 @@ with_each_op = pytest.mark.parametrize("op", OPS)
 with_each_copy = pytest.mark.parametrize("op", COPIES)
 EXAMPLES = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
-# The quick widths have every remainder modulo 16 bytes, the widest access of a copy.
+# Every remainder modulo 16 occurs in the quick widths. The widest access of a copy has 16 bytes.
 QUICK_WIDTHS = {1, 2, 3, 4, 7, 8, 12, 15, 16, 17, 21, 22, 25, 26, 27, 29, 30, 37, 40, 656, 1152}
 WIDTHS = slow_if([*range(1, 41), 656, 1152], set(range(41)) - QUICK_WIDTHS)
 
@@ -137,7 +139,7 @@ def test_the_oldest_slots_are_evicted_and_among_equals_the_lower_ones(op: Op) ->
     ids=["one round", "two rounds", "three rounds"],
 )
 def test_the_oldest_slots_are_evicted_when_all_ages_are_similar(op: Op, stamp: int, last_used: list[int]) -> None:
-    """All ages fall into one bucket of the CUDA kernel, which divides it in one to three rounds."""
+    """All ages fall into one bucket of the CUDA kernel, which divides the bucket in one, two or three rounds."""
     for misses in range(1, 9):
         model = SwapInModel(Shape(k=8, slots=8, page_rows=4, words_per_page=16, context_pages=8), seed=24)
         model.maps[0].position_of[:], model.maps[0].last_used[:] = range(8), last_used
@@ -239,7 +241,7 @@ def test_rows_of_any_byte_size_are_copied_completely_and_nothing_else_defect_6(o
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
 def test_rows_of_any_dtype_are_copied_bit_by_bit(op: Op, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(11)
-    host = torch.randint(0, 256, (4, 3 * dtype.itemsize), dtype=torch.uint8, generator=generator)  # includes NaN
+    host = torch.randint(0, 256, (4, 3 * dtype.itemsize), dtype=torch.uint8, generator=generator)  # any bits
     device = torch.full_like(host, POISON)
     op.copy(make_copies([(0, 3), (2, 1)]), host.view(dtype), device.view(dtype))
     assert torch.equal(device[[3, 1]], host[[0, 2]]) and (device[[0, 2]] == POISON).all()
@@ -258,8 +260,8 @@ def test_host_page_ids_are_never_used_as_device_page_ids_defect_7(op: Op) -> Non
 @with_each_op
 def test_row_numbers_beyond_32_bits_are_exact_defect_7(op: Op) -> None:
     model = SwapInModel(ODD, seed=13)
-    far = {name: getattr(model.tables, name) for name in ("row_pages", "host_pages", "slot_pages", "tail_pages")}
-    model.tables = replace(model.tables, **{name: pages % 1000 + 2**31 + 3 for name, pages in far.items()})
+    tables = {name: getattr(model.tables, name) for name in ("row_pages", "host_pages", "slot_pages", "tail_pages")}
+    model.tables = replace(model.tables, **{name: pages % 1000 + 2**31 + 3 for name, pages in tables.items()})
     batch = Batch([[1, 2, 3, 30, 31, 44], [44, 43, 0, 1, 2, 3]], [0, 2], [39, 1])
     swap = model.run(op, batch)
     expected = model.expect(batch)
@@ -269,7 +271,7 @@ def test_row_numbers_beyond_32_bits_are_exact_defect_7(op: Op) -> None:
 
 @with_each_copy
 def test_row_offsets_beyond_32_bits_are_exact_defect_7(op: Op) -> None:
-    rows, stride = 2**16 + 2, 2**15  # spans more than 2**31 bytes; almost no page of it is touched
+    rows, stride = 2**16 + 2, 2**15  # more than 2**31 bytes of virtual memory; only a few pages are touched
     host, device = (torch.empty(rows, stride, dtype=torch.uint8)[:, :24] for _ in range(2))
     host[rows - 1], device[rows - 2 : rows] = torch.arange(24, dtype=torch.uint8), POISON
     op.copy(make_copies([(rows - 1, rows - 2)]), host, device)
@@ -358,7 +360,7 @@ def test_a_plan_may_have_any_number_of_threads(threads: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("blocks", [1, 4, 8])
 def test_a_cluster_may_have_any_number_of_blocks(blocks: int) -> None:
-    op = CudaOnCpu(small((9, cuda_impl.BlockCluster(blocks))))
+    op = CudaOnCpu(small_tuning((9, cuda_impl.BlockCluster(blocks))))
     shape = Shape(k=60, slots=100, page_rows=8, words_per_page=20, context_pages=50, tiered=4, resident=2, width=48)
     model = SwapInModel(shape, seed=22, full=True)
     for _ in range(6):
@@ -376,7 +378,7 @@ def test_rows_copied_by_a_plan_are_complete_and_nothing_else_is_written_defect_6
 @needs_compiler
 @pytest.mark.parametrize("batch", [3, 20, 40])
 def test_a_plan_with_the_sizes_and_tuning_of_a_gpu_equals_the_reference(batch: int) -> None:
-    """Most queries of each batch are padding, because every emulated thread costs time."""
+    """A few drawn queries are padded to the size of the batch: emulating as many real queries would take too long."""
     op = CudaOnCpu(cuda_impl.TUNED)
     shape = Shape(k=2048, slots=8192, page_rows=64, words_per_page=10496, context_pages=256, tiered=2, width=16)
     model = SwapInModel(shape, seed=21, full=True, stamp=2**30)

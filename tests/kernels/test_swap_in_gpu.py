@@ -105,7 +105,7 @@ def test_on_a_gpu_a_replayed_step_equals_the_reference() -> None:
             device_rows=device_rows,
         )
 
-    step()  # compiles; padded queries write nothing
+    step()  # compiles the kernels; all queries are padding, so nothing is written
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         swap = step()

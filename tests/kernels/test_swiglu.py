@@ -1,6 +1,7 @@
 """Compares swiglu with silu and a product, element by element.
 
-With TRITON_INTERPRET=1 the tests run with the Triton kernel on CPU tensors (see test_interpreted.py).
+Tests without a marker run with the reference. With TRITON_INTERPRET=1 they run with the Triton kernel on CPU tensors
+instead (see test_interpreted.py).
 """
 
 import importlib
@@ -30,7 +31,7 @@ def test_an_odd_number_of_values_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 1), (16, 12288), (33, 160), (700, 37), (8192, 1536)])
-def test_on_a_gpu_every_element_equals_float32(dtype: torch.dtype, tokens: int, width: int) -> None:
+def test_on_a_gpu_every_element_equals_float64(dtype: torch.dtype, tokens: int, width: int) -> None:
     whole = torch.randn(tokens, 2 * width + 8, device="cuda").to(dtype)
     values = whole[:, : 2 * width]
     expected = F.silu(values[:, :width].double()) * values[:, width:].double()

@@ -1,8 +1,8 @@
-"""The Triton and Gluon kernels compile for sm_90 with the expected instructions and resources. No GPU is needed.
+"""Tests that the Triton and Gluon kernels compile for sm_90 with the expected instructions and resources.
 
-Run as a program, this file compiles a group of cases and prints the results. Each of the two groups has one process,
-because Triton is slow to import and reads TRITON_INTERPRET only once. A process starts with an empty cache, so that
-nothing comes from an earlier run.
+The tests need no GPU. They run this file as a program, which compiles a group of cases and prints the results. There is
+one process for each of the two groups, because Triton is slow to import. Each process runs without TRITON_INTERPRET
+and starts with an empty cache, so that no result comes from an earlier run.
 """
 
 import importlib
@@ -33,10 +33,10 @@ class Case:
 
     module: str  # below hotset.kernels
     kernel: str
-    types: dict[str, str]  # Triton type: names of parameters. Other parameters are int32.
+    types: dict[str, str]  # by Triton type: the names of parameters, separated by spaces; other parameters are int32
     constants: dict[str, Any]
     options: dict[str, Any]
-    aligned: tuple[str, ...] = ()  # endings of the names of parameters that, like pointers, are multiples of 16
+    aligned: tuple[str, ...] = ()  # name suffixes of the parameters that are multiples of 16, as all pointers are
     gluon: bool = False
     inspect_code: bool = False  # count `mma_waits`
 
@@ -45,7 +45,7 @@ class Case:
 class CompiledKernel:
     ptx: str
     shared_bytes: int
-    stack_bytes: int  # per thread: registers that were spilled
+    stack_bytes: int  # stack frame of a thread, which holds spilled registers
     mma_waits: int  # instructions that wait for matrix products
 
 
@@ -64,7 +64,7 @@ EXPERTS = (
     "swiglu",
 )
 SMALL_OPS = ("add and norm", "rope", "mla append", "key append", "gqa append", "fp32 linear", "decode", "merge")
-SLICES = {  # (bytes that everything is aligned to, unpack)
+SLICES = {  # (alignment in bytes, unpack)
     "slices of 16 bytes": (16, False),
     "slices of 16 bytes, unpacked": (16, True),
     "slices of 4 bytes": (4, False),
@@ -76,7 +76,7 @@ SPARSE_ATTENTION = ("16 heads", "16 heads, fp8", "64 heads", "64 heads, fp8")
 
 
 def experts_cases() -> dict[str, Case]:
-    """The kernels of a routed layer."""
+    """Returns the cases of the kernels of a routed layer."""
     types = {
         "*i64": "expert_ids seats",
         "*i32": "pairs sorted_index ends block_expert block_first",
@@ -120,7 +120,7 @@ def experts_cases() -> dict[str, Case]:
 
 
 def small_op_cases() -> dict[str, Case]:
-    """The small ops as dsa-50b launches them, and decoding with 32 heads on 8 KV heads of 128 values."""
+    """Returns the cases of the small ops, with the sizes of dsa-50b, or with 32 heads and 8 KV heads of 128 for GQA."""
 
     def case(
         op: str, kernel: str, types: dict[str, str], constants: dict[str, Any], warps: int, fusion: bool = False
@@ -204,7 +204,7 @@ def small_op_cases() -> dict[str, Case]:
 
 
 def slice_case(width: int, unpack: bool) -> Case:
-    """Slices of 512 bytes in pages of 64 rows, aligned to `width` bytes."""
+    """Returns the case of slices of 512 bytes in pages of 64 rows, aligned to `width` bytes."""
     word = min(4, width)
     types = {"*i64": "table pages", {4: "*i32", 2: "*i16", 1: "*u8"}[word]: "packed"}
     sizes = {"block_rows": 32, "block_words": 512 // word, "page_rows": 64, "vector": width // word, "unpack": unpack}
@@ -261,7 +261,7 @@ def index_topk_cases() -> dict[str, Case]:
 
 
 def sparse_attention_launch(name: str) -> tuple[LaunchConfig, bool]:
-    """Returns the launch of a case of SPARSE_ATTENTION, and whether its rows are fp8."""
+    """Returns the launch of a case of SPARSE_ATTENTION, and whether the rows of the case are fp8."""
     fp8, heads = name.endswith("fp8"), int(name.split()[0])
     return (PORTABLE if heads < 64 else HOPPER)[fp8, heads], fp8
 
@@ -346,7 +346,8 @@ def compiled_attention(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Co
 def test_kernel_compiles_for_sm_90_without_spilling(compiled: dict[str, CompiledKernel], name: str) -> None:
     kernel = compiled[name]
     assert ".target sm_90" in kernel.ptx
-    assert kernel.stack_bytes == 0 and kernel.shared_bytes <= MAX_SHARED, f"{kernel.stack_bytes}, {kernel.shared_bytes}"
+    assert kernel.stack_bytes == 0, f"{kernel.stack_bytes} B of stack"
+    assert kernel.shared_bytes <= MAX_SHARED, f"{kernel.shared_bytes} B shared"
 
 
 def test_experts_use_wgmma_and_asynchronous_16_byte_copies(compiled: dict[str, CompiledKernel]) -> None:
@@ -388,7 +389,8 @@ def test_slices_are_copied_in_the_widest_accesses_that_alignment_allows(
     width, _unpack = SLICES[name]
     suffix = {16: "v4.b32", 4: "b32", 1: "b8"}[width]
     for access in ("ld", "st"):
-        # All accesses of a thread are in flight at the same time.
+        # The 128 threads copy 32 slices of 512 bytes. The loop is unrolled, so all accesses of a thread are in flight
+        # at the same time.
         assert compiled[name].ptx.count(f"{access}.global.{suffix} ") == 32 * 512 // 128 // width
 
 
@@ -408,7 +410,7 @@ def test_sparse_attention_compiles_for_sm_90(compiled_attention: dict[str, Compi
     max_shared = SHARED_OF_TWO if launch.programs_per_sm == 2 else MAX_SHARED
     assert kernel.shared_bytes <= max_shared, f"{kernel.shared_bytes} B shared"
     assert kernel.stack_bytes <= 384, f"{kernel.stack_bytes} B of registers spilled"  # with Triton 3.6: at most 40
-    assert kernel.mma_waits <= 6, "ptxas makes the products wait for each other"
+    assert kernel.mma_waits <= 6, f"{kernel.mma_waits} waits: ptxas serialises the matrix products"
     assert ("wgmma.mma_async" in kernel.ptx) == (launch.kernel == "gluon")
     assert ("cvt.rn.f16x2.e4m3x2" in kernel.ptx) == fp8
     wide_access = "ld.global.v2.b32" if fp8 and launch.kernel == "gluon" else "cp.async.cg.shared.global"

@@ -16,7 +16,7 @@ LAYERS, WIDTH, KEY_WIDTH = 2, 3, 2
 
 
 class PoolWithSeats:
-    """A pool that is full of NaN at first, and the rows and index keys that were written for each seat."""
+    """A pool that contains only NaN at first, and the rows and index keys that were written for each seat."""
 
     def __init__(self, page_rows: int, seats: int) -> None:
         context, pages = 40, seats * 40
@@ -63,7 +63,7 @@ class PoolWithSeats:
 def test_a_view_reads_the_rows_written_last_if_a_context_was_shortened_and_written_again(
     page_rows: int, seed: int, data: st.DataObject
 ) -> None:
-    """After each step, up to all of its rows are dropped. The next step of the same seat overwrites them."""
+    """After each step, some or all of its rows may be dropped. The next step of the same seat overwrites them."""
     torch.manual_seed(seed)
     pool = PoolWithSeats(page_rows, seats=3)
     for _ in range(data.draw(st.integers(1, 6))):

@@ -1,4 +1,4 @@
-"""The ring allocator is compared with a list of its bytes, and used with messages that are lost or repeated."""
+"""The ring allocator is compared with a list of its bytes, and is tested with lost and repeated messages."""
 
 import itertools
 import random
@@ -15,7 +15,7 @@ OWNERS = 12
 
 
 class RingMachine(RuleBasedStateMachine):
-    """Compares the ring with `lease_at`, which has for every byte the number of its lease, or None."""
+    """Compares the ring with `lease_at`, which contains the lease number of every byte, or None for a free byte."""
 
     @initialize(nbytes=st.sampled_from([1, 7, 16, 40, 61, 64]), align=st.sampled_from([1, 1, 4, 8]))
     def start(self, nbytes: int, align: int) -> None:
@@ -28,7 +28,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(owner=st.integers(0, OWNERS - 1), eighths=st.sampled_from([1, 1, 2, 2, 3, 5, 8, 9]), minus=st.integers(0, 4))
     def request(self, owner: int, eighths: int, minus: int) -> None:
-        """Requests sizes from 0 or less to more than the whole ring. An owner may already wait or have a lease."""
+        """Requests a size between -4 and more than the whole ring. The owner may already wait or have a lease."""
         nbytes = self.ring.nbytes * eighths // 8 - minus
         known = owner in self.owners() or owner in dict(self.queue)
         possible = self.ring.request(owner, nbytes)
@@ -47,7 +47,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """Calls `release` with the number of any lease granted so far, even if the lease has ended."""
+        """Calls `release` with the number of any lease that was ever granted, even if the lease has ended."""
         number = data.draw(st.sampled_from(sorted(self.numbers) or [0]))
         assert self.ring.release(number) == (number in self.live)
         self.end(self.live.pop(number, None))
@@ -58,7 +58,7 @@ class RingMachine(RuleBasedStateMachine):
         waiting = [owner for owner, _ in self.queue]
         owner = data.draw(st.sampled_from(waiting or list(range(OWNERS))))
         self.ring.withdraw(owner)
-        self.queue = [waiting for waiting in self.queue if waiting[0] != owner]
+        self.queue = [entry for entry in self.queue if entry[0] != owner]
         self.end(self.live.pop(self.owners().get(owner, -1), None))
 
     @rule(data=st.data())
@@ -79,13 +79,13 @@ class RingMachine(RuleBasedStateMachine):
         return {lease.owner: number for number, lease in self.live.items()}  # type: ignore[misc]
 
     def end(self, lease: Lease | None) -> None:
-        """Frees the bytes of a lease, if one is given, and takes the leases that the ring has granted since."""
+        """Frees the bytes of a lease, if one is given. Then takes the leases that the ring has granted."""
         if lease is not None:
             self.lease_at[lease.first : lease.first + lease.nbytes] = [None] * lease.nbytes
         self.take_granted()
 
     def take_granted(self) -> None:
-        """Checks that leases are granted in the order of the queue, on free bytes, and with the requested size."""
+        """Takes new leases. Checks that they are granted in queue order, on free bytes, and with the requested size."""
         for lease in self.ring.take_granted():
             assert (lease.owner, lease.nbytes) == self.queue.pop(0), "a request was granted out of order"
             assert lease.number not in self.numbers, "a number was used twice"
@@ -105,7 +105,7 @@ class RingMachine(RuleBasedStateMachine):
         if not hasattr(self, "ring"):
             return
         self.ring.audit()
-        assert not self.queue or not self.fits(self.queue[0][1]), "the first in the queue waits although it fits"
+        assert not self.queue or not self.fits(self.queue[0][1]), "the first request of the queue waits but fits"
         assert self.ring.waiting == len(self.queue)
         assert all(self.ring.lease_of(lease.owner) == lease for lease in self.live.values())
         leased = sum(number is not None for number in self.lease_at)
@@ -115,7 +115,7 @@ class RingMachine(RuleBasedStateMachine):
             assert self.ring.stuck == bool(self.queue) and self.ring.quarantined == self.ring.held
 
     def teardown(self) -> None:
-        """Ends all leases in random order. Every waiting request must be granted, and all bytes free at the end."""
+        """Ends all leases in random order. Every waiting request must be granted. All bytes must be free at the end."""
         if not hasattr(self, "ring"):
             return
         order = random.Random(len(self.numbers))
@@ -281,7 +281,7 @@ def test_leases_survive_lost_and_repeated_messages(seed: int) -> None:
     ring = Ring(64, align=1)
     sizes = [[rng.randint(1, 64) for _ in range(12)] for _ in range(6)]
     received = [0] * 6  # chunks of each sender that the receiver has read from the ring
-    acked = [0] * 6  # chunks of each sender that the sender has an ack for
+    acked = [0] * 6  # chunks for which each sender has received an ack
     for _ in range(20_000):
         for sender in range(6):
             if acked[sender] < 12:

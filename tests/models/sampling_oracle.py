@@ -1,6 +1,6 @@
 """An independent sampler for one request, with lists and `math`, written from the docstring of `SamplingParams`.
 
-Its random numbers are those of `hotset.models.draw`.
+It computes the same random numbers as `hotset.models.draw`.
 """
 
 import itertools
@@ -26,7 +26,9 @@ def uniform(seed: int, position: int) -> float:
 @dataclass(frozen=True)
 class OracleToken:
     token: int
-    margin: float  # the smallest difference in any comparison, except of equal logits; rounding must be smaller
+    # The smallest difference between two compared numbers, except between equal logits. If rounding errors are smaller,
+    # they cannot change the token.
+    margin: float
 
 
 def adjusted(

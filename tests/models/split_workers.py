@@ -1,4 +1,4 @@
-"""Workers that share a tiny model: ranks are threads; the stages of a rank run in sequence, each with its memory."""
+"""A tiny model on several workers. Ranks are threads. Stages of a rank run in sequence, each with its own memory."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -123,7 +123,7 @@ def on_ranks(size: int, work: Callable[[ThreadCollectives], T]) -> list[T]:
 
 
 class RecordingView(ResidentView):
-    """Records the positions that every layer selects. `padded` replaces `padded_seats`."""
+    """Records the positions that every layer selects, and returns `padded` as `padded_seats`."""
 
     def __init__(self, memory: "Memory", batch: Batch, padded: Tensor | None) -> None:
         super().__init__(memory.pool, memory.tables, batch)
@@ -160,7 +160,8 @@ class Memory:
 class Step:
     """A step that computes `counts[i]` tokens of seat i from position `starts[i]`.
 
-    `padded` has the seat of each token: EMPTY for padding, which is routed to no expert.
+    `padded` has the seat of each token: EMPTY for padding, which is routed to no expert. None means that no token is
+    padding. Logits are computed for the tokens `logit_indices`, or for all tokens if it is None.
     """
 
     starts: tuple[int, ...]
@@ -185,7 +186,7 @@ class Step:
         return list(zip(self.starts, self.counts, strict=True))
 
 
-# A step with three prompts, one that continues the first prompt while the others decode, then two decode steps.
+# Step 0 computes three prompts. Step 1 continues the first prompt while the other two requests decode. Then all decode.
 STEPS = [
     Step((0, 0, 0), (5, 1, 11)),
     Step((5, 1, 11), (9, 1, 1), logit_indices=torch.tensor([8, 10])),
@@ -199,7 +200,7 @@ class StepResults:
     """The results of `run_steps` on one rank."""
 
     logits: list[Tensor]  # by step
-    selected: list[Tensor]  # the positions that each layer selected, by step and layer
+    selected: list[Tensor]  # the positions that each layer selected, in order of steps and layers
     memories: list[Memory]  # by stage
     stages: list[Decoder]
 

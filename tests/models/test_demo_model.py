@@ -43,7 +43,7 @@ def make_prompts(lengths: dict[int, int]) -> list[list[int]]:
 def test_greedy_tokens_on_long_prompts_match_transformers_except_at_near_ties(lengths: dict[int, int]) -> None:
     """transformers scores prompt and answer in one pass.
 
-    If its best token is ours at every position of the answer, its own greedy answer is the same, by induction.
+    If its best token equals ours at every position of the answer, its own greedy answer is the same, by induction.
     """
     prompts = make_prompts(lengths)
     files = find_model(str(DEMO))

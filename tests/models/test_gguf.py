@@ -53,7 +53,7 @@ def converted_rows(rows: "numpy.ndarray[Any, Any]", heads: int) -> "numpy.ndarra
 
 
 def test_unpermuted_rows_give_the_same_attention_scores() -> None:
-    """The scores with rope over neighbours of the stored rows equal those with rope over halves of our rows."""
+    """Rope that pairs neighbouring stored rows gives the same scores as rope that pairs halves of unpermuted rows."""
     heads, d, hidden, rng = 2, 8, 5, numpy.random.default_rng(0)
     stored_q, stored_k = rng.normal(size=(2, heads * d, hidden))
     x, y = rng.normal(size=(2, hidden))

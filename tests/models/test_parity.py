@@ -3,7 +3,8 @@
 For each family, hypothesis draws tiny configurations. transformers creates the model and writes it with
 `save_pretrained`. Hotset loads that directory and answers prompts in mixed batches with random chunk and page sizes.
 transformers, the oracle, then scores prompt and answer in one pass without a cache. Logits must agree within TOLERANCE,
-and tokens must be the same. From a near tie on, both may differ, but only in a small share of the requests.
+and tokens must be the same. After a near tie, the logits and tokens of a request may differ. At most a share
+MAX_DIFFERING of the requests may do so.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from hotset.models.decoder import Decoder
 
 SIZES = [(6, 24), pytest.param(150, 64, marks=pytest.mark.slow)]  # number of examples, tokens per answer
 TOLERANCE = 1e-4  # the largest difference between logits
-NEAR_TIE = 1e-5  # rounding can reverse two scores or logits if their gap is smaller than this
+NEAR_TIE = 1e-5  # rounding can reverse the order of two scores or logits if their gap is smaller than this
 MAX_DIFFERING = 0.1  # the largest share of requests that may differ from the oracle after a near tie
 
 
@@ -54,9 +55,10 @@ class StableTopk:
             torch.topk, torch.Tensor.topk = function, method  # type: ignore[method-assign]
 
     def smallest_gaps(self, positions: int) -> torch.Tensor:
-        """Returns, for each position, the smallest gap of any call at that position or an earlier one.
+        """Returns, for each position, the smallest gap at that position or an earlier one.
 
-        The result at a position depends on the selections at earlier positions.
+        The result at a position depends on the selections at earlier positions. Calls with more than one query per
+        position, such as the best experts of each group, do not count.
         """
         smallest = torch.full((positions,), float("inf"))
         for gap in self.gaps:
@@ -166,7 +168,7 @@ FAMILIES = {  # the prefix of the class names in transformers, and the fields of
 
 @st.composite
 def workloads(draw: st.DrawFn) -> dict[str, Any]:
-    """Draws lengths of prompts, and arrival times and engine settings, which must not change the answers."""
+    """Draws the lengths of prompts. Also draws arrival times and engine settings, which must not change answers."""
     return {
         "lengths": draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)),
         "arrive_at": draw(st.lists(st.integers(0, 20), min_size=4, max_size=4)),
@@ -213,7 +215,7 @@ def our_answers(
 def worst_difference(recorder: Recorder, sequence: list[int], oracle: torch.Tensor) -> torch.Tensor:
     """Returns, for each position, the largest difference from the oracle's logits.
 
-    A preempted request computes positions more than once: all results count.
+    A preempted request computes some positions more than once. The worst result of a position counts.
     """
     worst = torch.zeros(len(sequence))
     for position in range(len(sequence)):
@@ -265,7 +267,7 @@ def test_logits_and_tokens_match_transformers_except_after_near_ties(
 
 
 def differs_after_near_tie(oracle: torch.nn.Module, prompt: list[int], answer: list[int], recorder: Recorder) -> bool:
-    """Compares one request with the oracle. Returns whether it differs after a near tie; other differences fail."""
+    """Returns whether a request differs from the oracle at or after a near tie. Any other difference fails the test."""
     sequence = prompt + answer[:-1]
     topk = StableTopk()
     with torch.no_grad(), topk.installed():
@@ -275,7 +277,7 @@ def differs_after_near_tie(oracle: torch.nn.Module, prompt: list[int], answer: l
     difference = worst_difference(recorder, sequence, logits)
     tokens = torch.argmax(logits[len(prompt) - 1 :], dim=-1).tolist()
     for position in range(len(sequence)):
-        index = position - len(prompt) + 1  # where the token that this position predicts is in the answer
+        index = position - len(prompt) + 1  # index in the answer of the token that this position predicts
         token_differs = index >= 0 and tokens[index] != answer[index]
         if not token_differs and difference[position] <= TOLERANCE:
             continue

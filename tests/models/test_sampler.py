@@ -157,7 +157,7 @@ def test_a_preempted_request_continues_as_if_it_had_not_been_preempted(
         for step, logits in enumerate(steps):
             if step == preempted_at:
                 sampler.release(seat)
-                admit(sampler, seat, any_request(rng, vocab))  # another request may take over the count row
+                admit(sampler, seat, any_request(rng, vocab))  # this request can get the released count row
                 seat = 2
                 admit(sampler, seat, current)
             token = int(sampler.sample(logits, [seat], positions_of([current])).token_ids)
@@ -350,13 +350,13 @@ def test_a_new_request_inherits_nothing_from_the_previous_request_of_its_seat() 
 def test_logprobs_are_those_of_the_raw_logits_with_ranks_by_logit_then_id() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 2.0]], dtype=torch.float64)
     params = SamplingParams(temperature=0.0, seed=0, logit_bias={3: 100.0}, presence_penalty=1.0)
-    rows = [
+    variants = [
         replace(params, logprobs=2),
         params,
         replace(params, logprobs=0),
         replace(params, logprobs=20, logit_bias=None),
     ]
-    found = sample_all([Request(row, [0], 1) for row in rows], logits.expand(4, -1))
+    found = sample_all([Request(variant, [0], 1) for variant in variants], logits.expand(4, -1))
     assert found.token_ids.tolist() == [3, 3, 3, 1]
     assert found.logprobs is not None
     host = found.logprobs.to_host()
@@ -379,12 +379,12 @@ def test_a_gpu_draws_the_same_tokens_and_the_host_does_not_wait_for_it(vocab: in
     narrow = [replace(r, params=replace(r.params, top_k=rng.randint(1, 50))) for r in requests]
     for batch in (requests, narrow):
         logits = torch.randn(48, vocab, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3
-        expected, steps = sample_all(batch, logits), positions_of(batch).cuda()
+        expected, positions = sample_all(batch, logits), positions_of(batch).cuda()
         on_gpu = logits.cuda()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            found = seated(batch, vocab, on_gpu.device).sample(on_gpu, range(48), steps)
+            found = seated(batch, vocab, on_gpu.device).sample(on_gpu, range(48), positions)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert found.token_ids.tolist() == expected.token_ids.tolist()

@@ -25,7 +25,7 @@ SLICES = [None, TensorSlice(0, 0, 16), TensorSlice(0, 3, 11), TensorSlice(1, 2, 
 
 
 class RecordingWeights(RandomWeights):
-    """Random weights in float32. Records every loaded tensor without slicing it."""
+    """Random float32 weights. Records every requested tensor as a whole, even if only a slice is loaded."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32, seed=11)
@@ -49,7 +49,7 @@ def save_checkpoint(folder: Path, spec: ModelSpec) -> ModelFiles:
 
 
 def expect_slices(source: WeightSource, whole: Tensor) -> None:
-    """Checks that every loaded slice equals that slice of `whole`, and that it has memory for the slice only."""
+    """Checks that every loaded slice equals that slice of `whole` and allocates memory only for the slice."""
     for tensor_slice in SLICES:
         expected = whole if tensor_slice is None else tensor_slice.of(whole)
         loaded = source.load(NAME, SHAPE, tensor_slice=tensor_slice)
@@ -84,7 +84,7 @@ def test_slices_of_dummy_weights_equal_those_of_the_whole(tmp_path: Path) -> Non
 
 
 def gguf_file(path: Path, extra: str | None = None) -> ModelFiles:
-    """Writes a random llama of two layers, hidden size 8 and two heads of 8 values."""
+    """Writes a random llama with two layers, hidden size 8 and two heads of 8 values. `extra` names one more tensor."""
     writer = gguf.GGUFWriter(path, "llama")
     for name, number in {"embedding_length": 8, "block_count": 2, "feed_forward_length": 4, "vocab_size": 5}.items():
         writer.add_uint32(f"llama.{name}", number)

@@ -54,7 +54,7 @@ def test_tensor_parallel_ranks_agree_bitwise_and_match_the_whole_model(name: str
 
 @pytest.mark.parametrize("name", DSA)
 def test_tensor_parallel_ranks_write_the_same_latent_rows_and_index_keys(name: str) -> None:
-    """The bytes must be the same, because the ranks share one host store, and any rank may write a page of it."""
+    """The bytes must be the same: the ranks share one host store, and each of its pages is written by one rank only."""
     found = on_ranks(4, lambda peers: run_steps(build_stages(SPECS[name], weights(), None, peers), STEPS))
     written = [rank.memories[0].pool.bytes for rank in found]
     assert all(torch.equal(written[0], pool_bytes) for pool_bytes in written[1:])
@@ -63,7 +63,7 @@ def test_tensor_parallel_ranks_write_the_same_latent_rows_and_index_keys(name: s
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_rank_has_the_rows_of_its_own_kv_heads(ranks: int) -> None:
-    """If 4 ranks share 2 KV heads, ranks 0 and 1 hold the first one, ranks 2 and 3 the second one."""
+    """If 4 ranks share 2 KV heads, ranks 0 and 1 hold the first head, and ranks 2 and 3 hold the second head."""
     name = "llama with biases"
     found = on_ranks(ranks, lambda peers: run_steps(build_stages(SPECS[name], weights(), None, peers), STEPS))
     all_rows = whole(name).memories[0].pool.rows.unflatten(-1, (2, 2, -1))  # [layers, rows, K or V, head, values]
@@ -170,7 +170,7 @@ def test_padding_is_routed_to_no_expert_of_any_rank(data_parallel: bool) -> None
 
 
 def storages(value: Any, seen: dict[int, int]) -> dict[int, int]:
-    """Adds the size of every tensor storage that `value` and its attributes hold to `seen`, by address."""
+    """Adds the address and size of every tensor storage of `value` and its attributes to `seen`. Returns `seen`."""
     if isinstance(value, Tensor):
         seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
     elif isinstance(value, (list, tuple)):

@@ -212,7 +212,7 @@ def test_a_directory_without_a_tokenizer_has_none(tmp_path: Path, smol_dir: Path
 def test_bos_is_added_once_if_the_configuration_requires_it(tmp_path: Path, smol_dir: Path, spaced: Tokenizer) -> None:
     ours = not_none(from_directory(write_directory(tmp_path, smol_dir, add_bos_token=True)))
     assert ours.encode("Hi") == [1, *ours.encode("Hi", add_special=False)]
-    assert spaced.encode("a") == [1, *spaced.encode("a", add_special=False)]  # the post-processor has added BOS already
+    assert spaced.encode("a") == [1, *spaced.encode("a", add_special=False)]  # the post-processor adds BOS
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(smol: Tokenizer) -> None:

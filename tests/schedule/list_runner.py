@@ -1,8 +1,8 @@
 """A worker without tensors: it executes plans and commands on dictionaries, and checks every row that is read.
 
-The content of a row is the tuple of all tokens up to its own. Device pages are poisoned when they are granted, except
-landed ones. Slots, maps, index keys and workspace of a request are poisoned again in each of its steps, so a page with
-two owners fails a check.
+The content of a row is the tuple of all tokens up to and including the row's own. Device pages are poisoned when they
+are granted, except pages with landed KV. The slots, maps, index keys and workspace of a request are poisoned again in
+each step of the request, so a page with two owners fails a check.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from hotset.schedule.plan import AssignSeat, Plan, Reservation, StepResult
 from hotset.tiers.commands import Command, Demote, Flush, Grant, Load, MirrorLanded, Promote
 from hotset.tiers.residence import PageUse, Residence
 
-Row = tuple[int, int]  # page, row in it
+Row = tuple[int, int]  # page, row within the page
 POISON = ("poison",)
 
 
@@ -42,7 +42,7 @@ class ListRunner:
         self.landed: set[int] = set()  # device pages that a peer has written, until they are granted to a seat
 
     def land(self, reservation: Reservation) -> None:
-        """Writes a whole prompt into the reserved pages, as a prefill worker does."""
+        """Writes the rows of a whole prompt into the reserved pages, as a prefill worker does."""
         page_rows, tokens = self.geometry.page_rows, reservation.prompt.token_ids
         for position in range(len(tokens)):
             row = reservation.row_pages[position // page_rows], position % page_rows
@@ -50,12 +50,12 @@ class ListRunner:
         self.landed |= self.device_pages(reservation)
 
     def device_pages(self, reservation: Reservation) -> set[int]:
-        """Returns the device pages of a reservation. Without index keys, `key_pages` are not device pages."""
+        """Returns the device pages of a reservation. Without index keys, `key_pages` are host pages."""
         keys = reservation.key_pages if self.geometry.keys_per_page else ()
         return {*keys, *(reservation.row_pages if reservation.on_device else ())}
 
     def write_late(self, reservation: Reservation) -> None:
-        """Poisons the reserved pages: the prefill worker may still write to them after the landing has failed."""
+        """Poisons the reserved pages, as a prefill worker can if it still writes after the landing has failed."""
         if not reservation.on_device:
             for page in reservation.row_pages:
                 for row in range(self.geometry.page_rows):
@@ -87,7 +87,7 @@ class ListRunner:
         match command:
             case Grant(_, use, first, pages):
                 held = len(seat.pages[use])
-                assert first == held, f"pages of {use} were granted from number {first} on, but {held} are held"
+                assert first == held, f"pages of {use} were granted from index {first} on, but {held} are held"
                 seat.pages[use] += pages
                 if use is not PageUse.HOST:
                     self._poison([page for page in pages if page not in self.landed])
@@ -127,7 +127,7 @@ class ListRunner:
                 self.device[self._device_row(seat, position)] = self.host[self._row(seat, PageUse.HOST, position)]
 
     def _compute(self, seat: Seat, start: int, count: int) -> tuple[int, ...]:
-        """Writes rows [start, start + count), and checks every row that attention may read. Returns the context."""
+        """Writes rows [start, start + count), and checks every row that attention could read. Returns the context."""
         streamed, page_rows, end = bool(seat.pages[PageUse.WORK]), self.geometry.page_rows, start + count
         for position in range(start, end):
             row = self._row(seat, PageUse.HOST, position) if streamed else self._device_row(seat, position)

@@ -35,7 +35,7 @@ def next_reservation(scheduler: Scheduler, runner: ListRunner) -> Reservation:
 
 
 def test_a_reservation_is_sent_only_after_the_plan_that_granted_its_pages_has_committed() -> None:
-    """A peer with a reservation may write at once, but this plan may still read the pages for their previous owner."""
+    """The peer can write as soon as it has the reservation. This plan may still use the pages for an earlier owner."""
     scheduler, runner, _ = make()
     scheduler.add(prefilled_by_peer("a", 9, 12))
     plan = scheduler.plan()

@@ -139,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.given_up)
     def write_late(self, data: st.DataObject) -> None:
-        """Lets the peer of a failed landing write to the quarantined pages. The peer may then stop."""
+        """Lets the peer of a failed landing write to the quarantined pages. In some examples, the peer then stops."""
         late = data.draw(st.sampled_from(self.given_up))
         self.runner.write_late(late)
         if data.draw(st.booleans()):
@@ -174,7 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.reserved.append(outgoing)
 
     def check_announcements(self, plan: Plan) -> None:
-        """Checks that announced rows are on the host and in order, and that the first token follows all rows."""
+        """Checks that rows are announced in order, are on the host, and precede the announcement of the first token."""
         for announcement in plan.announcements:
             prompt = self.prompts[announcement.request_id]
             match announcement:
@@ -216,7 +216,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.audit()
 
     def teardown(self) -> None:
-        """Runs all requests to their end, and checks their answers and that no page is held afterwards."""
+        """Runs all requests to their end. Checks their answers, and that no page is held afterwards."""
         if not hasattr(self, "scheduler"):
             return
         for _ in range(5000):
@@ -228,7 +228,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.land(self.reserved.pop())
             for name in self.first_tokens:
                 self.scheduler.drop_prompt(name)
-        assert self.scheduler.idle, "a request does not end"
+        assert self.scheduler.idle, "a request did not end within 5000 steps"
         for late in self.given_up:
             self.scheduler.end_quarantine(late.request_id, late.attempt)
         self.scheduler.audit()
@@ -327,7 +327,7 @@ def test_the_youngest_request_is_preempted_and_the_oldest_is_in_almost_every_pla
     scheduler.add(request("young", 2, 20))
     in_flight: deque[StepResult] = deque()
     order: list[str] = []
-    left_out, max_left_out, old_seat = 0, 0, None  # consecutive plans without the old request
+    left_out, max_left_out, old_seat = 0, 0, None  # `left_out`: consecutive plans without the old request
     while not scheduler.idle:
         while len(in_flight) < depth and (plan := scheduler.plan()) is not None:
             if old_seat is None:

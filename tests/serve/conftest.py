@@ -1,4 +1,4 @@
-"""The model that most servers of these tests load."""
+"""A tiny model, which most servers of these tests load."""
 
 import json
 
@@ -27,7 +27,7 @@ TINY_LLAMA = {
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model directory for `--load-format dummy` that loads quickly. Its tokens are the bytes and one end token."""
+    """The directory of a tiny model for `--load-format dummy`. The vocabulary is the 256 bytes and one end token."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(TINY_LLAMA))

@@ -54,7 +54,8 @@ class RunningServer:
 
 @contextmanager
 def serving(folder: Path, *arguments: str, command: str = "serve") -> Iterator[RunningServer]:
-    """Runs `hotset COMMAND` on a free port, with its log in `folder`, and stops it at the end of the block."""
+    """Runs `hotset COMMAND` on a free port, with its log in `folder`. Yields the server when it is ready, and stops it
+    at the end of the block."""
     log_path = folder / "stderr.txt"
     command_line = [sys.executable, "-m", "hotset", command, *arguments, "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -17,9 +17,9 @@ from running_server import API_KEY, RunningServer, serving
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 SIZES = ["--device", "cpu", "--device-kv-tokens", "4096", "--host-kv-tokens", "8192"]
 TEXT = "/v1/completions"
-# Lengths around the boundaries of pages (64 rows) and of prefill chunks (256 tokens here).
+# Prompt lengths at and near the boundaries of pages (64 rows) and of prefill chunks (256 tokens here).
 LENGTHS = (1, 2, 63, 64, 65, 128, 129, 255, 256, 257, 600)
-LANDING_LENGTHS = (1, 64, 65, 257)  # lengths that are tested with every kind of landing
+LANDING_LENGTHS = (1, 64, 65, 257)  # prompt lengths that are tested with every value of `landing`
 CHUNKS = ["--max-num-batched-tokens", "256"]
 
 
@@ -64,7 +64,8 @@ def test_seeded_choices_and_logprobs_equal_those_of_one_server(
 ) -> None:
     seeded = {"seed": 7, "temperature": 0.9, "logprobs": 2}
     assert choices_of(disaggregated, 70, **seeded) == choices_of(colocated, 70, **seeded)
-    # The servers may batch several prompts differently, which changes the last bits of logprobs: only tokens count.
+    # The servers may batch several prompts differently, which changes the last bits of logprobs, so only tokens
+    # are compared.
     several = {**seeded, "n": 2, "prompt": [prompt_of(70), prompt_of(200)]}
     answers = [choices_of(server, 1, **several) for server in (disaggregated, colocated)]
     tokens = [[choice["token_ids"] for choice in choices] for choices in answers]
@@ -101,7 +102,9 @@ def test_metrics_count_prefilled_tokens_and_transferred_bytes(disaggregated: Run
         for url in (prefill, decode)
     }
     assert increase[prefill]["hotset_tokens_prefilled_total"] == 500
-    assert increase[decode]["hotset_tokens_prefilled_total"] == 0, "decode workers must not prefill"
+    assert increase[decode]["hotset_tokens_prefilled_total"] == 0, (
+        "the decode worker must not compute a prompt that is handed off"
+    )
     assert increase[decode]["hotset_handoffs_total/landed"] == 1
     assert increase[decode]["hotset_handoff_bytes_total"] == increase[prefill]["hotset_handoff_bytes_total"] > 500
     assert metrics_of(prefill)["hotset_transfer_gb_per_second"] > 0
@@ -128,7 +131,7 @@ def test_workers_report_their_role_and_reject_requests_that_do_not_fit_it(disagg
     refused = plain_http.post(prefill + TEXT, json=body, timeout=30)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "wrong_role")
     assert plain_http.post(decode + TEXT, json=body, timeout=30).status_code == 200, (
-        "a decode worker must answer without a router, too"
+        "a decode worker must also answer requests that name no prefill worker"
     )
     for address, status in (("nonsense", 400), ("tcp://127.0.0.1:1", 400), ("127.0.0.1:1", 503)):
         answer = plain_http.post(decode + TEXT, json=body, headers={"x-hotset-prefill": address}, timeout=60)
@@ -141,8 +144,8 @@ def test_a_server_of_both_roles_rejects_handoffs(colocated: RunningServer) -> No
     body = {"model": "demo-dsa", "prompt": [3], "max_tokens": 1}
     refused = plain_http.post(colocated.url + TEXT, json=body, headers={"x-hotset-prefill": "127.0.0.1:1"}, timeout=30)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "wrong_role")
-    ignored = plain_http.post(colocated.url + TEXT, json={**body, "landing": "host"}, timeout=30)
-    assert (ignored.status_code, ignored.json()["error"]["param"]) == (400, "landing")
+    refused_landing = plain_http.post(colocated.url + TEXT, json={**body, "landing": "host"}, timeout=30)
+    assert (refused_landing.status_code, refused_landing.json()["error"]["param"]) == (400, "landing")
     state = plain_http.get(f"{colocated.url}/handoff", timeout=30).json()
     assert (state["role"], state["control"]) == ("both", None)
 
@@ -157,7 +160,7 @@ def descendants_of(pid: int) -> set[int]:
 
 
 def wait_until_ended(pids: set[int], seconds: float = 60.0) -> bool:
-    """Waits for the end of all processes, and returns False if the time is up first."""
+    """Waits until all processes have ended, and returns True. Returns False if one is left after `seconds`."""
     deadline = time.monotonic() + seconds
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         if time.monotonic() > deadline:
@@ -203,7 +206,7 @@ def test_the_death_of_one_child_process_stops_all_and_names_it(tiny_disaggregate
 
 
 def test_death_of_the_command_itself_leaves_no_orphans(disaggregated: RunningServer) -> None:
-    """Comes last: it ends the server that the tests of this file share."""
+    """This must be the last test of this file that uses `disaggregated`, because it kills the shared server."""
     pids = descendants_of(disaggregated.process.pid)
     assert len(pids) >= 5, "there must be two workers, an engine for each, and a router"
     disaggregated.process.kill()

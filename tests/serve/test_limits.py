@@ -1,6 +1,7 @@
-"""A server with every limit set enforces its limits exactly, and frees everything that a request held when it ends.
+"""A server with every limit set enforces its limits exactly, and frees everything that a request held when the
+request ends.
 
-These tests share a file because the tests of a file share their server.
+These tests are in one file because they share one server.
 """
 
 import json
@@ -42,7 +43,8 @@ def http(server: RunningServer) -> Iterator[httpx.Client]:
 
 
 def start_long_answer(http: httpx.Client, streams: ExitStack, **changes: Any) -> Iterator[str]:
-    """Starts a long streamed answer and returns its lines. The answer ends when the lines or `streams` are closed."""
+    """Starts a long streamed answer and returns its lines. The client disconnects when `streams` is closed, or when the
+    returned iterator is closed or deleted."""
     answer = streams.enter_context(http.stream("POST", TEXT, json={**LONG, "stream": True, **changes}))
     assert answer.status_code == 200
     lines = answer.iter_lines()
@@ -59,7 +61,7 @@ def assert_rejected(answer: httpx.Response, message: str) -> None:
 
 
 def assert_nothing_is_held(server: RunningServer) -> None:
-    # Waits at most 60 s. It does not check that the disconnect freed the pages, rather than the end of the answer.
+    # This waits at most 60 s. It also succeeds if the end of the answer, not the disconnect, freed the pages.
     assert server.wait_for_gauge("hotset_device_pages_held", lambda pages: pages == 0) == 0
     assert server.gauge("hotset_requests_running") == server.gauge("hotset_requests_waiting") == 0
     assert "Traceback" not in server.log()

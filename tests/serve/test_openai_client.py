@@ -35,7 +35,7 @@ def embedded_client(embedded_server: RunningServer) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of the demo model, whose tokens cost a tenth of the embedded model's."""
+    """A server of the demo model, which computes a token in a tenth of the embedded model's time."""
     with serving(tmp_path_factory.mktemp("demo"), DEMO) as server:
         yield server
 
@@ -120,7 +120,9 @@ def test_stop_string_ends_the_answer_and_is_hidden_unless_requested(client: open
     assert streamed_text(ask(client, stop=["Go"], stream=True)) == full.message.content
     kept = ask(client, stop="Go", extra_body={"include_stop_str_in_output": True}).choices[0]
     assert kept.message.content == " \n No Go"
-    assert ask(client).choices[0].message.content.startswith(" \n No God"), "Go must end inside a token"
+    assert ask(client).choices[0].message.content.startswith(" \n No God"), (
+        "'Go' must end inside a token, or this test checks less than it should"
+    )
 
 
 def test_seed_makes_sampling_repeatable(client: openai.OpenAI) -> None:

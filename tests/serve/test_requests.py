@@ -1,6 +1,6 @@
-"""One server answers valid requests as its OpenAPI document says, rejects invalid ones, and counts its work.
+"""One server answers valid requests as its OpenAPI document says, rejects invalid requests, and reports metrics.
 
-These tests share a file because the tests of a file share their server.
+These tests are in one file because they share one server.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ VALID = {
     "/detokenize": {"tokens": [1]},
 }
 JSON = {"Content-Type": "application/json"}
-METRICS = {  # part of every scrape
+METRICS = {  # every scrape contains these metrics
     "hotset_engine_up",
     "hotset_requests_running",
     "hotset_requests_waiting",
@@ -290,7 +290,8 @@ def in_vocabulary(value: Any) -> Any:
 
 
 def make_acceptable(path: str, body: Any) -> None:
-    """Corrects what a JSON schema cannot express: names, vocabulary, ranges, and mutually exclusive fields."""
+    """Makes a generated body obey rules that the document does not declare: the model's name, the vocabulary, some
+    ranges, and mutually exclusive fields."""
     if "model" in body:
         body["model"] = "tiny"
     if "tokens" in body:
@@ -333,7 +334,8 @@ def test_valid_requests_get_documented_answers(schema: BaseSchema, path: str) ->
     def answer_is_documented(case: Case) -> None:
         if path in POSTS:
             make_acceptable(path, case.body)
-        # Acceptance is checked below: the document cannot express some rules, like either prompt or messages.
+        # The document cannot express some rules, such as that a request has either prompt or messages. Therefore a
+        # valid case may be rejected; the last assertion checks that enough cases are accepted.
         answer = case.call_and_validate(excluded_checks=[positive_data_acceptance], timeout=30)
         statuses.append(answer.status_code)
 

@@ -1,6 +1,6 @@
 """A worker or the router dies, or a client disconnects, during a landing.
 
-The router has two prefill and two decode workers. The tests kill one worker of each role in total, so they can run in
+The router has two prefill and two decode workers. In total, the tests kill one worker of each role, so they can run in
 any order.
 """
 
@@ -34,7 +34,7 @@ LONG: dict[str, Any] = {
     "ignore_eos": True,
 }
 SHORT = {**LONG, "prompt": [1, 2, 3] * 10}
-WAIT_SECONDS = 60.0  # limit of waiting for a state; only an overloaded machine needs so long
+WAIT_SECONDS = 60.0  # limit of each wait; only an overloaded machine needs that long
 PAGES = ("hotset_device_pages_held", "hotset_host_pages_held", "hotset_pages_quarantined")
 
 
@@ -57,7 +57,7 @@ class Cluster:
     """Workers, their router, and threads that act as clients."""
 
     folder: Path
-    workers: dict[str, list[RunningServer]]  # by role, including dead ones
+    workers: dict[str, list[RunningServer]]  # by role, including dead workers
     router: RunningServer
     clients: ThreadPoolExecutor
 

@@ -166,7 +166,7 @@ class SlotModel:
 
     def __init__(self, shape: KvShape, geometry: Geometry, seats: int) -> None:
         self._geometry = geometry
-        self._opened_at: dict[int, int] = {}
+        self._opened_at: dict[int, int] = {}  # context length at which each seat became tiered
         self.last_chosen: list[list[list[int]]] = [[[] for _ in range(shape.groups)] for _ in range(seats)]
         self.slots: dict[int, list[Slots]] = {}  # by seat, one for each index group
         self.lookups, self.misses = [0] * shape.groups, [0] * shape.groups
@@ -188,7 +188,11 @@ class SlotModel:
         self.slots.pop(seat, None)
 
     def move_tail_to_slots(self, seat: int, start: int) -> None:
-        """If the row at `start` is the first in a tail page with older rows, moves rows of that page into slots."""
+        """If the row at `start` is the first to overwrite a tail page, moves the newest rows of that page into slots.
+
+        Moves the whole page if all rows outside the tail fit into slots. Otherwise moves no more rows than there are
+        slots that the step before has certainly not used.
+        """
         page_rows, slots = self._geometry.page_rows, self._geometry.slots
         first = start - TAIL_PAGES * page_rows
         if seat not in self.slots or start % page_rows or first < 0 or start == self._opened_at[seat]:
@@ -218,7 +222,10 @@ class SlotModel:
         return opened
 
     def _demoted(self, chosen: Sequence[int], length: int, first: int) -> Slots:
-        """Keeps rows in place as slots. Rows selected last, in neither slots nor tail, replace rows that were not."""
+        """Keeps rows in place as slots.
+
+        Rows of the last selection that are in neither slots nor tail replace rows in slots that it does not contain.
+        """
         begin, tail_first = first * self._geometry.page_rows, self._geometry.tail_first(length)
         held = list(range(begin, begin + self._geometry.slots))
         demoted = Slots(held, [length - 1 if position in chosen else position for position in held])
@@ -230,7 +237,7 @@ class SlotModel:
 
 
 class Poisoner:
-    """Writes POISON to memory that must not be read: at first to all of it, later to the given pages."""
+    """Writes POISON to memory that must not be read: at construction to all memory, in `poison` to the given pages."""
 
     def __init__(self, pool: DevicePool, host: HostStore) -> None:
         self._pool, self._host = pool, host

@@ -1,9 +1,11 @@
-"""Tests of a whole engine for defects seen in other engines. The name of a test has the number of its defect. One
-test of defect 16 uses the KV memory alone, on a GPU.
+"""Tests of a whole engine for defects seen in other engines.
 
-`Bench` computes every request a second time with plain lists. It compares the host store with them after each step
-that leaves no command pending, and the answers at the end. `scripts/sabotage --list` names the tests of all defects.
-`scripts/sabotage` reintroduces each defect and checks that a test fails.
+The name of a test contains the number of its defect in scripts/sabotage.d. One test of defect 16 uses only the KV
+memory, on a GPU.
+
+`Bench` also computes every request with plain lists. It compares the host store with the lists after each step that
+leaves no command pending, and compares the answers at the end. `scripts/sabotage --list` prints the tests of all
+defects. `scripts/sabotage` reintroduces each defect and checks that a test fails.
 """
 
 from collections import Counter
@@ -72,7 +74,7 @@ REACHED: dict[str, Callable[[Bench, Request], bool]] = {
 }
 
 
-# All states with two plans in flight, two of them also with one. With one, no preemption is ever pending.
+# Every state is tested with two plans in flight, and two states also with one. With one, no preemption stays pending.
 @pytest.mark.parametrize(("state", "depth"), [*((state, 2) for state in REACHED), ("waiting", 1), ("parked", 1)])
 def test_defect_03_an_abort_releases_every_page_and_disturbs_no_other_request(state: str, depth: int) -> None:
     resident = state in ("prefilling", "resident")
@@ -212,7 +214,7 @@ def test_defect_08_contexts_that_end_at_any_row_of_a_page_park_and_resume_byte_f
 @pytest.mark.parametrize("chunk", [4, 5, 9])
 def test_defect_08_chunks_that_begin_within_a_page_are_mirrored(chunk: int, prompt: int, tiers: str) -> None:
     bench = Bench(60, 40, tiers=tiers, step_tokens=chunk)
-    # The first request decodes in the same steps, so that chunks of the second begin anywhere in a page.
+    # The first request decodes in the same steps, so that chunks of the second request begin anywhere in a page.
     bench.add("first", 3, 9)
     bench.add("second", prompt, 9)
     bench.finish()
@@ -265,7 +267,7 @@ def test_defect_16_the_side_stream_waits_for_the_pass_that_writes_a_page() -> No
     values = torch.arange(2048 * 5, device=device).reshape(2048, 5).short()
     torch.cuda.synchronize()
     view = memory.view([0], [0], [2048])
-    torch.cuda._sleep(200_000_000)  # delays the writes below by about 0.1 s; the copies must wait for them
+    torch.cuda._sleep(200_000_000)  # delays the writes below by about 0.1 s; mirroring must wait for them
     for layer in range(LAYERS):
         view.new_rows(layer).store(values + layer)
     for group in range(SHAPE.groups):

@@ -51,13 +51,13 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """The number of rows that need pages: the whole prompt or, when decoding, one more than there are."""
+        """The number of rows that need pages: the whole prompt or, when decoding, one more than are written."""
         return max(self.prompt, self.length + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class TakeSeat:
-    """A request takes a seat, which is cleared for it."""
+    """A request has been given this seat, which must be cleared before the request uses it."""
 
     seat: int
 
@@ -237,10 +237,10 @@ class TiersMachine(RuleBasedStateMachine):
         return self.change(lambda: self.ledger.grow(request.holding, request.rows))
 
     def change(self, change_ledger: Callable[[], list[Command] | None], *before: TakeSeat) -> bool:
-        """Changes the ledger, and queues the resulting commands and the poisoning of the pages that were released.
+        """Changes the ledger. Queues `before`, the resulting commands and the poisoning of the released pages.
 
-        Returns False if the ledger refused the change because too few pages are free, and checks that it changed
-        nothing in this case.
+        Returns False if the ledger refused the change because too few pages are free. In this case, checks that the
+        ledger changed nothing.
         """
         holdings, free, held = self.holdings(), self.free_pages(), self.held_pages()
         commands = change_ledger()
@@ -267,7 +267,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @torch.inference_mode()
     def execute_pending(self) -> None:
-        """Executes all pending commands. Granted device pages and released pages are poisoned."""
+        """Executes all pending commands. Poisons device pages that are granted, and all pages that were released."""
         for command in self.pending:
             match command:
                 case TakeSeat(seat):
@@ -355,7 +355,7 @@ class TiersMachine(RuleBasedStateMachine):
         ]
 
     def holdings(self) -> list[HoldingState]:
-        """Returns a copy of what every request holds, to check that it does not change."""
+        """Returns a copy of every holding, with which `change` checks that a refused change has changed nothing."""
         holdings = [request.holding for request in self.requests]
         return [(h.residence, h.seat, [[*pages] for pages in h.pages.values()], h.capacity) for h in holdings]
 
@@ -370,7 +370,7 @@ class TiersMachine(RuleBasedStateMachine):
         return device, {page for use, pages in held if use is PageUse.HOST for page in pages}
 
 
-SEEN: Counter[str] = Counter()  # how often each event has happened in the examples so far
+SEEN: Counter[str] = Counter()  # how often each event has happened since the test began
 EVENTS = ["demotions", "promotions", "misses", "hits", "mixed steps", "refused", "finished", "aborts"]
 EVENTS += ["admitted resident", "admitted streamed", "parked resident", "parked tiered", "parked streamed"]
 EVENTS += ["resumed resident", "resumed tiered", "resumed streamed"]
@@ -379,7 +379,10 @@ SETTINGS = settings(max_examples=20, stateful_step_count=50, deadline=None, data
 
 @pytest.mark.parametrize("steps", [1000, pytest.param(6000, marks=pytest.mark.slow)])
 def test_attention_reads_the_bytes_that_were_written_after_any_change_of_residence(steps: int) -> None:
-    """Runs groups of examples, at most steps / 100, until there were `steps` steps and every event has happened."""
+    """Runs groups of 20 examples until `steps` steps have run and every event has happened.
+
+    Fails if `steps` / 100 groups are not enough.
+    """
     SEEN.clear()
     for number in range(steps // 100):
         run_state_machine_as_test(seed(number)(TiersMachine), settings=SETTINGS)

@@ -1,4 +1,4 @@
-"""The engine's counters are compared with counts from the recorded calls of a run (defect 19 of other engines)."""
+"""The engine's counters are compared with counts from the recorded calls of a run (defect 19 of scripts/sabotage.d)."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -86,7 +86,9 @@ def test_defect_19_lookups_misses_bytes_and_mirrored_rows_equal_those_of_the_rec
     stats = bench.engine.stats()
     assert dict(stats.slot_lookups) == dict(zip(INDEXED, slots.lookups, strict=True))
     assert dict(stats.slot_misses) == dict(zip(INDEXED, slots.misses, strict=True))
-    assert stats.bytes_swapped == sum(slots.misses) * 2 * SHAPE.row.row_bytes, "two layers share each selection"
+    assert stats.bytes_swapped == sum(slots.misses) * 2 * SHAPE.row.row_bytes, (
+        "each miss must copy one row in each of the two layers that share a selection"
+    )
     assert stats.rows_mirrored == mirrored
     assert 0 < sum(slots.misses) < sum(slots.lookups), "there must be misses and hits"
 

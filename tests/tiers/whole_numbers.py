@@ -1,4 +1,4 @@
-"""A decoder that computes in integers, the same decoder in plain Python, and an engine that compares the two.
+"""A decoder that computes in integers, the same decoder in plain Python, and a bench that compares the two.
 
 Sums of integers do not depend on their order, so tokens and bytes are exact for every batch, chunk and residence. The
 plain decoder uses only lists, without pages, seats or tiers. Equal scores are frequent, and the earlier position wins.
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 PRIME = 2**31 - 1
 VOCAB = 97
 LAYERS, TOPK, ROW_WIDTH, KEY_WIDTH = 4, 4, 5, 3
-INDEXED = (0, 2)  # layers with an indexer; each shares its selection with the next
+INDEXED = (0, 2)  # layers with an indexer; each shares its selection with the next layer
 SHAPE = KvShape(LAYERS, RowLayout(ROW_WIDTH, torch.int16), INDEXED, RowLayout(KEY_WIDTH, torch.int16, align=4), TOPK)
 
 
@@ -52,16 +52,16 @@ class IntegerModel:
 
     def forward(self, token_ids: Tensor, view: View, logit_indices: Tensor | None) -> Tensor:
         hidden = _mix(token_ids.long() + 1, view.segments.positions + 1)
-        choices: list[Tensor] = []
+        selections: list[Tensor] = []
         for layer in range(LAYERS):
             view.new_rows(layer).store(_spread(hidden, layer, ROW_WIDTH, 1 << 16).short())
             if layer in INDEXED:
                 new_keys = _spread(hidden, 100 + layer, KEY_WIDTH, 7).short()
-                view.keys(len(choices)).store(view.segments.positions, new_keys)
-                choices.append(self._choose(view, len(choices), _spread(hidden, 200 + layer, KEY_WIDTH, 7)))
-            hidden = self._attend(view, layer, choices[-1], hidden)
+                view.keys(len(selections)).store(view.segments.positions, new_keys)
+                selections.append(self._choose(view, len(selections), _spread(hidden, 200 + layer, KEY_WIDTH, 7)))
+            hidden = self._attend(view, layer, selections[-1], hidden)
         for _segment, _first, last, length in view.segments:
-            selected = [[position for position in choice[last - 1].tolist() if position != EMPTY] for choice in choices]
+            selected = [[p for p in positions[last - 1].tolist() if p != EMPTY] for positions in selections]
             self.chosen.append((int(view.seat_of[last - 1]), length - 1, selected))
         tokens = hidden % VOCAB if logit_indices is None else hidden[logit_indices] % VOCAB
         return F.one_hot(tokens, VOCAB).float()
@@ -99,10 +99,10 @@ class PlainContext:
         self.tokens: list[int] = []
         self.rows: list[list[list[int]]] = [[] for _ in range(LAYERS)]
         self.keys: list[list[list[int]]] = [[] for _ in INDEXED]
-        self.ties = 0  # selections in which the last selected position and the next best have equal scores
+        self.ties = 0  # selections in which the last selected position and the best other position have equal scores
 
     def extend(self, token: int) -> int:
-        """Appends a token and returns the one that follows."""
+        """Appends a token and returns the token that follows it."""
         hidden = self._mixed(token + 1, len(self.tokens) + 1)
         self.tokens.append(token)
         chosen: list[int] = []
@@ -136,7 +136,7 @@ class PlainContext:
 
 @cache
 def alone(prompt: tuple[int, ...], answer: int) -> PlainContext:
-    """Returns the context of a prompt and an answer of `answer` tokens, the last of which has no row."""
+    """Returns the context of a prompt and an answer of `answer` tokens. The last token of the answer has no row."""
     context = PlainContext()
     for token in prompt:
         following = context.extend(token)
@@ -203,7 +203,7 @@ class Bench:
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
-        self.compared: Counter[Residence] = Counter()  # number of rows compared on the host
+        self.compared: Counter[Residence] = Counter()  # number of compared host rows, by residence
 
     def add(self, name: str, prompt: int, answer: int, tiers: TiersChoice = "auto") -> Request:
         spec = PromptSpec(tuple(prompt_of(name, prompt)), SamplingParams(temperature=0, seed=0))
@@ -262,7 +262,7 @@ class Bench:
             residence = request.holding.residence
             if residence is Residence.ABSENT or name in self.reasons:
                 continue
-            known = min(request.num_scheduled, len(request.tokens))  # tokens of plans in flight are not known here
+            known = min(request.num_scheduled, len(request.tokens))  # the tokens of plans in flight are not known yet
             full = min(known, request.num_scheduled // page_rows * page_rows)
             rows = known if residence in (Residence.STREAMED, Residence.PARKED) else full
             keys = known if residence is Residence.PARKED else full

@@ -15,12 +15,12 @@ from hotset.transfer.loopback import Hub
 
 NBYTES = 8 << 20
 POISON = 0xAB
-POISON_COMMAND = slice(0, 0)  # an empty span: the process fills its memory with POISON
-ANSWER_S = 30.0
+POISON_COMMAND = slice(0, 0)  # an empty span, after which the far process fills its memory with POISON
+ANSWER_S = 30.0  # how long to wait for the far process
 
 
 def serve(engine: str, pipe: Connection) -> None:
-    """Runs in the far process: sends the requested spans of its memory until it receives None or the pipe closes."""
+    """Runs in the far process. Sends the requested spans of its memory until it receives None or the pipe is closed."""
     memory = np.full(NBYTES, POISON, np.uint8)
     transfer = open_transfer(engine)
     transfer.register(Region(memory.ctypes.data, NBYTES))
@@ -39,7 +39,7 @@ class FarProcess:
     """A separate process with an open endpoint. `description` and `address` are those of its registered memory."""
 
     def __init__(self, engine: str) -> None:
-        # The fork server has done the slow imports and has not opened an engine.
+        # The fork server does the slow imports once and never opens an engine.
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "nixl"])
         self._pipe, remote_pipe = context.Pipe()

@@ -1,7 +1,7 @@
 """Tests of the NIXL and Mooncake backends over fakes of the native libraries.
 
 The fakes produce faults that the real libraries do not produce on demand. The numbers in names like
-`test_defect_12_…` are explained in tests/tiers/test_known_defects.py.
+`test_defect_12_…` refer to the defects in scripts/sabotage.d.
 """
 
 import json
@@ -153,7 +153,7 @@ def test_a_mooncake_backend_that_does_not_start_raises(mooncake: FakeMooncakeEng
 
 
 def native_description(instance: str) -> bytes:
-    """Returns what Mooncake's backend describes to its peers. A restarted process has another `instance`."""
+    """Returns a description of a Mooncake backend for its peers. A restarted process has another `instance`."""
     return json.dumps({"address": "10.0.0.1:1", "instance": instance}).encode()
 
 

@@ -1,6 +1,6 @@
 """Tests of the contract that every transfer engine fulfils: loopback, and NIXL and Mooncake between processes.
 
-The numbers in names like `test_defect_16_…` are explained in tests/tiers/test_known_defects.py.
+The numbers in names like `test_defect_16_…` refer to the defects in scripts/sabotage.d.
 """
 
 import time
@@ -94,7 +94,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 @pytest.fixture
 def bench(shared: Bench) -> Iterator[Bench]:
-    """Yields the shared bench with random memory here and poisoned memory at `far`. Closes what the test opened."""
+    """Yields the shared bench with random local and poisoned far memory. Closes the endpoints that the test opened."""
     shared.memory[:] = np.random.default_rng(1).integers(0, 256, NBYTES, np.uint8)
     shared.far.poison()
     yield shared
@@ -210,8 +210,8 @@ def test_lists_to_several_peers_at_once_do_not_mix(bench: Bench) -> None:
         bench.transfer.connect(name, far_ends[name].description)
     spans = {name: random_spans(seed, 600, 3000) for seed, name in enumerate(far_ends)}
     tickets = [
-        bench.transfer.submit(name, bench.writes(spans[name][part::30], far))
-        for part in range(30)
+        bench.transfer.submit(name, bench.writes(spans[name][first::30], far))
+        for first in range(30)
         for name, far in far_ends.items()
     ]
     assert {bench.wait_for_end(ticket) for ticket in tickets} == {WriteState.DONE}

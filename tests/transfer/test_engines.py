@@ -1,6 +1,6 @@
 """Tests of opening a transfer engine, and of properties that only NIXL or only Mooncake has.
 
-The numbers in names like `test_defect_13_…` are explained in tests/tiers/test_known_defects.py.
+The numbers in names like `test_defect_13_…` refer to the defects in scripts/sabotage.d.
 """
 
 import builtins
@@ -106,7 +106,7 @@ far.close()
 
 
 def test_nixl_reports_the_transports_that_it_uses() -> None:
-    """Runs in its own process, because UCX reads its log settings once, when it is loaded."""
+    """The test uses a separate process, because UCX reads its log settings only once, when UCX is loaded."""
     command = [sys.executable, "-c", PRINT_TRANSPORTS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -142,7 +142,7 @@ def test_mooncake_refuses_the_setting_with_which_the_end_of_a_write_is_unknown(m
 def test_defect_13_a_write_that_failed_at_its_deadline_may_still_arrive(
     mooncake: Transfer, far: FarProcess, memory: np.ndarray
 ) -> None:
-    """Shows why FAILED_UNKNOWN exists: the peer was only paused. Writes to another peer end in the meantime."""
+    """Shows why FAILED_UNKNOWN exists: the peer was only paused. Meanwhile, a write to another peer ends."""
     other = FarProcess("mooncake")
     mooncake.connect("slow", far.description)
     mooncake.connect("other", other.description)
@@ -179,7 +179,7 @@ def test_mooncake_connects_to_a_new_process_at_a_known_address(
 
 @pytest.mark.slow
 def test_the_contract_holds_for_nixl_over_tcp() -> None:
-    """Between processes of one machine UCX may copy memory directly. Between machines without RDMA it uses TCP."""
+    """UCX can copy memory directly between processes of one machine. Between machines without RDMA it uses TCP."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/transfer/test_contract.py", "-k", "nixl"]
     done = subprocess.run(
         command,

@@ -1,7 +1,7 @@
 """Tests of lanes over a fake backend that blocks, raises exceptions, and leaves writes pending.
 
-A real backend does not produce these faults on demand. The numbers in names like `test_defect_12_…` are explained in
-tests/tiers/test_known_defects.py.
+A real backend does not produce these faults on demand. The numbers in names like `test_defect_12_…` refer to the
+defects in scripts/sabotage.d.
 """
 
 import ctypes

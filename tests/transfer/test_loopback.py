@@ -1,6 +1,6 @@
 """Tests of the faults of the loopback engine, and of its determinism: the same seed gives the same run.
 
-The numbers in names like `test_defect_13_…` are explained in tests/tiers/test_known_defects.py.
+The numbers in names like `test_defect_13_…` refer to the defects in scripts/sabotage.d.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ NBYTES, POISON = 4096, 0xAB
 
 @dataclass
 class Pair:
-    """Two endpoints of a hub whose clock the test moves."""
+    """Two endpoints of one hub. The test moves the clock of the hub."""
 
     faults: Faults = field(default_factory=Faults)
     seed: int = 0
@@ -33,8 +33,11 @@ class Pair:
         self.near.connect("far", self.far.describe())
 
     def submit(self, first: int = 0, last: int = NBYTES, step: int = 64) -> WriteTicket:
-        """Submits source bytes [first, last) in blocks of `step` bytes, in mirrored order: the first block of the
-        source goes to the last block of the target. No two writes can be merged."""
+        """Submits source bytes [first, last) in blocks of `step` bytes.
+
+        The target has the blocks in reverse order: block 0 of the source goes to the last block of the target. No two
+        writes can therefore be merged.
+        """
         starts = np.arange(first, last, step)
         offsets = np.stack([starts, NBYTES - step - starts], axis=1)
         spans = np.concatenate([offsets, np.full((len(starts), 1), step)], axis=1)
@@ -42,7 +45,7 @@ class Pair:
 
     @property
     def expected(self) -> np.ndarray:
-        """Returns the target after all of it was written in steps of 64 bytes."""
+        """Returns the expected target after all of it was written in blocks of 64 bytes."""
         return self.source.reshape(-1, 64)[::-1].reshape(-1)
 
     @property
@@ -147,7 +150,7 @@ def test_a_later_list_may_end_before_an_earlier_one() -> None:
 
 
 def history(seed: int) -> list[object]:
-    """Returns the target, the states of all lists and the next due time after each of 60 steps with random faults."""
+    """Runs 60 steps with random faults. Returns the target, all states and the next due time after each step."""
     chances = Faults(0.2, 0.1, 0.1, 0.2, reorder=0.5, duplicate=0.5, delay_s=(0.0, 0.5))
     pair, seen = Pair(chances, seed, deadline_s=2.0), []
     tickets: list[WriteTicket] = []

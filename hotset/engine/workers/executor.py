@@ -18,7 +18,9 @@ class StepFuture(Protocol):
     """The future results of a submitted step."""
 
     def results(self) -> Sequence[StepResult | None]:
-        """Waits until the results of this step are known, and returns one per replica: None if it computed nothing.
+        """Waits until the results of this step are known, and returns one per replica.
+
+        The result of a replica that computed nothing is None.
 
         Raises EngineStopped if a worker died.
         """
@@ -76,7 +78,7 @@ class Executor(Protocol):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory that `close` takes time to release, which is long if the memory is pinned."""
+        """Bytes of host memory that may be pinned. Releasing pinned memory makes `close` slow."""
 
     def close(self) -> None:
         """Stops the workers and releases their memory. Idempotent."""

@@ -78,8 +78,8 @@ class CacheReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """Reports that the worker cannot start or cannot continue. `trace` is a traceback; it is None if the cause is a
-    StartupError."""
+    """Reports that the worker cannot start or cannot continue. `trace` is the traceback of an unexpected exception, or
+    None if the worker itself raised `error`."""
 
     error: StartupError
     trace: str | None = None

@@ -52,8 +52,8 @@ from hotset.transfer.api import DeviceEvent
 T = TypeVar("T", bound=WorkerReport)
 START_SECONDS = 1800.0  # time limit between two reports of starting workers
 STEP_SECONDS = 600.0  # time limit for the next report of running workers
-CAUSE_SECONDS = 1.0  # time to wait for a failed worker's exit, or for the death of another worker, its cause
-STOP_IN_STEP_SECONDS = 2.0  # time for workers to stop during a step, which never ends if one of them has died
+CAUSE_SECONDS = 1.0  # time to wait for the exit code of a dead worker, or for a dead worker that made another one fail
+STOP_IN_STEP_SECONDS = 2.0  # time for workers to stop during a step; the step never ends if one of them has died
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class _Worker:
     process: SpawnProcess
     pipe: Connection
     shape: KvShape | None = None  # None until the worker has loaded its weights
-    free: int = 0  # free bytes of its device, known when it has loaded
+    free: int = 0  # free bytes of the worker's device; set when its weights are loaded
     bytes_loaded: int = 0
     bytes_to_load: int = 0
 

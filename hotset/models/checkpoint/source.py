@@ -103,8 +103,8 @@ class SkippedWeights:
 class DummySource:
     """Random weights for a configuration without a checkpoint.
 
-    Weights of norms are 1. The values of another tensor depend on its name and shape, the seed and the type of device,
-    but not on the order of loading. Each dtype rounds the same values.
+    Weights of norms are 1. The values of any other tensor depend on its name and shape, the seed and the type of
+    device, but not on the order of loading. All dtypes round the same float32 values.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> None:

@@ -138,7 +138,7 @@ class Fleet:
         alive = self.up(role)
         if not alive:
             known = sum(worker.role == role for worker in self._workers.values())
-            raise NoWorkers(f"no {role} worker is alive, of {known} known ones; retry later")
+            raise NoWorkers(f"no {role} worker is alive ({known} are known); retry later")
         preferred = [worker for worker in alive if worker.url not in avoid]
         chosen = min(preferred or alive, key=lambda worker: (worker.load, worker.last_chosen))
         chosen.last_chosen = next(self._choice_numbers)

@@ -31,7 +31,7 @@ from hotset.serve.router.upstream import (
 logger = logging.getLogger("hotset.router")
 
 MAX_ATTEMPTS = 3
-BACKOFF_SECONDS = 0.2  # wait before a worker that failed is tried again, times the number of failed attempts
+BACKOFF_SECONDS = 0.2  # delay before a failed worker is tried again, multiplied by the number of failed attempts
 EVENT_END = b"\n\n"
 MAX_BUFFERED_BYTES = 1 << 20  # limit for an incomplete event; a longer event is sent in pieces
 
@@ -99,10 +99,11 @@ class Relay:
             raise DeadlineExceeded(message) from None
 
     async def _answer(self, request: UpstreamRequest, with_prefill: bool) -> Response:
-        """Returns the first response of up to MAX_ATTEMPTS attempts, or the worker's error of the last attempt.
+        """Makes up to MAX_ATTEMPTS attempts until one succeeds, and returns its response.
 
-        Workers that failed are avoided if others are alive. Raises WorkerLost if the last attempt got no response,
-        NoWorkers if a role has no live worker, and EngineStopped if an attempt fails while the router shuts down.
+        If all attempts fail, returns the error response of the last one, or raises WorkerLost if it got no response.
+        Workers that failed are avoided if others are alive. Raises NoWorkers if a role has no live worker, and
+        EngineStopped if an attempt fails while the router shuts down.
         """
         failed: set[str] = set()
         last_response: FullResponse | None = None
@@ -124,7 +125,7 @@ class Relay:
             if number < MAX_ATTEMPTS:
                 self._metrics.retries.labels(outcome.reason).inc()
         if last_response is None:
-            raise WorkerLost(f"no worker answered in {MAX_ATTEMPTS} attempts; retry later")
+            raise WorkerLost(f"all {MAX_ATTEMPTS} attempts failed, the last one without a response; retry later")
         return _full_response(last_response, request, ((b"retry-after", b"1"),))
 
     async def _try(

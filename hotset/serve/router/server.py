@@ -26,7 +26,7 @@ from hotset.serve.router.relay import Relay
 logger = logging.getLogger("hotset.router")
 
 CONNECT_SECONDS = 3.0  # time limit for a connection to a worker
-# Less than the workers' limit: a worker must not close a connection that the router is about to use.
+# Less than KEEP_ALIVE_SECONDS of the workers: a worker must not close a connection that the router is about to use.
 KEEP_ALIVE_SECONDS = 30.0
 SPARE_CONNECTIONS = 64  # connections for requests other than completions
 MAX_HEADER_BYTES = 1 << 16
@@ -49,7 +49,7 @@ def run(config: RouterConfig) -> int:
 
 
 async def _serve(config: RouterConfig, listener: socket.socket) -> int:
-    # Two sessions: health checks must not wait for a connection that a request holds.
+    # Health checks have a session of their own, because they must not wait until a request frees a connection.
     async with _session(config.max_concurrency + SPARE_CONNECTIONS) as session, _session(0) as health_check_session:
         fleet = Fleet(health_check_session, config.poll_seconds)
         for url in config.prefill:
@@ -72,7 +72,10 @@ async def _serve(config: RouterConfig, listener: socket.socket) -> int:
 
 
 def _session(limit: int) -> aiohttp.ClientSession:
-    """Creates a session that relays bytes unchanged, keeps no cookies, and limits only the time to connect."""
+    """Creates a session that relays bytes unchanged and keeps no cookies. Only connecting has a timeout.
+
+    The session opens at most `limit` connections at a time; 0 means no limit.
+    """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEP_ALIVE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),

@@ -10,14 +10,14 @@ from running_router import Cluster, Router, Stub
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """A cluster for one test. Its processes end with the test, because a router would keep polling its workers."""
+    """A cluster for one test. Its processes end with the test; otherwise its router would keep polling workers."""
     with closing(Cluster(tmp_path)) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The cluster of the workers and the router that tests share and do not kill."""
+    """A cluster whose workers and routers several tests share. Tests must not kill them."""
     with closing(Cluster(tmp_path_factory.mktemp("shared"))) as cluster:
         yield cluster
 

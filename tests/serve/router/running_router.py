@@ -40,7 +40,7 @@ class Stub:
         return int(self.url.rpartition(":")[2])
 
     def seen(self) -> dict[str, Any]:
-        """Returns the requests that the worker received, and the numbers of open and of disconnected ones."""
+        """Returns the requests that the worker received, and the numbers of open and of disconnected completions."""
         return plain_http.get(f"{self.url}/seen", timeout=10).json()
 
     def bodies(self) -> list[str]:
@@ -91,7 +91,7 @@ class Router:
 
 
 class Cluster:
-    """Starts workers and routers, and stops those that still run at the end."""
+    """Starts stub workers and routers. `close` stops those that still run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -102,7 +102,7 @@ class Cluster:
         return self.stubs(**{name: role}, **options)[0]
 
     def stubs(self, *, port: int = 0, model: str = "stub", behaviour: str = "well", **roles: str) -> list[Stub]:
-        """Starts workers together; keywords map their names to roles."""
+        """Starts stub workers in parallel. `roles` maps the name of each worker to its role."""
         flags = ["--port", str(port), "--model", model, "--behaviour", behaviour]
         started = [self._start([sys.executable, str(STUB), role, name, *flags]) for name, role in roles.items()]
         return [Stub(self._first_line(process), name, process) for name, process in zip(roles, started, strict=True)]
@@ -140,7 +140,8 @@ class Cluster:
 
     @staticmethod
     def _end(process: "subprocess.Popen[str]") -> None:
-        """Sends SIGTERM twice, so that a router does not drain after a failed test."""
+        """Sends SIGTERM twice, because the second one ends the drain of a router that still has requests after a failed
+        test. Kills the process if it does not exit within 10 s."""
         for number in (signal.SIGTERM, signal.SIGTERM):
             process.send_signal(number)
             time.sleep(0.02)

@@ -1,7 +1,7 @@
-"""A worker without an engine, in its own process. It has endpoints of `hotset serve --role` and can misbehave.
+"""A worker without an engine, in its own process. It has some endpoints of `hotset serve --role` and can misbehave.
 
-`python stub_worker.py ROLE NAME [--port N] [--model M] [--behaviour B]` prints its address. GET /seen returns the
-requests that it received, and POST /behave changes its behaviour. The behaviours are:
+`python stub_worker.py ROLE NAME [--port N] [--model M] [--behaviour B]` prints its URL. GET /seen returns the
+requests that the worker received, and POST /behave changes its behaviour. The behaviours are:
 
     well         answers like a worker
     lost         answers 503 prefill_lost
@@ -12,7 +12,7 @@ requests that it received, and POST /behave changes its behaviour. The behaviour
     dies         dies before the first byte of a response
     dies-midway  dies between two events of a stream
     half         dies within an event
-    short        dies within a response that is not streamed
+    short        dies within a response that is not an event stream
     garbage      answers with bytes that are not HTTP
     slow         never answers
     drip         streams events until the behaviour changes

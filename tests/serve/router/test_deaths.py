@@ -1,4 +1,5 @@
-"""If a worker or the router dies, clients get another worker's answer or an error, and no worker continues in vain."""
+"""If a worker or the router dies, clients get another worker's answer or an error, and no worker continues a
+request whose client is gone."""
 
 import json
 import signal
@@ -26,12 +27,16 @@ def events_of(stream: httpx.Response) -> list[Any]:
 def test_a_worker_that_dies_before_the_first_byte_is_replaced_by_another(
     cluster: Cluster, prefill: Stub, idle_workers: list[Stub], behaviour: str, stream: bool
 ) -> None:
+    """The router forwards a response that is not an event stream only when it is complete, so a worker that dies within
+    such a response ("short") dies before the client's first byte, too."""
     doomed = cluster.stub("decode", "doomed", behaviour=behaviour)
     router = cluster.router([prefill], [doomed, idle_workers[2]])
     answers = [router.post(stream=stream) for _ in range(2)]
     assert [answer.headers["x-worker"] for answer in answers] == ["d1", "d1"]
     assert doomed.process.wait(WAIT_SECONDS) == -signal.SIGKILL
-    assert router.up(prefill, idle_workers[2]), "the failed request and the health check after it are two failures"
+    assert router.up(prefill, idle_workers[2]), (
+        "the failed request and the next health check must be the two failures that take a worker down"
+    )
     assert router.metric("hotset_router_retries_total", reason="decode_lost") == 1
     assert router.metric("hotset_router_workers", role="decode", state="down") == 1
     assert "Traceback" not in router.log()

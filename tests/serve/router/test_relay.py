@@ -20,7 +20,7 @@ def requests_of(stubs: list[Stub]) -> list[dict[str, Any]]:
 
 
 def prefills_of(stubs: list[Stub]) -> list[str]:
-    """Returns the addresses of the prefill workers that the router sent to these decode workers."""
+    """Returns the address of the prefill worker in each request that these workers received."""
     return [request["headers"]["x-hotset-prefill"] for request in requests_of(stubs)]
 
 
@@ -150,7 +150,7 @@ def test_decode_worker_with_fewer_tokens_gets_the_next_request(router: Router, i
         free.behave(behaviour="well")
         next_workers = {router.post(prompt="x" * 400).headers["x-worker"] for _ in range(4)}
         assert 1000 <= router.metric("hotset_router_tokens_in_flight", role="decode") <= 1100
-        assert router.metric("hotset_router_tokens_in_flight", role="prefill") == 0, "its load ends at the first byte"
+        assert router.metric("hotset_router_tokens_in_flight", role="prefill") == 0, "the first byte ends the load"
     assert next_workers == {free.name}
 
 
