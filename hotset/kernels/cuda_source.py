@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hotset.base.errors import MissingDependency
 
-DEFAULT_MAX_SHARED_BYTES = 48 << 10  # the limit of shared memory per block, unless it is raised before the launch
+DEFAULT_MAX_SHARED_BYTES = 48 << 10  # of shared memory per block; a launch that needs more raises its limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Kernel(Protocol):
     """A compiled kernel."""
 
     def launch(self, shape: LaunchShape, *arguments: Tensor | int) -> None:
-        """Enqueues the kernel on the current stream of the arguments' device. A graph can capture this."""
+        """Enqueues the kernel on the current stream of the first CUDA tensor's device. A graph can capture this."""
 
 
 def kernel(source: Path, name: str, **constants: int) -> Kernel:
@@ -49,7 +49,7 @@ def kernel(source: Path, name: str, **constants: int) -> Kernel:
 class _LoadedKernel:
     def __init__(self, loaded: Any) -> None:
         self._loaded = loaded
-        self._max_shared_bytes: dict[int, int] = {}  # the limit that was set, by device
+        self._max_shared_bytes: dict[int, int] = {}  # by device; only where the limit was raised
 
     def launch(self, shape: LaunchShape, *arguments: Tensor | int) -> None:
         from cuda.core import LEGACY_DEFAULT_STREAM, Device, LaunchConfig, Stream, launch
@@ -59,7 +59,7 @@ class _LoadedKernel:
         config = LaunchConfig(grid=shape.blocks, block=shape.threads, shmem_size=shape.shared_bytes, **attributes)
         words = [value.data_ptr() if isinstance(value, Tensor) else int(value) for value in arguments]
         with torch.cuda.device(device):
-            Device(device.index).set_current()  # a thread that has not used CUDA before has no context
+            Device(device.index).set_current()  # a thread that has not used CUDA yet has no current context
             if shape.shared_bytes > self._max_shared_bytes.get(device.index, DEFAULT_MAX_SHARED_BYTES):
                 self._raise_shared_limit(shape.shared_bytes, device.index)
             handle = torch.cuda.current_stream().cuda_stream
@@ -71,7 +71,7 @@ class _LoadedKernel:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, self._loaded.handle, device)
         assert status == driver.CUresult.CUDA_SUCCESS, (
-            f"the driver refused {shared_bytes} bytes of shared memory: {status}"
+            f"the driver refused {shared_bytes} bytes of shared memory per block: {status}"
         )
         self._max_shared_bytes[device] = shared_bytes
 

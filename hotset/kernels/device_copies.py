@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def list_to_device(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns `numbers` as a tensor on `device`. Work queued on the current stream after this call can use it."""
+    """Returns `numbers` as a tensor on `device`, for work queued on the current stream after this call."""
     return to_device(torch.tensor(numbers, dtype=dtype), device)
 
 
@@ -23,10 +23,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host_async(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Starts a copy to the host. Returns the copy and a function that waits until it is complete.
+    """Starts a copy to the host. Returns the copy and a function that waits until the copy is complete.
 
-    That function waits for the work queued on the current stream before this call, but not for work queued later. A
-    tensor on a CPU is returned itself.
+    That function waits for the work queued on the current stream before this call, but not for work queued later.
+    If the tensor is on a CPU, it is returned itself.
     """
     if tensor.device.type != "cuda":
         return tensor, lambda: None

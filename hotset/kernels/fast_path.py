@@ -1,7 +1,7 @@
 """The usual rule for which calls use a GPU kernel, and the import of the module that contains the kernel.
 
-An op's `__init__.py` dispatches between `reference.py`, `cpu_impl.py` if there is one (it needs only torch and is
-imported as usual), and the module that `kernels_of` returns.
+An op's `__init__.py` dispatches between `reference.py`, `cpu_impl.py` if there is one, and the module that `kernels_of`
+returns. `cpu_impl.py` needs only torch and is imported as usual.
 """
 
 from importlib import import_module
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hotset.base.errors import MissingDependency
 
-FAST_DTYPES = (torch.bfloat16, torch.float32)  # float64 is for tests
+FAST_DTYPES = (torch.bfloat16, torch.float32)  # others use the reference; float64 is for tests
 
 
 def has_fast_path(x: Tensor) -> bool:
@@ -21,7 +21,7 @@ def has_fast_path(x: Tensor) -> bool:
 
 
 def kernels_of(op: str, module: str = "triton_impl") -> ModuleType:
-    """Returns a module with the op's GPU kernels. It is imported on first use: a CPU needs neither Triton nor CUDA.
+    """Returns a module with the op's GPU kernels, imported on first use: a CPU needs neither Triton nor CUDA.
 
     The import sets the module as an attribute of the op's package, so the package must not use that name for anything
     else. Raises MissingDependency if the module needs a package that is not installed.

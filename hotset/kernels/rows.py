@@ -16,20 +16,20 @@ ROW_ALIGN = 16  # bytes; rows start at multiples of this, so that copies can mov
 KEY_ALIGN = 4  # bytes; index keys are small, and their scales are float32
 SCALE_BLOCK = 128  # the number of values that share one scale
 E4M3_MAX = 448.0
-MIN_SCALE = 1e-30  # the lower bound of scales; a block of zeros has it
+MIN_SCALE = 1e-30  # the lower bound of scales; a block of zeros has this scale
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
     """The memory layout of rows of `width` values. Consecutive rows are `stride_bytes` apart.
 
-    A plain row holds the values in `dtype`. If the first `quantised` values are in fp8, a row is bytes:
-    [quantised values: e4m3 | one float32 scale per 128 of them, rounded up | the other values: bf16].
+    A plain row holds the values in `dtype`. If the first `quantised` values are in fp8, a row is stored as bytes:
+    [quantised values: e4m3 | one float32 scale per block of up to SCALE_BLOCK of them | the other values: bf16].
     """
 
     width: int
     dtype: torch.dtype  # of the values that the model writes and reads
-    quantised: int = 0  # number of leading values in fp8
+    quantised: int = 0  # the number of leading values in fp8
     align: int = ROW_ALIGN
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class RowLayout:
 
     @property
     def description(self) -> str:
-        """Describes the layout in words. Prefill and decode workers compare it: their layouts must be equal."""
+        """The layout in words. Prefill and decode workers compare it, because their layouts must be equal."""
         kind = str(self.dtype).removeprefix("torch.")
         fp8 = f", {self.quantised} of them in fp8" if self.quantised else ""
         return f"{self.width} values in {kind}{fp8}, {self.stride_bytes} bytes"
@@ -116,7 +116,7 @@ def index_key_row(head_dim: int, dtype: torch.dtype, fp8: bool = False) -> RowLa
 class PagedRows:
     """The contexts of one step's segments in one layer (or index group), accessed through their pages.
 
-    A page holds `block_rows` consecutive rows in each of its `parts`. The pages are listed twice: as `runs`, which
+    A page holds `block_rows` consecutive rows in each of its `parts`. The pages are listed twice: in `runs`, which
     the host reads, and in `table`, which the device reads. In a captured graph, `runs` is empty.
     """
 
@@ -129,7 +129,8 @@ class PagedRows:
     def gather(self, segment: int, length: int, dtype: torch.dtype | None = None) -> Tensor:
         """Returns rows [0, length) of a segment's context as values [length, width].
 
-        Plain rows of one part, in a single run and already in the requested dtype, are not copied.
+        The result is a view, not a copy, if rows are plain and have the requested dtype, pages have one part, and all
+        these pages are in one run.
         """
         pieces = []
         pages_left = ceil_div(length, self.blocks.shape[0] * self.blocks.shape[2])
@@ -143,12 +144,12 @@ class PagedRows:
         return self.layout.decode(stored[:length], dtype)
 
     def store(self, positions: Tensor, values: Tensor) -> None:
-        """Writes `values` [tokens, width] at `positions` [tokens] of the contexts that the tokens belong to."""
+        """Writes `values` [tokens, width] at `positions` [tokens] of the tokens' contexts. Skips padding tokens."""
         real = self.seat_of != EMPTY
         self.blocks[self.locations(self.seat_of[real], positions[real])] = self.layout.encode(values)[real]
 
     def locations(self, seats: Tensor | int, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (part, page, row) in `blocks` of `positions` in the contexts of `seats`."""
+        """Returns the indices (part, page, row) in `blocks` of the rows at `positions` in the contexts of `seats`."""
         parts, _pages, block_rows, _width = self.blocks.shape
         within = positions % (parts * block_rows)
         return within // block_rows, self.table[seats, positions // (parts * block_rows)], within % block_rows

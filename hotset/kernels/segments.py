@@ -24,8 +24,8 @@ class Segments:
     """The tokens of one step: one segment per request, concatenated into a flat batch.
 
     Segment i has `counts[i]` tokens, the newest ones of a context of `lengths[i]` tokens. So token j of the segment has
-    position `lengths[i] - counts[i] + j`, and it attends to the positions up to its own. In a captured graph,
-    `lengths` is empty.
+    position `lengths[i] - counts[i] + j`, and it attends to the positions up to and including its own. In a captured
+    graph, `lengths` is empty.
     """
 
     counts: Sequence[int]
@@ -46,7 +46,7 @@ class Segments:
 
 
 def make_segments(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Segments:
-    """Returns segments of `counts[i]` tokens that begin at position `starts[i]` of their context."""
+    """Returns segments of `counts[i]` tokens, the first of which has position `starts[i]` in its context."""
     start_of = torch.tensor(starts, dtype=torch.int64)
     count_of = torch.tensor(counts, dtype=torch.int64)
     segment_of = torch.arange(len(counts))

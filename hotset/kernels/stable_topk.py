@@ -9,8 +9,9 @@ from hotset.kernels import EMPTY
 def stable_topk(scores: Tensor, k: int) -> Tensor:
     """Returns [n, k] int64: the positions of the k largest scores of each of n vectors, ascending, EMPTY-padded.
 
-    Scores of minus infinity and NaN are never taken. All scores above the k-th largest are taken; the remaining columns
-    go to the earliest of those equal to it. NaN counts as the largest score, so fewer than k may be taken.
+    All scores above the k-th largest are taken; the remaining columns go to the earliest scores that equal the k-th
+    largest. Scores of minus infinity and NaN are never taken, but NaN counts as the largest score when the k-th
+    largest is determined. Therefore fewer than k scores may be taken.
     """
     cut = torch.topk(scores, k, dim=-1).values[:, -1:]
     above = scores > cut

@@ -7,7 +7,7 @@ from hotset.base.errors import ConfigError
 from hotset.kernels.experts import reference
 from hotset.kernels.fast_path import has_fast_path, kernels_of
 
-MAX_EXPERTS = 512  # in the fast path, every sorting program holds one counter per expert
+MAX_EXPERTS = 512  # limit of the fast path: each program of its sort holds one counter per expert
 
 
 def experts(
@@ -19,13 +19,16 @@ def experts(
 ) -> Tensor:  # [tokens, hidden]
     """Returns sum_j weights[j] * down[e_j] @ (silu(gate[e_j] @ x) * (up[e_j] @ x)). Reads only the experts in use.
 
-    On a GPU it can be captured in a graph in bfloat16 and float32; other dtypes use the reference. Raises ConfigError
-    before anything runs if x, gate_up and down differ in dtype, or if there are too many experts for the fast path.
+    On a GPU, calls in bfloat16 and float32 can be captured in a graph; other dtypes use the reference. Raises
+    ConfigError before anything runs if x, gate_up and down differ in dtype, or if the fast path would get more than
+    MAX_EXPERTS experts.
     """
-    assert expert_ids.shape == weights.shape, f"{tuple(expert_ids.shape)} experts with {tuple(weights.shape)} weights"
+    assert expert_ids.shape == weights.shape, (
+        f"expert_ids {tuple(expert_ids.shape)} and weights {tuple(weights.shape)} differ in shape"
+    )
     tokens, (_, hidden, width) = expert_ids.shape[0], down.shape
     shapes = (tuple(x.shape), tuple(gate_up.shape), tuple(down.shape))
-    assert x.shape == (tokens, hidden), f"x {shapes[0]} for the experts of {tokens} tokens and down {shapes[2]}"
+    assert x.shape == (tokens, hidden), f"x {shapes[0]} does not match {tokens} tokens and down {shapes[2]}"
     assert gate_up.shape == (down.shape[0], 2 * width, hidden), f"gate_up {shapes[1]} does not match down {shapes[2]}"
     if not x.dtype == gate_up.dtype == down.dtype:
         raise ConfigError(f"x is {x.dtype}, but the experts are {gate_up.dtype} and {down.dtype}: all must be the same")

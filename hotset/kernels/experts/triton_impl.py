@@ -1,14 +1,15 @@
 """experts in Triton: sort the pairs by expert, two products, a weighted sum. Four launches, no synchronisation.
 
 A pair is one (token, expert of this token); pair p belongs to token p // k. `_sort_kernel` sorts the pairs by expert
-and divides each expert's run of pairs into blocks. A program of a product computes one block and one tile of outputs.
-The programs that compute the same outputs run next to each other, so the weights of an expert with several blocks are
-read from memory once. The products are computed as weight @ tokens^T: the weight is the tall operand, so Hopper's wide
-matrix instructions can also be used for blocks of 16 pairs. No sum crosses programs, so a token gets the same bits
-in all batches that use the same `Tiles`; these depend on the mean number of pairs per expert.
+and divides the sorted pairs of each expert into blocks. A program of a product computes one tile of outputs for one
+block. Programs with the same tile of outputs and neighbouring blocks run next to each other, so the weights of an
+expert with several blocks are read from memory once. The products are computed as weight @ tokens^T: the weight is the
+tall operand, so Hopper's wide matrix instructions can also be used for blocks of 16 pairs. No sum crosses programs, so
+a token gets the same bits in all batches that use the same `Tiles`. The `Tiles` depend on the dtype and on the mean
+number of pairs per expert.
 
-If experts have many pairs on average, the products are bound by arithmetic, and torch's grouped product is used instead
-(in bfloat16).
+With MIN_TORCH_PAIRS or more pairs per expert on average, the products are bound by arithmetic. Then torch's
+grouped product is used instead, if it supports the dtype and the sizes.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,10 @@ from hotset.kernels.swiglu import swiglu
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The shape of one program of a product: it computes `outputs` x pairs of a block, `inputs` terms at a time."""
+    """The shape of one program of a product. It computes `outputs` outputs of each pair of a block.
+
+    It adds `inputs` terms of each sum at a time.
+    """
 
     outputs: int
     inputs: int
@@ -39,12 +43,12 @@ class Tiles:
     """The number of pairs in a block, and the tile of each product."""
 
     block_pairs: int
-    gate_up: Tile  # it computes `outputs` outputs of gate and the same number of up
+    gate_up: Tile  # a program computes `outputs` outputs of gate and the same number of up
     down: Tile
 
 
-# The key is the largest mean number of pairs per expert that an entry serves. A multiprocessor needs about 40 KB of
-# weights in flight. It holds two of these programs, and the stages of each have 32 KB or more in flight.
+# The key of an entry is the largest mean number of pairs per expert for which the entry is used. A multiprocessor needs
+# about 40 KB of weights in flight. It runs two of these programs at a time, each with 32 KB or more in flight.
 TILES = {
     8: Tiles(16, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
     20: Tiles(32, Tile(64, 64, 4, 5), Tile(128, 64, 4, 5)),
@@ -52,8 +56,8 @@ TILES = {
     1 << 62: Tiles(128, Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
 }
 FLOAT32_TILES = Tiles(16, Tile(32, 32, 4, 3), Tile(32, 32, 4, 3))
-MIN_TORCH_PAIRS = 96  # mean pairs per expert from which torch's grouped product is faster
-CHUNK_SIZES = (256, 1024, 4096)  # pairs are sorted in chunks: the smallest size that holds all pairs, or the last
+MIN_TORCH_PAIRS = 96  # mean pairs per expert from which on torch's grouped product is faster
+CHUNK_SIZES = (256, 1024, 4096)  # pairs per chunk of the sort: the smallest size that holds all, or else the last
 SUM_BLOCK = 1024  # values of a token that one program of the weighted sum computes
 OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
 
@@ -62,14 +66,14 @@ _EMPTY = tl.constexpr(EMPTY)
 
 @dataclass(frozen=True, slots=True)
 class SortedPairs:
-    """The pairs, sorted by expert. EMPTY pairs come last, after the end of every expert, and are in no block.
+    """The pairs, sorted by expert. EMPTY pairs come after the pairs of all experts and are in no block.
 
     A block has `block_pairs` consecutive pairs of one expert; the last block of an expert may have fewer.
     """
 
     pairs: Tensor  # [pairs] int32: the pair at each sorted index
     sorted_index: Tensor  # [pairs] int32: the sorted index of each pair
-    ends: Tensor  # [experts] int32: the sorted index at which each expert's run ends
+    ends: Tensor  # [experts] int32: the sorted index after each expert's last pair
     block_expert: Tensor  # [blocks] int32, EMPTY-padded at the end
     block_first: Tensor  # [blocks] int32: the sorted index of each block's first pair
 
@@ -89,7 +93,7 @@ def tiles_for(dtype: torch.dtype, pairs_per_expert: int) -> Tiles:
 
 
 def supports_grouped_mm(x: Tensor, down: Tensor) -> bool:
-    """torch's grouped product requires bf16 and vectors of a multiple of 16 bytes."""
+    """torch's grouped product requires bf16, and hidden and width must be multiples of 16 bytes."""
     return x.dtype == torch.bfloat16 and down.shape[1] % 8 == 0 and down.shape[2] % 8 == 0
 
 
@@ -99,7 +103,7 @@ def experts_in_tiles(
     _, hidden, width = down.shape
     by_expert = sort_by_expert(expert_ids, gate_up.shape[0], tiles.block_pairs)
     x = x if x.stride(1) == 1 else x.contiguous()
-    # Both are in sorted order.
+    # Both tensors have one vector per pair, in sorted order.
     activation = torch.empty(expert_ids.numel(), width, dtype=x.dtype, device=x.device)
     results = torch.empty(expert_ids.numel(), hidden, dtype=x.dtype, device=x.device)
     blocks = {"block_expert": by_expert.block_expert, "block_first": by_expert.block_first, "ends": by_expert.ends}
@@ -222,7 +226,10 @@ def _sort_kernel(
     bins: tl.constexpr,
     chunk: tl.constexpr,
 ) -> None:
-    """Sorts the pairs. Each program counts all pairs and sorts those of one expert; the last sorts the EMPTY pairs."""
+    """Sorts the pairs. Each program counts all pairs and sorts those of one expert.
+
+    The last program sorts the EMPTY pairs and pads `block_expert`.
+    """
     own_bin = tl.program_id(0)
     counts = tl.zeros([bins], tl.int32)
     for start in range(0, num_pairs, chunk):
@@ -251,7 +258,7 @@ def _sort_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _expert_of(expert_ids: tl.tensor, pair: tl.tensor, num_pairs: tl.tensor, experts: tl.constexpr) -> tl.tensor:
-    """Returns the expert of each pair as int32, or `experts` if the pair is EMPTY or after the last one."""
+    """Returns the expert of each pair as int32, or `experts` if the pair is EMPTY or beyond `num_pairs`."""
     expert = tl.load(expert_ids + pair, mask=pair < num_pairs, other=_EMPTY).to(tl.int32)
     return tl.where(expert == _EMPTY, experts, expert)
 
@@ -280,7 +287,8 @@ def _gate_up_kernel(
     inside = index < tl.load(ends + expert)
     token = tl.load(pairs + index, mask=inside, other=0) // k
     output = tl.program_id(1) * tile_out + tl.arange(0, tile_out)
-    # Outputs after the last one read the weights of the first ones, unmasked, and are not stored.
+    # A tile may extend beyond the last output. These extra outputs read the weights of the first outputs, so that the
+    # loads need no mask. They are not stored.
     entry = tl.arange(0, tile_in)
     gate_at = gate_up + expert * (2 * width * hidden) + (output % width)[:, None] * hidden + entry[None, :]
     up_at = gate_at + width * hidden

@@ -17,19 +17,21 @@ MAX_FAST_DIM = 512  # one program holds a head in registers
 def gqa_append(
     qkv: Tensor,  # [tokens, heads + 2 * kv_heads, dim]: queries | K | V; tokens and heads may have any stride
     kv_heads: int,
-    norms: HeadNorms | None,  # of Q and K, before the rotation
+    norms: HeadNorms | None,  # of Q and K, before the rotation; None: no norms
     rotation: Rotation,  # of all dim values, in pairs (i, i + dim / 2)
     layout: RowLayout,  # plain: [K of every head | V of every head]
     device_rows: Tensor,  # [device rows, stored width]
     new_rows: Tensor,  # [tokens] int64: the device row of each token, all different; EMPTY: the row is not stored
 ) -> Tensor:  # [tokens, heads, dim]: the queries, normalised and rotated
-    """Writes K, normalised and rotated, and V into `device_rows` and nothing else. `qkv` is not changed.
+    """Writes K, normalised and rotated, and V into `device_rows`, and writes nothing else. `qkv` is not changed.
 
-    Raises ConfigError before launch if the fast path cannot write the layout or the heads are too wide for it.
+    Raises ConfigError before launch if, on the fast path, rows have fp8 values or heads exceed MAX_FAST_DIM values.
     """
     dim = qkv.shape[2]
-    assert layout.width == 2 * kv_heads * dim, f"rows of {layout.width} values for {kv_heads} heads of {dim}"
-    assert rotation.dim == dim, f"the rotation is of {rotation.dim} values instead of {dim}"
+    assert layout.width == 2 * kv_heads * dim, (
+        f"rows have {layout.width} values, but K and V have 2 * {kv_heads} heads of {dim}"
+    )
+    assert rotation.dim == dim, f"the rotation has {rotation.dim} values, but a head has {dim}"
     if not has_fast_path(qkv):
         return reference.gqa_append(qkv, kv_heads, norms, rotation, layout, device_rows, new_rows)
     if layout.quantised:

@@ -34,7 +34,7 @@ def gqa_append(
 
 
 def gqa_rows(qkv: Tensor, kv_heads: int, norms: HeadNorms | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """Returns the queries and the rows, which are not encoded yet."""
+    """Returns the queries [tokens, heads, dim] and the rows [tokens, width], which are not encoded yet."""
     heads = qkv.shape[1] - 2 * kv_heads
     if norms is None:
         q, k = rotate_halves(qkv[:, : heads + kv_heads], rotation).split([heads, kv_heads], dim=1)

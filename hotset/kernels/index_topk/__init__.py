@@ -10,7 +10,7 @@ from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
 
 FAST_DTYPES = (torch.bfloat16, torch.float16)
-HEAD_DIMS = (32, 64, 128)  # supported by the fast path, like the two maxima below
+HEAD_DIMS = (32, 64, 128)  # these and the two maxima below are the limits of the fast path
 MAX_HEADS = 128
 MAX_TOPK = 4096
 
@@ -27,8 +27,8 @@ def index_topk(
 
     Ties at the boundary go to the earlier position. A query that sees at most k positions selects them all.
     On a GPU, 16-bit queries use the fast path. It reads only device tensors (`keys.table`, `keys.seat_of`,
-    `segments.positions`), so it can be captured in a graph. There, a padding query (seat EMPTY) selects nothing.
-    Raises ConfigError before any launch if the fast path does not support one of the sizes.
+    `segments.positions`), so it can be captured in a graph. On this path, a padding query (seat EMPTY) selects nothing.
+    Raises ConfigError before any launch if the fast path does not support one of the sizes or dtypes.
     """
     assert k > 0, f"the top-k must be positive, not {k}"
     assert scale > 0, f"the scale of the scores must be positive, not {scale}"

@@ -1,7 +1,7 @@
 """index_topk on a CPU: computes the scores of the reference, up to rounding, in fewer passes.
 
 Queries that see at most k positions are not scored. The others are scored in blocks. A block reads the context up to
-its own last position, so only the newest few columns have to be masked.
+the position of its last query, so only the newest few columns have to be masked.
 """
 
 import torch
@@ -12,9 +12,9 @@ from hotset.kernels.rows import PagedRows, accumulation_dtype
 from hotset.kernels.segments import Segments
 from hotset.kernels.stable_topk import stable_topk
 
-BLOCK_SCORES = 1 << 21  # scores held at once: queries x heads x positions
+BLOCK_SCORES = 1 << 21  # scores held at once (queries x heads x positions), unless one query has more
 GROUP = 4  # positions that share one maximum
-MIN_GROUPED_CONTEXT = 24  # contexts of at least this many times k are searched by groups; must be at least GROUP
+MIN_GROUPED_CONTEXT = 24  # from this many times k positions on, contexts are searched by groups; must be at least GROUP
 
 
 def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, k: int, scale: float) -> Tensor:
@@ -38,7 +38,7 @@ def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, 
 
 
 def _select_all(out: Tensor, start: int) -> None:
-    """Writes the positions [0, start + j] for query j, which selects all that it sees."""
+    """Writes for query j all positions that it sees, [0, start + j], then EMPTY."""
     queries, k = out.shape
     positions = torch.arange(k).expand(queries, k)
     out.copy_(positions.masked_fill(positions > torch.arange(start, start + queries)[:, None], EMPTY))
@@ -65,8 +65,8 @@ def index_scores(q: Tensor, weights: Tensor, seen: Tensor, newest: int, scale: f
 def topk_positions(scores: Tensor, k: int) -> Tensor:
     """Returns the same as `stable_topk`, for scores of more than k positions, none of them NaN.
 
-    If the k-th largest value exceeds the (k + 1)-th, only one set of positions has the k largest. Other queries use
-    `stable_topk`.
+    If the k-th largest value of a query exceeds the (k + 1)-th, only one set of positions has the k largest. For other
+    queries, this function calls `stable_topk`.
     """
     values, positions = _largest(scores, k + 1)
     topk = positions[:, :k].sort(-1).values
@@ -80,8 +80,8 @@ def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns the k largest values of each query, descending, and their positions. Ties are broken arbitrarily.
 
     In a long context, the positions g, g + groups, g + 2 * groups, ... form group g. The k groups with the largest
-    maxima contain k values that no value of another group exceeds. The last positions, which are in no group, are
-    candidates too.
+    maxima contain k values that no value of another group exceeds, so only their members are candidates. The last
+    positions, which are in no group, are candidates too.
     """
     length = scores.shape[1]
     if length < MIN_GROUPED_CONTEXT * k:

@@ -8,7 +8,7 @@ from hotset.kernels.rows import PagedRows, accumulation_dtype
 from hotset.kernels.segments import Segments
 from hotset.kernels.stable_topk import stable_topk
 
-BLOCK_SCORES = 1 << 23  # scores held at once: queries x heads x positions
+BLOCK_SCORES = 1 << 23  # scores held at once (queries x heads x positions), unless one query has more
 
 
 def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, k: int, scale: float) -> Tensor:

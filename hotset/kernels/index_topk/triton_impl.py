@@ -1,7 +1,7 @@
 """index_topk in Triton: `score` writes the scores of all positions to a workspace, `select` selects the best.
 
-Both depend only on device tensors and on shapes, so they can be captured in a graph. The workspace is bounded: if the
-scores of all queries do not fit into it, the queries are processed in several batches.
+The launches depend only on device tensors and on shapes, so they can be captured in a graph. The workspace is bounded:
+if the scores of all queries exceed WORKSPACE_BYTES, the queries are processed in several batches.
 """
 
 import torch
@@ -23,7 +23,7 @@ def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, 
     out = torch.empty(queries, k, dtype=torch.int64, device=q.device)
     context = ceil_div(_context(keys, segments), CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
     at_once = max(1, WORKSPACE_BYTES // (4 * context))
-    # In a decode step, and in a captured graph, each query has its own context.
+    # Each query of a decode step, and therefore of a captured graph, has its own context.
     share_context = not segments.decoding and len(segments.counts) > 0
     for first in range(0, queries, at_once):
         part = slice(first, first + at_once)
@@ -34,7 +34,7 @@ def index_topk(q: Tensor, weights: Tensor, keys: PagedRows, segments: Segments, 
 
 
 def _context(keys: PagedRows, segments: Segments) -> int:
-    """Returns the length of the longest context. If the host has no lengths, returns the most that the table allows."""
+    """Returns the length of the longest context. In a captured graph, returns the limit of the table."""
     if segments.lengths:
         return max(segments.lengths)
     parts, _, block_rows, _ = keys.blocks.shape

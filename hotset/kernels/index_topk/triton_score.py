@@ -1,15 +1,15 @@
 """Scores index keys in Triton. A program scores a tile of queries against a share of their context, tile by tile.
 
 The left operand of the matrix product is a tile of keys. The right operand has one column for every head of every query
-in the tile; the heads of a query are padded to a power of two, at least 16. Several queries that share a context read
-its keys once.
+in the tile of queries; the heads of a query are padded to a power of two, at least 16. If several queries of a tile
+share a context, its keys are read once for all of them.
 fp8 keys are converted to float16, which represents every e4m3 value. Their scale is positive, so it is applied after
-the sum over the heads. Each head of a query is divided by a power of two, so that float16 is at least as precise for it
-as bfloat16.
+the sum over the heads. Each head of a query is divided by a power of two. Relative to the largest value of the head,
+float16 is then at least as precise as bfloat16.
 
-The length of a block of keys is rarely a multiple of the tile. The last tile is moved back so that it ends with the
-block, and no load needs a mask. Scores of keys that it shares with the previous tile are not written again. Only blocks
-shorter than a tile are loaded with a mask.
+The length of a block of keys is rarely a multiple of the length of a tile. The last tile of a block is moved back so
+that it ends with the block, and no load needs a mask. It does not write the scores of keys that the previous tile also
+contains. Only blocks shorter than a tile are loaded with a mask.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from hotset.kernels.rows import PagedRows
 class ScoreTuning:
     """Parameters of the scoring kernel that affect only speed."""
 
-    columns: int = 0  # queries x heads of a tile; a tile has at least one query
+    columns: int = 0  # of a tile: queries x padded heads; a tile has at least one query
     keys: int = 64  # keys of a tile
     warps: int = 4
     stages: int = 4  # pipeline depth: stages - 1 tiles are in shared memory or being loaded
@@ -37,21 +37,22 @@ class ScoreTuning:
     programs_per_sm: int = 5  # resident programs per multiprocessor
 
 
-# For queries that share no context: limited by memory bandwidth. The first entry with enough heads is used.
-OWN_CONTEXT = {
+# For queries that share no context: limited by memory bandwidth. The keys are numbers of heads; the first entry with
+# enough heads is used.
+OWN_CONTEXT = {  # index keys in fp8
     32: ScoreTuning(registers=104),
     64: ScoreTuning(registers=128, programs_per_sm=4),
     128: ScoreTuning(stages=3, programs_per_sm=2),
 }
-OWN_CONTEXT_PLAIN = {  # index keys of 16 bits
+OWN_CONTEXT_PLAIN = {  # index keys in 16 bits
     64: ScoreTuning(stages=3, programs_per_sm=3),
     128: ScoreTuning(stages=3, programs_per_sm=2),
 }
 SHARED_CONTEXT = ScoreTuning(columns=128, programs_per_sm=2)  # limited by arithmetic
 MIN_HEADS = 16  # required by the matrix instructions; padding heads have weight 0
-MAX_SPLITS = 1024  # programs that share one context
+MAX_SPLITS = 1024  # programs that share the contexts of one tile of queries
 OPERAND = {torch.float8_e4m3fn: tl.float16, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}  # by stored dtype
-INTERPRETED_MULTIPROCESSORS = 2
+INTERPRETED_MULTIPROCESSORS = 2  # assumed when the kernels are interpreted on a CPU
 OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
 
 _EMPTY = tl.constexpr(EMPTY)
@@ -59,7 +60,7 @@ _EMPTY = tl.constexpr(EMPTY)
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The scores of a batch of queries. Entries of unseen positions and of unscored queries are not written."""
+    """The scores of a batch of queries. The values of unseen positions and of unscored queries are not written."""
 
     values: Tensor  # [queries, context] float32
     moments: Tensor  # [queries, splits, 2] float32: sums of the scores and of their squares, per share of the context
@@ -136,7 +137,7 @@ def launch_options(tuning: ScoreTuning) -> dict[str, Any]:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Returns the number of multiprocessors of a GPU, or a small number if the kernels are interpreted on a CPU."""
+    """Returns the number of multiprocessors of the device."""
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -263,7 +264,10 @@ def _load_queries(
     head_dim: tl.constexpr,
     operand: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns [head_dim, queries x heads] scaled to [-2, 2], and weights per column that undo the scaling."""
+    """Returns q as [head_dim, queries x heads], scaled to [-2, 2], and the weight of each column.
+
+    The weights include `scale` and undo the scaling of q.
+    """
     column = tl.arange(0, tile_queries * heads_padded)
     query = first_query + column // heads_padded
     head = column % heads_padded
@@ -271,8 +275,8 @@ def _load_queries(
     dim = tl.arange(0, head_dim)
     at = q + query[None, :] * query_stride + head[None, :] * head_stride + dim[:, None]
     q_tile = tl.load(at, mask=there[None, :], other=0.0).to(tl.float32)
-    # The largest power of two that does not exceed the largest value, as bits. It is clamped so that unit and 1 / unit
-    # are normal numbers.
+    # `unit` has the bits of the largest power of two that does not exceed the largest magnitude of a column. It is
+    # clamped so that unit and 1 / unit are normal numbers.
     unit = tl.max(tl.abs(q_tile), 0).to(tl.int32, bitcast=True) & 0x7F800000
     unit = tl.minimum(tl.maximum(unit, 0x0D800000), 0x71000000)
     inverse = (0x7F000000 - unit).to(tl.float32, bitcast=True)

@@ -1,10 +1,12 @@
 """Selects the k best scores of each query in Triton, exactly, with three launches and little more than two passes.
 
-1. `_count_kernel` counts the scores of a query in bins, evenly spaced over the interval that must hold the k-th score.
-2. `_gather_kernel` finds the bin of the k-th score and lists the scores of this and of all higher bins, in order of
-   position: little more than k scores. If they do not fit into the list (many equal scores), it lists none.
+1. `_count_kernel` counts the scores of a query in bins, evenly spaced over the interval that must contain the k-th
+   largest score.
+2. `_gather_kernel` finds the bin of the k-th score and lists the scores of this bin and of all higher bins, in order of
+   position: usually little more than k scores. If they do not fit into the list (many equal scores), it lists none.
 3. `_finish_kernel` finds the k-th score by bisection. It counts over the list, or over all scores of the query if
-   there is no list. Then it writes the positions of all higher scores, and of the first scores that equal the k-th.
+   there is no list. Then it writes the positions of all higher scores, and fills up to k with the first positions whose
+   score equals the k-th.
 
 The bins affect only speed. The selection is exact for any moments, because a higher score never has a lower bin.
 If the batch is small, several programs of the first two kernels share a query.
@@ -33,10 +35,10 @@ class SelectTuning:
 
 
 TUNED = SelectTuning()
-CONTEXT_MULTIPLE = 4096  # the scores of a query are padded to a multiple of this, so that they are whole blocks
+CONTEXT_MULTIPLE = 4096  # each query has memory for a multiple of this many scores, so that blocks are whole
 SPLITS = (1, 8, 64)  # variants of `_gather_kernel`, by the maximum number of programs that share a query
-MIN_HELD = 1024  # scores in registers of a `_finish_kernel` program; if k >= 1024, the power of two above k
-LIST_ROOM = 2  # capacity of the list, in multiples of what `_finish_kernel` holds
+MIN_HELD = 1024  # scores that a `_finish_kernel` program holds in registers; if k >= 1024, the power of two above k
+LIST_ROOM = 2  # capacity of the list, in multiples of the scores that a `_finish_kernel` program holds
 OPTIONS = {"enable_fp_fusion": False}  # two kernels must compute the same bin for a score
 
 _EMPTY = tl.constexpr(EMPTY)
@@ -54,9 +56,10 @@ def select(
     out: Tensor,  # [queries, k] int64, written: positions in ascending order, then EMPTY
     tuning: SelectTuning = TUNED,
 ) -> None:
-    """Selects the k largest scores of each query, with the ties of `stable_topk`.
+    """Selects the k largest scores of each query. Ties are broken as in `stable_topk`.
 
-    A query with at most k positions selects them all. A query with more never selects a score of -inf or NaN.
+    A query with at most k positions selects them all. A query with more positions never selects a score of -inf or
+    NaN, so it may select fewer than k.
     """
     values = scores.values
     queries, context = values.shape
@@ -128,7 +131,7 @@ def _count_kernel(
     positions: tl.tensor,
     moments: tl.tensor,
     counts: tl.tensor,  # [queries, splits, bins] int32, written
-    bins_at: tl.tensor,  # [queries, 2] float32, written: score x has bin x * [0] + [1], clamped to the bins
+    bins_at: tl.tensor,  # [queries, 2] float32, written: (a, b); score x has bin a * x + b, clamped to the bins
     value_stride: tl.tensor,
     k: tl.tensor,
     score_splits: tl.tensor,
@@ -182,13 +185,13 @@ def _gather_kernel(
         count_at = counts + (query * splits + split_number[:, None]) * bins + bin_number[None, :]
         count = tl.load(count_at, mask=(split_number < splits)[:, None], other=0)
         from_bin_on = tl.cumsum(tl.sum(count, 0), 0, reverse=True)
-        threshold_bin = tl.sum((from_bin_on >= k).to(tl.int32), 0) - 1  # -1: fewer than k, all listed
+        threshold_bin = tl.sum((from_bin_on >= k).to(tl.int32), 0) - 1  # -1: all selectable scores are listed
         split_total = tl.sum(tl.where(bin_number[None, :] >= threshold_bin, count, 0), 1)
         total = tl.sum(split_total, 0)
         if split == 0:
             tl.store(totals + query, total)
         if total <= room:
-            # The number of scores listed so far: first those of the earlier splits.
+            # The number of scores listed before the current block. It begins with those of the earlier splits.
             entries = tl.sum(tl.where(split_number < split, split_total, 0), 0)
             share = tl.cdiv(tl.cdiv(length, block), splits) * block
             last = tl.minimum(split * share + share, length)
@@ -219,7 +222,7 @@ def _finish_kernel(
     query = tl.program_id(0).to(tl.int64)
     length = _length(seat_of, positions, query)
     index = tl.arange(0, block)
-    select_all = length  # the positions of a query that selects them all; 0 for any other query
+    select_all = length  # number of positions if the query selects them all; 0 for any other query
     written = tl.full([], 0, tl.int32)
     if length > k:
         select_all = tl.full([], 0, tl.int32)
@@ -271,16 +274,16 @@ def _bins(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Returns (bins per unit of score, bin of score 0) for the interval that must hold the k-th of `length` scores.
 
-    By Cantelli's inequality, at most n / (1 + c^2) of n values are c or more standard deviations above their mean. The
-    same holds below it. The k-th largest is therefore at most sqrt((n - k) / k) deviations above and at most
-    sqrt(k / (n - k)) below the mean. Finite scores outside of these bounds get the first or the last bin.
+    By Cantelli's inequality, at most n / (1 + c^2) of n values are c or more standard deviations above their mean, and
+    at most as many are c or more below it. The k-th largest value is therefore at most sqrt((n - k) / k) deviations
+    above the mean and at most sqrt(k / (n - k)) below it. Scores outside of these bounds get the first or the last bin.
     """
     score_split = tl.arange(0, _MAX_SCORE_SPLITS)
     sums = tl.sum(tl.load(moments + score_split * 2, mask=score_split < score_splits, other=0.0), 0)
     squares = tl.sum(tl.load(moments + score_split * 2 + 1, mask=score_split < score_splits, other=0.0), 0)
     count = length.to(tl.float32)
     mean = sums / count
-    # If the mean is far larger than the deviation, the difference is a rounding error. Hence the lower bound.
+    # If the mean is far larger than the deviation, this difference is a rounding error. Hence the lower bound.
     deviation = tl.sqrt(tl.maximum(squares / count - mean * mean, 1e-6 * mean * mean))
     odds = tl.sqrt((count - k) / k)
     low = mean - deviation / odds
@@ -292,7 +295,7 @@ def _bins(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bin(score: tl.tensor, per_score: tl.tensor, offset: tl.tensor, bins: tl.constexpr) -> tl.tensor:
-    """Returns the bin of a score. A higher score never has a lower bin. Infinite scores count as 3.0e38."""
+    """Returns the bin of a score. A higher score never has a lower bin. Infinite scores count as +-3.0e38."""
     finite = tl.minimum(tl.maximum(score, -3.0e38), 3.0e38)
     return tl.minimum(tl.maximum(tl.fma(finite, per_score, offset), 0.0), bins - 1.0).to(tl.int32)
 
@@ -309,9 +312,9 @@ def _scores(values: tl.tensor, start: tl.tensor, last: tl.tensor, block: tl.cons
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _order(source: tl.tensor, start: tl.tensor, entries: tl.tensor, block: tl.constexpr) -> tl.tensor:
-    """Returns [block] int32 order keys: they have the order of the scores from `start` on. 0.0 and -0.0 are equal.
+    """Returns [block] int32 order keys, which sort like the scores from `start` on. 0.0 and -0.0 get the same key.
 
-    Order keys from `entries` on, and those of scores that cannot be selected, are UNSELECTABLE.
+    Entries from `entries` on, and scores that cannot be selected, get the key _UNSELECTABLE.
     """
     index = start + tl.arange(0, block)
     score = tl.load(source + index, mask=index < entries, other=float("-inf"))

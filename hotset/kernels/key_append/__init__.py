@@ -18,15 +18,15 @@ def key_append(
     eps: float,
     rotation: Rotation,  # of the first values of a key
     interleaved: bool,  # as in `rope.rotate`
-    keys: PagedRows,  # the keys of the index group; a token whose `keys.seat_of` is EMPTY is not stored
+    keys: PagedRows,  # of the index group; the key of a token whose `keys.seat_of` is EMPTY is not stored
     positions: Tensor,  # [tokens] int64: the position of each token in its context
 ) -> None:
-    """Normalises, rotates and encodes the keys and writes them into the pages of `keys`, and nothing else.
+    """Normalises, rotates and encodes the keys and writes them into the pages of `keys`. Writes nothing else.
 
-    Raises ConfigError before launch if the fast path cannot write such keys.
+    Raises ConfigError before launch if the fast path does not support the layout or the width of the keys.
     """
     dim = key.shape[1]
-    assert dim == keys.layout.width, f"keys of {dim} values in a layout of {keys.layout.width}"
+    assert dim == keys.layout.width, f"keys have {dim} values, but their layout has {keys.layout.width}"
     assert rotation.dim <= dim, f"{rotation.dim} values cannot be rotated in a key of {dim}"
     if not has_fast_path(key):
         reference.key_append(key, weight, bias, eps, rotation, interleaved, keys, positions)

@@ -1,7 +1,7 @@
 """key_append in Triton, with one program per key.
 
-A key is held in three pieces: the first values of all rotated pairs, their second values, and the values that are not
-rotated. So no value has to move between threads.
+A program holds its key in three vectors: the first values of all rotated pairs, their second values, and the values
+that are not rotated. Therefore no value has to move between threads.
 """
 
 import torch
@@ -19,7 +19,7 @@ WARPS = 1
 OPTIONS = {"enable_fp_fusion": False}  # each product is rounded as torch rounds it
 
 _EMPTY = tl.constexpr(EMPTY)
-_MAX_ALIGN = tl.constexpr(8)  # the padding after a key has fewer bytes than the alignment of keys
+_MAX_ALIGN = tl.constexpr(8)  # bytes; the padding after a key is shorter than the alignment of keys
 
 
 def key_append(
@@ -37,7 +37,7 @@ def key_append(
     assert key.stride(1) == cos.stride(2) == blocks.stride(3) == keys.table.stride(1) == 1, "values must be adjacent"
     assert cos.stride() == sin.stride() and weight.is_contiguous() and bias.is_contiguous()
     assert keys.seat_of.is_contiguous() and positions.is_contiguous() and keys.seat_of.shape == positions.shape
-    assert layout.align <= _MAX_ALIGN.value, f"keys are aligned to {layout.align} bytes"
+    assert layout.align <= _MAX_ALIGN.value, f"keys aligned to {layout.align} bytes: the maximum is {_MAX_ALIGN.value}"
     if tokens == 0:
         return
     half, plain = rotation.dim // 2, dim - rotation.dim
@@ -87,7 +87,7 @@ def _append_kernel(
     positions: tl.tensor,
     key_stride: tl.tensor,
     angle_stride: tl.tensor,
-    part_stride: tl.tensor,  # in bytes, like the next two
+    part_stride: tl.tensor,  # in bytes, like page_stride and row_stride
     page_stride: tl.tensor,
     row_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -163,5 +163,5 @@ def _append_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gain_and_bias(normed: tl.tensor, gain: tl.tensor, bias: tl.tensor) -> tl.tensor:
-    """Applies the gain and bias of the layer norm, which rounds once, at the end."""
+    """Applies the gain and bias of the layer norm in float32 and rounds the result. Nothing is rounded before."""
     return (normed * gain.to(tl.float32) + bias.to(tl.float32)).to(gain.dtype)

@@ -12,7 +12,7 @@ MAX_FP32_TOKENS = 256  # the largest batch for which the kernel of `fp32_linear`
 class Linear:
     """Computes x @ weight.T + bias for a weight [out, in] and an optional bias [out].
 
-    On a CPU in float32, oneDNN serves small batches (2 to 64 tokens) from a copy of the weight in blocked order
+    On a CPU in float32, oneDNN computes small batches (2 to 64 tokens) with a copy of the weight in blocked order
     (`packed.py`). BLAS would pack the weight again at every call (8 tokens, 3072 x 576, two Neoverse-N1 cores: 0.87 ms
     with BLAS, 0.62 ms with the copy, 2026-11-15). The price is a second copy of the weight in memory.
     """
@@ -30,7 +30,7 @@ class Linear:
 
 def fp32_linear(
     x: Tensor,  # [tokens, in]; tokens may have any stride
-    weight: Tensor,  # [out, in] in the accumulation dtype; meant for a few dozen outputs
+    weight: Tensor,  # [out, in] in the accumulation dtype; fast for a few dozen outputs
     scale: float,
 ) -> Tensor:  # [tokens, out] in the accumulation dtype
     """Returns scale * x @ weight.T. The weight is never rounded: all products and sums use the accumulation dtype."""
@@ -46,7 +46,7 @@ def per_head_matmul(
 ) -> Tensor:  # [tokens, heads, out]
     """Computes out[t, h] = x[t, h] @ weight[h].
 
-    On a GPU the result is contiguous, so that its heads can be flattened without a copy.
+    On a GPU, the result is contiguous, so its heads can be flattened without a copy.
     """
     if x.is_cuda:
         out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[2])
@@ -58,7 +58,7 @@ def per_head_matmul(
 def per_head_matmul_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """Writes the result of `per_head_matmul` to `out` [tokens, heads, out], which may be a slice of a wider tensor.
 
-    cuBLAS accepts any stride between the matrices of a batch and between the rows of a matrix. So the result
+    cuBLAS accepts any stride between the matrices of a batch and between the rows of a matrix. Therefore the result
     needs neither a transposed copy nor a concatenation.
     """
     assert out.stride(2) == 1, f"the values of a head have stride {out.stride(2)}; they must be adjacent"

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-TOKENS_HINT = 8  # the batch size for which oneDNN chooses the blocked order; it works for every batch size
-MAX_TOKENS = 64  # in larger batches, BLAS amortises its own packing
+TOKENS_HINT = 8  # the batch size for which oneDNN chooses the blocked order; the order works for every batch size
+MAX_TOKENS = 64  # larger batches amortise the packing of BLAS
 
 
 def supports(weight: Tensor) -> bool:

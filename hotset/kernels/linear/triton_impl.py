@@ -1,7 +1,8 @@
-"""fp32_linear in Triton. A program computes a few outputs of a few tokens, without the matrix units, which would round.
+"""fp32_linear in Triton. A program computes a few outputs of a few tokens.
 
-The weight is small; it is read again for every block of tokens, from the L2 cache. The loop over blocks of values is
-unrolled, so that all loads of a program are in flight at once.
+It does not use the matrix units, because they would round the factors. The weight is small, so every block of tokens
+reads it again from the L2 cache. The loop over blocks of values is unrolled, so that all loads of a program are in
+flight at once.
 """
 
 import torch

@@ -20,14 +20,18 @@ def mla_append(
     device_rows: Tensor,  # [device rows, stored width]
     new_rows: Tensor,  # [tokens] int64: the device row of each token, all different; EMPTY: the row is not stored
 ) -> None:
-    """Writes [normalised latent | rotated rope key], encoded by `layout`, into `device_rows`, and nothing else.
+    """Writes [normalised latent | rotated rope key], encoded by `layout`, into `device_rows`. Writes nothing else.
 
-    The pairs of the rope key are (2i, 2i + 1), written as two halves. Raises ConfigError before launch if the fast path
-    cannot write the layout.
+    The rotated pairs of the rope key are (2i, 2i + 1). The result has the first values of all pairs, then the second
+    values. Raises ConfigError before launch if the fast path does not support the layout or the rank.
     """
     rank = weight.shape[0]
-    assert kv.shape[1] == layout.width == rank + rotation.dim, f"{kv.shape[1]} values for rows of {layout.width}"
-    assert device_rows.shape[1] == layout.stored_width, f"device rows of {device_rows.shape[1]} values"
+    assert kv.shape[1] == layout.width == rank + rotation.dim, (
+        f"kv has {kv.shape[1]} values, rows have {layout.width}, latent and rope key have {rank} + {rotation.dim}"
+    )
+    assert device_rows.shape[1] == layout.stored_width, (
+        f"device rows have {device_rows.shape[1]} stored values, but the layout has {layout.stored_width}"
+    )
     if not has_fast_path(kv):
         reference.mla_append(kv, weight, eps, rotation, layout, device_rows, new_rows)
         return

@@ -86,7 +86,7 @@ def _append_kernel(
     source = kv + token * kv_stride
     target = device_rows + device_row * device_stride
 
-    # The latent is held as [scale blocks, 128]: the norm is a sum over all blocks, a scale belongs to one block.
+    # The latent is held as [scale blocks, 128]: the norm sums over all blocks, and each block has its own scale.
     index = tl.arange(0, blocks)[:, None] * _SCALE_BLOCK + tl.arange(0, _SCALE_BLOCK)[None, :]
     inside = index < rank
     gain = tl.load(weight + index, mask=inside, other=0)
@@ -114,7 +114,7 @@ def _append_kernel(
         tl.store(values + index, latent, mask=inside)
         tl.store(values + rank + pair, first_out, mask=in_pairs)
         tl.store(values + rank + half + pair, second_out, mask=in_pairs)
-    if row_bytes < stride_bytes:  # the padding has fewer than ROW_ALIGN bytes
+    if row_bytes < stride_bytes:  # the padding is shorter than ROW_ALIGN bytes
         padding = row_bytes + tl.arange(0, _ROW_ALIGN)
         tl.store(target + padding, tl.zeros([_ROW_ALIGN], tl.uint8), mask=padding < stride_bytes)
 
@@ -123,7 +123,7 @@ def _append_kernel(
 def e4m3_scale(largest: tl.tensor) -> tl.tensor:
     """Returns the scale of a block whose largest absolute value is `largest`.
 
-    It divides instead of multiplying by the inverse, so that the result is the same as on a CPU to the last bit.
+    Divides instead of multiplying by the inverse, so that the result has the same bits as on a CPU.
     """
     return tl.maximum(tl.div_rn(largest, tl.full(largest.shape, _E4M3_MAX, tl.float32)), _MIN_SCALE)
 

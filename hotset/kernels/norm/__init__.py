@@ -9,11 +9,11 @@ from torch import Tensor
 from hotset.kernels.fast_path import has_fast_path, kernels_of
 from hotset.kernels.norm import reference
 
-MAX_FAST_WIDTH = 32_768  # one program holds a whole vector in registers
+MAX_FAST_WIDTH = 32_768  # the fast path holds a whole vector in registers; wider ones use the reference
 
 
 def rms_norm(
-    x: Tensor,  # [tokens, width] or [tokens, heads, width]; vectors may have any stride, their values are adjacent
+    x: Tensor,  # [tokens, (heads,) width]; vectors may have any stride, their values must be adjacent
     weight: Tensor,  # [width]
     eps: float,
 ) -> Tensor:  # like x, contiguous in the fast path
@@ -30,7 +30,7 @@ def add_rms_norm(
     weight: Tensor,  # [width]
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # x + delta, and its norm
-    """Adds a delta to the residual and normalises the sum; the fast path needs one pass. Neither input is changed."""
+    """Adds `delta` to the residual x and normalises the sum, on the fast path in one pass. Changes neither input."""
     if _has_fast_path(x) and delta.dtype == x.dtype:
         out: tuple[Tensor, Tensor] = kernels_of("norm").add_rms_norm(x, delta, weight, eps)
         return out

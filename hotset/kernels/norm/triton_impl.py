@@ -1,4 +1,4 @@
-"""norm in Triton. Each program keeps one vector in registers between the sum and the product."""
+"""norm in Triton. Each program keeps one vector in registers from the sum of squares to the product."""
 
 import torch
 import triton

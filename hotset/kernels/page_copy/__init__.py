@@ -20,8 +20,8 @@ def to_host(
     """Copies the rows of every piece in every layer from the device to the host. Writes nothing else.
 
     The values of a row must be adjacent. The strides of rows and layers may exceed their sizes. Memory that does not
-    consist of rows can be copied as words: pass a view [layers, words, 1], and pieces that count words. The rows that
-    pieces write must not overlap. On a GPU, the copy is asynchronous: `pieces` must be in device memory or pinned
+    consist of rows can be copied as words: pass a view [layers, words, 1], and pieces that count words. The target
+    rows of pieces must not overlap. On a GPU, the copy is asynchronous: `pieces` must be in device memory or pinned
     memory and must not change until the copy is complete. Before reading the target rows on the host, wait for an event
     recorded after this call. Raises ConfigError before anything is written if device rows and host rows differ in width
     or dtype.
@@ -40,9 +40,13 @@ def _checked_op(pieces: Tensor, device_rows: Tensor, host_rows: Tensor) -> Modul
         raise ConfigError(f"host rows have dtype {host_rows.dtype}, but device rows have {device_rows.dtype}")
     if host_rows.shape[2] != device_rows.shape[2]:
         raise ConfigError(f"host rows have {host_rows.shape[2]} values, but device rows have {device_rows.shape[2]}")
-    assert host_rows.shape[0] == device_rows.shape[0], f"{host_rows.shape[0]} and {device_rows.shape[0]} layers"
+    assert host_rows.shape[0] == device_rows.shape[0], (
+        f"host rows have {host_rows.shape[0]} layers, but device rows have {device_rows.shape[0]}"
+    )
     assert pieces.dim() == 2 and pieces.shape[1] == 3, f"pieces must have the shape [n, 3], not {tuple(pieces.shape)}"
-    assert pieces.dtype == torch.int64 and pieces.is_contiguous(), f"pieces must be contiguous int64: {pieces.dtype}"
+    assert pieces.dtype == torch.int64 and pieces.is_contiguous(), (
+        f"pieces must be contiguous int64, not {pieces.dtype} with strides {pieces.stride()}"
+    )
     for name, rows in (("host", host_rows), ("device", device_rows)):
         assert rows.stride(2) == 1, f"the values of a {name} row must be adjacent, but their stride is {rows.stride(2)}"
     return kernels_of("page_copy", "cuda_impl") if device_rows.is_cuda else reference

@@ -10,7 +10,7 @@ from hotset.kernels import cuda_source
 from hotset.kernels.cuda_source import LaunchShape
 
 SOURCE = Path(__file__).with_name("kernel.cu")
-CHUNK_BYTES = 16 << 10  # copied by a block at a time
+CHUNK_BYTES = 16 << 10  # a block copies up to this many bytes, or one row, at a time
 
 
 @dataclass(frozen=True, slots=True)

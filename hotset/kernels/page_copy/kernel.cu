@@ -1,6 +1,6 @@
-// page_copy on a GPU: a few blocks divide the pieces of all layers among them, in chunks of a few KiB.
+// page_copy on a GPU: a few blocks copy the pieces of all layers, in chunks of `chunk_rows` rows.
 //
-// Compile-time constants: THREADS per block, a multiple of 32, and SHARED_BYTES, as set by the launch.
+// Compile-time constants: THREADS per block, a multiple of 32 up to 1024, and SHARED_BYTES, as set by the launch.
 
 typedef long long i64;
 typedef unsigned char u8;
@@ -8,8 +8,8 @@ typedef unsigned char u8;
 namespace {
 
 constexpr int WARPS = THREADS / 32;
-constexpr int LOADS = 4;                     // units in flight per lane
-constexpr int STRIP_BYTES = 32 * 16 * LOADS;  // of a contiguous stretch, copied by a warp at a time
+constexpr int LOADS = 4;                     // `Unit`s in flight per lane
+constexpr int STRIP_BYTES = 32 * 16 * LOADS;  // contiguous bytes that a warp copies at a time
 constexpr unsigned ALL = ~0u;
 
 struct Shared {
@@ -17,7 +17,7 @@ struct Shared {
     unsigned ends[THREADS];  // number of chunks up to and including each piece
     unsigned warp_totals[32];
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "the launch and the kernel disagree");
+static_assert(sizeof(Shared) == SHARED_BYTES, "the launch and the kernel disagree about the size of Shared");
 
 template <class Unit> __device__ __forceinline__ void copy_units(u8 *target, const u8 *source, i64 bytes) {
     const int lane = threadIdx.x % 32;
@@ -38,7 +38,7 @@ template <class Unit> __device__ __forceinline__ void copy_units(u8 *target, con
     for (i64 rest = units * sizeof(Unit) + lane; rest < bytes; rest += 32) target[rest] = source[rest];
 }
 
-// Copies with one warp, in the widest unit to which both sides are aligned.
+// Copies with one warp, in units of 16, 4 or 1 bytes: the widest to which source and target are aligned.
 __device__ __forceinline__ void copy_with_warp(u8 *target, const u8 *source, i64 bytes) {
     typedef unsigned long long Address;
     const Address both = reinterpret_cast<Address>(target) | reinterpret_cast<Address>(source);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void copy_rows(u8 *target, i64 target_stride, const u
     }
 }
 
-// Counts the chunks up to and including this thread's piece. Contains a barrier.
+// Returns the number of chunks of the pieces of all threads up to and including this one. Contains a barrier.
 __device__ __forceinline__ unsigned count_chunks(Shared &shared, unsigned chunks) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     unsigned sum = chunks;
@@ -85,7 +85,7 @@ __device__ __forceinline__ unsigned count_chunks(Shared &shared, unsigned chunks
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) copy_pieces(
-    const i64 *pieces,  // [count, 3]: device row, host row, rows
+    const i64 *pieces,  // [count, 3]: device row, host row, rows; source and target are in the given columns
     i64 count, i64 layers, i64 row_bytes, i64 chunk_rows,
     const u8 *source, i64 source_layer_stride, i64 source_stride, i64 source_column,  // strides in bytes
     u8 *target, i64 target_layer_stride, i64 target_stride, i64 target_column) {
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_pieces(
         for (i64 work = blockIdx.x; work < total * layers; work += gridDim.x) {
             const i64 layer = work / total;
             const unsigned chunk = static_cast<unsigned>(work % total);
-            int low = 0, high = THREADS - 1;  // the first piece whose chunks end past this one
+            int low = 0, high = THREADS - 1;  // searches the first piece whose `ends` exceeds `chunk`
             while (low < high) {
                 const int middle = (low + high) / 2;
                 if (shared.ends[middle] > chunk) {
@@ -119,6 +119,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_pieces(
             const u8 *from = source + layer * source_layer_stride + (piece[source_column] + first) * source_stride;
             copy_rows(to, target_stride, from, source_stride, min(chunk_rows, piece[2] - first), row_bytes);
         }
-        __syncthreads();  // before the next pieces overwrite these
+        __syncthreads();  // before the next pieces overwrite `shared`
     }
 }

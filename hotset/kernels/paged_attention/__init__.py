@@ -1,8 +1,8 @@
 """paged_attention: full causal attention with grouped heads, over contexts found through page tables.
 
 On a GPU, in bfloat16 and float32, a decode step (one query per context) uses only the page table, seats and positions
-on the device, so it can be captured in a graph. A padding query (seat EMPTY) gets zeros there. All other calls use the
-reference, which reads `PagedRows.runs`.
+on the device, so it can be captured in a graph. On this path, a padding query (seat EMPTY) gets zeros. All other
+calls use the reference, which reads `PagedRows.runs`.
 """
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from hotset.kernels.rows import PagedRows
 from hotset.kernels.segments import Segments
 
 MAX_FAST_DIM = 256
-MAX_FAST_GROUP = 64
+MAX_FAST_GROUP = 64  # heads that share a KV head
 
 
 def paged_attention(
@@ -30,7 +30,7 @@ def paged_attention(
     """
     heads, head_dim = q.shape[1:]
     assert heads % kv_heads == 0, f"{heads} heads are not a multiple of {kv_heads} KV heads"
-    assert context.layout.width == 2 * kv_heads * head_dim, f"rows of {context.layout.width} values do not hold K and V"
+    assert context.layout.width == 2 * kv_heads * head_dim, f"rows of {context.layout.width} values cannot hold K and V"
     if not (has_fast_path(q) and segments.decoding):
         return reference.paged_attention(q, context, segments, kv_heads, scale)
     if head_dim > MAX_FAST_DIM or head_dim % 8:

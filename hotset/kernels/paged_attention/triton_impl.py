@@ -1,9 +1,10 @@
 """paged_attention of decode steps in Triton.
 
-A program processes one KV head of one query and one split of its context. It computes all heads that share the KV head
-together, so K and V are read once. If there are too few queries and KV heads to fill the GPU, contexts are divided into
-splits, and a second kernel merges their results. The number of splits depends on shapes and on the GPU. Their
-length depends on the positions on the device: a split that begins after the end of its context has no rows.
+A program processes one KV head of one query and one split of the query's context. It computes all heads that share the
+KV head together, so K and V are read once. If there are too few queries and KV heads to fill the GPU, contexts are
+divided into splits, and a second kernel merges the results of the splits. The number of splits depends on shapes and on
+the GPU. The length of a split depends on the query's position, which is on the device: a split that would begin after
+the end of its context has no rows.
 """
 
 from functools import cache
@@ -21,7 +22,7 @@ SHAPES = {torch.bfloat16: (64, 4, 3), torch.float32: (32, 8, 2)}  # rows per til
 PROGRAMS_PER_SM = 8  # contexts are split to reach this number of programs per multiprocessor
 MIN_SPLIT_ROWS = 256  # merging a shorter split costs more than it saves
 MAX_SPLITS = 64
-INTERPRETED_MULTIPROCESSORS = 132
+INTERPRETED_MULTIPROCESSORS = 132  # assumed when the kernels are interpreted on a CPU
 LOG2_E = 1.4426950408889634
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -108,7 +109,7 @@ def _decode_kernel(
     table: tl.tensor,
     seat_of: tl.tensor,
     positions: tl.tensor,
-    out: tl.tensor,  # written if `one_split`; otherwise the next two are written
+    out: tl.tensor,  # written if `one_split`; otherwise `partial` and `lse` are written
     partial: tl.tensor,  # [queries, heads, splits, dim]: attention over the split alone
     lse: tl.tensor,  # [queries, heads, splits]: log2 of the sum of 2**score; -inf for an empty split
     scale: tl.tensor,  # includes the factor LOG2_E: scores are base-2 logarithms
@@ -167,7 +168,7 @@ def _decode_kernel(
         sums = tl.dot(weights.to(v.dtype), v, acc=sums * rescale[:, None], input_precision="ieee")
         max_score = new_max
 
-    weight_sum = tl.where(begin < end, weight_sum, 1)  # an empty split has sums of 0
+    weight_sum = tl.where(begin < end, weight_sum, 1)  # an empty split has sums of 0, and its result is 0 / 1
     result = sums / weight_sum[:, None]
     if one_split:
         target = out + (query * heads + head)[:, None] * dim + value[None, :]
@@ -185,9 +186,9 @@ def _decode_kernel(
 def _page_of(
     pages: tl.tensor, start: tl.tensor, end: tl.tensor, page_rows: tl.constexpr, block_rows: tl.constexpr
 ) -> tl.tensor:
-    """Returns the page of each row of a tile.
+    """Returns the page of each row of a tile, or a single page if all rows of a tile share it.
 
-    If a page holds a whole number of tiles, the rows of a tile share one page, because splits begin with a tile.
+    They do if a page holds a whole number of tiles, because splits begin at multiples of the tile.
     """
     if page_rows % block_rows == 0:
         return tl.load(pages + start // page_rows, mask=start < end, other=0)

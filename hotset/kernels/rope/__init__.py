@@ -11,15 +11,15 @@ __all__ = ["Rotation", "rope_query", "rotate"]
 
 
 def rotate(
-    x: Tensor,  # [tokens, heads, dim]; tokens and heads may have any stride, the values of a head are adjacent
+    x: Tensor,  # [tokens, heads, dim]; tokens and heads may have any stride, the values of a head must be adjacent
     rotation: Rotation,  # of `rotation.dim` values, at most dim
     interleaved: bool,
 ) -> Tensor:  # like x
-    """Rotates the first `rotation.dim` values of every head and copies the others. x is not changed.
+    """Rotates the first `rotation.dim` values of every head and copies the remaining ones. x is not changed.
 
     The pairs are (i, i + rotation.dim / 2), or (2i, 2i + 1) if `interleaved`. Either way, the result has the first
-    values of all pairs, then the second ones. Queries and keys use the same order, so it does not affect their dot
-    products.
+    values of all pairs, then the second values. Queries and keys use the same order, so the order does not affect
+    their dot products.
     """
     assert rotation.dim <= x.shape[-1], f"{rotation.dim} values cannot be rotated in a head of {x.shape[-1]}"
     if has_fast_path(x):
@@ -35,8 +35,8 @@ def rope_query(
 ) -> Tensor:  # [tokens, heads, rank + rope]
     """Computes MLA queries in the absorbed form, as `sparse_attention` expects them.
 
-    Each head's matrix maps the nope part into the latent space, and the rope part is rotated. The pairs are
-    (2i, 2i + 1), written as two halves.
+    Each head's matrix maps the nope part into the latent space, and the rope part is rotated as by `rotate` with
+    `interleaved`.
     """
     heads, nope, rank = key_up.shape
     assert q.shape[1:] == (heads, nope + rotation.dim), f"queries {tuple(q.shape)} for matrices {tuple(key_up.shape)}"

@@ -19,7 +19,7 @@ def rotate(x: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
 
 
 def rotate_into(out: Tensor, x: Tensor, rotation: Rotation, interleaved: bool) -> None:
-    """Writes the result to `out`, which may be a slice of a wider tensor but must not share memory with x."""
+    """Writes the result of `rotate` to `out`: it may be a slice of a wider tensor but must not share memory with x."""
     tokens, heads, dim = x.shape
     cos, sin = rotation.cos, rotation.sin
     assert x.stride(2) == out.stride(2) == cos.stride(2) == 1, "the values of a head must be adjacent"
@@ -101,7 +101,7 @@ def second_of_pair(head: tl.tensor, pair: tl.tensor, half: tl.constexpr, interle
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rotated_first(first: tl.tensor, second: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tensor:
-    """Rounds both products and their difference to the dtype of the values."""
+    """Returns the first values of the rotated pairs. Rounds both products and their difference to the values' dtype."""
     dtype: tl.constexpr = first.dtype
     a = (first.to(tl.float32) * cos.to(tl.float32)).to(dtype)
     b = (second.to(tl.float32) * sin.to(tl.float32)).to(dtype)
@@ -110,7 +110,7 @@ def rotated_first(first: tl.tensor, second: tl.tensor, cos: tl.tensor, sin: tl.t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rotated_second(first: tl.tensor, second: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tensor:
-    """Rounds both products and their sum to the dtype of the values."""
+    """Returns the second values of the rotated pairs. Rounds both products and their sum to the values' dtype."""
     dtype: tl.constexpr = first.dtype
     a = (second.to(tl.float32) * cos.to(tl.float32)).to(dtype)
     b = (first.to(tl.float32) * sin.to(tl.float32)).to(dtype)

@@ -1,4 +1,4 @@
-"""route: the experts of each token, and their weights."""
+"""route: selects the experts of each token and computes their weights."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from hotset.kernels.route.reference import Routes, RoutingRule
 
 __all__ = ["Routes", "RoutingRule", "route"]
 
-MAX_EXPERTS = 512  # in the fast path, one program holds all scores of a token
+MAX_EXPERTS = 512  # limit of the fast path: one program holds all scores of a token
 
 
 def route(
@@ -18,7 +18,7 @@ def route(
     router: Tensor,  # [experts, hidden], in the accumulation dtype
     correction: Tensor,  # [experts], in the accumulation dtype
     rule: RoutingRule,
-    seats: Tensor | None = None,  # [tokens] int64; EMPTY: padding, which gets no expert. None: there is no padding
+    seats: Tensor | None = None,  # [tokens] int64; EMPTY: a padding token, which gets no expert. None: no padding
 ) -> Routes:
     """Selects each token's best experts by sigmoid(router @ x) + correction, within its best groups of experts.
 
@@ -26,10 +26,10 @@ def route(
     expert or group wins. The correction affects only the selection: the weights are the plain sigmoids, normalised to a
     sum of 1 if the rule requires it, times the rule's scale. A token whose scores are all NaN gets no expert; with
     several groups, this holds only in the fast path.
-    Raises ConfigError if there are too many experts for the fast path.
+    Raises ConfigError if the fast path would get more than MAX_EXPERTS experts.
     """
     experts = rule.experts
-    assert router.shape == (experts, x.shape[1]), f"a router {tuple(router.shape)} for tokens of {x.shape[1]} values"
+    assert router.shape == (experts, x.shape[1]), f"router {tuple(router.shape)} for tokens of {x.shape[1]} values"
     assert correction.shape == (experts,), f"corrections {tuple(correction.shape)} for {experts} experts"
     fast = has_fast_path(x) and router.dtype == torch.float32
     if fast and experts > MAX_EXPERTS:

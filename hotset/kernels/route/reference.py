@@ -44,7 +44,7 @@ class RoutingRule:
 class Routes:
     """The experts of each token and their weights."""
 
-    expert_ids: Tensor  # [tokens, experts per token] int64, ascending; a padding token has EMPTY only
+    expert_ids: Tensor  # [tokens, experts per token] int64, ascending, EMPTY-padded; all EMPTY for a padding token
     weights: Tensor  # [tokens, experts per token], in the router's dtype; 0 where the expert is EMPTY
 
 

@@ -1,8 +1,10 @@
-"""route in Triton. The product with the router is split along `hidden`; then one program per token adds up and selects.
+"""route in Triton. The product with the router is split along `hidden`.
+
+Then one program per token adds up the partial sums and selects the experts.
 
 The router is float32. Each factor is split into two tf32 parts, so the products are almost as exact as those of
 float32. How `hidden` is split depends only on its size, so a token gets the same bits in every batch of up to
-`MAX_TOKENS`. Larger batches use torch's product.
+`MAX_TOKENS` tokens. Larger batches use torch's product.
 """
 
 import torch
@@ -15,9 +17,9 @@ from hotset.kernels import EMPTY
 from hotset.kernels.route.reference import SUM_EPSILON, Routes, RoutingRule
 
 MAX_TOKENS = 1024  # the largest batch that uses the product below
-MAX_PARTS = 32  # of `hidden`
-TILE_TOKENS, TILE_EXPERTS, TILE_IN = 16, 64, 64  # a program of the product computes tokens x experts, TILE_IN at a time
-SUMS_PER_WARP = 2048  # partial sums that a warp of the second kernel holds: 64 registers per thread
+MAX_PARTS = 32  # `hidden` is split into at most this many parts
+TILE_TOKENS, TILE_EXPERTS, TILE_IN = 16, 64, 64  # of a program of the product, which adds TILE_IN terms at a time
+SUMS_PER_WARP = 2048  # partial sums that a warp of `_select_kernel` holds: 64 registers per thread
 OPTIONS = {"enable_fp_fusion": True}  # Triton 3.9 warns if this is not set
 
 _EMPTY = tl.constexpr(EMPTY)
@@ -31,7 +33,7 @@ def route(x: Tensor, router: Tensor, correction: Tensor, rule: RoutingRule, seat
 
 
 def partial_logits(x: Tensor, router: Tensor) -> Tensor:
-    """Returns [parts, tokens, experts] float32; the sum over the parts is the logits."""
+    """Returns [parts, tokens, experts] float32, whose sum over the parts is the logits."""
     (tokens, hidden), experts = x.shape, router.shape[0]
     part = triton.cdiv(triton.cdiv(hidden, MAX_PARTS), TILE_IN) * TILE_IN
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -70,7 +72,7 @@ def select_experts(
     _select_kernel[(tokens,)](
         partial=partial.contiguous(),
         correction=correction.contiguous(),
-        seats=expert_ids if seats is None else seats.contiguous(),  # not read if there are no seats
+        seats=expert_ids if seats is None else seats.contiguous(),  # not read if `seats` is None
         expert_ids=expert_ids,
         weights=weights,
         tokens=tokens,
@@ -140,7 +142,11 @@ def _select_kernel(
     tile_groups: tl.constexpr,
     tile_group_size: tl.constexpr,
 ) -> None:
-    """Experts are in a tile of groups x experts of a group, both padded to powers of two. Flattened, ids ascend."""
+    """Selects the experts of one token.
+
+    The scores are in a tile [groups, experts of a group] with both dimensions padded to powers of two. In the flattened
+    tile, the ids of real experts ascend.
+    """
     token = tl.program_id(0).to(tl.int64)
     flat = tl.arange(0, tile_groups * tile_group_size)
     group, member = flat // tile_group_size, flat % tile_group_size
@@ -179,7 +185,7 @@ def _select_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _is_in_topk(scores: tl.tensor, k: tl.constexpr, size: tl.constexpr) -> tl.tensor:
-    """Returns for each of `size` scores whether it is among the k largest. Of equal scores, the earlier is taken."""
+    """Returns for each of `size` scores whether it is among the k largest. Of equal scores, the earlier wins."""
     index = tl.arange(0, size)
     taken = index < 0
     for _ in range(k):

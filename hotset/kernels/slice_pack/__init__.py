@@ -1,4 +1,4 @@
-"""slice_pack and slice_unpack: copy slices of one context's rows, of many pages and layers, to and from one buffer."""
+"""slice_pack and slice_unpack: copy slices of the rows of one context, in all layers, to and from one buffer."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -15,26 +15,26 @@ __all__ = ["RowSlices", "slice_pack", "slice_unpack"]
 
 
 def slice_pack(
-    stores: Sequence[Tensor],  # one per unit (a layer): [pages, page rows, row bytes] uint8, with equal strides
+    stores: Sequence[Tensor],  # one per layer: [pages, page rows, row bytes] uint8, with equal strides
     pages: Tensor | Sequence[int],  # int64: all pages of the context, in order
     first: int,
     last: int,
     slices: RowSlices,
-    out: Tensor,  # [units * (last - first) * slices.nbytes] uint8: [unit][row][slices] without gaps
+    out: Tensor,  # [layers * (last - first) * slices.nbytes] uint8: [layer][row][slices] without gaps
 ) -> None:
     """Copies the slices of the rows at positions [first, last) of a context to `out`.
 
-    Writes all of `out` and nothing else. Position p is row p % page_rows of page `pages[p // page_rows]` in every unit.
-    The bytes of a row must be adjacent. The strides of rows and pages may exceed their sizes.
+    Writes all of `out` and nothing else. In every layer, position p is row p % page_rows of page
+    `pages[p // page_rows]`. The bytes of a row must be adjacent. The strides of rows and pages may exceed their sizes.
 
     If `out` or a store is on a GPU, the copy is asynchronous, on the current stream. Host memory that it reads or
-    writes must be pinned and must not change until the copy is complete. Only `pages` in pageable memory may change
-    after the call. A graph can capture the call if `pages` is on the device and an earlier call had the same stores,
-    the same slices and the same alignment of `out`. If `out` and the stores are on the host, the copy is complete on
-    return.
+    writes must be pinned and must not change until the copy is complete. The exception is `pages`: it may be in
+    pageable memory, and may then change after the call. A graph can capture the call if `pages` is on the device and an
+    earlier call had the same stores, the same slices and the same alignment of `out`. If `out` and the stores are on
+    the host, the copy is complete on return.
 
     Raises ConfigError before anything is written if slices exceed the row, or if the stores differ in shape or strides
-    or are not uint8. Page numbers are checked if they are on the host.
+    or are not uint8. Page numbers are checked, by an assertion, if they are on the host.
     """
     op = _checked_op(stores, pages, first, last, slices, out)
     op.copy(stores, pages, first, last, slices, out, unpack=False)
@@ -43,9 +43,9 @@ def slice_pack(
 def slice_unpack(
     packed: Tensor, stores: Sequence[Tensor], pages: Tensor | Sequence[int], first: int, last: int, slices: RowSlices
 ) -> None:
-    """Copies `packed` back into these slices of these rows, with the arguments and rules of `slice_pack`.
+    """Copies `packed`, in the format of `out` of `slice_pack`, into the slices of the rows. The rules are the same.
 
-    The pages of [first, last) must be distinct.
+    The pages of positions [first, last) must be distinct.
     """
     op = _checked_op(stores, pages, first, last, slices, packed)
     op.copy(stores, pages, first, last, slices, packed, unpack=True)
@@ -63,7 +63,7 @@ def _checked_op(
                 f"the stores differ: one has {tuple(shape)} bytes with strides {strides}, "
                 f"another has {tuple(store.shape)} of {store.dtype} with strides {store.stride()}"
             )
-    assert len(shape) == 3 and strides[2] == 1, f"a store of shape {tuple(shape)} with strides {strides}"
+    assert len(shape) == 3 and strides[2] == 1, f"stores of shape {tuple(shape)} with strides {strides}"
     count, page_rows, row_bytes = shape
     if slices.end > row_bytes:
         raise ConfigError(f"slices {slices.spans} exceed a row of {row_bytes} bytes")

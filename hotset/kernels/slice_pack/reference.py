@@ -9,12 +9,12 @@ from torch import Tensor
 
 from hotset.base.errors import ConfigError
 
-Strip = tuple[int, int, int, int]  # first byte in the row, number of slices, stride of slices, bytes of a slice
+Strip = tuple[int, int, int, int]  # slices of a row: first byte in the row, number, stride in bytes, bytes of each
 
 
 @dataclass(frozen=True, slots=True)
 class RowSlices:
-    """The parts of each row to copy: `spans[i]` is (first byte in the stored row, bytes). They are packed in order.
+    """The slices of each row to copy: `spans[i]` is (first byte in the stored row, bytes). They are packed in order.
 
     Raises ConfigError for spans that are empty, begin before the row or overlap.
     """
@@ -75,7 +75,10 @@ def _strips(slices: RowSlices) -> list[Strip]:
 
 
 def _runs(store: Tensor, pages: Tensor, first: int, last: int) -> list[tuple[int, int, int]]:
-    """Returns (first row, counted from `first`; rows; byte offset in a store) of each run of equally spaced rows."""
+    """Divides the rows into ranges that are consecutive in memory.
+
+    Returns (first row, counted from `first`; number of rows; byte offset in a store) of each range.
+    """
     page_rows, (page_stride, row_stride, _) = store.shape[1], store.stride()
     positions = torch.arange(first, last)
     offsets = pages[positions // page_rows] * page_stride + positions % page_rows * row_stride

@@ -1,7 +1,8 @@
 """slice_pack and slice_unpack in Triton: a program copies one piece of some rows of one unit.
 
-A piece is a slice, or a part of a slice that is longer than PIECE_BYTES. The units have arbitrary addresses, so
-the kernel reads these from a table. The table also lists the pieces, after the addresses.
+A unit is one of the stores, that is, one layer. A piece is a slice of a row; slices longer than PIECE_BYTES are divided
+into several pieces. The units have arbitrary addresses, so the kernel reads their addresses from a table. The table
+also lists the pieces, after the addresses.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from torch import Tensor
 from hotset.kernels.device_copies import to_device
 from hotset.kernels.slice_pack.reference import RowSlices
 
-PIECE_BYTES = 512  # what a warp copies with one instruction
-PROGRAM_BYTES = 16 << 10  # in flight per program
+PIECE_BYTES = 512  # the bytes that a warp copies with one instruction
+PROGRAM_BYTES = 16 << 10  # bytes in flight per program
 WARPS = 4
 MAX_ACCESS_BYTES = 16  # per thread and instruction
 WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -69,7 +70,7 @@ def copy(
 
 
 def _pieces(slices: RowSlices, width: int) -> tuple[tuple[int, int, int], ...]:
-    """Returns (byte in the stored row, byte in the packed row, bytes) of each piece, all multiples of `width`."""
+    """Returns (byte in the stored row, byte in the packed row, number of bytes) of each piece: multiples of `width`."""
     pieces, column = [], 0
     for begin, nbytes in slices.spans:
         size = triton.cdiv(triton.cdiv(nbytes, triton.cdiv(nbytes, PIECE_BYTES)), width) * width
@@ -82,7 +83,7 @@ def _pieces(slices: RowSlices, width: int) -> tuple[tuple[int, int, int], ...]:
 def _table(
     addresses: tuple[int, ...], pieces: tuple[tuple[int, int, int], ...], word: int, device: torch.device
 ) -> Tensor:
-    """Uploads the addresses of the units, then the pieces in words. The upload is complete on return."""
+    """Uploads a list of the addresses of the units and then the pieces, in words. The upload is complete on return."""
     numbers = [*addresses, *(nbytes // word for piece in pieces for nbytes in piece)]
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
@@ -90,7 +91,7 @@ def _table(
 @triton.jit(do_not_specialize=["first", "rows", "units", "pieces"])  # type: ignore[untyped-decorator]
 def _copy_kernel(
     table: tl.tensor,  # [units] addresses, then [pieces, 3]: word in the stored row, word in the packed row, words
-    pages: tl.tensor,  # the first is that of the first row
+    pages: tl.tensor,  # the first one contains the first row
     packed: tl.tensor,  # in words, like all strides
     first: tl.tensor,  # first row within the first page
     rows: tl.tensor,

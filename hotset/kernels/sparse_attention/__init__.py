@@ -22,12 +22,13 @@ def sparse_attention(
     rank: int,
     scale: float,
 ) -> Tensor:  # [queries, heads, rank]: attention-weighted latents, before the value up-projection
-    """Applies softmax(scale * q . row) over the rows in `row_ids` to their latents. The order of row ids is irrelevant.
+    """Returns the sum of the latents of the rows in `row_ids`, weighted by softmax(scale * q . row).
 
-    A query without rows (a padding query) gets zeros, whatever its q holds. bfloat16 tensors on a GPU use the fast
-    path, which can be captured in a graph. It supports any number of heads and of row ids, the ranks RANKS, the ropes
-    ROPES, plain rows, and rows whose latent is fp8. Other sizes raise a ConfigError that contains the value. On
-    a GPU, queries of other dtypes use the reference. On a CPU, all calls use `cpu_impl`.
+    The order of row ids is irrelevant. A query without rows (a padding query) gets zeros, whatever its q contains.
+    bfloat16 queries on a GPU use the fast path, which can be captured in a graph. It supports any number of heads and
+    of row ids, the ranks RANKS, the ropes ROPES, plain rows, and rows whose latent is fp8. For other sizes, it raises a
+    ConfigError that contains the value. On a GPU, queries of other dtypes use the reference. On a CPU, all calls use
+    `cpu_impl`.
     """
     assert q.shape[2] == layout.width, f"queries have {q.shape[2]} values, but rows have {layout.width}"
     assert row_ids.shape[0] == q.shape[0], f"{row_ids.shape[0]} lists of row ids for {q.shape[0]} queries"
@@ -49,10 +50,13 @@ def check(rows: Tensor, layout: RowLayout, rank: int, scale: float) -> None:
         raise ConfigError(f"sparse attention on a GPU supports {_listed(ROPES)} rope values, not {rope}")
     if layout.quantised not in (0, rank):
         raise ConfigError(
-            f"{layout.quantised} values of a row are fp8; the GPU kernels support none or the {rank} latents"
+            f"{layout.quantised} values of a row are fp8; the GPU kernels support none or the {rank} of the latent"
         )
     if layout.dtype != torch.bfloat16 or rows.dtype != layout.stored_dtype:
-        raise ConfigError(f"sparse attention on a GPU supports bfloat16 rows and rows of bytes, not {rows.dtype}")
+        raise ConfigError(
+            "sparse attention on a GPU supports bfloat16 rows, plain or with an fp8 latent, "
+            f"not {rows.dtype} rows in a {layout.dtype} layout"
+        )
     if not scale > 0:
         raise ConfigError(f"a softmax scale of {scale} is not supported; it must be positive")
     if not 0 < rows.shape[0] <= MAX_ROWS:

@@ -6,7 +6,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout, accumulation_dtype
 
-BLOCK_VALUES = 1 << 22  # gathered values held at once: 16 MiB of float32 fit into a last-level cache
+BLOCK_VALUES = 1 << 22  # gathered values held at once, which fit into a last-level cache: 16 MiB of float32
 
 
 def sparse_attention(q: Tensor, rows: Tensor, row_ids: Tensor, layout: RowLayout, rank: int, scale: float) -> Tensor:
@@ -22,7 +22,7 @@ def sparse_attention(q: Tensor, rows: Tensor, row_ids: Tensor, layout: RowLayout
         readable, empty = row_ids[part], row_ids[part] == EMPTY
         some_empty = bool(empty.any())
         if some_empty:
-            # An EMPTY entry reads one of the query's rows with weight 0: other rows might hold NaN, and 0 * NaN is NaN.
+            # An EMPTY entry reads one of the query's rows with weight 0. Other rows might hold NaN, and 0 * NaN is NaN.
             readable = torch.where(empty, readable.amax(-1, keepdim=True).clamp_min(0), readable)
         stored = torch.index_select(rows, 0, readable.flatten(), out=memory[: readable.numel()])
         gathered = layout.decode(stored, accumulate).view(-1, k, width)
@@ -40,13 +40,14 @@ def _decoded_once(
 ) -> tuple[Tensor, Tensor, RowLayout]:
     """Decodes every selected row once, if that saves time. Returns (decoded rows, row ids in these, their layout).
 
-    It saves time if queries share many rows, as in a prompt: if the entries outnumber the rows that they span.
-    Otherwise, and if rows are stored in the accumulation dtype, the arguments are returned.
+    It saves time if queries share many rows, as in a prompt. The criterion is that there are more entries than rows
+    between the lowest and the highest row id. Otherwise, and if rows are stored in the accumulation dtype, the
+    arguments are returned unchanged.
     """
     if layout.dtype == accumulate and not layout.quantised:
         return rows, row_ids, layout
     lowest = int(torch.where(row_ids == EMPTY, rows.shape[0], row_ids).min())
-    span = int(row_ids.max()) + 1 - lowest  # negative if every entry is EMPTY
+    span = int(row_ids.max()) + 1 - lowest  # not positive if every entry is EMPTY
     if not 0 < span < row_ids.numel():
         return rows, row_ids, layout
     entries = torch.where(row_ids == EMPTY, span, row_ids - lowest)

@@ -1,4 +1,4 @@
-"""sparse_attention in CUDA C++, for Hopper and few heads that share the rows: constants and launch shapes."""
+"""sparse_attention in CUDA C++, for Hopper and up to 32 heads: constants and launch shapes."""
 
 import struct
 from pathlib import Path
@@ -12,14 +12,14 @@ from hotset.kernels.sparse_attention.launch import MAX_SPLITS, RANK, ROPE, Atten
 
 ATTEND, MERGE = (Path(__file__).with_name(name) for name in ("kernel.cu", "merge.cu"))
 WARPS = 4
-GROUP = 8  # rows per copy group, which is the unit of waiting
+GROUP = 8  # rows per copy group; the kernel waits for whole groups
 MAX_AHEAD = 128  # rows whose copies can begin before the first step
-# Shared memory of a multiprocessor, limit of a block, and what every block takes in addition, in bytes.
+# In bytes: shared memory of a multiprocessor, limit of a block, and what the system reserves in addition per block.
 SHARED_OF_SM, SHARED_OF_BLOCK, SHARED_RESERVED = 228 << 10, 227 << 10, 1 << 10
 
 
 def attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, ...], scale: float) -> None:
-    """Launches the kernel for rank 512, rope 64, blocks of 16 or 32 heads, with the tensors of triton_impl's kernel."""
+    """Launches the kernel for rank 512, rope 64, blocks of 16 or 32 heads. `tensors`: see `Attend` in triton_impl."""
     assert (shape.rank, shape.rope, launch.warps) == (RANK, ROPE, WARPS), f"{launch} for {shape}"
     q, rows, row_ids, out, lse = tensors
     if q.data_ptr() % 8 or q.stride(0) % 4 or q.stride(1) % 4:  # the kernel reads 8 bytes at a time
@@ -58,7 +58,7 @@ def attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, .
 
 def merge(shape: AttentionShape, launch: LaunchConfig, partial: Tensor, lse: Tensor, out: Tensor) -> None:
     """Merges the splits. The kernel may begin while `attend` is still running; it waits for the end of `attend`."""
-    assert launch.splits <= MAX_SPLITS, f"{launch.splits} splits: the merge supports {MAX_SPLITS}, one per lane"
+    assert launch.splits <= MAX_SPLITS, f"{launch.splits} splits: the merge supports up to {MAX_SPLITS}, one per lane"
     threads = shape.rank // 4
     kernel = cuda_source.kernel(MERGE, "merge", THREADS=threads)
     blocks = LaunchShape(shape.queries * shape.heads, threads, dependent_launch=True)
@@ -66,11 +66,11 @@ def merge(shape: AttentionShape, launch: LaunchConfig, partial: Tensor, lse: Ten
 
 
 def _ring(shape: AttentionShape, launch: LaunchConfig) -> int:
-    """Returns the rows in the shared memory of a block: all that fit, up to MAX_AHEAD beyond the current step."""
+    """Returns the number of rows in the shared memory of a block: all that fit, up to MAX_AHEAD after a step's rows."""
     shared_bytes = min(SHARED_OF_BLOCK, SHARED_OF_SM // launch.programs_per_sm - SHARED_RESERVED)
     room = shared_bytes - _shared_bytes(shape, launch, 0)
     rows = min(room // _bytes_of_row(shape), launch.block_keys + MAX_AHEAD) // GROUP * GROUP
-    assert rows >= 2 * launch.block_keys, f"{launch} leaves room for {rows} rows only"
+    assert rows >= 2 * launch.block_keys, f"{launch} leaves room for {rows} rows, but two steps need more"
     return rows
 
 
@@ -82,7 +82,7 @@ def _shared_bytes(shape: AttentionShape, launch: LaunchConfig, ring: int) -> int
 
 
 def _bytes_of_row(shape: AttentionShape) -> int:
-    """Returns the shared memory of one row and its entry."""
+    """Returns the bytes of shared memory for one row and its entry."""
     return 4 + (RANK + 16 + 2 * ROPE if shape.fp8 else 2 * (RANK + ROPE) + 16)
 
 

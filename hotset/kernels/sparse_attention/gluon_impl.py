@@ -1,11 +1,12 @@
-"""sparse_attention in Gluon, for Hopper and many heads that share the rows.
+"""sparse_attention in Gluon, for Hopper and more than 32 heads.
 
-With 64 heads, the products are large enough for Hopper's warpgroup matrix instructions. Triton's compiler does not keep
-these busy; Gluon allows us to schedule them.
+With blocks of 64 heads, the products are large enough for Hopper's warpgroup matrix instructions. Triton's compiler
+does not keep the matrix units busy; Gluon allows us to schedule the instructions.
 
-A program has two warpgroups and two buffers, each for a tile of 64 rows. While the scores of one tile are computed, the
-next tile is loaded into the other buffer. The codes of fp8 rows are loaded into registers a whole tile ahead. Both
-warpgroups share each product: each computes half of the keys of the scores and half of the latents of the sums.
+A program has two warpgroups, and two buffers for one tile of 64 rows each. While the scores of one tile are computed,
+the next tile is loaded into the other buffer. The codes of fp8 rows are loaded into registers one step before they are
+dequantised into a buffer. Both warpgroups share each product: of the scores, each computes half of the keys, and of the
+sums, half of the latents.
 
 Synchronisation: all threads write a tile, and the matrix units of both warpgroups read it, so every step ends with a
 fence and a barrier. The compiler inserts the barriers for ordinary loads and stores of shared memory. It puts one
@@ -14,7 +15,8 @@ instead of one indexed allocation. Every step waits for all its products, and th
 and its wait; otherwise ptxas serialises the products.
 
 Order of loads: a load that is issued after those of a tile also completes after them, a microsecond later. Therefore
-row ids are loaded one or two steps ahead, and the scores get what they need of them through shared memory.
+row ids are loaded at least one step before they are used. Which entries are EMPTY reaches the scores through shared
+memory (`biases` or `units`).
 """
 
 from torch import Tensor
@@ -69,7 +71,7 @@ _BY_KEY = gl.constexpr(gl.SliceLayout(0, _SCORES))
 
 
 def attend(shape: AttentionShape, launch: LaunchConfig, tensors: tuple[Tensor, ...], scale: float) -> None:
-    """Launches the kernel for rank 512, rope 64 and blocks of 64 heads, with the tensors of triton_impl's kernel."""
+    """Launches the kernel for rank 512, rope 64 and blocks of 64 heads. `tensors`: see `Attend` in triton_impl."""
     assert (shape.rank, shape.rope, launch.block_heads) == (RANK, ROPE, GLUON_HEADS), f"{launch} for {shape}"
     q, rows, row_ids, out, lse = tensors
     kernel = _attend_fp8_kernel if shape.fp8 else _attend_plain_kernel
@@ -249,7 +251,7 @@ def _attend_fp8_kernel(
             spent_scales, next_scales = (even_scales, odd_scales) if buffer == 0 else (odd_scales, even_scales)
             rope, next_rope = (even_rope, odd_rope) if buffer == 0 else (odd_rope, even_rope)
             s = _score_part(q_latent, tile, 0, zero, True)
-            # All small loads are issued before the codes, because loads issued later would complete later.
+            # All small loads are issued before those of the codes, because they would otherwise complete after them.
             begin_copy_of_scales(spent_scales, rows, row_stride, scale_ids)
             begin_copy(next_rope, rows, row_stride, rope_ids, FP8_ROPE_AT, ROPE_LAYOUT)
             async_copy.commit_group()
@@ -293,7 +295,7 @@ def _work_of_program(heads: gl.tensor, split_keys: gl.tensor, k: gl.tensor) -> g
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _used_end(row_ids: gl.tensor, first: gl.tensor, stop: gl.tensor) -> gl.tensor:
-    """Returns `end` such that all entries in [end, stop) are EMPTY; end <= first if all entries are."""
+    """Returns the smallest `end` such that all entries in [end, stop) are EMPTY; 0 if all in [first, stop) are."""
     entry = gl.arange(0, _SCAN, _FLAT_LAYOUT)
     last = gl.full([_SCAN], 0, gl.int32, _FLAT_LAYOUT)
     for start in range(first, stop, _SCAN):
@@ -339,7 +341,7 @@ def _score_part(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _sum_by_thread(p: gl.tensor) -> gl.tensor:
-    """Sums the weights of the keys that one thread holds. `_total_weight` adds up the threads after the last step."""
+    """Sums the weights of the keys that one thread holds. `_total_weight` adds up these sums after the last step."""
     by_thread = gl.reshape(p, [_HEADS, 2, 4, 4, 2])  # warpgroups, registers, lanes, registers
     return gl.sum(gl.sum(by_thread, 4), 2)
 
@@ -386,7 +388,7 @@ def _store(
     filled: gl.tensor,
     split: gl.constexpr,
 ) -> None:
-    total = gl.maximum(_total_weight(weight_sum), _MIN_WEIGHT_SUM)  # below it, all sums are 0
+    total = gl.maximum(_total_weight(weight_sum), _MIN_WEIGHT_SUM)  # the bound matters only without rows
     inverse = gl.convert_layout(1 / total, gl.SliceLayout(1, _SUMS))
     sums = sums * gl.expand_dims(inverse, 1)
     if split:

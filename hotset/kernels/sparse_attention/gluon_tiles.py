@@ -1,8 +1,8 @@
 """Tiles of rows for the Gluon kernels of sparse_attention: loading row ids, copying rows, dequantising fp8 rows.
 
 A tile holds 64 rows in shared memory. Plain rows are copied asynchronously. The codes of fp8 rows are loaded into
-registers, and are dequantised to float16 on their way to shared memory. The docstring of triton_impl explains the units
-and ratios. Row ids come in registers, in the layout of the tensor that is loaded with them.
+registers, and are dequantised to float16 on their way to shared memory. The docstring of triton_impl explains units;
+a ratio is scale / unit. Row ids are passed in registers, in the layout of the tensor that is loaded with them.
 """
 
 from triton.experimental import gluon
@@ -24,7 +24,7 @@ _SCALES_AT = gl.constexpr(RANK)
 
 PART_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # bfloat16: 16 bytes per thread
 ROPE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
-CODE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 2], [2, 16], [8, 1], [1, 0]))  # words: 8 codes, 16 bytes as float16
+CODE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 2], [2, 16], [8, 1], [1, 0]))  # 2 words: 8 codes, 16 bytes as float16
 SCALE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0]))
 _ALL_SCALES_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0]))  # a thread has all scales of a row
 _DEQUANTISE = gl.constexpr(
@@ -50,7 +50,7 @@ def load_row_ids(row_ids: gl.tensor, start: gl.tensor, key: gl.tensor, stop: gl.
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def bias_of(row_id: gl.tensor) -> gl.tensor:
-    """Returns what is added to the scores of these entries: -inf for EMPTY ones, otherwise 0."""
+    """Returns the bias of the scores of these entries: -inf for EMPTY entries, otherwise 0."""
     return gl.where(row_id < 0, float("-inf"), 0.0).to(gl.bfloat16)
 
 
@@ -85,7 +85,7 @@ def begin_copy_of_scales(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def load_codes(rows: gl.tensor, row_stride: gl.tensor, row_id: gl.tensor) -> gl.tensor:
-    """Loads the four parts of a tile, four codes per word; zeros for EMPTY entries."""
+    """Loads the codes of a tile in four parts, four codes per word. EMPTY entries get zeros."""
     at = gl.expand_dims(_rows_at(rows, row_stride, row_id).to(gl.pointer_type(gl.int32)), 1)
     at += gl.expand_dims(gl.arange(0, PART // 4, gl.SliceLayout(0, CODE_LAYOUT)), 0)
     valid = gl.expand_dims(row_id, 1) >= 0
@@ -101,7 +101,10 @@ def load_codes(rows: gl.tensor, row_stride: gl.tensor, row_id: gl.tensor) -> gl.
 def scales_to_ratios(
     scales: gl.shared_memory_descriptor, units: gl.shared_memory_descriptor, row_id: gl.tensor
 ) -> None:
-    """Writes the units of a tile, and replaces its scales by scale / unit, as two equal float16 values in a word."""
+    """Writes the units of a tile (0 for EMPTY entries). Replaces each scale by its ratio.
+
+    A ratio is stored as two equal float16 values in a word.
+    """
     values = scales.load(SCALE_LAYOUT)
     unit = unit_of(gl.max(values, 1))
     ratio = gl.inline_asm_elementwise(

@@ -1,5 +1,5 @@
-// GPU instructions beyond C++ that the kernels of sparse_attention use: asynchronous copies, tensor cores, and 8- and
-// 16-bit numbers.
+// GPU instructions that C++ does not express and that the kernels of sparse_attention use: asynchronous copies, tensor
+// cores, and 8- and 16-bit numbers.
 #pragma once
 
 typedef long long i64;
@@ -10,33 +10,34 @@ typedef unsigned u32;
 namespace {
 
 constexpr unsigned ALL = ~0u;  // lanes of a warp
-constexpr float LOWEST = -1.0e30f;  // below every score, but finite, so that two of them can be subtracted
+constexpr float LOWEST = -1.0e30f;  // below every score, but finite, so that it can be subtracted from itself
 constexpr float LEAST = 1.0e-37f;   // lower bound of divisors
 constexpr float SMALLEST_UNIT = 9.094947017729282e-13f;  // 2**-40
 
 #ifdef __CUDACC__
 __device__ __forceinline__ u32 shared_address(const void *at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
-// Copies 16 bytes, or zeros unless `there`; then `at` is not read.
+// Begins to copy 16 bytes. Unless `there`, writes 16 zero bytes and does not read `at`.
 __device__ __forceinline__ void copy_unit(void *to, const u8 *at, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(at), "r"(there ? 16 : 0)
                  : "memory");
 }
+// Ends a copy group: the copies that this thread has begun since the previous group.
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `left` of this thread's copy groups are in flight.
 template <int left> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
 }
 
-// Loads four 8 x 8 matrices of two-byte values. Lane n passes the address of row n % 8 of matrix n / 8. It receives
-// columns 2 * (lane % 4) and the next of row lane / 4.
+// Loads four 8 x 8 matrices of two-byte values. Lane n passes the address of row n % 8 of matrix n / 8. Of each matrix,
+// it receives the values of row n / 4 in columns 2 * (n % 4) and 2 * (n % 4) + 1.
 __device__ __forceinline__ void load_matrices(u32 (&to)[4], const void *at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(shared_address(at))
                  : "memory");
 }
-// The same, transposed: the lane receives rows 2 * (lane % 4) and the next of column lane / 4.
+// The same, transposed: lane n receives the values of column n / 4 in rows 2 * (n % 4) and 2 * (n % 4) + 1.
 __device__ __forceinline__ void load_matrices_turned(u32 (&to)[4], const void *at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -92,7 +93,7 @@ __device__ __forceinline__ void let_next_launch_begin() { asm volatile("griddepc
 __device__ __forceinline__ float low_of(u32 bfloats) { return __uint_as_float(bfloats << 16); }
 __device__ __forceinline__ float high_of(u32 bfloats) { return __uint_as_float(bfloats & 0xFFFF0000u); }
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
-// The largest power of two that does not exceed x >= 0, and the reciprocal of such a power.
+// The largest power of two that does not exceed x >= 0, but at least SMALLEST_UNIT. Then its reciprocal and its log2.
 __device__ __forceinline__ float unit_of(float x) {
     return __uint_as_float(__float_as_uint(fmaxf(x, SMALLEST_UNIT)) & 0x7F800000u);
 }

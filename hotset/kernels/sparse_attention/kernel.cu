@@ -1,4 +1,4 @@
-// sparse_attention on a GPU for 16 or 32 heads: rank 512, rope 64.
+// sparse_attention on a Hopper GPU, in blocks of 16 or 32 heads: rank 512, rope 64.
 //
 // Compile-time constants:
 //   FP8           1: rows of [512 e4m3 | 4 float32 scales | 64 bfloat16], 0: rows of 576 bfloat16
@@ -8,16 +8,17 @@
 //   BLOCKS        per multiprocessor
 //   SHARED_BYTES  as set by the launch
 //
-// Rows are copied to shared memory unchanged. Each of the four warps processes 128 of the 512 latents, for all heads and
-// keys: it computes its share of the scores, which the warps then add up, and its share of the weighted sums. fp8 codes
-// are converted to float16 in registers, once for each of the two products. All values that a warp multiplies in a row
-// have the same scale, so the scale is applied to scores and weights, not to the latents.
+// Rows are copied to shared memory unchanged. Each of the four warps processes 128 of the 512 latents of a row, for all
+// heads and keys. It computes its share of each score, which is a sum over the warps, and its 128 of the 512 weighted
+// sums. fp8 codes are converted to float16 in registers, once for each of the two products. The 128 latents of a row
+// that a warp processes have the same scale, so the scale is applied to scores and weights, not to the latents.
 //
-// An fp8 row has a `unit`, the power of two below its largest scale. Weights are stored multiplied by the unit, so that no
-// weight exceeds 1 (as in triton_impl). Scores are in base-2 logarithms.
+// An fp8 row has a `unit`: the largest power of two that does not exceed its largest scale. Weights are stored
+// multiplied by the unit. The running maximum is that of score + log2(unit), so no stored weight exceeds 1 (as in
+// triton_impl). Scores are base-2 logarithms.
 //
-// Before its first step, a block waits for memory twice: for the selected entries and then for their rows. All other reads
-// are issued together with the entries, because reads issued after the rows would also arrive after them.
+// Before its first step, a block waits for memory twice: for the selected entries and then for their rows. All other
+// reads are issued together with those of the entries: reads issued after the rows would also arrive after them.
 #include "results.cu"
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
@@ -55,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
     int at = 0;  // position of the step's rows in the ring
     for (int n = 0; n < steps; ++n, at = wrapped(at + KEYS)) {
         wait_for_copies<(AHEAD - KEYS) / GROUP>();
-        __syncthreads();  // all rows have arrived; those of the previous step may be overwritten
-        if (n * KEYS + AHEAD < steps * KEYS) {  // zeros follow the last entry, up to the end of its step
+        __syncthreads();  // all rows of this step have arrived; those of the previous step may be overwritten
+        if (n * KEYS + AHEAD < steps * KEYS) {  // the last step is filled up with rows of zeros
             begin_rows<ROWS_OF_WARP>(shared, wrapped(at + AHEAD), entry, rows, row_stride);
         } else {
             begin_nothing();
@@ -74,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
         for (int key = 0; key < KEYS; key += 16) add_keys(shared, at, key, sums);
     }
     leave_totals(shared, weighed_head, most, mass);
-    wait_for_copies<0>();  // the zeros after the last row
+    wait_for_copies<0>();  // rows of zeros after the last entry may still be in flight
     __syncthreads();
     const i64 part = (place.query * splits + place.split) * all_heads + place.head_first;
     if (splits == 1) {

@@ -10,13 +10,13 @@ KernelKind = Literal["triton", "gluon", "cuda"]
 
 RANK, ROPE = 512, 64  # the only sizes that the kernels for Hopper support
 GLUON_HEADS, GLUON_KEYS = 64, 128  # heads per program of the Gluon kernel, keys per iteration of its loop
-MAX_SPLITS = 32  # supported by the merge
+MAX_SPLITS = 32  # limit of the merge
 # The cost model that decides the number of splits. It reproduces times measured on an H200. The unit of cost is a key:
 # the time in which a program that is alone on its multiprocessor processes one key.
 TWO_AT_ONCE = 1.7  # time of two programs that share a multiprocessor, relative to the time of one
-PROGRAM_KEYS = 2048  # fixed cost of a program, in keys of one head; a key of n heads counts as n of these
-SUMS_KEYS = 0.75  # storing the sums of one head and reading them in the merge
-MERGE_KEYS = 96  # the rest of the merge
+PROGRAM_KEYS = 2048  # fixed cost of a program, in keys x heads
+SUMS_KEYS = 0.75  # cost of storing the sums of one head and reading them in the merge
+MERGE_KEYS = 96  # remaining cost of the merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ HOPPER = {
 }
 
 
-@lru_cache(maxsize=1024)  # every layer calls it
+@lru_cache(maxsize=1024)  # every layer calls this
 def choose_launch(shape: AttentionShape, gpu: GpuTraits) -> LaunchConfig:
     """Returns the launch for these sizes on this GPU. No tensor affects it, so a graph can capture the launch."""
     heads = 16 if shape.heads <= 16 else 32 if shape.heads <= 32 else 64
@@ -97,7 +97,7 @@ def with_splits(launch: LaunchConfig, shape: AttentionShape, gpu: GpuTraits) -> 
 
 
 def _cost(launch: LaunchConfig, shape: AttentionShape, gpu: GpuTraits) -> float:
-    """Returns the time of the busiest multiprocessor, in keys."""
+    """Returns the time of the busiest multiprocessor plus that of the merge, in keys."""
     programs = ceil_div(launch.programs(shape), gpu.multiprocessors)
     pairs, singles = divmod(programs, 2) if launch.programs_per_sm > 1 else (0, programs)
     keys = launch.split_keys(shape) + PROGRAM_KEYS // launch.block_heads

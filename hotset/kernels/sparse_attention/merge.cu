@@ -1,4 +1,5 @@
-// Merges the splits of sparse_attention: adds the results of a query and head, weighted by the mass of each split.
+// Merges the splits of sparse_attention: each block computes the mean of the results of one query and head, weighted by
+// 2**lse of the splits.
 //
 // Compile-time constant: THREADS per block. Each thread merges four of the 4 * THREADS latents.
 
@@ -9,7 +10,7 @@ namespace {
 constexpr int RANK = 4 * THREADS;
 
 #ifdef __CUDACC__
-// In a launch that may begin early, waits until all earlier work is finished and visible. Otherwise does nothing.
+// In a dependent launch, waits until all earlier launches are finished and visible. Otherwise does nothing.
 __device__ __forceinline__ void wait_for_earlier_launches() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -7,7 +7,7 @@ namespace {
 constexpr int HEADS_OF_WARP = HEADS / WARPS;  // heads whose weights a warp computes
 constexpr int LANES_OF_HEAD = 32 / HEADS_OF_WARP;
 constexpr int QUADS = KEYS / LANES_OF_HEAD / 4;  // groups of four keys per lane
-constexpr int EIGHTS = 4 / TURNS;  // groups of eight keys scored together: four independent products in a row
+constexpr int EIGHTS = 4 / TURNS;  // groups of eight keys scored together: four products in a row are independent
 
 // Computes the warp's share of the scores of 8 * EIGHTS keys, starting at `key` of the step.
 __device__ __forceinline__ void score(Shared &shared, int at, int key, const Query &query) {
@@ -71,8 +71,8 @@ __device__ __forceinline__ void score(Shared &shared, int at, int key, const Que
     }
 }
 
-// Adds up the shares of the scores and turns them into weights. A few lanes belong to each head: `most` is the largest
-// score of the head so far, `mass` the sum of 2**(score - most) over the keys of this lane.
+// Adds up the shares of the scores and computes the weights. LANES_OF_HEAD lanes belong to each head. `most` is the
+// largest score + log2(unit) of the head so far, `mass` the sum of 2**(score - most) over the keys of this lane.
 __device__ __forceinline__ void weigh(Shared &shared, float factor, float &most, float &mass) {
     const int lane = threadIdx.x % 32, mine = lane % LANES_OF_HEAD;
     const int head = threadIdx.x / 32 * HEADS_OF_WARP + lane / LANES_OF_HEAD;
@@ -112,8 +112,10 @@ __device__ __forceinline__ void weigh(Shared &shared, float factor, float &most,
     }
 }
 
-// Sums over keys of weight * latent, for heads lane / 4 (words 0, 1 of each four) and lane / 4 + 8. In fp8, sums 2n and
-// 2n + 1 hold the latents 16n + 4 * (lane % 4) + {0, 2} and + {1, 3}; otherwise sums n hold 8n + 2 * (lane % 4) + {0, 1}.
+// Sums over keys of weight * latent, for the 128 latents of the warp. Of each four, the first two belong to head
+// 16 * turn + lane / 4, the last two to this head + 8. In fp8, element 2n has the latents
+// 16n + 4 * (lane % 4) + {0, 2}, and element 2n + 1 has 16n + 4 * (lane % 4) + {1, 3}. Otherwise element n has the
+// latents 8n + 2 * (lane % 4) + {0, 1}.
 typedef float Sums[TURNS][PART / 8][4];
 
 __device__ __forceinline__ void shrink_sums(const Shared &shared, Sums &sums) {
@@ -125,7 +127,7 @@ __device__ __forceinline__ void shrink_sums(const Shared &shared, Sums &sums) {
         shrinks[n / 2][n % 2] = shared.shrinks[n * 8 + lane / 4];
         all_one &= shrinks[n / 2][n % 2] == 1;
     }
-    if (__all_sync(ALL, all_one)) return;  // once every head has seen its largest score
+    if (__all_sync(ALL, all_one)) return;  // usual once every head has seen its largest score
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
 #pragma unroll
@@ -136,7 +138,7 @@ __device__ __forceinline__ void shrink_sums(const Shared &shared, Sums &sums) {
     }
 }
 
-// Adds 16 keys, starting at `key` of the step.
+// Adds the weighted latents of 16 keys, starting at `key` of the step.
 __device__ __forceinline__ void add_keys(const Shared &shared, int at, int key, Sums &sums) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u32 weights[TURNS][4];
@@ -160,7 +162,8 @@ __device__ __forceinline__ void add_keys(const Shared &shared, int at, int key, 
         for (int half = 0; half < 2; ++half) {
             u32 b0 = words[2 * half], b1 = words[2 * half + 1];
             if (FP8) {
-                // A word holds two codes of one key and then two of the next. The product needs keys in the fastest dimension.
+                // A word holds two codes of one key, then two of the next key. The product needs the codes that both
+                // keys have for one latent next to each other.
                 u32 even0, odd0, even1, odd1;
                 decode(__byte_perm(b0, 0, 0x3120), even0, odd0);
                 decode(__byte_perm(b1, 0, 0x3120), even1, odd1);

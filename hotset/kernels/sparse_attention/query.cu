@@ -1,10 +1,10 @@
-// The query of a block, in registers. A warp holds its 128 latents of all heads, and 16 of their rope values.
+// The query of a block, in registers. A warp holds 128 of the 512 latents and 16 of the 64 rope values of all heads.
 #pragma once
 #include "rows.cu"
 
 namespace {
 
-constexpr int TURNS = HEADS / 16;  // tensor core operations, of 16 heads each
+constexpr int TURNS = HEADS / 16;  // a tensor core operation processes 16 heads
 
 // The layout of the left operand of the tensor cores: in each step of 16 values, words 0 and 1 belong to heads lane / 4
 // and lane / 4 + 8, and so do words 2 and 3.
@@ -13,8 +13,9 @@ struct Query {
     u32 rope[TURNS][4];
 };
 
-// In a step over fp8 codes, a lane multiplies the values 4 * (lane % 4) to + 3, which lie in one word. Over bfloat16
-// values, it multiplies two values at 2 * (lane % 4) and two more, 8 further on. Any order works if both operands use it.
+// In 16 fp8 codes, a lane multiplies the four values from 4 * (lane % 4) on, which are in one word. In 16 bfloat16
+// values, it multiplies the two values from 2 * (lane % 4) on and the two values 8 further on. Any order is correct if
+// both operands use it.
 __device__ __forceinline__ void load_query(Query &query, const u16 *q, i64 head_stride, int heads) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -41,8 +42,8 @@ __device__ __forceinline__ void load_query(Query &query, const u16 *q, i64 head_
     }
 }
 
-// Divides the query of each head by a power of two, so that its latents fit float16, and converts them. Writes the
-// resulting factors of the scores. Contains a barrier.
+// Divides the query of each head by a power of two such that its latents fit float16, and converts the latents. Writes
+// `scale` times this power to `factors`, by which the scores of the head are multiplied. Contains a barrier.
 __device__ __forceinline__ void quantise_query(Shared &shared, Query &query, float scale) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll

@@ -6,7 +6,7 @@ from torch import Tensor
 from hotset.kernels import EMPTY
 from hotset.kernels.rows import RowLayout, accumulation_dtype
 
-BLOCK_VALUES = 1 << 24  # gathered values held at once, which bounds the memory of a long prefill chunk
+BLOCK_VALUES = 1 << 24  # gathered values held at once; this bounds the memory of a long prefill chunk
 
 
 def sparse_attention(q: Tensor, rows: Tensor, row_ids: Tensor, layout: RowLayout, rank: int, scale: float) -> Tensor:

@@ -1,10 +1,10 @@
-// Writes the results of a block of sparse_attention: final ones, or those of a split for the merge launch.
+// Writes the results of a block of sparse_attention: final results, or those of a split for the merge.
 #pragma once
 #include "products.cu"
 
 namespace {
 
-// Called by all threads. `mass` covers the keys of this lane.
+// Writes `most` and the total mass of each head to shared memory. Called by all threads; `mass` is that of this lane.
 __device__ __forceinline__ void leave_totals(Shared &shared, int head, float most, float mass) {
 #pragma unroll
     for (int step = LANES_OF_HEAD / 2; step > 0; step /= 2) mass += __shfl_xor_sync(ALL, mass, step);
@@ -20,7 +20,8 @@ __device__ __forceinline__ void store(u16 *to, float a, float b, float c, float 
     *reinterpret_cast<uint2 *>(to) = uint2{packed_bfloat(a, b), packed_bfloat(c, d)};
 }
 
-// Writes sums divided by masses for the first `heads` heads of the block; zeros without any key. T: float or bfloat16.
+// Writes sums / mass for the first `heads` heads of the block, or zeros if there was no key. T: float, or u16 for
+// bfloat16.
 template <class T>
 __device__ __forceinline__ void store_sums(const Shared &shared, const Sums &sums, T *out, int heads) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

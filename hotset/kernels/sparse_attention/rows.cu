@@ -1,7 +1,7 @@
 // The shared memory of sparse_attention, and how rows are copied into it.
 //
-// Rows are kept in a ring of RING rows. A step processes KEYS of them while the AHEAD others are in flight. After a step,
-// its rows are replaced, eight per copy group, so that a step waits only for its own rows.
+// Rows are kept in a ring of RING rows. A step processes KEYS of them while the AHEAD others are in flight. After a
+// step, its rows are replaced by later ones. A copy group has eight rows, so a step waits only for its own rows.
 #pragma once
 #include "instructions.cu"
 
@@ -17,36 +17,36 @@ constexpr int ROPE_AT = ROW_BYTES - 2 * ROPE;
 constexpr int PITCH = FP8 ? ROW_BYTES : ROW_BYTES + 16;  // an odd multiple of 16 bytes: eight rows use different banks
 constexpr int CHUNKS = ROW_BYTES / 16;
 constexpr int GROUP = 8;                      // rows per copy group
-constexpr int ROWS_OF_GROUP = GROUP / WARPS;  // copied by a warp
-constexpr int ROWS_OF_WARP = KEYS / WARPS;    // per step
+constexpr int ROWS_OF_GROUP = GROUP / WARPS;  // rows of a group that one warp copies
+constexpr int ROWS_OF_WARP = KEYS / WARPS;    // rows that a warp copies per step
 constexpr int AHEAD = RING - KEYS;
-constexpr int PEEKED = 4;  // entries that a thread inspects together
-static_assert(RING % GROUP == 0 && KEYS % 32 == 0 && AHEAD >= KEYS, "a ring holds two steps, in whole groups");
-static_assert(AHEAD / WARPS <= 32, "a lane asks for the entry of one row that its warp copies before the first step");
+constexpr int PEEKED = 4;  // entries that a thread loads together
+static_assert(RING % GROUP == 0 && KEYS % 32 == 0 && AHEAD >= KEYS, "a ring holds at least two steps, in whole groups");
+static_assert(AHEAD / WARPS <= 32, "a lane holds the entry of one row that its warp copies before the first step");
 
 struct Shared {
     alignas(16) u8 rows[RING][PITCH];                  // the ring
-    alignas(16) float parts[WARPS][HEADS][KEYS + 8];  // scores: share of each warp
+    alignas(16) float parts[WARPS][HEADS][KEYS + 8];  // the scores: the share of each warp
     alignas(16) u16 weights[HEADS][KEYS + 8];
     alignas(16) u16 ratios[WARPS][KEYS];  // scales divided by units, float16
-    alignas(16) float levels[KEYS];       // log2 of the units; minus infinity without a row
-    alignas(16) float inverses[KEYS];     // 1 / unit, or 0
+    alignas(16) float levels[KEYS];       // log2 of the units; minus infinity for EMPTY
+    alignas(16) float inverses[KEYS];     // 1 / unit; 0 for EMPTY
     int entries[RING];
     float shrinks[HEADS];
     float factors[HEADS];
     float largest[WARPS][HEADS];
-    float most[HEADS];  // largest score, at the end
+    float most[HEADS];  // largest score + log2(unit), after the last step
     float mass[HEADS];
     int ends[WARPS];
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "the launch and the kernel disagree");
+static_assert(sizeof(Shared) == SHARED_BYTES, "the launch and the kernel disagree about the size of Shared");
 
 // The work of a block.
 struct Place {
-    int query;  // its index
+    int query;  // index in the batch
     int split;
     int head_first;
-    int first, stop;  // entries of the selection
+    int first, stop;  // entries [first, stop) of `row_ids`
 };
 
 __device__ __forceinline__ Place place_of(int k, unsigned heads, unsigned splits, int split_keys) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ Place place_of(int k, unsigned heads, unsigned splits
 
 __device__ __forceinline__ int wrapped(int at) { return at < RING ? at : at - RING; }
 
-// The index, within a step, of the nth row that this warp copies.
+// The index of the nth row that this warp copies among the rows that all warps copy.
 __device__ __forceinline__ int key_of(int n) {
     return n / ROWS_OF_GROUP * GROUP + threadIdx.x / 32 * ROWS_OF_GROUP + n % ROWS_OF_GROUP;
 }
@@ -73,12 +73,12 @@ template <int count> __device__ __forceinline__ int load_entry(const i64 *row_id
     return lane < count && at < stop ? static_cast<int>(row_ids[at]) : -1;
 }
 
-// Begins to copy these rows to the ring, starting at `at`.
+// Begins to copy the rows of these entries to the ring, starting at `at`. Copies zeros for EMPTY entries.
 template <int count>
 __device__ __forceinline__ void begin_rows(Shared &shared, int at, int entry, const u8 *rows, i64 row_stride) {
     const int lane = threadIdx.x % 32;
     if (lane < count) shared.entries[wrapped(at + key_of(lane))] = entry;
-#pragma unroll 8  // no more: code that runs once must be fetched from memory, too
+#pragma unroll 8  // not more: before the first step this runs once, and longer code takes longer to fetch
     for (int n = 0; n < count; ++n) {
         const int index = __shfl_sync(ALL, entry, n);
         const u8 *from = rows + static_cast<i64>(max(index, 0)) * row_stride + 16 * lane;
@@ -92,13 +92,13 @@ __device__ __forceinline__ void begin_rows(Shared &shared, int at, int entry, co
     }
 }
 
-// Replaces begin_rows when no row is left, so that the number of copy groups stays the same.
+// Replaces begin_rows when no row is left, so that every step begins the same number of copy groups.
 __device__ __forceinline__ void begin_nothing() {
 #pragma unroll
     for (int n = 0; n < KEYS / GROUP; ++n) end_copies();
 }
 
-// Loads entries from `start` on, PEEKED per thread with the stride of a block. `end_of` inspects them.
+// Loads the entries from `start` on, PEEKED per thread and one block of threads apart, for `end_of`.
 __device__ __forceinline__ void peek(int (&found)[PEEKED], const i64 *row_ids, int start, int stop) {
 #pragma unroll
     for (int n = 0; n < PEEKED; ++n) {
@@ -107,7 +107,8 @@ __device__ __forceinline__ void peek(int (&found)[PEEKED], const i64 *row_ids, i
     }
 }
 
-// Returns the end of the entries, up to `stop`, without the trailing EMPTY ones. `found` are the first. Contains a barrier.
+// Returns the end of the entries in [first, stop) without the trailing EMPTY ones. `found`: the result of `peek` from
+// `first` on. Contains a barrier.
 __device__ __forceinline__ int end_of(Shared &shared, int (&found)[PEEKED], const i64 *row_ids, int first, int stop) {
     int end = first;
 #pragma unroll 1

@@ -6,7 +6,7 @@ logarithms.
 A tile of fp8 rows is converted to float16, because the conversion from e4m3 is one instruction for two values. Each row
 is divided by a power of two, its `unit`, such that its largest scale is in [1, 2). Scores and weights are multiplied by
 the unit. The running maximum is that of score + log2(unit), so that no weight exceeds 1. The query of each head is also
-divided by a power of two. So values are rounded only to float16, whatever their magnitude.
+divided by a power of two. Therefore values of any magnitude are rounded to the precision of float16, not worse.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from hotset.kernels.rows import SCALE_BLOCK, RowLayout
 from hotset.kernels.sparse_attention import cuda_impl
 from hotset.kernels.sparse_attention.launch import AttentionShape, GpuTraits, LaunchConfig, choose_launch
 
-# The tensors are (q, rows as bytes, row_ids, out, lse), as for `_attend_kernel`. The float includes the factor LOG2_E.
+# The tensors are (q, rows as bytes, row_ids, out, lse), as for `_attend_kernel`. The float is scale * LOG2_E.
 Attend = Callable[[AttentionShape, LaunchConfig, tuple[Tensor, ...], float], None]
 Merge = Callable[[AttentionShape, LaunchConfig, Tensor, Tensor, Tensor], None]
 
@@ -85,7 +85,7 @@ def _attend_of(launch: LaunchConfig) -> Attend:
 
 
 def _merge_of(launch: LaunchConfig) -> Merge:
-    """Returns the merge of the Triton kernel, or else the one in CUDA C++, which needs Hopper and is launched early."""
+    """Returns the Triton merge for the Triton kernel, else that in CUDA C++: a dependent launch, which needs Hopper."""
     return _merge if launch.kernel == "triton" else cuda_impl.merge
 
 

@@ -1,7 +1,7 @@
 """swap_in: brings the rows that an index group selected to the device, before attention reads them.
 
-`plan` runs once per index group and step. If it receives the rows of one layer, it also copies these.
-`copy` runs for every other layer of the group, with the copies of the same `SwapPlan`.
+`plan` runs once per index group and step. If it receives the memory of one layer, it also copies the missing rows
+of that layer. `copy` runs for every other layer of the group, with the copies of the same `SwapPlan`.
 """
 
 import torch
@@ -27,15 +27,16 @@ def plan(
     counts: Tensor,  # [2] int64, incremented: positions looked up in slots (with duplicates), misses (without)
     *,
     ignore_tail: bool = False,  # True: all positions are looked up in slots, as if none were in the tail
-    host_rows: Tensor | None = None,  # both or none: the arguments of `copy` for a layer that is to be copied
+    host_rows: Tensor | None = None,  # pass both or neither: the arguments of `copy` for a layer to copy
     device_rows: Tensor | None = None,
 ) -> SwapPlan:
     """Finds the device row of every position. Misses evict the least recently used slots; ties evict the lower slot.
 
     Positions of resident seats are looked up in `row_pages`. Of a tiered seat, the page with its newest row and the
-    page before it are in the tail; positions there use no map. For all other positions of a tiered seat, the maps in
-    `words` are updated in place as if the copies were complete. Therefore the caller must call `copy` for every layer
-    of the group that this call does not copy, before the next `plan` for that seat. Padding queries change nothing.
+    page before it are in the tail; positions in these two pages use no map. For all other positions of a tiered seat,
+    the maps in `words` are updated in place as if the copies were complete. Therefore the caller must call `copy` for
+    every layer of the group that this call does not copy, before the next `plan` for that seat. Padding queries change
+    nothing.
 
     The missing positions, in the order of their first occurrence, get the evicted slots in ascending order. On a
     GPU, planning and copying in one call is faster than in two. Raises ConfigError before anything is written if the
@@ -51,7 +52,9 @@ def plan(
         raise ConfigError(f"a page of {tables.page_rows} rows is not possible; page_rows must be at least 1")
     for name, column in (("seats", seats), ("stamps", stamps)):
         assert column.shape == (batch,), f"{name} have shape {tuple(column.shape)}, but the batch is {batch}"
-    assert words.dim() == 1 and words.dtype == torch.int32, f"map words are {tuple(words.shape)} of {words.dtype}"
+    assert words.dim() == 1 and words.dtype == torch.int32, (
+        f"the map words must be a vector of int32, not {tuple(words.shape)} of {words.dtype}"
+    )
     assert (host_rows is None) == (device_rows is None), "pass both host_rows and device_rows, or neither"
     if host_rows is not None and device_rows is not None:
         _check_rows(host_rows, device_rows)

@@ -24,21 +24,22 @@ __device__ __forceinline__ void bring_to_l2(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// In a launch that may begin early, waits until all earlier work is finished and visible. Otherwise does nothing.
+// In a dependent launch, waits until all earlier launches are finished and visible. Otherwise does nothing.
 __device__ __forceinline__ void wait_for_earlier_launches() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next launch begin, if that launch itself waits until this one has finished.
+// Lets the next launch begin early if it is a dependent launch, which itself waits until this launch has finished.
 __device__ __forceinline__ void let_next_launch_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// The barrier of a cluster. Writes made before arriving are visible after waiting, if the thread `published`.
+// The barrier of a cluster. If a thread arrives with `published`, the writes that it made before are visible to the
+// threads of the cluster after they have waited.
 __device__ __forceinline__ void arrive_in_cluster(bool published) {
 #if __CUDA_ARCH__ >= 900
     if (published) {
@@ -54,8 +55,8 @@ __device__ __forceinline__ void wait_in_cluster() {
 #endif
 }
 
-// Returns the address, in another block of the cluster, of what is at `address` in this block's shared memory. That
-// block must have begun and must not have ended.
+// Returns the address in the shared memory of block `member` of the cluster that corresponds to `address` in this
+// block. Block `member` must have begun and must not have ended.
 __device__ __forceinline__ unsigned in_block(unsigned member, const void *address) {
     unsigned there = static_cast<unsigned>(__cvta_generic_to_shared(address));
 #if __CUDA_ARCH__ >= 900
@@ -83,11 +84,12 @@ __device__ __forceinline__ void write_in_block(unsigned member, unsigned *addres
 #endif
 }
 
-// A ticket lock. [0] counts the tickets taken, [1] the tickets finished, both since the start of the process. The holder
-// of a ticket is running and waits only for earlier tickets.
+// Tickets that limit the number of queries whose rows are copied at the same time. turns[0] counts the tickets taken,
+// turns[1] the tickets finished, both since the start of the process. The holder of a ticket is running and waits only
+// for earlier tickets, so there is no deadlock.
 __device__ __forceinline__ unsigned take_turn(unsigned *turns) { return atomicAdd(turns, 1u); }
 __device__ __forceinline__ void end_turn(unsigned *turns) { atomicAdd(turns + 1, 1u); }
-// Waits until that many tickets are finished.
+// Waits until more than `number` tickets are finished. The counters and `number` may wrap around.
 __device__ __forceinline__ void wait_until_over(const unsigned *turns, unsigned number) {
     unsigned over;
     do {
@@ -97,12 +99,12 @@ __device__ __forceinline__ void wait_until_over(const unsigned *turns, unsigned 
 #endif
 
 struct Prefix {
-    unsigned before;  // sum over all earlier values
+    unsigned before;  // sum over all earlier warps or threads
     unsigned total;
 };
 
-// Sums one number per warp, which all lanes of the warp hold. Contains one barrier. Two 16-bit sums may share a word.
-// `totals` [WARPS] may be reused after another barrier.
+// Sums one number per warp, `of_warp`, which is the same in all lanes of the warp. Two 16-bit sums may share a word.
+// Contains one barrier. `totals` [WARPS] may be reused after another barrier.
 __device__ __forceinline__ Prefix sum_warps(unsigned of_warp, unsigned *totals) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (lane == 0) totals[warp] = of_warp;

@@ -1,14 +1,14 @@
 // The copy of swap_in on a GPU: a bounded grid copies all listed rows.
 //
-// Compile-time constants: THREADS per block, a multiple of 32; those of row_copy.cu.
+// Compile-time constants: THREADS per block, a multiple of 32, and those of row_copy.cu.
 #include "row_copy.cu"
 
-// Teams of blocks copy a few lists at a time, in order. Warp n % warps of a team copies row n of its list. Rows that are
+// Each team of blocks copies one list after the other. Warp n % warps of a team copies row n of the list. Rows that are
 // close to each other on the host are therefore read at about the same time, which saves address translations.
 extern "C" __global__ void __launch_bounds__(THREADS) copy_rows(
-    const i64 *copy_host, const i64 *copy_device,  // [batch, most]
-    const int *copy_counts,                        // [batch]: entries of each list
-    i64 batch, i64 most, i64 team,                 // blocks per team, neighbours in the grid
+    const i64 *copy_host, const i64 *copy_device,  // [batch, most]: the lists
+    const int *copy_counts,                        // [batch]: entries in use of each list
+    i64 batch, i64 most, i64 team,                 // team: blocks of a team, neighbours in the grid
     const u8 *host, i64 host_stride, u8 *device, i64 device_stride, i64 row_bytes) {
     const unsigned warps = team * WARPS;
     const unsigned warp = blockIdx.x % team * WARPS + threadIdx.x / 32;

@@ -15,9 +15,9 @@ from hotset.kernels.swap_in.tables import RowCopies, SeatTables, SwapPlan
 PLAN, COPY = (Path(__file__).with_name(name) for name in ("plan.cu", "copy.cu"))
 UNITS = (16, 8, 4, 2, 1)  # bytes per access of a copy
 MAX_UNITS = 4  # units that one lane of the planning kernel holds; more would not fit into its registers
-HISTOGRAM_BYTES = (1024 + 22 * 64) * 4
+HISTOGRAM_BYTES = (1024 + 22 * 64) * 4  # of ages: BUCKETS words in victims.cu
 ROOMY_TABLE = 4096  # up to this size, the hash table has twice the entries that it needs
-LINE = 128  # bytes
+LINE = 128  # bytes of a cache line
 MAX_POSITIONS = 8_192  # per query: the lists of positions are in shared memory
 CLUSTERS_SINCE = 9  # major compute capability of the first GPUs with clusters
 
@@ -28,23 +28,23 @@ class BlockCluster:
 
     blocks: int  # at most 8
     threads: int = 512  # per block
-    rows_at_once: int = 2  # per warp
+    rows_at_once: int = 2  # in flight per warp
 
 
 @dataclass(frozen=True, slots=True)
 class SwapInTuning:
     """The parameters of the launches. The defaults were the best in `benchmarks/swap_in.py --sweep`."""
 
-    plan_threads: int = 512  # used if plan and copy are two launches
+    plan_threads: int = 512  # per block, if plan and copy are two launches
     # (largest batch, cluster); None: plan and copy are two launches. The last entry is also used for larger batches.
     clusters: tuple[tuple[int, BlockCluster | None], ...] = (
         (16, BlockCluster(8, threads=1024)),
         (132, BlockCluster(2)),
     )
     lists_at_once: int = 16  # queries of a batch whose rows are copied at the same time
-    copy_blocks: int = 132  # upper limit, which leaves the rest of the GPU to other kernels
+    copy_blocks: int = 132  # upper limit, to leave most of the GPU to other kernels
     copy_threads: int = 256
-    rows_at_once: int = 2  # per warp of a copy
+    rows_at_once: int = 2  # in flight per warp of a copy
 
     def cluster(self, batch: int) -> BlockCluster | None:
         return next((cluster for max_batch, cluster in self.clusters if batch <= max_batch), self.clusters[-1][1])
@@ -144,7 +144,7 @@ class _LayerRows:
         tiers = (self._host, self._device)
         addresses = [address for rows in tiers for address in (rows.data_ptr(), rows.stride(0))]
         unit = next(unit for unit in UNITS if all(address % unit == 0 for address in addresses))
-        # A row that does not begin at the start of a line of host memory may extend into one more line.
+        # A row that does not begin at the start of a cache line may extend into one more line.
         return {"UNIT": unit, "LOADS": min(4, -(-(self._host.shape[1] + LINE - unit) // (32 * unit)))}
 
     def arguments(self) -> tuple[Tensor | int, ...]:
@@ -180,7 +180,7 @@ def _plan_constants(k: int, tables: SeatTables, words: Tensor, words_per_page: i
 
 @cache
 def _turns(device: torch.device) -> Tensor:
-    """Returns the turn counters that all plans of a device share. The first plan creates them, before any graph."""
+    """Returns the ticket counters that all plans of a device share. The first plan creates them, before any capture."""
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 

@@ -1,8 +1,8 @@
-// swap_in on a GPU: plans and, if given the rows of one layer, copies them in the same launch.
+// swap_in on a GPU: plans and, with COPIES, copies the missing rows of one layer in the same launch.
 //
 // Compile-time constants:
 //   THREADS         per block: a multiple of 32, at most 1024
-//   ENTRIES         of the list of k positions per thread: THREADS * ENTRIES >= k
+//   ENTRIES         of the list of positions per thread: THREADS * ENTRIES >= k
 //   SLOTS_HELD      consecutive slots per thread: THREADS * SLOTS_HELD >= SLOTS
 //   TABLE           entries of the hash table: a power of two, at least k
 //   SHARED_BYTES    per block, as set by the launch
@@ -10,7 +10,7 @@
 //   WIDE            1: reads four words of the maps at once; SLOTS, SLOTS_HELD, WORDS_PER_PAGE are multiples of 4
 //   COPIES          1: also copies rows; requires the constants of row_copy.cu
 //   CLUSTER         blocks per query, neighbours in the grid: the first one plans, all of them copy
-//   LISTS_AT_ONCE   most queries whose rows are copied at the same time; 0: no limit
+//   LISTS_AT_ONCE   the maximum number of queries whose rows are copied at the same time; 0: no limit
 //
 // Cost of a plan. It starts with a chain of dependent reads (seat -> pages of its maps -> slot_of), each an L2 miss, so
 // all independent reads are issued at the same time. If rows are missing, barriers and instructions dominate, so misses
@@ -19,12 +19,13 @@
 // The blocks of a cluster that do not plan read the planner's lists from its shared memory:
 //     planner    looks up, lists what is missing, finds victims |1| writes results, copies |2|
 //     others                                                    |1| copy                   |2|
-// These are barriers of the cluster. An earlier one signals that every block has begun. If no row is missing, all blocks
-// exit after the first. Publishing waits for the thread's own writes to memory, so a planner writes none before it.
+// |1| and |2| are barriers of the cluster. An earlier one, 0, signals that every block has begun. If no row is missing,
+// all blocks exit after barrier 1. To publish its lists at barrier 1, a thread waits for its own writes to global
+// memory. Therefore a planner with missing rows writes its results after it has arrived at barrier 1.
 //
-// Host rows of one query lie close together, those of another query elsewhere, and a GPU caches the address translations
-// of only a few gigabytes of host memory. Large batches therefore process a few queries at a time: with 128 queries and
-// 20 % misses this saves a seventh of the time.
+// The host rows of one query lie close together, those of another query elsewhere, and a GPU caches the address
+// translations of only a few gigabytes of host memory. Large batches therefore copy the rows of a few queries at a
+// time: with 128 queries and 20 % misses, this saves a seventh of the time.
 //
 // Page numbers fit 32 bits; row numbers and addresses do not.
 #include "block.cu"
@@ -46,14 +47,14 @@ constexpr int GROUP = WIDE ? 4 : 1;  // words of the maps per read
 constexpr int GROUPS = SLOTS_HELD / GROUP;
 
 struct Shared {
-    unsigned slot_pages[THREADS];  // of the seat; further ones are read from memory
+    unsigned slot_pages[THREADS];  // the first ones of the seat; further ones are read from memory
     union {
         unsigned keys[TABLE];    // by hash: a missing position
         unsigned wanted[TABLE];  // after all insertions: the nth missing position
     };
-    unsigned first[TABLE];  // by hash: list index of a missing position's first occurrence, later its rank
+    unsigned first[TABLE];  // by hash: list index of a missing position's first occurrence, later its rank n
     unsigned host_pages[THREADS * ENTRIES];        // of the nth missing position
-    unsigned slot_pages_taken[THREADS * ENTRIES];  // of the slot for it
+    unsigned slot_pages_taken[THREADS * ENTRIES];  // of the slot for the nth missing position
     SlotsLeaving leaving;
     union {
         u8 used[THREADS * SLOTS_HELD];  // 1: this step reads the slot
@@ -61,7 +62,7 @@ struct Shared {
     };
     unsigned totals[32];
     unsigned looked_up;
-    unsigned missing;  // written by the cluster's planner, like `turn`
+    unsigned missing;  // written by the planner into every block of the cluster, like `turn`
     unsigned turn;
 
     __device__ __forceinline__ void clear() {
@@ -72,14 +73,14 @@ struct Shared {
         if (threadIdx.x == 0) looked_up = 0;
     }
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "the launch and the kernel disagree");
+static_assert(sizeof(Shared) == SHARED_BYTES, "the launch and the kernel disagree about the size of Shared");
 static_assert(SLOTS_HELD % GROUP == 0 && (TABLE & (TABLE - 1)) == 0, "");
 
 __device__ __forceinline__ i64 row_at(unsigned page, unsigned offset) {
     return static_cast<i64>(page) * PAGE_ROWS + offset;
 }
 
-// The residency maps of one seat.
+// The maps of one seat.
 struct Maps {
     const i64 *pages;
     int *words;
@@ -104,7 +105,7 @@ struct Maps {
         return slot_of(position, static_cast<unsigned>(*page_of_position(position)));
     }
 
-    // For this thread's slots.
+    // Prefetches the stamps of this thread's slots.
     __device__ __forceinline__ void bring_stamps_to_l2() const {
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
@@ -112,7 +113,7 @@ struct Maps {
             if (slot < SLOTS) bring_to_l2(last_used(slot));
         }
     }
-    // Bypasses the L1, which may hold stale values of an earlier step.
+    // Reads the stamps of this thread's slots. Bypasses the L1, which may hold stale values of an earlier step.
     __device__ __forceinline__ void read_stamps(unsigned (&stamps)[SLOTS_HELD]) const {
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
@@ -129,7 +130,8 @@ struct Maps {
     }
 };
 
-// Inserts a missing position into the hash table. Its entry will hold the lowest list index that requires it.
+// Inserts a missing position into the hash table and returns the index of its entry. After all insertions, `first` of
+// the entry is the lowest list index with this position.
 __device__ __forceinline__ unsigned claim(Shared &shared, unsigned position, unsigned index) {
     unsigned place = position * 2654435769u / (1u << 16) % TABLE;
     for (;; place = (place + 1) % TABLE) {
@@ -157,8 +159,8 @@ struct Outputs {
     int *copy_count;
 };
 
-// Plans for one query with all threads of a block. Each warp takes a run of the list, and its lanes take consecutive
-// entries, so that reads are coalesced.
+// Plans for one query with all threads of a block. Each warp processes 32 * ENTRIES consecutive entries of the list,
+// and its lanes process neighbouring entries, so that reads are coalesced.
 struct Planner {
     Shared &shared;
     const Inputs &in;
@@ -171,7 +173,7 @@ struct Planner {
     int slot[ENTRIES];        // 0 if not looked up, EMPTY if missing
     unsigned place[ENTRIES];  // hash table entry of a missing position
     unsigned missing;
-    bool rows_are_written;  // true once `page_table_lookup` has written them
+    bool rows_are_written;  // by `page_table_lookup`: always, except for a tiered seat
 
     __device__ __forceinline__ Planner(Shared &given_shared, const Inputs &inputs, const Outputs &outputs)
         : shared(given_shared), in(inputs), out(outputs), missing(0), rows_are_written(true) {}
@@ -180,7 +182,8 @@ struct Planner {
         return threadIdx.x / 32 * (32 * ENTRIES) + i * 32 + threadIdx.x % 32;
     }
 
-    // Lists the missing positions and their host pages.
+    // Looks up the positions. For a padding query or a resident seat, writes their rows. For a tiered seat, lists the
+    // missing positions and their host pages.
     __device__ __forceinline__ void page_table_lookup() {
         const int seat = load_now(in.seat);
         stamp = load_now(in.stamp);
@@ -193,7 +196,8 @@ struct Planner {
             for (int i = threadIdx.x; i < in.k; i += THREADS) out.rows[i] = EMPTY;
             return;
         }
-        // For a resident seat these pages are meaningless. They are loaded before it is known whether the seat is tiered.
+        // For a resident seat, these pages are meaningless: they are loaded before it is known whether the seat is
+        // tiered.
         maps = {in.map_pages + seat * in.map_pages_stride, in.words};
         slot_pages = in.slot_pages + seat * in.slot_pages_stride;
         unsigned page[ENTRIES];
@@ -220,12 +224,12 @@ struct Planner {
 
     // Finds the slots for the missing rows.
     __device__ __forceinline__ void choose_slots() {
-        unsigned age[SLOTS_HELD];  // steps since the last use of this thread's slots
+        unsigned age[SLOTS_HELD];  // of this thread's slots: first their stamps, then `stamp` minus these
         maps.read_stamps(age);
 #pragma unroll
         for (int start = 0; start < SLOTS; start += THREADS * 8) {
             const int at = start + threadIdx.x * 8;
-            if (at < SLOTS) bring_to_l2(maps.position_of(at));  // needed soon, for the victims
+            if (at < SLOTS) bring_to_l2(maps.position_of(at));  // `write_results` reads those of the victims
         }
 #pragma unroll
         for (int i = 0; i < SLOTS_HELD; ++i) {
@@ -241,11 +245,11 @@ struct Planner {
         }
     }
 
-    // Writes all results except for the copied rows.
+    // Writes all results (rows, lists of copies, maps and counts), but copies no row.
     __device__ __forceinline__ void write_results() {
         if (threadIdx.x == 0) *out.copy_count = missing;
         if (rows_are_written) return;
-        // The nth miss takes the slot of the nth victim.
+        // The nth missing position gets the nth victim, which is a slot.
 #pragma unroll 1
         for (unsigned nth = threadIdx.x; nth < missing; nth += THREADS) {
             const unsigned taken = shared.leaving.victims[nth], wanted = shared.wanted[nth];
@@ -302,7 +306,7 @@ struct Planner {
         }
     }
 
-    // Returns to all threads whether any row is missing. Ends with a barrier.
+    // Marks the slots of the hits as used. Returns to all threads whether any row is missing. Ends with a barrier.
     __device__ __forceinline__ bool mark_hits() {
         bool any_missed = false;
         unsigned looked_up = 0;
@@ -330,7 +334,7 @@ struct Planner {
             if (slot[i] == EMPTY) place[i] = claim(shared, position[i], list_index(i));
         }
         __syncthreads();
-        unsigned firsts[ENTRIES], of_warp = 0;  // lanes with a first occurrence
+        unsigned firsts[ENTRIES], of_warp = 0;  // a bit for each lane with a first occurrence
 #pragma unroll
         for (int i = 0; i < ENTRIES; ++i) {
             const bool is_first = slot[i] == EMPTY && shared.first[place[i]] == list_index(i);
@@ -365,7 +369,7 @@ __device__ __forceinline__ void wait() {
         __syncthreads();
     }
 }
-// Sends the counts to a block of the cluster.
+// Writes a value to the shared memory of block `member` of the cluster.
 __device__ __forceinline__ void announce(unsigned member, unsigned *address, unsigned value) {
     if (CLUSTER > 1) {
         write_in_block(member, address, value);
@@ -378,8 +382,8 @@ template <class T> __device__ __forceinline__ T read(const T *address) {
     return CLUSTER > 1 ? read_in_block(0, address) : *address;
 }
 
-// All warps of the cluster take rows of the planner's list in turn. The planner's own warps come last: they have more to
-// do.
+// The rows of the planner's list are assigned to the warps of the cluster one after the other. The warps of the planner
+// come last, because they also write the results.
 struct Share {
     static constexpr unsigned WARPS_IN_ALL = CLUSTER * WARPS;
     const Shared &shared;
@@ -413,7 +417,7 @@ struct Share {
     }
 
   private:
-    // The index of the rth row in flight, or of the first if there is none.
+    // The list index of the rth row in flight, or of the first one if there is no rth.
     __device__ __forceinline__ unsigned entry(int r) const {
         const unsigned at = nth + r * WARPS_IN_ALL;
         return at < count ? at : nth;
@@ -430,7 +434,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     const i64 *row_pages, const i64 *host_pages, const i64 *slot_pages, const i64 *tail_pages, const i64 *map_pages,
     i64 row_pages_stride, i64 host_pages_stride, i64 slot_pages_stride, i64 tail_pages_stride, i64 map_pages_stride,
     int *words, i64 *counts, i64 given_k, i64 slot_page_count, i64 map_page_count,
-    i64 ignore_tail,                         // 1: treats no position as being in the tail
+    i64 ignore_tail,                         // 1: looks up all positions in slots
     i64 *rows,                               // [batch, k]
     i64 *copy_host, i64 *copy_device,        // [batch, k]: the rows to copy
     int *copy_counts,                        // [batch]
@@ -444,7 +448,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
     let_next_launch_begin();
     if (threadIdx.x == 0) shared.missing = 0;
 #if COPIES
-    arrive(true);  // 0: this block has begun; others may write its counts
+    arrive(true);  // 0: this block has begun; the planner may write to its shared memory
 #endif
     if (plans) shared.clear();
     __syncthreads();
@@ -485,7 +489,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1024 / THREADS
 #endif
     const Layer layer = {host, host_stride, device, device_stride, static_cast<int>(row_bytes)};
     Share(shared, layer).copy();
-    arrive(false);  // 2: the lists are no longer read
+    arrive(false);  // 2: this block no longer reads the lists
     if (plans) wait();
 #if LISTS_AT_ONCE
     if (plans && threadIdx.x == 0) end_turn(turns);

@@ -70,7 +70,7 @@ def copy(copies: RowCopies, host_rows: Tensor, device_rows: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _TieredTopk:
-    """The top-k of the tiered seats of a batch. All four tensors broadcast to [seats, k]."""
+    """The top-k of the tiered seats in a batch. All four tensors broadcast to [seats, k]."""
 
     positions: Tensor
     seat: Tensor
@@ -108,7 +108,7 @@ class _Maps:
 
 
 def _plan_tiered(topk: _TieredTopk, tables: SeatTables, maps: _Maps, counts: Tensor) -> SwapPlan:
-    """Returns the rows and copies of tiered seats, [seats, k] each, and updates their maps."""
+    """Returns the rows and copies of tiered seats, [seats, k] each. Updates their maps and adds to `counts`."""
     valid = topk.positions != EMPTY
     in_tail = valid & (topk.positions >= topk.tail_first)
     looked_up = valid & ~in_tail
@@ -165,7 +165,7 @@ def _first_occurrences(positions: Tensor, candidates: Tensor) -> Tensor:
 def _least_recently_used(count: Tensor, stamp: Tensor, maps: _Maps) -> Tensor:
     """Returns [seats, slots] bool: the `count` least recently used slots of each seat, without those used in this step.
 
-    Ties go to the lower slot.
+    Of equally old slots, the lower ones are returned.
     """
     slots = torch.arange(maps.slots, device=count.device).expand(count.shape[0], -1)
     last_used = maps.words[maps.last_used(slots)].long()
@@ -181,7 +181,10 @@ def _rows_in(pages: Tensor, seat: Tensor, index: Tensor, where: Tensor, page_row
 
 
 def _widest_word(*tensors: Tensor) -> torch.dtype:
-    """Returns the widest integer dtype that divides all rows and strides. Torch copies words, but not of all dtypes."""
+    """Returns the widest integer dtype whose size divides all rows, strides and offsets.
+
+    Rows are copied as integers, because torch cannot index tensors of every dtype.
+    """
     for word in (torch.int64, torch.int32, torch.int16):
         lengths = [length for rows in tensors for length in (rows.shape[1], rows.stride(0), rows.storage_offset())]
         if all(length * tensors[0].itemsize % word.itemsize == 0 for length in lengths):

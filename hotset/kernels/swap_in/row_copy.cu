@@ -2,7 +2,8 @@
 //
 // Compile-time constants:
 //   UNIT            bytes per access: 16, 8, 4, 2 or 1; every row of both tiers begins at a multiple of it
-//   ROWS_AT_ONCE    rows in flight per warp, LOADS units of each per lane
+//   ROWS_AT_ONCE    rows in flight per warp
+//   LOADS           units in flight per lane and row
 //
 // A read of a host row takes about two microseconds, so the number of bytes in flight decides the speed.
 #pragma once
@@ -10,7 +11,7 @@
 
 namespace {
 
-constexpr int LINE = 128;                    // bytes; no read from the host spans more
+constexpr int LINE = 128;                    // the most bytes that one read from the host transfers
 constexpr int STRETCH = 32 * UNIT * LOADS;  // bytes of a row in flight at once
 
 template <int bytes> struct Word;
@@ -30,8 +31,8 @@ struct Layer {
     int row_bytes;
 };
 
-// Rows that a warp copies together. `set_source` and `begin_loads` come first; `put` follows when the targets are known. All loads
-// of a stretch are issued before the first store.
+// Rows that a warp copies together. `set_source` and `begin_loads` come first; `put` follows when the targets are
+// known. All loads of a stretch are issued before its first store.
 struct Rows {
     const u8 *source[ROWS_AT_ONCE];
     int skew[ROWS_AT_ONCE];  // bytes from the start of a host cache line to the row; negative: no row
@@ -62,7 +63,8 @@ struct Rows {
   private:
     static __device__ __forceinline__ int whole(const Layer &layer) { return layer.row_bytes / UNIT * UNIT; }
 
-    // Lanes are aligned with host cache lines, so that no line is read twice.
+    // The byte of row r that load i of this lane begins with. Lane 0 reads at the start of a host cache line, so that
+    // no line is read twice.
     __device__ __forceinline__ int place(int r, int i, int start) const {
         return start + (i * 32 + static_cast<int>(threadIdx.x % 32)) * UNIT - skew[r];
     }

@@ -9,10 +9,10 @@ from torch import Tensor
 class SeatTables:
     """The location of every seat's rows, in device tensors. A seat is the fixed index of a running request.
 
-    Entries that a seat does not use (device pages of a tiered seat, slots of a resident one) are undefined. The entries
+    Entries that a seat does not use (row pages of a tiered seat, slots of a resident one) are undefined. The entries
     of one seat are adjacent, and there are enough for its longest possible context.
 
-    The maps of a tiered seat are a sequence of int32 words, stored in `map_pages`: word w is
+    The maps of a tiered seat are a sequence of int32 words, stored in its `map_pages`: word w is
     `words[map_pages[w // words_per_page] * words_per_page + w % words_per_page]`.
         [0, slots)            position_of[slot]; EMPTY: the slot is empty
         [slots, 2 * slots)    last_used[slot]: the stamp of the last step that used the slot; -1: none
@@ -33,7 +33,7 @@ class SeatTables:
 class RowCopies:
     """The rows to copy from the host to the device: the first `counts` entries of each query's list.
 
-    The rest of the lists is undefined. All listed device rows are distinct.
+    Later entries are undefined. All listed device rows are distinct.
     """
 
     host_rows: Tensor  # [batch, n] int64
@@ -43,7 +43,7 @@ class RowCopies:
 
 @dataclass(frozen=True, slots=True)
 class SwapPlan:
-    """The rows that attention will read, and the copies that must come before, in every layer of the index group."""
+    """The device rows that attention will read, and the copies that each layer of the index group needs before."""
 
     rows: Tensor  # [batch, k] int64: the device row of each position after the copies; EMPTY-padded
     copies: RowCopies  # lists of k entries: every missing row once, in the order of first occurrence in `positions`

@@ -5,9 +5,10 @@
 
 namespace {
 
-// Ages (steps since a slot was used) are counted in buckets: one for each age below 2^EXACT, then 64 per doubling. A
-// bucket that spans several ages is divided again, DIGIT bits at a time, until the exact cut-off age is found. Slots of
-// age 0 must not be evicted and are not counted.
+// The age of a slot is the stamp of this step minus the slot's `last_used`, or 0 if this step reads the slot. Ages are
+// counted in buckets: one for each age below 2^EXACT, then 64 per doubling. The victims are all slots older than the
+// cut-off age, and the first ones of exactly this age. If the bucket with the cut-off spans several ages, it is divided
+// again, DIGIT bits at a time, until the exact age is found. Slots of age 0 must not be evicted and are not counted.
 constexpr int EXACT = 10;
 constexpr int DIGIT = 10;
 constexpr int BUCKETS = (1 << EXACT) + (32 - EXACT) * 64;
@@ -16,10 +17,10 @@ constexpr int BUCKETS = (1 << EXACT) + (32 - EXACT) * 64;
 struct SlotsLeaving {
     union {
         unsigned histogram[BUCKETS];     // of ages; no longer needed when the victims are known
-        u16 victims[THREADS * ENTRIES];  // slot for the nth miss
+        u16 victims[THREADS * ENTRIES];  // slot for the nth missing position
     };
     unsigned cut_bucket;  // 0: not found
-    unsigned cut_needed;
+    unsigned cut_needed;  // number of victims in this bucket
 
     __device__ __forceinline__ void clear() {
         fill<BUCKETS>(histogram, 0);
@@ -28,7 +29,7 @@ struct SlotsLeaving {
 };
 
 __device__ __forceinline__ unsigned bucket_of(unsigned age) {
-    const int doublings = 31 - EXACT - __clz(age);  // past 2^EXACT; such ages keep their seven highest bits
+    const int doublings = 31 - EXACT - __clz(age);  // above 2^EXACT; there, only the seven highest bits count
     return doublings < 0 ? age : (1 << EXACT) + doublings * 64 + (age >> (doublings + EXACT - 6)) - 64;
 }
 
@@ -64,7 +65,7 @@ __device__ __forceinline__ void find_cut(SlotsLeaving &shared, unsigned count, u
         sum += in_bucket[i];
     }
     const Prefix prefix = sum_threads(sum, totals);
-    unsigned from_here = prefix.total - prefix.before;  // slots in this bucket or an older one
+    unsigned from_here = prefix.total - prefix.before;  // slots in this bucket and in all older ones
 #pragma unroll
     for (int i = 0; i < each; ++i) {
         const unsigned older = from_here - in_bucket[i];
@@ -77,13 +78,13 @@ __device__ __forceinline__ void find_cut(SlotsLeaving &shared, unsigned count, u
     __syncthreads();
 }
 
-// Lists `count` victims in ascending order. All threads must have called `count_ages`. After the next barrier the list is
-// complete and `totals` may be reused.
+// Lists `count` victims in ascending order. All threads must have called `count_ages`. After the next barrier, the list
+// is complete and `totals` may be reused.
 __device__ __forceinline__ void find_victims(
     SlotsLeaving &shared, const unsigned (&age)[SLOTS_HELD], unsigned count, unsigned *totals) {
     __syncthreads();  // all ages are counted
     find_cut<BUCKETS>(shared, count, totals);
-    if (shared.cut_bucket == 0) __trap();  // the caller guarantees at least as many slots as positions
+    if (shared.cut_bucket == 0) __trap();  // fewer evictable slots than misses: the caller made an error
     Span cut = span_of(shared.cut_bucket);
     while (cut.shift > 0) {
         const unsigned needed = shared.cut_needed;
@@ -100,7 +101,7 @@ __device__ __forceinline__ void find_victims(
         cut.low += shared.cut_bucket << left;
         cut.shift = left;
     }
-    // Evicts all slots older than the cut-off, and the first ones of exactly that age.
+    // Lists all slots older than the cut-off, and the first ones of exactly that age.
     const unsigned ties_wanted = shared.cut_needed;
     unsigned older_and_ties = 0;
 #pragma unroll
