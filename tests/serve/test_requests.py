@@ -45,7 +45,7 @@ METRICS = {  # every scrape contains these metrics
 }
 ANSWERED = 'hotset_http_requests_total{"endpoint": "/v1/completions", "status": "%s"}'
 BOUNDED = settings(
-    max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 GENERATING = (CHAT, TEXT)
 POSTS = (*GENERATING, "/tokenize", "/detokenize")
