@@ -140,6 +140,14 @@ class EngineConfig:
         "pipeline stage.",
         minimum=1,
     )
+    step_timeout: float = setting(
+        60.0,
+        "Time without progress after which a stopped or hung engine or worker process is ended with an error, in "
+        "seconds. A step makes progress with every layer that it computes, however long the whole step takes; it gets "
+        "5 s more per layer, and 600 s more in the first step, which compiles kernels. Raise it if one layer of "
+        "--max-num-batched-tokens tokens can take as long.",
+        positive=True,
+    )
     cuda_graphs: Literal["auto", "off"] = setting(
         "auto",
         "'auto': decode steps on a single GPU in bfloat16 are captured as CUDA graphs; 'off': no CUDA graphs, for a "

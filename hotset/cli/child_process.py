@@ -8,9 +8,10 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+from hotset.base.parent_death import PR_SET_PDEATHSIG
+
 KILL_SECONDS = 5.0  # time between the second SIGTERM and SIGKILL
 MAX_LINE_BYTES = 1 << 16
-PR_SET_PDEATHSIG = 1  # Linux's prctl option that sets the signal a child receives when its parent dies
 
 
 class ChildProcess:

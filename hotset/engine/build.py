@@ -37,21 +37,26 @@ from hotset.transfer.engines import open_transfer
 
 
 def build_engine(
-    config: EngineConfig, *, show_progress: bool = True, wake: Callable[[], None] = lambda: None
+    config: EngineConfig,
+    *,
+    show_progress: bool = True,
+    wake: Callable[[], None] = lambda: None,
+    advance: Callable[[], None] = lambda: None,
 ) -> Engine:
     """Loads the model and allocates its pools. Raises StartupError with a one-line message if that fails.
 
     `wake` is called from another thread when the handoff agent has an event or has ended, or when a worker process has
-    ended. The caller should then call `step`.
+    ended. The caller should then call `step`. `advance` is called during a step: after each layer or, with several
+    workers, again and again while the step waits for workers that advance.
     """
     device = choose_device(config.device)
     files = find_model(config.model)
     dtype = choose_dtype(config.dtype, files.spec, device)
     kv_shape = whole_kv_shape(files.spec, dtype, kv_storage(config, files.spec))
     if config.workers == 1:
-        budget, executor = _load_in_process(config, files.spec, device, show_progress)
+        budget, executor = _load_in_process(config, files.spec, device, show_progress, advance)
     else:
-        budget, executor = _start_workers(config, files.spec, device, show_progress, wake)
+        budget, executor = _start_workers(config, files.spec, device, show_progress, wake, advance)
     try:
         card = model_card(config, files.spec, budget, device, dtype)
         weights = f"{config.load_format} {files.fingerprint()}"  # random weights never match a peer's real ones
@@ -157,22 +162,29 @@ def model_card(
 
 
 def _load_in_process(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, show_progress: bool
+    config: EngineConfig, spec: ModelSpec, device: torch.device, show_progress: bool, advance: Callable[[], None]
 ) -> tuple[KvBudget, Executor]:
     with LoadingBar(f"Loading {model_name(config.model)}", show_progress) as bar:
         model = load_decoder(config, device, bar.update)
+    model.on_layer = advance
     budget = kv_budget(config, model.kv_shape, spec.context, device)
     with LoadingBar("Preparing the host store", show_progress) as bar:
         return budget, in_process_executor(config, model, budget, device, spec.vocab, bar.update)
 
 
 def _start_workers(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, show_progress: bool, wake: Callable[[], None]
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    show_progress: bool,
+    wake: Callable[[], None],
+    advance: Callable[[], None],
 ) -> tuple[KvBudget, Executor]:
     """Starts worker processes, each with a part of the model. `wake` is called when one of them has ended."""
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
     splits = worker_splits(config, spec, device)
-    workers = MultiprocessExecutor(config, splits, config.pipeline_parallel_size, kv_heads, device, wake)
+    stages = config.pipeline_parallel_size
+    workers = MultiprocessExecutor(config, splits, stages, kv_heads, device, wake, advance)
     try:
         with LoadingBar(f"Loading {model_name(config.model)}", show_progress) as bar:
             memories = workers.load(bar.update)

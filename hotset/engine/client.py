@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import itertools
+import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from hotset.base.config import EngineConfig, LandingChoice, TiersChoice
@@ -19,6 +22,7 @@ from hotset.engine.process import (
     AbortRequests,
     AddRequests,
     EngineCommand,
+    EngineEnding,
     EngineProcess,
     EngineReport,
     GetStats,
@@ -26,15 +30,31 @@ from hotset.engine.process import (
     StatsReport,
     StopEngine,
 )
+from hotset.engine.progress import POLL_SECONDS, EngineWatch, Progress
 
-STATS_SECONDS = 30.0  # time limit for an answer; the engine answers only between steps, and a prefill step can be long
-
+LOGGER = logging.getLogger("hotset.engine")
 T = TypeVar("T")
 Inbox = asyncio.Queue[Delta | EngineStopped]
 
 
+@dataclass(frozen=True, slots=True)
+class ReceivedStats:
+    """Statistics of the engine, and the time at which they arrived."""
+
+    stats: EngineStats
+    received_at: float  # by time.monotonic
+
+    @property
+    def age_seconds(self) -> float:
+        return time.monotonic() - self.received_at
+
+
 class EngineClient:
-    """Sends requests to the engine process and returns its output. All coroutines must run on the same event loop."""
+    """Sends requests to the engine process and returns its output. All coroutines must run on the same event loop.
+
+    A thread watches the signs of life of the process. If the process is stopped or hangs for `step_timeout`, the thread
+    kills it, and all requests fail with the reason.
+    """
 
     def __init__(self, config: EngineConfig, front: Frontend, process: EngineProcess, card: ModelCard) -> None:
         """Wraps an engine process that is ready. Callers use `start`, which waits until it is."""
@@ -49,11 +69,15 @@ class EngineClient:
         self._unstarted: set[str] = set()  # choices that have no token yet
         self._stats: dict[int, asyncio.Future[EngineStats]] = {}
         self._numbers = itertools.count()
+        self.newest_stats: ReceivedStats | None = None
         self._stopping = False
-        self._dead = threading.Event()
+        self._failure: str | None = None
+        self._watch = EngineWatch(process.progress, config.step_timeout)
+        self._closing = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outbox: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
         threading.Thread(target=self._write, name="hotset-commands", daemon=True).start()
+        threading.Thread(target=self._watch_process, name="hotset-watch", daemon=True).start()
 
     @classmethod
     def start(cls, config: EngineConfig, process: EngineProcess | None = None) -> "EngineClient":
@@ -69,8 +93,29 @@ class EngineClient:
             raise
 
     @property
+    def failure(self) -> str | None:
+        """The reason why the engine no longer works, or None while it works."""
+        if self._failure is None and not self._process.alive:
+            return self._process.describe_end()
+        return self._failure
+
+    @property
     def alive(self) -> bool:
-        return not self._dead.is_set() and self._process.alive
+        return self.failure is None
+
+    def check(self) -> None:
+        """Raises EngineStopped with the reason if the engine no longer works."""
+        if (failure := self.failure) is not None:
+            raise EngineStopped(failure)
+
+    @property
+    def progress(self) -> Progress:
+        return self._process.progress
+
+    @property
+    def seconds_without_progress(self) -> float:
+        """How long the engine has shown no sign of life, or has not advanced in a step. Small while it is idle."""
+        return self._watch.seconds_without_progress
 
     @property
     def waiting(self) -> int:
@@ -105,9 +150,10 @@ class EngineClient:
         engine is already draining, or stops or dies before the request has ended. Closing the iterator aborts the
         request and frees its pages.
         """
-        self._listen()
-        if self._stopping or not self.alive:
-            raise EngineStopped("the engine is stopping" if self._stopping else "the engine process has died")
+        self.listen()
+        if self._stopping:
+            raise EngineStopped("the engine is stopping")
+        self.check()
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
         choices = self._input_processor.accept(request_id, prompt, params, tiers, prefill_at, landing)
@@ -134,21 +180,29 @@ class EngineClient:
             self._abandon(ids)
 
     async def stats(self) -> EngineStats:
-        """Returns the engine's statistics after its current step. Raises EngineStopped if the engine stops, dies,
-        or does not answer within STATS_SECONDS."""
-        self._listen()
-        if not self.alive:
-            raise EngineStopped("the engine process has died")
+        """Returns the engine's statistics after its current step, which can take long.
+
+        Raises EngineStopped if the engine stops, dies or hangs.
+        """
+        self.listen()
+        self.check()
         number = next(self._numbers)
         answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
         self._stats[number] = answer
         self._outbox.put(GetStats(number))
         try:
-            return await asyncio.wait_for(answer, STATS_SECONDS)
-        except TimeoutError:
-            raise EngineStopped(f"the engine did not answer for {STATS_SECONDS:.0f} s") from None
+            return await answer
         finally:
             self._stats.pop(number, None)
+
+    async def recent_stats(self, seconds: float) -> ReceivedStats | None:
+        """Waits up to `seconds` for new statistics, and returns the newest ones, or None if none have ever arrived.
+
+        Raises EngineStopped like `stats`.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.stats(), seconds)
+        return self.newest_stats
 
     async def close(self, drain_seconds: float) -> None:
         """Accepts no more requests, waits for open requests, then for open handoffs, and stops the process.
@@ -160,6 +214,7 @@ class EngineClient:
         deadline = asyncio.get_running_loop().time() + drain_seconds
         while self._inboxes and self.alive and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
+        self._closing.set()
         self._fail(EngineStopped("the server is shutting down"))
         remaining = max(0.0, deadline - asyncio.get_running_loop().time())
         self._outbox.put(StopEngine(remaining))
@@ -175,11 +230,19 @@ class EngineClient:
         if still_open:
             self._outbox.put(AbortRequests(still_open, "abort"))
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
         """Starts, on the first call, the thread that reads reports and passes them to the running event loop."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             threading.Thread(target=self._read, args=(self._loop,), name="hotset-reports", daemon=True).start()
+
+    def _watch_process(self) -> None:
+        """Kills the process if it is stopped or hangs. The end of the pipe then fails its requests."""
+        while not self._closing.wait(POLL_SECONDS) and self.alive:
+            if (problem := self._watch.problem()) is not None:
+                LOGGER.error("%s; it is killed", problem)
+                self._failure = problem
+                self._process.kill()
 
     def _write(self) -> None:
         """Sends commands from a separate thread, because a long prompt can fill the pipe and block the event loop."""
@@ -195,10 +258,14 @@ class EngineClient:
             try:
                 report: EngineReport = self._pipe.recv()
             except (EOFError, OSError):
-                self._dead.set()
-                self._call(loop, self._fail, EngineStopped("the engine process has died"))
+                self._failure = self._failure or self._process.describe_end()
+                self._call(loop, self._fail, EngineStopped(self._failure))
                 return
-            self._call(loop, self._handle, report)
+            if isinstance(report, EngineEnding):
+                self._failure = report.reason
+                self._call(loop, self._fail, EngineStopped(report.reason))
+            else:
+                self._call(loop, self._handle, report)
 
     @staticmethod
     def _call(loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], argument: T) -> None:
@@ -216,6 +283,7 @@ class EngineClient:
                 for request_id, delta in deltas:
                     self._inboxes[request_id].put_nowait(delta)
             case StatsReport(number, stats):
+                self.newest_stats = ReceivedStats(stats, time.monotonic())
                 answer = self._stats.get(number)
                 if answer is not None and not answer.done():
                     answer.set_result(stats)

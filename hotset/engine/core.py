@@ -62,6 +62,15 @@ class Engine:
         failed or was closed."""
         return self._broken or all(scheduler.idle for scheduler in self._schedulers)
 
+    @property
+    def steps(self) -> int:
+        """The number of steps committed since start."""
+        return sum(scheduler.counters.steps for scheduler in self._schedulers)
+
+    @property
+    def open_requests(self) -> int:
+        return sum(scheduler.open_requests for scheduler in self._schedulers)
+
     def add(self, choice: Choice) -> None:
         """Queues a choice at the replica whose requests have the fewest tokens."""
         min(self._schedulers, key=lambda scheduler: scheduler.load).add(choice.to_request())

@@ -1,19 +1,23 @@
 """Runs the engine in a child process. HTTP never delays a step, and the server survives a crash of the engine.
 
 The parent sends `AddRequests`, `AbortRequests`, `GetStats` and `StopEngine`. The child sends `EngineReady` or
-`EngineFailed`, then `OutputsReport` and `StatsReport`. If the parent dies, the pipe closes and the child stops. If the
-child dies, the parent fails its open requests.
+`EngineFailed`, then `OutputsReport` and `StatsReport`, and `EngineEnding` if a step fails. If the parent dies, the pipe
+closes and the child stops. If the child dies, the parent fails its open requests. The child counts its progress in
+shared memory (see `progress.py`), so the parent also notices a child that is stopped or hangs.
 
 Importing this module does not import torch. A parent can therefore start the child first, and import its own modules
 while the child loads the model.
 """
 
 import contextlib
+import logging
 import multiprocessing
+import os
 import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,18 +25,22 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from hotset.base.config import EngineConfig
-from hotset.base.errors import StartupError
+from hotset.base.errors import EngineStopped, StartupError
 from hotset.base.logs import log_to_stderr
+from hotset.base.parent_death import resume_if_parent_dies
 from hotset.engine.input_processor import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
-from hotset.engine.timeouts import STOP_SECONDS
+from hotset.engine.progress import Progress
+from hotset.engine.timeouts import LOST_PARENT_SECONDS, STOP_SECONDS
 from hotset.schedule.plan import TokenOutputs
 from hotset.schedule.request import FinishReason
 
 if TYPE_CHECKING:
     from hotset.engine.core import Engine
 
+LOGGER = logging.getLogger("hotset.engine")
 AUDIT_AFTER_IDLE_S = 1.0
+EXIT_SECONDS = 1.0  # time between the end of the child's pipe and its exit code
 PEER_POLL_SECONDS = 0.02  # interval between steps while all open requests wait for peers
 
 
@@ -91,8 +99,15 @@ class StatsReport:
     stats: EngineStats
 
 
+@dataclass(frozen=True, slots=True)
+class EngineEnding:
+    """Reports that a step failed. The child closes the engine and exits with code 1."""
+
+    reason: str
+
+
 EngineCommand = AddRequests | AbortRequests | GetStats | StopEngine | WakeEngine
-EngineReport = EngineReady | EngineFailed | OutputsReport | StatsReport
+EngineReport = EngineReady | EngineFailed | OutputsReport | StatsReport | EngineEnding
 
 
 class EngineProcess:
@@ -102,7 +117,8 @@ class EngineProcess:
         """Starts the child, which loads the model. Does not wait for it."""
         context = multiprocessing.get_context("spawn")
         self.pipe, child_end = context.Pipe()
-        self._process = context.Process(target=_child, args=(config, child_end), name="hotset-engine")
+        self.progress = Progress(context)  # the child counts only after `wait_ready` has returned
+        self._process = context.Process(target=_child, args=(config, child_end, self.progress), name="hotset-engine")
         self._process.start()
         child_end.close()
         self.stop_seconds = STOP_SECONDS  # time that the child can take to stop, in addition to its drain
@@ -114,6 +130,11 @@ class EngineProcess:
     @property
     def pid(self) -> int | None:
         return self._process.pid
+
+    def describe_end(self) -> str:
+        """Describes how the child has died. If its pipe is closed but it still exits, waits up to EXIT_SECONDS."""
+        self._process.join(EXIT_SECONDS)
+        return f"the engine process has died (exit code {self._process.exitcode})"
 
     def wait_ready(self) -> ModelCard:
         """Waits until the engine is ready. Raises StartupError if it cannot start or if the child dies."""
@@ -138,37 +159,65 @@ class EngineProcess:
         The default of `seconds` is `stop_seconds`. For an orderly exit, the caller sends `StopEngine` first.
         """
         self._process.join(self.stop_seconds if seconds is None else seconds)
+        self.kill()
+        self._process.join()
+
+    def kill(self) -> None:
+        """Kills the child, even if it is stopped. Its workers exit when the pipe to it closes."""
         if self._process.is_alive():
             self._process.kill()
-            self._process.join()
 
 
-def _child(config: EngineConfig, pipe: Connection) -> None:
+def _child(config: EngineConfig, pipe: Connection, progress: Progress) -> None:
     """Builds the engine, reports the result, and runs steps until it receives `StopEngine` or the parent has died."""
     # The parent handles signals. It drains its requests and sends `StopEngine`; if it dies, the pipe closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    resume_if_parent_dies()
     log_to_stderr()  # a new process does not inherit the parent's logging
     inbox: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
     try:
-        engine = _build(config, pipe, lambda: inbox.put(WakeEngine()))
-        if engine is not None:
-            threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True).start()
-            stop = StopEngine()
-            try:
-                stop = _run(engine, pipe, inbox)
-            finally:
-                engine.close(stop.drain_seconds, lambda: _stop_requested(inbox))
+        engine = _build(config, pipe, lambda: inbox.put(WakeEngine()), progress.advance)
     except BrokenPipeError:
         return  # the parent has died
+    if engine is None:
+        return
+    closing = threading.Event()
+    threading.Thread(target=_read_commands, args=(pipe, inbox, engine.closing_seconds, closing), daemon=True).start()
+    stop, failed = StopEngine(), False
+    with progress.beating():
+        try:
+            stop = _run(engine, pipe, inbox, progress)
+        except BrokenPipeError:
+            pass  # the parent has died
+        except Exception as error:
+            failed = True
+            _report_failure(pipe, error)
+        finally:
+            closing.set()
+            engine.close(stop.drain_seconds, lambda: _stop_requested(inbox))
+    if failed:
+        sys.exit(1)
 
 
-def _build(config: EngineConfig, pipe: Connection, wake: Callable[[], None]) -> "Engine | None":
+def _report_failure(pipe: Connection, error: Exception) -> None:
+    if isinstance(error, EngineStopped):
+        reason = str(error)
+    else:
+        reason = f"a step failed: {error!r}"
+        LOGGER.error("a step failed", exc_info=error)
+    with contextlib.suppress(OSError):
+        pipe.send(EngineEnding(reason))
+
+
+def _build(
+    config: EngineConfig, pipe: Connection, wake: Callable[[], None], advance: Callable[[], None]
+) -> "Engine | None":
     """Builds the engine and reports the result. Returns None if the engine cannot be built."""
     try:
         from hotset.engine.build import build_engine
 
-        engine = build_engine(config, wake=wake)
+        engine = build_engine(config, wake=wake, advance=advance)
     except StartupError as error:
         pipe.send(EngineFailed(error))
         return None
@@ -179,14 +228,25 @@ def _build(config: EngineConfig, pipe: Connection, wake: Callable[[], None]) -> 
     return engine
 
 
-def _read_commands(pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]") -> None:
-    """Reads the pipe in a separate thread, so that the parent does not block while a long step runs."""
+def _read_commands(
+    pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]", closing_seconds: float, closing: threading.Event
+) -> None:
+    """Reads the pipe in a separate thread, so that the parent does not block while a long step runs.
+
+    If the parent has died, the main thread closes the engine after its step. If the step does not end soon, or closing
+    takes longer than it can, this thread ends the process. `closing` is set when the main thread closes the engine.
+    """
     while True:
         try:
             inbox.put(pipe.recv())
         except (EOFError, OSError):
             inbox.put(StopEngine())
-            return
+            break
+    if closing.wait(LOST_PARENT_SECONDS):
+        time.sleep(closing_seconds)
+    for worker in multiprocessing.active_children():
+        worker.kill()  # a worker that is stopped would not notice the end of this process
+    os._exit(1)
 
 
 def _stop_requested(inbox: "queue.SimpleQueue[EngineCommand]") -> bool:
@@ -195,21 +255,28 @@ def _stop_requested(inbox: "queue.SimpleQueue[EngineCommand]") -> bool:
     return any(isinstance(inbox.get(), StopEngine) for _ in range(inbox.qsize()))
 
 
-def _run(engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]") -> StopEngine:
+def _run(
+    engine: "Engine", pipe: Connection, inbox: "queue.SimpleQueue[EngineCommand]", progress: Progress
+) -> StopEngine:
     """Runs steps until it receives `StopEngine`. Returns that command."""
     while True:
-        command = _next_command(engine, inbox)
+        command = _next_command(engine, inbox, progress)
         while command is not None:
             if isinstance(command, StopEngine):
                 return command
             _handle(engine, pipe, command)
+            progress.advance()
             command = None if inbox.empty() else inbox.get()
         outputs = engine.step()
+        progress.advance()
+        progress.record_step(engine.steps, engine.open_requests)
         if outputs:
             pipe.send(OutputsReport(outputs))
 
 
-def _next_command(engine: "Engine", inbox: "queue.SimpleQueue[EngineCommand]") -> EngineCommand | None:
+def _next_command(
+    engine: "Engine", inbox: "queue.SimpleQueue[EngineCommand]", progress: Progress
+) -> EngineCommand | None:
     """Returns the next command, or None if there is none and the engine has work. If all open requests wait for peers,
     first waits up to PEER_POLL_SECONDS for a command. If the engine is idle, waits until a command comes, and audits
     the engine if none has come for AUDIT_AFTER_IDLE_S seconds."""
@@ -223,7 +290,8 @@ def _next_command(engine: "Engine", inbox: "queue.SimpleQueue[EngineCommand]") -
         return inbox.get(timeout=AUDIT_AFTER_IDLE_S)
     except queue.Empty:
         engine.audit()
-        return inbox.get()
+        with progress.waiting():
+            return inbox.get()
 
 
 def _handle(engine: "Engine", pipe: Connection, command: EngineCommand) -> None:

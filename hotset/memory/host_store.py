@@ -52,6 +52,11 @@ class HostStore:
         if device.type == "cuda":
             self._pin(progress)
 
+    @property
+    def pinned_bytes(self) -> int:
+        tensors = (self.rows, self.keys) if self._pinned else ()
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
     def writes(self, page: int) -> bool:
         """Returns True if this worker writes to `page`."""
         return page % self.writers == self.writer

@@ -1,5 +1,6 @@
 """The decoder: embedding, layers of attention and MLP, logits. A `Split` selects the part that one worker holds."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,7 @@ class Decoder:
         check_data_parallel(spec, split.dp_size)
         self.spec = spec
         self.hidden = spec.hidden
+        self.on_layer: Callable[[], None] = lambda: None  # called after each layer; shows that a long step advances
         self._storage, self._split, self._collectives = storage, split, collectives
         loader = ShardLoader(weights, split, collectives)
         skipping = ShardLoader(SkippedWeights(weights), split, collectives)
@@ -113,6 +115,7 @@ class Decoder:
         selected: Tensor | None = None
         for layer in self._layers:
             x, delta, selected = layer(x, delta, rotation, view, seats, selected)
+            self.on_layer()
         return x if delta is None else x + delta
 
     def logits(self, x: Tensor, logit_indices: Tensor | None) -> Tensor:
@@ -128,6 +131,7 @@ class Decoder:
         for layer in self._layers:
             if isinstance(layer.mlp, Moe):
                 layer.mlp.routed(no_tokens, seats)
+            self.on_layer()
 
     def _seats(self, tokens: int, padded: Tensor | None) -> Tensor | None:
         """Returns the seats of all tokens that this worker's experts compute. None means that no token is padding.

@@ -88,6 +88,11 @@ class Scheduler:
         return len(self._queues.running)
 
     @property
+    def open_requests(self) -> int:
+        """The number of requests in any phase that have not been released."""
+        return len(self._requests)
+
+    @property
     def load(self) -> int:
         """The number of tokens of all requests. A new request goes to the replica with the smallest load."""
         return sum(len(request.tokens) for request in self._requests.values())

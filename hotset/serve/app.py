@@ -1,5 +1,6 @@
 """The FastAPI application: routes, their OpenAPI documentation, and the middleware around them."""
 
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Path
@@ -44,6 +45,7 @@ from hotset.serve.service import Service
 
 Responses = dict[int | str, dict[str, Any]]
 
+METRICS_WAIT_SECONDS = 5.0  # time to wait for new statistics; a scraper usually waits 10 s
 SCHEMAS = "#/components/schemas/"
 DESCRIPTIONS = {
     400: "The request is malformed, out of range, too long, or uses an unsupported feature.",
@@ -186,10 +188,9 @@ def _status_routes(service: Service) -> APIRouter:
 
     @routes.get("/health", responses=_full(Health) | _errors(500, 503))
     async def health() -> Response:
-        """Returns 200 while the engine is alive, 503 afterwards."""
-        if not service.client.alive:
-            raise EngineStopped("the engine has stopped")
-        return json_response(Health())
+        """Returns 200 and the progress of steps while the engine works, 503 with the reason if it has died or hangs.
+        Never waits for the engine."""
+        return json_response(service.health())
 
     @routes.get("/handoff", responses=_full(WorkerState) | _errors(500, 503))
     async def handoff() -> Response:
@@ -201,11 +202,11 @@ def _status_routes(service: Service) -> APIRouter:
     @routes.get("/metrics", response_class=Response, responses=text | _errors(500))
     async def metrics() -> Response:
         """Returns Prometheus metrics of the server and the engine."""
-        try:
-            stats = await service.client.stats()
-        except EngineStopped:
-            stats = None
-        return Response(service.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+        client = service.client
+        with suppress(EngineStopped):  # `alive` is False then
+            await client.recent_stats(METRICS_WAIT_SECONDS)
+        text = service.metrics.render(client.newest_stats, client.seconds_without_progress if client.alive else None)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return routes
 

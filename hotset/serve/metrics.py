@@ -7,7 +7,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hotset.engine.outputs import EngineStats
+from hotset.engine.client import ReceivedStats
 from hotset.handoff.agent import HandoffStats
 from hotset.serve.middleware import SECONDS_BUCKETS
 
@@ -101,43 +101,55 @@ class Metrics:
             registry=self._registry,
         )
 
-    def render(self, stats: EngineStats | None) -> bytes:
+    def render(self, received: ReceivedStats | None, seconds_without_progress: float | None) -> bytes:
         """Returns the text of one scrape.
 
-        `stats` is None if the engine has ended or did not answer in time; then `hotset_engine_up` is 0.
+        `received` are the newest statistics, if any have arrived. `seconds_without_progress` is None if the engine has
+        ended or hangs; then `hotset_engine_up` is 0.
         """
         scrape = CollectorRegistry()
-        scrape.register(_EngineCollector(stats))
+        scrape.register(_EngineCollector(received, seconds_without_progress))
         return generate_latest(self._registry) + generate_latest(scrape)
 
 
 class _EngineCollector(Collector):
-    def __init__(self, stats: EngineStats | None) -> None:
-        self._stats = stats
+    def __init__(self, received: ReceivedStats | None, seconds_without_progress: float | None) -> None:
+        self._received = received
+        self._seconds_without_progress = seconds_without_progress
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(
-            "hotset_engine_up", "1 if the engine answered this scrape, else 0.", value=int(self._stats is not None)
-        )
-        if self._stats is None:
+        seconds = self._seconds_without_progress
+        help = "1 if the engine process runs and advances, else 0."
+        yield GaugeMetricFamily("hotset_engine_up", help, value=int(seconds is not None))
+        if seconds is None:
             return
-        for field, (name, help) in GAUGES.items():
-            yield GaugeMetricFamily(name, help, value=getattr(self._stats, field))
-        for field, (name, help) in COUNTERS.items():
-            yield CounterMetricFamily(name, help, value=getattr(self._stats, field))
-        for field, (name, help) in LAYER_COUNTERS.items():
-            by_layer = CounterMetricFamily(name, help, labels=("layer",))
-            for layer, count in getattr(self._stats, field).items():
-                by_layer.add_metric((str(layer),), count)
-            yield by_layer
-        finished = CounterMetricFamily(
-            "hotset_requests_finished", "Finished requests by finish reason.", labels=("reason",)
-        )
-        for reason, count in self._stats.requests_finished.items():
-            finished.add_metric((reason,), count)
-        yield finished
-        if self._stats.handoff is not None:
-            yield from _handoff_metrics(self._stats.handoff)
+        help = "Time without a sign of life of the engine, or without progress of its step."
+        yield GaugeMetricFamily("hotset_engine_seconds_without_progress", help, value=seconds)
+        if self._received is not None:
+            yield from _stats_metrics(self._received)
+
+
+def _stats_metrics(received: ReceivedStats) -> Iterator[Metric]:
+    stats = received.stats
+    help = "Age of the engine's statistics, which it sends between steps."
+    yield GaugeMetricFamily("hotset_engine_stats_age_seconds", help, value=received.age_seconds)
+    for field, (name, help) in GAUGES.items():
+        yield GaugeMetricFamily(name, help, value=getattr(stats, field))
+    for field, (name, help) in COUNTERS.items():
+        yield CounterMetricFamily(name, help, value=getattr(stats, field))
+    for field, (name, help) in LAYER_COUNTERS.items():
+        by_layer = CounterMetricFamily(name, help, labels=("layer",))
+        for layer, count in getattr(stats, field).items():
+            by_layer.add_metric((str(layer),), count)
+        yield by_layer
+    finished = CounterMetricFamily(
+        "hotset_requests_finished", "Finished requests by finish reason.", labels=("reason",)
+    )
+    for reason, count in stats.requests_finished.items():
+        finished.add_metric((reason,), count)
+    yield finished
+    if stats.handoff is not None:
+        yield from _handoff_metrics(stats.handoff)
 
 
 def _handoff_metrics(stats: HandoffStats) -> Iterator[Metric]:

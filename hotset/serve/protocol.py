@@ -312,7 +312,14 @@ class DetokenizeResponse(BaseModel):
 
 
 class Health(BaseModel):
+    """The progress of the engine."""
+
     status: Literal["ok"] = "ok"
+    steps: int  # since start
+    seconds_since_step: float | None  # null before the first step
+    # How long the engine has shown no sign of life, or has not advanced in a step. The limit is --step-timeout.
+    seconds_without_progress: float
+    open_requests: int  # requests that the engine has not finished, in any phase
 
 
 class WorkerState(BaseModel):

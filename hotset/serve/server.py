@@ -1,4 +1,5 @@
-"""Runs the server: starts the engine, then HTTP. Drains on a signal, and exits with an error if the engine dies."""
+"""Runs the server: starts the engine, then HTTP. Drains on a signal, and exits with an error if the engine dies or
+hangs."""
 
 import asyncio
 import logging
@@ -30,8 +31,8 @@ ERROR_REPORT_SECONDS = 2.0
 def run(engine_config: EngineConfig, serve_config: ServeConfig, process: EngineProcess | None = None) -> int:
     """Serves until SIGTERM or SIGINT, and returns the exit code.
 
-    The code is 0 after a drain, complete or not, 1 if start-up failed or the engine died, and 130 after Ctrl-C during
-    start-up. `process` is an engine process with this configuration that is already starting; this call ends it.
+    The code is 0 after a drain, complete or not, 1 if start-up failed or the engine died or hung, and 130 after Ctrl-C
+    during start-up. `process` is an engine process with this configuration that is already starting; this call ends it.
     """
     log_to_stderr()
     try:
@@ -53,6 +54,7 @@ async def _serve(
     client: EngineClient, engine_config: EngineConfig, config: ServeConfig, listener: socket.socket
 ) -> int:
     """Serves with `client`, which it owns and closes on every exit path."""
+    client.listen()
     app = create_app(client, config, aliases=frozenset({engine_config.model, client.model.name}))
     server = HttpServer(uvicorn_config(app, config.drain_seconds), lambda: _announce(client, config, listener))
     shutdown = _Shutdown(client, server, config.drain_seconds)
@@ -65,14 +67,17 @@ async def _serve(
     finally:
         watch.cancel()
         await shutdown.finish()
-    return 1 if shutdown.engine_died else 0
+    if shutdown.failure is None:
+        return 0
+    print("error:", " ".join(shutdown.failure.split()), file=sys.stderr)
+    return 1
 
 
 class _Shutdown:
     """Ends the server after a signal or the engine's death. The HTTP server stops while the engine drains."""
 
     def __init__(self, client: EngineClient, server: HttpServer, drain_seconds: float) -> None:
-        self.engine_died = False
+        self.failure: str | None = None  # why the engine died
         self._client = client
         self._server = server
         self._drain_seconds = drain_seconds
@@ -88,11 +93,12 @@ class _Shutdown:
             self._server.force_exit = True
 
     async def on_engine_death(self) -> None:
-        """Waits until the engine dies, then stops the HTTP server. During a drain, the engine's end is expected."""
-        while self._client.alive or self._drain is not None:
+        """Waits until the engine dies or hangs, then stops the HTTP server. During a drain, the engine's end is
+        expected."""
+        while (failure := self._client.failure) is None or self._drain is not None:
             await asyncio.sleep(LIVENESS_POLL_SECONDS)
-        self.engine_died = True
-        logger.error("the engine has died; the server is shutting down")
+        self.failure = failure
+        logger.error("%s; the server is shutting down", failure)
         await asyncio.sleep(ERROR_REPORT_SECONDS)
         self._server.should_exit = True
 

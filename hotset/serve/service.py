@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,7 +14,7 @@ from hotset.engine.client import EngineClient
 from hotset.engine.outputs import EngineStats
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.metrics import Metrics
-from hotset.serve.protocol import PREFILL_HEADER, ChatMessage, SamplingFields, WorkerState
+from hotset.serve.protocol import PREFILL_HEADER, ChatMessage, Health, SamplingFields, WorkerState
 
 # `sampling_params` converts these fields of a request body. The shared fields are used unchanged.
 CONVERTED_FIELDS = frozenset({"max_tokens", "logprobs", "logit_bias"})
@@ -26,7 +26,6 @@ class Load:
 
     def __init__(self) -> None:
         self.waiting_tokens = 0
-        self._stats = EngineStats()
         self._refresh: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -50,13 +49,11 @@ class Load:
         has not answered the previous request yet."""
         if self._refresh is None or self._refresh.done():
             self._refresh = asyncio.create_task(self._fetch(client))
-        return self._stats
+        return EngineStats() if client.newest_stats is None else client.newest_stats.stats
 
     async def _fetch(self, client: EngineClient) -> None:
-        try:
-            self._stats = await client.stats()
-        except EngineStopped:
-            self._stats = EngineStats()
+        with suppress(EngineStopped):
+            await client.stats()
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,7 @@ class Service:
 
         If the queue is empty, a request is accepted however many choices it has: waiting would not help it.
         """
-        if not self.client.alive:
-            raise EngineStopped("the engine has stopped")
+        self.client.check()
         waiting = self.client.waiting
         limit = self.config.max_queue
         if waiting and waiting + choices > limit:
@@ -117,10 +113,20 @@ class Service:
             raise WrongRole(f"{PREFILL_HEADER} is only for decode workers, and this server is not one; leave it out")
         return address
 
+    def health(self) -> Health:
+        """Returns the progress of the engine. Raises EngineStopped with the reason if it has died or hangs."""
+        self.client.check()
+        progress = self.client.progress
+        return Health(
+            steps=progress.steps,
+            seconds_since_step=progress.seconds_since_step,
+            seconds_without_progress=self.client.seconds_without_progress,
+            open_requests=progress.open_requests,
+        )
+
     def state(self) -> WorkerState:
         """Returns this worker's role, address and load for a router. Raises EngineStopped if the engine has ended."""
-        if not self.client.alive:
-            raise EngineStopped("the engine has stopped")
+        self.client.check()
         stats = self.load.stats(self.client)
         return WorkerState(
             role=self.client.role,

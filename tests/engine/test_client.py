@@ -1,24 +1,57 @@
-"""The client of an engine process: answers, aborts, start-up errors, and the death of the process."""
+"""The client of an engine process: answers, aborts, start-up errors, and a process that dies, is stopped or hangs."""
 
 import asyncio
 import os
 import signal
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from harness import tiny_directory
+from processes import pause
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import CheckpointError, ConfigError, EngineStopped, RequestError
 from hotset.base.sampling import SamplingParams
+from hotset.engine import process as process_module
+from hotset.engine import progress as progress_module
 from hotset.engine.client import EngineClient
+from hotset.engine.input_processor import InputProcessor
 from hotset.engine.llm import LLM
 from hotset.engine.outputs import Delta
+from hotset.engine.process import AddRequests, EngineProcess
+from hotset.engine.progress import Progress
+from hotset.models import decoder as decoder_module
 
 DEADLINE_S = 200.0
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+STEP_TIMEOUT_S = 3.0
+# Prompts that the process of `child_with_slow_layers` computes slowly, or never finishes.
+SLOW_PROMPT, HANGING_PROMPT = [1] * 20, [1] * 30
+LAYER_SECONDS = 1.0
+HANGING = 99  # the number of open requests that this process reports when it hangs
+ENGINE_CHILD = process_module._child
+
+
+def child_with_slow_layers(config: EngineConfig, pipe: Connection, progress: Progress) -> None:
+    """Runs an engine process that sleeps in each layer of the prompts above."""
+    compute: Any = decoder_module._Layer.__call__
+
+    def slowly(layer: Any, x: Any, *rest: Any) -> Any:
+        if len(x) == len(SLOW_PROMPT):
+            time.sleep(LAYER_SECONDS)
+        elif len(x) == len(HANGING_PROMPT):
+            progress.record_step(progress.steps, HANGING)
+            threading.Event().wait()
+        return compute(layer, x, *rest)
+
+    decoder_module._Layer.__call__ = slowly  # type: ignore[method-assign]
+    process_module.LOST_PARENT_SECONDS = 0.5
+    ENGINE_CHILD(config, pipe, progress)
 
 
 def config_of(folder: Path, **settings: Any) -> EngineConfig:
@@ -134,6 +167,107 @@ def test_if_the_engine_process_is_killed_open_and_new_requests_fail(tmp_path: Pa
             await client.stats()
 
     with_client(config_of(tmp_path), scenario)
+
+
+@pytest.mark.parametrize(
+    "when", ["decode", pytest.param("prefill", marks=pytest.mark.slow), pytest.param("idle", marks=pytest.mark.slow)]
+)
+def test_if_the_engine_process_is_stopped_it_is_killed_and_requests_fail_with_the_reason(
+    tmp_path: Path, when: str
+) -> None:
+    reason = "the engine process has shown no sign of life for 3 s"
+    endless = SamplingParams(temperature=0, max_tokens=6000, ignore_eos=True)
+    settings = {"step_timeout": STEP_TIMEOUT_S, "max_num_batched_tokens": 1, "device_kv_tokens": 8192}
+    config = config_of(tmp_path, **settings)
+    tiny_directory(tmp_path, max_position_embeddings=8192)
+
+    async def scenario(client: EngineClient) -> None:
+        deltas = client.generate("r", [5] * (2000 if when == "prefill" else 2), endless)
+        first = asyncio.ensure_future(anext(deltas))
+        if when != "prefill":
+            await first
+        if when == "idle":
+            await deltas.aclose()
+            await wait_for_pages_held(client, 0)
+        pid = client._process.pid
+        assert pid is not None
+        pause(pid)
+        if when == "idle":
+            while client.alive:
+                await asyncio.sleep(0.01)
+        else:
+            with pytest.raises(EngineStopped, match=reason):
+                await first
+                await collect(deltas)
+        with pytest.raises(EngineStopped, match=reason):
+            await collect(client.generate("late", [5], LONG))
+        with pytest.raises(EngineStopped, match=reason):
+            await client.stats()
+        while client._process.alive:
+            await asyncio.sleep(0.01)
+
+    with_client(config, scenario)
+
+
+def test_a_long_step_that_advances_is_not_ended_and_one_that_hangs_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "_child", child_with_slow_layers)
+    monkeypatch.setattr(progress_module, "STALL_MARGIN_SECONDS", 0.0)
+    layers = 1 + round(STEP_TIMEOUT_S / LAYER_SECONDS)
+    config = config_of(tmp_path, step_timeout=STEP_TIMEOUT_S)
+    tiny_directory(tmp_path, num_hidden_layers=layers)
+
+    async def scenario(client: EngineClient) -> None:
+        one = SamplingParams(temperature=0, max_tokens=1)
+        assert len(await collect(client.generate("first", [1], one))) == 1
+        began = time.monotonic()
+        assert len(await collect(client.generate("slow", SLOW_PROMPT, one))) == 1
+        assert time.monotonic() - began > STEP_TIMEOUT_S, "the step must take longer than the limit"
+        assert client.progress.steps == 2
+        with pytest.raises(EngineStopped, match="step 3 of the engine has made no progress for 3 s"):
+            await collect(client.generate("hanging", HANGING_PROMPT, one))
+        assert client.seconds_without_progress > STEP_TIMEOUT_S
+
+    with_client(config, scenario)
+
+
+def test_statistics_of_an_engine_that_does_not_answer_are_the_newest_ones(shared: SharedEngine) -> None:
+    async def scenario(client: EngineClient) -> None:
+        await collect(client.generate("r", [5, 6], LONG))
+        before = await client.stats()
+        pid = client._process.pid
+        assert pid is not None
+        pause(pid)
+        try:
+            received = await client.recent_stats(0.05)
+            assert received is not None and received.stats is before and received.age_seconds > 0.05
+            assert client.alive, "an engine that has not answered for less than the step timeout is up"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        received = await client.recent_stats(DEADLINE_S)
+        assert received is not None and received.stats is not before
+
+    shared.run(scenario)
+
+
+def test_an_engine_process_in_a_long_step_exits_after_its_parent_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "_child", child_with_slow_layers)
+    process = EngineProcess(config_of(tmp_path))
+    try:
+        card = process.wait_ready()
+        process.pipe.send(AddRequests(InputProcessor(card, 0).accept("r", HANGING_PROMPT, SamplingParams())))
+        deadline = time.monotonic() + DEADLINE_S
+        while process.progress.open_requests != HANGING:
+            assert time.monotonic() < deadline, "the step did not begin"
+            time.sleep(0.01)
+        process.pipe.close()  # as if the parent had died
+        process._process.join(DEADLINE_S)
+        assert process._process.exitcode == 1, "the process still runs, or did not end itself"
+    finally:
+        process.end(0.0)
 
 
 def test_draining_finishes_running_requests_and_accepts_no_new_ones(tmp_path: Path) -> None:

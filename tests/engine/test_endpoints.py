@@ -22,6 +22,7 @@ from hotset.engine.process import AddRequests, EngineProcess, EngineReady, StopE
 from hotset.engine.sizing import kv_budget
 from hotset.handoff.agent import NOTIFY_SECONDS, STOP_SECONDS
 from hotset.handoff.messages import Fetch, HandoffKey, PrefillFailed, ReleasePages, RowsComputed, StartPrefill
+from hotset.memory.host_store import HostStore
 from hotset.transfer.api import Region
 from hotset.transfer.lanes import CLOSE_S
 from hotset.transfer.loopback import Hub, Loopback
@@ -224,10 +225,12 @@ def test_a_hurried_close_cuts_the_drain_of_handoffs_short() -> None:
     assert endpoint.drains == [30.0, core.HURRIED_SECONDS]
 
 
-def test_a_child_is_killed_only_after_the_time_it_may_need_to_close() -> None:
+def test_a_child_is_killed_only_after_the_time_it_may_need_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = make("decode"), make("decode", host_kv_tokens=8192)
     try:
         without_memory = core.DRAIN_SECONDS + NOTIFY_SECONDS + STOP_SECONDS + CLOSE_S
+        assert large.closing_seconds == without_memory, "without a GPU no memory is pinned"
+        monkeypatch.setattr(HostStore, "pinned_bytes", property(lambda store: store.rows.nbytes))
         assert without_memory < small.closing_seconds < large.closing_seconds
         process = EngineProcess.__new__(EngineProcess)
         process.pipe = type("Pipe", (), {"recv": lambda _: EngineReady(large.card, large.closing_seconds)})()

@@ -1,5 +1,5 @@
-"""An engine with worker processes gives the same tokens as one process. All workers exit if one of them or the
-controller dies."""
+"""An engine with worker processes gives the same tokens as one process. All workers exit if one of them dies or is
+stopped, or if the controller dies."""
 
 import os
 import re
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from harness import tiny_directory
+from processes import pause
 
 from hotset import LLM, SamplingParams
 from hotset.base.config import EngineConfig
@@ -115,6 +116,38 @@ def test_if_a_rank_or_stage_is_killed_the_engine_ends_with_an_error_that_names_i
             list(stream)
         assert time.monotonic() - killed_at < DEADLINE_S
     assert not any(is_running(pid) for pid in pids), "a worker outlived its engine"
+
+
+@pytest.mark.parametrize(
+    ("when", "split"),
+    [
+        ("decode", "tensor"),
+        pytest.param("decode", "pipeline", marks=pytest.mark.slow),
+        pytest.param("prefill", "tensor", marks=pytest.mark.slow),
+        pytest.param("prefill", "pipeline", marks=pytest.mark.slow),
+        pytest.param("idle", "tensor", marks=pytest.mark.slow),
+        pytest.param("idle", "data", marks=pytest.mark.slow),
+    ],
+)
+def test_if_a_rank_or_stage_is_stopped_the_engine_ends_with_an_error_that_names_it(
+    tmp_path: Path, when: str, split: str
+) -> None:
+    before = shared_memory()
+    with LLM(tiny_directory(tmp_path, **TINY), **SETTINGS, **{f"{split}_parallel_size": 2}, step_timeout=3.0) as llm:
+        pids = pids_of(llm)
+        long = {"prompt_token_ids": [1 + position % 40 for position in range(3000 if when == "prefill" else 3)]}
+        stream = llm.stream(long, SamplingParams(temperature=0, max_tokens=900, ignore_eos=True))
+        if when == "decode":
+            next(stream)
+        pause(pids[1])
+        if when == "idle":
+            wait_until(lambda: not is_running(pids[1]), "the stopped worker was killed")
+        during = "$" if when == "idle" else ", in step "
+        message = rf"^worker 1 \(.*\) has shown no sign of life for 3 s \(--step-timeout\){during}"
+        with pytest.raises(EngineStopped, match=message):
+            list(stream)
+    assert not any(is_running(pid) for pid in pids), "a worker outlived its engine"
+    assert shared_memory() <= before
 
 
 def test_if_a_rank_is_killed_while_rows_land_the_engine_ends_and_its_peer_frees_all_pages(tmp_path: Path) -> None:

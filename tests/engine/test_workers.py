@@ -12,7 +12,10 @@ from engine.threaded import closing, split_engine
 from harness import RandomWeights, make_engine, run_all
 from models.split_workers import SPECS
 
+from hotset.base.errors import EngineStopped
 from hotset.base.sampling import SamplingParams
+from hotset.engine import progress as progress_module
+from hotset.engine.workers.worker import Worker
 from hotset.models.decoder import Decoder
 from hotset.models.spec import GqaSpec
 from hotset.schedule.plan import Plan, StepResult
@@ -117,6 +120,31 @@ def test_a_step_that_reads_a_shared_store_waits_until_every_writer_has_reported(
         submitting.join(30)
         assert event.query() and len(futures) == 3
         assert [future.results() for future in futures] == [[StepResult(n, ())] for n in range(3)]
+
+
+def test_a_step_that_no_worker_finishes_ends_the_engine_with_an_error_that_names_step_and_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress_module, "STALL_MARGIN_SECONDS", 0.0)
+    hang, release, execute = threading.Event(), threading.Event(), Worker._execute
+
+    def execute_or_hang(worker: Worker, step: Any) -> None:
+        if hang.is_set() and worker._rank.number == 1:
+            assert release.wait(30)
+        execute(worker, step)
+
+    monkeypatch.setattr(Worker, "_execute", execute_or_hang)
+    advanced = threading.Event()
+    engine = split_engine(SPECS["deepseek_v32"], SEED, **SMALL, tensor_parallel_size=2, step_timeout=2.0)
+    with closing(engine):
+        workers = engine.executor
+        workers._advance = advanced.set  # type: ignore[attr-defined]
+        assert workers.submit([Plan(0, (), (), (), (), ())]).results() == [StepResult(0, ())]
+        hang.set()
+        with pytest.raises(EngineStopped, match=r"^worker 1 \(.*rank 1 of 2\) made no progress in step 2 for 2 s$"):
+            workers.submit([Plan(1, (), (), (), (), ())]).results()
+        assert advanced.is_set(), "the controller must show progress while it waits for its workers"
+        release.set()
 
 
 def test_a_request_goes_to_the_replica_with_the_fewest_tokens() -> None:

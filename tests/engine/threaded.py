@@ -20,6 +20,7 @@ from hotset.base.config import EngineConfig
 from hotset.engine.build import assemble, model_card, worker_splits
 from hotset.engine.core import Engine
 from hotset.engine.loading import kv_storage, whole_kv_shape
+from hotset.engine.progress import Progress
 from hotset.engine.sizing import shared_budget
 from hotset.engine.workers import worker as worker_module
 from hotset.engine.workers.messages import WorkerRank
@@ -85,7 +86,7 @@ class ThreadWorkers(MultiprocessExecutor):
         self._queues: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
         super().__init__(config, splits, stages, kv_heads, CPU)
 
-    def _start(self, rank: WorkerRank) -> tuple[Connection, Any]:
+    def _start(self, rank: WorkerRank, progress: Progress) -> tuple[Connection, Any]:
         pipe, worker_end = Pipe()
 
         def join_world(rank: WorkerRank, _device: torch.device) -> ThreadWorld:
@@ -95,7 +96,7 @@ class ThreadWorkers(MultiprocessExecutor):
             return ThreadWorld(collectives, rank.number, self._queues)
 
         def serve() -> None:
-            worker_module.serve(worker_end, join_world, lambda: None)
+            worker_module.serve(worker_end, progress, join_world, lambda: None)
             worker_end.close()
 
         return pipe, ThreadProcess(serve, self._abort_barriers)

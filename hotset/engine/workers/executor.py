@@ -78,7 +78,7 @@ class Executor(Protocol):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory that may be pinned. Releasing pinned memory makes `close` slow."""
+        """Bytes of host memory that are pinned, 0 without a GPU. Releasing pinned memory makes `close` slow."""
 
     def close(self) -> None:
         """Stops the workers and releases their memory. Idempotent."""
@@ -128,8 +128,7 @@ class InProcessExecutor:
     @property
     def pinned_bytes(self) -> int:
         host = self.memory.host
-        tensors = () if host is None else (host.rows, host.keys)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return 0 if host is None else host.pinned_bytes
 
     def close(self) -> None:
         self.memory.close()

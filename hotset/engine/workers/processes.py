@@ -18,6 +18,7 @@ import torch
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, StartupError
+from hotset.engine.progress import POLL_SECONDS, Progress, StallTimer, stall_limit
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory
 from hotset.engine.timeouts import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND
@@ -51,7 +52,6 @@ from hotset.transfer.api import DeviceEvent
 
 T = TypeVar("T", bound=WorkerReport)
 START_SECONDS = 1800.0  # time limit between two reports of starting workers
-STEP_SECONDS = 600.0  # time limit for the next report of running workers
 CAUSE_SECONDS = 1.0  # time to wait for the exit code of a dead worker, or for a dead worker that made another one fail
 STOP_IN_STEP_SECONDS = 2.0  # time for workers to stop during a step; the step never ends if one of them has died
 
@@ -61,6 +61,9 @@ class _Worker:
     rank: WorkerRank
     process: SpawnProcess
     pipe: Connection
+    progress: Progress
+    silence: StallTimer = field(default_factory=StallTimer)
+    hung: bool = False  # it has shown no sign of life for the step timeout, and was killed
     shape: KvShape | None = None  # None until the worker has loaded its weights
     free: int = 0  # free bytes of the worker's device; set when its weights are loaded
     bytes_loaded: int = 0
@@ -109,11 +112,13 @@ class MultiprocessExecutor:
         kv_heads: int,
         device: torch.device,
         wake: Callable[[], None] = lambda: None,
+        advance: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts all workers. `load` then waits until they have loaded their weights.
 
         `kv_heads` is the number of KV heads of the whole model if rows consist of heads, else 1. `wake` is called from
-        another thread when a worker process has ended; `check` raises from then on.
+        another thread when a worker process has ended; `check` raises from then on. `advance` is called again and again
+        while this object waits for workers, because it notices itself if they do not advance.
         """
         self._config, self._kv_heads, self._on_gpu = config, kv_heads, device.type == "cuda"
         self._workers: list[_Worker] = []
@@ -124,7 +129,8 @@ class MultiprocessExecutor:
         self.steps_finished = 0  # steps that every worker has reported
         self._sampled: list[SampledToken] = []  # tokens that the first stage has not received yet
         self._dead: list[_Worker] = []
-        self._wake = wake
+        self._wake, self._advance = wake, advance
+        self._serving = False  # workers have started and are not being closed, so they must show signs of life
         # Without this, a program that does not call `close` hangs at exit, because multiprocessing joins the workers.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
         rendezvous = f"127.0.0.1:{_free_port()}"
@@ -139,8 +145,9 @@ class MultiprocessExecutor:
                     rendezvous=rendezvous,
                     device=f"cuda:{number}" if device.type == "cuda" else "cpu",
                 )
-                pipe, process = self._start(rank)
-                self._workers.append(_Worker(rank, process, pipe))
+                progress = Progress(multiprocessing.get_context("spawn"))
+                pipe, process = self._start(rank, progress)
+                self._workers.append(_Worker(rank, process, pipe, progress))
                 pipe.send(InitWorker(config, rank))
         except BaseException:
             self.close()
@@ -148,16 +155,23 @@ class MultiprocessExecutor:
         threading.Thread(target=self._watch, args=(list(self._workers),), daemon=True).start()
 
     def _watch(self, workers: Sequence[_Worker]) -> None:
-        """Waits until a worker process has ended, records it as dead, and calls `wake`."""
+        """Waits until a worker process has ended, records it as dead, and calls `wake`.
+
+        Kills a worker that has shown no sign of life for the step timeout.
+        """
         by_sentinel = {worker.process.sentinel: worker for worker in workers}
-        ended = wait(list(by_sentinel))
+        while not (ended := wait(list(by_sentinel), POLL_SECONDS)):
+            for worker in workers if self._serving else ():
+                if worker.silence.seconds(worker.progress.beats) > self._config.step_timeout:
+                    worker.hung = True
+                    worker.process.kill()
         self._dead += [by_sentinel[sentinel] for sentinel in ended if isinstance(sentinel, int)]
         self._wake()
 
-    def _start(self, rank: WorkerRank) -> tuple[Connection, SpawnProcess]:
+    def _start(self, rank: WorkerRank, progress: Progress) -> tuple[Connection, SpawnProcess]:
         context = multiprocessing.get_context("spawn")
         pipe, worker_end = context.Pipe()
-        process = context.Process(target=main, args=(worker_end,), name=f"hotset-worker-{rank.number}")
+        process = context.Process(target=main, args=(worker_end, progress), name=f"hotset-worker-{rank.number}")
         process.start()
         worker_end.close()
         return pipe, process
@@ -169,7 +183,7 @@ class MultiprocessExecutor:
         """
         loading = set(range(len(self._workers)))
         while loading:
-            number, report = self._receive(loading, START_SECONDS)
+            number, report = self._receive(loading, START_SECONDS, "start-up")
             worker = self._workers[number]
             match report:
                 case LoadProgress(done, total):
@@ -193,12 +207,13 @@ class MultiprocessExecutor:
         for worker in self._workers:
             self._init_worker_cache(worker, budget)
         for done in range(len(self._workers)):
-            number, report = self._receive(set(range(len(self._workers))), START_SECONDS)
+            number, report = self._receive(set(range(len(self._workers))), START_SECONDS, "start-up")
             if not isinstance(report, CacheReady):
                 raise self._unexpected(self._workers[number], report)
             progress(done + 1, len(self._workers))
         for shared in self._shared:
             shared.close()
+        self._serving = True
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Does nothing, because workers compile kernels on first use and capture no graphs."""
@@ -273,6 +288,7 @@ class MultiprocessExecutor:
 
     def close(self) -> None:
         self._at_exit.cancel()
+        self._serving = False
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 worker.pipe.send(StopWorker())
@@ -324,7 +340,7 @@ class MultiprocessExecutor:
     def _receive_step_report(self) -> None:
         """Waits for the next report on a step in flight, and records it."""
         missing = {number for state in self._in_flight for number in state.missing}
-        number, report = self._receive(missing, STEP_SECONDS)
+        number, report = self._receive(missing, self._stall_limit, f"step {self._in_flight[0].number}")
         if not isinstance(report, StepDone):
             raise self._unexpected(self._workers[number], report)
         state = next(state for state in self._in_flight if state.number == report.number)
@@ -345,7 +361,7 @@ class MultiprocessExecutor:
 
     def _request(self, worker: _Worker, command: WorkerCommand, report_type: type[T]) -> T:
         self._send(worker, command)
-        _, report = self._receive({worker.rank.number}, STEP_SECONDS)
+        _, report = self._receive({worker.rank.number}, self._stall_limit, type(command).__name__)
         if not isinstance(report, report_type):
             raise self._unexpected(worker, report)
         return report
@@ -356,18 +372,24 @@ class MultiprocessExecutor:
         except OSError:
             raise self._died(worker) from None
 
-    def _receive(self, numbers: set[int], timeout: float) -> tuple[int, WorkerReport]:
+    @property
+    def _stall_limit(self) -> float:
+        return stall_limit(self._config.step_timeout, self.steps_finished)
+
+    def _receive(self, numbers: set[int], timeout: float, task: str) -> tuple[int, WorkerReport]:
         """Waits for the next report of one of the workers `numbers`, and returns the worker's number with the report.
 
-        Raises EngineStopped if any worker dies meanwhile, or if no report arrives within `timeout` seconds. If the
-        report is `WorkerFailed`, raises the error that `_failure` returns.
+        Raises EngineStopped if any worker dies meanwhile, or if none of these workers reports or advances for `timeout`
+        seconds; the message names `task`. If the report is `WorkerFailed`, raises the error that `_failure` returns.
         """
         by_pipe = {worker.pipe: worker for worker in self._workers if worker.rank.number in numbers}
         by_sentinel = {worker.process.sentinel: worker for worker in self._workers}
-        ready = wait([*by_pipe, *by_sentinel], timeout)
-        if not ready:
-            names = ", ".join(self._workers[number].rank.name for number in sorted(numbers))
-            raise EngineStopped(f"received nothing from {names} for {timeout:g} s")
+        stall = StallTimer()
+        while not (ready := wait([*by_pipe, *by_sentinel], POLL_SECONDS)):
+            self._advance()
+            if stall.seconds(sum(worker.progress.advances for worker in by_pipe.values())) > timeout:
+                names = ", ".join(worker.rank.name for worker in by_pipe.values())
+                raise EngineStopped(f"{names} made no progress in {task} for {timeout:g} s")
         for source in ready:
             if isinstance(source, Connection) and (worker := by_pipe.get(source)) is not None:
                 try:
@@ -380,6 +402,13 @@ class MultiprocessExecutor:
         raise self._died(next(by_sentinel[source] for source in ready if isinstance(source, int)))
 
     def _died(self, worker: _Worker) -> EngineStopped:
+        worker = next((hung for hung in self._workers if hung.hung), worker)  # the others may have failed because of it
+        if worker.hung:
+            during = f", in step {self._in_flight[0].number}" if self._in_flight else ""
+            timeout = self._config.step_timeout
+            return EngineStopped(
+                f"{worker.rank.name} has shown no sign of life for {timeout:g} s (--step-timeout){during}"
+            )
         worker.process.join(CAUSE_SECONDS)
         return EngineStopped(f"{worker.rank.name} died (exit code {worker.process.exitcode})")
 

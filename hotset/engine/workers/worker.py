@@ -16,7 +16,9 @@ import torch
 
 from hotset.base.errors import StartupError
 from hotset.base.logs import log_to_stderr
+from hotset.base.parent_death import resume_if_parent_dies
 from hotset.engine.loading import load_decoder
+from hotset.engine.progress import Progress
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.sizing import free_bytes
 from hotset.engine.workers.distributed import DistributedWorld, Stage, World
@@ -48,21 +50,23 @@ LOGGER = logging.getLogger("hotset.engine")
 Inbox = queue.SimpleQueue[tuple[WorkerCommand, SharedMemory | None]]
 
 
-def main(pipe: Connection) -> None:
+def main(pipe: Connection, progress: Progress) -> None:
     """Runs the worker process until it receives `StopWorker` or fails, or until the controller has died."""
     # The controller handles signals. It stops its workers; if it dies, the pipe closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    resume_if_parent_dies()
     log_to_stderr()
-    serve(pipe, DistributedWorld, lambda: os._exit(1))
+    serve(pipe, progress, DistributedWorld, lambda: os._exit(1))
 
 
 def serve(
     pipe: Connection,
+    progress: Progress,
     join_world: Callable[[WorkerRank, torch.device], World],
     on_controller_lost: Callable[[], None],
 ) -> None:
-    """Executes commands until `StopWorker` or a failure, which it reports.
+    """Executes commands until `StopWorker` or a failure, which it reports. Counts signs of life in `progress`.
 
     `join_world` connects this worker to the others. `on_controller_lost` is called from another thread when the pipe
     has closed without a `StopWorker`.
@@ -76,7 +80,8 @@ def serve(
 
     threading.Thread(target=_read_commands, args=(pipe, inbox, on_controller_lost), daemon=True).start()
     try:
-        _serve(inbox, send, join_world)
+        with progress.beating():
+            _serve(inbox, send, progress, join_world)
     except BrokenPipeError:
         return
     except StartupError as error:
@@ -102,7 +107,10 @@ def _read_commands(pipe: Connection, inbox: Inbox, on_controller_lost: Callable[
 
 
 def _serve(
-    inbox: Inbox, send: Callable[[WorkerReport], None], join_world: Callable[[WorkerRank, torch.device], World]
+    inbox: Inbox,
+    send: Callable[[WorkerReport], None],
+    progress: Progress,
+    join_world: Callable[[WorkerRank, torch.device], World],
 ) -> None:
     init, _ = inbox.get()
     assert isinstance(init, InitWorker), f"the first command must be InitWorker, not {init}"
@@ -110,7 +118,7 @@ def _serve(
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank.workers))
     world = join_world(rank, device)
-    stage = _load(init, device, world, send)
+    stage = _load(init, device, world, send, progress.advance)
     cache, memory = inbox.get()
     if isinstance(cache, StopWorker):
         return
@@ -119,16 +127,23 @@ def _serve(
     try:
         send(CacheReady())
         while worker.handle(inbox.get()[0]):
-            pass
+            progress.advance()
     finally:
         worker.close()
 
 
-def _load(init: InitWorker, device: torch.device, world: World, send: Callable[[WorkerReport], None]) -> Stage:
+def _load(
+    init: InitWorker,
+    device: torch.device,
+    world: World,
+    send: Callable[[WorkerReport], None],
+    advance: Callable[[], None],
+) -> Stage:
     rank, split = init.rank, init.rank.split
     decoder = load_decoder(
         init.config, device, lambda done, total: send(LoadProgress(done, total)), split, world.collectives
     )
+    decoder.on_layer = advance
     previous_worker = None if rank.stage == 0 else rank.number - split.size
     next_worker = None if rank.stage == rank.stages - 1 else rank.number + split.size
     send(Loaded(decoder.kv_shape, free_bytes(device)))

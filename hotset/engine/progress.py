@@ -1,0 +1,146 @@
+"""Signs of life: a process counts its progress in shared memory, and the process that started it notices when the
+counters stand still.
+
+There are two signs. A *beat* comes from a thread of its own every BEAT_SECONDS, so a process without beats is stopped.
+The main loop *advances* with every command, step and layer, so a process with beats that does not advance hangs.
+"""
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from hotset.engine.timeouts import FIRST_STEP_SECONDS, STALL_MARGIN_SECONDS
+
+BEAT_SECONDS = 0.5
+POLL_SECONDS = 0.25  # interval between two looks at the counters
+MAX_POLL_SECONDS = 1.0  # a watcher that was away for longer counts only this long
+BEATS, ADVANCES, WAITING, STEPS, STEP_NS, OPEN_REQUESTS = range(6)
+
+
+class Progress:
+    """Counters in shared memory. One process writes them; the process that started it reads them without waiting."""
+
+    def __init__(self, context: BaseContext) -> None:
+        """The object must be an argument of a process that `context` starts."""
+        self._counters: Any = context.RawArray(ctypes.c_int64, 6)
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Counts beats from another thread during the block."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(BEAT_SECONDS):
+                self._counters[BEATS] += 1
+
+        thread = threading.Thread(target=beat, name="hotset-beats", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Marks the main loop as waiting for commands during the block. It need not advance meanwhile."""
+        self._counters[WAITING] = 1
+        try:
+            yield
+        finally:
+            self._counters[WAITING] = 0
+
+    def advance(self) -> None:
+        """Counts a command, a layer, or another small part of the main loop's work."""
+        self._counters[ADVANCES] += 1
+
+    def record_step(self, steps: int, open_requests: int) -> None:
+        """Records the number of steps since start, and how many requests are open after the newest one."""
+        if steps != self._counters[STEPS]:
+            self._counters[STEP_NS] = time.monotonic_ns()
+        self._counters[STEPS] = steps
+        self._counters[OPEN_REQUESTS] = open_requests
+
+    @property
+    def beats(self) -> int:
+        return int(self._counters[BEATS])
+
+    @property
+    def advances(self) -> int:
+        return int(self._counters[ADVANCES])
+
+    @property
+    def activity(self) -> int:
+        """A number that changes as long as the main loop advances, or waits for commands in a process that runs."""
+        return self.beats if self._counters[WAITING] else self.advances
+
+    @property
+    def steps(self) -> int:
+        return int(self._counters[STEPS])
+
+    @property
+    def open_requests(self) -> int:
+        return int(self._counters[OPEN_REQUESTS])
+
+    @property
+    def seconds_since_step(self) -> float | None:
+        """The time since the newest step ended, or None if there was none. Processes of one machine share the clock."""
+        return (time.monotonic_ns() - self._counters[STEP_NS]) / 1e9 if self.steps else None
+
+
+class StallTimer:
+    """Measures how long a counter has not changed.
+
+    It counts the time between its own looks, up to MAX_POLL_SECONDS each. A pause of the watcher itself therefore does
+    not count: if the whole machine or process group was suspended, the watched process had no time to advance either.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counter: int | None = None
+        self._looked_at = 0.0
+        self._seconds = 0.0
+
+    def seconds(self, counter: int) -> float:
+        """Looks at the counter, and returns how long it has had this value."""
+        now = self._clock()
+        if counter != self._counter:
+            self._counter, self._seconds = counter, 0.0
+        else:
+            self._seconds += min(now - self._looked_at, MAX_POLL_SECONDS)
+        self._looked_at = now
+        return self._seconds
+
+
+def stall_limit(step_timeout: float, steps: int) -> float:
+    """Returns how long a step may go on without finishing a layer, if `steps` steps have ended before.
+
+    It exceeds the limit for beats, so that a worker that is stopped is named, and not the workers that wait for it.
+    """
+    return step_timeout + STALL_MARGIN_SECONDS + (0.0 if steps else FIRST_STEP_SECONDS)
+
+
+class EngineWatch:
+    """Notices that an engine process is stopped or hangs."""
+
+    def __init__(self, progress: Progress, step_timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds_without_progress = 0.0
+        self._progress = progress
+        self._step_timeout = step_timeout
+        self._silence, self._stall = StallTimer(clock), StallTimer(clock)
+
+    def problem(self) -> str | None:
+        """Looks at the counters. Returns what is wrong, or None. The caller repeats it every POLL_SECONDS."""
+        silent = self._silence.seconds(self._progress.beats)
+        stalled = self._stall.seconds(self._progress.activity)
+        self.seconds_without_progress = max(silent, stalled)
+        steps = self._progress.steps
+        if silent > self._step_timeout:
+            return f"the engine process has shown no sign of life for {self._step_timeout:g} s (--step-timeout)"
+        if stalled > (limit := stall_limit(self._step_timeout, steps)):
+            return f"step {steps + 1} of the engine has made no progress for {limit:g} s (--step-timeout)"
+        return None

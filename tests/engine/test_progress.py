@@ -1,0 +1,114 @@
+"""A process that is stopped or hangs is noticed after its time limit, and one that only takes long is not."""
+
+import multiprocessing
+import threading
+
+import pytest
+
+from hotset.engine.progress import MAX_POLL_SECONDS, EngineWatch, Progress, StallTimer, stall_limit
+from hotset.engine.timeouts import FIRST_STEP_SECONDS, STALL_MARGIN_SECONDS
+
+TIMEOUT = 60.0
+DEADLINE_S = 60.0
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class WatchedEngine:
+    """An engine whose signs of life the test gives, and the watch on it. `run` looks at them once per second."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.progress = Progress(multiprocessing.get_context("spawn"))
+        self.watch = EngineWatch(self.progress, TIMEOUT, self.clock)
+
+    def run(self, seconds: float, *, beats: bool = True, advances: bool = False) -> str | None:
+        """Lets time pass. Returns the first problem that the watch reports."""
+        for _ in range(round(seconds)):
+            self.clock.now += 1.0
+            if beats:
+                self.progress._counters[0] += 1
+            if advances:
+                self.progress.advance()
+            if (problem := self.watch.problem()) is not None:
+                return problem
+        return None
+
+
+@pytest.fixture
+def engine() -> WatchedEngine:
+    watched = WatchedEngine()
+    watched.progress.record_step(41, 1)
+    watched.run(1)
+    return watched
+
+
+def test_a_process_without_beats_is_noticed_after_the_step_timeout(engine: WatchedEngine) -> None:
+    assert engine.run(TIMEOUT, beats=False) is None
+    assert engine.run(1, beats=False) == "the engine process has shown no sign of life for 60 s (--step-timeout)"
+
+
+def test_a_process_that_beats_but_does_not_advance_is_noticed_and_its_step_is_named(engine: WatchedEngine) -> None:
+    limit = TIMEOUT + STALL_MARGIN_SECONDS
+    assert engine.run(limit - 1) is None
+    assert engine.run(2) == "step 42 of the engine has made no progress for 65 s (--step-timeout)"
+    assert engine.watch.seconds_without_progress > limit
+
+
+def test_a_step_that_finishes_one_layer_after_another_may_take_any_time(engine: WatchedEngine) -> None:
+    for _layer in range(20):
+        assert engine.run(TIMEOUT) is None
+        assert engine.run(1, advances=True) is None
+
+
+def test_an_engine_that_waits_for_requests_need_not_advance(engine: WatchedEngine) -> None:
+    with engine.progress.waiting():
+        assert engine.run(20 * TIMEOUT) is None
+    assert engine.run(TIMEOUT) is None, "the time before the first command must not count"
+    assert engine.run(TIMEOUT) is not None
+
+
+def test_only_the_first_step_may_take_longer_without_progress() -> None:
+    engine = WatchedEngine()
+    assert engine.run(FIRST_STEP_SECONDS) is None
+    assert stall_limit(TIMEOUT, steps=0) == stall_limit(TIMEOUT, steps=1) + FIRST_STEP_SECONDS
+    assert engine.run(2 * TIMEOUT, beats=False) is not None, "a stopped process is noticed in the first step too"
+
+
+def test_a_pause_of_the_watcher_does_not_count_against_the_watched_process() -> None:
+    clock = Clock()
+    timer = StallTimer(clock)
+    timer.seconds(7)
+    clock.now += 3600  # for example, the whole process group was stopped and resumed
+    assert timer.seconds(7) == MAX_POLL_SECONDS
+    clock.now += 0.25
+    assert timer.seconds(7) == MAX_POLL_SECONDS + 0.25
+    assert timer.seconds(8) == 0.0
+
+
+def test_beats_come_from_a_thread_of_their_own_and_end_with_the_block() -> None:
+    progress = Progress(multiprocessing.get_context("spawn"))
+    timer, waiting = StallTimer(), threading.Event()
+    with progress.beating():
+        while progress.beats < 2:  # this thread only waits
+            waiting.wait(0.01)
+            assert timer.seconds(0) < DEADLINE_S
+    assert not any(thread.name == "hotset-beats" for thread in threading.enumerate())
+
+
+def test_the_newest_step_and_its_time_are_recorded() -> None:
+    progress = Progress(multiprocessing.get_context("spawn"))
+    assert progress.seconds_since_step is None
+    progress.record_step(1, 3)
+    first = progress._counters[4]
+    progress.record_step(1, 2)  # the loop ran, but no step ended
+    assert (progress.steps, progress.open_requests, progress._counters[4]) == (1, 2, first)
+    assert progress.seconds_since_step is not None and 0 <= progress.seconds_since_step < DEADLINE_S
