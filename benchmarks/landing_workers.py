@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotset.base.listeners import LOOPBACK_INTERFACE
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
 from hotset.engine.stores import host_stores, landing_stores, regions
@@ -168,7 +169,9 @@ class RecordingBackend:
 
 
 def open_backend(engine: str) -> Backend:
-    return NixlBackend(HOST, LANES) if engine == "nixl" else MooncakeBackend(HOST, "tcp")
+    if engine == "nixl":
+        return NixlBackend(LOOPBACK_INTERFACE, LANES)
+    return MooncakeBackend(HOST, LOOPBACK_INTERFACE, "tcp")
 
 
 class Worker:

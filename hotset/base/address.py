@@ -26,7 +26,7 @@ class Address:
         match = ADDRESS_FORM.fullmatch(text)
         if match is None or int(match[2]) >= 1 << 16:
             return None
-        return cls(_normalized(match[1]), int(match[2]))
+        return cls(normalized_host(match[1]), int(match[2]))
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -79,14 +79,18 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _normalized(host: str) -> str:
+def normalized_host(host: str) -> str:
+    """Returns the one spelling of a host: IPv6 addresses in brackets, IPv4-mapped ones as IPv4, `localhost` as
+    127.0.0.1, names in lower case."""
     if host == "localhost":
         return "127.0.0.1"
     try:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return host.lower()
-    return f"[{address}]" if address.version == 6 else str(address)
+    if isinstance(address, ipaddress.IPv6Address):
+        return f"[{address}]" if address.ipv4_mapped is None else str(address.ipv4_mapped)
+    return str(address)
 
 
 def _parsed(text: str) -> Address:

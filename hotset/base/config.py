@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from hotset.base.address import control_port
 from hotset.base.errors import ConfigError
+from hotset.base.listeners import interface_addresses, transfer_interface
 
 TiersMode = Literal["auto", "off", "always"]
 TiersChoice = Literal["auto", "resident", "tiered"]  # set by a request: where its KV is stored
@@ -205,6 +206,13 @@ class EngineConfig:
         choices=("nixl", "mooncake"),
         handoff_only=True,
     )
+    transfer_interface: str | None = setting(
+        None,
+        "Network interface on which the transfer engine listens, like eth0, or RDMA device, like mlx5_0:1. Default: lo "
+        "if --control is a loopback address; required otherwise. Whoever reaches this port can write to the memory of "
+        "the worker, so choose a network in which you trust every machine.",
+        handoff_only=True,
+    )
     transfer_protocol: Literal["tcp", "rdma"] | None = setting(
         None,
         "Protocol of --transfer mooncake. Default: tcp. Choose rdma if the machines support it. NIXL chooses its "
@@ -237,6 +245,12 @@ class EngineConfig:
     def workers(self) -> int:
         """The number of workers that compute each step together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def listening_interface(self) -> str:
+        """The interface on which the transfer engine of a prefill or decode worker listens."""
+        control = control_port(self.control, self.advertise, self.handoff_secret)
+        return transfer_interface(control, self.transfer_interface, self.handoff_secret)
 
     @property
     def stage_layers(self) -> tuple[int, ...] | None:
@@ -284,7 +298,12 @@ class EngineConfig:
                     flag = flag_name(declared.name)
                     raise ConfigError(f"--{flag} is for --role prefill and decode; leave it out with --role both")
             return
-        control_port(self.control, self.advertise, self.handoff_secret)
+        interface = self.listening_interface
+        if self.transfer == "mooncake" and interface not in interface_addresses():
+            raise ConfigError(
+                f"--transfer mooncake listens on one network interface, not on {interface!r}; its RDMA devices are not "
+                "named by --transfer-interface"
+            )
         if self.transfer_protocol is not None and self.transfer != "mooncake":
             raise ConfigError(
                 "--transfer-protocol is for --transfer mooncake; NIXL chooses its protocol itself; leave it out"

@@ -115,10 +115,15 @@ def assemble(
         key = None if kv_shape.key is None else kv_shape.key.description
         identity = ModelIdentity(card.name, kv_shape.layers, kv_shape.row.description, key, kv_shape.groups, weights)
         host = control_port(config.control, config.advertise, config.handoff_secret).peers.host
-        transfer = transfer or open_transfer(config.transfer, host=host, protocol=config.transfer_protocol or "tcp")
+        transfer = transfer or open_transfer(
+            config.transfer,
+            host=host,
+            interface=config.listening_interface,
+            protocol=config.transfer_protocol or "tcp",
+        )
         schedulers = [replica.scheduler for replica in replicas]
-        endpoint, control = open_endpoint(config, identity, schedulers, executor, card, transfer, wake)
-        card = replace(card, control=control)
+        endpoint, channel = open_endpoint(config, identity, schedulers, executor, card, transfer, wake)
+        card = replace(card, control=channel.address, control_listens_on=channel.listens_on)
     return Engine(card, replicas, executor, plans_in_flight, endpoint)
 
 

@@ -18,7 +18,7 @@ from hotset.base.units import MIB
 from hotset.engine.input_processor import ModelCard
 from hotset.engine.stores import host_store_name, landing_stores, regions, stores_in_host_memory
 from hotset.engine.workers.executor import Executor, Step
-from hotset.handoff.agent import HandoffAgent, HandoffStats, open_channel
+from hotset.handoff.agent import ControlChannel, HandoffAgent, HandoffStats, open_channel
 from hotset.handoff.messages import (
     CancelFetch,
     Fetch,
@@ -258,8 +258,8 @@ def open_endpoint(
     card: ModelCard,
     transfer: Transfer,
     wake: Callable[[], None],
-) -> tuple[HandoffEndpoint, str]:
-    """Opens the endpoint of a prefill or decode worker. Returns it with the address at which peers reach it.
+) -> tuple[HandoffEndpoint, ControlChannel]:
+    """Opens the endpoint of a prefill or decode worker. Returns it with its control channel, which it owns.
 
     The endpoint owns `transfer`. Raises StartupError if the control port cannot be bound, if memory cannot be
     registered, or if the staging memory is too small.
@@ -292,8 +292,8 @@ def open_endpoint(
         raise
     resources = TransferResources(transfer, staging)
     if is_prefill:
-        return PrefillEndpoint(agent, resources, schedulers[0], executor, card), channel.address
-    return DecodeEndpoint(agent, resources, schedulers, executor), channel.address
+        return PrefillEndpoint(agent, resources, schedulers[0], executor, card), channel
+    return DecodeEndpoint(agent, resources, schedulers, executor), channel
 
 
 def _staging(config: EngineConfig, stores: Mapping[StoreName, Store]) -> StagingMemory | None:

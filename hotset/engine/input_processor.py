@@ -28,6 +28,7 @@ class ModelCard:
     dtype: str
     role: str = "both"
     control: str | None = None  # the address at which peers reach the handoff agent; None with role 'both'
+    control_listens_on: Address | None = None  # the address on which the handoff agent listens
     host_store: bool = False
     landing: LandingPolicy = LAND_ANYWHERE  # where KV from prefill workers may arrive
 

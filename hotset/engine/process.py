@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import EngineStopped, StartupError
+from hotset.base.listeners import check_listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.parent_death import resume_if_parent_dies
 from hotset.engine.input_processor import Choice, ModelCard
@@ -218,6 +219,7 @@ def _build(
         from hotset.engine.build import build_engine
 
         engine = build_engine(config, wake=wake, advance=advance)
+        _check_listeners(config, engine)
     except StartupError as error:
         pipe.send(EngineFailed(error))
         return None
@@ -226,6 +228,20 @@ def _build(
         return None
     pipe.send(EngineReady(engine.card, engine.closing_seconds))
     return engine
+
+
+def _check_listeners(config: EngineConfig, engine: "Engine") -> None:
+    """Closes the engine and raises StartupError if this process listens where it was not asked to."""
+    control = engine.card.control_listens_on
+    try:
+        check_listeners(
+            "the engine",
+            addresses=() if control is None else (control,),
+            interfaces=() if control is None else config.listening_interface.split(","),
+        )
+    except StartupError:
+        engine.close()
+        raise
 
 
 def _read_commands(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hotset.base.address import Address
 from hotset.base.errors import EngineStopped, MissingDependency
 from hotset.handoff.decode_role import DecodeRole
 from hotset.handoff.messages import (
@@ -76,6 +77,7 @@ class ControlChannel(Protocol):
     """
 
     address: str  # `host:port` at which peers reach this process
+    listens_on: Address  # where this process listens
 
     @property
     def dropped(self) -> Mapping[str, int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from hotset.base.address import Address, control_port
+from hotset.base.address import Address, control_port, normalized_host
 from hotset.base.errors import BadMessage, StartupError
 from hotset.handoff.codec import MAX_BYTES, Codec
 from hotset.handoff.messages import (
@@ -74,8 +74,10 @@ class Channel:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise StartupError(f"cannot listen at {bind} for control messages: {error.strerror}") from None
-        port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self.address = str(Address(control.peers.host, control.peers.port or port))
+        endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)  # like tcp://127.0.0.1:7000
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self.listens_on = Address(normalized_host(host), int(port))
+        self.address = str(Address(control.peers.host, control.peers.port or int(port)))
         self._monitor = self._router.get_monitor_socket(FAILED_HANDSHAKES)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._poller = zmq.Poller()

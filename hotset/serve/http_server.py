@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive
 
 from hotset.base.errors import ConfigError
+from hotset.base.listeners import check_listeners, listening_address
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_INTERRUPTED = 130  # the exit code that shells expect from a command that Ctrl-C ended
@@ -37,6 +38,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        check_listeners("the HTTP server", addresses=[listening_address(each) for each in sockets or ()])
         self._on_ready()
 
 

@@ -4,6 +4,7 @@ import logging
 from typing import Literal
 
 from hotset.base.errors import ConfigError
+from hotset.base.listeners import LOOPBACK_INTERFACE
 from hotset.transfer.api import Transfer
 from hotset.transfer.lanes import Lanes
 from hotset.transfer.loopback import Hub, Loopback
@@ -21,6 +22,7 @@ def open_transfer(
     name: str,
     *,
     host: str = "127.0.0.1",
+    interface: str = LOOPBACK_INTERFACE,
     protocol: Literal["tcp", "rdma"] = "tcp",
     lanes: int = LANES,
     deadline_s: float = DEADLINE_S,
@@ -28,8 +30,8 @@ def open_transfer(
 ) -> Transfer:
     """Opens this process's endpoint of the transfer engine `name`. The caller closes it.
 
-    `host` is the address at which peers reach this machine. If it is a loopback address, NIXL listens on loopback only;
-    Mooncake always listens on all addresses. `protocol` applies only to Mooncake, because NIXL chooses its transports
+    `host` is the address at which peers reach this machine, and `interface` the network interface on which the engine
+    listens; NIXL also takes RDMA devices. `protocol` applies only to Mooncake, because NIXL chooses its transports
     itself. `hub` is required for loopback, whose endpoints it connects. A list of writes fails if it has not ended
     `deadline_s` seconds after its submission. Raises StartupError if the engine cannot be used on this machine
     (MissingDependency if a package is not installed, ConfigError if an argument is invalid).
@@ -40,16 +42,16 @@ def open_transfer(
         )
     transfer: Transfer
     if name == "nixl":
-        transfer = Lanes(NixlBackend(host, lanes), lanes, deadline_s)
+        transfer = Lanes(NixlBackend(interface, lanes), lanes, deadline_s)
     elif name == "mooncake":
-        transfer = Lanes(MooncakeBackend(host, protocol), lanes, deadline_s)
+        transfer = Lanes(MooncakeBackend(host, interface, protocol), lanes, deadline_s)
     elif name == "loopback" and hub is not None:
         transfer = Loopback(hub, deadline_s=deadline_s)
     elif name == "loopback":
         raise ConfigError("transfer engine loopback works within one process only; between processes use nixl")
     else:
         raise ConfigError(f"there is no transfer engine {name!r}; choose one of {', '.join(NAMES)}")
-    log.info("transfer engine %s on %s, %s", name, host, transfer.transport())
+    log.info("transfer engine %s on %s, interface %s, %s", name, host, interface, transfer.transport())
     return transfer
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotset.base.errors import MissingDependency, StartupError, TransferError
+from hotset.base.listeners import confined_to
 from hotset.transfer.api import MemoryKind, Region, Writes, WriteState
 from hotset.transfer.lanes import Limits
 from hotset.transfer.regions import Regions
@@ -72,13 +73,14 @@ class MooncakeBackend:
     # If more than 2048 writes to one peer are queued, Mooncake refuses all later writes to that peer.
     limits = Limits(writes=512, nbytes=64 << 20, write_nbytes=16 << 20, in_flight=1024)
 
-    def __init__(self, host: str, protocol: str) -> None:
+    def __init__(self, host: str, interface: str, protocol: str) -> None:
         self._module = load_module()
         if os.environ.get("MC_TCP_PROTO") == "1":
             raise StartupError(
                 "transfer engine mooncake cannot report the end of a write with MC_TCP_PROTO=1: unset that variable"
             )
         self._host = host
+        self._interface = interface
         self._protocol = protocol
         self._instance = uuid.uuid4().hex
         self._regions: list[Region] = []
@@ -163,9 +165,15 @@ class MooncakeBackend:
         return engine
 
     def _open(self) -> _Engine:
+        """Opens an engine. Mooncake listens on all addresses and has no setting for this, so its sockets are bound to
+        the interface once they are open. No memory is registered before that."""
         native = self._module.TransferEngine()
-        if native.initialize(self._host, "P2PHANDSHAKE", self._protocol, "") != 0:
-            raise StartupError(f"transfer engine mooncake does not start on {self._host} over {self._protocol}")
+        try:
+            with confined_to(self._interface):
+                if native.initialize(self._host, "P2PHANDSHAKE", self._protocol, "") != 0:
+                    raise StartupError(f"mooncake does not start on {self._host} over {self._protocol}")
+        except StartupError as error:
+            raise StartupError(f"transfer engine mooncake: {error}; use --transfer nixl") from error
         return _Engine(native)
 
     def _register(self, engine: _Engine, region: Region) -> None:

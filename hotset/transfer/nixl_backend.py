@@ -15,8 +15,7 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from hotset.base.address import is_loopback
-from hotset.base.errors import MissingDependency, StartupError, TransferError
+from hotset.base.errors import ConfigError, MissingDependency, StartupError, TransferError
 from hotset.transfer.api import MemoryKind, Region, Writes, WriteState
 from hotset.transfer.lanes import Limits
 from hotset.transfer.regions import Regions
@@ -30,6 +29,7 @@ PROGRESS_DELAY_US = 20_000
 CHOSEN = re.compile(r" UCX +INFO +\S+ (?:intra|inter)-node cfg#\d+ (.*)")
 TRANSPORT = re.compile(r"\w+/[\w:.]+")
 WARNING = re.compile(r" UCX +(?:WARN|ERROR|FATAL) +(.*)")
+DEVICES_VARIABLE = "UCX_NET_DEVICES"
 
 
 def load_bindings() -> Any:
@@ -41,6 +41,21 @@ def load_bindings() -> Any:
             f"transfer engine nixl: {error}; install it with pip install 'hotset[transfer]'"
         ) from error
     return _bindings
+
+
+def choose_devices(interface: str) -> None:
+    """Makes UCX use this interface only. Call it before UCX is loaded.
+
+    UCX opens a listening socket on every interface that it uses. NIXL's parameter `ucx_devices` does not close those on
+    other interfaces (NIXL 1.5.1). The variable stays set, because UCX may read it again. Raises ConfigError if the
+    environment, or an earlier endpoint of this process, has chosen another interface.
+    """
+    chosen = os.environ.setdefault(DEVICES_VARIABLE, interface)
+    if chosen != interface:
+        raise ConfigError(
+            f"the environment variable {DEVICES_VARIABLE} is {chosen!r}, but the transfer engine should use "
+            f"{interface!r}; unset the variable, or set --transfer-interface {chosen}"
+        )
 
 
 class UcxLog:
@@ -105,7 +120,8 @@ class NixlBackend:
     name = "nixl"
     limits = Limits(writes=4096, nbytes=32 << 20, write_nbytes=32 << 20, in_flight=1 << 16)
 
-    def __init__(self, host: str, lanes: int) -> None:
+    def __init__(self, interface: str, lanes: int) -> None:
+        choose_devices(interface)
         self._nixl = load_bindings()
         self._log = UcxLog()
         self._agent_name = uuid.uuid4().hex
@@ -117,10 +133,9 @@ class NixlBackend:
         config = self._nixl.nixlAgentConfig()
         config.useProgThread, config.useListenThread, config.pthrDelay = True, False, PROGRESS_DELAY_US
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
-        parameters = {"num_workers": str(lanes)} | ({"ucx_devices": "lo"} if is_loopback(host) else {})
         try:
             self._agent: Any = self._nixl.nixlAgent(self._agent_name, config)
-            self._ucx = self._agent.createBackend("UCX", parameters)
+            self._ucx = self._agent.createBackend("UCX", {"num_workers": str(lanes)})
         except Exception as error:
             raise StartupError(f"transfer engine nixl: its UCX backend does not start: {error}") from error
         finally:

@@ -39,6 +39,10 @@ SECRET = "at least sixteen characters"
         ({"role": "decode", "control": "0.0.0.0:1", "handoff_secret": SECRET}, "as in --advertise 10"),
         ({"role": "decode", "control": "0.0.0.0:1", "advertise": "10.0.0.1:0"}, "needs a shared secret"),
         ({"role": "decode", "handoff_secret": "short"}, "at least 16 characters"),
+        ({"transfer_interface": "lo"}, "--transfer-interface is for"),
+        ({"role": "decode", "control": "10.0.0.1:0", "handoff_secret": SECRET}, "must name the interface"),
+        ({"role": "decode", "transfer_interface": "eth77"}, "no interface 'eth77'; it has lo "),
+        ({"role": "decode", "transfer": "mooncake", "transfer_interface": "lo,lo"}, "on one network interface, not on"),
     ],
 )
 def test_handoff_settings_that_are_invalid_or_without_effect_are_refused_before_a_model_is_loaded(
@@ -49,7 +53,12 @@ def test_handoff_settings_that_are_invalid_or_without_effect_are_refused_before_
 
 
 def test_valid_handoff_settings_of_a_prefill_worker_are_accepted() -> None:
-    reachable = {"control": "0.0.0.0:1", "advertise": "10.0.0.1:0", "handoff_secret": SECRET}
+    reachable = {
+        "control": "0.0.0.0:1",
+        "advertise": "10.0.0.1:0",
+        "handoff_secret": SECRET,
+        "transfer_interface": "lo",
+    }
     EngineConfig(role="prefill", transfer="mooncake", transfer_protocol="rdma", **reachable)
 
 

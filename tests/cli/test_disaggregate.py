@@ -19,6 +19,7 @@ from hotset.serve.router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "s3cret that is long enough"
+REACHABLE = ("--control", "10.0.0.1:0", "--transfer-interface", "lo")
 
 
 def parsed(arguments: list[str]) -> dict[str, object]:
@@ -42,7 +43,14 @@ def test_invalid_worker_counts_are_rejected(text: str) -> None:
 
 def test_worker_arguments_contain_the_settings_and_the_share_of_memory() -> None:
     engine = EngineConfig(
-        model="m", role="prefill", page_rows=16, seed=3, handoff_secret=SECRET, kv_dtype="fp8", transfer="mooncake"
+        model="m",
+        role="prefill",
+        page_rows=16,
+        seed=3,
+        handoff_secret=SECRET,
+        kv_dtype="fp8",
+        transfer="mooncake",
+        transfer_interface="lo",
     )
     serve = ServeConfig(host="0.0.0.0", port=80, api_key="k3y", max_queue=7, served_model_name="name")
     arguments = worker_arguments(engine, serve, "decode", MemoryShare("cuda:1", 2.5, 4.0))
@@ -50,7 +58,7 @@ def test_worker_arguments_contain_the_settings_and_the_share_of_memory() -> None
     received = parsed(arguments)
     expected = {"model": "m", "page_rows": 16, "seed": 3, "kv_dtype": "fp8", "role": "decode", "device": "cuda:1"}
     expected |= {"device_kv_gib": 2.5, "host_kv_gib": 4.0, "max_queue": 7, "served_model_name": "name"}
-    expected |= {"host": "127.0.0.1", "port": 0, "transfer": "mooncake"}
+    expected |= {"host": "127.0.0.1", "port": 0, "transfer": "mooncake", "transfer_interface": "lo"}
     assert {name: received[name] for name in expected} == expected
 
 
@@ -112,8 +120,12 @@ def test_a_secret_in_the_environment_applies_only_to_prefill_and_decode_workers(
         (["serve", "--disaggregate", "1P1D", "--control", "127.0.0.1:7000"], "use port 0 in --control"),
         (["serve", "--transfer", "mooncake"], "leave it out"),
         (["serve", "--disaggregate", "1P1D", "--tiers", "off"], "--tiers off"),
-        # --disaggregate generates a secret, so this --control is accepted, and only --host is refused.
-        (["serve", "--disaggregate", "1P1D", "--control", "10.0.0.1:0", "--host", "a" * 64], "choose another --host"),
+        # --disaggregate generates a secret, so this --control needs an interface only.
+        (
+            ["serve", "--disaggregate", "1P1D", "--control", "10.0.0.1:0"],
+            "--transfer-interface must name the interface",
+        ),
+        (["serve", "--disaggregate", "1P1D", *REACHABLE, "--host", "a" * 64], "choose another --host"),
         (["router", "--decode", "nowhere"], "address must look like"),
         (["router", "--poll-seconds", "0"], "--poll-seconds must be a finite number"),
     ],

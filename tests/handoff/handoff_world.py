@@ -28,7 +28,7 @@ class FaultyChannel:
     """A channel that loses, duplicates or delays outgoing messages. Each fault is set by the name of a message type."""
 
     def __init__(self, inner: ControlChannel, seed: int = 0) -> None:
-        self.inner, self.address = inner, inner.address
+        self.inner, self.address, self.listens_on = inner, inner.address, inner.listens_on
         self.lose: dict[str, int] = {}  # the number of further messages of each type that will be lost
         self.duplicate: set[str] = set()  # types whose messages are sent twice, unless they are lost
         self.max_delay: dict[str, float] = {}  # seconds, by type; each message gets a random delay up to this limit

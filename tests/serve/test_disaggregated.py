@@ -11,6 +11,7 @@ from typing import Any
 
 import plain_http
 import pytest
+from listening import descendants_of, listening
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import API_KEY, RunningServer, serving
 
@@ -111,7 +112,9 @@ def test_metrics_count_prefilled_tokens_and_transferred_bytes(disaggregated: Run
     assert metrics_of(decode)["hotset_pages_quarantined"] == 0
     assert metrics_of(disaggregated.url)["hotset_router_requests_total/completed"] >= 1
     for role in ("prefill", "decode"):
-        assert re.search(rf"\[{role} 1\] .* INFO transfer engine nixl on 127\.0\.0\.1, UCX", disaggregated.log())
+        assert re.search(
+            rf"\[{role} 1\] .* INFO transfer engine nixl on 127\.0\.0\.1, interface lo, UCX", disaggregated.log()
+        )
     reached = re.search(
         r"\[prefill 1\] .* INFO nixl reaches 127\.0\.0\.1:\d+ over UCX \(.+\), \S+ GB/s", disaggregated.log()
     )
@@ -140,6 +143,20 @@ def test_workers_report_their_role_and_reject_requests_that_do_not_fit_it(disagg
     assert error["code"] == "prefill_lost" and "no message from 127.0.0.1:1 for 4 s" in error["message"]
 
 
+def test_defect_21_every_process_listens_on_loopback_only_also_after_handoffs(
+    colocated: RunningServer, disaggregated: RunningServer
+) -> None:
+    choices_of(disaggregated, 70)
+    alone, together = (
+        listening({server.process.pid} | descendants_of(server.process.pid)) for server in (colocated, disaggregated)
+    )
+    assert {listener.host for listener in [*alone, *together]} == {"127.0.0.1"}
+    assert len(alone) == 1, "a server without peers needs one port"
+    urls = [disaggregated.url, *workers_of(disaggregated, "prefill"), *workers_of(disaggregated, "decode")]
+    http_ports = {int(url.rpartition(":")[2]) for url in urls}
+    assert len(http_ports) == 3 and http_ports < {listener.port for listener in together}
+
+
 def test_a_server_of_both_roles_rejects_handoffs(colocated: RunningServer) -> None:
     body = {"model": "demo-dsa", "prompt": [3], "max_tokens": 1}
     refused = plain_http.post(colocated.url + TEXT, json=body, headers={"x-hotset-prefill": "127.0.0.1:1"}, timeout=30)
@@ -148,15 +165,6 @@ def test_a_server_of_both_roles_rejects_handoffs(colocated: RunningServer) -> No
     assert (refused_landing.status_code, refused_landing.json()["error"]["param"]) == (400, "landing")
     state = plain_http.get(f"{colocated.url}/handoff", timeout=30).json()
     assert (state["role"], state["control"]) == ("both", None)
-
-
-def descendants_of(pid: int) -> set[int]:
-    """Returns the ids of all living descendants of a process."""
-    descendants: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        for child in map(int, (task / "children").read_text().split()):
-            descendants |= {child} | descendants_of(child)
-    return descendants
 
 
 def wait_until_ended(pids: set[int], seconds: float = 60.0) -> bool:

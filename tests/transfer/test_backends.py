@@ -5,6 +5,7 @@ The fakes produce faults that the real libraries do not produce on demand. The n
 """
 
 import json
+import os
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotset.base.errors import StartupError, TransferError
+from hotset.base.errors import ConfigError, StartupError, TransferError
 from hotset.transfer import mooncake_backend, nixl_backend
 from hotset.transfer.api import Region, WriteState
 from hotset.transfer.mooncake_backend import DONE, IN_PROGRESS, MooncakeBackend
@@ -69,8 +70,39 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> FakeNixlAgent:
     return fake
 
 
+@pytest.mark.parametrize("earlier", [None, "lo"])
+def test_defect_21_nixl_sets_the_devices_of_ucx_before_ucx_is_loaded(
+    agent: FakeNixlAgent, monkeypatch: pytest.MonkeyPatch, earlier: str | None
+) -> None:
+    loaded_with: list[str | None] = []
+    bindings = nixl_backend.load_bindings()
+
+    def load_bindings() -> Any:
+        loaded_with.append(os.environ.get("UCX_NET_DEVICES"))
+        return bindings
+
+    monkeypatch.setattr(nixl_backend, "load_bindings", load_bindings)
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    if earlier is not None:
+        monkeypatch.setenv("UCX_NET_DEVICES", earlier)
+    NixlBackend("lo", 1).close()
+    assert (loaded_with, os.environ["UCX_NET_DEVICES"]) == (["lo"], "lo")
+
+
+def test_nixl_refuses_another_interface_than_the_environment_or_an_earlier_endpoint_has_chosen(
+    agent: FakeNixlAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    NixlBackend("lo", 1).close()
+    message = (
+        "UCX_NET_DEVICES is 'lo', but the transfer engine should use 'eth0'; unset the variable, or set --transfer"
+    )
+    with pytest.raises(ConfigError, match=message):
+        NixlBackend("eth0", 1)
+
+
 def test_defect_12_nixl_raises_if_memory_cannot_be_registered(agent: FakeNixlAgent) -> None:
-    backend = NixlBackend("127.0.0.1", 1)
+    backend = NixlBackend("lo", 1)
     agent.refuse_registration = True
     with pytest.raises(StartupError, match="4096 bytes of host memory cannot be registered: NIXL_ERR_BACKEND"):
         backend.register(REGION)
@@ -78,7 +110,7 @@ def test_defect_12_nixl_raises_if_memory_cannot_be_registered(agent: FakeNixlAge
 
 
 def test_a_slow_nixl_connection_does_not_delay_other_peers(agent: FakeNixlAgent) -> None:
-    backend, remotes = NixlBackend("127.0.0.1", 1), list[Any]()
+    backend, remotes = NixlBackend("lo", 1), list[Any]()
     slow = threading.Thread(target=lambda: remotes.append(backend.connect(b"slow", Regions())), daemon=True)
     slow.start()
     while not agent.connecting:
@@ -94,7 +126,7 @@ def test_a_slow_nixl_connection_does_not_delay_other_peers(agent: FakeNixlAgent)
 
 
 def test_nixl_releases_a_peer_that_it_cannot_reach(agent: FakeNixlAgent) -> None:
-    backend = NixlBackend("127.0.0.1", 1)
+    backend = NixlBackend("lo", 1)
     with pytest.raises(TransferError, match="nixl cannot connect: NIXL_ERR_REMOTE_DISCONNECT"):
         backend.connect(b"unreachable", Regions())
     assert agent.invalidated == ["unreachable"] and not backend._connections
@@ -139,7 +171,7 @@ def mooncake(monkeypatch: pytest.MonkeyPatch) -> FakeMooncakeEngine:
 
 
 def test_defect_12_mooncake_raises_if_memory_cannot_be_registered(mooncake: FakeMooncakeEngine) -> None:
-    backend = MooncakeBackend("127.0.0.1", "tcp")
+    backend = MooncakeBackend("127.0.0.1", "lo", "tcp")
     mooncake.register_status = -101
     with pytest.raises(StartupError, match="4096 bytes of host memory cannot be registered: error -101"):
         backend.register(REGION)
@@ -149,7 +181,7 @@ def test_defect_12_mooncake_raises_if_memory_cannot_be_registered(mooncake: Fake
 def test_a_mooncake_backend_that_does_not_start_raises(mooncake: FakeMooncakeEngine) -> None:
     mooncake.initialize_status = -1
     with pytest.raises(StartupError, match=r"does not start on 10\.0\.0\.1 over rdma"):
-        MooncakeBackend("10.0.0.1", "rdma")
+        MooncakeBackend("10.0.0.1", "lo", "rdma")
 
 
 def native_description(instance: str) -> bytes:
@@ -160,7 +192,7 @@ def native_description(instance: str) -> bytes:
 def test_if_a_second_mooncake_backend_does_not_start_only_the_new_connection_fails(
     mooncake: FakeMooncakeEngine,
 ) -> None:
-    backend = MooncakeBackend("127.0.0.1", "tcp")
+    backend = MooncakeBackend("127.0.0.1", "lo", "tcp")
     backend.register(REGION)
     first = backend.connect(native_description("a"), Regions([REGION]))
     mooncake.register_status = -101
@@ -175,7 +207,7 @@ def test_if_a_second_mooncake_backend_does_not_start_only_the_new_connection_fai
 
 @pytest.mark.parametrize("status", [-1, 2])
 def test_defect_13_a_failed_mooncake_write_is_reported_as_unknown(mooncake: FakeMooncakeEngine, status: int) -> None:
-    backend = MooncakeBackend("127.0.0.1", "tcp")
+    backend = MooncakeBackend("127.0.0.1", "lo", "tcp")
     remote = backend.connect(native_description("a"), Regions())
     post = backend.post(remote, np.array([[1, 2, 3], [4, 5, 6]]))
     mooncake.status = IN_PROGRESS

@@ -1,5 +1,6 @@
 """Communication between workers during a step: pipeline stages, and collectives over torch.distributed."""
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hotset.base.listeners import LOOPBACK_INTERFACE
 from hotset.engine.workers.messages import WorkerRank
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
@@ -68,11 +70,15 @@ class DistributedWorld:
     """Implements `World` over torch.distributed: NCCL between GPUs, gloo between CPU processes."""
 
     def __init__(self, rank: WorkerRank, device: torch.device) -> None:
-        """Joins the process group at the rendezvous address. Blocks until all other workers have joined."""
+        """Joins the process group through the rendezvous file. Blocks until all other workers have joined.
+
+        All workers are on this machine. A file needs no port, and the connections between workers use loopback.
+        """
         on_gpu = device.type == "cuda"
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            init_method=f"tcp://{rank.rendezvous}",
+            store=dist.FileStore(rank.rendezvous, rank.workers),  # type: ignore[attr-defined]
             rank=rank.number,
             world_size=rank.workers,
             timeout=COLLECTIVE_TIMEOUT,

@@ -22,7 +22,7 @@ class WorkerRank:
     stage: int  # in [0, stages)
     stages: int
     split: Split
-    rendezvous: str  # host:port at which torch.distributed connects the workers
+    rendezvous: str  # path of the file through which the workers exchange their addresses
     device: str
 
     @property

@@ -2,7 +2,7 @@
 
 import contextlib
 import multiprocessing
-import socket
+import os
 import sys
 import threading
 import time
@@ -133,7 +133,8 @@ class MultiprocessExecutor:
         self._serving = False  # workers have started and are not being closed, so they must show signs of life
         # Without this, a program that does not call `close` hangs at exit, because multiprocessing joins the workers.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
-        rendezvous = f"127.0.0.1:{_free_port()}"
+        # Like the shared memory, this file has no name in the file system and ends with the last process that uses it.
+        self._rendezvous = os.fdopen(os.memfd_create("hotset-rendezvous"), "wb")
         try:
             for number, split in enumerate(splits):
                 rank = WorkerRank(
@@ -142,7 +143,7 @@ class MultiprocessExecutor:
                     stage=number // split.size,
                     stages=stages,
                     split=split,
-                    rendezvous=rendezvous,
+                    rendezvous=f"/proc/{os.getpid()}/fd/{self._rendezvous.fileno()}",
                     device=f"cuda:{number}" if device.type == "cuda" else "cpu",
                 )
                 progress = Progress(multiprocessing.get_context("spawn"))
@@ -302,6 +303,7 @@ class MultiprocessExecutor:
                 worker.process.join()
             worker.pipe.close()
         self._workers = []
+        self._rendezvous.close()
         for shared in self._shared:
             shared.close()
 
@@ -439,10 +441,3 @@ def _sampled_tokens(plan: Plan, result: StepResult) -> list[SampledToken]:
     return [
         SampledToken(seat, position, token) for (seat, position), token in zip(positions, result.token_ids, strict=True)
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

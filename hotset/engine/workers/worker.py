@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from hotset.base.errors import StartupError
+from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.parent_death import resume_if_parent_dies
 from hotset.engine.loading import load_decoder
@@ -57,7 +58,13 @@ def main(pipe: Connection, progress: Progress) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resume_if_parent_dies()
     log_to_stderr()
-    serve(pipe, progress, DistributedWorld, lambda: os._exit(1))
+    serve(pipe, progress, _join_world, lambda: os._exit(1))
+
+
+def _join_world(rank: WorkerRank, device: torch.device) -> World:
+    world = DistributedWorld(rank, device)
+    check_listeners(rank.name, interfaces=(LOOPBACK_INTERFACE,))
+    return world
 
 
 def serve(

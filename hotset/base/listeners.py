@@ -1,0 +1,191 @@
+"""Network interfaces of this machine, and the sockets on which this process listens.
+
+Libraries open ports of their own. Some of these ports let anyone who can reach them write to the memory of the process,
+without a secret: UCX over TCP does. Every process therefore checks its listening sockets before it serves.
+"""
+
+import ctypes
+import os
+import socket
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hotset.base.address import Address, ControlPort, is_loopback, normalized_host
+from hotset.base.errors import ConfigError, StartupError
+
+LOOPBACK_INTERFACE = "lo"
+RDMA_DEVICES = "/sys/class/infiniband"
+MAX_INTERFACE_NAME = 16  # IFNAMSIZ of Linux
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A listening TCP socket of this process."""
+
+    address: Address
+    interface: str  # the interface to which the socket is bound; empty if it accepts connections from all
+
+    def __str__(self) -> str:
+        return f"{self.address}%{self.interface}" if self.interface else str(self.address)
+
+
+def listening_address(bound: socket.socket) -> Address:
+    """Returns the address to which a TCP socket is bound."""
+    host, port = bound.getsockname()[:2]
+    return Address(normalized_host(host), port)
+
+
+def check_listeners(process: str, *, addresses: Collection[Address] = (), interfaces: Collection[str] = ()) -> None:
+    """Raises StartupError if this process listens on anything else than `addresses` and the addresses of `interfaces`.
+
+    `process` names the process in the error.
+    """
+    hosts = {host for name in interfaces for host in interface_addresses().get(name, ())}
+    for listener in listeners():
+        allowed = listener.address in addresses or listener.address.host in hosts or listener.interface in interfaces
+        if not allowed:
+            asked = [*map(str, addresses), *(f"interface {name}" for name in interfaces)]
+            raise StartupError(
+                f"{process} (process {os.getpid()}) listens on {listener}, but was asked to listen on "
+                f"{' and '.join(asked) or 'no port'} only; it does not serve, because others could use that port. Find "
+                "what opened it (an environment variable of UCX, Mooncake, gloo or NCCL, or a plugin) and remove that"
+            )
+
+
+def listeners() -> list[Listener]:
+    """Returns the listening TCP sockets of this process."""
+    found = []
+    for descriptor in _descriptors():
+        with _borrowed_socket(descriptor) as opened:
+            if opened is not None and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                bound_to = opened.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, MAX_INTERFACE_NAME)
+                found.append(Listener(listening_address(opened), bound_to.partition(b"\0")[0].decode()))
+    return found
+
+
+@contextmanager
+def confined_to(interface: str) -> Iterator[None]:
+    """Binds the TCP sockets that this process opens during the block to one interface, at the end of the block.
+
+    They then accept connections that arrive through this interface only, and connections through another one that were
+    accepted during the block are cut off. This is for libraries that listen on all addresses and cannot be configured.
+    Raises StartupError if the system does not allow it.
+    """
+    known = {_identity(descriptor) for descriptor in _descriptors()}
+    yield
+    for descriptor in _descriptors():
+        if _identity(descriptor) in known:
+            continue
+        with _borrowed_socket(descriptor) as opened:
+            if opened is None:
+                continue
+            try:
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode())
+            except OSError as error:
+                raise StartupError(
+                    f"{listening_address(opened)} cannot be confined to interface {interface}: {error.strerror}"
+                ) from error
+
+
+def transfer_interface(control: ControlPort, interface: str | None, secret: str | None) -> str:
+    """Returns the interface on which a transfer engine listens: `interface`, or the loopback interface by default.
+
+    It is an interface, an RDMA device, or several of them separated by commas. Raises ConfigError if this machine does
+    not have it. If other machines can reach the control port or the interface, raises ConfigError if no interface or no
+    secret is given.
+    """
+    found = interface_addresses()
+    listed = ", ".join(f"{name} ({', '.join(hosts) or 'no address'})" for name, hosts in found.items())
+    if interface is None:
+        if is_loopback(control.listen.host):
+            return LOOPBACK_INTERFACE
+        raise ConfigError(
+            f"a control port at {control.listen.host} can be reached from other machines, so --transfer-interface must "
+            "name the interface on which the transfer engine listens; choose one of a network in which you trust every "
+            f"machine: {listed}"
+        )
+    names, devices = interface.split(","), rdma_devices()
+    for name in names:
+        if name not in found and name.partition(":")[0] not in devices:
+            raise ConfigError(f"--transfer-interface: this machine has no interface {name!r}; it has {listed}")
+    on_loopback = all(found.get(name) and all(map(is_loopback, found[name])) for name in names)
+    if secret is None and not on_loopback:
+        raise ConfigError(
+            f"--transfer-interface {interface} can be reached from other machines and needs a shared secret; give "
+            "every worker the same handoff secret, or leave the interface out"
+        )
+    return interface
+
+
+class _InterfaceAddress(ctypes.Structure):
+    """The C library's `struct ifaddrs`."""
+
+
+_InterfaceAddress._fields_ = [
+    ("next", ctypes.POINTER(_InterfaceAddress)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+    ("netmask", ctypes.c_void_p),
+    ("broadcast", ctypes.c_void_p),
+    ("data", ctypes.c_void_p),
+]
+# Where the IP address lies in the C library's `struct sockaddr` of each family: offset and length.
+_IP_BYTES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
+
+
+def interface_addresses() -> dict[str, tuple[str, ...]]:
+    """Returns the IP addresses of every network interface of this machine, IPv6 addresses in brackets."""
+    found: dict[str, tuple[str, ...]] = {name: () for _, name in socket.if_nameindex()}
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_InterfaceAddress)()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        raise OSError(ctypes.get_errno(), "the network interfaces of this machine cannot be listed")
+    try:
+        entry = first
+        while bool(entry):  # False for NULL
+            name, address = entry.contents.name.decode(), entry.contents.address
+            family = ctypes.c_ushort.from_address(address).value if address else socket.AF_UNSPEC
+            if family in _IP_BYTES:
+                offset, length = _IP_BYTES[socket.AddressFamily(family)]
+                host = socket.inet_ntop(family, ctypes.string_at(address + offset, length))
+                found[name] = (*found.get(name, ()), normalized_host(host))
+            entry = entry.contents.next
+    finally:
+        libc.freeifaddrs(first)
+    return found
+
+
+def rdma_devices() -> list[str]:
+    """Returns the names of the RDMA devices of this machine, without ports, like mlx5_0."""
+    return os.listdir(RDMA_DEVICES) if os.path.isdir(RDMA_DEVICES) else []
+
+
+def _descriptors() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd")]
+
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    """Returns numbers that identify an open file or socket, or None if it was closed meanwhile."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+@contextmanager
+def _borrowed_socket(descriptor: int) -> Iterator[socket.socket | None]:
+    """Yields a TCP socket that another part of this process owns, and leaves it open. Yields None if the descriptor is
+    something else, or was closed meanwhile."""
+    try:
+        opened = socket.socket(fileno=descriptor)
+    except OSError:
+        yield None
+        return
+    try:
+        is_tcp = opened.family in _IP_BYTES and opened.type == socket.SOCK_STREAM
+        yield opened if is_tcp else None
+    finally:
+        opened.detach()

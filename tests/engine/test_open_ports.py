@@ -1,0 +1,110 @@
+"""Engine processes and their workers listen where they were asked to, and nowhere else."""
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+from harness import tiny_directory
+from listening import Listening, descendants_of, listening
+
+from hotset.base.config import EngineConfig
+from hotset.engine import build
+from hotset.engine.build import build_engine
+from hotset.engine.process import EngineFailed, EngineProcess, StopEngine, _build
+from hotset.engine.workers.processes import MultiprocessExecutor
+
+SETTINGS: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "device_kv_tokens": 256, "page_rows": 4}
+SECRET = "a secret that both workers share"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def listeners_of_engine(config: EngineConfig) -> tuple[list[Listening], str | None]:
+    """Starts an engine process. Returns the listening sockets of it and its workers, and its control address."""
+    process = EngineProcess(config)
+    try:
+        card = process.wait_ready()
+        assert process.pid is not None
+        found = listening({process.pid} | descendants_of(process.pid))
+        process.pipe.send(StopEngine())
+    finally:
+        process.end()
+    return found, card.control
+
+
+@pytest.mark.parametrize("split", ["tensor", "data"])
+def test_defect_21_the_ranks_of_an_engine_listen_on_loopback_only(tmp_path: Path, split: str) -> None:
+    model = tiny_directory(tmp_path, num_key_value_heads=2)
+    config = EngineConfig(model, **SETTINGS, **{f"{split}_parallel_size": 2})
+    engine = build_engine(config, show_progress=False)
+    try:
+        assert isinstance(engine.executor, MultiprocessExecutor)
+        pids = [worker.process.pid for worker in engine.executor._workers]
+        found = listening(pid for pid in pids if pid is not None)
+    finally:
+        engine.close()
+    assert {listener.host for listener in found} == {"127.0.0.1"}
+    assert {listener.pid for listener in found} == set(pids), "each rank has a port for the other"
+
+
+@pytest.mark.parametrize(
+    ("role", "transfer", "settings"),
+    [
+        ("prefill", "nixl", {"control": "127.0.0.2:0"}),
+        ("decode", "nixl", {"control": "0.0.0.0:0", "advertise": "127.0.0.3:0", "transfer_interface": "lo"}),
+        ("prefill", "mooncake", {}),
+        ("decode", "mooncake", {"control": "127.0.0.2:0"}),
+    ],
+)
+def test_defect_21_a_worker_listens_on_its_control_address_and_on_the_loopback_interface_only(
+    tmp_path: Path,
+    role: Literal["prefill", "decode"],
+    transfer: Literal["nixl", "mooncake"],
+    settings: dict[str, Any],
+) -> None:
+    pytest.importorskip(transfer)
+    settings = {"role": role, "transfer": transfer, "handoff_secret": SECRET} | settings
+    config = EngineConfig(tiny_directory(tmp_path, num_key_value_heads=2), **SETTINGS, **settings)
+    found, control = listeners_of_engine(config)
+    assert control is not None
+    host, port = config.control.rpartition(":")[0], int(control.rpartition(":")[2])
+    at_control = [listener for listener in found if (listener.host, listener.port) == (host, port)]
+    others = [listener for listener in found if listener not in at_control]
+    assert len(at_control) == 1 and others
+    for listener in others:
+        assert listener.host == "127.0.0.1" or listener.interface == "lo", listener
+
+
+def test_defect_21_an_engine_with_a_listener_that_nobody_asked_for_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The listener is one of the test's own process."""
+    closed: list[bool] = []
+    engine = SimpleNamespace(card=SimpleNamespace(control_listens_on=None), close=lambda: closed.append(True))
+    monkeypatch.setattr(build, "build_engine", lambda config, **callbacks: engine)
+    reports, child_end = multiprocessing.Pipe()
+    with socket.create_server(("127.0.0.2", 0)):
+        assert _build(EngineConfig(), child_end, lambda: None, lambda: None) is None
+    report = reports.recv()
+    assert isinstance(report, EngineFailed) and report.trace is None
+    assert "the engine (process" in str(report.error) and "was asked to listen on no port" in str(report.error)
+    assert closed == [True], "the engine must release its memory"
+
+
+@pytest.mark.slow
+def test_another_machine_reaches_only_the_ports_on_the_interface_that_was_named() -> None:
+    """The machines are network namespaces. UCX, Mooncake and the handoff are real."""
+    pytest.importorskip("nixl")
+    pytest.importorskip("mooncake")
+    if subprocess.run(["unshare", "-rnm", "ip", "link"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this machine does not allow network namespaces, or has no command ip")
+    command = ["unshare", "-rnm", sys.executable, "-m", "engine.two_machines"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment.pop("UCX_NET_DEVICES", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
