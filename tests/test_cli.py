@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from hotset import LLM, SamplingParams, __version__
 from hotset.base.config import EngineConfig, ServeConfig, flag_name
 from hotset.base.errors import ContextLengthExceeded
-from hotset.cli import app, main
+from hotset.base.host_memory import HostMemory
+from hotset.cli import app, machine, main
 from hotset.cli.flags import SERVER_ONLY_SETTINGS, config_values
 from hotset.cli.machine import MachineReport, PackageReport, inspect_machine, print_machine
 from hotset.cli.terminal import Conversation
@@ -109,6 +111,13 @@ def test_start_up_error_is_one_line_and_exit_status_1(
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
+def test_absurd_model_files_are_one_line_and_exit_status_1(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": ' + "9" * 400 + "}")
+    done = hotset("serve", str(tmp_path), stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: {tmp_path / 'config.json'}: ") and done.stderr.count("\n") == 1
+
+
 def test_start_up_error_of_a_hotset_process_is_one_line_and_exit_status_1() -> None:
     done = hotset("serve", "--port", "65536", stdin=subprocess.DEVNULL)
     assert (done.returncode, done.stdout) == (1, "")
@@ -130,13 +139,16 @@ def test_info_reports_the_machine_and_every_package() -> None:
 
 
 def test_info_and_the_engine_agree_on_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizing, "free_bytes", lambda device: 12345 if device.type == "cpu" else 0)
-    assert inspect_machine().free_ram_bytes == 12345
+    for module in (sizing, machine):
+        monkeypatch.setattr(module, "host_memory", lambda: HostMemory(99_999, 12_345, 55_555))
+    report = inspect_machine()
+    assert report.free_ram_bytes == sizing.free_bytes(torch.device("cpu")) == 12_345
+    assert (report.ram_bytes, report.ram_limit_bytes) == (99_999, 55_555)
 
 
 def test_info_shows_the_brackets_of_an_install_command(capsys: pytest.CaptureFixture[str]) -> None:
     missing = PackageReport("serve", "HTTP server", None, 'pip install "hotset[serve]"')
-    print_machine(MachineReport("0", "3", "Linux", None, 2, 1 << 30, 1 << 20, (), (missing,)))
+    print_machine(MachineReport("0", "3", "Linux", None, 2, 1 << 30, None, 1 << 20, (), (missing,)))
     assert 'missing: pip install "hotset[serve]"' in capsys.readouterr().out
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from hotset import __version__
+from hotset.base.host_memory import host_memory
 from hotset.base.units import show_bytes
 
 
@@ -48,6 +49,7 @@ class MachineReport:
     torch: str | None  # None: missing
     cpu_cores: int
     ram_bytes: int
+    ram_limit_bytes: int | None  # the lowest limit of this process's control groups; None: no limit
     free_ram_bytes: int
     gpus: tuple[Gpu, ...]
     packages: tuple[PackageReport, ...]
@@ -73,15 +75,16 @@ OPTIONAL_PACKAGES = (
 
 def inspect_machine() -> MachineReport:
     """Inspects this machine. Imports torch if it is installed; only looks up the versions of other packages."""
-    torch_version = _version("torch")
+    torch_version, memory = _version("torch"), host_memory()
     return MachineReport(
         hotset=__version__,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         torch=torch_version,
         cpu_cores=len(os.sched_getaffinity(0)),
-        ram_bytes=_page_bytes("SC_PHYS_PAGES"),
-        free_ram_bytes=_free_ram_bytes() if torch_version else _page_bytes("SC_AVPHYS_PAGES"),
+        ram_bytes=memory.total,
+        ram_limit_bytes=memory.limit,
+        free_ram_bytes=memory.free,
         gpus=_gpus() if torch_version else (),
         packages=tuple(
             PackageReport(p.name, p.purpose, _version(*p.distributions), p.install) for p in OPTIONAL_PACKAGES
@@ -96,19 +99,6 @@ def _version(*distributions: str) -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _page_bytes(name: str) -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf(name)
-
-
-def _free_ram_bytes() -> int:
-    """Returns the free memory as the engine measures it: memory that holds file caches counts as free."""
-    import torch
-
-    from hotset.engine.sizing import free_bytes
-
-    return free_bytes(torch.device("cpu"))
 
 
 def _gpus() -> tuple[Gpu, ...]:
@@ -134,6 +124,8 @@ def print_machine(machine: MachineReport) -> None:
     facts.add_row("Python", f"{machine.python} on {machine.system}")
     facts.add_row("torch", machine.torch or "missing: pip install torch")
     memory = f"{show_bytes(machine.ram_bytes)} memory, {show_bytes(machine.free_ram_bytes)} free"
+    if machine.ram_limit_bytes is not None:
+        memory += f" (limited to {show_bytes(machine.ram_limit_bytes)} by a control group)"
     facts.add_row("CPU", f"{machine.cpu_cores} cores, {memory}")
     for gpu in machine.gpus:
         facts.add_row("GPU", f"{gpu.name}, {show_bytes(gpu.memory_bytes)}, {show_bytes(gpu.free_bytes)} free")

@@ -11,6 +11,7 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.memory_shares import cpu_pool_bytes, gpu_pool_bytes, host_store_bytes
 from hotset.base.units import GIB
+from hotset.models.checkpoint.files import weight_files
 
 CPU_DEVICE_SHARE = 0.4  # the device pool's share of a worker's KV memory; the host store gets the remaining 0.6
 WEIGHT_LOAD_FACTOR = 1.2  # peak memory while weights load, relative to the size of their files
@@ -73,10 +74,7 @@ def measure_free_memory(config: EngineConfig) -> FreeMemory:
 
 def weight_bytes(model: str) -> int:
     """Returns the size of a model's weight files, or 0 if none are found; workers report a missing model."""
-    path = Path(model)
-    if path.is_file():
-        return path.stat().st_size
-    return sum(file.stat().st_size for file in path.glob("*.safetensors")) if path.is_dir() else 0
+    return sum(file.stat().st_size for file in weight_files(Path(model)) if file.is_file())
 
 
 def _pool_on_gpu(

@@ -19,6 +19,8 @@ from rich.progress import (
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
+from hotset.base.units import show_bytes
+from hotset.engine.sizing import free_bytes
 from hotset.memory.device_pool import KvShape
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.weights import open_weights
@@ -27,7 +29,7 @@ from hotset.models.decoder import Decoder
 from hotset.models.dsa import dsa_kv_shape
 from hotset.models.gqa import gqa_kv_shape
 from hotset.models.spec import GqaSpec, KvStorage, ModelSpec
-from hotset.models.split import WHOLE_MODEL, Split
+from hotset.models.split import WHOLE_MODEL, Split, layer_weights
 
 LOGGER = logging.getLogger("hotset.engine")
 MIN_CAPABILITY = (8, 0)  # the oldest compute capability with bfloat16 matrix units, which the kernels require
@@ -103,6 +105,18 @@ def whole_kv_shape(spec: ModelSpec, dtype: torch.dtype, stored: KvStorage) -> Kv
     return dsa_kv_shape(range(spec.layers), spec.attention, dtype, stored)
 
 
+def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, free: int, workers: int) -> None:
+    """Raises ConfigError if a worker's share of the weights, at least 1 / `workers`, exceeds `free` bytes."""
+    vocabulary_matrices = 1 if spec.tied_embeddings else 2
+    count = sum(layer_weights(spec)) + vocabulary_matrices * spec.vocab * spec.hidden
+    needed = count * dtype.itemsize // workers
+    if needed > free:
+        raise ConfigError(
+            f"the weights that the model's configuration describes take {show_bytes(needed)} per worker, but only "
+            f"{show_bytes(free)} are free; use more workers, another device or a smaller model"
+        )
+
+
 def load_decoder(
     config: EngineConfig,
     device: torch.device,
@@ -113,6 +127,7 @@ def load_decoder(
     """Loads one worker's part of the model. `progress(done, total)` counts bytes."""
     files = find_model(config.model)
     dtype = choose_dtype(config.dtype, files.spec, device)
+    check_weights_fit(files.spec, dtype, free_bytes(device), config.workers)
     weights = open_weights(files, dtype, device, load_format=config.load_format, progress=progress)
     decoder = Decoder(files.spec, weights, kv_storage(config, files.spec), split, collectives)
     weights.finish()

@@ -1,14 +1,13 @@
 """Decides, once at start-up, the sizes of the KV pools and the maximum context length."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
+from hotset.base.host_memory import host_memory
 from hotset.base.memory_shares import cpu_pool_bytes, gpu_pool_bytes, host_store_bytes
 from hotset.base.units import GIB, ceil_div, show_bytes
 from hotset.kernels.swap_in import MAX_SLOTS
@@ -220,13 +219,8 @@ def _default_share(free: int, device: torch.device, workers: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free bytes of the device. If a CPU's free memory is unknown, returns half of its physical memory."""
+    """Returns the free bytes of the device. On a CPU, limits of control groups count too (`host_memory`)."""
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return int(free)
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return host_memory().free

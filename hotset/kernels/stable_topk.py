@@ -10,9 +10,9 @@ def stable_topk(scores: Tensor, k: int) -> Tensor:
     """Returns [n, k] int64: the positions of the k largest scores of each of n vectors, ascending, EMPTY-padded.
 
     All scores above the k-th largest are taken; the remaining columns go to the earliest scores that equal the k-th
-    largest. Scores of minus infinity and NaN are never taken, but NaN counts as the largest score when the k-th
-    largest is determined. Therefore fewer than k scores may be taken.
+    largest. Scores of minus infinity and NaN are never taken.
     """
+    scores = scores.masked_fill(scores.isnan(), float("-inf"))
     cut = torch.topk(scores, k, dim=-1).values[:, -1:]
     above = scores > cut
     equal = (scores == cut) & (scores > float("-inf"))

@@ -49,7 +49,7 @@ class PageTables:
         self.set_tiered(seat, False)
         self.drop_rows(seat)
         self.key_runs[seat], self.key_pages[seat] = [], []
-        self.host_pages[seat], self.work_pages[seat] = [], []
+        self.host_pages[seat], self.work_pages[seat], self.tail_pages[seat] = [], [], ()
 
     def set_tiered(self, seat: int, tiered: bool) -> None:
         self.tiered[seat].fill_(tiered)

@@ -2,11 +2,25 @@
 
 import json
 import math
+import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hotset.base.errors import CheckpointError
+from hotset.base.units import MIB, show_bytes
+
+MAX_JSON_BYTES = 8 * MIB  # the largest configurations, which list added tokens, have about 1 MiB
+MAX_DIGITS = 300  # of a whole number in a file; a float64 holds numbers of up to 308 digits
+MAX_COUNT = (1 << 31) - 1  # token ids and positions are stored in 32 bits
+MAX_NUMBER = 1e30  # a float32 holds numbers of up to 3e38
+MAX_SHOWN = 120  # characters of a value in an error message
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_SHORT = reprlib.Repr()  # shows only the beginning of long and deeply nested values
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 20
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = MAX_SHOWN
 
 
 class ConfigFields:
@@ -39,21 +53,21 @@ class ConfigFields:
         return ConfigFields(value, self._source, f"{self._prefix}{name}.")
 
     def refuse(self, name: str, supported: str) -> NoReturn:
-        shown = repr(self.get(name))
-        shown = shown if len(shown) <= 120 else shown[:117] + "..."
+        shown = _SHORT.repr(self.get(name))
+        shown = shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 3] + "..."
         raise CheckpointError(f"{self._source}: {self._prefix}{name} is {shown}; supported: {supported}")
 
     def missing(self, name: str) -> NoReturn:
         raise CheckpointError(f"{self._source}: the field {self._prefix}{name} is missing")
 
-    def count(self, name: str, default: int | None = None, *, low: int = 1) -> int:
+    def count(self, name: str, default: int | None = None, *, low: int = 1, high: int = MAX_COUNT) -> int:
         value = self.get(name)
         if value is None:
             if default is None:
                 self.missing(name)
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            self.refuse(name, f"a whole number from {low}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            self.refuse(name, f"a whole number from {low} to {high}")
         return value
 
     def number(self, name: str, default: float | None = None, *, above: float | None = 0.0) -> float:
@@ -62,14 +76,21 @@ class ConfigFields:
             if default is None:
                 self.missing(name)
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            self.refuse(name, "a finite number")
-        if above is not None and value <= above:
-            self.refuse(name, f"a number above {above:g}")
+        # NaN is not at most MAX_NUMBER either.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
+            self.refuse(name, f"a number from {-MAX_NUMBER:g} to {MAX_NUMBER:g}")
+        if above is not None and value <= max(above, 1 / MAX_NUMBER):
+            self.refuse(name, f"a number above {max(above, 1 / MAX_NUMBER):g}")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
-        return self.number(name, above=None) if name in self else None
+        """Returns a number from 0, or None if the field is absent."""
+        if name not in self:
+            return None
+        value = self.number(name, above=None)
+        if value < 0:
+            self.refuse(name, "a number from 0")
+        return value
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name)
@@ -107,15 +128,38 @@ class ConfigFields:
         return tuple(dict.fromkeys(listed))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads the object in `path`. Raises `CheckpointError` if the file is unreadable, damaged or not an object."""
+def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
+    """Reads a text file. Raises `CheckpointError` if it is unreadable, longer than `max_bytes` or not UTF-8."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+        if len(content) <= max_bytes:
+            return content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    raise CheckpointError(f"{path} has more than {show_bytes(max_bytes)}, which no model needs")
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Reads the object in `path`.
+
+    Raises `CheckpointError` if the file is unreadable, too long, damaged or not an object. A whole number of more than
+    `MAX_DIGITS` digits becomes infinite, like 1e400 does, so that the field that holds it is refused by its name.
+    """
+    text = read_text(path, max_bytes)
+    try:
+        value = json.loads(text, parse_int=_whole_number)
+        if _SURROGATE.search(text):  # half of a surrogate pair is valid in JSON, but no library accepts it as text
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable as JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} contains no JSON object")
     return value
+
+
+def _whole_number(digits: str) -> int | float:
+    return int(digits) if len(digits) <= MAX_DIGITS else math.inf
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:

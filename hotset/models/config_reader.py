@@ -11,6 +11,9 @@ from typing import Any, Literal, cast
 from hotset.models.config_fields import ConfigFields
 from hotset.models.spec import GqaSpec, IndexSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 
+MAX_LAYERS = 1024
+MAX_PARTS = 1 << 16  # attention heads, or experts
+MAX_TOPK = (1 << 15) - 1  # slots of hot buffers have 16-bit numbers
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
@@ -96,7 +99,7 @@ def read_spec(config: Mapping[str, Any], generation: Mapping[str, Any], source: 
 
 def _read_gqa(fields: ConfigFields, generation: ConfigFields, architecture: str) -> ModelSpec:
     defaults = GQA_DEFAULTS[architecture]
-    heads = fields.count("num_attention_heads")
+    heads = fields.count("num_attention_heads", high=MAX_PARTS)
     kv_heads = fields.count("num_key_value_heads", defaults.kv_heads or heads)
     if fields.is_null("num_key_value_heads"):
         kv_heads = heads
@@ -108,14 +111,15 @@ def _read_gqa(fields: ConfigFields, generation: ConfigFields, architecture: str)
         fields.refuse("hidden_size", f"a multiple of num_attention_heads ({heads}), unless head_dim is set")
     if not defaults.has_mlp_bias and fields.flag("mlp_bias", False):
         fields.refuse("mlp_bias", "false")
-    _refuse_windows(fields, fields.count("num_hidden_layers"))
+    layers = fields.count("num_hidden_layers", high=MAX_LAYERS)
+    _refuse_windows(fields, layers)
     bias = fields.flag("attention_bias", False)
     attention = GqaSpec(heads, kv_heads, head_dim, qkv_bias=bias, out_bias=bias, qk_norm=defaults.qk_norm)
     return ModelSpec(
         architecture=architecture,
         vocab=fields.count("vocab_size"),
         hidden=hidden,
-        layers=fields.count("num_hidden_layers"),
+        layers=layers,
         mlp_width=fields.count("intermediate_size"),
         mlp_bias=fields.flag("mlp_bias", False),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
@@ -142,7 +146,7 @@ def _refuse_windows(fields: ConfigFields, layers: int) -> None:
 
 def _read_dsa(fields: ConfigFields, generation: ConfigFields, architecture: str) -> ModelSpec:
     defaults = DSA_DEFAULTS[architecture]
-    layers = fields.count("num_hidden_layers")
+    layers = fields.count("num_hidden_layers", high=MAX_LAYERS)
     context = fields.count("max_position_embeddings", defaults.context)
     if fields.flag("mlp_bias", False):
         fields.refuse("mlp_bias", "false")
@@ -152,7 +156,7 @@ def _read_dsa(fields: ConfigFields, generation: ConfigFields, architecture: str)
         fields.refuse("rope_interleave", "true")
     fields.layer_choices("layer_types", layers, INDEXED_ATTENTION)
     attention = MlaSpec(
-        heads=fields.count("num_attention_heads"),
+        heads=fields.count("num_attention_heads", high=MAX_PARTS),
         q_lora_rank=fields.count("q_lora_rank", defaults.q_lora_rank),
         kv_lora_rank=fields.count("kv_lora_rank", 512),
         nope_dim=fields.count("qk_nope_head_dim", defaults.nope_dim),
@@ -186,9 +190,9 @@ def _read_index(fields: ConfigFields, defaults: _DsaDefaults, layers: int) -> In
     if head_dim < fields.count("qk_rope_head_dim", 64):
         fields.refuse("index_head_dim", f"at least qk_rope_head_dim ({fields.count('qk_rope_head_dim', 64)})")
     return IndexSpec(
-        heads=fields.count("index_n_heads", defaults.index_heads),
+        heads=fields.count("index_n_heads", defaults.index_heads, high=MAX_PARTS),
         head_dim=head_dim,
-        topk=fields.count("index_topk", 2048),
+        topk=fields.count("index_topk", 2048, high=MAX_TOPK),
         interleaved_rope=defaults.interleaved_index_rope,
         full_layers=_full_layers(fields, layers) if defaults.shares_indexers else tuple(range(layers)),
     )
@@ -226,7 +230,7 @@ def _read_moe(fields: ConfigFields, defaults: _DsaDefaults, layers: int) -> MoeS
     fields.choice("topk_method", "noaux_tc", ("noaux_tc",))
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     name = next((candidate for candidate in names if candidate in fields), "n_routed_experts")
-    experts = fields.count(name, 256)
+    experts = fields.count(name, 256, high=MAX_PARTS)
     groups = fields.count("n_group", defaults.groups)
     topk_group = fields.count("topk_group", defaults.topk_group)
     experts_per_token = fields.count("num_experts_per_tok", 8)
@@ -290,8 +294,8 @@ def _read_rope(fields: ConfigFields, dim: int, dim_field: str, context: int) -> 
         original_context=original if kind in ("llama3", "yarn") else 0,
         low_freq_factor=low_freq,
         high_freq_factor=high_freq,
-        beta_fast=rope.optional_number("beta_fast") or 32.0,
-        beta_slow=rope.optional_number("beta_slow") or 1.0,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
         mscale=rope.optional_number("mscale"),
         mscale_all_dim=rope.optional_number("mscale_all_dim"),
         attention_factor=rope.optional_number("attention_factor"),

@@ -8,6 +8,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from hotset.base.errors import CheckpointError
 from hotset.models.checkpoint.gguf_file import GgufFile
+from hotset.models.config_fields import ConfigFields
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
@@ -44,8 +45,8 @@ def build_gguf_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
     """Builds a byte-level BPE from the vocabulary. Raises `CheckpointError`, with advice, for other kinds."""
     pre = str(file.metadata.get("tokenizer.ggml.pre", "default"))
     _check_kind(file, pre)
-    tokens: list[str] = _metadata_list(file, "tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in _metadata_list(file, "merges")]
+    tokens = _texts(file, "tokens")
+    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in _texts(file, "merges")]
     try:
         model = models.BPE(
             {token: index for index, token in enumerate(tokens)}, merges, ignore_merges=pre in IGNORES_MERGES
@@ -73,10 +74,10 @@ def gguf_adds_bos(file: GgufFile) -> bool:
 
 def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
     """Returns `bos_token`, `eos_token` and the like, by the names that chat templates use."""
-    tokens: list[str] = _metadata_list(file, "tokens")
+    tokens, fields = _texts(file, "tokens"), ConfigFields(file.metadata, str(file.path))
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    return {name: tokens[token] for name, token in ids.items() if token is not None and token < len(tokens)}
+    ids = {name: fields.count(f"tokenizer.ggml.{key}_token_id", len(tokens), low=0) for name, key in names.items()}
+    return {name: tokens[token] for name, token in ids.items() if token < len(tokens)}
 
 
 def _check_kind(file: GgufFile, pre: str) -> None:
@@ -90,6 +91,13 @@ def _check_kind(file: GgufFile, pre: str) -> None:
         raise CheckpointError(
             f"{file.path}: tokenizer.ggml.pre is {pre!r}; supported: {known}, or give --tokenizer DIR"
         )
+
+
+def _texts(file: GgufFile, name: str) -> list[str]:
+    texts = _metadata_list(file, name)
+    if not all(isinstance(text, str) for text in texts):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.{name} is not a list of texts")
+    return texts
 
 
 def _metadata_list(file: GgufFile, name: str) -> list[Any]:

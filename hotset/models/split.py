@@ -1,14 +1,14 @@
 """The part of a model that one worker holds, and the degrees of parallelism that a model allows."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import inf
 
 from hotset.base.errors import ConfigError
 from hotset.base.units import ceil_div
 from hotset.models.spec import GqaSpec, MlaSpec, ModelSpec
-
-Cost = tuple[int, int]  # compared in order: the second number decides between equal first numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +162,23 @@ def _ranges(bounds: Sequence[int]) -> list[range]:
 
 
 def _balanced(spec: ModelSpec, starts: Sequence[int], stages: int) -> list[int]:
-    """Returns the bounds with the fewest weights in the heaviest stage. Ties prefer a small sum of squares."""
+    """Returns the bounds with the fewest weights in the heaviest stage and, among these, the least sum of squares."""
     weights_before = [0, *accumulate(layer_weights(spec))]  # the weights of all layers before each layer
     vocabulary_weights = spec.vocab * spec.hidden  # of the embedding, and of the LM head
 
-    def cost(stage: int, first: int, last: int) -> Cost:
+    def weights_of(stage: int, first: int, last: int) -> int:
         vocabulary_matrices = (stage == 0) + (stage == stages - 1)
-        weights = weights_before[last] - weights_before[first] + vocabulary_matrices * vocabulary_weights
-        return weights, weights**2
+        return weights_before[last] - weights_before[first] + vocabulary_matrices * vocabulary_weights
 
-    return _cheapest((*starts, spec.layers), stages, cost, lambda a, b: (max(a[0], b[0]), a[1] + b[1]))
+    bounds = (*starts, spec.layers)
+    lightest = _cheapest(bounds, stages, weights_of, max)
+    limit = max(weights_of(stage, *layers) for stage, layers in enumerate(pairwise(lightest)))
+
+    def squared(stage: int, first: int, last: int) -> float:
+        weights = weights_of(stage, first, last)
+        return weights**2 if weights <= limit else inf
+
+    return _cheapest(bounds, stages, squared, operator.add)
 
 
 def _explicit(spec: ModelSpec, starts: Sequence[int], stages: int, layer_counts: Sequence[int]) -> list[int]:
@@ -186,10 +193,10 @@ def _explicit(spec: ModelSpec, starts: Sequence[int], stages: int, layer_counts:
         )
     bounds = [0, *accumulate(layer_counts)]
 
-    def cost(stage: int, first: int, last: int) -> Cost:
-        return abs(last - bounds[stage + 1]), 0
+    def distance(stage: int, first: int, last: int) -> float:
+        return abs(last - bounds[stage + 1])
 
-    nearest = _cheapest((*starts, spec.layers), stages, cost, lambda a, b: (a[0] + b[0], 0))
+    nearest = _cheapest((*starts, spec.layers), stages, distance, operator.add)
     if nearest != bounds:
         counts = ",".join(str(last - first) for first, last in pairwise(nearest))
         raise ConfigError(f"{flag} would separate layers that share an indexer; nearest that works: {counts}")
@@ -199,17 +206,13 @@ def _explicit(spec: ModelSpec, starts: Sequence[int], stages: int, layer_counts:
 def _cheapest(
     bounds: Sequence[int],  # the layers at which a stage can begin, then the number of layers
     stages: int,
-    cost: Callable[[int, int, int], Cost],  # cost(stage, first, last) of layers [first, last) as that stage
-    combine: Callable[[Cost, Cost], Cost],
+    cost: Callable[[int, int, int], float],  # cost(stage, first, last) of layers [first, last) as that stage
+    combine: Callable[[float, float], float],  # addition or maximum
 ) -> list[int]:
-    """Returns the bounds of the cheapest division into stages, by dynamic programming over the ends of stages.
-
-    The first number of its cost is minimal. The second number only breaks ties between partial divisions that end at
-    the same layer.
-    """
-    best: dict[int, tuple[Cost, list[int]]] = {0: ((0, 0), [0])}  # end of a partial division -> its cost and bounds
+    """Returns the bounds of the cheapest division into stages, by dynamic programming over the ends of stages."""
+    best: dict[int, tuple[float, list[int]]] = {0: (0, [0])}  # end of a partial division -> its cost and bounds
     for stage in range(stages):
-        extended: dict[int, tuple[Cost, list[int]]] = {}
+        extended: dict[int, tuple[float, list[int]]] = {}
         for first, (cost_so_far, bounds_so_far) in best.items():
             for last in bounds:
                 if last > first:

@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from hotset.base.errors import CheckpointError, MissingDependency, RequestError
+from hotset.base.units import MIB
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.checkpoint.gguf_file import GgufFile
 from hotset.models.checkpoint.gguf_spec import gguf_eos_ids
-from hotset.models.config_fields import read_optional_json
+from hotset.models.config_fields import read_optional_json, read_text
 from hotset.models.gguf_tokenizer import build_gguf_tokenizer, gguf_adds_bos, gguf_special_tokens
 from hotset.models.text_stream import BYTE_TOKEN, ByteStream, TextStream, WindowStream
+from hotset.models.tokenizer_probe import may_have_patterns, why_unusable
 
 if TYPE_CHECKING:
     from hotset.models.chat_template import ChatTemplate
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MAX_TOKENIZER_BYTES = 256 * MIB  # vocabularies of 260,000 tokens have 35 MiB
 MAX_TOKEN_ID = (1 << 32) - 1  # the library uses 32-bit unsigned integers
 
 
@@ -161,11 +164,7 @@ def _compile_template(parts: TokenizerParts) -> "ChatTemplate | None":
 
 
 def _directory_parts(directory: Path) -> TokenizerParts:
-    path = directory / "tokenizer.json"
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
-        raise CheckpointError(f"{path} is not readable as a tokenizer: {error}") from error
+    backend = _read_backend(directory / "tokenizer.json")
     config = read_optional_json(directory / "special_tokens_map.json")
     config |= read_optional_json(directory / "tokenizer_config.json")
     special = {name: _content(config.get(name)) for name in SPECIAL_TOKEN_NAMES}
@@ -181,6 +180,20 @@ def _directory_parts(directory: Path) -> TokenizerParts:
     )
 
 
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    """Reads tokenizer.json. If it may contain patterns, it is tried in another process first."""
+    content = read_text(path, MAX_TOKENIZER_BYTES)
+    reason = why_unusable(path) if may_have_patterns(content) else None
+    if reason is not None:
+        raise CheckpointError(f"{path} is not usable as a tokenizer: {reason}")
+    try:
+        return tokenizers.Tokenizer.from_str(content)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises nothing more specific, and a panic is not an Exception
+        raise CheckpointError(f"{path} is not readable as a tokenizer: {error}") from error
+
+
 def _content(token: object) -> str | None:
     """Returns the text of a special token, which is stored as a string or as an object with `content`."""
     content = token.get("content") if isinstance(token, Mapping) else token
@@ -191,13 +204,10 @@ def _find_template(directory: Path, configured: object) -> str | None:
     """Returns the contents of chat_template.jinja, or the configured template (of a list, the one named 'default')."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return read_text(path)
     if isinstance(configured, list):
-        templates = {item.get("name"): item.get("template") for item in configured if isinstance(item, Mapping)}
-        configured = templates.get("default")
+        named = [item for item in configured if isinstance(item, Mapping) and item.get("name") == "default"]
+        configured = named[-1].get("template") if named else None
     return configured if isinstance(configured, str) else None
 
 

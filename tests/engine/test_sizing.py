@@ -1,5 +1,6 @@
 """Sizing of the pools: tiers never lower concurrency, and sizes that do not fit are refused with the numbers."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from hypothesis import strategies as st
 
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import ConfigError, ContextLengthExceeded, RequestError
+from hotset.base.host_memory import host_memory
 from hotset.base.sampling import SamplingParams
+from hotset.base.units import MIB
+from hotset.engine import sizing
 from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.loading import kv_storage
 from hotset.engine.sizing import KvBudget, kv_budget
@@ -126,6 +130,25 @@ def test_sizes_that_do_not_fit_are_refused_in_one_line_with_the_numbers_and_the_
     assert "\n" not in str(refusal.value)
     for text in quoted:
         assert text in str(refusal.value)
+
+
+@pytest.mark.parametrize("shape", [DSA, GQA], ids=["dsa", "gqa"])
+def test_defect_26_the_pools_fit_into_the_limit_of_a_control_group(
+    shape: KvShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, used = 40 * MIB, 8 * MIB
+    files = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": limit, "sys/fs/cgroup/a/memory.current": used}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(str(content))
+    monkeypatch.setattr(sizing, "host_memory", lambda: host_memory(tmp_path))
+    sized = budget(shape, "auto", context=1 << 20)
+    device_bytes = sized.device_pages * shape.layers * sized.geometry.layer_page_bytes
+    host_bytes = sized.host_pages * shape.token_bytes * sized.geometry.page_rows
+    assert 4 * MIB < device_bytes <= 8 * MIB  # a quarter of the 32 MiB that the group has left
+    assert 4 * MIB < host_bytes <= limit - used - device_bytes
+    with pytest.raises(ConfigError, match=r"--device-kv-gib needs 51\.2 MiB of memory, but only 32\.0 MiB are free"):
+        budget(shape, "auto", context=1 << 20, device_kv_gib=0.05)
 
 
 def test_the_largest_number_of_slots_is_accepted() -> None:

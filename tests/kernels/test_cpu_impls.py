@@ -146,6 +146,18 @@ def test_sparse_attention_equals_the_reference_and_reads_only_selected_rows(
     assert bool((out[(row_ids == EMPTY).all(-1)] == 0).all())
 
 
+@pytest.mark.parametrize("positions", [40, 4000])  # a long context is searched by groups
+def test_no_position_with_a_score_of_nan_is_selected(positions: int) -> None:
+    scores = torch.randn(6, positions)
+    scores[1, 3], scores[2, 5:] = float("nan"), float("nan")
+    scores[3], scores[4, ::2] = float("nan"), float("nan")
+    scores[5, 0], scores[5, 7:] = float("nan"), float("-inf")
+    selected = index_cpu.topk_positions(scores, 8)
+    assert torch.equal(selected, stable_topk(scores, 8))
+    assert [(row != EMPTY).sum().item() for row in selected] == [8, 8, 5, 0, 8, 6]
+    assert not any(scores[query, row[row != EMPTY]].isnan().any() for query, row in enumerate(selected))
+
+
 def test_a_row_of_nan_affects_only_the_queries_that_selected_it() -> None:
     layout = mla_row(16, 8, torch.float32)
     pool = torch.randn(10, layout.width)

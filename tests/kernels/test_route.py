@@ -129,6 +129,15 @@ def test_a_token_whose_logits_are_nan_goes_to_no_expert() -> None:
     assert not routes.weights[1].any()
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
+def test_a_token_whose_logits_are_nan_goes_to_no_expert_of_any_group() -> None:
+    nan = float("nan")
+    logits = torch.tensor([[1.0, 2.0, 3.0, 0.0], [nan] * 4, [nan, 3.0, 1.0, 2.0], [5.0, 6.0, nan, nan]])
+    routes = select(logits, torch.zeros(4), RoutingRule(4, 2, groups=2, topk_group=1))
+    assert routes.expert_ids.tolist() == [[0, 1], [EMPTY, EMPTY], [2, 3], [0, 1]]
+    assert not routes.weights[1].any() and bool(routes.weights.isfinite().all())
+
+
 @pytest.mark.parametrize(("hidden", "experts", "tokens"), [(8, 3, 1), (100, 5, 20), (200, 70, 3)])
 def test_logits_are_products_with_the_router(hidden: int, experts: int, tokens: int) -> None:
     torch.manual_seed(hidden)

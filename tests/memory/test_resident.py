@@ -82,6 +82,21 @@ def test_a_view_reads_the_rows_written_last_if_a_context_was_shortened_and_writt
             del pool.keys[seat][len(pool.keys[seat]) - count + keep :]
 
 
+def test_a_cleared_seat_has_no_pages_of_its_previous_request() -> None:
+    tables = PoolWithSeats(page_rows=4, seats=2).tables
+    tables.extend_rows(1, 0, [3, 4])
+    tables.extend_keys(1, 0, [5])
+    tables.extend_host(1, 0, [6, 7])
+    tables.set_tail(1, [8, 9])
+    tables.set_tiered(1, True)
+    tables.work_pages[1] += [10]
+    tables.clear(1)
+    unused = PoolWithSeats(page_rows=4, seats=2).tables
+    for name, value in vars(unused).items():
+        cleared = getattr(tables, name)
+        assert torch.equal(cleared, value) if isinstance(value, torch.Tensor) else cleared == value, name
+
+
 def check_select(pool: PoolWithSeats, view: ResidentView, seats: list[int], counts: list[int]) -> None:
     """Checks that `select` returns the rows at random positions, and EMPTY for EMPTY."""
     positions_of_tokens = []

@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint import files
+from hotset.models.checkpoint import source as source_module
 from hotset.models.checkpoint.files import find_model
 from hotset.models.checkpoint.safetensors_source import dequantise_blocks
+from hotset.models.checkpoint.source import TensorSlice
 from hotset.models.checkpoint.weights import open_weights
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -161,6 +163,132 @@ def test_a_missing_shard_is_reported_before_loading(sharded_dir: Path) -> None:
     missing = sorted(sharded_dir.glob("*.safetensors"))[2]
     missing.unlink()
     assert f"{missing} is missing" in refusal_of(lambda: load_everything(sharded_dir))
+
+
+@pytest.mark.parametrize("link", [False, True], ids=["plain", "link"])
+@pytest.mark.parametrize("shard", ["../other/model.safetensors", "/tmp/model.safetensors", "a/../../x", "", "a\0b"])
+def test_a_weight_map_that_leaves_the_directory_is_refused_by_name(llama_dir: Path, shard: str, link: bool) -> None:
+    other = llama_dir.parent / "other"
+    other.mkdir()
+    (llama_dir / "model.safetensors").rename(other / "model.safetensors")
+    if link:
+        (llama_dir / "model.safetensors").symlink_to(other / "model.safetensors")
+    index = llama_dir / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(stored_tensors(other), shard)}))
+    message = refusal_of(lambda: load_everything(llama_dir))
+    assert message.startswith(str(index)) and repr(shard) in message
+
+
+def test_shards_that_are_links_into_a_cache_are_loaded(sharded_dir: Path) -> None:
+    """A Hugging Face cache has links in snapshots/REVISION to files in blobs."""
+    expected = stored_tensors(sharded_dir)
+    snapshot, blobs = sharded_dir.parent / "snapshots" / "abc", sharded_dir.parent / "blobs"
+    snapshot.mkdir(parents=True)
+    sharded_dir.rename(blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    (snapshot / "old.safetensors").symlink_to("../../blobs/deleted")
+    found = find_model(str(snapshot))
+    source = open_weights(found, torch.float32, "cpu")
+    for name, tensor in expected.items():
+        assert torch.equal(source.load(name, tuple(tensor.shape)), tensor)
+    assert len(found.fingerprint()) == 16
+
+
+def test_a_shard_with_an_absurd_name_is_reported_as_missing(sharded_dir: Path) -> None:
+    index = sharded_dir / "model.safetensors.index.json"
+    for shard in ("x" * 5000, ".", "sub/none.safetensors"):
+        index.write_text(json.dumps({"weight_map": {Q_PROJ: shard}}))
+        assert str(sharded_dir) in refusal_of(lambda: open_weights(find_model(str(sharded_dir)), torch.float32, "cpu"))
+
+
+def test_a_tensor_in_two_shards_is_read_from_the_one_in_the_index(sharded_dir: Path) -> None:
+    index = json.loads((sharded_dir / "model.safetensors.index.json").read_text())["weight_map"]
+    expected = stored_tensors(sharded_dir)
+    for shard in {*index.values()} - {index[Q_PROJ]}:
+        save_file(load_file(sharded_dir / shard) | {Q_PROJ: torch.zeros(32, 32)}, sharded_dir / shard)
+    source = open_weights(find_model(str(sharded_dir)), torch.float32, "cpu")
+    assert torch.equal(source.load(Q_PROJ, (32, 32)), expected[Q_PROJ])
+
+
+def shard_with_offsets(*offsets: tuple[int, int]) -> bytes:
+    """Returns a safetensors file of 16 bytes of data, whose float32 tensors of 2 values have these offsets."""
+    header = {
+        f"t{number}": {"dtype": "F32", "shape": [2], "data_offsets": list(pair)} for number, pair in enumerate(offsets)
+    }
+    encoded = json.dumps(header).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + bytes(16)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        shard_with_offsets((0, 8), (4, 12)),
+        shard_with_offsets((0, 8), (0, 8)),
+        shard_with_offsets((8, 16)),
+        shard_with_offsets((0, 8), (8, 1 << 62)),
+        shard_with_offsets((8, 0), (8, 16)),
+        (1 << 60).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"[]",
+    ],
+)
+def test_headers_whose_tensors_overlap_or_leave_the_file_are_refused(llama_dir: Path, content: bytes) -> None:
+    (llama_dir / "model.safetensors").write_bytes(content)
+    message = refusal_of(lambda: open_weights(find_model(str(llama_dir)), torch.float32, "cpu"))
+    assert str(llama_dir / "model.safetensors") in message and "damaged" in message
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_defect_26_weights_that_are_not_finite_are_refused_by_name(
+    llama_dir: Path, value: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "BLOCK_BYTES", 200)  # a few rows
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[Q_PROJ] = tensors[Q_PROJ].to(dtype)
+        tensors[Q_PROJ][29, 31] = value
+
+    rewrite(llama_dir, spoil)
+    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
+    file = llama_dir / "model.safetensors"
+    expected = f"{file}: tensor {Q_PROJ} has 1 values of 1024 that are NaN or infinite as float32"
+    assert refusal_of(lambda: source.load(Q_PROJ, (32, 32))) == expected
+    out = torch.empty(40, 32, dtype=torch.bfloat16)
+    assert Q_PROJ in refusal_of(lambda: source.load(Q_PROJ, (32, 32), out=out[4:36]))
+    assert Q_PROJ in refusal_of(lambda: source.load(Q_PROJ, (32, 32), tensor_slice=TensorSlice(1, 16, 32)))
+    source.load(Q_PROJ, (32, 32), tensor_slice=TensorSlice(0, 0, 16))  # the worker of these rows has finite weights
+    assert source.load("model.norm.weight", (32,)).isfinite().all()
+
+
+def test_large_finite_weights_are_loaded_although_their_sum_is_not_finite(llama_dir: Path) -> None:
+    large = torch.full((32, 32), 3e38)
+    rewrite(llama_dir, lambda tensors: tensors.update({Q_PROJ: large}))
+    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
+    assert torch.equal(source.load(Q_PROJ, (32, 32)), large)
+    assert "infinite as float16" in refusal_of(
+        lambda: source.load(Q_PROJ, (32, 32), out=torch.empty(32, 32, dtype=torch.float16))
+    )
+
+
+def test_an_empty_slice_of_a_weight_can_be_loaded(llama_dir: Path) -> None:
+    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
+    assert source.load(Q_PROJ, (32, 32), tensor_slice=TensorSlice(0, 32, 32)).shape == (0, 32)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_defect_26_fp8_scales_and_values_that_are_not_finite_are_refused_by_name(llama_dir: Path, value: float) -> None:
+    store_as_fp8(llama_dir, (128, 128), (1, 1))
+    scale = torch.full((1, 1), value)
+    rewrite(llama_dir, lambda tensors: tensors.update({Q_PROJ + "_scale_inv": scale}))
+    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
+    message = refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
+    assert f"tensor {Q_PROJ}_scale_inv has 1 values of 1 that are NaN or infinite" in message
+    scale.fill_(1.0)
+    rewrite(llama_dir, lambda tensors: tensors.update({Q_PROJ + "_scale_inv": scale}))
+    rewrite(llama_dir, lambda tensors: tensors[Q_PROJ].view(torch.uint8)[31].fill_(0x7F))  # NaN in e4m3fn
+    source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
+    assert f"tensor {Q_PROJ} has 32 values of 1024" in refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])

@@ -145,6 +145,17 @@ def test_missing_unknown_and_wrongly_shaped_gguf_tensors_are_reported(tmp_path: 
     assert "blk.0.odd.weight" in refusal_of(source.finish)
 
 
+@pytest.mark.parametrize("name", [Q_PROJ, "model.norm.weight"], ids=["Q8_0", "F32"])
+def test_defect_26_gguf_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    path, state = tmp_path / "m.gguf", llama_state()
+    state[name][-1] = torch.inf  # the scale of the row's blocks in Q8_0
+    with numpy.errstate(all="ignore"):
+        write_gguf(path, state)
+    source = open_weights(find_model(str(path)), torch.float32, "cpu")
+    message = refusal_of(lambda: source.load(name, tuple(state[name].shape)))
+    assert f"{path}: tensor {gguf_name(name)} has" in message and "NaN or infinite" in message
+
+
 @pytest.mark.parametrize("keep", [0, 3, 10, 300, 2000, -40])
 def test_a_truncated_gguf_file_is_reported(tmp_path: Path, keep: int) -> None:
     path, state = tmp_path / "m.gguf", llama_state()

@@ -63,16 +63,16 @@ def index_scores(q: Tensor, weights: Tensor, seen: Tensor, newest: int, scale: f
 
 
 def topk_positions(scores: Tensor, k: int) -> Tensor:
-    """Returns the same as `stable_topk`, for scores of more than k positions, none of them NaN.
+    """Returns the same as `stable_topk`, for scores of more than k positions.
 
     If the k-th largest value of a query exceeds the (k + 1)-th, only one set of positions has the k largest. For other
-    queries, this function calls `stable_topk`.
+    queries, and for those with a score of NaN, which torch ranks first, this function calls `stable_topk`.
     """
     values, positions = _largest(scores, k + 1)
     topk = positions[:, :k].sort(-1).values
-    tied = ~(values[:, k - 1] > values[:, k])
-    if bool(tied.any()):
-        topk[tied] = stable_topk(scores[tied], k)
+    ambiguous = ~(values[:, k - 1] > values[:, k]) | values[:, 0].isnan()
+    if bool(ambiguous.any()):
+        topk[ambiguous] = stable_topk(scores[ambiguous], k)
     return topk
 
 

@@ -24,8 +24,7 @@ def route(
 
     The score of a group is the sum of the corrected scores of its two best experts. If scores are equal, the lower
     expert or group wins. The correction affects only the selection: the weights are the plain sigmoids, normalised to a
-    sum of 1 if the rule requires it, times the rule's scale. A token whose scores are all NaN gets no expert; with
-    several groups, this holds only in the fast path.
+    sum of 1 if the rule requires it, times the rule's scale. A token whose scores are all NaN gets no expert.
     Raises ConfigError if the fast path would get more than MAX_EXPERTS experts.
     """
     experts = rule.experts

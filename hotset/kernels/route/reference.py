@@ -60,11 +60,14 @@ def select_experts(
 ) -> Routes:
     scores = torch.sigmoid(logits)
     corrected = scores + correction
+    corrected = corrected.masked_fill(corrected.isnan(), float("-inf"))
     if rule.groups > 1:
         by_group = corrected.view(-1, rule.groups, rule.experts // rule.groups)
         group_scores = by_group.topk(2, dim=-1).values.sum(-1)
         best_groups = stable_topk(group_scores, rule.topk_group)
-        excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best_groups, False)
+        # Column 0 receives EMPTY (-1), which takes the place of groups without two finite scores.
+        excluded = torch.ones(len(logits), rule.groups + 1, dtype=torch.bool, device=logits.device)
+        excluded = excluded.scatter_(1, best_groups + 1, False)[:, 1:]
         corrected = by_group.masked_fill(excluded[:, :, None], float("-inf")).view_as(corrected)
     expert_ids = stable_topk(corrected, rule.experts_per_token)
     weights = scores.gather(1, expert_ids.clamp_min(0)).masked_fill(expert_ids == EMPTY, 0.0)

@@ -30,7 +30,7 @@ class ModelFiles:
 
     def fingerprint(self) -> str:
         """Returns a hash of the spec and of the size, the first and the last MiB of each weight file."""
-        paths = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
+        paths = weight_files(self.path)
         digest = hashlib.sha256(repr(self.spec).encode())
         for path in paths:
             size = path.stat().st_size
@@ -62,6 +62,12 @@ def find_model(model: str) -> ModelFiles:
         raise CheckpointError(f"{path} holds no config.json")
     generation = read_optional_json(path / "generation_config.json")
     return ModelFiles(path, read_spec(read_json(config_path), generation, str(config_path)), generation)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Returns the weight files of the model in `path`, a directory or a GGUF file. Links to missing files are left
+    out."""
+    return [file for file in sorted(path.glob("*.safetensors")) if file.is_file()] if path.is_dir() else [path]
 
 
 def embedded_path() -> Path:

@@ -16,7 +16,14 @@ import torch
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint.gguf_file import GgufFile, GgufTensor
 from hotset.models.checkpoint.gguf_spec import ROPE_FACTORS, TOP_NAMES
-from hotset.models.checkpoint.source import Progress, TensorSlice, check_shape, check_unused_tensors, copy_to, sliced
+from hotset.models.checkpoint.source import (
+    Progress,
+    TensorSlice,
+    check_shape,
+    check_unused_tensors,
+    copy_finite,
+    sliced,
+)
 from hotset.models.spec import GqaSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -89,7 +96,8 @@ class GgufSource:
         values = self._dequantise(tensor, packed, kind)
         self._count(tensor.name, packed.nbytes)
         device = self._device if out is None else out.device
-        return copy_to(out, sliced(values.view(shape), tensor_slice), self._dtype, device)
+        title = f"{self._file.path}: tensor {tensor.name}"
+        return copy_finite(title, out, sliced(values.view(shape), tensor_slice), self._dtype, device)
 
     def skip(self, name: str) -> None:
         stored_name = gguf_name(name)
@@ -122,7 +130,8 @@ class GgufSource:
 
     def _dequantise(self, tensor: GgufTensor, packed: "NDArray[Any]", kind: Any) -> torch.Tensor:
         try:
-            values = self._gguf.quants.dequantize(packed, kind)
+            with numpy.errstate(all="ignore"):  # values that are not finite are refused when they are copied
+                values = self._gguf.quants.dequantize(packed, kind)
         except NotImplementedError as error:
             raise CheckpointError(f"{self._file.path}: tensor {tensor.name} is of type {kind.name}: {error}") from error
         # F32 values are a read-only view of the file, and torch requires writable arrays.

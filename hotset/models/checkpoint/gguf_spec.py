@@ -6,6 +6,7 @@ import numpy
 
 from hotset.base.errors import CheckpointError
 from hotset.models.checkpoint.gguf_file import GgufFile
+from hotset.models.config_fields import ConfigFields
 from hotset.models.config_reader import read_spec
 from hotset.models.spec import ModelSpec
 
@@ -35,7 +36,7 @@ def gguf_spec(file: GgufFile) -> ModelSpec:
     heads = metadata.get("llama.attention.head_count")
     config: dict[str, Any] = {
         "model_type": "llama",
-        "vocab_size": metadata.get("llama.vocab_size", len(tokens) if tokens else None),
+        "vocab_size": metadata.get("llama.vocab_size", len(tokens) if isinstance(tokens, list) else None),
         "hidden_size": metadata.get("llama.embedding_length"),
         "num_hidden_layers": metadata.get("llama.block_count"),
         "intermediate_size": metadata.get("llama.feed_forward_length"),
@@ -60,16 +61,18 @@ def gguf_spec(file: GgufFile) -> ModelSpec:
 
 def gguf_eos_ids(file: GgufFile) -> tuple[int, ...]:
     """Returns the tokens that end a text or a turn of a chat."""
-    ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-    return tuple(dict.fromkeys(token for token in ids if token is not None))
+    fields = ConfigFields(file.metadata, str(file.path))
+    names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot"))
+    return tuple(dict.fromkeys(fields.count(name, low=0) for name in names if name in fields))
 
 
 def _rope(file: GgufFile) -> dict[str, Any]:
     metadata = file.metadata
-    rope: dict[str, Any] = {"rope_theta": metadata.get("llama.rope.freq_base", 10000.0)}
+    theta = ConfigFields(metadata, str(file.path)).number("llama.rope.freq_base", 10000.0, above=1.0)
+    rope: dict[str, Any] = {"rope_theta": theta}
     kind = metadata.get("llama.rope.scaling.type", "none")
     if ROPE_FACTORS in file.tensors:
-        return rope | _llama3_rope(file, rope["rope_theta"])
+        return rope | _llama3_rope(file, theta)
     if kind == "none":
         return rope
     return rope | {

@@ -6,22 +6,34 @@ partial.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from hotset.base.errors import CheckpointError
-from hotset.base.units import ceil_div
-from hotset.models.checkpoint.source import Progress, TensorSlice, check_shape, check_unused_tensors, copy_to, sliced
+from hotset.base.units import MIB, ceil_div
+from hotset.models.checkpoint.source import (
+    Progress,
+    TensorSlice,
+    check_finite,
+    check_shape,
+    check_unused_tensors,
+    copy_finite,
+    copy_to,
+    sliced,
+)
 from hotset.models.config_fields import ConfigFields, read_json
 from hotset.models.spec import ModelSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale_inv"
+MAX_INDEX_BYTES = 64 * MIB  # 600,000 tensors; a model of 60 layers of 256 experts has 100,000
 DEFAULT_BLOCK = (128, 128)
+MAX_BLOCK = 1 << 16
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class SafetensorsSource:
@@ -47,6 +59,7 @@ class SafetensorsSource:
         self._block = _fp8_block(directory / "config.json")
         self._file_of: dict[str, Path] = {}
         self._handles: dict[Path, Any] = {}
+        self._names: dict[Path, frozenset[str]] = {}  # of the tensors in each file
         self._loaded: set[str] = set()
         self._skipped: set[str] = set()  # loaded by other workers
         self._bytes_loaded = 0
@@ -56,15 +69,17 @@ class SafetensorsSource:
             self._open(path)
         self._bytes_total = sum(path.stat().st_size for path in files)
         for name, shard in (index or {}).items():
-            if self._file_of.get(name) != directory / shard:
+            if name not in self._names[directory / shard]:
                 raise CheckpointError(f"{directory / shard}: tensor {name} is missing, although {INDEX} lists it there")
+            self._file_of[name] = directory / shard  # another shard may hold a tensor of the same name
 
     def _open(self, path: Path) -> None:
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
         try:
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing")
             self._handles[path] = safe_open(path, framework="pt", device="cpu")
-            self._file_of.update(dict.fromkeys(self._handles[path].keys(), path))
+            self._names[path] = frozenset(self._handles[path].keys())
+            self._file_of.update(dict.fromkeys(self._names[path], path))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is damaged or cut short: {error}") from error
 
@@ -85,11 +100,11 @@ class SafetensorsSource:
         device = self._device if out is None else out.device
         if stored.dtype == torch.float8_e4m3fn:
             values = self._dequantised(name, stored, out, tensor_slice)
-        elif stored.dtype.is_floating_point:
-            values = copy_to(out, sliced(stored, tensor_slice), self._dtype, device)
+        elif stored.dtype in FLOATS:
+            values = copy_finite(self._title(name), out, sliced(stored, tensor_slice), self._dtype, device)
         else:
             kind = str(stored.dtype).removeprefix("torch.")
-            raise CheckpointError(f"{self._file_of[name]}: tensor {name} is of type {kind}; supported: floating point")
+            raise CheckpointError(f"{self._title(name)} is of type {kind}; supported: floats of at least 16 bits")
         self._report()
         return values
 
@@ -125,7 +140,8 @@ class SafetensorsSource:
         device, dtype = (self._device, self._dtype) if out is None else (out.device, out.dtype)
         whole = tensor_slice is None or tensor_slice.shape(shape) == shape
         target = out if whole and out is not None else torch.empty(shape, dtype=dtype, device=device)
-        dequantise_blocks(stored.to(device), scale.to(device), self._block, target)
+        sums = dequantise_blocks(stored.to(device), scale.to(device), self._block, target)
+        check_finite(self._title(name), target, sums)
         return target if whole else copy_to(out, sliced(target, tensor_slice), dtype, device)
 
     def _scale(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -143,7 +159,12 @@ class SafetensorsSource:
                 f"{self._file_of[scale_name]}: tensor {scale_name} has shape {list(scale.shape)}, "
                 f"but blocks of {self._block[0]} x {self._block[1]} require {list(expected)}"
             )
+        scale = scale.float()
+        check_finite(self._title(scale_name), scale, [scale.sum()])
         return scale
+
+    def _title(self, name: str) -> str:
+        return f"{self._file_of[name]}: tensor {name}"
 
     def _report(self) -> None:
         if self._progress is not None:
@@ -157,9 +178,14 @@ def _read_index(directory: Path) -> Mapping[str, str] | None:
         if not (directory / SINGLE).is_file():
             raise CheckpointError(f"{directory} holds neither {SINGLE} nor {INDEX}")
         return None
-    weight_map = read_json(path).get("weight_map")
+    weight_map = read_json(path, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{path}: weight_map is not an object of tensor and file names")
+    for shard in sorted(set(weight_map.values())):
+        # The file itself may be a link that leaves the directory: Hugging Face caches consist of such links, and only
+        # those who can write to the directory can make one.
+        if PurePosixPath(shard).is_absolute() or ".." in PurePosixPath(shard).parts or "\0" in shard or not shard:
+            raise CheckpointError(f"{path}: weight_map names {shard!r}, which is not a file in the model's directory")
     return weight_map
 
 
@@ -172,8 +198,8 @@ def _fp8_block(config_path: Path) -> tuple[int, int]:
     block = quantisation.get("weight_block_size")
     if block is None:
         return DEFAULT_BLOCK
-    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-        quantisation.refuse("weight_block_size", "two whole numbers from 1")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n <= MAX_BLOCK for n in block):
+        quantisation.refuse("weight_block_size", f"two whole numbers from 1 to {MAX_BLOCK}")
     return block[0], block[1]
 
 
@@ -188,13 +214,17 @@ def dequantise_blocks(
     scale: torch.Tensor,  # [row blocks, column blocks] float32
     block: tuple[int, int],
     out: torch.Tensor,  # [rows, columns], any float dtype
-) -> torch.Tensor:
-    """Writes the values to `out`, one row of blocks at a time, so that fp32 values of the whole tensor never exist."""
+) -> list[torch.Tensor]:
+    """Writes the values to `out`, one row of blocks at a time, so that fp32 values of the whole tensor never exist.
+
+    Returns the sum of the values in each row of blocks.
+    """
     assert tuple(scale.shape) == scale_shape(tuple(weight.shape), block), (
         "the caller passed a scale that does not fit the weight"
     )
-    per_column = scale.float().repeat_interleave(block[1], dim=1)[:, : weight.shape[1]]
+    per_column = scale.repeat_interleave(block[1], dim=1)[:, : weight.shape[1]]
+    sums = []
     for index in range(scale.shape[0]):
         rows = slice(index * block[0], (index + 1) * block[0])
-        out[rows].copy_(weight[rows].float() * per_column[index])
-    return out
+        sums.append(out[rows].copy_(weight[rows].float() * per_column[index]).sum())
+    return sums

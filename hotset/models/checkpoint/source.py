@@ -2,8 +2,9 @@
 
 import hashlib
 import logging
+import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ LOGGER = logging.getLogger("hotset.models")
 Progress = Callable[[int, int], None]  # (bytes loaded, bytes in total)
 
 DUMMY_STD = 0.02
+BLOCK_BYTES = 1 << 20  # copied before it is checked; fits into the cache of a core
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -58,7 +60,7 @@ class WeightSource(Protocol):
         With `out` (which may be a view of a merged weight), the values are converted directly to the dtype of `out` and
         written to it, and `out` is returned. With `tensor_slice`, only that slice is returned; `shape` is still the
         shape of the whole tensor. Raises `CheckpointError`, with file and tensor name, if the tensor is missing,
-        damaged or not of shape `shape`.
+        damaged, not of shape `shape`, or contains NaN or infinity.
         """
         ...
 
@@ -145,6 +147,35 @@ def copy_to(out: torch.Tensor | None, values: torch.Tensor, dtype: torch.dtype, 
     """Copies `values` to `out`, or to a new tensor of `dtype` on `device`, so that no view keeps a mapped file open."""
     target = torch.empty(values.shape, dtype=dtype, device=device) if out is None else out
     return target.copy_(values)
+
+
+def copy_finite(
+    tensor: str, out: torch.Tensor | None, values: torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Copies like `copy_to`. Raises `CheckpointError` if the result contains NaN or infinity.
+
+    On a CPU, each block is checked while it is in the cache, so the check reads no memory again. `tensor` is the file
+    and the name of the tensor, for the error message.
+    """
+    target = torch.empty(values.shape, dtype=dtype, device=device) if out is None else out
+    rows = target.shape[0]
+    if target.device.type == "cpu":
+        rows = BLOCK_BYTES * rows // target.nbytes if target.nbytes else rows
+    rows = max(1, rows)
+    blocks = zip(target.split(rows), values.split(rows), strict=True)
+    check_finite(tensor, target, [block.copy_(stored).sum() for block, stored in blocks])
+    return target
+
+
+def check_finite(tensor: str, values: torch.Tensor, block_sums: Sequence[torch.Tensor]) -> None:
+    """Raises `CheckpointError` if `values` contain NaN or infinity. `block_sums` are sums that add up to theirs.
+
+    A sum that contains NaN or infinity is not finite. A sum of finite values can overflow too, so the values decide.
+    """
+    if not math.isfinite(torch.stack(list(block_sums)).sum().item()) and not bool(values.isfinite().all()):
+        bad = int((~values.isfinite()).sum())
+        kind = str(values.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{tensor} has {bad} values of {values.numel()} that are NaN or infinite as {kind}")
 
 
 def check_shape(file: str, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -1,0 +1,104 @@
+"""Host memory that this process can use: what the machine has available, within the limits of its control groups.
+
+Containers and service managers put a process into a control group (cgroup). Its memory is limited there and in every
+group above. A process that exceeds a limit is killed, although the machine may have memory left.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+CGROUPS = "sys/fs/cgroup"
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Sizes in bytes. File caches that the kernel can drop count as free."""
+
+    total: int  # of the machine
+    free: int  # what this process could allocate now
+    limit: int | None  # the lowest limit of its control groups; None if none is below `total`
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupFiles:
+    """The files of one version of cgroups, in the folder of a group."""
+
+    limits: tuple[str, ...]
+    usage: str
+    dropped_first: str  # entry of memory.stat: file caches that the kernel drops before it enforces a limit
+
+
+_V1 = _GroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _GroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file")
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Measures the memory of this machine, whose folders `proc` and `sys` are in `root`.
+
+    If the free memory of the machine is unknown, it is taken to be half of the physical memory.
+    """
+    total, free = _machine_memory(root / "proc/meminfo")
+    lowest = None
+    for folder, files in _groups(root):
+        limits = [limit for name in files.limits if (limit := _number(folder / name)) is not None]
+        limit = min(limits, default=total)
+        if limit >= total:  # cgroups v1 writes a huge number instead of "max"
+            continue
+        lowest = limit if lowest is None else min(lowest, limit)
+        used = (_number(folder / files.usage) or 0) - _entries(folder / "memory.stat").get(files.dropped_first, 0)
+        free = min(free, limit - max(0, used))
+    return HostMemory(total, max(0, free), lowest)
+
+
+def _machine_memory(meminfo: Path) -> tuple[int, int]:
+    """Returns the total and the available memory of the machine."""
+    kib = _entries(meminfo)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = kib["MemTotal:"] * 1024 if "MemTotal:" in kib else physical
+    return total, kib["MemAvailable:"] * 1024 if "MemAvailable:" in kib else total // 2
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _GroupFiles]]:
+    """Yields the folders of this process's groups up to the topmost one, for every version of cgroups.
+
+    In a container, /proc can show the path of a group as seen from outside. Its folder is missing then, and the topmost
+    folder is that of the container.
+    """
+    mounts = root / CGROUPS
+    for line in _lines(root / "proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "memory" in controllers.split(","):
+            tops, files = [mounts / "memory"], _V1
+        elif number == "0":
+            tops, files = [mounts, mounts / "unified"], _V2  # "unified": where v1 is in use too
+        else:
+            continue
+        for folder in tops:
+            yield folder, files
+            for part in PurePosixPath(path).parts:
+                if part not in ("/", ".."):
+                    folder = folder / part
+                    yield folder, files
+
+
+def _lines(path: Path) -> list[str]:
+    """Returns the lines of a file, or none if it cannot be read."""
+    try:
+        return path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def _number(path: Path) -> int | None:
+    """Returns the number in a file, or None if there is none: "max" means no limit."""
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].isdecimal() else None
+
+
+def _entries(path: Path) -> dict[str, int]:
+    """Returns the first number after each word that begins a line."""
+    fields = (line.split() for line in _lines(path))
+    return {words[0]: int(words[1]) for words in fields if len(words) > 1 and words[1].isdecimal()}

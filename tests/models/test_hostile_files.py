@@ -1,0 +1,287 @@
+"""Model files with absurd contents are refused in one line that names the file, quickly, and with no other error."""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
+
+from hotset.base.config import EngineConfig
+from hotset.base.errors import ConfigError, StartupError
+from hotset.engine.frontend import load_frontend
+from hotset.engine.loading import check_weights_fit, whole_kv_shape
+from hotset.models import gguf_tokenizer, tokenizer_probe
+from hotset.models import tokenizer as tokenizer_module
+from hotset.models.checkpoint.files import find_model
+from hotset.models.config_reader import ARCHITECTURES, read_spec
+from hotset.models.rope import Rope, softmax_gain
+from hotset.models.spec import KvStorage
+
+CPU = torch.device("cpu")
+MAX_CPU_SECONDS = 1.0
+LONG_NUMBER = "@a number of 5000 digits@"  # json.dumps refuses to write such a number
+CONFIG = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "index_head_dim": 16,
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+}
+TOKENIZER_FIELDS = ("bos_token", "eos_token", "pad_token", "add_bos_token", "chat_template", "tokenizer_class")
+GENERATION_FIELDS = ("eos_token_id", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class RecordedReads(dict[str, Any]):
+    """An object of a configuration that records the names of the fields that were looked up."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+
+def fields_read() -> list[tuple[str, ...]]:
+    """Returns the path of every field that the configuration reader looks up."""
+    paths: set[tuple[str, ...]] = set()
+    for architecture in ARCHITECTURES:
+        rope = RecordedReads(CONFIG["rope_parameters"])  # type: ignore[arg-type]
+        config = RecordedReads({**CONFIG, "model_type": architecture, "rope_parameters": rope})
+        read_spec(config, {}, "config.json")
+        paths |= {(name,) for name in config.names} | {("rope_parameters", name) for name in rope.names}
+    return sorted(paths)
+
+
+FIELDS = fields_read()
+NUMBERS = st.one_of(
+    st.integers(-3, 70),
+    st.sampled_from([10**9, 10**12, 2**31, 2**63, 10**400, -(10**400), 2**31 - 1, 65537, 1025, 32768]),
+    st.floats(),
+    st.sampled_from([math.nan, math.inf, 1e308, 1e-308, 5e-324, -0.0, 1.0000000000000002]),
+)
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    NUMBERS,
+    st.text(max_size=8),
+    st.sampled_from(["float32", "full", "llama3", "linear", "yarn", "FSSF", "\ud800", "default", LONG_NUMBER]),
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=5),
+        st.dictionaries(
+            st.sampled_from(["content", "name", "template", "rope_type", "factor", "x"]), inner, max_size=4
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+def dumped(value: object) -> str:
+    return json.dumps(value).replace(f'"{LONG_NUMBER}"', "7" * 5000)
+
+
+@contextmanager
+def accepted_or_refused(file: str) -> Iterator[None]:
+    """Passes if the body raises nothing, or StartupError with one line that names `file`, in little time."""
+    began = time.process_time()
+    try:
+        yield
+    except StartupError as error:
+        assert file in str(error) and "\n" not in str(error) and len(str(error)) < 1000
+    assert time.process_time() - began < MAX_CPU_SECONDS
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    architecture=st.sampled_from(ARCHITECTURES),
+    changes=st.lists(st.tuples(st.sampled_from(FIELDS), VALUES), min_size=1, max_size=3),
+)
+def test_defect_26_any_value_in_any_field_of_config_json_is_accepted_or_refused_by_name(
+    model_dir: Path, architecture: str, changes: list[tuple[tuple[str, ...], Any]]
+) -> None:
+    config: dict[str, Any] = {**CONFIG, "model_type": architecture, "rope_parameters": {**CONFIG["rope_parameters"]}}  # type: ignore[dict-item]
+    for path, value in changes:
+        section = config["rope_parameters"] if len(path) > 1 else config
+        if isinstance(section, dict):
+            section[path[-1]] = value
+    (model_dir / "config.json").write_text(dumped(config))
+    with accepted_or_refused("config.json"):
+        spec = find_model(str(model_dir)).spec
+        whole_kv_shape(spec, torch.float32, KvStorage())
+        softmax_gain(spec.rope)
+        if spec.rope.dim <= 4096:
+            Rope(spec.rope, torch.float32, CPU).at(torch.arange(3))
+        try:
+            check_weights_fit(spec, torch.float32, 1 << 40, 1)
+        except ConfigError as error:
+            assert "the weights" in str(error)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(
+    generation=st.dictionaries(st.sampled_from(GENERATION_FIELDS), VALUES, max_size=3),
+    tokenizer=st.dictionaries(st.sampled_from(TOKENIZER_FIELDS), VALUES, max_size=3),
+)
+def test_defect_26_any_value_in_the_other_configurations_is_accepted_or_refused_by_name(
+    tmp_path_factory: pytest.TempPathFactory, generation: dict[str, Any], tokenizer: dict[str, Any]
+) -> None:
+    directory = tmp_path_factory.getbasetemp() / "frontend"
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(dumped(CONFIG | {"model_type": "llama"}))
+    (directory / "generation_config.json").write_text(dumped(generation))
+    (directory / "tokenizer_config.json").write_text(dumped(tokenizer))
+    tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, [])).save(str(directory / "tokenizer.json"))
+    with accepted_or_refused(str(directory)) if "eos_token_id" not in generation else accepted_or_refused("config"):
+        load_frontend(EngineConfig(model=str(directory)))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        '{"model_type": "llama", "x": ' + "[" * 500 + "]" * 500 + "}",
+        json.dumps({"model_type": json.loads("[" * 400 + "]" * 400)}),
+        "null",
+        "",
+        "7" * 5000,
+        '{"model_type": "\\ud800"}',
+        '{"model_type": "llama"}' + " " * (9 << 20),
+        json.dumps({"model_type": "x" * 1_000_000}),
+        json.dumps({"model_type": ["x"] * 500_000}),
+    ],
+    ids=lambda content: f"{content[:12]} {len(content)}",
+)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_defect_26_absurd_json_is_refused_in_one_line_with_the_file(tmp_path: Path, content: str, file: str) -> None:
+    (tmp_path / "config.json").write_text(dumped(CONFIG | {"model_type": "llama"}))
+    tokenizers.Tokenizer(models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / file).write_text(content)
+    with accepted_or_refused(file):
+        load_frontend(EngineConfig(model=str(tmp_path)))
+        assert file != "config.json", "accepted"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; supported: a whole number from 1 to 1024"),
+        ("vocab_size", 10**12, "vocab_size is 1000000000000; supported: a whole number from 1 to 2147483647"),
+        ("hidden_size", 0, "hidden_size is 0; supported: a whole number from 1"),
+        ("hidden_size", -32, "hidden_size is -32; supported: a whole number from 1"),
+        pytest.param("rms_norm_eps", 10**400, "rms_norm_eps is inf; supported: a number from", id="400 digits"),
+        ("rope_theta", LONG_NUMBER, "rope_theta is inf"),
+        ("index_topk", 10**6, "index_topk is 1000000; supported: a whole number from 1 to 32767"),
+        ("n_routed_experts", 10**8, "n_routed_experts is 100000000"),
+    ],
+)
+def test_defect_26_an_absurd_number_is_refused_with_its_field(
+    tmp_path: Path, field: str, value: object, words: str
+) -> None:
+    (tmp_path / "config.json").write_text(dumped(CONFIG | {"model_type": "deepseek_v32", field: value}))
+    began = time.process_time()
+    with pytest.raises(StartupError) as refusal:
+        find_model(str(tmp_path))
+    assert time.process_time() - began < MAX_CPU_SECONDS
+    assert str(refusal.value).startswith(f"{tmp_path / 'config.json'}: {words}")
+
+
+def tokenizer_dir(directory: Path, pattern: str) -> Path:
+    """Writes a model directory whose tokenizer splits text by `pattern`."""
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("PATTERN"), behavior="isolated")
+    content = backend.to_str().replace('"PATTERN"', json.dumps(pattern))
+    (directory / "tokenizer.json").write_text(content)
+    (directory / "config.json").write_text(dumped(CONFIG | {"model_type": "llama"}))
+    return directory
+
+
+def tokenizer_refusal(directory: Path) -> str:
+    with pytest.raises(StartupError) as refusal:
+        load_frontend(EngineConfig(model=str(directory)))
+    message = str(refusal.value)
+    assert message.startswith(str(directory / "tokenizer.json")) and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("pattern", "escaped"), [("(a+)+$", False), ("(a|a)*b", True), (r"(\w+\s?)+;", False), ("((", False)]
+)
+def test_defect_26_a_tokenizer_with_an_exponential_or_broken_pattern_is_refused(
+    tmp_path: Path, pattern: str, escaped: bool
+) -> None:
+    path = tokenizer_dir(tmp_path, pattern) / "tokenizer.json"
+    if escaped:
+        path.write_text(path.read_text().replace('"Regex"', '"\\u0052egex"'))
+    message = tokenizer_refusal(tmp_path)
+    assert ("parenthesis" if pattern == "((" else "retry-limit") in message
+
+
+def test_defect_26_a_tokenizer_that_encodes_too_slowly_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_probe, "CPU_SECONDS", 1)
+    assert "takes more than 1 s" in tokenizer_refusal(tokenizer_dir(tmp_path, "a*a*b"))
+
+
+def test_the_patterns_of_usual_tokenizers_are_accepted(tmp_path: Path) -> None:
+    for pattern in (gguf_tokenizer._LLAMA3_WORDS, gguf_tokenizer._QWEN2_WORDS, r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+"):
+        tokenizer = load_frontend(EngineConfig(model=str(tokenizer_dir(tmp_path, pattern)))).tokenizer
+        assert tokenizer is not None and tokenizer.encode("abba") == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}',
+        "\0",
+        "\ud800",
+    ],
+    ids=range(8),
+)
+def test_a_malformed_tokenizer_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
+    path = tokenizer_dir(tmp_path, "a") / "tokenizer.json"
+    path.write_bytes(content.encode(errors="surrogatepass"))
+    tokenizer_refusal(tmp_path)
+
+
+def test_a_tokenizer_that_is_too_large_is_refused_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer_dir(tmp_path, "a")
+    monkeypatch.setattr(tokenizer_module, "MAX_TOKENIZER_BYTES", 100)
+    assert "has more than 100 B" in tokenizer_refusal(tmp_path)
