@@ -12,3 +12,15 @@ post = partial(httpx.post, verify=False)
 request = partial(httpx.request, verify=False)
 stream = partial(httpx.stream, verify=False)
 Client = partial(httpx.Client, verify=False)
+
+
+def refuses_connections(url: str) -> bool:
+    """Returns whether nothing listens at `url`. A server that closes its socket may still disconnect a client whose
+    connection the kernel had accepted; that is not a refusal yet."""
+    try:
+        get(f"{url}/health", timeout=10)
+    except httpx.ConnectError:
+        return True
+    except httpx.TransportError:
+        return False
+    return False

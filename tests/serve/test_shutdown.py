@@ -34,9 +34,7 @@ def body_of(max_tokens: int) -> dict[str, Any]:
 def wait_until_refused(url: str) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        try:
-            plain_http.get(f"{url}/health")
-        except httpx.ConnectError:
+        if plain_http.refuses_connections(url):
             return
         time.sleep(0.02)
     raise AssertionError(f"{url} still accepts connections")

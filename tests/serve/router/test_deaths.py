@@ -95,20 +95,12 @@ def test_sigterm_lets_streams_finish_and_ends_with_0(cluster: Cluster, prefill: 
         lines = stream.iter_lines()
         next(lines)
         router.process.send_signal(signal.SIGTERM)
-        assert wait_until(lambda: refuses_connections(router))
+        assert wait_until(lambda: plain_http.refuses_connections(router.url))
         idle_workers[2].behave(behaviour="well")
         *_, last = [line for line in lines if line]
     assert last == "data: [DONE]"
     assert router.process.wait(WAIT_SECONDS) == 0
     assert "Traceback" not in router.log()
-
-
-def refuses_connections(router: Router) -> bool:
-    try:
-        plain_http.get(f"{router.url}/health", timeout=10)
-    except httpx.ConnectError:
-        return True
-    return False
 
 
 def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(
