@@ -66,8 +66,9 @@ def test_help_of_each_command_shows_all_its_flags(command: str) -> None:
 def test_every_setting_is_a_flag_and_every_flag_is_a_setting_or_an_option_of_the_command() -> None:
     sampling = {"--max-tokens", "--temperature", "--top-p"}
     server_only = {f"--{flag_name(name)}" for name in SERVER_ONLY_SETTINGS}
-    assert flags_of("serve") == fields_as_flags(EngineConfig, ServeConfig) - {"--model"} | {"--disaggregate"}
-    assert flags_of("router") == fields_as_flags(RouterConfig)
+    serve_only = {"--disaggregate", "--api-key-file"}
+    assert flags_of("serve") == fields_as_flags(EngineConfig, ServeConfig) - {"--model"} | serve_only
+    assert flags_of("router") == fields_as_flags(RouterConfig) | {"--api-key-file"}
     assert flags_of("generate") == fields_as_flags(EngineConfig) - server_only | sampling | {"--json"}
     assert flags_of("chat") == fields_as_flags(EngineConfig) - server_only | sampling | {"--system"}
 
@@ -78,6 +79,58 @@ def test_api_key_of_the_environment_is_used_but_never_shown(monkeypatch: pytest.
     assert config_values(ServeConfig, {"api_key": "from-flag"}) == {"api_key": "from-flag"}
     assert config_values(EngineConfig, {}) == {}
     assert "from-environment" not in CliRunner().invoke(app, ["serve", "--help"]).stdout
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Runs `hotset` in this process and returns its exit status."""
+    monkeypatch.setattr(sys, "argv", ["hotset", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("command", [["serve", "no-such-model", "--port", "1"], ["router", "--port", "0"]])
+def test_the_api_key_is_read_from_a_file(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs: list[Any] = []
+    monkeypatch.setattr("hotset.serve.router.server.run", lambda config: configs.append(config) or 0)
+    monkeypatch.setattr("hotset.serve.server.run", lambda engine, config, process: configs.append(config) or 0)
+    monkeypatch.setattr("hotset.engine.process.EngineProcess", lambda config: None)
+    monkeypatch.setenv("HOTSET_API_KEY", "from-environment")
+    (tmp_path / "key").write_text("from-file\n")
+    assert run_main(monkeypatch, *command, "--api-key-file", str(tmp_path / "key")) == 0
+    assert run_main(monkeypatch, *command) == 0
+    assert capsys.readouterr().err == ""
+    assert run_main(monkeypatch, *command, "--api-key", "from-flag") == 0
+    assert capsys.readouterr().err.startswith("warning: other users of this machine can see --api-key")
+    assert [config.api_key for config in configs] == ["from-file", "from-environment", "from-flag"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"", "on one line, and nothing else"),
+        (b" \n", "on one line, and nothing else"),
+        (b"two\nlines", "on one line, and nothing else"),
+        (b"\xff\xfe", "it is not a text file"),
+    ],
+)
+def test_a_file_without_an_api_key_is_refused(
+    content: bytes | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    if content is not None:
+        (tmp_path / "key").write_bytes(content)
+    assert run_main(monkeypatch, "router", "--api-key-file", str(tmp_path / "key")) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_an_api_key_from_two_flags_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (tmp_path / "key").write_text("k")
+    assert run_main(monkeypatch, "router", "--api-key", "k", "--api-key-file", str(tmp_path / "key")) == 1
+    assert "leave one of them out" in capsys.readouterr().err
 
 
 def test_the_command_line_imports_neither_torch_nor_rich_tables() -> None:

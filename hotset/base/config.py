@@ -15,6 +15,15 @@ TiersMode = Literal["auto", "off", "always"]
 TiersChoice = Literal["auto", "resident", "tiered"]  # set by a request: where its KV is stored
 LandingChoice = Literal["auto", "host", "device"]  # set by a request: where KV from a prefill worker arrives
 EMBEDDED = "embedded"
+# Settings that servers and routers share.
+MAX_CONNECTIONS_HELP = (
+    "Maximum number of open connections. At the limit, a new connection replaces the one that has been idle for "
+    "longest. Lowered at start-up if the limit of open files is too low."
+)
+RECEIVE_TIMEOUT_HELP = (
+    "Time for a client to send the headers of a request, and again for its body, in seconds; then 408."
+)
+SEND_TIMEOUT_HELP = "Time for a client that reads nothing of its response, in seconds; then the connection is closed."
 
 
 def setting(
@@ -322,8 +331,8 @@ class ServeConfig:
     port: int = setting(8000, "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
     api_key: str | None = setting(
         None,
-        "Bearer token for /v1, /tokenize and /detokenize. Default: the environment variable HOTSET_API_KEY; if that is "
-        "not set, no key is required.",
+        "Bearer token for /v1, /tokenize and /detokenize. Other users of this machine can see the flag; prefer "
+        "--api-key-file or the environment variable HOTSET_API_KEY. Default: no key is required.",
     )
     served_model_name: str | None = setting(
         None, "Model name that clients send. Default: the name of the model's directory or file."
@@ -344,6 +353,9 @@ class ServeConfig:
         "Maximum number of completion requests in progress; further ones are answered with 429.",
         positive=True,
     )
+    max_connections: int = setting(8192, MAX_CONNECTIONS_HELP, positive=True)
+    receive_timeout_seconds: float = setting(60.0, RECEIVE_TIMEOUT_HELP, positive=True)
+    send_timeout_seconds: float = setting(60.0, SEND_TIMEOUT_HELP, positive=True)
     drain_seconds: float = setting(
         30.0, "Time for running requests to finish after SIGTERM, in seconds.", positive=True
     )

@@ -11,6 +11,8 @@ HotsetError
 │   ├── UnknownModel
 │   ├── WrongApiKey
 │   ├── BodyTooLarge
+│   ├── AmbiguousLength      a request declares the length of its body in two ways
+│   ├── RequestTimeout       the client did not send its request within the time limit
 │   ├── WrongRole            the request must be sent to a worker of another role
 │   └── QueueFull
 ├── TransferError            a peer cannot be connected or written to; other peers are unaffected
@@ -85,6 +87,18 @@ class BodyTooLarge(RequestError):
     """The request body exceeds the server's limit."""
 
     code = "request_too_large"
+
+
+class AmbiguousLength(RequestError):
+    """The request has both a Content-Length and a Transfer-Encoding, so a proxy may see another body than we do."""
+
+    code = "ambiguous_length"
+
+
+class RequestTimeout(RequestError):
+    """The client did not send its headers or its body within the time limit."""
+
+    code = "request_timeout"
 
 
 class WrongRole(RequestError):

@@ -12,10 +12,20 @@ import typer
 
 from hotset import __version__
 from hotset.base.config import EMBEDDED, EngineConfig, ServeConfig
+from hotset.base.descriptors import raise_descriptor_limit
 from hotset.base.errors import ConfigError, HotsetError, MissingDependency
 from hotset.base.sampling import SamplingParams
 from hotset.cli import evaluation
-from hotset.cli.flags import SERVER_ONLY_SETTINGS, CliCommand, CliGroup, RouterCommand, config_values, with_flags
+from hotset.cli.flags import (
+    SERVER_ONLY_SETTINGS,
+    ApiKeyFile,
+    CliCommand,
+    CliGroup,
+    RouterCommand,
+    config_values,
+    with_flags,
+    with_key_of_file,
+)
 from hotset.cli.machine import inspect_machine, print_machine
 from hotset.cli.terminal import (
     CHAT_COMMANDS,
@@ -88,7 +98,8 @@ def hotset(
     cls=CliCommand,
     epilog="Examples:\n\n"
     "[bold]hotset serve[/bold]  serves the built-in model at http://127.0.0.1:8000\n\n"
-    "[bold]hotset serve /models/GLM-5.1 --host 0.0.0.0 --api-key KEY[/bold]  serves a checkpoint to other machines\n\n"
+    "[bold]hotset serve /models/GLM-5.1 --host 0.0.0.0 --api-key-file key.txt[/bold]  serves a checkpoint to other "
+    "machines\n\n"
     "[bold]hotset serve /models/GLM-5.1 --load-format dummy[/bold]  uses random weights, to test a configuration\n\n"
     "[bold]hotset serve /models/GLM-5.1 --disaggregate 1P1D[/bold]  runs prefill and decode in separate processes",
 )
@@ -104,15 +115,18 @@ def serve(
             "workers and one decode worker. Default: one process does both.",
         ),
     ] = None,
+    api_key_file: ApiKeyFile = None,
     **values: Any,
 ) -> None:
     """Serve a model over the OpenAI API (chat completions, completions, models)."""
+    values = with_key_of_file(values, api_key_file)
     serve_config = ServeConfig(**config_values(ServeConfig, values))
     if disaggregate is not None:
         raise typer.Exit(_serve_disaggregated({**values, "model": model}, serve_config, disaggregate))
     engine_config = EngineConfig(**config_values(EngineConfig, {**values, "model": model}))
     from hotset.engine.process import EngineProcess
 
+    raise_descriptor_limit()  # the engine inherits the limit
     process = EngineProcess(engine_config)  # loads the model while this process imports the server
     try:
         with _serve_packages("server"):
@@ -135,7 +149,7 @@ def _serve_disaggregated(values: dict[str, Any], serve_config: ServeConfig, coun
 @app.command(
     cls=RouterCommand,
     epilog="Example:\n\n"
-    "[bold]hotset router --prefill http://a:8001 --decode http://b:8001 http://c:8001 --api-key KEY[/bold]\n\n"
+    "[bold]hotset router --prefill http://a:8001 --decode http://b:8001 http://c:8001 --api-key-file key.txt[/bold]\n\n"
     "Start workers with [bold]hotset serve MODEL --role prefill[/bold] and [bold]--role decode[/bold]. To add a worker "
     "later, send [bold]POST /workers[/bold] with the API key and "
     '{"url": "http://host:port"}; [bold]DELETE /workers[/bold] removes one.',
@@ -148,9 +162,11 @@ def router(
     decode: Annotated[
         list[str] | None, typer.Option(metavar="URL...", help="URLs of decode workers.", show_default=False)
     ] = None,
+    api_key_file: ApiKeyFile = None,
     **values: Any,
 ) -> None:
     """Serve the OpenAI API with separate prefill and decode workers."""
+    values = with_key_of_file(values, api_key_file)
     urls = {"prefill": tuple(prefill or ()), "decode": tuple(decode or ())}
     config = RouterConfig(**config_values(RouterConfig, {**values, **urls}))
     with _serve_packages("router"):

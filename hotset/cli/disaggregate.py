@@ -26,7 +26,8 @@ ROUTER_HEALTH_TIMEOUT_SECONDS = 30.0  # time for the router to find all workers,
 EXIT_SECONDS = 5.0  # time for a process to exit after its drain and the end of its engine
 POLL_SECONDS = 0.1  # interval between checks whether a child has ended
 SECRET_SETTINGS = ("api_key", "handoff_secret")
-ROUTER_SETTINGS = ("cors_origin", "max_body_mib", "max_concurrency", "drain_seconds")
+CONNECTION_SETTINGS = ("max_connections", "receive_timeout_seconds", "send_timeout_seconds")
+ROUTER_SETTINGS = ("cors_origin", "max_body_mib", "max_concurrency", "drain_seconds", *CONNECTION_SETTINGS)
 WORKER_SETTINGS = ("served_model_name", "max_body_mib", "max_queue", "max_concurrency", "drain_seconds")
 
 T = TypeVar("T")

@@ -1,15 +1,18 @@
 """Command-line flags, generated from the fields of the configurations. Engine flags are named like `LLM` keywords."""
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from hotset.base.config import HANDOFF_SETTINGS, EngineConfig, ServeConfig, environment_defaults, flag_name, nearest
+from hotset.base.errors import ConfigError
 from hotset.serve.router.config import RouterConfig
 
 ConfigType = type[EngineConfig] | type[ServeConfig] | type[RouterConfig]
@@ -17,6 +20,11 @@ CommandFunction = TypeVar("CommandFunction", bound=Callable[..., None])
 
 # Settings that have no effect outside a server.
 SERVER_ONLY_SETTINGS = ("role", *HANDOFF_SETTINGS)
+MAX_KEY_CHARACTERS = 4096
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(help="File that contains the API key, on one line. Default: see --api-key.", show_default=False),
+]
 PANELS: dict[ConfigType, str] = {EngineConfig: "Engine", ServeConfig: "Server", RouterConfig: "Router"}
 
 
@@ -55,6 +63,32 @@ def config_values(config_type: ConfigType, values: dict[str, Any]) -> dict[str, 
     if flags.get("role", "both") == "both":
         environment.pop("handoff_secret", None)  # the secret is for prefill and decode workers only
     return {name: value for name, value in (environment | flags).items() if name in names}
+
+
+def with_key_of_file(values: dict[str, Any], file: Path | None) -> dict[str, Any]:
+    """Returns the flags' values with the API key from `file`, if it is given.
+
+    Raises ConfigError if the file has no key or if --api-key is given too. Warns about --api-key, which every user of
+    the machine can read in the list of processes.
+    """
+    if file is None:
+        if values["api_key"]:
+            print(
+                "warning: other users of this machine can see --api-key in the list of processes; use --api-key-file "
+                "or the environment variable HOTSET_API_KEY",
+                file=sys.stderr,
+            )
+        return values
+    if values["api_key"] is not None:
+        raise ConfigError("--api-key and --api-key-file both give the API key; leave one of them out")
+    try:
+        key = file.read_text().strip()
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not a text file"
+        raise ConfigError(f"cannot read --api-key-file {file}: {reason}") from None
+    if not key.isprintable() or not 0 < len(key) <= MAX_KEY_CHARACTERS:
+        raise ConfigError(f"--api-key-file {file} must contain the API key on one line, and nothing else")
+    return {**values, "api_key": key}
 
 
 class CliCommand(TyperCommand):

@@ -17,6 +17,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from hotset.base.address import Address, control_port, normalized_host
+from hotset.base.descriptors import free_descriptors
 from hotset.base.errors import BadMessage, StartupError
 from hotset.handoff.codec import MAX_BYTES, Codec
 from hotset.handoff.messages import (
@@ -32,15 +33,22 @@ from hotset.handoff.messages import (
 
 LOGGER = logging.getLogger("hotset.handoff")
 
-MAX_QUEUED = 1000  # messages queued to one peer, and from one peer
+MAX_QUEUED = 1000  # messages queued to one peer
+MAX_UNREAD = 16  # messages of one connection that have arrived and are not read; ZeroMQ stops reading from it then
 MAX_PER_RECEIVE = 256  # messages per `receive`, so that many messages do not keep the caller from other work
 MAX_PEERS = 512  # limit of peers, each of which may have a socket
+# Limit of connections to the control port: a peer that connects again may have two for a moment. If there are few file
+# descriptors, half of the free ones is the limit.
+MAX_CONNECTIONS = 2 * MAX_PEERS
 MAX_OLD_INCARNATIONS = 4  # remembered for each peer
 MAX_WARNINGS = 256
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 1000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 6000
+LISTEN_AGAIN_SECONDS = 0.05
+HANDSHAKE_MS = 5000  # time for a new connection to complete ZeroMQ's handshake
 FOR_ANY_INCARNATION = (Hello, Ping)  # sent even if the peer's incarnation is unknown
-FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+FAILED_HANDSHAKES = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | FAILED_HANDSHAKES[0] | FAILED_HANDSHAKES[1]
 
 
 @dataclass(slots=True)
@@ -67,18 +75,23 @@ class Channel:
         self._peers: dict[str, _Peer] = {}  # the most recently used peer is last
         self._warned: set[str] = set()
         self._closed = False
+        self._connections: set[int] = set()  # file descriptors of the connections to the control port
+        self._max_connections = min(MAX_CONNECTIONS, free_descriptors() // 2)
+        self._listening = True
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._new_socket(zmq.ROUTER)
+        self._router.rcvhwm = MAX_UNREAD
+        self._router.handshake_ivl = HANDSHAKE_MS
         try:
             self._router.bind(f"tcp://{control.listen.host}:{control.listen.port or '*'}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise StartupError(f"cannot listen at {bind} for control messages: {error.strerror}") from None
-        endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)  # like tcp://127.0.0.1:7000
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self._endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)  # like tcp://127.0.0.1:7000
+        host, _, port = self._endpoint.removeprefix("tcp://").rpartition(":")
         self.listens_on = Address(normalized_host(host), int(port))
         self.address = str(Address(control.peers.host, control.peers.port or int(port)))
-        self._monitor = self._router.get_monitor_socket(FAILED_HANDSHAKES)
+        self._monitor = self._router.get_monitor_socket(MONITORED)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._poller = zmq.Poller()
         for source in (self._router, self._monitor, self._wake_receiver):
@@ -110,7 +123,7 @@ class Channel:
     def receive(self) -> list[ChannelEvent]:
         """Returns the messages and events that have arrived, in order, up to a limit. Never blocks."""
         events: list[ChannelEvent] = []
-        self._count_failed_handshakes()
+        self._watch_connections()
         for _ in range(MAX_PER_RECEIVE):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -121,6 +134,8 @@ class Channel:
 
     def wait(self, seconds: float) -> None:
         """Blocks until a message arrives, `wake` is called, or the time has passed."""
+        if not self._listening:
+            seconds = min(seconds, LISTEN_AGAIN_SECONDS)
         self._poller.poll(math.ceil(max(0.0, seconds) * 1000))
         try:
             while self._wake_receiver.recv(4096):
@@ -156,13 +171,14 @@ class Channel:
         new.ipv6 = True
         new.maxmsgsize = MAX_BYTES
         new.sndhwm = new.rcvhwm = MAX_QUEUED
+        # A machine that crashes does not close its connections. Heartbeats detect this: ZeroMQ reconnects a socket for
+        # sending, and closes a connection to the control port.
+        new.heartbeat_ivl, new.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
         return new
 
     def _connect(self, peer: str) -> "zmq.Socket[bytes]":
         new = self._new_socket(zmq.DEALER)
         new.reconnect_ivl, new.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
-        # A machine that crashes does not close its connections. Heartbeats detect this, and ZeroMQ then reconnects.
-        new.heartbeat_ivl, new.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
         try:
             new.connect(f"tcp://{peer}")
         except zmq.ZMQError:
@@ -212,11 +228,36 @@ class Channel:
             return events
         return [*events, MessageReceived(address, envelope.message)]
 
-    def _count_failed_handshakes(self) -> None:
+    def _watch_connections(self) -> None:
+        """Counts connections and failed handshakes, and closes all connections if there are too many.
+
+        ZeroMQ cannot limit connections, nor close a single one. Peers connect again at once; connections that were only
+        opened to exhaust file descriptors are gone.
+        """
         while self._monitor.poll(0):
-            parse_monitor_message(self._monitor.recv_multipart())
-            self.dropped["malformed"] += 1
-            self._warn_once("", "dropped a connection to the control port that does not use the ZeroMQ protocol")
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._connections.add(event["value"])
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._connections.discard(event["value"])
+            else:
+                self.dropped["malformed"] += 1
+                self._warn_once("", "dropped a connection to the control port that does not use the ZeroMQ protocol")
+        if len(self._connections) > self._max_connections:
+            self.dropped["too many connections"] += len(self._connections)
+            self._warn_once(
+                "connections",
+                f"closed all {len(self._connections)} connections to the control port, more than the limit of "
+                f"{self._max_connections}; peers connect again",
+            )
+            self._connections.clear()
+            self._router.unbind(self._endpoint)  # this also closes the connections that were accepted there
+            self._listening = False
+        if not self._listening:
+            # ZeroMQ closes the old socket in another thread. While that one is open, the next call tries again.
+            with contextlib.suppress(zmq.ZMQError):
+                self._router.bind(self._endpoint)
+                self._listening = True
 
     def _warn_once(self, source: str, text: str) -> None:
         """Logs a warning once per source, and for a limited number of sources."""

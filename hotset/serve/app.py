@@ -23,7 +23,7 @@ from hotset.serve.chat import chat_completion
 from hotset.serve.completions import completion
 from hotset.serve.errors import error_response, http_error_response, validation_error
 from hotset.serve.generation import json_response
-from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit, ConcurrencyLimit
+from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit, ConcurrencyLimit, UnambiguousLength
 from hotset.serve.protocol import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -51,6 +51,7 @@ DESCRIPTIONS = {
     400: "The request is malformed, out of range, too long, or uses an unsupported feature.",
     401: "The API key is missing or wrong.",
     404: "The model does not exist.",
+    408: "The request did not arrive within the server's time limit.",
     409: "This worker has the wrong role for the request; the message names the right one.",
     413: "The body is larger than the server's limit.",
     429: "Too many requests are waiting or in progress; retry after the time in Retry-After.",
@@ -109,14 +110,15 @@ class _Api(FastAPI):
 def _middleware(service: Service) -> list[Middleware]:
     """Returns the middleware, outermost first. CORS precedes the key because preflight requests carry no key."""
     config = service.config
-    layers = [Middleware(AccessLog, metrics=service.metrics)]
+    layers = [Middleware(AccessLog, metrics=service.metrics), Middleware(UnambiguousLength)]
     if config.cors_origin is not None:
         origins = [config.cors_origin]
         layers.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
     if config.api_key is not None:
         layers.append(Middleware(ApiKey, api_key=config.api_key))
     layers.append(Middleware(ConcurrencyLimit, max_concurrency=config.max_concurrency))
-    layers.append(Middleware(BodyLimit, max_body_mib=config.max_body_mib))
+    body_limits = {"max_body_mib": config.max_body_mib, "receive_timeout_seconds": config.receive_timeout_seconds}
+    layers.append(Middleware(BodyLimit, **body_limits))
     return layers
 
 
@@ -125,7 +127,7 @@ def _completion_routes(service: Service) -> APIRouter:
         service.check_role()
 
     routes = APIRouter(tags=["generate"], dependencies=[Depends(check_role)])
-    errors = _errors(400, 401, 404, 409, 413, 429, 500, 503)
+    errors = _errors(400, 401, 404, 408, 409, 413, 429, 500, 503)
 
     @routes.post("/v1/chat/completions", responses=_full_or_stream(ChatCompletion, ChatCompletionChunk) | errors)
     async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
@@ -159,7 +161,7 @@ def _model_routes(service: Service) -> APIRouter:
         service.check_model(model_id)
         return json_response(served())
 
-    errors = _errors(400, 401, 404, 413, 500)
+    errors = _errors(400, 401, 404, 408, 413, 500)
 
     @routes.post("/tokenize", responses=_full(TokenizeResponse) | errors)
     async def tokenize(body: TokenizeRequest) -> Response:

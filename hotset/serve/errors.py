@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from hotset.base.errors import (
+    AmbiguousLength,
     BodyTooLarge,
     DeadlineExceeded,
     EngineStopped,
@@ -19,6 +20,7 @@ from hotset.base.errors import (
     NoWorkers,
     QueueFull,
     RequestError,
+    RequestTimeout,
     UnknownModel,
     UnsupportedField,
     WorkerLost,
@@ -48,6 +50,7 @@ ERROR_KINDS: Mapping[type[BaseException], ErrorKind] = {
     WrongApiKey: ErrorKind(401, "authentication_error"),
     UnknownModel: ErrorKind(404, "not_found_error"),
     WrongRole: ErrorKind(409, "invalid_request_error"),
+    RequestTimeout: ErrorKind(408, "invalid_request_error"),
     BodyTooLarge: ErrorKind(413, "invalid_request_error"),
     QueueFull: ErrorKind(429, "rate_limit_error"),
     EngineStopped: ErrorKind(503, "service_unavailable_error"),
@@ -89,6 +92,8 @@ def error_response(error: BaseException) -> Response:
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS[type(error)])
     if isinstance(error, WrongApiKey):
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, AmbiguousLength | RequestTimeout):
+        headers["Connection"] = "close"  # it is unknown where the next request would begin
     return _response(error_kind(error).status, error_body(error), headers)
 
 

@@ -1,6 +1,7 @@
 """Code that server and router share: the socket, uvicorn's settings, and work that a disconnect cancels."""
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -11,8 +12,12 @@ import uvicorn
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive
 
+from hotset.base.address import is_loopback
 from hotset.base.errors import ConfigError
 from hotset.base.listeners import check_listeners, listening_address
+from hotset.serve.connections import ConnectionLimits, Connections, LimitedProtocol
+
+logger = logging.getLogger("hotset.serve")
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_INTERRUPTED = 130  # the exit code that shells expect from a command that Ctrl-C ended
@@ -26,10 +31,14 @@ T = TypeVar("T")
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling, which would end the process by the signal instead of with exit code 0."""
+    """uvicorn with limits on its connections.
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    Its signal handling is left out: it would end the process by the signal instead of with exit code 0.
+    """
+
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
+        self._connections = Connections(limits)
         self._on_ready = on_ready
 
     @contextmanager
@@ -37,14 +46,29 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        check_listeners("the HTTP server", addresses=[listening_address(each) for each in sockets or ()])
+        """Accepts connections on the one given socket. uvicorn would use asyncio's server, which has no limits."""
+        assert sockets is not None and len(sockets) == 1, "server and router listen on one socket"
+        self.servers = []
+        self._connections.start(sockets[0], self._new_protocol)
+        self.started = True
+        check_listeners("the HTTP server", addresses=[listening_address(sockets[0])])
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._connections.close()
+        try:
+            await super().shutdown(sockets)
+        finally:
+            self._connections.stop()
+
+    def _new_protocol(self) -> LimitedProtocol:
+        return LimitedProtocol(self._connections, self.config, self.server_state, self.lifespan.state)
 
 
 def uvicorn_config(app: ASGIApp, drain_seconds: float) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http="h11",
         lifespan="off",
         ws="none",
         log_config=None,
@@ -74,6 +98,16 @@ def bound_socket(host: str, port: int) -> socket.socket:
             raise ConfigError(message) from error
         undo.pop_all()
     return listener
+
+
+def warn_if_open_to_all(host: str, api_key: str | None) -> None:
+    """Logs a warning if other machines can send requests without a key."""
+    if api_key is None and not is_loopback(host):
+        logger.warning(
+            "other machines can reach --host %s, and no API key is required: anyone who can connect can use the model; "
+            "set a key with --api-key-file or the environment variable HOTSET_API_KEY",
+            host,
+        )
 
 
 def url_of(listener: socket.socket) -> str:

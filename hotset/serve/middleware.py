@@ -1,5 +1,6 @@
 """Middleware of the server and the router: access log, API key, and limits on requests and bodies."""
 
+import asyncio
 import hmac
 import logging
 import re
@@ -11,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hotset.base.errors import BodyTooLarge, QueueFull, WrongApiKey
+from hotset.base.errors import AmbiguousLength, BodyTooLarge, QueueFull, RequestTimeout, WrongApiKey
 from hotset.base.units import MIB
 from hotset.serve.errors import error_response
 from hotset.serve.protocol import REQUEST_ID_HEADER
@@ -20,6 +21,7 @@ logger = logging.getLogger("hotset.serve")
 
 CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs for a client that disconnected
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # no characters that could forge a log line
+MAX_LOGGED_CHARACTERS = 200  # of a path
 QUIET_PATHS = frozenset({"/handoff"})  # success is logged at DEBUG level, because routers poll this path
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 PUBLIC_PATHS = frozenset({"/", "/health", "/metrics", "/handoff", "/docs", "/openapi.json"})
@@ -71,8 +73,29 @@ class AccessLog:
         self._metrics.request_seconds.labels(endpoint).observe(seconds)
         request_id = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
         suffix = f" {request_id}" if REQUEST_ID.fullmatch(request_id) else ""
+        if len(path) > MAX_LOGGED_CHARACTERS:
+            path = f"{path[:MAX_LOGGED_CHARACTERS]}... ({len(path)} characters)"
         level = logging.DEBUG if path in QUIET_PATHS and status == 200 else logging.INFO
         logger.log(level, "%s %s %s %.0f ms%s", scope["method"], path, status, seconds * 1e3, suffix)
+
+
+class UnambiguousLength:
+    """Rejects a request that has both a Content-Length and a Transfer-Encoding, and closes its connection.
+
+    A proxy in front of the server may follow one header and the server the other. Bytes that the proxy considers part
+    of this request would then be a second request for the server (request smuggling; RFC 9112, 6.1).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope["headers"]} if scope["type"] == "http" else set()
+        if {b"content-length", b"transfer-encoding"} <= names:
+            message = "a request must not have both a Content-Length and a Transfer-Encoding header"
+            await error_response(AmbiguousLength(message))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
 
 class ApiKey:
@@ -121,14 +144,15 @@ class ConcurrencyLimit:
 
 
 class BodyLimit:
-    """Reads the whole body before it is parsed, and rejects one that is larger than the limit.
+    """Reads the whole body before it is parsed, and rejects one that is larger than the limit or takes too long.
 
     The declared length, if any, is checked first; every body is counted as it arrives. The inner application receives
     the body as one message, after which its `receive` reports only that the client has disconnected.
     """
 
-    def __init__(self, app: ASGIApp, max_body_mib: float) -> None:
+    def __init__(self, app: ASGIApp, max_body_mib: float, receive_timeout_seconds: float) -> None:
         self._app = app
+        self._timeout_seconds = receive_timeout_seconds
         self._limit_bytes = int(max_body_mib * MIB)
         self._message = f"the request body exceeds the limit of {max_body_mib:g} MiB"
 
@@ -137,9 +161,14 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         try:
-            body = await self._read(Headers(scope=scope), receive)
+            async with asyncio.timeout(self._timeout_seconds):
+                body = await self._read(Headers(scope=scope), receive)
         except BodyTooLarge as error:
             await error_response(error)(scope, receive, send)
+            return
+        except TimeoutError:
+            message = f"the body did not arrive within {self._timeout_seconds:g} s (--receive-timeout-seconds)"
+            await error_response(RequestTimeout(message))(scope, receive, send)
             return
         await self._app(scope, _replayed(body, receive), send)
 

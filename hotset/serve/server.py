@@ -12,6 +12,7 @@ from hotset.base.logs import log_to_stderr
 from hotset.engine.client import EngineClient
 from hotset.engine.process import EngineProcess
 from hotset.serve.app import create_app
+from hotset.serve.connections import ConnectionLimits, fit_to_descriptors
 from hotset.serve.http_server import (
     EXIT_INTERRUPTED,
     STOP_SIGNALS,
@@ -19,6 +20,7 @@ from hotset.serve.http_server import (
     bound_socket,
     url_of,
     uvicorn_config,
+    warn_if_open_to_all,
 )
 
 logger = logging.getLogger("hotset.serve")
@@ -38,8 +40,10 @@ def run(engine_config: EngineConfig, serve_config: ServeConfig, process: EngineP
     try:
         # Bind the port first, so that a port in use is reported before the model loads.
         with bound_socket(serve_config.host, serve_config.port) as listener:
+            warn_if_open_to_all(serve_config.host, serve_config.api_key)
+            fitted_config = fit_to_descriptors(serve_config)
             client = EngineClient.start(engine_config, process)
-            return asyncio.run(_serve(client, engine_config, serve_config, listener))
+            return asyncio.run(_serve(client, engine_config, fitted_config, listener))
     except StartupError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
@@ -56,7 +60,11 @@ async def _serve(
     """Serves with `client`, which it owns and closes on every exit path."""
     client.listen()
     app = create_app(client, config, aliases=frozenset({engine_config.model, client.model.name}))
-    server = HttpServer(uvicorn_config(app, config.drain_seconds), lambda: _announce(client, config, listener))
+    server = HttpServer(
+        uvicorn_config(app, config.drain_seconds),
+        ConnectionLimits.of(config),
+        lambda: _announce(client, config, listener),
+    )
     shutdown = _Shutdown(client, server, config.drain_seconds)
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:

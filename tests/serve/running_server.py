@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import plain_http
+from idle_connections import with_few_descriptors
 
 STOP_SECONDS = 60
 API_KEY = "open-sesame"
@@ -53,11 +54,15 @@ class RunningServer:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, command: str = "serve") -> Iterator[RunningServer]:
+def serving(
+    folder: Path, *arguments: str, command: str = "serve", few_descriptors: bool = False
+) -> Iterator[RunningServer]:
     """Runs `hotset COMMAND` on a free port, with its log in `folder`. Yields the server when it is ready, and stops it
     at the end of the block."""
     log_path = folder / "stderr.txt"
     command_line = [sys.executable, "-m", "hotset", command, *arguments, "--port", "0"]
+    if few_descriptors:
+        command_line = with_few_descriptors(command_line)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (
         log_path.open("w") as log,

@@ -5,14 +5,19 @@ These tests are in one file because they share one server.
 """
 
 import json
+import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import plain_http
 import pytest
+from idle_connections import DESCRIPTORS, health_seconds, many_idle_connections
 from running_server import API_KEY, ORIGIN, RunningServer, error_of, serving
 
 CHAT = "/v1/chat/completions"
@@ -27,10 +32,13 @@ SEATS = QUEUE = CONCURRENCY = 3
 
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("limited")
+    key_file = folder / "key.txt"
+    key_file.write_text(f"{API_KEY}\n")
     numbers = ["--max-num-seqs", str(SEATS), "--max-queue", str(QUEUE), "--max-concurrency", str(CONCURRENCY)]
-    access = ["--api-key", API_KEY, "--cors-origin", ORIGIN, "--max-body-mib", "0.01"]
+    access = ["--api-key-file", str(key_file), "--cors-origin", ORIGIN, "--max-body-mib", "0.01"]
     flags = ["--load-format", "dummy", "--served-model-name", "renamed", *numbers, *access]
-    with serving(tmp_path_factory.mktemp("limited"), tiny_model, *flags) as server:
+    with serving(folder, tiny_model, *flags, few_descriptors=True) as server:
         yield server
 
 
@@ -94,6 +102,47 @@ def test_a_body_over_the_limit_is_rejected_with_and_without_a_declared_length(ht
     chunks = (body[start : start + 1000] for start in range(0, len(body), 1000))
     assert error_of(http.post(TEXT, content=chunks, headers=JSON), 413)["code"] == "request_too_large"
     assert http.get("/health").status_code == 200, "the connection must remain usable"
+
+
+def test_with_more_idle_connections_than_file_descriptors_health_answers_within_1_s(
+    server: RunningServer, http: httpx.Client
+) -> None:
+    lines_before = server.log().count("\n")
+    with many_idle_connections(server.url):
+        assert health_seconds(server.url) < 1.0
+        assert http.post(TEXT, json={**SHORT, "model": "renamed"}).status_code == 200
+    assert server.log().count("\n") - lines_before <= 100
+    assert re.search(r"Max open files +(\d+) +(\d+)", Path(f"/proc/{server.process.pid}/limits").read_text())[1] == str(
+        DESCRIPTORS
+    ), "the soft limit of open files must be raised"
+    assert "the limit of open files is 1024" in server.log()
+
+
+def exchange(url: str, request: bytes) -> bytes:
+    """Sends bytes on a new connection and returns everything up to the end of the connection."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=60) as client:
+        client.sendall(request)
+        answer = b""
+        while piece := client.recv(1 << 16):
+            answer += piece
+    return answer
+
+
+@pytest.mark.parametrize("line", ["POST /v1/completions", "GET /health"])
+def test_a_request_with_a_length_and_a_chunked_encoding_is_refused_and_its_connection_closed(
+    server: RunningServer, line: str
+) -> None:
+    headers = "Host: a\r\nContent-Length: 6\r\nTransfer-Encoding: chunked\r\n"
+    answer = exchange(server.url, f"{line} HTTP/1.1\r\n{headers}\r\n0\r\n\r\nG".encode())
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"ambiguous_length" in answer
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_long_path_is_cut_in_the_log(server: RunningServer, http: httpx.Client) -> None:
+    assert http.get("/" + "p" * 30_000).status_code == 404
+    (line,) = [line for line in server.log().splitlines() if "ppp" in line]
+    assert len(line) < 400 and "30001 characters" in line
 
 
 def test_only_pages_of_the_configured_origin_may_call_the_server(http: httpx.Client) -> None:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from hotset.base.errors import HotsetError, NoWorkers, RequestError, WrongApiKey
 from hotset.serve.errors import error_response, http_error_response
-from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit, ConcurrencyLimit
+from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit, ConcurrencyLimit, UnambiguousLength
 from hotset.serve.protocol import StrictModel
 from hotset.serve.router.config import RouterConfig
 from hotset.serve.router.fleet import ROLES, Fleet, RoutedWorker
@@ -109,14 +109,15 @@ def _worker_json(worker: RoutedWorker) -> dict[str, Any]:
 
 def _middleware(config: RouterConfig, metrics: RouterMetrics) -> list[Middleware]:
     """Returns the middleware, outermost first. CORS precedes the key because preflight requests carry no key."""
-    layers = [Middleware(AccessLog, metrics=metrics)]
+    layers = [Middleware(AccessLog, metrics=metrics), Middleware(UnambiguousLength)]
     if config.cors_origin is not None:
         origins = [config.cors_origin]
         layers.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
     if config.api_key is not None:
         layers.append(Middleware(ApiKey, api_key=config.api_key))
     layers.append(Middleware(ConcurrencyLimit, max_concurrency=config.max_concurrency))
-    layers.append(Middleware(BodyLimit, max_body_mib=config.max_body_mib))
+    body_limits = {"max_body_mib": config.max_body_mib, "receive_timeout_seconds": config.receive_timeout_seconds}
+    layers.append(Middleware(BodyLimit, **body_limits))
     return layers
 
 

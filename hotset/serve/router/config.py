@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from hotset.base.config import check_settings, setting
+from hotset.base.config import (
+    MAX_CONNECTIONS_HELP,
+    RECEIVE_TIMEOUT_HELP,
+    SEND_TIMEOUT_HELP,
+    check_settings,
+    setting,
+)
 from hotset.base.errors import ConfigError
 
 MAX_URL_CHARACTERS = 512
@@ -19,8 +25,8 @@ class RouterConfig:
     port: int = setting(8000, "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
     api_key: str | None = setting(
         None,
-        "Bearer token that clients must send. Adding and removing workers requires one. "
-        "Default: the environment variable HOTSET_API_KEY, else no key.",
+        "Bearer token that clients must send. Adding and removing workers requires one. Other users of this machine "
+        "can see the flag; prefer --api-key-file or the environment variable HOTSET_API_KEY. Default: no key.",
     )
     cors_origin: str | None = setting(None, "Origin that browsers may call from, or '*' for any. Default: none.")
     max_body_mib: float = setting(
@@ -29,6 +35,9 @@ class RouterConfig:
     max_concurrency: int = setting(
         4096, "Maximum number of completion requests in progress; further ones are answered with 429.", positive=True
     )
+    max_connections: int = setting(8192, MAX_CONNECTIONS_HELP, positive=True)
+    receive_timeout_seconds: float = setting(60.0, RECEIVE_TIMEOUT_HELP, positive=True)
+    send_timeout_seconds: float = setting(60.0, SEND_TIMEOUT_HELP, positive=True)
     response_timeout_seconds: float = setting(
         600.0,
         "Time limit for the first byte of a response, including retries, in seconds; then the router answers 504.",

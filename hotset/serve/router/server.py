@@ -9,6 +9,7 @@ import aiohttp
 
 from hotset.base.errors import StartupError
 from hotset.base.logs import log_to_stderr
+from hotset.serve.connections import SPARE_CONNECTIONS, ConnectionLimits, fit_to_descriptors
 from hotset.serve.http_server import (
     EXIT_INTERRUPTED,
     STOP_SIGNALS,
@@ -16,6 +17,7 @@ from hotset.serve.http_server import (
     bound_socket,
     url_of,
     uvicorn_config,
+    warn_if_open_to_all,
 )
 from hotset.serve.router.app import create_app
 from hotset.serve.router.config import RouterConfig, worker_url
@@ -28,7 +30,6 @@ logger = logging.getLogger("hotset.router")
 CONNECT_SECONDS = 3.0  # time limit for a connection to a worker
 # Less than KEEP_ALIVE_SECONDS of the workers: a worker must not close a connection that the router is about to use.
 KEEP_ALIVE_SECONDS = 30.0
-SPARE_CONNECTIONS = 64  # connections for requests other than completions
 MAX_HEADER_BYTES = 1 << 16
 
 
@@ -40,7 +41,8 @@ def run(config: RouterConfig) -> int:
     log_to_stderr()
     try:
         with bound_socket(config.host, config.port) as listener:
-            return asyncio.run(_serve(config, listener))
+            warn_if_open_to_all(config.host, config.api_key)
+            return asyncio.run(_serve(fit_to_descriptors(config, to_workers=True), listener))
     except StartupError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
@@ -59,7 +61,11 @@ async def _serve(config: RouterConfig, listener: socket.socket) -> int:
         metrics = RouterMetrics(fleet)
         relay = Relay(fleet, session, config, metrics)
         app = create_app(fleet, relay, config, metrics)
-        server = HttpServer(uvicorn_config(app, config.drain_seconds), lambda: _announce(config, listener))
+        server = HttpServer(
+            uvicorn_config(app, config.drain_seconds),
+            ConnectionLimits.of(config),
+            lambda: _announce(config, listener),
+        )
         shutdown = _Shutdown(server, relay, config.drain_seconds)
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, shutdown.on_signal)

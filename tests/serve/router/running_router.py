@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import plain_http
+from idle_connections import with_few_descriptors
 from prometheus_client.parser import text_string_to_metric_families
 
 HERE = Path(__file__).parent
@@ -107,11 +108,20 @@ class Cluster:
         started = [self._start([sys.executable, str(STUB), role, name, *flags]) for name, role in roles.items()]
         return [Stub(self._first_line(process), name, process) for name, process in zip(roles, started, strict=True)]
 
-    def router(self, prefill: list[Stub], decode: list[Stub], *flags: str, ready: bool = True) -> Router:
+    def router(
+        self,
+        prefill: list[Stub],
+        decode: list[Stub],
+        *flags: str,
+        ready: bool = True,
+        few_descriptors: bool = False,
+    ) -> Router:
         """Starts a router. If `ready`, waits until it has a live worker of each role."""
         command = [sys.executable, "-m", "hotset", "router", "--port", "0", "--poll-seconds", "0.1", *flags]
         for flag, stubs in (("--prefill", prefill), ("--decode", decode)):
             command += [flag, *(stub.url for stub in stubs)] if stubs else []
+        if few_descriptors:
+            command = with_few_descriptors(command)
         self._routers += 1
         log_path = self._folder / f"router{self._routers}.txt"
         with log_path.open("w") as log:

@@ -1,0 +1,321 @@
+"""An HTTP server limits its connections and the time that a client takes to send or to read, and cuts no answer that
+takes long by right."""
+
+import asyncio
+import errno
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from starlette.types import Receive, Scope, Send
+
+from hotset.base.config import ServeConfig
+from hotset.base.errors import ConfigError
+from hotset.serve import connections
+from hotset.serve.connections import ConnectionLimits, LimitedProtocol, fit_to_descriptors
+from hotset.serve.http_server import HttpServer, bound_socket, uvicorn_config
+from hotset.serve.middleware import AccessLog, BodyLimit
+from hotset.serve.router.config import RouterConfig
+
+WAIT_SECONDS = 60.0  # limit of each wait; only an overloaded machine needs that long
+LIMIT_SECONDS = 0.3
+CHUNK = bytes(1 << 16)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        self.http_requests = Counter("requests", "", ("endpoint", "status"), registry=registry)
+        self.request_seconds = Histogram("seconds", "", ("endpoint",), registry=registry)
+
+
+@dataclass
+class App:
+    """Answers `/slow` when `release` is set, streams `/stream` without end, and answers every other path at once."""
+
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    slow_requests: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    chunks_sent: int = 0
+    ended: threading.Event = field(default_factory=threading.Event)  # a stream has ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/slow":
+            self.slow_requests.release()
+            await self.release.wait()
+        streams = scope["path"] == "/stream"
+        headers = [] if streams else [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if not streams:
+            await send({"type": "http.response.body", "body": b"ok"})
+            return
+        assert (await receive())["type"] == "http.request"
+        gone = asyncio.create_task(receive())
+        while not gone.done():
+            await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+            await asyncio.sleep(0)
+            self.chunks_sent += 1
+        self.ended.set()
+
+
+@dataclass
+class Server:
+    app: App
+    port: int
+    http: HttpServer
+    loop: asyncio.AbstractEventLoop
+
+    def unsent(self) -> tuple[int, int]:
+        """Returns the bytes that the only connection has to send: those in the server, and these with the kernel's."""
+        protocol = next(iter(self.http.server_state.connections), None)
+        if not isinstance(protocol, LimitedProtocol):
+            return 0, 0
+        return protocol.transport.get_write_buffer_size(), protocol._count_unsent()
+
+    def connect_slow_reader(self) -> socket.socket:
+        """Requests a stream with a small receive buffer."""
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(WAIT_SECONDS)
+        client.connect(("127.0.0.1", self.port))
+        client.sendall(b"GET /stream HTTP/1.1\r\nHost: a\r\n\r\n")
+        return client
+
+    def connect(self, first_bytes: bytes = b"") -> socket.socket:
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_SECONDS)
+        client.sendall(first_bytes)
+        return client
+
+    def release(self) -> None:
+        self.loop.call_soon_threadsafe(self.app.release.set)
+
+
+@contextmanager
+def running(
+    *,
+    max_connections: int = 64,
+    receive_seconds: float = LIMIT_SECONDS,
+    send_seconds: float = WAIT_SECONDS,
+    listener_type: type[socket.socket] | None = None,
+) -> Iterator[Server]:
+    """Runs a server with short limits in a thread."""
+    app, listener = App(), bound_socket("127.0.0.1", 0)
+    if listener_type is not None:
+        listener = listener_type(fileno=listener.detach())
+    ready, server_of = threading.Event(), {}
+
+    async def serve() -> None:
+        layers = AccessLog(BodyLimit(app, max_body_mib=1, receive_timeout_seconds=receive_seconds), Metrics())
+        limits = ConnectionLimits(max_connections, receive_seconds, send_seconds)
+        server_of["server"] = HttpServer(uvicorn_config(layers, 0.0), limits, ready.set)
+        server_of["loop"] = asyncio.get_running_loop()
+        await server_of["server"].serve(sockets=[listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    with listener:
+        thread.start()
+        try:
+            assert ready.wait(WAIT_SECONDS)
+            yield Server(app, listener.getsockname()[1], server_of["server"], server_of["loop"])
+        finally:
+            server_of["loop"].call_soon_threadsafe(app.release.set)
+            server_of["server"].should_exit = server_of["server"].force_exit = True
+            thread.join(WAIT_SECONDS)
+    assert not thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Reads until the server closes the connection."""
+    received = b""
+    try:
+        while piece := client.recv(1 << 16):
+            received += piece
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def get(client: socket.socket, path: str = "/") -> bytes:
+    """Sends a request and reads its response."""
+    client.sendall(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+    received = b""
+    while not received.endswith(b"ok"):
+        piece = client.recv(1 << 16)
+        assert piece, f"the connection ended after {received!r}"
+        received += piece
+    return received
+
+
+def send_slowly(client: socket.socket, piece: bytes) -> bytes:
+    """Sends a piece again and again until the server answers or closes the connection. Returns what it answered."""
+    client.settimeout(LIMIT_SECONDS / 20)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            client.sendall(piece)
+            received = client.recv(1 << 16)
+        except TimeoutError:
+            continue
+        except OSError:
+            return b""
+        client.settimeout(WAIT_SECONDS)
+        return received + read_all(client)
+    raise AssertionError("the server waited too long")
+
+
+@pytest.mark.parametrize("earlier_requests", [0, 1])
+def test_headers_that_arrive_slowly_end_with_408_at_the_time_limit(earlier_requests: int) -> None:
+    with running() as server, server.connect() as client:
+        for _ in range(earlier_requests):
+            get(client)
+        began = time.monotonic()
+        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nx-a: ")
+        answer = send_slowly(client, b"a")
+        assert time.monotonic() - began >= LIMIT_SECONDS
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"request_timeout" in answer
+
+
+def test_a_body_that_arrives_slowly_ends_with_408_at_the_time_limit() -> None:
+    with running() as server, server.connect(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9999\r\n\r\n") as client:
+        began = time.monotonic()
+        answer = send_slowly(client, b"a")
+        assert time.monotonic() - began >= LIMIT_SECONDS
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"--receive-timeout-seconds" in answer
+
+
+def test_a_client_that_sends_nothing_is_disconnected() -> None:
+    with running() as server, server.connect() as client:
+        assert read_all(client) == b""
+
+
+def test_the_time_limits_cut_neither_a_long_wait_nor_an_idle_connection_between_two_requests() -> None:
+    with running(send_seconds=LIMIT_SECONDS) as server, server.connect() as client:
+        threading.Timer(3 * LIMIT_SECONDS, server.release).start()
+        get(client, "/slow")
+        time.sleep(3 * LIMIT_SECONDS)
+        get(client)
+
+
+def test_a_client_that_stops_reading_is_disconnected_and_holds_little_memory() -> None:
+    with running(send_seconds=LIMIT_SECONDS) as server, server.connect_slow_reader():
+        assert server.app.ended.wait(WAIT_SECONDS)
+        assert server.app.chunks_sent * len(CHUNK) < 64 << 20, "the server must not buffer what a client does not read"
+
+
+@pytest.mark.slow
+def test_a_slow_reader_that_goes_on_reading_is_not_cut() -> None:
+    with running(send_seconds=2.0) as server, server.connect_slow_reader() as client:
+        deadline = time.monotonic() + 6.0
+        while time.monotonic() < deadline:
+            assert client.recv(1 << 16), "the stream was cut"
+            time.sleep(0.005)
+        assert not server.app.ended.is_set()
+
+
+def test_bytes_that_a_slow_reader_takes_from_the_kernel_count_as_progress() -> None:
+    with running() as server, server.connect_slow_reader() as client:
+        samples: deque[tuple[int, int]] = deque(maxlen=20)  # equal if all buffers are full
+
+        def is_stable() -> bool:
+            samples.append(server.unsent())
+            return len(samples) == 20 and len(set(samples)) == 1 and samples[0][0] > 0
+
+        assert wait_until(is_stable)
+        in_server, in_total = samples[0]
+        received = len(client.recv(1 << 12))
+        while server.unsent()[1] == in_total:
+            received += len(client.recv(1 << 12))
+            assert received < in_total - in_server
+        assert server.unsent()[0] == in_server, "the kernel must not have taken more bytes from the server yet"
+
+
+def test_at_the_limit_a_new_connection_replaces_the_one_that_has_waited_longest() -> None:
+    with running(max_connections=4, receive_seconds=WAIT_SECONDS) as server, ExitStack() as clients:
+        idle = [clients.enter_context(server.connect(b"GET / HT" * (number % 2))) for number in range(6)]
+        assert b"200 OK" in get(clients.enter_context(server.connect()))
+        assert [read_all(client) for client in idle[:3]] == [b"", b"", b""]
+        for client in idle[3:]:
+            client.settimeout(0.05)
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+
+
+def test_at_the_limit_a_request_that_is_being_answered_is_not_cut_and_the_next_client_waits() -> None:
+    with running(max_connections=2, receive_seconds=WAIT_SECONDS) as server, ExitStack() as clients:
+        pool = clients.enter_context(ThreadPoolExecutor(3))
+        slow = [pool.submit(get, clients.enter_context(server.connect()), "/slow") for _ in range(2)]
+        for _ in slow:
+            assert server.app.slow_requests.acquire(timeout=WAIT_SECONDS)
+        third = pool.submit(get, clients.enter_context(server.connect()))
+        assert not wait([*slow, third], timeout=LIMIT_SECONDS, return_when=FIRST_COMPLETED).done
+        server.release()
+        assert all(b"200 OK" in answer.result(WAIT_SECONDS) for answer in (*slow, third))
+
+
+class FullListener(socket.socket):
+    """A listener that has no file descriptors left for its first calls of `accept`."""
+
+    calls: list[float]
+    failures = 2
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.calls.append(time.monotonic())
+        if len(self.calls) <= self.failures:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_without_file_descriptors_accept_pauses_and_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    FullListener.calls = []
+    with caplog.at_level(logging.WARNING), running(listener_type=FullListener) as server:
+        with server.connect() as client:
+            assert b"200 OK" in get(client)
+        first, second, third = FullListener.calls[:3]
+    assert min(second - first, third - second) >= 0.9 * connections.RETRY_SECONDS
+    assert [record.message for record in caplog.records] == [
+        "cannot accept connections: Too many open files; trying again every 0.5 s"
+    ]
+
+
+@contextmanager
+def descriptors(monkeypatch: pytest.MonkeyPatch, free: int) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(connections, "raise_descriptor_limit", lambda: None)
+        patch.setattr(connections, "free_descriptors", lambda: free)
+        yield
+
+
+@pytest.mark.parametrize("free", [160, 300, 1000, 4000, 1 << 20])
+@pytest.mark.parametrize("settings", [{}, {"max_connections": 100}, {"max_concurrency": 3}, {"max_concurrency": 9999}])
+@pytest.mark.parametrize("config_type", [ServeConfig, RouterConfig])
+def test_connections_and_requests_together_fit_into_the_file_descriptors(
+    monkeypatch: pytest.MonkeyPatch, config_type: type, settings: dict[str, int], free: int
+) -> None:
+    wanted = config_type(**settings)
+    to_workers = config_type is RouterConfig
+    with descriptors(monkeypatch, free):
+        try:
+            fitted = fit_to_descriptors(wanted, to_workers=to_workers)
+        except ConfigError:
+            assert free == 160
+            return
+    needed = fitted.max_connections + to_workers * (fitted.max_concurrency + connections.SPARE_CONNECTIONS)
+    assert needed + connections.RESERVED_DESCRIPTORS <= free
+    assert 1 <= fitted.max_concurrency < fitted.max_connections <= wanted.max_connections
+    assert fitted.max_concurrency <= wanted.max_concurrency
+    if free == 1 << 20:
+        assert fitted.max_connections == wanted.max_connections
