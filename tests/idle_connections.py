@@ -41,6 +41,17 @@ def health_seconds(url: str) -> float:
     return min(_seconds(url) for _ in range(TRIES))
 
 
+def exchange(url: str, request: bytes) -> bytes:
+    """Sends bytes on a new connection and returns everything up to the end of the connection."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=60) as client:
+        client.sendall(request)
+        answer = b""
+        while piece := client.recv(1 << 16):
+            answer += piece
+    return answer
+
+
 def _seconds(url: str) -> float:
     began = time.monotonic()
     assert plain_http.get(f"{url}/health", timeout=60).status_code in (200, 503)

@@ -4,7 +4,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import msgspec
 import pytest
@@ -12,6 +12,7 @@ import zmq
 
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.sampling import PromptSpec, SamplingParams
+from hotset.handoff import channel as channel_module
 from hotset.handoff.channel import MAX_PEERS, MAX_PER_RECEIVE, MAX_QUEUED, Channel
 from hotset.handoff.codec import MARK, MAX_BYTES, PLAIN, Codec
 from hotset.handoff.messages import (
@@ -195,6 +196,9 @@ def test_a_hello_of_another_version_is_reported_and_can_be_answered_with_refused
         assert receive_events(newer, 1) == [MessageReceived(channel.address, Refused("version 1 here, 2 there"))]
 
 
+# The beginning of a ZeroMQ connection: version 3.1 without authentication, and then the command READY of a DEALER.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 GARBAGE = [
     b"GET / HTTP/1.1\r\nHost: hotset\r\n\r\n",
     b"\xff" * 200,
@@ -214,6 +218,58 @@ def test_messages_arrive_while_a_client_sends_bytes_of_another_protocol(junk: by
             assert receive_events(right, 1) == [MessageReceived(left.address, Ping(1))]
         left.send(right.address, Ping(2))
         assert receive_events(right, 1) == [MessageReceived(left.address, Ping(2))]
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Returns True if the other side has closed the connection. Ignores what it sent before."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("first_bytes", [b"", GREETING[:20], GREETING], ids=["nothing", "half a greeting", "greeting"])
+def test_a_connection_that_does_not_complete_its_handshake_is_closed(
+    monkeypatch: pytest.MonkeyPatch, first_bytes: bytes
+) -> None:
+    monkeypatch.setattr(channel_module, "HANDSHAKE_MS", 200)
+    with open_channels(None) as [channel], raw_socket(channel) as connection:
+        connection.sendall(first_bytes)
+        assert receive_until(channel, lambda: is_closed(connection), 20.0)
+
+
+def test_a_connection_that_answers_no_heartbeat_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(channel_module, "HEARTBEAT_TIMEOUT_MS", 300)
+    with open_channels(None) as [channel], raw_socket(channel) as connection:
+        connection.sendall(GREETING + READY)
+        assert receive_until(channel, lambda: is_closed(connection), 20.0)
+
+
+def test_more_connections_than_the_limit_are_closed_and_peers_connect_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(channel_module, "MAX_CONNECTIONS", 20)
+    with caplog.at_level(logging.WARNING, "hotset.handoff"), open_channels(None, None) as (left, right):
+        left.send(right.address, Ping(0))
+        assert receive_events(right, 1) == [MessageReceived(left.address, Ping(0))]
+        deadline = time.monotonic() + WAIT_S
+        for number in (1, 2):
+            with ExitStack() as idle:
+                connections = [idle.enter_context(raw_socket(right)) for _ in range(20)]
+                for connection in connections:
+                    connection.sendall(GREETING + READY)
+                assert receive_until(right, lambda connections=connections: all(map(is_closed, connections)))
+            while MessageReceived(left.address, Ping(number)) not in receive_events(right, 1, 0.1):
+                left.send(right.address, Ping(number))  # a message that was on its way may have been lost
+                assert time.monotonic() < deadline, "the peer did not connect again"
+        assert right.dropped["too many connections"] == 42
+        assert caplog.text.count("connections to the control port") == 1
 
 
 def test_malformed_messages_are_counted_and_logged_once_per_address(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,18 +6,16 @@ These tests are in one file because they share one server.
 
 import json
 import re
-import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import plain_http
 import pytest
-from idle_connections import DESCRIPTORS, health_seconds, many_idle_connections
+from idle_connections import DESCRIPTORS, exchange, health_seconds, many_idle_connections
 from running_server import API_KEY, ORIGIN, RunningServer, error_of, serving
 
 CHAT = "/v1/chat/completions"
@@ -68,8 +66,24 @@ def assert_rejected(answer: httpx.Response, message: str) -> None:
     assert message in error["message"]
 
 
+def finished(server: RunningServer, reason: str) -> float:
+    """Returns the number of choices that ended for this reason."""
+    text = plain_http.get(f"{server.url}/metrics", timeout=30).text
+    return sum(map(float, re.findall(rf'^hotset_requests_finished_total\{{reason="{reason}"\}} (\S+)$', text, re.M)))
+
+
+@contextmanager
+def must_abort(server: RunningServer, num_choices: int) -> Iterator[None]:
+    """Checks that this many choices are aborted in the block, that none ends by its length, and that nothing is held
+    afterwards."""
+    before = {reason: finished(server, reason) for reason in ("abort", "length")}
+    yield
+    assert_nothing_is_held(server)
+    assert finished(server, "abort") - before["abort"] == num_choices
+    assert finished(server, "length") == before["length"], "the disconnect must end the request, not its last token"
+
+
 def assert_nothing_is_held(server: RunningServer) -> None:
-    # This waits at most 60 s. It also succeeds if the end of the answer, not the disconnect, freed the pages.
     assert server.wait_for_gauge("hotset_device_pages_held", lambda pages: pages == 0) == 0
     assert server.gauge("hotset_requests_running") == server.gauge("hotset_requests_waiting") == 0
     assert "Traceback" not in server.log()
@@ -116,17 +130,6 @@ def test_with_more_idle_connections_than_file_descriptors_health_answers_within_
         DESCRIPTORS
     ), "the soft limit of open files must be raised"
     assert "the limit of open files is 1024" in server.log()
-
-
-def exchange(url: str, request: bytes) -> bytes:
-    """Sends bytes on a new connection and returns everything up to the end of the connection."""
-    address = urlsplit(url)
-    with socket.create_connection((address.hostname, address.port), timeout=60) as client:
-        client.sendall(request)
-        answer = b""
-        while piece := client.recv(1 << 16):
-            answer += piece
-    return answer
 
 
 @pytest.mark.parametrize("line", ["POST /v1/completions", "GET /health"])
@@ -203,28 +206,29 @@ def test_choices_that_overfill_the_queue_get_429_unless_the_queue_is_empty(
 def test_disconnecting_from_a_stream_frees_its_pages(
     server: RunningServer, http: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
-    with http.stream("POST", path, json={**body, "stream": True}) as stream:
+    with must_abort(server, 1), http.stream("POST", path, json={**body, "stream": True}) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith("data: ")
         assert server.gauge("hotset_device_pages_held") > 0
-    assert_nothing_is_held(server)
 
 
-@pytest.mark.parametrize("change", [{}, {"n": 3}, {"prompt": ["a", "b", "c"]}], ids=["one", "n", "prompts"])
+@pytest.mark.parametrize(
+    ("change", "num_choices"),
+    [({}, 1), ({"n": 3}, 3), ({"prompt": ["a", "b", "c"]}, 3)],
+    ids=["one", "n", "prompts"],
+)
 def test_disconnecting_before_a_full_response_frees_its_pages(
-    server: RunningServer, http: httpx.Client, change: dict[str, Any]
+    server: RunningServer, http: httpx.Client, change: dict[str, Any], num_choices: int
 ) -> None:
-    with pytest.raises(httpx.ReadTimeout):
+    with must_abort(server, num_choices), pytest.raises(httpx.ReadTimeout):
         http.post(TEXT, json={**LONG, **change}, timeout=1.0)
-    assert_nothing_is_held(server)
 
 
 def test_disconnecting_while_queued_frees_the_place_in_the_queue(server: RunningServer, http: httpx.Client) -> None:
-    with ExitStack() as streams:
+    with must_abort(server, SEATS + 1), ExitStack() as streams:
         running = start_long_answer(http, streams, n=SEATS)
         with pytest.raises(httpx.ReadTimeout):
             http.post(TEXT, json={**LONG, "stream": True}, timeout=0.5)
         assert server.wait_for_gauge("hotset_requests_waiting", lambda count: count == 0) == 0
         assert server.gauge("hotset_requests_running") == SEATS, "the running request must continue"
         del running
-    assert_nothing_is_held(server)

@@ -126,17 +126,20 @@ class Relay:
                 self._metrics.retries.labels(outcome.reason).inc()
         if last_response is None:
             raise WorkerLost(f"all {MAX_ATTEMPTS} attempts failed, the last one without a response; retry later")
-        return _full_response(last_response, request, ((b"retry-after", b"1"),))
+        names = {name.lower() for name, _ in last_response.headers}
+        return _full_response(last_response, request, () if b"retry-after" in names else ((b"retry-after", b"1"),))
 
     async def _try(
         self, request: UpstreamRequest, decode: RoutedWorker, prefill: RoutedWorker | None
     ) -> Response | FailedAttempt:
         """Makes one attempt. It counts as load of `prefill` until the first byte, and of `decode` until the last."""
-        began = time.monotonic()
+        began = first_byte_at = time.monotonic()
         with ExitStack() as cleanup:
             cleanup.enter_context(decode.in_flight(request.tokens))
 
             def track(response: aiohttp.ClientResponse) -> None:
+                nonlocal first_byte_at
+                first_byte_at = time.monotonic()
                 self._responses.add(response)
                 cleanup.callback(self._responses.discard, response)
 
@@ -146,7 +149,7 @@ class Relay:
                 outcome = await attempt(self._session, request, decode, prefill, track)
             if isinstance(outcome, FailedAttempt):
                 return outcome
-            self._metrics.first_byte_seconds.observe(time.monotonic() - began)
+            self._metrics.first_byte_seconds.observe(first_byte_at - began)
             if isinstance(outcome, FullResponse):
                 self._metrics.upstream_seconds.observe(time.monotonic() - began)
                 return _full_response(outcome, request)

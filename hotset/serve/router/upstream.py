@@ -106,7 +106,8 @@ async def attempt(
 ) -> FullResponse | StreamedResponse | FailedAttempt:
     """Sends `request` and returns the full response, the beginning of a stream, or the reason for the failure.
 
-    `track` is called with the open response, so that a shutdown can close it.
+    `track` is called with the open response when its status line and headers have arrived, so that a shutdown can close
+    it.
     """
     headers = [*request.headers, (REQUEST_ID_HEADER, request.request_id)]
     if prefill is not None:

@@ -15,6 +15,7 @@ requests that the worker received, and POST /behave changes its behaviour. The b
     short        dies within a response that is not an event stream
     garbage      answers with bytes that are not HTTP
     slow         never answers
+    late-body    sends the headers and the first byte of a full response, and the rest LATE_SECONDS later
     drip         streams events until the behaviour changes
     silent       sends one event of a stream and then nothing
     nonsense     answers /handoff with HTML
@@ -34,6 +35,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+LATE_SECONDS = 0.5
 
 
 class Stub:
@@ -78,7 +81,7 @@ class Stub:
         match self.behaviour:
             case "lost" | "lost-once":
                 self.behaviour = "well" if self.behaviour == "lost-once" else "lost"
-                return refusal(503, "prefill_lost")
+                return refusal(503, "prefill_lost", {"Retry-After": "1"})
             case "full":
                 return refusal(503, "no_room_left")
             case "stopped":
@@ -94,6 +97,8 @@ class Stub:
             case "slow":
                 await self.wait_for_disconnect(request)
                 return Response()
+            case "late-body":
+                return StreamingResponse(self.late(), media_type="application/json", headers={"content-length": "2"})
             case "short":
                 return StreamingResponse(self.short(), media_type="application/json", headers={"content-length": "100"})
         wants_stream = json.loads(body or b"{}").get("stream", False)
@@ -107,6 +112,11 @@ class Stub:
             await asyncio.sleep(0.01)
         self.open -= 1
         self.disconnected += 1
+
+    async def late(self) -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(LATE_SECONDS)
+        yield b"}"
 
     async def short(self) -> AsyncIterator[bytes]:
         yield b'{"text":'

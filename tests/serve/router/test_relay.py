@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import plain_http
 import pytest
+from idle_connections import exchange, health_seconds, many_idle_connections
 from running_router import Cluster, Router, Stub, wait_until
-from stub_worker import event
+from stub_worker import LATE_SECONDS, event
 
 PATH = "/v1/completions"
 
@@ -107,7 +108,7 @@ def test_after_the_last_attempt_the_worker_error_is_returned(router: Router, idl
         stub.behave(behaviour="lost")
     answer = router.post(stream=True)
     assert (answer.status_code, error_code_of(answer.text)) == (503, "prefill_lost")
-    assert answer.headers["retry-after"] == "1"
+    assert answer.headers.get_list("retry-after") == ["1"]
     assert len(prefills_of(idle_workers)) == 3
 
 
@@ -202,8 +203,28 @@ def test_models_and_tokens_come_from_a_worker(router: Router, idle_workers: list
         assert "x-hotset-prefill" not in request["headers"], "these requests need no prefill"
 
 
-def test_bodies_and_requests_above_the_limits_are_rejected(cluster: Cluster, idle_workers: list[Stub]) -> None:
-    router = cluster.router(idle_workers[:2], idle_workers[2:], "--max-body-mib", "0.01", "--max-concurrency", "1")
+def test_the_time_to_the_first_byte_of_a_full_response_does_not_include_the_rest(
+    router: Router, idle_workers: list[Stub]
+) -> None:
+    for stub in idle_workers[2:]:
+        stub.behave(behaviour="late-body")
+    names = ("hotset_router_upstream_first_byte_seconds_sum", "hotset_router_upstream_seconds_sum")
+    before = [router.metric(name) for name in names]
+    assert router.post().json() == {}
+    first_byte, last_byte = (router.metric(name) - start for name, start in zip(names, before, strict=True))
+    assert last_byte - first_byte > 0.9 * LATE_SECONDS
+
+
+def test_with_more_idle_connections_than_file_descriptors_the_router_serves_within_its_limits(
+    cluster: Cluster, idle_workers: list[Stub]
+) -> None:
+    flags = ("--max-body-mib", "0.01", "--max-concurrency", "1")
+    router = cluster.router(idle_workers[:2], idle_workers[2:], *flags, few_descriptors=True)
+    with many_idle_connections(router.url):
+        assert health_seconds(router.url) < 1.0
+        assert router.post().status_code == 200
+    assert router.log().count("\n") <= 100, router.log()
+    assert "the limit of open files is 1024" in router.log()
     assert error_code_of(router.post(prompt="x" * 20_000).text) == "request_too_large"
     for stub in idle_workers[2:]:
         stub.behave(behaviour="drip")
@@ -211,6 +232,12 @@ def test_bodies_and_requests_above_the_limits_are_rejected(cluster: Cluster, idl
         pieces = stream.iter_raw()
         next(pieces)
         assert (router.post().status_code, error_code_of(router.post().text)) == (429, "queue_full")
+
+
+def test_a_request_with_a_length_and_a_chunked_encoding_is_refused(router: Router) -> None:
+    headers = "Host: a\r\nContent-Length: 6\r\nTransfer-Encoding: chunked\r\n"
+    answer = exchange(router.url, f"POST {PATH} HTTP/1.1\r\n{headers}\r\n0\r\n\r\nG".encode())
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"ambiguous_length" in answer
 
 
 def test_errors_of_the_router_have_the_openai_format(router: Router, idle_workers: list[Stub]) -> None:
