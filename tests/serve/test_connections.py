@@ -30,6 +30,12 @@ LIMIT_SECONDS = 0.3
 CHUNK = bytes(1 << 16)
 
 
+@pytest.fixture(autouse=True)
+def other_listeners_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These servers run in the process of the tests, in which other tests may have left ports open."""
+    monkeypatch.setattr("hotset.serve.http_server.check_listeners", lambda *_, **__: None)
+
+
 class Metrics:
     def __init__(self) -> None:
         registry = CollectorRegistry()

@@ -67,6 +67,8 @@ def test_every_error_has_its_http_status() -> None:
         errors.UnsupportedField("m"): 400,
         errors.WrongApiKey("m"): 401,
         errors.UnknownModel("m"): 404,
+        errors.AmbiguousLength("m"): 400,
+        errors.RequestTimeout("m"): 408,
         errors.WrongRole("m"): 409,
         errors.BodyTooLarge("m"): 413,
         errors.QueueFull("m"): 429,
