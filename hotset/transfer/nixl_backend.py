@@ -137,7 +137,10 @@ class NixlBackend:
             self._agent: Any = self._nixl.nixlAgent(self._agent_name, config)
             self._ucx = self._agent.createBackend("UCX", {"num_workers": str(lanes)})
         except Exception as error:
-            raise StartupError(f"transfer engine nixl: its UCX backend does not start: {error}") from error
+            self._log.read()  # UCX's warnings contain the cause
+            raise StartupError(
+                f"transfer engine nixl: its UCX backend does not start on interface {interface}: {error}"
+            ) from error
         finally:
             self._log.loaded()
 

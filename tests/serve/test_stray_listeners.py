@@ -1,0 +1,51 @@
+"""Server, engine, rank and router do not serve if their process has a port that nobody asked for."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Python imports a module of this name in every process that it starts.
+SITECUSTOMIZE = """
+import os, socket, sys
+def kind(arguments):
+    if "spawn_main" not in " ".join(arguments):
+        return "http" if "hotset" in arguments else "other"
+    parent = open(f"/proc/{os.getppid()}/cmdline").read()
+    return "rank" if "spawn_main" in parent else "engine"
+if kind(sys.orig_argv) == os.environ["STRAY_LISTENER_IN"]:
+    stray = socket.create_server(("127.0.0.2", 0))
+"""
+SIZES = ["--device", "cpu", "--device-kv-tokens", "4096", "--host-kv-tokens", "8192", "--load-format", "dummy"]
+TWO_RANKS = ["--data-parallel-size", "2"]
+
+
+@pytest.mark.parametrize(
+    ("process", "command", "name"),
+    [
+        ("http", ["router", "--decode", "http://127.0.0.1:9"], "the HTTP server"),
+        pytest.param("http", ["serve", "MODEL", *SIZES], "the HTTP server", marks=pytest.mark.slow),
+        pytest.param("engine", ["serve", "MODEL", *SIZES], "the engine", marks=pytest.mark.slow),
+        pytest.param("engine", ["serve", "MODEL", *SIZES, "--role", "decode"], "the engine", marks=pytest.mark.slow),
+        pytest.param("rank", ["serve", "MODEL", *SIZES, *TWO_RANKS], "rank", marks=pytest.mark.slow),
+    ],
+)
+def test_defect_21_a_process_with_a_stray_listener_does_not_serve(
+    tmp_path: Path, tiny_model: str, process: str, command: list[str], name: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = [tiny_model if word == "MODEL" else word for word in command]
+    done = subprocess.run(
+        [sys.executable, "-m", "hotset", *arguments, "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": path, "STRAY_LISTENER_IN": process, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith("error: ") and f"{name} " in error and "listens on 127.0.0.2:" in error
