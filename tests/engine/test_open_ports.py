@@ -10,14 +10,19 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import torch
 from harness import tiny_directory
 from listening import Listening, descendants_of, listening
 
 from hotset.base.config import EngineConfig
+from hotset.base.listeners import listeners
 from hotset.engine import build
 from hotset.engine.build import build_engine
 from hotset.engine.process import EngineFailed, EngineProcess, StopEngine, _build
+from hotset.engine.workers.distributed import DistributedWorld
+from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.processes import MultiprocessExecutor
+from hotset.models.split import Split
 
 SETTINGS: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "device_kv_tokens": 256, "page_rows": 4}
 SECRET = "a secret that both workers share"
@@ -50,6 +55,24 @@ def test_defect_21_the_ranks_of_an_engine_listen_on_loopback_only(tmp_path: Path
         engine.close()
     assert {listener.host for listener in found} == {"127.0.0.1"}
     assert {listener.pid for listener in found} == set(pids), "each rank has a port for the other"
+
+
+def test_defect_21_a_rank_uses_loopback_even_if_the_environment_names_another_interface(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clusters often set these variables for other programs."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "another0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "another0")
+    before = set(listeners())
+    rank = WorkerRank(
+        number=0, workers=1, stage=0, stages=1, split=Split(), rendezvous=str(tmp_path / "rendezvous"), device="cpu"
+    )
+    DistributedWorld(rank, torch.device("cpu"))
+    try:
+        assert {listener.address.host for listener in set(listeners()) - before} == {"127.0.0.1"}
+        assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -85,7 +108,8 @@ def test_defect_21_an_engine_with_a_listener_that_nobody_asked_for_does_not_star
 ) -> None:
     """The listener is one of the test's own process."""
     closed: list[bool] = []
-    engine = SimpleNamespace(card=SimpleNamespace(control_listens_on=None), close=lambda: closed.append(True))
+    card = SimpleNamespace(control_listens_on=None)
+    engine = SimpleNamespace(card=card, closing_seconds=0.0, close=lambda: closed.append(True))
     monkeypatch.setattr(build, "build_engine", lambda config, **callbacks: engine)
     reports, child_end = multiprocessing.Pipe()
     with socket.create_server(("127.0.0.2", 0)):

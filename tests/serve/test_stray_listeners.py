@@ -38,14 +38,23 @@ def test_defect_21_a_process_with_a_stray_listener_does_not_serve(
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     arguments = [tiny_model if word == "MODEL" else word for word in command]
-    done = subprocess.run(
-        [sys.executable, "-m", "hotset", *arguments, "--port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": path, "STRAY_LISTENER_IN": process, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (1, ""), done.stderr
-    error = done.stderr.splitlines()[-1]
+    environment = {**os.environ, "PYTHONPATH": path, "STRAY_LISTENER_IN": process, "OMP_NUM_THREADS": "1"}
+    with (
+        (tmp_path / "stderr.txt").open("w+") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "hotset", *arguments, "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+        ) as started,
+    ):
+        try:
+            assert started.stdout is not None
+            assert started.stdout.readline() == "", "the process serves"
+            assert started.wait(60) == 1
+        finally:
+            started.kill()
+        log.seek(0)
+        error = log.readlines()[-1]
     assert error.startswith("error: ") and f"{name} " in error and "listens on 127.0.0.2:" in error
