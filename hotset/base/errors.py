@@ -10,6 +10,7 @@ HotsetError
 │   ├── UnsupportedField
 │   ├── UnknownModel
 │   ├── WrongApiKey
+│   ├── NotAllowed           the request names an address that the operator did not allow
 │   ├── BodyTooLarge
 │   ├── AmbiguousLength      a request declares the length of its body in two ways
 │   ├── RequestTimeout       the client did not send its request within the time limit
@@ -81,6 +82,12 @@ class WrongApiKey(RequestError):
     """The server requires an API key, and the request has none or a wrong one."""
 
     code = "invalid_api_key"
+
+
+class NotAllowed(RequestError):
+    """The request names an address to which this server must not connect for it."""
+
+    code = "not_allowed"
 
 
 class BodyTooLarge(RequestError):

@@ -1,5 +1,6 @@
 """The parameters of a request: a prompt, how its continuation is sampled, and when it ends."""
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIASES = 1024
 
 
 def _refuse(param: str, message: str) -> None:
@@ -101,6 +104,10 @@ class SamplingParams:
             _refuse("stop", "must be a list of non-empty strings")
         if any(len(text) > MAX_STOP_CHARACTERS for text in stop):
             _refuse("stop", f"must have strings of at most {MAX_STOP_CHARACTERS} characters")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            _refuse("stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}")
+        if len(self.logit_bias or ()) > MAX_LOGIT_BIASES:
+            _refuse("logit_bias", f"must have at most {MAX_LOGIT_BIASES} entries, got {len(self.logit_bias or ())}")
         for token in self.stop_token_ids:
             _check_count("stop_token_ids", token, 0)
         if self.logprobs is not None:
@@ -108,6 +115,12 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _check_count("logit_bias", token, 0)
             _check_number("logit_bias", bias, -100.0, 100.0)
+
+    def with_seed(self, seed: int) -> "SamplingParams":
+        """Returns these parameters with another seed, without checking the others again."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "seed", seed)
+        return changed
 
     @property
     def greedy(self) -> bool:

@@ -154,7 +154,7 @@ def _serve_disaggregated(values: dict[str, Any], serve_config: ServeConfig, coun
     "later, send [bold]POST /workers[/bold] with the API key and "
     '{"url": "http://host:port"}; [bold]DELETE /workers[/bold] removes one.',
 )
-@with_flags(RouterConfig, without=("prefill", "decode"))
+@with_flags(RouterConfig, without=("prefill", "decode", "allow_workers"))
 def router(
     prefill: Annotated[
         list[str] | None, typer.Option(metavar="URL...", help="URLs of prefill workers.", show_default=False)
@@ -162,13 +162,23 @@ def router(
     decode: Annotated[
         list[str] | None, typer.Option(metavar="URL...", help="URLs of decode workers.", show_default=False)
     ] = None,
+    allow_workers: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST...",
+            help="Hosts whose workers may join with POST /workers: names, IP addresses or networks like 10.0.0.0/24. "
+            "Default: this machine, by its loopback addresses.",
+            show_default=False,
+        ),
+    ] = None,
     api_key_file: ApiKeyFile = None,
     **values: Any,
 ) -> None:
     """Serve the OpenAI API with separate prefill and decode workers."""
     values = with_key_of_file(values, api_key_file)
     urls = {"prefill": tuple(prefill or ()), "decode": tuple(decode or ())}
-    config = RouterConfig(**config_values(RouterConfig, {**values, **urls}))
+    allowed = {"allow_workers": tuple(allow_workers)} if allow_workers else {}
+    config = RouterConfig(**config_values(RouterConfig, {**values, **urls, **allowed}))
     with _serve_packages("router"):
         from hotset.serve.router.server import run
     raise typer.Exit(run(config))

@@ -60,7 +60,7 @@ def config_values(config_type: ConfigType, values: dict[str, Any]) -> dict[str, 
     names = {setting.name for setting in fields(config_type)}
     flags = {name: value for name, value in values.items() if value is not None}
     environment = environment_defaults()
-    if flags.get("role", "both") == "both":
+    if config_type is EngineConfig and flags.get("role", "both") == "both":
         environment.pop("handoff_secret", None)  # the secret is for prefill and decode workers only
     return {name: value for name, value in (environment | flags).items() if name in names}
 
@@ -110,7 +110,7 @@ class CliGroup(TyperGroup):
 class RouterCommand(CliCommand):
     """A command whose worker flags take several values: `--prefill A B` means `--prefill A --prefill B`."""
 
-    REPEATED = ("--prefill", "--decode")
+    REPEATED = ("--prefill", "--decode", "--allow-workers")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         expanded: list[str] = []

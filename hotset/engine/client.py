@@ -219,6 +219,8 @@ class EngineClient:
         remaining = max(0.0, deadline - asyncio.get_running_loop().time())
         self._outbox.put(StopEngine(remaining))
         await asyncio.to_thread(self._process.end, remaining + self._process.stop_seconds)
+        if self.tokenizer is not None:
+            self.tokenizer.close()
         self._outbox.put(StopEngine())  # sending to the dead process fails, which ends the thread of `_write`
 
     def _abandon(self, request_ids: Sequence[str]) -> None:

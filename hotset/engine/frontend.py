@@ -43,9 +43,9 @@ def load_frontend(config: EngineConfig) -> Frontend:
     return Frontend(Tokenizer.load(files, config.tokenizer), defaults)
 
 
-def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
+def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int | None = None) -> Sequence[int]:
     """Returns the token ids of a prompt. Raises RequestError if it is malformed, or if it is text and `tokenizer` is
-    None."""
+    None, and ContextLengthExceeded if it is a long text that has more than `max_tokens` tokens."""
     if isinstance(prompt, Mapping):
         if list(prompt) == ["prompt_token_ids"]:
             return _checked_ids(prompt["prompt_token_ids"])
@@ -54,7 +54,7 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
         raise RequestError('a prompt must be text, {"prompt": ...} or {"prompt_token_ids": [...]}', param="prompt")
     if tokenizer is None:
         raise RequestError('this model has no tokenizer; give {"prompt_token_ids": [...]}', param="prompt")
-    return tokenizer.encode(prompt)
+    return tokenizer.encode(prompt, max_tokens=max_tokens)
 
 
 def _checked_ids(ids: object) -> list[int]:

@@ -1,8 +1,8 @@
 """Checks prompts and sampling parameters against the limits of the model, and splits requests into choices."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 from hotset.base.address import Address
@@ -75,9 +75,6 @@ class InputProcessor:
     ) -> list[Choice]:
         """Returns the `n` choices of a request. Raises RequestError if the request is invalid. Allocates no KV."""
         card = self._card
-        self._check_ids("prompt", prompt)
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("stop_token_ids", params.stop_token_ids)
         if not prompt:
             raise RequestError("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
         answer_tokens = params.max_tokens if params.max_tokens is not None else max(1, params.min_tokens)
@@ -88,6 +85,10 @@ class InputProcessor:
                 f"in the prompt, {answer_tokens} for the answer); shorten the prompt or lower max_tokens",
                 param="prompt",
             )
+        # The ids are checked after the number of them, which can be in the millions.
+        self._check_ids("prompt", prompt)
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("stop_token_ids", params.stop_token_ids)
         max_length = card.max_model_len if params.max_tokens is None else length
         self._check_tiers(tiers, length)
         if prefill_at is not None:
@@ -96,13 +97,14 @@ class InputProcessor:
         if tiers == "resident":
             max_length = min(max_length, card.resident_len)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(card.eos_ids))
+        token_ids = tuple(prompt)
         first_seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         # Choice 0 has the seed of the request, so it equals the answer with n = 1.
         return [
             Choice(
                 request_id=f"{request_id}/{index}",
                 index=index,
-                prompt=PromptSpec(tuple(prompt), replace(params, seed=_signed(first_seed + index)), stop_ids),
+                prompt=PromptSpec(token_ids, params.with_seed(_signed(first_seed + index)), stop_ids),
                 max_length=max_length,
                 tiers=tiers,
                 prefill_at=prefill_at,
@@ -166,14 +168,19 @@ class InputProcessor:
                 param="landing",
             )
 
-    def _check_ids(self, param: str, token_ids: object) -> None:
-        for token in token_ids:  # type: ignore[attr-defined]
-            if not 0 <= token < self._card.vocab:
-                raise RequestError(
-                    f"{param} contains token id {token}, but the vocabulary ends at {self._card.vocab - 1}",
-                    param=param,
-                    code="invalid_token_id",
-                )
+    def _check_ids(self, param: str, token_ids: Collection[int]) -> None:
+        check_token_ids(param, token_ids, self._card.vocab)
+
+
+def check_token_ids(param: str, token_ids: Collection[int], vocab: int) -> None:
+    """Raises RequestError, with the first such id, if an id is outside the vocabulary."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab:
+        invalid = next(token for token in token_ids if not 0 <= token < vocab)
+        raise RequestError(
+            f"{param} contains token id {invalid}, but the vocabulary ends at {vocab - 1}",
+            param=param,
+            code="invalid_token_id",
+        )
 
 
 def _signed(seed: int) -> int:

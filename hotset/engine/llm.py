@@ -58,7 +58,7 @@ class LLM:
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         accepted = [
-            self._accept(token_ids_of(prompt, self.tokenizer), its_params, tiers)
+            self._accept(self._token_ids(prompt), its_params, tiers)
             for prompt, its_params in zip(batch, self._params_for(batch, params), strict=True)
         ]
         collected: dict[str, CompletionOutput] = {}
@@ -94,7 +94,7 @@ class LLM:
     ) -> Generator[Delta, None, None]:
         """Yields the deltas of one prompt's choices as they arrive. The request is checked at once, but submitted only
         when the first delta is requested. Closing the iterator aborts the request."""
-        choices = self._accept(token_ids_of(prompt, self.tokenizer), params or SamplingParams(), tiers)
+        choices = self._accept(self._token_ids(prompt), params or SamplingParams(), tiers)
         return self._deltas(choices)
 
     def stream_chat(
@@ -116,6 +116,8 @@ class LLM:
             self._closed = True
             self._abandon(self._outputs.ids)
             self._engine.close()
+            if self.tokenizer is not None:
+                self.tokenizer.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -137,10 +139,14 @@ class LLM:
             )
         return params
 
+    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+        return token_ids_of(prompt, self.tokenizer, self.card.max_model_len)
+
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer; give token ids", param="messages")
-        return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special=False)
+        text = self.tokenizer.render_chat(messages)
+        return self.tokenizer.encode(text, add_special=False, max_tokens=self.card.max_model_len)
 
     def _accept(self, token_ids: Sequence[int], params: SamplingParams, tiers: TiersChoice) -> list[Choice]:
         self._check_open()

@@ -1,51 +1,89 @@
 """Chat templates: Jinja programs that come with a model and turn messages into its prompt format.
 
 Templates run as in the `transformers` library (block trimming, loop controls, `raise_exception`, `strftime_now`, a
-plain `tojson`, the `generation` tag), and in a sandbox, because they are untrusted.
+plain `tojson`, the `generation` tag), and in a sandbox, because they are untrusted. The sandbox limits neither time nor
+memory, so this module runs in a child process (`main`), which `template_process.TemplateRenderer` starts.
 """
 
 import json
+import resource
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hotset.base.errors import CheckpointError, RequestError
+from hotset.base.units import show_bytes
+from hotset.models.template_process import MAX_CHILD_BYTES, MAX_RENDERED_CHARACTERS, RENDER_SECONDS, json_line
+
+MAX_REASON_CHARACTERS = 1000
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens that it may use. Raises `CheckpointError` if it does not compile."""
+    """A compiled template with the special tokens that it may use. Raises the exceptions of Jinja."""
 
-    def __init__(self, template: str, special_tokens: Mapping[str, str], source: str) -> None:
+    def __init__(self, template: str, special_tokens: Mapping[str, str]) -> None:
         extensions: list[str | type[Extension]] = ["jinja2.ext.loopcontrols", _GenerationTag]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(template)
-        except TemplateSyntaxError as error:
-            raise CheckpointError(f"{source}: the chat template is broken: {error}") from error
+        self._template = environment.from_string(template)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """Renders the prompt. Raises `RequestError` if the template refuses the messages or fails on them."""
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Renders the prompt for the next answer. Raises the exceptions of the template, and OutputTooLong."""
+        pieces: list[str] = []
+        length = 0
+        for piece in self._template.generate(
+            messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+        ):
+            pieces.append(piece)
+            length += len(piece)
+            if length > MAX_RENDERED_CHARACTERS:
+                raise OutputTooLong
+        return "".join(pieces)
+
+
+class OutputTooLong(Exception):
+    """A template has rendered more than MAX_RENDERED_CHARACTERS characters."""
+
+
+def main() -> None:
+    """Runs in the child process: reads the template, then messages, and answers each line, until the input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_CHILD_BYTES, MAX_CHILD_BYTES))
+    _answer({})  # the imports are done
+    template: ChatTemplate | None = None
+    for line in sys.stdin.buffer:
+        # The parent kills a child that takes too long. If the parent has died, the alarm does.
+        signal.setitimer(signal.ITIMER_REAL, 2 * RENDER_SECONDS)
+        request = json.loads(line)
         try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            if template is None:
+                template = ChatTemplate(request["template"], request["special_tokens"])
+                answer: dict[str, str] = {}
+            else:
+                answer = {"text": template.render(request)}
+        except MemoryError:
+            answer = {"failed": f"needs more than {show_bytes(MAX_CHILD_BYTES)} of memory"}
+        except OutputTooLong:
+            answer = {"failed": f"makes more than {MAX_RENDERED_CHARACTERS} characters"}
         except Exception as error:
             # The template is untrusted and runs on a user's values, so all its errors are errors of the request.
             reason = error.message if isinstance(error, TemplateError) and error.message else str(error)
-            raise RequestError(f"the chat template refuses these messages: {reason}", param="messages") from error
+            answer = {"refused": reason[:MAX_REASON_CHARACTERS]}
+        _answer(answer)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _answer(answer: Mapping[str, str]) -> None:
+    sys.stdout.buffer.write(json_line(answer))
+    sys.stdout.buffer.flush()
 
 
 class _GenerationTag(Extension):

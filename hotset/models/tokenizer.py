@@ -1,29 +1,33 @@
 """The tokenizer of one model: text to tokens and back, and chat messages to a prompt."""
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tokenizers
 
-from hotset.base.errors import CheckpointError, MissingDependency, RequestError
+from hotset.base.errors import CheckpointError, ContextLengthExceeded, MissingDependency, RequestError
 from hotset.base.units import MIB
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.checkpoint.gguf_file import GgufFile
 from hotset.models.checkpoint.gguf_spec import gguf_eos_ids
 from hotset.models.config_fields import read_optional_json, read_text
 from hotset.models.gguf_tokenizer import build_gguf_tokenizer, gguf_adds_bos, gguf_special_tokens
+from hotset.models.template_process import TemplateRenderer
 from hotset.models.text_stream import BYTE_TOKEN, ByteStream, TextStream, WindowStream
 from hotset.models.tokenizer_probe import may_have_patterns, why_unusable
-
-if TYPE_CHECKING:
-    from hotset.models.chat_template import ChatTemplate
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_TOKENIZER_BYTES = 256 * MIB  # vocabularies of 260,000 tokens have 35 MiB
 MAX_TOKEN_ID = (1 << 32) - 1  # the library uses 32-bit unsigned integers
+# A longer text is first encoded in slices of this length, to count its tokens: the library needs some 100 bytes for
+# each token of a text, so a text that is far too long must not be encoded as a whole.
+SLICE_CHARACTERS = 1 << 17
+# A slice may have so many tokens more than the same characters have in the whole text, because its ends divide words.
+SLICE_TOLERANCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class TokenizerParts:
 
 
 class Tokenizer:
-    """One model's tokenizer. It is immutable and safe to share between threads."""
+    """One model's tokenizer. It is immutable and safe to share between threads. `close` ends its child processes."""
 
     def __init__(self, parts: TokenizerParts) -> None:
         backend = parts.backend
@@ -51,7 +55,7 @@ class Tokenizer:
         self.chat_stop_ids: tuple[int, ...] = parts.chat_stop_ids
         self._byte_level = _is_byte_level(backend)
         self._prefix = _missing_bos(parts)
-        self._chat_template = _compile_template(parts)
+        self._chat_template = _start_renderer(parts)
 
     @classmethod
     def load(cls, files: ModelFiles, override: str | None) -> "Tokenizer | None":
@@ -69,17 +73,37 @@ class Tokenizer:
             return cls(_gguf_parts(files.gguf))
         return cls(_directory_parts(files.path)) if (files.path / "tokenizer.json").is_file() else None
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None) -> list[int]:
         """Encodes `text`; `add_special` adds the tokens that the model expects around it (such as BOS).
 
-        Raises `RequestError` for text that UTF-8 cannot represent.
+        Raises `RequestError` for text that UTF-8 cannot represent, and `ContextLengthExceeded` for a long text that has
+        more than `max_tokens` tokens. The number is not checked exactly: callers must compare the length of the result.
         """
+        if max_tokens is not None and len(text) > SLICE_CHARACTERS:
+            self._check_length(text, max_tokens)
+        ids = self._encoding(text, add_special).ids
+        return [*self._prefix, *ids] if add_special else ids
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        """Raises `ContextLengthExceeded` as soon as the first slices of a text have more than `max_tokens` tokens."""
+        at_least = 0
+        for start in range(0, len(text), SLICE_CHARACTERS):
+            piece = text[start : start + SLICE_CHARACTERS]
+            at_least += max(0, len(self._encoding(piece, add_special=False)) - SLICE_TOLERANCE)
+            if at_least > max_tokens:
+                raise ContextLengthExceeded(
+                    f"the limit is {max_tokens} tokens, but the first {start + len(piece)} of {len(text)} characters "
+                    f"have at least {at_least} tokens already; shorten the text",
+                    param="prompt",
+                )
+
+    def _encoding(self, text: str, add_special: bool) -> tokenizers.Encoding:
         try:
             # The library holds the GIL while it encodes one text, but not while it encodes a batch.
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
         except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair: valid in JSON, not in UTF-8
             raise RequestError("the text cannot be encoded in UTF-8: it contains half of a surrogate pair") from error
-        return [*self._prefix, *encoding.ids] if add_special else encoding.ids
+        return encoding
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Decodes `token_ids`; ids outside the vocabulary produce no text."""
@@ -114,11 +138,17 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Renders the prompt for the next answer. Encode it with `add_special=False`: templates write their own BOS.
 
-        Raises `RequestError` if the model has no chat template or the template refuses the messages.
+        Raises `RequestError` if the model has no chat template, or if the template refuses the messages or fails on
+        them (code chat_template_failed).
         """
         if self._chat_template is None:
             raise RequestError("this model has no chat template; send a prompt instead of messages", param="messages")
-        return self._chat_template.render(messages, add_generation_prompt=True)
+        return self._chat_template.render(messages)
+
+    def close(self) -> None:
+        """Ends the processes that render the chat template. Idempotent."""
+        if self._chat_template is not None:
+            self._chat_template.close()
 
     def _piece(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None
@@ -153,14 +183,12 @@ def _missing_bos(parts: TokenizerParts) -> tuple[int, ...]:
     return (bos,)
 
 
-def _compile_template(parts: TokenizerParts) -> "ChatTemplate | None":
+def _start_renderer(parts: TokenizerParts) -> TemplateRenderer | None:
     if parts.chat_template is None:
         return None
-    try:
-        from hotset.models.chat_template import ChatTemplate
-    except ImportError as error:
-        raise MissingDependency("chat templates need jinja2: pip install 'jinja2>=3.1.6'") from error
-    return ChatTemplate(parts.chat_template, parts.special_tokens, parts.source)
+    if importlib.util.find_spec("jinja2") is None:
+        raise MissingDependency("chat templates need jinja2: pip install 'jinja2>=3.1.6'")
+    return TemplateRenderer(parts.chat_template, parts.special_tokens, parts.source)
 
 
 def _directory_parts(directory: Path) -> TokenizerParts:

@@ -17,12 +17,13 @@ from starlette.responses import RedirectResponse, Response
 
 from hotset import __version__
 from hotset.base.config import ServeConfig
-from hotset.base.errors import EngineStopped, HotsetError
+from hotset.base.errors import EngineStopped, HotsetError, RequestError
 from hotset.engine.client import EngineClient
 from hotset.serve.chat import chat_completion
 from hotset.serve.completions import completion
 from hotset.serve.errors import error_response, http_error_response, validation_error
 from hotset.serve.generation import json_response
+from hotset.serve.json_body import json_route
 from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit, ConcurrencyLimit, UnambiguousLength
 from hotset.serve.protocol import (
     ChatCompletion,
@@ -50,6 +51,7 @@ SCHEMAS = "#/components/schemas/"
 DESCRIPTIONS = {
     400: "The request is malformed, out of range, too long, or uses an unsupported feature.",
     401: "The API key is missing or wrong.",
+    403: "The request names a prefill worker that the router did not choose.",
     404: "The model does not exist.",
     408: "The request did not arrive within the server's time limit.",
     409: "This worker has the wrong role for the request; the message names the right one.",
@@ -60,12 +62,18 @@ DESCRIPTIONS = {
 }
 
 
-def create_app(client: EngineClient, config: ServeConfig, *, aliases: frozenset[str] = frozenset()) -> FastAPI:
+def create_app(
+    client: EngineClient,
+    config: ServeConfig,
+    *,
+    aliases: frozenset[str] = frozenset(),
+    handoff_secret: str | None = None,
+) -> FastAPI:
     """Builds the application over a running engine. The caller keeps ownership of `client` and closes it.
 
-    `aliases` are further names that requests may use for the model.
+    `aliases` are further names that requests may use for the model. `handoff_secret` is that of the engine.
     """
-    service = Service(client, config, aliases)
+    service = Service(client, config, aliases, handoff_secret)
     app = _Api(
         title="Hotset",
         version=__version__,
@@ -126,8 +134,10 @@ def _completion_routes(service: Service) -> APIRouter:
     async def check_role() -> None:
         service.check_role()
 
-    routes = APIRouter(tags=["generate"], dependencies=[Depends(check_role)])
-    errors = _errors(400, 401, 404, 408, 409, 413, 429, 500, 503)
+    routes = APIRouter(
+        tags=["generate"], dependencies=[Depends(check_role)], route_class=json_route(service.text_threads)
+    )
+    errors = _errors(400, 401, 403, 404, 408, 409, 413, 429, 500, 503)
 
     @routes.post("/v1/chat/completions", responses=_full_or_stream(ChatCompletion, ChatCompletionChunk) | errors)
     async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
@@ -143,7 +153,7 @@ def _completion_routes(service: Service) -> APIRouter:
 
 
 def _model_routes(service: Service) -> APIRouter:
-    routes = APIRouter(tags=["model"])
+    routes = APIRouter(tags=["model"], route_class=json_route(service.text_threads))
 
     def served() -> ModelObject:
         return ModelObject(
@@ -167,15 +177,18 @@ def _model_routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Response:
         """Returns the token ids of a prompt, or of a conversation with the chat template applied."""
         service.check_model(body.model)
-        tokens = await (service.encode_chat(body.messages) if body.messages else service.encode(body.prompt or ""))
-        limit = service.client.model.max_model_len
-        return json_response(TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=limit))
+        limit = service.max_text_tokens
+        if body.messages:
+            tokens = await service.encode_chat(body.messages, limit)
+        else:
+            tokens = await service.encode(body.prompt or "", limit)
+        max_model_len = service.client.model.max_model_len
+        return json_response(TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=max_model_len))
 
     @routes.post("/detokenize", responses=_full(DetokenizeResponse) | errors)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Returns the text of token ids, including special tokens."""
         service.check_model(body.model)
-        service.check_tokens(body.tokens, "tokens")
         return json_response(DetokenizeResponse(prompt=await service.decode(body.tokens)))
 
     return routes
@@ -240,4 +253,6 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for this exception type only"
+    if isinstance(error.__cause__, RequestError):  # FastAPI replaces the errors of `json_body.parsed`
+        return error_response(error.__cause__)
     return http_error_response(error, request.method, request.url.path, unknown_path_advice="; /docs lists the paths")

@@ -12,6 +12,7 @@ from hotset.base.errors import RequestError
 from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.generation import GenerationJob, api_finish_reason, respond
+from hotset.serve.http_server import unless_disconnected
 from hotset.serve.logprobs import chat_logprobs
 from hotset.serve.protocol import (
     AssistantMessage,
@@ -99,7 +100,8 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
     params = service.sampling_params(body, max_tokens=max_tokens, logprobs=alternatives)
     service.check_open(params.n)
-    prompt = await service.encode_chat(body.messages)
+    prefill_at = service.prefill_at(request.headers)
+    prompt = await unless_disconnected(request.receive, service.encode_chat(body.messages))
     formatter = ChatFormatter(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         model=service.model_name,
@@ -117,7 +119,7 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
         include_usage=include_usage,
         tiers=body.tiers or "auto",
         landing=body.landing or "auto",
-        prefill_at=service.prefill_at(request.headers),
+        prefill_at=prefill_at,
     )
     try:
         return await respond(request, service, job)

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +14,7 @@ from hotset.base.sampling import SamplingParams
 from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.generation import GenerationJob, api_finish_reason, respond
+from hotset.serve.http_server import unless_disconnected
 from hotset.serve.logprobs import CompletionLogprobWriter
 from hotset.serve.protocol import (
     MAX_PROMPTS,
@@ -26,6 +28,7 @@ from hotset.serve.protocol import (
 from hotset.serve.service import Service
 
 DEFAULT_MAX_TOKENS = 16
+MAX_BATCH_TOKENS = 1 << 20  # of all prompts of a request, unless the model's context is longer
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ async def completion(request: Request, service: Service, body: CompletionRequest
     """Continues prompts. Raises RequestError if they are refused, and the errors of `EngineClient.generate`."""
     service.check_model(body.model)
     service.check_open()
-    prompts = await _prompts(service, body)
+    prefill_at = service.prefill_at(request.headers)
+    prompts = await unless_disconnected(request.receive, _prompts(service, body))
     # If the client sets no limit, the default is lowered to the room that the longest prompt leaves in the context, but
     # not below 1 or `min_tokens`. The engine client rejects a request that does not fit.
     room = service.client.model.max_model_len - max(map(len, prompts))
@@ -118,20 +122,29 @@ async def completion(request: Request, service: Service, body: CompletionRequest
         include_usage=include_usage,
         tiers=body.tiers or "auto",
         landing=body.landing or "auto",
-        prefill_at=service.prefill_at(request.headers),
+        prefill_at=prefill_at,
     )
     return await respond(request, service, job)
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
-    """Returns the prompts as token ids. The API accepts a text, texts, token ids, or lists of token ids."""
-    if isinstance(body.prompt, str):
-        return [await service.encode(body.prompt)]
+    """Returns the prompts as token ids. The API accepts a text, texts, token ids, or lists of token ids.
+
+    Raises RequestError if all prompts together have too many tokens.
+    """
+    items = cast(list[str | list[int]], _as_batch(body.prompt))
+    limit = max(MAX_BATCH_TOKENS, service.client.model.max_model_len)
     prompts: list[list[int]] = []
-    single_prompt: list[int] = []
-    for item in body.prompt:
-        if isinstance(item, int):
-            single_prompt.append(item)
-        else:
-            prompts.append(await service.encode(item) if isinstance(item, str) else item)
-    return prompts or [single_prompt]
+    total = 0
+    for item in items:
+        prompts.append(await service.encode(item) if isinstance(item, str) else item)
+        total += len(prompts[-1])
+        if len(items) > 1 and total > limit:
+            message = f"the first {len(prompts)} of {len(items)} prompts have {total} tokens, and the limit for all of "
+            raise RequestError(f"{message}them is {limit}; send fewer prompts at a time", param="prompt")
+    return prompts
+
+
+def _as_batch(prompt: str | list[str] | list[int] | list[list[int]]) -> object:
+    """Returns a list of prompts. A single prompt is a text or a list of token ids."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt

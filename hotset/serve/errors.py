@@ -17,6 +17,7 @@ from hotset.base.errors import (
     EngineStopped,
     HandoffLost,
     NoRoomLeft,
+    NotAllowed,
     NoWorkers,
     QueueFull,
     RequestError,
@@ -48,6 +49,7 @@ class ErrorKind:
 ERROR_KINDS: Mapping[type[BaseException], ErrorKind] = {
     RequestError: ErrorKind(400, "invalid_request_error"),
     WrongApiKey: ErrorKind(401, "authentication_error"),
+    NotAllowed: ErrorKind(403, "permission_error"),
     UnknownModel: ErrorKind(404, "not_found_error"),
     WrongRole: ErrorKind(409, "invalid_request_error"),
     RequestTimeout: ErrorKind(408, "invalid_request_error"),

@@ -9,14 +9,21 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 from pydantic_core import PydanticCustomError
 
 from hotset.base.config import LandingChoice, TiersChoice
-from hotset.base.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS
+from hotset.base.sampling import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
-# The control address of the prefill worker that computes the prompt. The router sets this header.
-PREFILL_HEADER = "x-hotset-prefill"
 REQUEST_ID_HEADER = "x-request-id"
 # Union tags appear in the location of a validation error; this prefix distinguishes them from field names.
 UNION_TAG = "|"
 MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # text parts of one message
 
 
 def _text_or_list(value: Any) -> str | None:
@@ -57,13 +64,15 @@ Prompt = Annotated[
     | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("|id_lists")],
     _one_of(_prompt_form, "a string, a list of strings, a list of token ids, or a list of such lists"),
 ]
-StopText = Annotated[Text, Field(min_length=1)]
+StopText = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     Annotated[StopText, Tag("|text")] | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS), Tag("|list")],
     _one_of(_text_or_list, "a string or a list of strings"),
 ]
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-LogitBias = Annotated[dict[TokenIdText, float], Field(json_schema_extra={"additionalProperties": False})]
+LogitBias = Annotated[
+    dict[TokenIdText, float], Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"additionalProperties": False})
+]
 
 
 class StrictModel(BaseModel):
@@ -78,7 +87,8 @@ class TextPart(StrictModel):
 
 
 Content = Annotated[
-    Annotated[Text, Tag("|text")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("|list")],
+    Annotated[Text, Tag("|text")]
+    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("|list")],
     _one_of(_text_or_list, "a string or a list of text parts"),
 ]
 
@@ -92,7 +102,7 @@ class ChatMessage(StrictModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class StreamOptions(StrictModel):
@@ -116,7 +126,7 @@ class SamplingFields(StrictModel):
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

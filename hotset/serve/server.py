@@ -59,7 +59,8 @@ async def _serve(
 ) -> int:
     """Serves with `client`, which it owns and closes on every exit path."""
     client.listen()
-    app = create_app(client, config, aliases=frozenset({engine_config.model, client.model.name}))
+    aliases = frozenset({engine_config.model, client.model.name})
+    app = create_app(client, config, aliases=aliases, handoff_secret=engine_config.handoff_secret)
     server = HttpServer(
         uvicorn_config(app, config.drain_seconds),
         ConnectionLimits.of(config),

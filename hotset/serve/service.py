@@ -3,22 +3,31 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from hotset.base.config import ServeConfig
-from hotset.base.errors import EngineStopped, QueueFull, RequestError, UnknownModel, WrongRole
+from hotset.base.errors import ContextLengthExceeded, EngineStopped, QueueFull, RequestError, UnknownModel, WrongRole
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
+from hotset.engine.input_processor import check_token_ids
 from hotset.engine.outputs import EngineStats
+from hotset.models.template_process import PROCESSES
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.metrics import Metrics
-from hotset.serve.protocol import PREFILL_HEADER, ChatMessage, Health, SamplingFields, WorkerState
+from hotset.serve.prefill_header import PREFILL_HEADER, check_prefill
+from hotset.serve.protocol import ChatMessage, Health, SamplingFields, WorkerState
 
 # `sampling_params` converts these fields of a request body. The shared fields are used unchanged.
 CONVERTED_FIELDS = frozenset({"max_tokens", "logprobs", "logit_bias"})
 SHARED_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in CONVERTED_FIELDS)
+
+TEXT_THREADS = 2
+MAX_TEXT_TOKENS = 1 << 18  # what /tokenize returns and /detokenize accepts, unless the model's context is longer
+
+T = TypeVar("T")
 
 
 class Load:
@@ -63,9 +72,14 @@ class Service:
     client: EngineClient
     config: ServeConfig
     aliases: frozenset[str] = frozenset()
+    handoff_secret: str | None = None
     metrics: Metrics = field(default_factory=Metrics)
     load: Load = field(default_factory=Load)
     started: int = field(default_factory=lambda: int(time.time()))
+    # Long texts and bodies are handled in few threads, so that many of them need memory for a few at a time. Templates
+    # have threads of their own, because a slow template must not delay requests without one.
+    text_threads: Executor = field(default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "hotset-text"))
+    template_threads: Executor = field(default_factory=lambda: ThreadPoolExecutor(PROCESSES, "hotset-template"))
 
     @property
     def model_name(self) -> str:
@@ -104,13 +118,15 @@ class Service:
     def prefill_at(self, headers: Mapping[str, str]) -> str | None:
         """Returns the control address of the prefill worker that the router chose, or None if the header is missing.
 
-        Raises WrongRole if a server that is not a decode worker gets the header. The engine client checks the address.
+        Raises WrongRole if a server that is not a decode worker gets the header, and NotAllowed if its router did not
+        choose the address. The engine client checks the form of the address.
         """
         address = headers.get(PREFILL_HEADER)
         if address is None:
             return None
         if self.client.role != "decode":
             raise WrongRole(f"{PREFILL_HEADER} is only for decode workers, and this server is not one; leave it out")
+        check_prefill(headers, secret=self.handoff_secret, http_host=self.config.host)
         return address
 
     def health(self) -> Health:
@@ -137,27 +153,45 @@ class Service:
             running=stats.running,
         )
 
-    async def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a prompt. Runs in a thread, so that a long text does not delay other requests."""
-        return await asyncio.to_thread(self.tokenizer.encode, text)
+    @property
+    def max_text_tokens(self) -> int:
+        """The maximum number of tokens of /tokenize and /detokenize."""
+        return max(self.client.model.max_model_len, MAX_TEXT_TOKENS)
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Returns the token ids of a conversation, up to the start of the model's next message."""
+    async def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Returns the token ids of a prompt. Raises ContextLengthExceeded for a long text with more than `max_tokens`
+        tokens; the default is the model's context length."""
+        return await self._encode(text, add_special=True, max_tokens=max_tokens)
+
+    async def encode_chat(self, messages: Sequence[ChatMessage], max_tokens: int | None = None) -> list[int]:
+        """Returns the token ids of a conversation, up to the start of the model's next message. Raises like `encode`,
+        and RequestError if the chat template fails."""
         turns = [{"role": message.role, "content": message.text} for message in messages]
-        text = await asyncio.to_thread(self.tokenizer.render_chat, turns)
-        return await asyncio.to_thread(lambda: self.tokenizer.encode(text, add_special=False))
+        text = await self._run(self.template_threads, lambda: self.tokenizer.render_chat(turns))
+        try:
+            return await self._encode(text, add_special=False, max_tokens=max_tokens)
+        except ContextLengthExceeded as error:
+            error.param = "messages"
+            raise
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of token ids, including special tokens."""
-        return await asyncio.to_thread(lambda: self.tokenizer.decode(token_ids, skip_special=False))
+        """Returns the text of token ids, including special tokens. Raises RequestError if there are too many, or if one
+        is outside the vocabulary."""
+        if len(token_ids) > self.max_text_tokens:
+            message = f"tokens has {len(token_ids)} ids, and the limit is {self.max_text_tokens}; send fewer"
+            raise RequestError(message, param="tokens", code="invalid_value")
+        check_token_ids("tokens", token_ids, self.client.model.vocab)
+        return await self._run(self.text_threads, lambda: self.tokenizer.decode(token_ids, skip_special=False))
 
-    def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
-        """Raises RequestError for an id outside the vocabulary. The engine client checks the ids of prompts itself."""
-        vocab = self.client.model.vocab
-        invalid = next((token for token in token_ids if not 0 <= token < vocab), None)
-        if invalid is not None:
-            message = f"{param} contains token id {invalid}, but the vocabulary ends at {vocab - 1}"
-            raise RequestError(message, param=param, code="invalid_token_id")
+    async def _encode(self, text: str, *, add_special: bool, max_tokens: int | None) -> list[int]:
+        limit = max_tokens or self.client.model.max_model_len
+        return await self._run(
+            self.text_threads, lambda: self.tokenizer.encode(text, add_special=add_special, max_tokens=limit)
+        )
+
+    @staticmethod
+    async def _run(threads: Executor, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def sampling_params(self, body: SamplingFields, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Returns sampling parameters: the client's values, else the model's defaults, else those of SamplingParams."""

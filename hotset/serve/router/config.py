@@ -1,8 +1,12 @@
 """The configuration of a router. Its fields are the flags of `hotset router`."""
 
+import ipaddress
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from hotset.base.address import MIN_SECRET_CHARACTERS
 from hotset.base.config import (
     MAX_CONNECTIONS_HELP,
     RECEIVE_TIMEOUT_HELP,
@@ -13,6 +17,8 @@ from hotset.base.config import (
 from hotset.base.errors import ConfigError
 
 MAX_URL_CHARACTERS = 512
+LOOPBACK_HOSTS = ("127.0.0.0/8", "::1", "localhost")
+HOST_NAME = re.compile(r"(?=.*[a-z])[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,16 @@ class RouterConfig:
 
     prefill: tuple[str, ...] = setting((), "URLs of prefill workers (hotset serve --role prefill).")
     decode: tuple[str, ...] = setting((), "URLs of decode workers (hotset serve --role decode).")
+    allow_workers: tuple[str, ...] = setting(
+        LOOPBACK_HOSTS,
+        "Hosts whose workers may join with POST /workers: names, IP addresses or networks like 10.0.0.0/24. Workers of "
+        "--prefill and --decode are always allowed.",
+    )
+    handoff_secret: str | None = setting(
+        None,
+        "Secret of the workers, with which the router signs the prefill worker of a request. Required if they have "
+        "one. Default: the environment variable HOTSET_HANDOFF_SECRET.",
+    )
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 accepts connections from other machines.")
     port: int = setting(8000, "Port to listen on; 0 picks a free one.", minimum=0, maximum=65535)
     api_key: str | None = setting(
@@ -57,6 +73,13 @@ class RouterConfig:
         check_settings(self)
         if self.api_key == "":
             raise ConfigError("--api-key must not be empty; leave it out to serve without a key")
+        if self.handoff_secret is not None and len(self.handoff_secret) < MIN_SECRET_CHARACTERS:
+            raise ConfigError(f"the handoff secret must have at least {MIN_SECRET_CHARACTERS} characters")
+        for host in self.allow_workers:
+            if _network(host) is None and not HOST_NAME.fullmatch(host.lower()):
+                raise ConfigError(
+                    f"--allow-workers takes host names, IP addresses or networks like 10.0.0.0/24, got {host!r}"
+                )
         urls = [worker_url(url) for url in (*self.prefill, *self.decode)]
         repeated = next((url for url in urls if urls.count(url) > 1), None)
         if repeated is not None:
@@ -77,3 +100,23 @@ def worker_url(text: str) -> str:
     if not text.isascii() or not text.isprintable() or " " in text or port == 0:
         raise invalid
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def is_allowed(url: str, allowed: Iterable[str]) -> bool:
+    """Returns whether the host of a worker's URL is in a list of names, IP addresses and networks.
+
+    A name is not resolved: it must be in the list itself.
+    """
+    host = urlsplit(url).hostname or ""
+    address = _network(host)
+    if address is None:
+        return host in (entry.lower() for entry in allowed)
+    return any(address[0] in network for entry in allowed if (network := _network(entry)) is not None)
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """Returns the network, or the network of one address, that `text` denotes. Returns None for any other text."""
+    try:
+        return ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return None

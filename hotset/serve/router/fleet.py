@@ -11,9 +11,10 @@ from typing import Literal
 import aiohttp
 from pydantic import ValidationError
 
-from hotset.base.errors import ConfigError, NoWorkers, RequestError
+from hotset.base.address import Address
+from hotset.base.errors import ConfigError, NotAllowed, NoWorkers, RequestError
 from hotset.serve.protocol import WorkerState
-from hotset.serve.router.config import worker_url
+from hotset.serve.router.config import LOOPBACK_HOSTS, is_allowed, worker_url
 
 logger = logging.getLogger("hotset.router")
 
@@ -70,11 +71,20 @@ class RoutedWorker:
 
 
 class Fleet:
-    """All workers of a router. One task per worker checks its health periodically. `session` is borrowed."""
+    """All workers of a router. One task per worker checks its health periodically. `session` is borrowed.
 
-    def __init__(self, session: aiohttp.ClientSession, poll_seconds: float) -> None:
+    `allowed_hosts` are the hosts whose workers may join.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        poll_seconds: float,
+        allowed_hosts: Collection[str] = LOOPBACK_HOSTS,
+    ) -> None:
         self._session = session
         self._poll_seconds = poll_seconds
+        self._allowed_hosts = allowed_hosts
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._workers: dict[str, RoutedWorker] = {}
         self._choice_numbers = itertools.count(1)
@@ -96,12 +106,17 @@ class Fleet:
     async def join(self, address: str) -> RoutedWorker:
         """Adds a worker in the role that it reports, after a health check.
 
-        Raises RequestError if the address is invalid or known, the router is full, or the check fails.
+        Raises RequestError if the address is invalid or known, the router is full, or the check fails, and NotAllowed,
+        without connecting to the address, if its host is not allowed.
         """
         try:
             url = worker_url(address)
         except ConfigError as error:
             raise RequestError(str(error), param="url", code="invalid_value") from error
+        if not is_allowed(url, self._allowed_hosts):
+            hosts = ", ".join(self._allowed_hosts)
+            message = f"worker {url} may not join: this router allows {hosts}; start it with --allow-workers HOST"
+            raise NotAllowed(message, param="url")
         if url in self._workers:
             raise RequestError(f"worker {url} has already joined", param="url", code="known_worker")
         if len(self._workers) >= MAX_WORKERS:
@@ -186,10 +201,12 @@ class Fleet:
             ):
                 if response.status != 200:
                     return f"answered {response.status} at /handoff"
+                if response.content_type != "application/json":
+                    raise ValueError(response.content_type)
                 body = await response.content.read(MAX_STATE_BYTES)
                 while len(body) < MAX_STATE_BYTES and (more := await response.content.read(MAX_STATE_BYTES)):
                     body += more
-                return WorkerState.model_validate_json(body)
+                return WorkerState.model_validate_json(body, strict=True)
         except TimeoutError:
             return f"did not answer within {HEALTH_CHECK_TIMEOUT_SECONDS:g} s"
         except (aiohttp.ClientError, OSError) as error:
@@ -203,6 +220,9 @@ class Fleet:
             return f"its role is {state.role!r}, not {worker.role!r}; start it with --role {worker.role}"
         if state.control is None:
             return "it has no control address"
+        control = Address.parse(state.control)
+        if control is None or not control.reachable:
+            return f"its control address {state.control!r} is not an address like 10.0.0.1:7001"
         peers = (peer for peer in self._workers.values() if peer is not worker and peer.up)
         peer = next((peer for peer in peers if peer.state and peer.state.model != state.model), None)
         if peer is not None and peer.state is not None:

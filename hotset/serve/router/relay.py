@@ -146,7 +146,8 @@ class Relay:
             with ExitStack() as until_first_byte:
                 if prefill is not None:
                     until_first_byte.enter_context(prefill.in_flight(request.tokens))
-                outcome = await attempt(self._session, request, decode, prefill, track)
+                secret = self._config.handoff_secret
+                outcome = await attempt(self._session, request, decode, prefill, secret, track)
             if isinstance(outcome, FailedAttempt):
                 return outcome
             self._metrics.first_byte_seconds.observe(first_byte_at - began)

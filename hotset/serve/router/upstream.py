@@ -13,7 +13,8 @@ from yarl import URL
 from hotset.base.errors import EngineStopped, HandoffLost, NoRoomLeft
 from hotset.base.units import show_bytes
 from hotset.serve.middleware import REQUEST_ID
-from hotset.serve.protocol import PREFILL_HEADER, REQUEST_ID_HEADER
+from hotset.serve.prefill_header import PREFILL_HEADER, SIGNATURE_HEADER, prefill_headers
+from hotset.serve.protocol import REQUEST_ID_HEADER
 from hotset.serve.router.fleet import RoutedWorker
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
@@ -33,7 +34,8 @@ HOP_BY_HOP = {
     "upgrade",
 }
 # These headers are not forwarded either. The router or its HTTP library sets its own where HTTP needs them.
-DROPPED_REQUEST_HEADERS = HOP_BY_HOP | {"host", "content-length", "expect", PREFILL_HEADER, REQUEST_ID_HEADER}
+DROPPED_REQUEST_HEADERS = HOP_BY_HOP | {"host", "content-length", "expect"}
+DROPPED_REQUEST_HEADERS |= {PREFILL_HEADER, SIGNATURE_HEADER, REQUEST_ID_HEADER}
 DROPPED_RESPONSE_HEADERS = HOP_BY_HOP | {"content-length", "date", "server", REQUEST_ID_HEADER}
 # aiohttp would add these headers if the client did not send them.
 SKIPPED_AUTO_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
@@ -102,16 +104,17 @@ async def attempt(
     request: UpstreamRequest,
     decode: RoutedWorker,
     prefill: RoutedWorker | None,
+    secret: str | None,
     track: Callable[[aiohttp.ClientResponse], None],
 ) -> FullResponse | StreamedResponse | FailedAttempt:
     """Sends `request` and returns the full response, the beginning of a stream, or the reason for the failure.
 
-    `track` is called with the open response when its status line and headers have arrived, so that a shutdown can close
-    it.
+    `secret` is the handoff secret, which signs the address of `prefill`. `track` is called with the open response when
+    its status line and headers have arrived, so that a shutdown can close it.
     """
     headers = [*request.headers, (REQUEST_ID_HEADER, request.request_id)]
     if prefill is not None:
-        headers.append((PREFILL_HEADER, prefill.control))
+        headers += prefill_headers(prefill.control, secret)
     response: aiohttp.ClientResponse | None = None
     keep_open = False
     try:
@@ -156,6 +159,8 @@ async def _read_body(response: aiohttp.ClientResponse) -> bytes | None:
 
 def _checked_for_failure(response: FullResponse) -> FullResponse | FailedAttempt:
     """Returns a failed attempt if another worker could answer the request, else the response itself."""
+    if 300 <= response.status < 400:
+        return FailedAttempt("decode_lost", f"a worker must not redirect, but it answered {response.status}")
     if response.status != 503:
         return response
     try:
