@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hotset.base.units import show_bytes
-from hotset.models.template_process import MAX_CHILD_BYTES, MAX_RENDERED_CHARACTERS, RENDER_SECONDS, json_line
+from hotset.models.template_process import MAX_CHILD_BYTES, MAX_RENDERED_CHARACTERS, START_SECONDS, json_line
 
 MAX_REASON_CHARACTERS = 1000
 
@@ -54,14 +54,16 @@ class OutputTooLong(Exception):
     """A template has rendered more than MAX_RENDERED_CHARACTERS characters."""
 
 
-def main() -> None:
-    """Runs in the child process: reads the template, then messages, and answers each line, until the input ends."""
+def main(seconds: float) -> None:
+    """Runs in the child process: reads the template, then messages, and answers each line, until the input ends.
+
+    The parent kills a child that renders for longer than `seconds`. If the parent has died, an alarm kills it.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (MAX_CHILD_BYTES, MAX_CHILD_BYTES))
     _answer({})  # the imports are done
     template: ChatTemplate | None = None
     for line in sys.stdin.buffer:
-        # The parent kills a child that takes too long. If the parent has died, the alarm does.
-        signal.setitimer(signal.ITIMER_REAL, 2 * RENDER_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, START_SECONDS if template is None else 2 * seconds)
         request = json.loads(line)
         try:
             if template is None:

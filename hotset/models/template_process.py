@@ -23,8 +23,8 @@ from hotset.base.errors import CheckpointError, EngineStopped, RequestError
 from hotset.base.units import MIB
 
 PROCESSES = 2  # renderings at the same time
-START_SECONDS = 60.0  # time limit for a child to import its modules, even on a busy machine
-RENDER_SECONDS = 5.0  # time limit for compiling or rendering a template
+START_SECONDS = 60.0  # time limit for a child to import its modules, and to compile the template
+RENDER_SECONDS = 5.0
 MAX_RENDERED_CHARACTERS = 8 << 20
 MAX_CHILD_BYTES = 512 * MIB  # address space of a child
 MAX_REPLY_BYTES = 6 * MAX_RENDERED_CHARACTERS + (1 << 16)  # JSON needs up to 6 bytes for a character
@@ -37,13 +37,19 @@ class TemplateRenderer:
     The first child starts at once, the others when they are needed. A child that was killed is replaced.
     """
 
-    def __init__(self, template: str, special_tokens: Mapping[str, str], source: str) -> None:
-        """Raises `CheckpointError` if the template does not compile within its limits."""
-        self._program = {"template": template, "special_tokens": dict(special_tokens)}
+    def __init__(
+        self, template: str, special_tokens: Mapping[str, str], source: str, seconds: float = RENDER_SECONDS
+    ) -> None:
+        """Raises `CheckpointError`, whose message names `source`, if the template does not compile within its limits.
+
+        `seconds` is the time limit for each rendering.
+        """
+        self._program = json_line({"template": template, "special_tokens": dict(special_tokens)})
         self._source = source
+        self._seconds = seconds
         self._closed = False
-        self._processes: set[_TemplateProcess] = set()
-        # Children that no thread uses. None stands for a child that is not started yet or was killed.
+        self._processes: weakref.WeakSet[_TemplateProcess] = weakref.WeakSet()
+        # Children that no thread uses. None stands for a child that is not started yet.
         self._idle: queue.LifoQueue[_TemplateProcess | None] = queue.LifoQueue()
         for process in (*[None] * (PROCESSES - 1), self._start()):
             self._idle.put(process)
@@ -59,17 +65,16 @@ class TemplateRenderer:
             raise RequestError(f"messages must consist of JSON values: {error}", param="messages") from error
         process = self._idle.get()
         try:
-            process = process or self._start()
-            return str(process.exchange(request, RENDER_SECONDS)["text"])
+            if process is None or not process.alive:
+                process = self._start()
+            return str(process.exchange(request, self._seconds)["text"])
         except _Refusal as refusal:
             raise RequestError(f"the chat template refuses these messages: {refusal}", param="messages") from refusal
-        except _Failure as failure:
-            message = f"the chat template {failure} on these messages; send a prompt instead, or repair the template"
+        except (_Failure, CheckpointError) as failure:
+            what = f"the chat template {failure} on these messages" if isinstance(failure, _Failure) else str(failure)
+            message = f"{what}; send a prompt instead, or repair the template"
             raise RequestError(message, param="messages", code="chat_template_failed") from failure
         finally:
-            if process is not None and not process.alive:
-                self._processes.discard(process)
-                process = None
             self._idle.put(process)
 
     def close(self) -> None:
@@ -81,8 +86,10 @@ class TemplateRenderer:
     def _start(self) -> "_TemplateProcess":
         if self._closed:
             raise EngineStopped("chat templates are no longer rendered: the model was closed")
-        process = _TemplateProcess(self._program, self._source)
+        process = _TemplateProcess(self._program, self._source, self._seconds)
         self._processes.add(process)
+        if self._closed:  # meanwhile
+            process.kill()
         return process
 
 
@@ -97,22 +104,25 @@ class _Failure(Exception):
 class _TemplateProcess:
     """One child process. Only one thread at a time uses it, except for `kill`."""
 
-    def __init__(self, program: Mapping[str, Any], source: str) -> None:
+    def __init__(self, program: bytes, source: str, seconds: float) -> None:
         """Starts the child and compiles the template. Raises `CheckpointError` if that fails."""
-        start = "from hotset.models.chat_template import main; main()"
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-            start_new_session=True,  # Ctrl-C is for the parent
-        )
+        start = f"from hotset.models.chat_template import main; main({seconds!r})"
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+                start_new_session=True,  # Ctrl-C is for the parent
+            )
+        except OSError as error:
+            raise CheckpointError(f"{source}: the chat template cannot be run in a process: {error}") from error
         # Also runs when this object is garbage collected, and when the interpreter exits.
         self.kill = weakref.finalize(self, _kill, self._process)
         try:
             self.exchange(b"", START_SECONDS)
-            self.exchange(json_line(program), RENDER_SECONDS)
+            self.exchange(program, START_SECONDS)
         except (_Refusal, _Failure) as error:
             self.kill()
             what = "is broken:" if isinstance(error, _Refusal) else "cannot be compiled: it"

@@ -140,8 +140,12 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]
         prompts.append(await service.encode(item) if isinstance(item, str) else item)
         total += len(prompts[-1])
         if len(items) > 1 and total > limit:
-            message = f"the first {len(prompts)} of {len(items)} prompts have {total} tokens, and the limit for all of "
-            raise RequestError(f"{message}them is {limit}; send fewer prompts at a time", param="prompt")
+            raise RequestError(
+                f"the first {len(prompts)} of {len(items)} prompts have {total} tokens, and the limit for all prompts "
+                f"together is {limit}; send fewer at a time",
+                param="prompt",
+                code="invalid_value",
+            )
     return prompts
 
 

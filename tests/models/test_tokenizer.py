@@ -13,12 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, processors
 
-from hotset.base.errors import CheckpointError, RequestError
+from hotset.base.errors import CheckpointError, ContextLengthExceeded, RequestError
 from hotset.models.checkpoint.files import ModelFiles, find_model
 from hotset.models.checkpoint.gguf_file import GgufFile, open_gguf
 from hotset.models.gguf_tokenizer import build_gguf_tokenizer, gguf_adds_bos
 from hotset.models.text_stream import TextStream
-from hotset.models.tokenizer import BYTE_OF, Tokenizer, TokenizerParts
+from hotset.models.tokenizer import BYTE_OF, SLICE_CHARACTERS, SLICE_TOLERANCE, Tokenizer, TokenizerParts
 
 TEXTS = [
     "The quick brown fox doesn't jump.",
@@ -225,6 +225,49 @@ def test_other_threads_run_while_a_long_text_is_encoded(smol: Tokenizer) -> None
         now = time.monotonic()
         longest_pause, last = max(longest_pause, now - last), now
     assert longest_pause < (last - began) / 2
+
+
+class CountingBackend:
+    """Records the length of every text that the library encodes."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self.lengths: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.lengths += map(len, texts)
+        return self._backend.encode_batch_fast(texts, **options)
+
+
+def test_a_text_far_beyond_the_limit_is_refused_after_its_first_slices(embedded: ModelFiles) -> None:
+    backend: Any = CountingBackend(build_gguf_tokenizer(open_gguf(embedded.path)))
+    tokenizer = Tokenizer(TokenizerParts(backend, {}, False, (), None, "test"))
+    text = "The quick brown fox doesn't jump. " * 30_000
+    with pytest.raises(ContextLengthExceeded, match=rf"limit is 40000 tokens.* of {len(text)} characters") as refusal:
+        tokenizer.encode(text, max_tokens=40_000)
+    assert (refusal.value.code, refusal.value.param) == ("context_length_exceeded", "prompt")
+    assert backend.lengths == [SLICE_CHARACTERS] * 2
+    fitting = text[: 2 * SLICE_CHARACTERS]
+    assert tokenizer.encode(fitting, max_tokens=len(fitting)) == tokenizer.encode(fitting)
+
+
+WORDS = st.sampled_from(["a", "e\u0301", " ", "  ", "\n", "7", "The", " quick", "<|im_start|>", "日本", "🙂", "_"])
+
+
+@settings(max_examples=100, deadline=None)
+@given(words=st.lists(WORDS, max_size=30), repeats=st.sampled_from([1, 50]), data=st.data())
+def test_a_cut_adds_few_tokens(
+    smol: Tokenizer, spaced: Tokenizer, words: list[str], repeats: int, data: st.DataObject
+) -> None:
+    """Texts are judged by their slices, so the parts of a text must not have many more tokens than the whole."""
+    text = "".join(word * repeats for word in words)
+    cut = data.draw(st.integers(0, len(text)))
+    for tokenizer in (smol, spaced):
+        whole, *parts = (len(tokenizer.encode(piece, add_special=False)) for piece in (text, text[:cut], text[cut:]))
+        assert sum(parts) - whole <= SLICE_TOLERANCE
 
 
 def test_half_a_surrogate_pair_is_a_request_error(smol: Tokenizer) -> None:

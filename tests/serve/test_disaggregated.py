@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,12 @@ from listening import descendants_of, listening
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import API_KEY, RunningServer, serving
 
+from hotset.serve.prefill_header import prefill_headers
+
 DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 SIZES = ["--device", "cpu", "--device-kv-tokens", "4096", "--host-kv-tokens", "8192"]
 TEXT = "/v1/completions"
+SECRET = "at-least-16-characters"
 # Prompt lengths at and near the boundaries of pages (64 rows) and of prefill chunks (256 tokens here).
 LENGTHS = (1, 2, 63, 64, 65, 128, 129, 255, 256, 257, 600)
 LANDING_LENGTHS = (1, 64, 65, 257)  # prompt lengths that are tested with every value of `landing`
@@ -33,8 +37,11 @@ def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServe
 @pytest.fixture(scope="module")
 def disaggregated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("disaggregated")
-    with serving(folder, DEMO, "--disaggregate", "1P1D", "--drain-seconds", "5", *SIZES, *CHUNKS) as server:
-        yield server
+    flags = ["--disaggregate", "1P1D", "--drain-seconds", "5", *SIZES, *CHUNKS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOTSET_HANDOFF_SECRET", SECRET)
+        with serving(folder, DEMO, *flags) as server:
+            yield server
 
 
 def prompt_of(length: int) -> list[int]:
@@ -137,7 +144,8 @@ def test_workers_report_their_role_and_reject_requests_that_do_not_fit_it(disagg
         "a decode worker must also answer requests that name no prefill worker"
     )
     for address, status in (("nonsense", 400), ("tcp://127.0.0.1:1", 400), ("127.0.0.1:1", 503)):
-        answer = plain_http.post(decode + TEXT, json=body, headers={"x-hotset-prefill": address}, timeout=60)
+        headers = dict(prefill_headers(address, SECRET))
+        answer = plain_http.post(decode + TEXT, json=body, headers=headers, timeout=60)
         assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error["code"] == "prefill_lost" and "no message from 127.0.0.1:1 for 4 s" in error["message"]
@@ -155,6 +163,29 @@ def test_defect_21_every_process_listens_on_loopback_only_also_after_handoffs(
     urls = [disaggregated.url, *workers_of(disaggregated, "prefill"), *workers_of(disaggregated, "decode")]
     http_ports = {int(url.rpartition(":")[2]) for url in urls}
     assert len(http_ports) == 3 and http_ports < {listener.port for listener in together}
+
+
+def test_a_decode_worker_connects_only_to_prefill_workers_that_its_router_signed(disaggregated: RunningServer) -> None:
+    (prefill,), (decode,) = workers_of(disaggregated, "prefill"), workers_of(disaggregated, "decode")
+    known = plain_http.get(f"{prefill}/handoff", timeout=30).json()["control"]
+    body = {"model": "demo-dsa", "prompt": prompt_of(20), "max_tokens": 2}
+    with socket.create_server(("127.0.0.1", 0)) as victim:
+        victim.settimeout(0)
+        address = f"127.0.0.1:{victim.getsockname()[1]}"
+        of_known = prefill_headers(known, SECRET)[1]
+        for headers in (
+            prefill_headers(address, None),
+            prefill_headers(address, "another-secret-of-16"),
+            [("x-hotset-prefill", address), of_known],
+            prefill_headers(known, None),
+            prefill_headers("169.254.169.254:80", None),
+        ):
+            answer = plain_http.post(decode + TEXT, json=body, headers=dict(headers), timeout=60)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_allowed"), headers
+        with pytest.raises(BlockingIOError):
+            victim.accept()
+    answer = plain_http.post(decode + TEXT, json=body, headers=dict(prefill_headers(known, SECRET)), timeout=60)
+    assert answer.status_code == 200, answer.text
 
 
 def test_a_server_of_both_roles_rejects_handoffs(colocated: RunningServer) -> None:

@@ -66,6 +66,7 @@ def test_every_error_has_its_http_status() -> None:
         errors.ContextLengthExceeded("m"): 400,
         errors.UnsupportedField("m"): 400,
         errors.WrongApiKey("m"): 401,
+        errors.NotAllowed("m"): 403,
         errors.UnknownModel("m"): 404,
         errors.AmbiguousLength("m"): 400,
         errors.RequestTimeout("m"): 408,

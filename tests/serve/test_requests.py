@@ -3,7 +3,11 @@
 These tests are in one file because they share one server.
 """
 
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -121,6 +125,17 @@ INVALID: list[tuple[str, dict[str, Any], str, str]] = [
     (TEXT, {"prompt": ["a"] * 100, "n": 128}, "invalid_value", "n"),
     ("/detokenize", {"tokens": [257]}, "invalid_token_id", "tokens"),
     ("/tokenize", {"messages": MESSAGES}, "invalid_value", None),
+    # Lists.
+    (CHAT, {"messages": MESSAGES * 4097}, "invalid_value", "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]}, "invalid_value",
+     "messages[0].content"),
+    (TEXT, {"stop_token_ids": [1] * 257}, "invalid_value", "stop_token_ids"),
+    (TEXT, {"stop": ["a" * 1025]}, "invalid_value", "stop[0]"),
+    (TEXT, {"prompt": ["a"] * 1025}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": [[1] * 8000] * 140}, "invalid_value", "prompt"),
+    ("/detokenize", {"tokens": [1] * 262_145}, "invalid_value", "tokens"),
+    (TEXT, {"logit_bias": {str(token): 0 for token in range(1025)}}, "invalid_value", "logit_bias"),
+    (TEXT, {f"field{number}": 0 for number in range(2048)}, "invalid_value", None),
     # Sampling.
     *[(TEXT, {field: value}, "invalid_value", field) for field, value in [
         ("temperature", -0.1), ("temperature", 11), ("temperature", "1"), ("temperature", True), ("top_p", 0),
@@ -221,6 +236,98 @@ def test_the_error_for_a_prompt_longer_than_the_context_names_both_lengths(http:
     long_chat = {**VALID[CHAT], "messages": [{"role": "user", "content": "a" * 9000}]}
     error = error_of(http.post(CHAT, json=long_chat), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+def resident_mib(pid: int) -> float:
+    """Returns the resident memory of a process and its children, which here have none themselves."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = [child for task in tasks for child in (task / "children").read_text().split()]
+    statuses = [Path(f"/proc/{member}/status").read_text() for member in (pid, *children)]
+    return sum(int(status.partition("VmRSS:")[2].split()[0]) for status in statuses) / 1024
+
+
+class HealthProbe:
+    """Requests /health again and again in a thread, and keeps the longest time that an answer took."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.longest_seconds = 0.0
+
+    def __enter__(self) -> "HealthProbe":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with plain_http.Client(base_url=self._url, timeout=60) as http:
+            while not self._done.wait(0.02):
+                began = time.monotonic()
+                assert http.get("/health").status_code == 200
+                self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
+
+
+def test_ten_texts_of_7_mib_are_refused_with_little_memory_while_health_answers(
+    server: RunningServer, http: httpx.Client
+) -> None:
+    http.post(TEXT, json=VALID[TEXT])
+    text = "longer than the context " * ((7 << 20) // 24)
+    body = {**VALID[TEXT], "prompt": text}
+    before = resident_mib(server.process.pid)
+    with HealthProbe(server.url) as probe, ThreadPoolExecutor(10) as clients:
+        answers = list(clients.map(lambda _: plain_http.post(server.url + TEXT, json=body, timeout=120), range(10)))
+    for answer in answers:
+        error = error_of(answer, 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+        assert "8192 tokens" in error["message"] and str(len(text)) in error["message"]
+    assert resident_mib(server.process.pid) - before < 300
+    assert probe.longest_seconds < 1.0
+    assert http.post(TEXT, json=VALID[TEXT]).status_code == 200
+
+
+def test_texts_and_conversations_far_beyond_the_limits_are_refused_by_name(http: httpx.Client) -> None:
+    text = "far too long " * 100_000
+    messages = [{"role": "user", "content": text}]
+    for path, change, limit, param in (
+        (CHAT, {"messages": messages}, "8192 tokens", "messages"),
+        (TEXT, {"prompt": ["short", text]}, "8192 tokens", "prompt"),
+        ("/tokenize", {"prompt": text}, "262144 tokens", "prompt"),
+        ("/tokenize", {"prompt": None, "messages": messages}, "262144 tokens", "messages"),
+    ):
+        error = error_of(http.post(path, json={**VALID[path], **change}), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert limit in error["message"]
+    assert http.post("/tokenize", json={"prompt": text[:200_000]}).json()["count"] == 200_000, (
+        "/tokenize must count the tokens of texts that are longer than the context"
+    )
+
+
+def test_a_template_that_grows_without_end_gets_400_and_the_next_request_is_served(http: httpx.Client) -> None:
+    body = {**VALID[CHAT], "messages": [{"role": "user", "content": "grow without end"}]}
+    error = error_of(http.post(CHAT, json=body), 400)
+    assert (error["code"], error["param"]) == ("chat_template_failed", "messages")
+    assert http.post(CHAT, json=VALID[CHAT]).status_code == 200
+
+
+@pytest.mark.slow
+def test_templates_that_never_end_get_400_within_the_limit_while_other_requests_are_served(
+    server: RunningServer, http: httpx.Client
+) -> None:
+    body = {**VALID[CHAT], "messages": [{"role": "user", "content": "loop for ever"}]}
+    with HealthProbe(server.url) as probe, ThreadPoolExecutor(2) as clients:
+        looping = [clients.submit(plain_http.post, server.url + CHAT, json=body, timeout=60) for _ in range(2)]
+        assert http.post(TEXT, json=VALID[TEXT]).status_code == 200
+        assert not any(request.done() for request in looping), "a text completion needs no template"
+        for request in looping:
+            error = error_of(request.result(), 400)
+            assert error["code"] == "chat_template_failed" and "within 5 s" in error["message"]
+            assert request.result().elapsed.total_seconds() < 10
+    assert probe.longest_seconds < 1.0
+    assert http.post(CHAT, json=VALID[CHAT]).status_code == 200
 
 
 def test_unknown_paths_and_wrong_methods_get_errors_in_the_same_format(http: httpx.Client) -> None:

@@ -19,6 +19,8 @@ requests that the worker received, and POST /behave changes its behaviour. The b
     drip         streams events until the behaviour changes
     silent       sends one event of a stream and then nothing
     nonsense     answers /handoff with HTML
+    redirects    answers /handoff with a redirect to `target`
+    moved        answers completions with a redirect to `target`
 """
 
 import argparse
@@ -32,7 +34,7 @@ from collections.abc import AsyncIterator
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -48,6 +50,8 @@ class Stub:
         self.open = 0  # completions in progress
         self.disconnected = 0  # completions that the client disconnected from
         self.waiting_tokens = 0
+        self.control = f"{name}:9000"
+        self.target = ""
 
     def app(self) -> Starlette:
         gets = {"/handoff": self.handoff, "/seen": self.report, "/v1/models": self.models}
@@ -58,7 +62,9 @@ class Stub:
     async def handoff(self, request: Request) -> Response:
         if self.behaviour == "nonsense":
             return Response("<html>welcome</html>")
-        state = {"role": self.role, "control": f"{self.name}:9000", "model": self.model}
+        if self.behaviour == "redirects":
+            return RedirectResponse(self.target + "/handoff")
+        state = {"role": self.role, "control": self.control, "model": self.model}
         return JSONResponse({**state, "waiting_tokens": self.waiting_tokens, "waiting": 0, "running": self.open})
 
     async def report(self, request: Request) -> Response:
@@ -86,6 +92,8 @@ class Stub:
                 return refusal(503, "no_room_left")
             case "stopped":
                 return refusal(503, "engine_stopped")
+            case "moved":
+                return RedirectResponse(self.target + request.url.path)
             case "busy":
                 return refusal(429, "queue_full", {"Retry-After": "7"})
             case "dies":

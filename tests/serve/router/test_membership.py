@@ -1,9 +1,12 @@
-"""Workers join and leave a router. A worker of another model or role is rejected."""
+"""Workers join and leave a router. A worker of another model or role, or on a host that is not allowed, is rejected."""
 
 import httpx
 import plain_http
 import pytest
 from running_router import Cluster, Router, Stub, wait_until
+
+from hotset.base.errors import ConfigError
+from hotset.serve.router.config import LOOPBACK_HOSTS, RouterConfig, is_allowed
 
 KEY = {"Authorization": "Bearer sesame"}
 
@@ -69,12 +72,18 @@ def test_workers_cannot_be_changed_without_the_key(
 
 
 def test_a_url_that_is_not_a_worker_cannot_join(router_with_key: Router, cluster: Cluster) -> None:
-    both, odd = cluster.stubs(both="both", odd="decode", behaviour="nonsense")
+    both, odd, moved, vague = cluster.stubs(
+        both="both", odd="decode", moved="decode", vague="decode", behaviour="nonsense"
+    )
     both.behave(behaviour="well")
+    moved.behave(behaviour="redirects", target=vague.url)
+    vague.behave(behaviour="well", control="0.0.0.0:9000")
     for url, why in (
         ("http://127.0.0.1:9", "cannot be reached"),
         (both.url, "its role is 'both'"),
         (odd.url, "something other than a worker's state"),
+        (moved.url, "answered 307 at /handoff"),
+        (vague.url, "its control address '0.0.0.0:9000' is not an address"),
         ("ftp://x", "address must look like"),
         ("http://user:secret@x:1", "address must look like"),
         ("http://x:1/path", "address must look like"),
@@ -97,3 +106,48 @@ def test_a_worker_of_another_model_or_role_gets_no_requests(cluster: Cluster, id
     assert router.up(p1, d1, **KEY)
     answers = [plain_http.post(f"{router.url}/v1/completions", json={}, headers=KEY, timeout=10) for _ in range(3)]
     assert [answer.headers["x-worker"] for answer in answers] == ["d1"] * 3
+
+
+def test_only_workers_on_allowed_hosts_may_join(cluster: Cluster, idle_workers: list[Stub]) -> None:
+    _, _, d1, _ = idle_workers
+    router = cluster.router(
+        [], [], "--api-key", "sesame", "--allow-workers", "10.9.8.0/24", "worker.example", ready=False
+    )
+    for url in (d1.url, "http://169.254.169.254", "http://localhost:1", "http://worker.example.attacker.example"):
+        answer = change_workers(router, "POST", url, **KEY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_allowed"), answer.text
+        assert "10.9.8.0/24, worker.example" in answer.json()["error"]["message"]
+    assert not d1.seen()["requests"] and router.workers(**KEY) == {}
+
+
+@pytest.mark.parametrize(
+    ("url", "allowed", "expected"),
+    [
+        ("http://127.0.0.1:8001", LOOPBACK_HOSTS, True),
+        ("http://127.255.0.9", LOOPBACK_HOSTS, True),
+        ("http://[::1]:1", LOOPBACK_HOSTS, True),
+        ("http://LOCALHOST:1", LOOPBACK_HOSTS, True),
+        ("http://10.0.0.1:1", LOOPBACK_HOSTS, False),
+        ("http://0.0.0.0:1", LOOPBACK_HOSTS, False),
+        ("http://[::]:1", LOOPBACK_HOSTS, False),
+        ("http://2130706433:1", LOOPBACK_HOSTS, False),
+        ("http://0x7f.1:1", LOOPBACK_HOSTS, False),
+        ("http://[::ffff:127.0.0.1]:1", LOOPBACK_HOSTS, False),
+        ("http://127.0.0.1.attacker.example:1", LOOPBACK_HOSTS, False),
+        ("http://10.1.2.3:1", ["10.0.0.0/8"], True),
+        ("http://11.1.2.3:1", ["10.0.0.0/8"], False),
+        ("http://gpu-1.cluster:1", ["GPU-1.cluster"], True),
+        ("http://gpu-2.cluster:1", ["gpu-1.cluster"], False),
+        ("http://127.0.0.1:1", [], False),
+    ],
+)
+def test_the_host_of_a_worker_is_compared_with_names_addresses_and_networks(
+    url: str, allowed: list[str], expected: bool
+) -> None:
+    assert is_allowed(url, allowed) is expected
+
+
+@pytest.mark.parametrize("host", ["10.0.0.0/33", "http://x", "a b", "", "1.2.3", "x:8001"])
+def test_an_allowed_host_that_is_none_is_refused_at_startup(host: str) -> None:
+    with pytest.raises(ConfigError, match="--allow-workers takes host names"):
+        RouterConfig(allow_workers=(host,))

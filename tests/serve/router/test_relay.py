@@ -32,12 +32,14 @@ def error_code_of(data: str | bytes) -> str:
 def test_body_and_headers_arrive_as_they_were_sent(router: Router, idle_workers: list[Stub]) -> None:
     body = b'{ "prompt":"\xc3\xa9" ,\n\t"odd": 1e3}'
     sent = {"Authorization": "Bearer k", "X-Own": "1", "X-Request-Id": "mine", "X-Hotset-Prefill": "evil:1"}
+    sent["X-Hotset-Prefill-Signature"] = "forged"
     answer = plain_http.post(f"{router.url}{PATH}?a=%2F", content=body, headers=sent, timeout=30)
     (seen,) = requests_of(idle_workers)
     assert seen["body"].encode("latin-1") == body
     headers = seen["headers"]
     assert (headers["authorization"], headers["x-own"], headers["x-request-id"]) == ("Bearer k", "1", "mine")
     assert headers["x-hotset-prefill"] in ("p1:9000", "p2:9000"), "a client must not choose the prefill worker"
+    assert "x-hotset-prefill-signature" not in headers, "this router has no secret to sign with"
     assert headers["host"] in [stub.url.removeprefix("http://") for stub in idle_workers]
     assert (answer.headers["x-request-id"], answer.headers["x-worker"]) == ("mine", seen["worker"])
     assert answer.json() == {"text": f"from {seen['worker']}"}
@@ -120,7 +122,7 @@ def test_the_only_prefill_worker_is_retried_if_it_is_alive(cluster: Cluster, idl
     assert prefills_of([d1]) == ["p1:9000", "p1:9000"]
 
 
-@pytest.mark.parametrize("behaviour", ["stopped", "garbage"])
+@pytest.mark.parametrize("behaviour", ["stopped", "garbage", "moved"])
 def test_a_decode_worker_that_cannot_answer_is_replaced(
     router: Router, idle_workers: list[Stub], behaviour: str
 ) -> None:
