@@ -47,7 +47,7 @@ class TemplateRenderer:
         self._program = json_line({"template": template, "special_tokens": dict(special_tokens)})
         self._source = source
         self._seconds = seconds
-        self._closed = False
+        self._closed = threading.Event()
         self._processes: weakref.WeakSet[_TemplateProcess] = weakref.WeakSet()
         # Children that no thread uses. None stands for a child that is not started yet.
         self._idle: queue.LifoQueue[_TemplateProcess | None] = queue.LifoQueue()
@@ -79,16 +79,16 @@ class TemplateRenderer:
 
     def close(self) -> None:
         """Kills all children. A rendering in progress fails. Idempotent."""
-        self._closed = True
+        self._closed.set()
         for process in list(self._processes):
             process.kill()
 
     def _start(self) -> "_TemplateProcess":
-        if self._closed:
+        if self._closed.is_set():
             raise EngineStopped("chat templates are no longer rendered: the model was closed")
         process = _TemplateProcess(self._program, self._source, self._seconds)
         self._processes.add(process)
-        if self._closed:  # meanwhile
+        if self._closed.is_set():  # meanwhile
             process.kill()
         return process
 
