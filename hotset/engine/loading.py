@@ -22,7 +22,7 @@ from hotset.base.errors import ConfigError
 from hotset.base.units import show_bytes
 from hotset.engine.sizing import free_bytes
 from hotset.memory.device_pool import KvShape
-from hotset.models.checkpoint.files import find_model
+from hotset.models.checkpoint.files import ModelFiles, find_model
 from hotset.models.checkpoint.weights import open_weights
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
@@ -105,15 +105,16 @@ def whole_kv_shape(spec: ModelSpec, dtype: torch.dtype, stored: KvStorage) -> Kv
     return dsa_kv_shape(range(spec.layers), spec.attention, dtype, stored)
 
 
-def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, free: int, workers: int) -> None:
+def check_weights_fit(files: ModelFiles, dtype: torch.dtype, free: int, workers: int) -> None:
     """Raises ConfigError if a worker's share of the weights, at least 1 / `workers`, exceeds `free` bytes."""
+    spec = files.spec
     vocabulary_matrices = 1 if spec.tied_embeddings else 2
     count = sum(layer_weights(spec)) + vocabulary_matrices * spec.vocab * spec.hidden
     needed = count * dtype.itemsize // workers
     if needed > free:
         raise ConfigError(
-            f"the weights that the model's configuration describes take {show_bytes(needed)} per worker, but only "
-            f"{show_bytes(free)} are free; use more workers, another device or a smaller model"
+            f"{files.path}: the weights that its configuration describes take {show_bytes(needed)} per worker, but "
+            f"only {show_bytes(free)} are free; use more workers, another device or a smaller model"
         )
 
 
@@ -127,7 +128,7 @@ def load_decoder(
     """Loads one worker's part of the model. `progress(done, total)` counts bytes."""
     files = find_model(config.model)
     dtype = choose_dtype(config.dtype, files.spec, device)
-    check_weights_fit(files.spec, dtype, free_bytes(device), config.workers)
+    check_weights_fit(files, dtype, free_bytes(device), config.workers)
     weights = open_weights(files, dtype, device, load_format=config.load_format, progress=progress)
     decoder = Decoder(files.spec, weights, kv_storage(config, files.spec), split, collectives)
     weights.finish()

@@ -1,7 +1,7 @@
 """The splits of a model that are accepted or refused, and the alternatives in the error messages."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -114,17 +114,23 @@ def division_cost(spec: ModelSpec, stages: list[range]) -> tuple[int, int]:
     return max(sums), sum(weight**2 for weight in sums)
 
 
-@pytest.mark.parametrize("vocab", [8, 61, 4000])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
-def test_no_other_division_has_a_lighter_heaviest_stage_or_a_smaller_sum_of_squares(stages: int, vocab: int) -> None:
+@pytest.mark.parametrize(
+    ("layers", "full", "moe", "vocab", "stages"),
+    [
+        *((12, (0, 1, 2, 5, 7, 8, 10), range(3, 12), vocab, n) for vocab in (8, 61, 4000) for n in (1, 2, 3, 4, 6)),
+        (8, tuple(range(8)), (1, 2, 6), 200, 4),  # the best division of the first layers is no part of the best one
+    ],
+)
+def test_no_other_division_has_a_lighter_heaviest_stage_or_a_smaller_sum_of_squares(
+    layers: int, full: tuple[int, ...], moe: Iterable[int], vocab: int, stages: int
+) -> None:
     assert isinstance(GLM.attention, MlaSpec) and GLM.moe is not None
-    full = (0, 1, 2, 5, 7, 8, 10)
     attention = replace(GLM.attention, index=replace(GLM.attention.index, full_layers=full))
-    spec = replace(GLM, vocab=vocab, layers=12, attention=attention, moe=replace(GLM.moe, layers=tuple(range(3, 12))))
+    spec = replace(GLM, vocab=vocab, layers=layers, attention=attention, moe=replace(GLM.moe, layers=tuple(moe)))
     found = stage_layers(spec, stages)
-    assert [layer for stage in found for layer in stage] == list(range(12)) and all(found)
+    assert [layer for stage in found for layer in stage] == list(range(layers)) and all(found)
     assert all(stage.start in full for stage in found)
-    all_bounds = ([0, *inner, 12] for inner in combinations(full[1:], stages - 1))
+    all_bounds = ([0, *inner, layers] for inner in combinations(full[1:], stages - 1))
     divisions = [[range(first, last) for first, last in pairwise(bounds)] for bounds in all_bounds]
     assert division_cost(spec, found) == min(division_cost(spec, division) for division in divisions)
 
