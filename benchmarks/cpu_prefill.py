@@ -5,8 +5,8 @@
 Each prompt, a retrieval question, is computed in chunks of 1024 tokens and followed by 33 greedy tokens, by both
 implementations in turn, in the same engine. Prefill ends with the first token; the other 32 tokens are decode. Times
 are CPU time of one thread, which other load on the machine disturbs less than wall time. The table shows medians, the
-ratios of times (reference / fast), and whether both implementations generate the same tokens. There is no bar. A run
-takes many minutes (each round computes 15,000 tokens four times), --quick less than one.
+ratios of times (reference / fast), and whether both implementations generate the same tokens. There is no required
+result. A run takes many minutes (each round computes 15,000 tokens four times), --quick less than one.
 """
 
 import contextlib

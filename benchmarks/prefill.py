@@ -4,7 +4,7 @@
 
 All tokens of the chunk share one context, and each attends to 2048 of its rows. In real prompts, adjacent tokens select
 mostly the same rows; here, half of the selection is the same for all tokens. TFLOP/s counts the two matrix products.
-There is no bar. indexer.py measures index scoring and top-k of a chunk.
+There is no required result. indexer.py measures index scoring and top-k of a chunk.
 """
 
 from collections.abc import Sequence

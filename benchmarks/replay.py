@@ -12,8 +12,8 @@ same requests after the first server has answered all of them.
 
 The table shows one row per server. TTFT is the time from the scheduled arrival of a request to the first event of its
 answer. ITL is the time between two events; an event carries one token, or several if a single token is not valid text.
-There is no bar, but the exit code is 1 unless every request was answered completely. For each server, a replay takes at
-least the time between the first and the last arrival in the trace, divided by `--faster`.
+There is no required result, but the exit code is 1 unless every request was answered completely. For each server, a
+replay takes at least the time between the first and the last arrival in the trace, divided by `--faster`.
 """
 
 import asyncio
@@ -79,7 +79,8 @@ def make_prompt(blocks: Sequence[int], length: int, factor: float, vocab: int) -
     """Returns `length` token ids. The id of a block determines its tokens."""
     block_tokens = max(1, int(BLOCK_TOKENS * factor))
     token_ids: list[int] = []
-    # Rounding can make the scaled blocks too short together. Then blocks with negative ids follow.
+    # Because of rounding, the scaled blocks can have fewer than `length` tokens in total. Then blocks with negative
+    # ids follow.
     for block in itertools.chain(blocks, itertools.count(-1, -1)):
         if len(token_ids) >= length:
             break

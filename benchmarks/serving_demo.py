@@ -17,7 +17,7 @@ a GPU, where decode steps are CUDA graphs, and float32 on a CPU, on one core.
     same        share of the compared requests whose first 128 tokens are as expected. In rows of `off`, this shows how
                 the batch size affects near ties in bfloat16; tiers should not reduce it further
 
-There is no bar. On a CPU, use --quick (about a minute); the whole run would take hours.
+There is no required result. On a CPU, use --quick (about a minute); the whole run would take hours.
 """
 
 import gc

@@ -4,16 +4,16 @@
 
 Two processes have the stores of a GQA model: 30 layers, 8 KV heads of 128 in bf16, shuffled pages of 64 rows. The
 prefill side computes nothing and announces all chunks at once. Layout, state machines, control messages, packing,
-lanes and transfer engines are the real ones. The time of a landing is taken at the decode side, from the request until
-the landing is complete. The landed bytes are compared with their source.
+writer threads and transfer engines are the real ones. The time of a landing is taken at the decode side, from the
+request until the landing is complete. The landed bytes are compared with their source.
 
 In the first table, one context of 8192 tokens lands at a time: without staging, with staging, and between equal splits
 (for comparison). In the second table, many contexts land at once. They all use the same source and target pages, so the
-memory of one context is enough. In the third table, a context of 16 times the size of the ring lands.
+memory of one context is enough. In the third table, the context is 16 times as large as the ring.
 
 Bars (required results), for one context of 8192 tokens: 500 times fewer writes than without staging, and over Mooncake
-twice the speed of direct writes. A run takes several minutes on two cores, of which the direct writes over Mooncake
-take more than two.
+twice the speed of direct writes. On two cores, a run takes several minutes. More than two of these minutes are
+direct writes over Mooncake.
 """
 
 import os
@@ -43,8 +43,8 @@ WRITES_BAR, SPEED_BAR = 500, 2.0
 def measure(case: StagingCase, requests: int, rounds: int) -> dict[str, Any]:
     """Lands `requests` contexts at once, `rounds` times.
 
-    With staging memory, a landing that is not timed connects the processes first. Without it, the timed landing
-    connects them: a landing would take minutes, while connecting takes milliseconds.
+    With staging memory, a landing that is not timed connects the processes first. Without staging memory, the
+    timed landing connects them: another landing would take minutes, while connecting takes milliseconds.
     """
     with prefill_process(case) as pipe:
         worker = DecodeWorker(case)
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=1024, help="tokens per chunk")
     parser.add_argument("--store-gib", type=float, default=1.0, help="GiB of KV per side; limits the number of layers")
     parser.add_argument("--many-gib", type=float, default=0.25, help="--store-gib for the second table")
-    parser.add_argument("--rounds", type=int, default=3, help="landings per row of the first table")
+    parser.add_argument("--rounds", type=int, default=3, help="landings per row of the first table that uses staging")
     parser.add_argument("--quick", action="store_true", help="few layers; 8 contexts at once, of two lengths")
     options = parser.parse_args()
     if options.quick:

@@ -9,7 +9,7 @@ separate processes. The column "the other peer" is one of
   stopped  lists are sent as with "busy", but the other peer's process is stopped (SIGSTOP), so writes that need its CPU
            do not progress
 
-There is no bar. A run takes about a minute with both transfer engines.
+There is no required result. A run takes about a minute with both transfer engines.
 """
 
 import multiprocessing

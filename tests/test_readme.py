@@ -1,5 +1,5 @@
-"""Commands and code in the README are valid. The files that documents mention exist, and so do the identifiers in
-CONTRIBUTING.md and docs/architecture.md."""
+"""Commands and code in the README are valid. Files of the repository that documents mention by their path exist,
+and so do the identifiers in CONTRIBUTING.md and docs/architecture.md."""
 
 import ast
 import json

@@ -68,8 +68,8 @@ class HandoffEndpoint(Protocol):
 
     def close(self, drain_seconds: float) -> None:
         """Starts no more handoffs, waits up to `drain_seconds` for open ones, notifies peers, then closes the transfer
-        engine. All waits are limited. A handoff that has not ended by then may still read or write this engine's
-        memory.
+        engine. All waits are limited. If a handoff has not ended when `close` returns, it may still read or write
+        this engine's memory.
 
         Another thread may call `poll` and `on_submitted` meanwhile. A second call of `close` cuts the drain short.
         """
@@ -244,7 +244,7 @@ class PrefillEndpoint:
 def landing_policy(config: EngineConfig) -> LandingPolicy:
     """Decides where KV may land. Peers can write to the device pool only if the engine has one worker, because then the
     pool belongs to the engine's own process. If peers cannot write to the device pool, or if few writes are better for
-    the transfer engine, the index keys of rows that land on the host land on the host too."""
+    the transfer engine, then index keys arrive on the host whenever their rows do."""
     on_device = config.workers == 1
     few_writes = prefer_few_writes(config.transfer, config.transfer_protocol)
     return LandingPolicy(on_device, keys_on_host=few_writes or not on_device)

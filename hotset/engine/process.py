@@ -1,4 +1,4 @@
-"""Runs the engine in a child process. HTTP never delays a step, and the server survives a crash of the engine.
+"""Runs the engine in a child process. HTTP never delays a step, and the server can report a crash.
 
 The parent sends `AddRequests`, `AbortRequests`, `GetStats` and `StopEngine`. The child sends `EngineReady` or
 `EngineFailed`, then `OutputsReport` and `StatsReport`, and `EngineEnding` if a step fails. If the parent dies, the pipe
@@ -321,4 +321,4 @@ def _handle(engine: "Engine", pipe: Connection, command: EngineCommand) -> None:
         case GetStats(number):
             pipe.send(StatsReport(number, engine.stats()))
         case WakeEngine():
-            pass  # `_run` calls `step` next, which handles the agent's event or reports the dead worker
+            pass  # sent by the handoff agent or when a worker has died; the next step handles it

@@ -96,8 +96,9 @@ def shared_budget(
 
 
 def _common_geometry(config: EngineConfig, shapes: Sequence[KvShape]) -> Geometry:
-    """Returns one geometry for all workers. They share page numbers, so a page must hold the same number of index keys
-    and of workspace layers in every worker: the minimum over the workers."""
+    """Returns one geometry for all workers. They share page numbers, so every worker must put the same number of index
+    keys into a page of keys, and the same number of context pages into a page of a workspace: the minimum over the
+    workers."""
     geometries = [shape.geometry(config.page_rows, _slots(config, shape)) for shape in shapes]
     layers = min(geometry.layers for geometry in geometries)
     keys_per_page = min(geometry.keys_per_page for geometry in geometries)

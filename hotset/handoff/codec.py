@@ -5,8 +5,8 @@
 
 The envelope and `Refused` have the same fields in every version of the protocol, so a peer with another version can be
 refused with a reason. The tag proves that the sender has the secret; nothing is encrypted. A recorded message can be
-replayed. This does little harm, because messages are idempotent and most of them are for one incarnation: at worst,
-the handoffs with one peer fail, as if it had restarted.
+replayed. This does little harm: messages are idempotent, and most of them name the incarnation of their receiver (see
+`channel.py`), so a restarted receiver drops them. At worst, the handoffs with one peer fail, as if it had restarted.
 """
 
 import hashlib

@@ -23,20 +23,22 @@ class StreamedSegment:
         layers, page_rows = pool.geometry.layers, pool.geometry.page_rows
         self.tokens = slice(span.first, span.last)  # this segment's tokens in the batch
         self.start = span.length - (span.last - span.first)
-        # Block b of the workspace holds page b of the context. It is layer b % layers of workspace page b // layers.
+        # A workspace page has room for `layers` context pages. Context page b is in workspace page b // layers, where
+        # layer b % layers would be.
         work = tables.work_pages[seat]
         blocks = [b % layers * pool.pages + work[b // layers] for b in range(pool.geometry.row_pages(span.length))]
         self.prefix = mirror.row_runs(TokenRange(seat, 0, self.start), blocks)
         self.new = mirror.row_runs(TokenRange(seat, self.start, span.length), blocks, own=True)
         positions = torch.arange(span.length, device=pool.device)
         in_block = list_to_device(blocks, torch.int64, pool.device)[positions // page_rows]
-        self.row_ids = in_block * page_rows + positions % page_rows  # of every position, indices into `pool.flat_rows`
+        # The index into `pool.flat_rows` of the row of each position.
+        self.row_ids = in_block * page_rows + positions % page_rows
 
 
 class TieredView(ResidentView):
     """Implements `View`. A segment of a tiered request has one token; a streamed segment has its own workspace.
 
-    If no segment is streamed, kernels read from device memory which requests are tiered and where their rows are. A
+    If no segment is streamed, device tensors tell the kernels which requests are tiered and where their rows are. A
     decode step can therefore be captured once and replayed for other decode steps with the same number of tokens.
     """
 

@@ -19,8 +19,8 @@ def model() -> SyntheticDemoModel:
 
 
 def test_synthetic_selections_are_valid_and_local(model: SyntheticDemoModel) -> None:
-    """Positions are distinct, ascending and not after the query. EMPTY only follows them. The query at the next
-    position selects most of them again."""
+    """Positions are distinct, ascending and not after the query. All EMPTY entries follow the positions. The query at the
+    next position selects most of them again."""
     topk = model.kv_shape.topk
     previous: set[int] = set()
     for query in (0, 5, topk, 4000, 4001):

@@ -71,7 +71,7 @@ class Executor(Protocol):
         """Returns the traffic between host and device since start, over all workers."""
 
     def audit(self, tiered: Sequence[Mapping[int, int]]) -> None:
-        """Asserts that the residency maps are consistent.
+        """Asserts that the maps of all hot buffers are consistent.
 
         `tiered[replica]` maps each tiered seat to the number of rows of its context.
         """

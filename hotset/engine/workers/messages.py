@@ -78,8 +78,8 @@ class CacheReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """Reports that the worker cannot start or cannot continue. `trace` is the traceback of an unexpected exception, or
-    None if the worker itself raised `error`."""
+    """Reports that the worker cannot start or cannot continue. `trace` is the traceback of an unexpected exception,
+    which `error` wraps. It is None if the cause was a StartupError."""
 
     error: StartupError
     trace: str | None = None

@@ -85,7 +85,7 @@ __device__ __forceinline__ unsigned count_chunks(Shared &shared, unsigned chunks
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) copy_pieces(
-    const i64 *pieces,  // [count, 3]: device row, host row, rows; source and target are in the given columns
+    const i64 *pieces,  // [count, 3]: device row, host row, number of rows. `source_column` and `target_column` are 0 or 1.
     i64 count, i64 layers, i64 row_bytes, i64 chunk_rows,
     const u8 *source, i64 source_layer_stride, i64 source_stride, i64 source_column,  // strides in bytes
     u8 *target, i64 target_layer_stride, i64 target_stride, i64 target_column) {
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_pieces(
         for (i64 work = blockIdx.x; work < total * layers; work += gridDim.x) {
             const i64 layer = work / total;
             const unsigned chunk = static_cast<unsigned>(work % total);
-            int low = 0, high = THREADS - 1;  // searches the first piece whose `ends` exceeds `chunk`
+            int low = 0, high = THREADS - 1;  // searches for the first piece whose `ends` exceeds `chunk`
             while (low < high) {
                 const int middle = (low + high) / 2;
                 if (shared.ends[middle] > chunk) {

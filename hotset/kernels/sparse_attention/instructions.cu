@@ -93,7 +93,8 @@ __device__ __forceinline__ void let_next_launch_begin() { asm volatile("griddepc
 __device__ __forceinline__ float low_of(u32 bfloats) { return __uint_as_float(bfloats << 16); }
 __device__ __forceinline__ float high_of(u32 bfloats) { return __uint_as_float(bfloats & 0xFFFF0000u); }
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
-// The largest power of two that does not exceed x >= 0, but at least SMALLEST_UNIT. Then its reciprocal and its log2.
+// `unit_of(x)`, for x >= 0, is the largest power of two that does not exceed x, but at least SMALLEST_UNIT. For such a
+// power of two, `inverse_of` is its reciprocal and `level_of` its log2.
 __device__ __forceinline__ float unit_of(float x) {
     return __uint_as_float(__float_as_uint(fmaxf(x, SMALLEST_UNIT)) & 0x7F800000u);
 }

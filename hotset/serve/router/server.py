@@ -116,4 +116,4 @@ class _Shutdown:
 
 def _announce(config: RouterConfig, listener: socket.socket) -> None:
     workers = f"{len(config.prefill)} prefill and {len(config.decode)} decode workers"
-    print(f"Hotset routes to {workers} at {url_of(listener)}", flush=True)
+    print(f"Hotset listens at {url_of(listener)} and routes to {workers}", flush=True)
