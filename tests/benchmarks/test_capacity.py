@@ -19,7 +19,7 @@ def model() -> SyntheticDemoModel:
 
 
 def test_synthetic_selections_are_valid_and_local(model: SyntheticDemoModel) -> None:
-    """Positions are distinct, ascending and not after the query. All EMPTY entries follow the positions. The query at the
+    """Positions are distinct, ascending and not after the query. All EMPTY entries follow them. The query at the
     next position selects most of them again."""
     topk = model.kv_shape.topk
     previous: set[int] = set()

@@ -65,7 +65,8 @@ def test_worker_arguments_contain_the_settings_and_the_share_of_memory() -> None
 def test_a_worker_is_not_killed_before_its_own_stop_timeout() -> None:
     def engine_seconds(
         gib: float,
-    ) -> float:  # time after the drain until a worker's HTTP process kills its engine process
+    ) -> float:
+        """Returns the time after the drain until the HTTP process of a worker kills its engine process."""
         return STOP_SECONDS + closing_seconds(int(gib * GIB), with_endpoint=True)
 
     limit = stop_seconds(EngineConfig(), [MemoryShare(host_kv_gib=1.0), MemoryShare(host_kv_gib=64.0)])

@@ -23,9 +23,8 @@ def rotate_into(out: Tensor, x: Tensor, rotation: Rotation, interleaved: bool) -
     tokens, heads, dim = x.shape
     cos, sin = rotation.cos, rotation.sin
     assert x.stride(2) == out.stride(2) == cos.stride(2) == 1, "the values of a head must be adjacent"
-    assert cos.shape[0] == tokens and cos.stride() == sin.stride(), (
-        f"cos has {cos.shape[0]} tokens, x has {tokens}; strides of cos and sin: {cos.stride()}, {sin.stride()}"
-    )
+    assert cos.shape[0] == tokens, f"there are angles for {cos.shape[0]} tokens, but x has {tokens}"
+    assert cos.stride() == sin.stride(), f"cos has strides {cos.stride()}, sin {sin.stride()}"
     if x.numel() == 0:
         return
     half, plain = rotation.dim // 2, dim - rotation.dim
