@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from harness import tiny_directory
@@ -29,10 +29,13 @@ INTERFACE, HERE, THERE = "hot0", "10.77.0.1", "10.77.0.2"  # of the virtual netw
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 5).close()"
 
 
-async def hand_over(model: str, prefill_host: str, decode_host: str, interface: str) -> None:
+async def hand_over(
+    model: str, prefill_host: str, decode_host: str, interface: str, transfer: Literal["nixl", "mooncake"] = "nixl"
+) -> None:
     """Hands a prompt over from a worker at `prefill_host` to one that listens on all addresses and advertises
     `decode_host`. Checks that the tokens are those of one engine, and that a prompt that is too long is refused."""
-    common = SETTINGS | {"model": model, "handoff_secret": SECRET, "transfer_interface": interface}
+    common = SETTINGS | {"model": model, "handoff_secret": SECRET}
+    common |= {"transfer": transfer, "transfer_interface": interface}
     configs = [
         EngineConfig(role="prefill", control=f"{prefill_host}:0", max_model_len=64, **common),
         EngineConfig(role="decode", control="0.0.0.0:0", advertise=f"{decode_host}:0", **common),
@@ -118,6 +121,7 @@ def main() -> None:
         connect_namespaces(other)
         check_ports(model, other)
         asyncio.run(hand_over(model, HERE, HERE, INTERFACE))
+        asyncio.run(hand_over(model, HERE, HERE, INTERFACE, "mooncake"))
         other.communicate(b"\n")
 
 

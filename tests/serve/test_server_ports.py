@@ -1,4 +1,5 @@
-"""Server, engine, rank and router do not serve if their process has a port that nobody asked for."""
+"""A server with ranks has only the ports that it needs. Server, engine, rank and router do not serve if their process
+has a port that nobody asked for."""
 
 import os
 import subprocess
@@ -6,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from listening import descendants_of, listening
+from running_server import serving
 
 # Python imports a module of this name in every process that it starts.
 SITECUSTOMIZE = """
@@ -20,6 +23,21 @@ if kind(sys.orig_argv) == os.environ["STRAY_LISTENER_IN"]:
 """
 SIZES = ["--device", "cpu", "--device-kv-tokens", "4096", "--host-kv-tokens", "8192", "--load-format", "dummy"]
 TWO_RANKS = ["--data-parallel-size", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tensor", "pipeline", "data"])
+def test_defect_21_a_server_with_two_ranks_listens_on_its_own_address_and_the_ranks_on_loopback(
+    tmp_path: Path, tiny_model: str, split: str
+) -> None:
+    flags = [*SIZES, f"--{split}-parallel-size", "2", "--host", "127.0.0.2"]
+    with serving(tmp_path, tiny_model, *flags) as server:
+        found = listening({server.process.pid} | descendants_of(server.process.pid))
+        of_server = [listener for listener in found if listener.pid == server.process.pid]
+    assert [f"http://{listener.host}:{listener.port}" for listener in of_server] == [server.url]
+    of_ranks = [listener for listener in found if listener not in of_server]
+    assert len({listener.pid for listener in of_ranks}) == 2
+    assert {listener.host for listener in of_ranks} == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(
