@@ -152,10 +152,11 @@ class EngineConfig:
     )
     step_timeout: float = setting(
         60.0,
-        "Time without progress after which a stopped or hung engine or worker process is ended with an error, in "
-        "seconds. A step makes progress with every layer that it computes, however long the whole step takes; it gets "
-        "5 s more per layer, and 600 s more in the first step, which compiles kernels. Raise it if one layer of "
-        "--max-num-batched-tokens tokens can take as long.",
+        "Time without a sign of life after which a process of the engine counts as stopped, in seconds. A step that "
+        "finishes no layer for this time, plus 5 s, plus the longest time that a layer took in the last 100 steps, "
+        "counts as hung; the first step, which compiles kernels, has 600 s more. The server then fails its requests "
+        "and exits with 1.",
+        minimum=1,
         positive=True,
     )
     cuda_graphs: Literal["auto", "off"] = setting(

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from hotset.base.units import GIB
 from hotset.cli.child_process import ChildProcess
 from hotset.cli.shares import FreeMemory, MemoryShare, divide_memory, measure_free_memory, sizes_given, weight_bytes
 from hotset.cli.terminal import print_note
+from hotset.engine.progress import StallTimer
 from hotset.engine.timeouts import STOP_SECONDS, closing_seconds
 from hotset.serve.http_server import EXIT_INTERRUPTED, STOP_SIGNALS, bound_socket, url_of
 
@@ -25,6 +27,8 @@ MAX_WORKERS = 64
 ROUTER_HEALTH_TIMEOUT_SECONDS = 30.0  # time for the router to find all workers, which are ready before it starts
 EXIT_SECONDS = 5.0  # time for a process to exit after its drain and the end of its engine
 POLL_SECONDS = 0.1  # interval between checks whether a child has ended
+HEALTH_POLL_SECONDS = 1.0  # interval between checks whether a child answers
+HEALTH_TIMEOUT_SECONDS = 2.0  # time for an answer
 SECRET_SETTINGS = ("api_key", "handoff_secret")
 CONNECTION_SETTINGS = ("max_connections", "receive_timeout_seconds", "send_timeout_seconds")
 ROUTER_SETTINGS = ("cors_origin", "max_body_mib", "max_concurrency", "drain_seconds", *CONNECTION_SETTINGS)
@@ -93,7 +97,7 @@ def _check(engine: EngineConfig) -> None:
 
 
 class _Deployment:
-    """The workers and their router, as child processes. If one of them ends unexpectedly, all others are stopped."""
+    """The workers and their router, as child processes. If one of them ends or no longer answers, all are stopped."""
 
     def __init__(
         self, engine: EngineConfig, serve: ServeConfig, counts: WorkerCounts, shares: Sequence[MemoryShare]
@@ -102,6 +106,7 @@ class _Deployment:
         self._serve = serve
         self._counts = counts
         self._shares = shares
+        self._urls: dict[str, str] = {}  # by the name of the child
         self._children: dict[str, list[ChildProcess]] = {"router": [], "decode": [], "prefill": []}  # in stopping order
         self._stop = asyncio.Event()  # a signal was received
         self._stop_now = asyncio.Event()  # children must not finish their drain
@@ -117,7 +122,7 @@ class _Deployment:
                 return EXIT_INTERRUPTED
             workers = f"{self._counts.prefill} prefill and {self._counts.decode} decode workers"
             print(f"Hotset serves {name} at {url} ({workers})", flush=True)
-            await self._unless_stopped(asyncio.Event().wait())
+            await self._unless_stopped(self._watch_answers())
             return 0
         finally:
             await self._end()
@@ -136,6 +141,7 @@ class _Deployment:
         with _waiting_for(", ".join(child.name for child in workers)):
             lines = await asyncio.gather(*(self._ready(child, began) for child in workers))
         urls = [line.rpartition(" at ")[2].partition(" ")[0] for line in lines]
+        self._urls = dict(zip((child.name for child in workers), urls, strict=True)) | {"router": url}
         arguments = router_arguments(self._serve, urls[: self._counts.prefill], urls[self._counts.prefill :])
         router = await ChildProcess.start("router", arguments, self._secrets)
         self._children["router"].append(router)
@@ -160,6 +166,18 @@ class _Deployment:
                 seconds = ROUTER_HEALTH_TIMEOUT_SECONDS
                 raise StartupError(f"the router did not find all workers within {seconds:g} s: {json.dumps(health)}")
             await asyncio.sleep(0.1)
+
+    async def _watch_answers(self) -> None:
+        """Raises StartupError if a child has not answered for `step_timeout`. Never returns."""
+        await asyncio.gather(*(self._watch_child(name, url) for name, url in self._urls.items()))
+
+    async def _watch_child(self, name: str, url: str) -> None:
+        silence = StallTimer(max_poll_seconds=2 * (HEALTH_POLL_SECONDS + HEALTH_TIMEOUT_SECONDS))
+        answers = 0
+        while silence.seconds(answers) <= self._engine.step_timeout:
+            answers += await asyncio.to_thread(_answers, url)
+            await asyncio.sleep(HEALTH_POLL_SECONDS)
+        raise StartupError(f"{name} has not answered for {self._engine.step_timeout:g} s (--step-timeout)")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Returns the result of `work`, or None if a signal came first. Raises StartupError if a child ended first."""
@@ -235,10 +253,21 @@ def _flags(config: EngineConfig | ServeConfig, names: Collection[str]) -> list[s
     return [word for s in changed for word in (f"--{flag_name(s.name)}", str(getattr(config, s.name)))]
 
 
+def _answers(url: str) -> bool:
+    """Returns True if a server answers at /health, even with an error."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_SECONDS):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+
+
 def _health(url: str) -> dict[str, Any]:
     """Returns the router's /health, or an empty dict if it answers with an error or not at all."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
+        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_SECONDS) as response:
             health = json.load(response)
     except (OSError, ValueError):
         return {}

@@ -2,12 +2,15 @@
 counters stand still.
 
 There are two signs. A *beat* comes from a thread of its own every BEAT_SECONDS, so a process without beats is stopped.
-The main loop *advances* with every command, step and layer, so a process with beats that does not advance hangs.
+The main loop *advances* with every command, step and layer, so a process with beats that does not advance hangs. How
+long a layer takes by right depends on model and machine. The process therefore also reports the longest time between
+two advances in its last RECENT_STEPS steps.
 """
 
 import ctypes
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import BaseContext
@@ -18,7 +21,8 @@ from hotset.engine.timeouts import FIRST_STEP_SECONDS, STALL_MARGIN_SECONDS
 BEAT_SECONDS = 0.5
 POLL_SECONDS = 0.25  # interval between two looks at the counters
 MAX_POLL_SECONDS = 1.0  # a watcher that was away for longer counts only this long
-BEATS, ADVANCES, WAITING, STEPS, STEP_NS, OPEN_REQUESTS = range(6)
+RECENT_STEPS = 100
+BEATS, ADVANCES, WAITING, STEPS, STEP_NS, OPEN_REQUESTS, EXPECTED_NS = range(7)
 
 
 class Progress:
@@ -26,7 +30,10 @@ class Progress:
 
     def __init__(self, context: BaseContext) -> None:
         """The object must be an argument of a process that `context` starts."""
-        self._counters: Any = context.RawArray(ctypes.c_int64, 6)
+        self._counters: Any = context.RawArray(ctypes.c_int64, 7)
+        self._advanced_ns = 0
+        self._longest_ns = 0  # the longest time between two advances since the newest step
+        self._longest_of_steps: deque[int] = deque(maxlen=RECENT_STEPS)
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -37,6 +44,7 @@ class Progress:
             while not ended.wait(BEAT_SECONDS):
                 self._counters[BEATS] += 1
 
+        self._advanced_ns = time.monotonic_ns()
         thread = threading.Thread(target=beat, name="hotset-beats", daemon=True)
         thread.start()
         try:
@@ -52,18 +60,25 @@ class Progress:
         try:
             yield
         finally:
+            self._advanced_ns = time.monotonic_ns()
             self._counters[WAITING] = 0
 
     def advance(self) -> None:
         """Counts a command, a layer, or another small part of the main loop's work."""
+        now = time.monotonic_ns()
+        self._longest_ns = max(self._longest_ns, now - self._advanced_ns)
+        self._advanced_ns = now
         self._counters[ADVANCES] += 1
 
-    def record_step(self, steps: int, open_requests: int) -> None:
+    def record_step(self, steps: int, open_requests: int = 0) -> None:
         """Records the number of steps since start, and how many requests are open after the newest one."""
-        if steps != self._counters[STEPS]:
-            self._counters[STEP_NS] = time.monotonic_ns()
-        self._counters[STEPS] = steps
         self._counters[OPEN_REQUESTS] = open_requests
+        if steps != self._counters[STEPS]:
+            self._longest_of_steps.append(self._longest_ns)
+            self._longest_ns = 0
+            self._counters[EXPECTED_NS] = max(self._longest_of_steps)
+            self._counters[STEP_NS] = time.monotonic_ns()
+            self._counters[STEPS] = steps
 
     @property
     def beats(self) -> int:
@@ -87,6 +102,11 @@ class Progress:
         return int(self._counters[OPEN_REQUESTS])
 
     @property
+    def expected_seconds(self) -> float:
+        """The longest time between two advances in the last RECENT_STEPS steps."""
+        return float(self._counters[EXPECTED_NS]) / 1e9
+
+    @property
     def seconds_since_step(self) -> float | None:
         """The time since the newest step ended, or None if there was none. Processes of one machine share the clock."""
         return (time.monotonic_ns() - self._counters[STEP_NS]) / 1e9 if self.steps else None
@@ -95,12 +115,12 @@ class Progress:
 class StallTimer:
     """Measures how long a counter has not changed.
 
-    It counts the time between its own looks, up to MAX_POLL_SECONDS each. A pause of the watcher itself therefore does
-    not count: if the whole machine or process group was suspended, the watched process had no time to advance either.
+    It counts the time between its own looks, up to `max_poll_seconds` each. A pause of the watcher itself therefore
+    does not count: if the whole machine or process group was suspended, the watched process could not advance either.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, max_poll_seconds: float = MAX_POLL_SECONDS) -> None:
+        self._clock, self._max_poll_seconds = clock, max_poll_seconds
         self._counter: int | None = None
         self._looked_at = 0.0
         self._seconds = 0.0
@@ -111,17 +131,18 @@ class StallTimer:
         if counter != self._counter:
             self._counter, self._seconds = counter, 0.0
         else:
-            self._seconds += min(now - self._looked_at, MAX_POLL_SECONDS)
+            self._seconds += min(now - self._looked_at, self._max_poll_seconds)
         self._looked_at = now
         return self._seconds
 
 
-def stall_limit(step_timeout: float, steps: int) -> float:
-    """Returns how long a step may go on without finishing a layer, if `steps` steps have ended before.
+def stall_limit(step_timeout: float, steps: int, expected_seconds: float) -> float:
+    """Returns how long a step may go on without finishing a layer.
 
-    It exceeds the limit for beats, so that a worker that is stopped is named, and not the workers that wait for it.
+    `steps` steps have ended before. In the newest of them, a layer took up to `expected_seconds`. The limit is longer
+    than that for beats, so that a worker that is stopped is named, and not the workers that wait for it.
     """
-    return step_timeout + STALL_MARGIN_SECONDS + (0.0 if steps else FIRST_STEP_SECONDS)
+    return step_timeout + STALL_MARGIN_SECONDS + expected_seconds + (0.0 if steps else FIRST_STEP_SECONDS)
 
 
 class EngineWatch:
@@ -139,8 +160,9 @@ class EngineWatch:
         stalled = self._stall.seconds(self._progress.activity)
         self.seconds_without_progress = max(silent, stalled)
         steps = self._progress.steps
+        limit = stall_limit(self._step_timeout, steps, self._progress.expected_seconds)
         if silent > self._step_timeout:
             return f"the engine process has shown no sign of life for {self._step_timeout:g} s (--step-timeout)"
-        if stalled > (limit := stall_limit(self._step_timeout, steps)):
-            return f"step {steps + 1} of the engine has made no progress for {limit:g} s (--step-timeout)"
+        if stalled > limit:
+            return f"step {steps + 1} of the engine has made no progress for {limit:.0f} s (--step-timeout)"
         return None

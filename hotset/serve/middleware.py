@@ -22,7 +22,7 @@ logger = logging.getLogger("hotset.serve")
 CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs for a client that disconnected
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # no characters that could forge a log line
 MAX_LOGGED_CHARACTERS = 200  # of a path
-QUIET_PATHS = frozenset({"/handoff"})  # success is logged at DEBUG level, because routers poll this path
+QUIET_PATHS = frozenset({"/handoff", "/health"})  # success is logged at DEBUG level, because these paths are polled
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 PUBLIC_PATHS = frozenset({"/", "/health", "/metrics", "/handoff", "/docs", "/openapi.json"})
 

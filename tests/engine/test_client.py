@@ -228,7 +228,7 @@ def test_a_long_step_that_advances_is_not_ended_and_one_that_hangs_is(
         assert time.monotonic() - began > STEP_TIMEOUT_S, "the step must take longer than the limit"
         assert client.progress.steps == 2
         async with asyncio.timeout(NOTICE_S):
-            with pytest.raises(EngineStopped, match="step 3 of the engine has made no progress for 3 s"):
+            with pytest.raises(EngineStopped, match=r"step 3 of the engine has made no progress for \d+ s"):
                 await collect(client.generate("hanging", HANGING_PROMPT, one))
         assert client.seconds_without_progress > STEP_TIMEOUT_S
 

@@ -141,7 +141,7 @@ def test_a_step_that_no_worker_finishes_ends_the_engine_with_an_error_that_names
         workers._advance = advanced.set  # type: ignore[attr-defined]
         assert workers.submit([Plan(0, (), (), (), (), ())]).results() == [StepResult(0, ())]
         hang.set()
-        with pytest.raises(EngineStopped, match=r"^worker 1 \(.*rank 1 of 2\) made no progress in step 2 for 2 s$"):
+        with pytest.raises(EngineStopped, match=r"^worker 1 \(.*rank 1 of 2\) made no progress in step 2 for \d+ s$"):
             workers.submit([Plan(1, (), (), (), (), ())]).results()
         assert advanced.is_set(), "the controller must show progress while it waits for its workers"
         release.set()

@@ -5,6 +5,8 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -132,6 +134,24 @@ def test_a_stopped_process_of_an_engine_with_workers_ends_the_server_with_1(
             assert error_of(pending.result(), 503)["code"] == "engine_stopped"
 
 
+@pytest.mark.slow
+def test_long_steps_on_a_busy_machine_are_not_taken_for_hung_ones(tiny_model: str, tmp_path: Path) -> None:
+    flags = ["--step-timeout", "2", "--max-num-batched-tokens", "8192", "--load-format", "dummy", "--device", "cpu"]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        with serving(tmp_path, tiny_model, *flags, *SIZES) as server, ThreadPoolExecutor(2) as clients:
+            body = body_of(prompt=[1] * 4000, max_tokens=20)
+            began = time.monotonic()
+            while time.monotonic() - began < 30:
+                posts = [clients.submit(plain_http.post, server.url + TEXT, json=body, timeout=300) for _ in range(2)]
+                assert [post.result().status_code for post in posts] == [200, 200]
+            assert server.process.poll() is None
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_stopped_engine_and_worker_processes_end_when_the_server_is_killed(
     tiny_model: str, tmp_path: Path, workers: int
@@ -177,18 +197,26 @@ def test_a_router_takes_out_a_worker_whose_engine_is_stopped(tiny_model: str, tm
 
 
 @pytest.mark.slow
-def test_disaggregated_serving_ends_with_1_and_names_the_worker_that_is_stopped(
-    tiny_model: str, tmp_path: Path
+@pytest.mark.parametrize("stopped", ["engine", "worker", "router"])
+def test_disaggregated_serving_ends_with_1_and_names_the_process_that_is_stopped(
+    tiny_model: str, tmp_path: Path, stopped: str
 ) -> None:
     with serving(tmp_path, tiny_model, "--disaggregate", "1P1D", *FLAGS, *SIZES) as server:
         family = descendants(server.process.pid)
-        decode = next(pid for pid in family if b"decode" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
+        arguments = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in family}
+        decode = next(pid for pid, words in arguments.items() if words[3:4] == [b"serve"] and b"decode" in words)
+        router = next(pid for pid, words in arguments.items() if words[3:4] == [b"router"])
         (engine,) = workers_of(decode)
-        pause(engine)
+        pause({"engine": engine, "worker": decode, "router": router}[stopped])
         assert server.process.wait(2 * WAIT_SECONDS) == 1
         wait_until_gone(family)
-        reason = f"the engine process has shown no sign of life for {STEP_TIMEOUT} s (--step-timeout)"
-        assert f"error: decode 1 ended (exit code 1): {reason}; the other processes are stopped" in server.log()
+        limit = f"for {STEP_TIMEOUT} s (--step-timeout)"
+        errors = {
+            "engine": f"decode 1 ended (exit code 1): the engine process has shown no sign of life {limit}",
+            "worker": f"decode 1 has not answered {limit}",
+            "router": f"router has not answered {limit}",
+        }
+        assert f"error: {errors[stopped]}" in server.log()
 
 
 class SilentClient:

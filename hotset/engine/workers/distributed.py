@@ -16,8 +16,9 @@ from hotset.memory.view import View
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder import Decoder
 
-# A rank waits at most this long for another rank within a step. The controller notices a dead worker earlier.
-COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+# A rank waits at most this long for another rank within a step. A step may take any time while its layers advance, and
+# the controller ends workers that are dead, stopped or do not advance much earlier.
+COLLECTIVE_TIMEOUT = timedelta(days=1)
 
 
 class World(Protocol):

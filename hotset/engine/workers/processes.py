@@ -376,7 +376,8 @@ class MultiprocessExecutor:
 
     @property
     def _stall_limit(self) -> float:
-        return stall_limit(self._config.step_timeout, self.steps_finished)
+        expected = max(worker.progress.expected_seconds for worker in self._workers)
+        return stall_limit(self._config.step_timeout, self.steps_finished, expected)
 
     def _receive(self, numbers: set[int], timeout: float, task: str) -> tuple[int, WorkerReport]:
         """Waits for the next report of one of the workers `numbers`, and returns the worker's number with the report.
@@ -391,7 +392,7 @@ class MultiprocessExecutor:
             self._advance()
             if stall.seconds(sum(worker.progress.advances for worker in by_pipe.values())) > timeout:
                 names = ", ".join(worker.rank.name for worker in by_pipe.values())
-                raise EngineStopped(f"{names} made no progress in {task} for {timeout:g} s")
+                raise EngineStopped(f"{names} made no progress in {task} for {timeout:.0f} s")
         for source in ready:
             if isinstance(source, Connection) and (worker := by_pipe.get(source)) is not None:
                 try:

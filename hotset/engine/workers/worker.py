@@ -133,10 +133,17 @@ def _serve(
     worker = Worker(init, world.collectives, stage, cache, memory, send)
     try:
         send(CacheReady())
-        while worker.handle(inbox.get()[0]):
+        while worker.handle(command := _next_command(inbox, progress)):
             progress.advance()
+            if isinstance(command, ExecuteStep):
+                progress.record_step(command.number)
     finally:
         worker.close()
+
+
+def _next_command(inbox: Inbox, progress: Progress) -> WorkerCommand:
+    with progress.waiting():
+        return inbox.get()[0]
 
 
 def _load(
