@@ -103,6 +103,11 @@ class Tokenizer:
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
         except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair: valid in JSON, not in UTF-8
             raise RequestError("the text cannot be encoded in UTF-8: it contains half of a surrogate pair") from error
+        except BaseException as error:
+            # A pattern backtracked too often. The library's exception is not an Exception and cannot be imported.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise RequestError(f"the tokenizer fails on this text: {error}") from error
         return encoding
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:

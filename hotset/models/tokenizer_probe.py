@@ -4,8 +4,6 @@ A tokenizer.json comes with a model and contains patterns. The `tokenizers` libr
 limit, and a pattern that backtracks can take exponential time and memory. The probe encodes texts on which such
 patterns usually do so: long repetitions of one character and of the words in the pattern itself. It cannot find every
 bad pattern.
-
-This file is run as a script in that process, so it imports nothing from Hotset.
 """
 
 import json
@@ -23,6 +21,8 @@ CPU_SECONDS = 20  # the largest tokenizers (260,000 tokens) take 2 s
 WALL_SECONDS = 300  # on a machine that is busy with other work
 MEMORY_BYTES = 2 << 30
 MEMORY_PER_FILE_BYTE = 32
+# Of the child: no secrets, and one thread, because the address space of threads would count as memory.
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 REPEATED = ("a", "A", "0", " ", "\n", "\t", ".", "_", "'", "é", "中", "Ġ", "▁")
 SHORT, LONG = 60, 3_000  # repetitions: exponential and cubic patterns exceed a limit
@@ -31,12 +31,11 @@ MAX_WORDS = 40  # of the patterns
 
 def why_unusable(path: Path) -> str | None:
     """Returns why the tokenizer in `path` cannot be used, or None if it encoded all texts within the limits."""
-    # One thread, because the address space of threads would count as memory.
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    command = [sys.executable, "-P", __file__, str(path), str(CPU_SECONDS)]
+    start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
+    command = [sys.executable, "-I", "-c", start, str(path), str(CPU_SECONDS)]
     try:
         done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=WALL_SECONDS
+            command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True, timeout=WALL_SECONDS
         )
     except subprocess.TimeoutExpired:
         return f"loading it and encoding a few texts takes more than {WALL_SECONDS} s"
@@ -96,7 +95,8 @@ def _probe(path: str, cpu_seconds: int) -> None:
         backend.decode(backend.encode(text).ids)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Runs in the child: tries a file and prints why it fails. Arguments: the file and the limit in CPU seconds."""
     try:
         _probe(sys.argv[1], int(sys.argv[2]))
     except BaseException as error:  # a panic of the library is not an Exception

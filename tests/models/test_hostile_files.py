@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 from hotset.base.config import EngineConfig
-from hotset.base.errors import StartupError
+from hotset.base.errors import RequestError, StartupError
 from hotset.engine.frontend import load_frontend
 from hotset.engine.loading import check_weights_fit, whole_kv_shape
 from hotset.models import gguf_tokenizer, tokenizer_probe
@@ -27,7 +27,7 @@ from hotset.models.checkpoint.gguf_spec import gguf_spec
 from hotset.models.config_reader import ARCHITECTURES, read_spec
 from hotset.models.rope import Rope, softmax_gain
 from hotset.models.spec import KvStorage
-from hotset.models.tokenizer import Tokenizer
+from hotset.models.tokenizer import Tokenizer, TokenizerParts
 
 CPU = torch.device("cpu")
 MAX_CPU_SECONDS = 1.0
@@ -180,7 +180,13 @@ def test_defect_26_any_value_in_the_other_configurations_is_accepted_or_refused_
     (directory / "tokenizer_config.json").write_text(dumped(tokenizer))
     tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, [])).save(str(directory / "tokenizer.json"))
     with accepted_or_refused(str(directory)) if "eos_token_id" not in generation else accepted_or_refused("config"):
-        load_frontend(EngineConfig(model=str(directory)))
+        close(load_frontend(EngineConfig(model=str(directory))).tokenizer)
+
+
+def close(tokenizer: Tokenizer | None) -> None:
+    """Ends the processes that render chat templates."""
+    if tokenizer is not None:
+        tokenizer.close()
 
 
 @pytest.mark.parametrize(
@@ -274,6 +280,15 @@ def test_defect_26_a_tokenizer_that_encodes_too_slowly_is_refused(
     assert "takes more than 1 s" in tokenizer_refusal(tokenizer_dir(tmp_path, "a*a*b"))
 
 
+def test_a_text_on_which_a_pattern_backtracks_too_often_is_a_request_error() -> None:
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), behavior="isolated")
+    tokenizer = Tokenizer(TokenizerParts(backend, {}, False, (), None, "test"))
+    with pytest.raises(RequestError, match="the tokenizer fails on this text"):
+        tokenizer.encode("a" * 60 + "!")
+    assert tokenizer.encode("a") == [0]
+
+
 def test_the_patterns_of_usual_tokenizers_are_accepted(tmp_path: Path) -> None:
     for pattern in (gguf_tokenizer._LLAMA3_WORDS, gguf_tokenizer._QWEN2_WORDS, r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+"):
         tokenizer = load_frontend(EngineConfig(model=str(tokenizer_dir(tmp_path, pattern)))).tokenizer
@@ -323,7 +338,7 @@ GGUF_METADATA = {
     "llama.rope.scaling.type": "none",
     "llama.rope.scaling.factor": 2.0,
     "llama.vocab_size": 3,
-    "tokenizer.chat_template": "{{ messages }}",
+    "tokenizer.chat_template": None,
     "tokenizer.ggml.add_bos_token": True,
     "tokenizer.ggml.bos_token_id": 0,
     "tokenizer.ggml.eos_token_id": 2,
@@ -346,4 +361,4 @@ def test_defect_26_any_metadata_of_a_gguf_file_are_accepted_or_refused_by_name(c
     file = GgufFile(Path("m.gguf"), GGUF_METADATA | changes, {}, None)  # type: ignore[arg-type]
     with accepted_or_refused("m.gguf"):
         gguf_spec(file)
-        Tokenizer.load(ModelFiles(file.path, spec=None, gguf=file), None)  # type: ignore[arg-type]
+        close(Tokenizer.load(ModelFiles(file.path, spec=None, gguf=file), None))  # type: ignore[arg-type]
