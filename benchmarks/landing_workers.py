@@ -19,6 +19,7 @@ from hotset.base.units import ceil_div
 from hotset.engine.stores import host_stores, landing_stores, regions
 from hotset.engine.workers.executor import whole_host_store
 from hotset.handoff.agent import HandoffAgent, open_channel
+from hotset.handoff.endpoints import Endpoints
 from hotset.handoff.layout import plan_writes
 from hotset.handoff.messages import (
     Fetch,
@@ -199,7 +200,8 @@ class Worker:
         self.hello = Hello(channel.address, model, stores, case.engine, self.transfer.describe())
         self.has_events = threading.Event()
         machine = Sender(source) if prefill else Receiver()
-        self.agent = HandoffAgent(machine, self.hello, channel, self.transfer, wake=self.has_events.set)
+        transfer = self.transfer if prefill else Endpoints(lambda: self.transfer)
+        self.agent = HandoffAgent(machine, self.hello, channel, transfer, wake=self.has_events.set)
         self.agent.start()
 
     @property

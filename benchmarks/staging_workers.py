@@ -15,6 +15,7 @@ from landing_workers import HOST, PAGE_ROWS, POISON, RecordingBackend, child_pro
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.base.units import ceil_div
 from hotset.handoff.agent import HandoffAgent, open_channel
+from hotset.handoff.endpoints import Endpoints
 from hotset.handoff.layout import head_shards
 from hotset.handoff.messages import (
     Fetch,
@@ -139,7 +140,8 @@ class Worker:
             machine = Sender(self.memory.store, buffers=buffers, write_limit=TIMEOUT_S)
         else:
             machine = Receiver(staging=None if ring is None else ReceiverStaging(ring, stores))
-        self.agent = HandoffAgent(machine, self.hello, channel, self.transfer, wake=self.has_events.set)
+        transfer = self.transfer if prefill else Endpoints(lambda: self.transfer)
+        self.agent = HandoffAgent(machine, self.hello, channel, transfer, wake=self.has_events.set)
         self.agent.start()
 
     def close(self) -> None:

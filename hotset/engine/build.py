@@ -6,6 +6,7 @@ allocates memory for a loaded model, and `assemble`, which builds an engine arou
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -101,12 +102,12 @@ def assemble(
     *,
     weights: str = "",
     wake: Callable[[], None] = lambda: None,
-    transfer: Transfer | None = None,
+    transfer_opener: Callable[[], Transfer] | None = None,
 ) -> Engine:
     """Builds an engine around an executor whose workers are ready.
 
     `kv_shape` is that of the whole model. `weights` identifies the model's weights: handoffs are refused between peers
-    with different values. `transfer` replaces the configured transfer engine.
+    with different values. `transfer_opener` opens an endpoint that replaces the configured transfer engine.
     """
     replicas = [_replica(config, card, budget) for _ in range(config.data_parallel_size)]
     plans_in_flight = config.plans_in_flight or max(config.pipeline_parallel_size, 1 if card.device == "cpu" else 2)
@@ -115,14 +116,15 @@ def assemble(
         key = None if kv_shape.key is None else kv_shape.key.description
         identity = ModelIdentity(card.name, kv_shape.layers, kv_shape.row.description, key, kv_shape.groups, weights)
         host = control_port(config.control, config.advertise, config.handoff_secret).peers.host
-        transfer = transfer or open_transfer(
+        opener = transfer_opener or partial(
+            open_transfer,
             config.transfer,
             host=host,
             interface=config.listening_interface,
             protocol=config.transfer_protocol or "tcp",
         )
         schedulers = [replica.scheduler for replica in replicas]
-        endpoint, channel = open_endpoint(config, identity, schedulers, executor, card, transfer, wake)
+        endpoint, channel = open_endpoint(config, identity, schedulers, executor, card, opener, wake)
         card = replace(card, control=channel.address, control_listens_on=channel.listens_on)
     return Engine(card, replicas, executor, plans_in_flight, endpoint)
 

@@ -19,6 +19,7 @@ from hotset.engine.input_processor import ModelCard
 from hotset.engine.stores import host_store_name, landing_stores, regions, stores_in_host_memory
 from hotset.engine.workers.executor import Executor, Step
 from hotset.handoff.agent import ControlChannel, HandoffAgent, HandoffStats, open_channel
+from hotset.handoff.endpoints import Endpoints
 from hotset.handoff.messages import (
     CancelFetch,
     Fetch,
@@ -38,6 +39,7 @@ from hotset.handoff.messages import (
     StoreName,
 )
 from hotset.handoff.packing import StagingMemory
+from hotset.handoff.processes import this_process
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.staging import ReceiverStaging, check_staging
@@ -79,7 +81,7 @@ class HandoffEndpoint(Protocol):
 class TransferResources:
     """The transfer engine and the staging memory of an endpoint, which keeps both alive."""
 
-    transfer: Transfer
+    transfer: Transfer | Endpoints  # `Endpoints` at a decode worker
     staging: StagingMemory | None
 
 
@@ -256,28 +258,41 @@ def open_endpoint(
     schedulers: Sequence[Scheduler],
     executor: Executor,
     card: ModelCard,
-    transfer: Transfer,
+    open_transfer: Callable[[], Transfer],
     wake: Callable[[], None],
 ) -> tuple[HandoffEndpoint, ControlChannel]:
     """Opens the endpoint of a prefill or decode worker. Returns it with its control channel, which it owns.
 
-    The endpoint owns `transfer`. Raises StartupError if the control port cannot be bound, if memory cannot be
-    registered, or if the staging memory is too small.
+    `open_transfer` opens a transfer endpoint: one at a prefill worker, and one for each peer at a decode worker. Raises
+    StartupError if the control port cannot be bound, if memory cannot be registered, or if the staging memory is too
+    small.
     """
     is_prefill = config.role == "prefill"
     hosts, pool = executor.hosts(), None if is_prefill else executor.pool
     stores = landing_stores(hosts, pool, card.landing)
+    staging = _staging(config, stores)
+    registered = [*regions(hosts, pool), *([] if staging is None else [staging.region])]
+
+    def open_registered() -> Transfer:
+        opened = open_transfer()
+        try:
+            for region in registered:
+                opened.register(region)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    transfer = open_registered() if is_prefill else Endpoints(open_registered)
     try:
-        staging = _staging(config, stores)
-        for region in [*regions(hosts, pool), *([] if staging is None else [staging.region])]:
-            transfer.register(region)
         channel = open_channel(config.control, secret=config.handoff_secret, advertise=config.advertise)
     except BaseException:
         transfer.close()
         raise
     try:
         ring = None if is_prefill or staging is None else staging.memory_range
-        hello = Hello(channel.address, model, stores, transfer.name, transfer.describe(), ring)
+        description = b"" if isinstance(transfer, Endpoints) else transfer.describe()
+        hello = Hello(channel.address, model, stores, transfer.name, description, ring, this_process())
         machine: Sender | Receiver
         if is_prefill:
             machine = Sender(stores[host_store_name(0)], buffers=() if staging is None else staging.sender_buffers)

@@ -21,6 +21,7 @@ from typing import Protocol
 from hotset.base.address import Address
 from hotset.base.errors import EngineStopped, MissingDependency
 from hotset.handoff.decode_role import DecodeRole
+from hotset.handoff.endpoints import EndpointResult, Endpoints
 from hotset.handoff.messages import (
     PROTOCOL,
     ChannelEvent,
@@ -112,6 +113,10 @@ class HandoffRole(Protocol):
 
     def handle_command(self, command: object, now: float) -> None: ...
     def handle_message(self, peer: str, message: Message, now: float) -> bool: ...
+    def handle_pong(self, peer: str, pong: Pong, now: float) -> None: ...
+    def connected_to(self, peer: str) -> bool:
+        """Returns the field `connected` of Pong."""
+
     def run_actions(self) -> Sequence[HandoffEvent]: ...
     def peer_restarted(self, peer: str, now: float) -> None: ...
     def peer_lost(self, peer: str, reason: str, now: float) -> None: ...
@@ -167,7 +172,8 @@ class HandoffAgent:
     """Runs the handoffs of one worker. All methods may be called from any thread.
 
     The agent owns the channel and closes it. The caller owns `transfer` and closes it after the agent. Until
-    `transfer` is closed, peers may write to the registered memory, and writes of this worker may read it.
+    `transfer` is closed, peers may write to the registered memory, and writes of this worker may read it. A decode
+    worker passes `Endpoints`, and a prefill worker a `Transfer`.
     """
 
     def __init__(
@@ -175,20 +181,21 @@ class HandoffAgent:
         machine: Receiver | Sender,
         hello: Hello,
         channel: ControlChannel,
-        transfer: Transfer,
+        transfer: Transfer | Endpoints,
         *,
         wake: Callable[[], None],
         timing: PeerTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`hello` introduces this worker to peers. The agent's thread calls `wake` when there is an event, and when the
-        thread ends; `wake` must not block."""
+        """`hello` introduces this worker to peers. That of a decode worker has no `description`, which depends on the
+        peer. The agent's thread calls `wake` when there is an event, and when the thread ends; `wake` must not block.
+        """
         assert hello.control == channel.address, f"hello has address {hello.control}, the channel {channel.address}"
         assert hello.stores, "hello has no store"
         self._channel, self._wake, self._clock = channel, wake, clock
         self._timing = timing or PeerTiming()
         self._liveness = Liveness(self._timing)
-        self._inbox: queue.SimpleQueue[HandoffCommand | ConnectFinished] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[HandoffCommand | ConnectFinished | EndpointResult] = queue.SimpleQueue()
         self._events: deque[HandoffEvent] = deque()
         self._lock = threading.Lock()  # held while the agent's thread works, not while it waits
         self._drain_until: float | None = None
@@ -196,12 +203,15 @@ class HandoffAgent:
         self._closing = self._drained = self._ended = False
         self._failure: BaseException | None = None
         self._next_check = 0.0  # time of the next check of peers
-        self._num_pings = 0
         self._num_unexpected = 0  # messages that this role does not handle
         self._role: HandoffRole
         if isinstance(machine, Receiver):
-            self._role = DecodeRole(machine, hello, self._liveness, self._timing, channel.send, _unpack)
+            assert isinstance(transfer, Endpoints), "each peer of a decode worker needs an endpoint of its own"
+            self._role = DecodeRole(
+                machine, hello, self._liveness, self._timing, channel.send, _unpack, transfer, self._enqueue
+            )
         else:
+            assert not isinstance(transfer, Endpoints), "a prefill worker has one endpoint"
             self._role = PrefillRole(machine, hello, transfer, self._timing, channel.send, self._enqueue, _pack)
         self._thread = threading.Thread(target=self._run, name="handoff", daemon=True)
 
@@ -269,7 +279,7 @@ class HandoffAgent:
         if self._failure is not None:
             raise EngineStopped(f"the handoff thread died: {self._failure!r}") from self._failure
 
-    def _enqueue(self, command: HandoffCommand | ConnectFinished) -> None:
+    def _enqueue(self, command: HandoffCommand | ConnectFinished | EndpointResult) -> None:
         self._inbox.put(command)
         self._channel.wake()
 
@@ -352,9 +362,9 @@ class HandoffAgent:
                 self._liveness.mark_heard(peer, now)
                 match message:
                     case Ping(number):
-                        self._channel.send(peer, Pong(number))
+                        self._channel.send(peer, Pong(number, self._role.connected_to(peer)))
                     case Pong():
-                        pass
+                        self._role.handle_pong(peer, message, now)
                     case _:
                         self._num_unexpected += not self._role.handle_message(peer, message, now)
 
@@ -362,9 +372,8 @@ class HandoffAgent:
         """Pings the peers on which handoffs depend, and reports peers that have timed out as lost. Forgets
         other peers that have been silent for `forget_after` seconds."""
         self._next_check = now + (self._timing.ping_every / 2 if self._role.busy else IDLE_SECONDS)
-        for peer in self._liveness.watch(self._role.watched_peers(), now):
-            self._num_pings += 1
-            self._channel.send(peer, Ping(self._num_pings))
+        for peer, number in self._liveness.watch(self._role.watched_peers(), now).items():
+            self._channel.send(peer, Ping(number))
         limit = self._timing.peer_timeout
         for peer in self._liveness.timed_out(now):
             LOGGER.warning("no message from %s for %g s: it is treated as lost", peer, limit)

@@ -155,6 +155,7 @@ def _check_message(message: Message, sender_address: str) -> None:
                 _require(
                     min(hello.ring.address, hello.ring.nbytes) >= 0 and end <= MAX_ADDRESS, "the ring is out of range"
                 )
+            _require(hello.process is None or hello.process.pid > 0, "the process id is not positive")
             for store in hello.stores.values():
                 for shard in store.shards:
                     _check_span(shard.span)

@@ -1,9 +1,12 @@
-"""The role of a decode worker's agent: it introduces the worker to prefill workers and drives the receiver."""
+"""The role of a decode worker's agent: it introduces the worker to prefill workers, drives the receiver, and cuts off
+prefill workers that are lost."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from hotset.handoff.endpoints import EndpointClosed, EndpointOpened, EndpointResult, Endpoints
 from hotset.handoff.layout import check_peers
+from hotset.handoff.links import MAX_LINKS, Links
 from hotset.handoff.messages import (
     CancelFetch,
     Cancelled,
@@ -20,6 +23,7 @@ from hotset.handoff.messages import (
     Message,
     PackedPiece,
     PieceWritten,
+    Pong,
     Progress,
     Quiesced,
     ReceiverEvent,
@@ -29,9 +33,12 @@ from hotset.handoff.messages import (
     UnpackPiece,
     Welcome,
 )
-from hotset.handoff.receiver import OPEN_PHASES, Receiver
+from hotset.handoff.receiver import OPEN_PHASES, UNREPORTED_PHASES, Receiver
 from hotset.handoff.timers import Liveness, PeerTiming
 from hotset.transfer.api import Throughput
+
+# If a peer is alive, the time for its open handoffs to end before it is cut off. New handoffs wait meanwhile.
+HOLD_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -44,7 +51,11 @@ class _Introduction:
 
 
 class DecodeRole:
-    """Connects engine, receiver and peers. One thread calls it, and passes the current time."""
+    """Connects engine, receiver and peers. One thread calls it, and passes the current time.
+
+    Each peer writes through a link of its own. When the peer is lost, its link is retired: it is closed as soon as that
+    cuts the peer off (see links.py), and then the peer's failed handoffs are quiesced.
+    """
 
     def __init__(
         self,
@@ -54,11 +65,17 @@ class DecodeRole:
         timing: PeerTiming,
         send: Callable[[str, Message], None],
         unpack: Callable[[PackedPiece], None],
+        endpoints: Endpoints,
+        enqueue: Callable[[EndpointResult], None],
     ) -> None:
+        """Endpoints are opened and closed in other threads. `enqueue` passes the results to `handle_command` in the
+        agent's thread."""
         self._receiver, self._hello, self._liveness, self._timing, self._send = receiver, hello, liveness, timing, send
         self._unpack = unpack
         self._introductions: dict[str, _Introduction] = {}
-        self._introduced: set[str] = set()  # peers that answered Hello with Welcome and were not lost since
+        # Peers that answered Hello with Welcome and were not lost since, with the number of the last Ping before that.
+        self._introduced: dict[str, int] = {}
+        self._links = Links(endpoints, hello, enqueue)
         self._fetches: dict[HandoffKey, Fetch] = {}  # fetches passed to the receiver; some may have ended
         self._events: list[ReceiverEvent] = []
         self._closing = False
@@ -72,6 +89,10 @@ class DecodeRole:
                 self._fetch(command, now)
             case CancelFetch(key):
                 self._cancel(key, now)
+            case EndpointOpened():
+                self._on_endpoint_opened(command, now)
+            case EndpointClosed():
+                self._receiver.end_writers(self._links.on_closed(command), now)
             case _:
                 raise AssertionError(f"{command!r} is not a command for a decode worker")
 
@@ -80,10 +101,10 @@ class DecodeRole:
         match message:
             case Hello():
                 self._send(peer, Refused(f"{self._hello.control} is a decode worker and computes no prompts for peers"))
-            case Welcome(hello):
-                self._on_welcome(peer, hello, now)
-            case Refused(reason):
-                self._on_refused(peer, f"{peer} refused: {reason}", now)
+            case Welcome(hello, endpoint):
+                self._on_welcome(peer, hello, endpoint, now)
+            case Refused(reason):  # a delayed or replayed copy of Refused must not affect handoffs
+                self._end_introduction(peer, f"{peer} refused: {reason}")
             case HandoffAccepted() | Progress() | HandoffDone() | HandoffFailed() | Cancelled():
                 self._receiver.handle_message(peer, message, now)
             case LeaseRequest() | PieceWritten():
@@ -92,15 +113,23 @@ class DecodeRole:
                 return False
         return True
 
+    def handle_pong(self, peer: str, pong: Pong, now: float) -> None:
+        """Handles a peer that has forgotten this worker, for example because this worker was silent for too long. Both
+        may be introduced again, so the handoffs can be retried. A Ping from before the introduction proves nothing."""
+        if not pong.connected and pong.number > self._introduced.get(peer, pong.number):
+            self._lose(peer, f"{peer} has forgotten this worker, and its handoffs", now, retry=True)
+
+    def connected_to(self, peer: str) -> bool:
+        """Returns True: a decode worker connects to no peer's memory, so it cannot have forgotten a connection."""
+        return True
+
     def peer_restarted(self, peer: str, now: float) -> None:
         """Handles a new process at a peer's address. Fetches that wait for an introduction can still be sent to it."""
-        self._introduced.discard(peer)
-        self._receiver.peer_lost(peer, f"{peer} was restarted", now)
+        self._lose(peer, f"{peer} was restarted", now)
 
     def peer_lost(self, peer: str, reason: str, now: float) -> None:
-        self._introduced.discard(peer)
         self._end_introduction(peer, f"{reason} (a worker with another handoff secret stays silent too)")
-        self._receiver.peer_lost(peer, reason, now)
+        self._lose(peer, reason, now)
 
     def close(self, now: float) -> None:
         """Cancels all open handoffs, and begins no more."""
@@ -122,7 +151,7 @@ class DecodeRole:
     @property
     def num_open(self) -> int:
         waiting = sum(len(introduction.fetches) for introduction in self._introductions.values())
-        return waiting + sum(phase in OPEN_PHASES for phase in self._receiver.phases().values())
+        return waiting + sum(phase in UNREPORTED_PHASES for phase in self._receiver.phases().values())
 
     def watched_peers(self) -> set[str]:
         """Returns the peers on which an open handoff or an introduction depends."""
@@ -137,9 +166,10 @@ class DecodeRole:
             self._end_introduction(peer, f"{peer} is alive, but has not answered Hello within {limit:g} s", retry=True)
         for peer, introduction in self._introductions.items():
             if now - introduction.sent_at >= self._timing.hello_every:
-                introduction.sent_at = now
-                self._send(peer, self._hello)
+                self._greet(peer, introduction, now)
         self._receiver.tick(now)
+        self._cut_off_unconfirmed(now)
+        self._links.close_retired(self._receiver.unconfirmed_keys(), now)
 
     def next_deadline(self) -> float | None:
         timing = self._timing
@@ -147,8 +177,9 @@ class DecodeRole:
             min(entry.sent_at + timing.hello_every, entry.since + timing.hello_timeout)
             for entry in self._introductions.values()
         ]
-        receiver = self._receiver.next_deadline()
-        return min([*hellos, *([] if receiver is None else [receiver])], default=None)
+        holds = [link.held_since + HOLD_SECONDS for link in self._links.current if link.held_since is not None]
+        further = [time for time in (self._receiver.next_deadline(), self._links.observe_at) if time is not None]
+        return min([*hellos, *holds, *further], default=None)
 
     @property
     def needs_polling(self) -> bool:
@@ -194,16 +225,67 @@ class DecodeRole:
 
     def _fetch(self, fetch: Fetch, now: float) -> None:
         peer, key = fetch.peer, fetch.request.key
-        # A peer that was silent may have been restarted. It gets a new Hello before a handoff depends on it.
+        introduction = self._introductions.get(peer)
         if self._closing:
             self._events.append(FetchFailed(key, quiesced=True, retry=False, reason="this worker is stopping"))
-        elif peer in self._introduced and (self._liveness.heard_recently(peer, now) or self._receiver.open_keys(peer)):
+        elif introduction is not None:
+            introduction.fetches.setdefault(key, fetch)
+        elif self._is_ready(peer, now):
             self._begin(fetch, now)
-        elif peer in self._introductions:
-            self._introductions[peer].fetches.setdefault(key, fetch)
+        elif self._links.full and self._links.get(peer) is None:
+            reason = f"this worker has {MAX_LINKS} transfer endpoints for other prefill workers, which is the limit"
+            self._events.append(FetchFailed(key, quiesced=True, retry=False, reason=reason))
         else:
-            self._introductions[peer] = _Introduction(now, now, {key: fetch})
-            self._send(peer, self._hello)
+            self._introductions[peer] = introduction = _Introduction(now, now, {key: fetch})
+            self._greet(peer, introduction, now)
+
+    def _is_ready(self, peer: str, now: float) -> bool:
+        """Returns whether a handoff with this peer can begin without a new Hello. A peer that was silent may have been
+        restarted, and a link that is held will be retired."""
+        link = self._links.get(peer)
+        heard = self._liveness.heard_recently(peer, now) or bool(self._receiver.open_keys(peer))
+        return peer in self._introduced and heard and link is not None and link.held_since is None
+
+    def _greet(self, peer: str, introduction: _Introduction, now: float) -> None:
+        """Sends Hello if the peer's link is open and not held. Begins to open a link if the peer has none."""
+        introduction.sent_at = now
+        link = self._links.get(peer)
+        if link is None:
+            self._links.open(peer)
+        elif link.hello is not None and link.held_since is None:
+            self._send(peer, link.hello)
+
+    def _on_endpoint_opened(self, opened: EndpointOpened, now: float) -> None:
+        link = self._links.on_opened(opened)
+        introduction = None if link is None else self._introductions.get(link.peer)
+        if link is None or introduction is None:
+            return
+        if opened.error is None:
+            self._greet(link.peer, introduction, now)
+        else:
+            self._end_introduction(link.peer, opened.error, retry=True)
+
+    def _lose(self, peer: str, reason: str, now: float, *, retry: bool = False) -> None:
+        """Ends all handoffs with a peer, and retires its link. If an introduction is in progress, it gets a new one."""
+        self._introduced.pop(peer, None)
+        self._receiver.peer_lost(peer, reason, now, retry=retry)
+        self._links.retire(peer, self._receiver.unconfirmed_keys(peer))
+        if (introduction := self._introductions.get(peer)) is not None:
+            self._greet(peer, introduction, now)
+
+    def _cut_off_unconfirmed(self, now: float) -> None:
+        """Cuts off peers that are alive, but cannot confirm that they have stopped writing for a failed handoff. Their
+        other handoffs get HOLD_SECONDS to end. Does nothing for a peer that could write without its link."""
+        unconfirmed = self._receiver.unconfirmed_keys() - self._links.retired_keys
+        for link in self._links.current:
+            affected = bool(unconfirmed) and not unconfirmed.isdisjoint(self._receiver.unconfirmed_keys(link.peer))
+            if not affected or self._links.needs_end_of_process(link):
+                link.held_since = None
+                continue
+            link.held_since = now if link.held_since is None else link.held_since
+            if not self._receiver.open_keys(link.peer) or now - link.held_since >= HOLD_SECONDS:
+                reason = f"the endpoint of {link.peer} was closed after a write in unknown state"
+                self._lose(link.peer, reason, now, retry=True)
 
     def _begin(self, fetch: Fetch, now: float) -> None:
         self._fetches.setdefault(fetch.request.key, fetch)
@@ -216,29 +298,29 @@ class DecodeRole:
                 return
         self._receiver.cancel(key, now)
 
-    def _on_welcome(self, peer: str, hello: Hello, now: float) -> None:
-        if peer not in self._introductions:
-            return
+    def _on_welcome(self, peer: str, hello: Hello, endpoint: int, now: float) -> None:
+        link = self._links.get(peer)
+        if peer not in self._introductions or link is None or link.number != endpoint or link.held_since is not None:
+            return  # nobody waits for it, or it answers the Hello of an earlier endpoint
         mismatch = check_peers(self._hello, hello)
         if mismatch is not None:
             self._end_introduction(peer, f"{peer} does not match: {mismatch}")
             return
-        self._introduced.add(peer)
+        if link.process not in (None, hello.process):
+            self._lose(peer, f"{peer} was restarted", now)  # the new process gets an endpoint of its own
+            return
+        link.process = hello.process
+        self._introduced[peer] = self._liveness.num_pings
         self._receiver.add_peer(peer, hello)
         for fetch in self._introductions.pop(peer).fetches.values():
             self._begin(fetch, now)
-
-    def _on_refused(self, peer: str, reason: str, now: float) -> None:
-        """Handles a peer that refuses this worker, or has forgotten it together with all handoffs."""
-        if peer in self._introductions:
-            self._end_introduction(peer, reason)
-        elif peer in self._introduced:
-            self.peer_lost(peer, reason, now)
 
     def _end_introduction(self, peer: str, reason: str, *, retry: bool = False) -> None:
         introduction = self._introductions.pop(peer, None)
         for key in introduction.fetches if introduction else ():
             self._events.append(FetchFailed(key, quiesced=True, retry=retry, reason=reason))
+        if introduction is not None and peer not in self._introduced:
+            self._links.retire(peer, self._receiver.unconfirmed_keys(peer))
 
     def _count(self, event: ReceiverEvent) -> None:
         match event:

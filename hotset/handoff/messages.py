@@ -4,7 +4,7 @@ All are values without behaviour. `->` marks messages from the decode worker (th
 worker (the sender of rows), `<-` the opposite direction:
 
     Hello ->                <- Welcome, or Refused
-    HandoffRequest ->       <- HandoffAccepted; or HandoffFailed, Cancelled, Refused
+    HandoffRequest ->       <- HandoffAccepted; or HandoffFailed, Cancelled
     StartWrites ->          (acknowledges HandoffAccepted: from now on rows may be written)
                             <- Progress as rows land; then HandoffDone, or HandoffFailed
     HandoffAck ->           (acknowledges HandoffDone or HandoffFailed: the prefill worker may forget the handoff)
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from hotset.base.sampling import PromptSpec
 from hotset.transfer.api import DeviceEvent, Writes
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 StoreName = str  # 'device', 'host', or 'host N' for the host store of replica N
 RowSlices = tuple[tuple[int, int], ...]  # (first byte in the whole model's row, length), in the order of storage
@@ -109,6 +109,16 @@ class MemoryRange:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """Identifies a process. Others on the same machine, in the same namespace, can observe whether it has ended."""
+
+    boot_id: str  # random number that the kernel chose when the machine started
+    pid_namespace: str
+    pid: int
+    start_time: int  # in clock ticks since the machine started; a later process with the same pid has another one
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """Introduces a worker to a peer."""
 
@@ -118,6 +128,8 @@ class Hello:
     transfer: str  # name of the transfer engine
     description: bytes  # result of Transfer.describe, for Transfer.connect at the peer
     ring: MemoryRange | None = None  # memory for packed pieces, if this worker can receive staged contexts
+    process: ProcessIdentity | None = None  # None if the introduced process cannot be identified
+    endpoint: int = 0  # number of the endpoint that `description` describes
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +137,12 @@ class Welcome:
     """Answers Hello when the peer's memory is connected."""
 
     hello: Hello  # introduces the worker that answers
+    endpoint: int = 0  # the endpoint in the answered Hello
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Answers Hello, or a HandoffRequest of a peer that must send Hello first."""
+    """Answers Hello."""
 
     reason: str  # contains the values of both sides if they do not match
 
@@ -253,7 +266,10 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    number: int
+    """Answers Ping."""
+
+    number: int  # that of the Ping
+    connected: bool = True  # False: a prefill worker has no Hello of this peer, or has forgotten it and its handoffs
 
 
 StagingMessage = LeaseRequest | LeaseGranted | PieceWritten | PieceUnpacked
@@ -302,8 +318,7 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """Receiver to engine: the handoff has failed. Unless `quiesced`, its pages must not be used until `Quiesced`,
-    which may never come."""
+    """Receiver to engine: the handoff has failed. Unless `quiesced`, its pages must not be used until `Quiesced`."""
 
     key: HandoffKey
     quiesced: bool

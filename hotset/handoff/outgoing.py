@@ -14,11 +14,13 @@ from hotset.handoff.messages import (
     HandoffId,
     HandoffRequest,
     Hello,
+    ProcessIdentity,
     RowsComputed,
     Store,
 )
 from hotset.handoff.sender_staging import SenderStaging, StagingOffer
 from hotset.handoff.timers import PhaseTimeout, PhaseTimer
+from hotset.transfer.api import WriteState
 
 MAX_LISTS_IN_FLIGHT = 2  # per handoff with direct writes; rows announced meanwhile are merged into the next list
 
@@ -202,13 +204,20 @@ def refusal(request: HandoffRequest, hello: Hello) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tombstone:
-    """What the sender remembers of a handoff that has ended."""
+    """What the sender remembers of a handoff that has ended. Writes that were in flight then are still observed, so
+    that the sender can confirm later that they have ended."""
 
-    quiesced: bool  # no further byte will be written; if False, this is unknown
     until: float  # time at which the tombstone expires
-    hello: Hello | None  # introduction of the peer that requested the handoff, or None if it had not sent one
+    process: ProcessIdentity | None  # of the peer that requested the handoff; None if unknown
+    has_unknown_write: bool  # a write ended in an unknown state, or the sender has no record of the writes
+    in_flight: set[int]  # tickets of lists of writes that have not ended
+
+    @property
+    def quiesced(self) -> bool:
+        """Returns whether it is certain that no further byte will be written."""
+        return not self.in_flight and not self.has_unknown_write
 
 
 class Tombstones:
@@ -219,7 +228,7 @@ class Tombstones:
     def __init__(self, limit: float, max_count: int) -> None:
         self._limit, self._max_count = limit, max_count
         self._tombstones: dict[HandoffId, Tombstone] = {}  # in the order in which they expire
-        self._newest: dict[tuple[str, str], int] = {}  # (peer, request id) -> highest attempt that has a tombstone
+        self._attempts: dict[tuple[str, str], set[int]] = {}  # (peer, request id) -> attempts that have a tombstone
 
     def __len__(self) -> int:
         return len(self._tombstones)
@@ -229,20 +238,33 @@ class Tombstones:
 
     def newest_attempt(self, peer: str, request_id: str) -> int:
         """Returns the highest attempt of this request that has a tombstone, or NO_ATTEMPT."""
-        return self._newest.get((peer, request_id), NO_ATTEMPT)
+        return max(self._attempts.get((peer, request_id), ()), default=NO_ATTEMPT)
 
-    def add(self, handoff: HandoffId, quiesced: bool, hello: Hello | None, now: float) -> None:
-        """Adds a tombstone. It replaces an older one of the same handoff."""
-        peer, key = handoff
-        self._tombstones.pop(handoff, None)
-        self._tombstones[handoff] = Tombstone(quiesced, now + self._limit, hello)
-        self._newest[peer, key.request_id] = max(key.attempt, self._newest.get((peer, key.request_id), key.attempt))
-        self.expire(now)
+    def add_ended(self, handoff: OutgoingHandoff, now: float) -> None:
+        """Adds the tombstone of a handoff that has ended. Some of its writes may still be in flight."""
+        tickets = {chunk.ticket for chunk in handoff.in_flight}
+        unknown = handoff.has_unknown_write or None in tickets
+        in_flight = {ticket for ticket in tickets if ticket is not None}
+        self._add(handoff.id, Tombstone(now + self._limit, handoff.hello.process, unknown, in_flight))
 
-    def forget_other_incarnations(self, peer: str, hello: Hello) -> None:
-        """Removes the peer's tombstones with another Hello or none: another incarnation's keys may be used again."""
-        stale = [handoff for handoff, entry in self._tombstones.items() if handoff[0] == peer and entry.hello != hello]
-        for handoff in stale:
+    def add_unknown(self, handoff: HandoffId, process: ProcessIdentity | None, now: float) -> None:
+        """Adds a tombstone for a handoff of which the sender has no record, unless there is one."""
+        if handoff not in self._tombstones:
+            self._add(handoff, Tombstone(now + self._limit, process, True, set()))
+
+    def on_write_ended(self, handoff: HandoffId, ticket: int, state: WriteState) -> None:
+        """Records the end of a list of writes. Ignores lists that no tombstone mentions."""
+        tombstone = self._tombstones.get(handoff)
+        if tombstone is not None and ticket in tombstone.in_flight:
+            tombstone.in_flight.remove(ticket)
+            tombstone.has_unknown_write |= state is WriteState.FAILED_UNKNOWN
+
+    def forget_other_processes(self, peer: str, process: ProcessIdentity | None) -> None:
+        """Removes the peer's tombstones for other processes, which may have used the same keys."""
+        others = [
+            handoff for handoff, entry in self._tombstones.items() if handoff[0] == peer and entry.process != process
+        ]
+        for handoff in others:
             self._remove(handoff)
 
     def expire(self, now: float) -> None:
@@ -253,15 +275,29 @@ class Tombstones:
             self._remove(oldest)
 
     def audit(self) -> None:
-        """Asserts that the index of attempts contains only handoffs with a tombstone."""
+        """Asserts that the index of attempts contains exactly the handoffs with a tombstone."""
         count = len(self._tombstones)
         assert count <= self._max_count, f"there are {count} tombstones, more than {self._max_count}"
-        newest = {(peer, request_id, attempt) for (peer, request_id), attempt in self._newest.items()}
+        indexed = {
+            (peer, request_id, attempt)
+            for (peer, request_id), attempts in self._attempts.items()
+            for attempt in attempts
+        }
         buried = {(peer, key.request_id, key.attempt) for peer, key in self._tombstones}
-        assert newest <= buried, "the index of attempts contains an attempt without a tombstone"
+        assert indexed == buried, "the index of attempts differs from the tombstones"
+
+    def _add(self, handoff: HandoffId, tombstone: Tombstone) -> None:
+        """Adds a tombstone. It replaces an older one of the same handoff."""
+        peer, key = handoff
+        self._tombstones.pop(handoff, None)
+        self._tombstones[handoff] = tombstone
+        self._attempts.setdefault((peer, key.request_id), set()).add(key.attempt)
+        self.expire(tombstone.until - self._limit)
 
     def _remove(self, handoff: HandoffId) -> None:
         peer, key = handoff
         del self._tombstones[handoff]
-        if self._newest.get((peer, key.request_id)) == key.attempt:
-            del self._newest[peer, key.request_id]
+        attempts = self._attempts[peer, key.request_id]
+        attempts.remove(key.attempt)
+        if not attempts:
+            del self._attempts[peer, key.request_id]

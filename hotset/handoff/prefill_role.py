@@ -22,6 +22,7 @@ from hotset.handoff.messages import (
     Message,
     PackedPiece,
     PieceUnpacked,
+    Pong,
     PrefillFailed,
     Refused,
     RowsComputed,
@@ -89,6 +90,7 @@ class PrefillRole:
         self._num_connects = 0  # connects begun since the start
         self._connects_running = 0  # includes connects that timed out, which are no longer in `_connecting`
         self._lists: list[_ListInFlight] = []
+        self._events: list[SenderEvent] = []  # not returned by `run_actions` yet
         self._unreported: set[HandoffId] = set()  # handoffs whose outcome is not counted yet
         self._closing = False
         self._refused: dict[str, str] = {}  # the last logged reason, by peer
@@ -111,7 +113,7 @@ class PrefillRole:
             case Hello():
                 self._on_hello(peer, message, now)
             case HandoffRequest() if peer not in self._peers:
-                self._send(peer, Refused("this worker has no Hello from you, or has forgotten it: send Hello first"))
+                pass  # the peer learns from the next Pong that this worker has no Hello from it, or has forgotten it
             case HandoffRequest(key) if self._closing and key not in self._sender.open_keys(peer):
                 self._send(peer, HandoffFailed(key, quiesced=False, retry=False, reason=STOPPING))
             case HandoffRequest() | StartWrites() | HandoffAck() | Cancel() | LeaseGranted() | PieceUnpacked():
@@ -120,10 +122,19 @@ class PrefillRole:
                 return False
         return True
 
+    def handle_pong(self, peer: str, pong: Pong, now: float) -> None:
+        """Does nothing: a decode worker does not connect to this worker's memory."""
+
+    def connected_to(self, peer: str) -> bool:
+        """Returns whether handoffs with this peer are possible without a new Hello."""
+        return peer in self._peers
+
     def peer_restarted(self, peer: str, now: float) -> None:
         self.peer_lost(peer, f"{peer} was restarted", now)
 
     def peer_lost(self, peer: str, reason: str, now: float) -> None:
+        # Writes must not wait here until the peer's next endpoint has taken the name of this one.
+        self._run_pending_actions()
         if peer in self._connecting:
             self._connecting[peer].peer_gone = True
         self._peers.pop(peer, None)
@@ -187,7 +198,11 @@ class PrefillRole:
 
     def run_actions(self) -> list[SenderEvent]:
         """Runs the sender's actions. Returns the events for the engine."""
-        events: list[SenderEvent] = []
+        self._run_pending_actions()
+        events, self._events = self._events, []
+        return events
+
+    def _run_pending_actions(self) -> None:
         for action in self._sender.take_actions():
             match action:
                 case SendMessage(peer, message):
@@ -203,8 +218,7 @@ class PrefillRole:
                 case _:
                     if isinstance(action, StartPrefill):
                         self._unreported.add((action.peer, action.key))
-                    events.append(action)
-        return events
+                    self._events.append(action)
 
     @property
     def nbytes(self) -> int:
@@ -236,7 +250,7 @@ class PrefillRole:
         if reason is not None:
             self._refuse(peer, reason)
         elif self._peers.get(peer) == hello:
-            self._send(peer, Welcome(self._hello))
+            self._send(peer, Welcome(self._hello, hello.endpoint))
         elif self._connects_running >= MAX_HUNG_CONNECTS:
             count = self._connects_running
             unfinished = f"{count} attempts to connect to the memory of peers have not ended here"
@@ -278,7 +292,7 @@ class PrefillRole:
         else:
             self._peers[peer] = connecting.hello
             self._sender.add_peer(peer, connecting.hello)
-            self._send(peer, Welcome(self._hello))
+            self._send(peer, Welcome(self._hello, connecting.hello.endpoint))
 
     def _refuse(self, peer: str, reason: str) -> None:
         if self._refused.get(peer) != reason and len(self._refused) < MAX_WARNINGS:

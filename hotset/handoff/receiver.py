@@ -1,13 +1,13 @@
 """The state machine of the decode worker: requests contexts, permits writes, and reports the end of each handoff.
 
-It has no threads and no clock; callers pass the current time. Once writes are permitted, a handoff ends in one of two
-ways: its sender confirms that it has stopped, or this worker gives up without that confirmation. In the second case,
-the engine receives a failure that is not quiesced. If the handoff is staged, only this worker writes to its pages, so
-the engine receives a quiesced failure instead, and the handoff's leases in the ring are quarantined. A later
-confirmation of the sender ends the quarantine of pages or leases.
+It has no threads and no clock; callers pass the current time. Once writes are permitted, a handoff ends when its sender
+confirms that it has stopped, or when the role reports that the sender can no longer write (`end_writers`). If neither
+happens in time, the engine receives a failure that is not quiesced. If the handoff is staged, only this worker writes
+to its pages, so the engine receives a quiesced failure instead, and the handoff's leases in the ring are quarantined.
+The quarantine of pages or leases ends when the sender confirms, or can no longer write.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
 from hotset.handoff.messages import (
@@ -43,31 +43,39 @@ class ReceiverPhase(Enum):
     LANDING = "landing"  # StartWrites was sent: rows may be written at any time
     CANCELLING = "cancelling"  # Cancel is retransmitted; the pages may be written to until the sender confirms
     ABANDONED = "abandoned"  # failed before any write; the engine has the pages back; Cancel is retransmitted
-    QUARANTINED = "quarantined"  # failed; the pages, or leases if staged, must not be used; Cancel is retransmitted
+    FENCING = "fencing"  # failed, not reported yet: the sender may still write, and is being stopped
+    QUARANTINED = "quarantined"  # failed and reported; the pages, or leases if staged, must not be used
     CLOSED = "closed"  # removed from the table of handoffs
 
 
 RECEIVER_TRANSITIONS: dict[ReceiverPhase, frozenset[ReceiverPhase]] = {
     ReceiverPhase.REQUESTING: frozenset({ReceiverPhase.LANDING, ReceiverPhase.ABANDONED, ReceiverPhase.CLOSED}),
-    ReceiverPhase.LANDING: frozenset({ReceiverPhase.CANCELLING, ReceiverPhase.QUARANTINED, ReceiverPhase.CLOSED}),
-    ReceiverPhase.CANCELLING: frozenset({ReceiverPhase.QUARANTINED, ReceiverPhase.CLOSED}),
+    ReceiverPhase.LANDING: frozenset(
+        {ReceiverPhase.CANCELLING, ReceiverPhase.FENCING, ReceiverPhase.QUARANTINED, ReceiverPhase.CLOSED}
+    ),
+    ReceiverPhase.CANCELLING: frozenset({ReceiverPhase.FENCING, ReceiverPhase.QUARANTINED, ReceiverPhase.CLOSED}),
     ReceiverPhase.ABANDONED: frozenset({ReceiverPhase.CLOSED}),
+    ReceiverPhase.FENCING: frozenset({ReceiverPhase.QUARANTINED, ReceiverPhase.CLOSED}),
     ReceiverPhase.QUARANTINED: frozenset({ReceiverPhase.CLOSED}),
     ReceiverPhase.CLOSED: frozenset(),
 }
 
 # The limit of LANDING restarts at every sign of life of the handoff. The limit of CANCELLING is longer than a sender's
-# DRAINING, the time for which the sender waits for its writes to end.
+# DRAINING, the time for which the sender waits for its writes to end. FENCING and QUARANTINED retransmit Cancel, as a
+# sender that was only slow can still confirm. QUARANTINED lasts until it is certain that nothing more will be written.
 RECEIVER_TIMEOUTS: dict[ReceiverPhase, PhaseTimeout] = {
     ReceiverPhase.REQUESTING: PhaseTimeout(10.0, retransmit_every=1.0),
     ReceiverPhase.LANDING: PhaseTimeout(15.0),
     ReceiverPhase.CANCELLING: PhaseTimeout(15.0, retransmit_every=0.5),
     ReceiverPhase.ABANDONED: PhaseTimeout(10.0, retransmit_every=1.0),
-    ReceiverPhase.QUARANTINED: PhaseTimeout(600.0, retransmit_every=5.0),
+    ReceiverPhase.FENCING: PhaseTimeout(5.0, retransmit_every=0.5),
+    ReceiverPhase.QUARANTINED: PhaseTimeout(float("inf"), retransmit_every=5.0),
 }
 
-# In these phases the engine has received neither Landed nor FetchFailed.
+# In these phases the peer must be alive.
 OPEN_PHASES = frozenset({ReceiverPhase.REQUESTING, ReceiverPhase.LANDING, ReceiverPhase.CANCELLING})
+UNREPORTED_PHASES = OPEN_PHASES | {ReceiverPhase.FENCING}  # the engine has received neither Landed nor FetchFailed
+UNCONFIRMED_PHASES = frozenset({ReceiverPhase.FENCING, ReceiverPhase.QUARANTINED})  # failed; the sender may still write
 
 
 class _Handoff:
@@ -75,7 +83,7 @@ class _Handoff:
 
     def __init__(self, fetch: Fetch, timer: PhaseTimer[ReceiverPhase]) -> None:
         self.peer, self.request, self.timer = fetch.peer, fetch.request, timer
-        self.reason, self.retry = "", False  # why this worker cancelled it, and whether a retry may succeed
+        self.reason, self.retry = "", False  # why it failed, and whether a retry may succeed
         self.staged = False  # pieces arrive in the ring
 
     @property
@@ -157,15 +165,26 @@ class Receiver:
             case Cancelled():
                 self._on_end(handoff, message.quiesced, False, "the prefill worker cancelled it", now)
 
-    def peer_lost(self, peer: str, reason: str, now: float) -> None:
-        """Handles a peer that died or restarted. Writes that it began may still arrive."""
+    def peer_lost(self, peer: str, reason: str, now: float, *, retry: bool = False) -> None:
+        """Handles a peer that died or restarted, or that has forgotten this worker. Writes that it began may still
+        arrive: handoffs in UNCONFIRMED_PHASES stay. `retry` tells whether another attempt may succeed."""
         self._hellos.pop(peer, None)
         for handoff in [entry for entry in self._handoffs.values() if entry.peer == peer]:
             if handoff.phase in OPEN_PHASES:
-                self._fail(handoff, handoff.phase is ReceiverPhase.REQUESTING, False, reason, now)
+                self._fail(handoff, handoff.phase is ReceiverPhase.REQUESTING, retry, reason, now)
             elif handoff.phase is ReceiverPhase.ABANDONED:
                 self._move(handoff, ReceiverPhase.CLOSED, now)
-            # A handoff in QUARANTINED stays, because a peer that was only slow may still report that it has stopped.
+
+    def end_writers(self, keys: Iterable[HandoffKey], now: float) -> None:
+        """Ends those of these handoffs that are in UNCONFIRMED_PHASES. The caller ensures that no byte can be written
+        for them any more."""
+        for handoff in [self._handoffs[key] for key in self.unconfirmed_keys() & set(keys)]:
+            self._on_end(handoff, True, False, "", now)
+
+    def unconfirmed_keys(self, peer: str | None = None) -> set[HandoffKey]:
+        """Returns the failed handoffs, of this peer or of all, for which bytes may still be written."""
+        of_peer = [handoff for handoff in self._handoffs.values() if peer in (None, handoff.peer)]
+        return {handoff.request.key for handoff in of_peer if handoff.phase in UNCONFIRMED_PHASES}
 
     def tick(self, now: float) -> None:
         """Runs the timeouts and retransmits that are due."""
@@ -189,7 +208,7 @@ class Receiver:
         return actions
 
     def open_keys(self, peer: str) -> list[HandoffKey]:
-        """Returns the handoffs for which this peer must be alive."""
+        """Returns the handoffs in OPEN_PHASES: for them, this peer must be alive."""
         return [key for key, handoff in self._handoffs.items() if handoff.peer == peer and handoff.phase in OPEN_PHASES]
 
     def phases(self) -> dict[HandoffKey, ReceiverPhase]:
@@ -208,7 +227,8 @@ class Receiver:
         for key, handoff in self._handoffs.items():
             closed = handoff.phase is ReceiverPhase.CLOSED
             assert handoff.request.key == key and not closed, f"{key} is closed, but still in the table of handoffs"
-            assert handoff.timer.deadline < float("inf"), f"{key} has no deadline"
+            retransmits = handoff.timer.retransmit_at < float("inf")
+            assert handoff.timer.deadline < float("inf") or retransmits, f"{key} would never end"
         if self._staging is not None:
             self._staging.audit({key for key, handoff in self._handoffs.items() if handoff.staged})
 
@@ -262,6 +282,8 @@ class Receiver:
                 self._fail(handoff, quiesced, retry, reason, now)
             case ReceiverPhase.ABANDONED:
                 self._move(handoff, ReceiverPhase.CLOSED, now)
+            case ReceiverPhase.FENCING if quiesced:
+                self._report_failure(handoff, True, now)
             case ReceiverPhase.QUARANTINED if quiesced:
                 if self._staging is not None and handoff.staged:
                     self._staging.end_quarantine(handoff.request.key)
@@ -278,15 +300,23 @@ class Receiver:
             self._move(handoff, ReceiverPhase.CANCELLING, now)
 
     def _fail(self, handoff: _Handoff, quiesced: bool, retry: bool, reason: str, now: float) -> None:
-        if handoff.phase is ReceiverPhase.CANCELLING:
-            reason, retry = handoff.reason, handoff.retry
+        """Reports the failure, or does so later if the sender may still write: `end_writers` or Cancelled may come."""
+        if handoff.phase is not ReceiverPhase.CANCELLING:
+            handoff.reason, handoff.retry = reason, retry
+        if quiesced or handoff.staged:
+            self._report_failure(handoff, quiesced, now)
+        else:
+            self._move(handoff, ReceiverPhase.FENCING, now)
+
+    def _report_failure(self, handoff: _Handoff, quiesced: bool, now: float) -> None:
+        """Sends FetchFailed. Unless `quiesced`, the pages are quarantined from now on, or the leases if staged."""
         key = handoff.request.key
         if self._staging is not None and handoff.staged and not quiesced:
             # Only this worker writes to the pages, so they are free. The sender's leases, if it has any, are not.
-            self._actions.append(FetchFailed(key, True, retry, reason))
+            self._actions.append(FetchFailed(key, True, handoff.retry, handoff.reason))
             quiesced = not self._staging.quarantine(key)
         else:
-            self._actions.append(FetchFailed(key, quiesced, retry, reason))
+            self._actions.append(FetchFailed(key, quiesced, handoff.retry, handoff.reason))
         self._move(handoff, ReceiverPhase.CLOSED if quiesced else ReceiverPhase.QUARANTINED, now)
 
     def _expire(self, handoff: _Handoff, now: float) -> None:
@@ -296,6 +326,8 @@ class Receiver:
                 self._begin_cancel(handoff, True, f"no message from {handoff.peer} for {limit:g} s", now)
             case ReceiverPhase.CANCELLING:
                 self._fail(handoff, False, handoff.retry, handoff.reason, now)
+            case ReceiverPhase.FENCING:
+                self._report_failure(handoff, False, now)
             case _:
                 self._move(handoff, ReceiverPhase.CLOSED, now)
 

@@ -107,11 +107,11 @@ class Sender:
     def add_peer(self, peer: str, hello: Hello) -> None:
         """Adds a peer that `check_peers` accepts. If it was added before, call `peer_lost` first."""
         self._hellos[peer] = hello
-        self._tombstones.forget_other_incarnations(peer, hello)
+        self._tombstones.forget_other_processes(peer, hello.process)
 
     def peer_lost(self, peer: str, reason: str, now: float) -> None:
-        """Handles a peer that died or restarted. Its handoffs are kept until their writes in flight have ended
-        or count as hung."""
+        """Handles a peer that died, restarted or was silent. Its handoffs are kept until their writes in flight have
+        ended or count as hung. The tombstones stay: a peer that was only silent will ask whether writes have ended."""
         self._hellos.pop(peer, None)
         for handoff in [entry for entry in self._handoffs.values() if entry.peer == peer]:
             handoff.final_message = None
@@ -262,9 +262,9 @@ class Sender:
         if handoff := self._handoffs.get((peer, key)):
             self._cancel(handoff, now)
             return
-        if self._tombstones.get((peer, key)) is None:
-            # The HandoffRequest may arrive after this Cancel, and must not begin anything then.
-            self._tombstones.add((peer, key), False, self._hellos.get(peer), now)
+        # The HandoffRequest may arrive after this Cancel, and must not begin anything then.
+        hello = self._hellos.get(peer)
+        self._tombstones.add_unknown((peer, key), None if hello is None else hello.process, now)
         tombstone = self._tombstones.get((peer, key))
         self._send(peer, Cancelled(key, tombstone is not None and tombstone.quiesced))
 
@@ -325,6 +325,7 @@ class Sender:
         chunks = handoff.in_flight if handoff else []
         chunk = next((entry for entry in chunks if entry.ticket == ticket.number), None)
         if handoff is None or chunk is None:
+            self._tombstones.on_write_ended((peer, key), ticket.number, state)
             return
         handoff.in_flight.remove(chunk)
         handoff.has_unknown_write |= state is WriteState.FAILED_UNKNOWN
@@ -449,7 +450,7 @@ class Sender:
         handoff.timer.move(to, now)
         if to is SenderPhase.CLOSED:
             del self._handoffs[handoff.id]
-            self._tombstones.add(handoff.id, handoff.quiesced, handoff.hello, now)
+            self._tombstones.add_ended(handoff, now)
         elif to is not SenderPhase.WRITING:
             self._transmit(handoff)
 

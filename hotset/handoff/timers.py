@@ -103,6 +103,7 @@ class Liveness:
         self._heard: dict[str, float] = {}  # time of each peer's newest message, oldest first
         self._pinged: dict[str, float] = {}  # time of the last ping to each watched peer
         self._watched_since: dict[str, float] = {}
+        self.num_pings = 0  # the number of the newest Ping
 
     def mark_heard(self, peer: str, now: float) -> None:
         self._heard.pop(peer, None)
@@ -117,18 +118,19 @@ class Liveness:
         for table in (self._heard, self._pinged, self._watched_since):
             table.pop(peer, None)
 
-    def watch(self, peers: Iterable[str], now: float) -> list[str]:
-        """Replaces the set of watched peers. Returns the peers to ping now."""
+    def watch(self, peers: Iterable[str], now: float) -> dict[str, int]:
+        """Replaces the set of watched peers. Returns the peers to ping now, with the number of each Ping."""
         watched = set(peers)
         for peer in self._watched_since.keys() - watched:
             del self._watched_since[peer], self._pinged[peer]
-        due = []
+        pings: dict[str, int] = {}
         for peer in sorted(watched):
             self._watched_since.setdefault(peer, now)
             if now - self._pinged.get(peer, float("-inf")) >= self._timing.ping_every:
                 self._pinged[peer] = now
-                due.append(peer)
-        return due
+                self.num_pings += 1
+                pings[peer] = self.num_pings
+        return pings
 
     def timed_out(self, now: float) -> list[str]:
         """Returns the watched peers that must be treated as lost."""

@@ -138,5 +138,8 @@ class Transfer(Protocol):
 
     def throughput(self) -> Throughput: ...
 
-    def close(self) -> None:
-        """Ends all pending lists as failed, and releases all resources, unless the engine hangs. Idempotent."""
+    def close(self) -> bool:
+        """Ends all pending lists as failed, and releases all resources, unless the engine hangs. Idempotent.
+
+        Returns whether all resources are released. If so, nothing can be written to this process's memory through the
+        endpoint any more, whatever peers have submitted."""

@@ -322,7 +322,7 @@ class Lanes:
         self._peers: dict[str, _Peer] = {}
         self._connecting: dict[str, object] = {}  # by name: identifies the newest `connect` call that is running
         self._tickets = itertools.count()
-        self._closed = False
+        self._closed = self._released = False
 
     def register(self, region: Region) -> None:
         Regions([*self._regions, region])  # raises if the region is invalid or overlaps another
@@ -376,10 +376,10 @@ class Lanes:
     def throughput(self) -> Throughput:
         return self._meter.read()
 
-    def close(self) -> None:
+    def close(self) -> bool:
         with self._lock:
             if self._closed:
-                return
+                return self._released
             self._closed = True
             self._connecting.clear()
             self._peers.clear()
@@ -389,10 +389,12 @@ class Lanes:
         joined = [lane.join(max(0.0, until - time.monotonic())) for lane in self._lanes]
         if not all(joined):
             log.warning("%s cannot be closed, because it blocks the thread of a lane", self.name)
-            return
+            return False
         self._backend.close()
+        self._released = True
         throughput = self.throughput()
         log.info("%s wrote %d bytes, %.2f GB/s", self.name, throughput.nbytes, throughput.gb_per_s)
+        return True
 
     def _add_peer(self, name: str, regions: Regions, remote: Any) -> None:
         """Adds a peer. Peers with equal handles share one lane and one connection."""

@@ -70,6 +70,7 @@ class Faults:
 class _Job:
     """A submitted list of writes."""
 
+    peer: str  # the name under which the target is connected
     source: "Loopback"
     target: "Loopback"
     writes: Writes
@@ -301,10 +302,8 @@ class Loopback:
 
     def forget(self, name: str) -> None:
         with self._hub.lock:
-            peer = self._peers.pop(name, None)
-            # Lists do not record the name. If the peer is also connected under another name, its lists continue.
-            if peer is not None and peer not in self._peers.values():
-                self._hub.abandon(job for job in self._jobs if job.target is peer and not job.begun)
+            if self._peers.pop(name, None) is not None:
+                self._hub.abandon(job for job in self._jobs if job.peer == name and not job.begun)
 
     def submit(self, peer: str, writes: Writes, after: DeviceEvent | None = None) -> WriteTicket:
         with self._hub.lock:
@@ -312,7 +311,7 @@ class Loopback:
             target = self._peers.get(peer)
             if self.closed or target is None:
                 return WriteTicket(next(self._tickets), nbytes, WriteState.FAILED_QUIESCED)
-            job = _Job(self, target, writes.copy(), nbytes, after)
+            job = _Job(peer, self, target, writes.copy(), nbytes, after)
             self._jobs.append(job)
             self._hub.start(job, self._deadline_s)
             return WriteTicket(next(self._tickets), nbytes, job)
@@ -327,12 +326,13 @@ class Loopback:
     def throughput(self) -> Throughput:
         return self.meter.read()
 
-    def close(self) -> None:
+    def close(self) -> bool:
         with self._hub.lock:
             self.closed = True
             self._hub.abandon(self._jobs)
             self._hub.leave(self._number)
             self._peers.clear()
+        return True
 
     def ended(self, job: _Job) -> None:
         """Records the end of a list. The hub calls it once for each list."""

@@ -16,48 +16,61 @@ NO_EDGES: NDArray[np.int64] = np.empty(0, np.int64)
 VERSION = 1  # of the description
 
 
+@dataclass(frozen=True, slots=True)
+class _Table:
+    regions: tuple[Region, ...]  # sorted by address
+    starts: NDArray[np.int64]  # address of each region
+    ends: NDArray[np.int64]
+
+
 class Regions:
     """Regions sorted by address, without overlaps. Regions are only added, never removed.
 
-    `add` replaces the tuple and the array instead of changing them, so other threads may iterate at the same time.
-    They must not call `locate` meanwhile, because it reads both.
+    `add` replaces the table as a whole instead of changing it, so other threads may iterate and call `locate` at the
+    same time.
     """
 
     def __init__(self, regions: Iterable[Region] = ()) -> None:
-        self._regions: tuple[Region, ...] = ()
-        self.starts: NDArray[np.int64] = np.empty(0, np.int64)  # address of each region
+        self._table = _Table((), NO_EDGES, NO_EDGES)
         for region in regions:
             self.add(region)
 
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """The address of each region."""
+        return self._table.starts
+
     def __iter__(self) -> Iterator[Region]:
-        return iter(self._regions)
+        return iter(self._table.regions)
 
     def __len__(self) -> int:
-        return len(self._regions)
+        return len(self._table.regions)
 
     def __getitem__(self, index: int) -> Region:
-        return self._regions[index]
+        return self._table.regions[index]
 
     def add(self, region: Region) -> None:
         """Adds a region. Raises StartupError if it is empty, has no valid address, or overlaps another."""
         if region.address <= 0 or region.nbytes <= 0:
             raise StartupError(f"a region of {region.nbytes} bytes at address {region.address} cannot be registered")
-        for known in self._regions:
+        for known in self._table.regions:
             if region.address < known.address + known.nbytes and known.address < region.address + region.nbytes:
                 raise StartupError(
                     f"a region of {region.nbytes} bytes at {region.address:#x} overlaps the registered one of "
                     f"{known.nbytes} bytes at {known.address:#x}"
                 )
-        regions = tuple(sorted((*self._regions, region), key=lambda entry: entry.address))
+        regions = tuple(sorted((*self._table.regions, region), key=lambda entry: entry.address))
         starts = np.array([entry.address for entry in regions], np.int64)
-        self._regions, self.starts = regions, starts
+        ends = np.array([entry.address + entry.nbytes for entry in regions], np.int64)
+        self._table = _Table(regions, starts, ends)
 
     def locate(self, addresses: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns, for each span, the index of the region that contains all of it, or OUTSIDE."""
-        if not len(self):
+        table = self._table
+        if not table.regions:
             return np.full(len(addresses), OUTSIDE, np.int64)
-        ends = np.array([region.address + region.nbytes for region in self._regions], np.int64)
-        index = np.searchsorted(self.starts, addresses, side="right").astype(np.int64) - 1
+        ends = table.ends
+        index = np.searchsorted(table.starts, addresses, side="right").astype(np.int64) - 1
         # `addresses + nbytes` of an invalid write could overflow, so lengths are compared instead.
         inside = (index >= 0) & (nbytes >= 0) & (addresses <= ends[index]) & (nbytes <= ends[index] - addresses)
         return np.where(inside, index, OUTSIDE)

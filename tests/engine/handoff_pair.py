@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +108,9 @@ def make(decoder: Decoder, hub: Hub | None = None, **settings: Any) -> Engine:
     config = EngineConfig(**{"max_num_seqs": 4, **settings})
     budget = kv_budget(config, decoder.kv_shape, decoder.spec.context, CPU)
     card = model_card(config, decoder.spec, budget, CPU, torch.float64)
-    transfer = None if hub is None else Loopback(hub)
+    opener = None if hub is None else partial(Loopback, hub)
     executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
-    return assemble(config, card, decoder.kv_shape, budget, executor, transfer=transfer)
+    return assemble(config, card, decoder.kv_shape, budget, executor, transfer_opener=opener)
 
 
 @lru_cache

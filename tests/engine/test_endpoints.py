@@ -40,11 +40,11 @@ class RecordingTransfer(Loopback):
         self.order: list[str] = []
         self.agent: threading.Thread | None = None
 
-    def close(self) -> None:
+    def close(self) -> bool:
         if self.agent is not None and self.agent.is_alive():
             self.order.append("the agent was still running")
         self.order.append("transfer")
-        super().close()
+        return super().close()
 
 
 class FailingTransfer(RecordingTransfer):
@@ -58,7 +58,8 @@ def make(role: Any, transfer: Loopback | None = None, **settings: Any) -> Engine
     budget = kv_budget(config, decoder.kv_shape, decoder.spec.context, CPU)
     card = model_card(config, decoder.spec, budget, CPU, torch.float64)
     executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
-    return assemble(config, card, decoder.kv_shape, budget, executor, transfer=transfer or RecordingTransfer(Hub()))
+    opened = transfer or RecordingTransfer(Hub())
+    return assemble(config, card, decoder.kv_shape, budget, executor, transfer_opener=lambda: opened)
 
 
 class FakeAgent:

@@ -153,7 +153,7 @@ def run(folder: Path, scenario: Callable[[Workers], Awaitable[None]]) -> None:
     asyncio.run(run_scenario())
 
 
-def test_killing_a_prefill_worker_fails_only_its_request_and_quarantines_pages_and_a_successor_can_take_over(
+def test_killing_a_prefill_worker_fails_only_its_request_and_loses_no_page_and_a_successor_can_take_over(
     tmp_path: Path,
 ) -> None:
     async def scenario(workers: Workers) -> None:
@@ -173,12 +173,8 @@ def test_killing_a_prefill_worker_fails_only_its_request_and_quarantines_pages_a
         assert await answer(decode, "after", SHORT_PROMPT, successor) == expected
         stats = await wait_for_audit(decode)
         assert (stats.landed, stats.lost, stats.running, stats.waiting) == (1, 1, 0, 0)
-        assert stats.quarantined_pages >= len(LONG_PROMPT) // 16, (
-            "some pages that the dead worker may write to are not in quarantine"
-        )
-        assert pages_held(stats) == stats.quarantined_pages, "pages outside the quarantine are not free"
-        assert stats.handoff is not None and stats.handoff.outcomes["failed, not quiesced"] == 1
-        assert stats.handoff.num_open == 0
+        assert pages_held(stats) == stats.quarantined_pages == 0, "pages of the killed worker's handoff are not free"
+        assert stats.handoff is not None and stats.handoff.num_open == 0
 
     run(tmp_path, scenario)
 

@@ -12,7 +12,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from hotset.handoff.messages import (
     ModelIdentity,
     PagedSpan,
     PrefillFailed,
+    ProcessIdentity,
     Quiesced,
     ReleasePages,
     RowsComputed,
@@ -217,8 +218,8 @@ class FaultRates:
     delay: float = 0.05  # a message takes 0.1 to 3 s instead of at most 20 ms
     abort: float = 0.12  # a handoff is cancelled
     not_computed: float = 0.01  # a prompt fails instead of computing its next chunk
-    death: float = 0.0004  # a worker is killed, and restarted later
-    false_alarm: float = 0.0006  # a worker treats a living peer as lost
+    death: float = 0.001  # a worker is killed, and restarted later
+    false_alarm: float = 0.001  # a worker treats a living peer as lost
     writes: Faults = field(default_factory=Faults)  # faults of the transfer engine
 
 
@@ -279,11 +280,13 @@ class World:
             return
         for worker, peer in ((decode, prefill), (prefill, decode)):
             if worker.known_peers.get(peer.name) not in (None, peer.incarnation):
-                worker.machine.peer_lost(peer.name, "restarted", self.now)
+                worker.lose(peer.name, "restarted")
             worker.known_peers[peer.name] = peer.incarnation
         assert check_peers(prefill.hello, decode.hello) is None
-        prefill.transfer.connect(decode.name, decode.transfer.describe())
-        prefill.machine.add_peer(decode.name, decode.hello)
+        hello = replace(decode.hello, description=decode.endpoint_of(prefill.name).describe())
+        prefill.machine.peer_lost(decode.name, "introduced itself again", self.now)
+        prefill.transfer.connect(decode.name, hello.description)
+        prefill.machine.add_peer(decode.name, hello)
         decode.machine.add_peer(prefill.name, prefill.hello)
 
     def step(self, seconds: float) -> None:
@@ -311,7 +314,7 @@ class World:
                 peer = self.random.choice(self.prefills if isinstance(worker, DecodeWorker) else self.decodes)
                 self.counts["false alarms"] += 1
                 if worker.known_peers.pop(peer.name, None) is not None:
-                    worker.machine.peer_lost(peer.name, "silent", self.now)
+                    worker.lose(peer.name, "silent")
 
     def audit(self) -> None:
         for worker in self.workers:
@@ -339,11 +342,20 @@ class Worker(ABC):
         self.memories = self.make_memories(arena)
         staging = arena.allocate(STAGING_BYTES)  # the ring of a receiver, or the buffers of a sender
         self.staging_range = MemoryRange(staging.ctypes.data, staging.nbytes)
-        self.transfer = Loopback(self.world.hub, deadline_s=6.0)
-        for block in [staging, *(pool.bytes for memory in self.memories for pool in memory.pools)]:
-            self.transfer.register(Region(block.ctypes.data, block.nbytes))
+        self.blocks = [staging, *(pool.bytes for memory in self.memories for pool in memory.pools)]
+        self.transfer = self.open_endpoint()
         stores = {name: memory.store for name, memory in zip(self.store_names, self.memories, strict=True)}
         self.hello = Hello(self.name, MODEL, stores, "loopback", self.transfer.describe(), self.staging_range)
+        self.hello = replace(self.hello, process=ProcessIdentity("boot", "namespace", self.incarnation + 1, 0))
+
+    def open_endpoint(self) -> Loopback:
+        endpoint = Loopback(self.world.hub, deadline_s=6.0)
+        for block in self.blocks:
+            endpoint.register(Region(block.ctypes.data, block.nbytes))
+        return endpoint
+
+    def lose(self, peer: str, reason: str) -> None:
+        self.machine.peer_lost(peer, reason, self.world.now)
 
     @abstractmethod
     def make_memories(self, arena: Arena) -> list[Memory]:
@@ -359,7 +371,8 @@ class Worker(ABC):
         world, self.alive = self.world, False
         self.record_phase_seconds()
         if isinstance(self, DecodeWorker):
-            self.transfer.close()
+            for endpoint in (*self.endpoints.values(), *self.retired):
+                endpoint.close()
         else:
             world.orphaned_writers.append((world.now + world.random.uniform(0, 2), self.transfer, self.memories))
         for peer in world.workers:
@@ -370,7 +383,7 @@ class Worker(ABC):
     def _report_death(self, peer: "Worker", incarnation: int) -> None:
         if peer.alive and peer.known_peers.get(self.name) == incarnation:
             del peer.known_peers[self.name]
-            peer.machine.peer_lost(self.name, "the process died", self.world.now)
+            peer.lose(self.name, "the process died")
 
     def record_phase_seconds(self) -> None:
         """Adds the seconds that this incarnation has spent in each phase to the totals of the world."""
@@ -411,6 +424,8 @@ class DecodeWorker(Worker):
         self.landed: dict[HandoffKey, tuple[float, HandoffRequest]] = {}
         self.quarantined: dict[HandoffKey, HandoffRequest] = {}
         self.known_keys: set[HandoffKey] = set()
+        self.endpoints: dict[str, Loopback] = {}  # by prefill worker
+        self.retired: dict[Loopback, set[HandoffKey]] = {}  # handoffs that end when the endpoint is closed
 
     def request(self) -> None:
         """Adds a prompt of random length to the queue."""
@@ -429,6 +444,7 @@ class DecodeWorker(Worker):
         while self.waiting and self._fetch(*self.waiting[0]):
             self.waiting.popleft()
         self.machine.tick(now)
+        self._cut_off_unconfirmed()
         for action in self.machine.take_actions():
             match action:
                 case SendMessage(peer, message):
@@ -443,6 +459,33 @@ class DecodeWorker(Worker):
 
     def memory(self, request: HandoffRequest) -> Memory:
         return self.memories[self.store_names.index(request.landing)]
+
+    def endpoint_of(self, prefill: str) -> Loopback:
+        if prefill not in self.endpoints:
+            self.endpoints[prefill] = self.open_endpoint()
+        return self.endpoints[prefill]
+
+    def lose(self, peer: str, reason: str) -> None:
+        """Like an agent, closes the endpoint of a lost peer a little later, and then ends the quarantine."""
+        super().lose(peer, reason)
+        endpoint = self.endpoints.pop(peer, None)
+        if endpoint is not None:
+            self.retired[endpoint] = self.machine.unconfirmed_keys(peer).difference(*self.retired.values())
+            self.world.call_later(self.world.random.uniform(0, 3), partial(self._close, endpoint, self.incarnation))
+
+    def _close(self, endpoint: Loopback, incarnation: int) -> None:
+        if self.alive and self.incarnation == incarnation:
+            self.world.counts["cut off"] += bool(self.retired[endpoint] & self.machine.unconfirmed_keys())
+            endpoint.close()
+            self.machine.end_writers(self.retired.pop(endpoint), self.world.now)
+
+    def _cut_off_unconfirmed(self) -> None:
+        """Loses peers that may still write for a failed handoff, although they are alive."""
+        unconfirmed = self.machine.unconfirmed_keys().difference(*self.retired.values())
+        for peer in list(self.endpoints):
+            if unconfirmed & self.machine.unconfirmed_keys(peer) and self.world.chance(0.02):
+                self.known_peers.pop(peer, None)
+                self.lose(peer, "it cannot confirm that it has stopped")
 
     def _fetch(self, key: HandoffKey, token_ids: tuple[int, ...], attempts: int) -> bool:
         """Begins a handoff. Returns False, and begins nothing, if there are too few pages or no prefill worker."""

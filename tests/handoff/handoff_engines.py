@@ -20,6 +20,7 @@ from hotset.base.errors import EngineStopped
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff import outgoing, receiver
 from hotset.handoff.agent import ControlChannel, HandoffAgent
+from hotset.handoff.endpoints import Endpoints
 from hotset.handoff.layout import head_shards
 from hotset.handoff.messages import (
     CancelFetch,
@@ -33,6 +34,7 @@ from hotset.handoff.messages import (
     ModelIdentity,
     PagedSpan,
     PrefillFailed,
+    ProcessIdentity,
     Quiesced,
     ReceiverEvent,
     ReleasePages,
@@ -40,6 +42,7 @@ from hotset.handoff.messages import (
     StartPrefill,
     Store,
 )
+from hotset.handoff.processes import this_process
 from hotset.handoff.receiver import Receiver
 from hotset.handoff.sender import Sender
 from hotset.handoff.staging import ReceiverStaging
@@ -56,6 +59,8 @@ MODEL = ModelIdentity("demo", LAYERS, "48 bytes", "16 bytes", GROUPS, "00")
 SHORT_TIMING = PeerTiming(hello_every=0.1, ping_every=0.2, peer_timeout=1.5, poll_every=0.001)
 TIMEOUT_SCALE = 0.2  # default factor for the timeouts of the state machines
 WAIT_S = 60.0  # default time limit of waits, long enough for an overloaded machine
+
+THIS_PROCESS = this_process()
 
 Bytes = NDArray[np.uint8]
 
@@ -173,28 +178,36 @@ class _Engine(ABC):
         machine: Receiver | Sender,
         memory: Memory,
         channel: ControlChannel,
-        transfer: Transfer,
+        open_transfer: Callable[[], Transfer],
         timing: PeerTiming = SHORT_TIMING,
         model: ModelIdentity = MODEL,
         staging: "StagingMemory | None" = None,
         clock: Callable[[], float] = time.monotonic,
+        process: ProcessIdentity | None = THIS_PROCESS,
     ) -> None:
-        self.machine, self.memory, self.transfer, self._staging = machine, memory, transfer, staging
-        transfer.register(memory.region)
-        if staging is not None:
-            transfer.register(staging.region)
-        ring = staging.memory_range if staging is not None and isinstance(machine, Receiver) else None
-        hello = Hello(channel.address, model, {"host": memory.store}, transfer.name, transfer.describe(), ring)
+        self.machine, self.memory, self._staging, self._open_transfer = machine, memory, staging, open_transfer
+        is_decode, store = isinstance(machine, Receiver), {"host": memory.store}
+        self.transfer: Any = Endpoints(self._open_endpoint) if is_decode else self._open_endpoint()
+        ring = staging.memory_range if staging is not None and is_decode else None
+        description = b"" if is_decode else self.transfer.describe()
+        hello = Hello(channel.address, model, store, self.transfer.name, description, ring, process)
         self.address = channel.address
         self._event_ready = threading.Event()
         self.agent = HandoffAgent(
-            machine, hello, channel, transfer, wake=self._event_ready.set, timing=timing, clock=clock
+            machine, hello, channel, self.transfer, wake=self._event_ready.set, timing=timing, clock=clock
         )
         self.failure: BaseException | None = None  # the exception that ended the thread
         self._closing = self._stopped = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.agent.start()
         self._thread.start()
+
+    def _open_endpoint(self) -> Transfer:
+        transfer = self._open_transfer()
+        transfer.register(self.memory.region)
+        if self._staging is not None:
+            transfer.register(self._staging.region)
+        return transfer
 
     def _run(self) -> None:
         try:
@@ -234,7 +247,7 @@ class DecodeEngine(_Engine):
         self,
         memory: Memory,
         channel: ControlChannel,
-        transfer: Transfer,
+        open_transfer: Callable[[], Transfer],
         *,
         scale: float = TIMEOUT_SCALE,
         staging: "StagingMemory | None" = None,
@@ -248,7 +261,7 @@ class DecodeEngine(_Engine):
         self._lock = threading.Lock()
         self.ring = None if staging is None else ReceiverStaging(staging.memory_range, {"host": memory.store})
         machine = Receiver(scaled(receiver.RECEIVER_TIMEOUTS, scale), self.ring)
-        super().__init__(machine, memory, channel, transfer, staging=staging, **options)
+        super().__init__(machine, memory, channel, open_transfer, staging=staging, **options)
 
     def fetch(self, peer: str, token_ids: Sequence[int], name: str, attempt: int = 0) -> HandoffKey:
         """Poisons target pages, and begins a handoff from the prefill worker at address `peer`."""
@@ -357,7 +370,7 @@ class PrefillEngine(_Engine):
         self,
         memory: Memory,
         channel: ControlChannel,
-        transfer: Transfer,
+        open_transfer: Callable[[], Transfer],
         *,
         scale: float = TIMEOUT_SCALE,
         chunk: int = 24,
@@ -380,7 +393,7 @@ class PrefillEngine(_Engine):
         machine = Sender(
             memory.store, scaled(outgoing.SENDER_TIMEOUTS, scale), write_limit=40.0 * scale, buffers=buffers
         )
-        super().__init__(machine, memory, channel, transfer, staging=staging, **options)
+        super().__init__(machine, memory, channel, open_transfer, staging=staging, **options)
 
     def handle_event(self, event: Any) -> None:
         match event:
@@ -490,5 +503,6 @@ class FileTransfer:
     def throughput(self) -> Throughput:
         return Throughput(self._written, 0.0)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         self._peers.clear()
+        return True

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from handoff_engines import DecodeEngine, Memory, PrefillEngine
@@ -85,15 +86,15 @@ class World:
         self, channel: ControlChannel | None = None, pages: int = 64, ranks: int = 1, **options: Any
     ) -> DecodeEngine:
         memory = Memory(pages, 8, ranks=ranks)
-        engine = DecodeEngine(memory, channel or Channel("127.0.0.1:0"), Loopback(self.hub), **options)
+        engine = DecodeEngine(memory, channel or Channel("127.0.0.1:0"), partial(Loopback, self.hub), **options)
         self.engines.append(engine)
         return engine
 
     def prefill(
         self, channel: ControlChannel | None = None, transfer: Transfer | None = None, ranks: int = 1, **options: Any
     ) -> PrefillEngine:
-        channel, transfer = channel or Channel("127.0.0.1:0"), transfer or Loopback(self.hub)
-        engine = PrefillEngine(Memory(32, 16, ranks=ranks), channel, transfer, **options)
+        channel, chosen = channel or Channel("127.0.0.1:0"), transfer or Loopback(self.hub)
+        engine = PrefillEngine(Memory(32, 16, ranks=ranks), channel, lambda: chosen, **options)
         self.engines.append(engine)
         return engine
 

@@ -7,7 +7,8 @@ A prefill worker prints `stage STAGE` when a prompt reaches a stage. FAULT is th
 or empty.
 
 A decode worker reads lines from stdin: `PEER NAME TOKEN…` begins a handoff from the prefill worker at address PEER, and
-`cancel` cancels the newest handoff. The worker prints `event TYPE` for the outcome of each handoff. FAULT is a type of
+`cancel` cancels the newest handoff. The worker prints `event TYPE` for the outcome of each handoff, and of a failure
+whether it is `quiesced` and whether to `retry`. FAULT is a type of
 message that the worker never sends, or empty.
 """
 
@@ -19,7 +20,7 @@ from handoff_engines import DecodeEngine, FileTransfer, PrefillEngine
 from handoff_world import FaultyChannel
 
 from hotset.handoff.agent import open_channel
-from hotset.handoff.messages import HandoffKey
+from hotset.handoff.messages import FetchFailed, HandoffKey
 
 
 def print_line(*words: object) -> None:
@@ -27,7 +28,9 @@ def print_line(*words: object) -> None:
 
 
 def report_outcome(engine: DecodeEngine, key: HandoffKey) -> None:
-    print_line("event", type(engine.wait_for_outcome(key)).__name__)
+    event = engine.wait_for_outcome(key)
+    details = [event.quiesced and "quiesced", event.retry and "retry"] if isinstance(event, FetchFailed) else []
+    print_line("event", type(event).__name__, *filter(None, details))
 
 
 def main(role: str, address: str, folder: str, fault: str) -> None:
@@ -36,14 +39,18 @@ def main(role: str, address: str, folder: str, fault: str) -> None:
     if role == "prefill":
         memory = FileTransfer.memory(path, 16, 16)
         PrefillEngine(
-            memory, channel, FileTransfer(path), stop_before=fault, report=lambda stage: print_line("stage", stage)
+            memory,
+            channel,
+            lambda: FileTransfer(path),
+            stop_before=fault,
+            report=lambda stage: print_line("stage", stage),
         )
         print_line("address", channel.address)
         sys.stdin.read()
         return
     faulty = FaultyChannel(channel)
     faulty.lose[fault] = sys.maxsize
-    engine = DecodeEngine(FileTransfer.memory(path, 64, 8), faulty, FileTransfer(path))
+    engine = DecodeEngine(FileTransfer.memory(path, 64, 8), faulty, lambda: FileTransfer(path))
     print_line("address", channel.address)
     keys: list[HandoffKey] = []
     for line in sys.stdin:

@@ -1,5 +1,7 @@
 """Property tests: an agent survives every sequence of messages that the codec accepts, including absurd ones."""
 
+from functools import partial
+
 import numpy as np
 from handoff_engines import LAYERS, MODEL, POISON, ROW_BYTES, Memory, first_token, wait_until
 from handoff_world import OWN_ADDRESS, Clock, ScriptedChannel
@@ -8,8 +10,10 @@ from hypothesis import strategies as st
 
 from hotset.base.errors import BadMessage
 from hotset.base.sampling import PromptSpec, SamplingParams
-from hotset.handoff.agent import HandoffAgent, HandoffEvent
+from hotset.handoff.agent import HandoffAgent, HandoffEvent, HandoffRole
 from hotset.handoff.codec import Codec
+from hotset.handoff.decode_role import DecodeRole
+from hotset.handoff.endpoints import Endpoints
 from hotset.handoff.layout import whole_rows
 from hotset.handoff.messages import (
     Cancel,
@@ -177,7 +181,10 @@ def decode_scripts(draw: st.DrawFn) -> list[Step]:
     """Draws messages to a decode worker: first messages that let a handoff get leases, then arbitrary ones."""
     peer, key = PEERS[0], HandoffKey("r", 0)
     store = draw(st.sampled_from([memory.store, half_row_store]))
-    first: list[Message] = [Welcome(Hello(peer, MODEL, {"host": store}, "loopback", b"")), HandoffAccepted(key, 1000)]
+    first: list[Message] = [
+        Welcome(Hello(peer, MODEL, {"host": store}, "loopback", b""), endpoint=1),
+        HandoffAccepted(key, 1000),
+    ]
     first += [
         LeaseRequest(key, 0, 0, 2),
         LeaseRequest(key, 1, 2, 3),
@@ -196,6 +203,14 @@ def encode_and_decode(peer: str, message: Message) -> list[ChannelEvent]:
     return [MessageReceived(peer, envelope.message)]
 
 
+def is_connecting(role: HandoffRole) -> bool:
+    """Returns whether a thread connects to a peer's memory, or opens an endpoint for a peer."""
+    if isinstance(role, PrefillRole):
+        return bool(role._connecting)
+    assert isinstance(role, DecodeRole)
+    return any(link.hello is None for link in role._links.current)
+
+
 def run(agent: HandoffAgent, channel: ScriptedChannel, clock: Clock, script: list[Step]) -> list[HandoffEvent]:
     """Passes the messages to the agent one at a time, audits the agent, and returns the events for its engine."""
     events: list[HandoffEvent] = []
@@ -203,9 +218,8 @@ def run(agent: HandoffAgent, channel: ScriptedChannel, clock: Clock, script: lis
         clock.now += seconds
         channel.incoming = [*([PeerRestarted(peer)] if restart else []), *encode_and_decode(peer, message)]
         agent._work()
-        if isinstance(agent._role, PrefillRole):
-            assert wait_until(lambda: not agent._inbox.empty() or not agent._role._connecting)
-            agent._work()
+        assert wait_until(lambda: not agent._inbox.empty() or not is_connecting(agent._role))
+        agent._work()
         events += agent.take_events()
         agent.audit()
     return events
@@ -214,11 +228,11 @@ def run(agent: HandoffAgent, channel: ScriptedChannel, clock: Clock, script: lis
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(decode_scripts() | steps, st.lists(st.sampled_from(PEERS), min_size=1, max_size=2))
 def test_a_decode_worker_survives_all_messages_and_every_fetch_ends_once(script: list[Step], peers: list[str]) -> None:
-    channel, clock = ScriptedChannel(), Clock()
+    channel, clock, endpoints = ScriptedChannel(), Clock(), Endpoints(partial(Loopback, Hub()))
     staging, target = StagingMemory(4096), Memory(8, PAGE_ROWS)
     hello = Hello(OWN_ADDRESS, MODEL, {"host": target.store}, "loopback", b"", staging.memory_range)
     receiver = Receiver(staging=ReceiverStaging(staging.memory_range, hello.stores))
-    agent = HandoffAgent(receiver, hello, channel, Loopback(Hub()), wake=lambda: None, clock=clock)
+    agent = HandoffAgent(receiver, hello, channel, endpoints, wake=lambda: None, clock=clock)
     fetched = [HandoffKey(name, 0) for name in "rs"[: len(peers)]]
     for peer, key in zip(peers, fetched, strict=True):
         agent.put(Fetch(peer, HandoffRequest(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,))))

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import msgspec
@@ -18,6 +19,7 @@ from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.handoff.agent import HandoffAgent, open_channel
 from hotset.handoff.channel import Channel
 from hotset.handoff.codec import MARK, PLAIN
+from hotset.handoff.endpoints import Endpoints
 from hotset.handoff.messages import (
     PROTOCOL,
     Fetch,
@@ -291,12 +293,13 @@ def test_mismatched_models_are_refused_with_both_sides_values(world: World, capl
 def test_a_decode_worker_rejects_a_mismatched_prefill_worker_that_welcomed_it() -> None:
     channel, peer = ScriptedChannel(), "127.0.0.1:2"
     hello = Hello(channel.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
-    agent = HandoffAgent(Receiver(), hello, channel, Loopback(Hub()), wake=lambda: None, clock=Clock())
+    endpoints = Endpoints(partial(Loopback, Hub()))
+    agent = HandoffAgent(Receiver(), hello, channel, endpoints, wake=lambda: None, clock=Clock())
     key = HandoffKey("r", 0)
     agent.put(Fetch(peer, HandoffRequest(key, PromptSpec((1, 2, 3), SamplingParams()), "host", (0,), (0,))))
     agent._work()
     channel.incoming = [
-        MessageReceived(peer, Welcome(replace(hello, control=peer, model=replace(MODEL, weights="11"))))
+        MessageReceived(peer, Welcome(replace(hello, control=peer, model=replace(MODEL, weights="11")), endpoint=1))
     ]
     agent._work()
     (end,) = agent.take_events()
@@ -353,7 +356,7 @@ def test_calls_of_a_failed_agent_raise_with_the_cause() -> None:
     woken = threading.Event()
     channel = Channel("127.0.0.1:0")
     hello = Hello(channel.address, MODEL, {"host": Memory(4, 8).store}, "loopback", b"")
-    agent = HandoffAgent(BrokenReceiver(), hello, channel, None, wake=woken.set)  # type: ignore[arg-type]
+    agent = HandoffAgent(BrokenReceiver(), hello, channel, Endpoints(partial(Loopback, Hub())), wake=woken.set)
     agent.start()
     assert woken.wait(WAIT_S)
     for call in (agent.take_events, lambda: agent.put(None)):  # type: ignore[arg-type]

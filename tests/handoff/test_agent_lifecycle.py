@@ -135,7 +135,7 @@ def test_a_prefill_worker_that_has_forgotten_a_peer_fails_its_request_and_gets_h
     with prefill.agent._lock:
         prefill.agent._role.peer_lost(decode.address, "silent", time.monotonic())
     failed = decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "b"))
-    assert isinstance(failed, FetchFailed) and failed.quiesced and "send Hello first" in failed.reason
+    assert isinstance(failed, FetchFailed) and failed.quiesced and failed.retry and "has forgotten" in failed.reason
     assert isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), "b", attempt=1)), Landed)
     world.audit()
 

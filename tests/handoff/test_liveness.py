@@ -7,10 +7,10 @@ TIMING = PeerTiming(ping_every=1.0, peer_timeout=4.0, forget_after=100.0)
 
 def test_only_watched_peers_are_pinged_once_per_interval() -> None:
     liveness = Liveness(TIMING)
-    assert liveness.watch({"a", "b"}, 0.0) == ["a", "b"]
-    assert liveness.watch({"a", "b"}, 0.5) == []
-    assert liveness.watch({"a"}, 1.0) == ["a"]
-    assert liveness.watch({"a", "b"}, 1.5) == ["b"]
+    assert liveness.watch({"a", "b"}, 0.0) == {"a": 1, "b": 2}
+    assert liveness.watch({"a", "b"}, 0.5) == {}
+    assert liveness.watch({"a"}, 1.0) == {"a": 3}
+    assert liveness.watch({"a", "b"}, 1.5) == {"b": 4} and liveness.num_pings == 4
 
 
 def test_a_watched_peer_times_out_after_four_seconds_of_silence() -> None:

@@ -32,12 +32,19 @@ from hotset.handoff.messages import (
     SendMessage,
     StartWrites,
 )
-from hotset.handoff.receiver import RECEIVER_TIMEOUTS, RECEIVER_TRANSITIONS, Receiver, ReceiverPhase
+from hotset.handoff.receiver import (
+    RECEIVER_TIMEOUTS,
+    RECEIVER_TRANSITIONS,
+    UNREPORTED_PHASES,
+    Receiver,
+    ReceiverPhase,
+)
 from hotset.handoff.timers import PhaseTable, PhaseTimeout, PhaseTimer
 
 PEER, OTHER_PEER = "10.0.0.1:7000", "10.0.0.2:7000"
 KEY = HandoffKey("r", 1)
 DONE = HandoffDone(KEY, 7, {7: (-0.1, 1)})
+SUM_OF_LIMITS = sum(timeout.limit for timeout in RECEIVER_TIMEOUTS.values() if timeout.limit < float("inf"))
 
 
 def request(key: HandoffKey) -> HandoffRequest:
@@ -202,6 +209,8 @@ def test_pages_are_quarantined_until_the_sender_confirms_that_it_has_stopped() -
     bench = Bench().start_landing()
     bench.cancel()
     bench.pass_time(15)
+    assert bench.phase is ReceiverPhase.FENCING and bench.events() == []
+    bench.pass_time(5)
     assert bench.events() == [FetchFailed(KEY, False, False, "cancelled")]
     bench.receive(Cancelled(KEY, False))
     assert bench.actions() == []
@@ -217,6 +226,9 @@ def test_a_write_in_unknown_state_is_reported_once_as_not_quiesced(message: Mess
     """Defect 13: the sender may still write to the pages."""
     bench = Bench().start_landing()
     bench.receive(message)
+    bench.receive(message)
+    assert bench.events() == [] and bench.phase is ReceiverPhase.FENCING
+    bench.pass_time(5)
     (event,) = bench.events()
     assert isinstance(event, FetchFailed) and not event.quiesced
     bench.receive(message)
@@ -255,10 +267,9 @@ def test_the_loss_of_a_peer_ends_its_handoffs_and_no_others() -> None:
     bench.fetch(requested)
     bench.start_landing(of_other_peer, OTHER_PEER)
     bench.receiver.peer_lost(PEER, "the process died", bench.now)
-    assert bench.events() == [
-        FetchFailed(KEY, False, False, "the process died"),
-        FetchFailed(requested, True, False, "the process died"),
-    ]
+    assert bench.events() == [FetchFailed(requested, True, False, "the process died")]
+    bench.pass_time(5)
+    assert bench.events() == [FetchFailed(KEY, False, False, "the process died")]
     assert bench.receiver.open_keys(PEER) == [] and bench.receiver.open_keys(OTHER_PEER) == [of_other_peer]
     bench.receive(HandoffDone(of_other_peer, 3, None), OTHER_PEER)
     assert bench.events() == [Landed(of_other_peer, 3, None)]
@@ -268,6 +279,7 @@ def test_a_peer_that_was_only_slow_can_end_the_quarantine() -> None:
     bench = Bench().start_landing()
     bench.receiver.peer_lost(PEER, "silent", bench.now)
     bench.receiver.peer_lost(PEER, "silent", bench.now)
+    bench.pass_time(5)
     assert len(bench.events()) == 1
     bench.pass_time(5)
     assert bench.sent() == [Cancel(KEY)]
@@ -279,7 +291,49 @@ def test_the_loss_of_a_peer_while_cancelling_quarantines_the_pages() -> None:
     bench = Bench().start_landing()
     bench.cancel()
     bench.receiver.peer_lost(PEER, "the process died", bench.now)
+    bench.pass_time(5)
     assert bench.events() == [FetchFailed(KEY, False, False, "cancelled")]
+
+
+def test_no_page_is_quarantined_if_a_lost_peer_confirms_or_is_cut_off_in_time() -> None:
+    """Defect 23: a failure is reported only when the pages are free, if that takes at most 5 s."""
+    bench, second = Bench().start_landing(), HandoffKey("s", 1)
+    bench.start_landing(second)
+    bench.receiver.peer_lost(PEER, "silent", bench.now)
+    assert bench.actions() == [SendMessage(PEER, Cancel(KEY)), SendMessage(PEER, Cancel(second))]
+    assert bench.receiver.unconfirmed_keys() == bench.receiver.unconfirmed_keys(PEER) == {KEY, second}
+    assert bench.receiver.open_keys(PEER) == [], "a lost peer must not be watched"
+    bench.receive(Cancelled(KEY, True))
+    assert bench.events() == [FetchFailed(KEY, True, False, "silent")]
+    bench.receiver.end_writers([KEY, second, HandoffKey("unknown", 1)], bench.now)
+    assert bench.events() == [FetchFailed(second, True, False, "silent")]
+    assert bench.receiver.phases() == {}
+
+
+def test_pages_stay_in_quarantine_without_limit_until_their_writer_is_cut_off() -> None:
+    """Defect 23: no page is lost for ever."""
+    bench, open_key = Bench().start_landing(), HandoffKey("s", 1)
+    bench.receiver.peer_lost(PEER, "silent", bench.now)
+    bench.start_landing(open_key, OTHER_PEER)
+    for _ in range(1000):
+        bench.pass_time(10)
+        bench.receive(Progress(open_key, 0), OTHER_PEER)
+    assert bench.events() == [FetchFailed(KEY, False, False, "silent")]
+    assert bench.phase is ReceiverPhase.QUARANTINED
+    bench.receiver.end_writers([KEY, open_key], bench.now)
+    assert bench.events() == [Quiesced(KEY)]
+    assert bench.receiver.phases() == {open_key: ReceiverPhase.LANDING}, "only failed handoffs may be ended"
+
+
+def test_the_handoffs_of_a_peer_that_has_forgotten_this_worker_can_be_retried() -> None:
+    bench, requested = Bench().start_landing(), HandoffKey("s", 1)
+    bench.fetch(requested)
+    bench.receiver.peer_lost(PEER, "forgotten", bench.now, retry=True)
+    bench.receive(Cancelled(KEY, True))
+    assert bench.events() == [
+        FetchFailed(requested, True, True, "forgotten"),
+        FetchFailed(KEY, True, True, "forgotten"),
+    ]
 
 
 def test_a_second_fetch_of_an_open_key_has_no_effect() -> None:
@@ -317,7 +371,7 @@ def test_messages_for_the_other_role_are_ignored() -> None:
     assert bench.actions() == [] and bench.phase is ReceiverPhase.LANDING
 
 
-def test_all_handoffs_end_at_their_timeouts() -> None:
+def test_all_handoffs_end_at_their_timeouts_or_when_their_writers_are_cut_off() -> None:
     """Defect 14: ids of unanswered handoffs must not accumulate."""
     bench = Bench()
     for number in range(40):
@@ -325,9 +379,11 @@ def test_all_handoffs_end_at_their_timeouts() -> None:
         if number % 2:
             bench.receive(HandoffAccepted(HandoffKey(str(number), 0)))
         bench.pass_time(0.1)
-    bench.pass_time(sum(timeout.limit for timeout in RECEIVER_TIMEOUTS.values()))
+    bench.pass_time(SUM_OF_LIMITS)
+    assert set(bench.receiver.phases().values()) == {ReceiverPhase.QUARANTINED}
+    bench.receiver.end_writers(bench.receiver.unconfirmed_keys(), bench.now)
     assert bench.receiver.phases() == {} and bench.receiver.next_deadline() is None
-    assert len(bench.events()) == 40
+    assert len([event for event in bench.events() if isinstance(event, FetchFailed)]) == 40
 
 
 def test_seconds_in_each_phase_are_counted() -> None:
@@ -422,11 +478,23 @@ class AnyOrder(RuleBasedStateMachine):
         self.bench.cancel(key)
         self.check_actions()
 
-    @rule(peer=PEERS)
-    def lose_peer(self, peer: str) -> None:
-        self.bench.receiver.peer_lost(peer, "the process died", self.bench.now)
+    @rule(peer=PEERS, forgotten=st.booleans())
+    def lose_peer(self, peer: str, forgotten: bool) -> None:
+        """The peer died, or is alive and has forgotten this worker. Both may send further messages: a peer that seemed
+        dead may return, in the same incarnation."""
+        self.bench.receiver.peer_lost(peer, "lost", self.bench.now, retry=forgotten)
         assert self.bench.receiver.open_keys(peer) == []
         self.check_actions()
+
+    @rule(peer=PEERS)
+    def cut_off_lost_peer(self, peer: str) -> None:
+        """The end of the peer's process was observed, and its endpoint is closed; or only the latter."""
+        keys = self.bench.receiver.unconfirmed_keys(peer)
+        self.quiesced |= keys
+        self.bench.receiver.end_writers(keys, self.bench.now)
+        assert self.bench.receiver.unconfirmed_keys(peer) == set()
+        self.check_actions()
+        assert self.quarantined.isdisjoint(keys), "pages are in quarantine although nobody can write to them"
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 6.0, 20.0]))
     def wait(self, seconds: float) -> None:
@@ -435,13 +503,17 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def open_handoffs_are_the_fetches_without_an_outcome(self) -> None:
-        opened = {key for peer in (PEER, OTHER_PEER) for key in self.bench.receiver.open_keys(peer)}
-        assert opened == self.open.keys()
+        phases = self.bench.receiver.phases()
+        assert {key for key, phase in phases.items() if phase in UNREPORTED_PHASES} == self.open.keys()
+        assert {key for key, phase in phases.items() if phase is ReceiverPhase.QUARANTINED} == self.quarantined
 
     def teardown(self) -> None:
-        self.bench.pass_time(2000)
+        self.bench.pass_time(SUM_OF_LIMITS)
         self.check_actions()
-        assert not self.open and self.bench.receiver.phases() == {}
+        assert not self.open and set(self.bench.receiver.phases()) == self.quarantined
+        for peer in (PEER, OTHER_PEER):
+            self.cut_off_lost_peer(peer)
+        assert not self.quarantined and self.bench.receiver.phases() == {}
 
 
 AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -28,6 +28,7 @@ from hotset.handoff.messages import (
     ModelIdentity,
     PagedSpan,
     PrefillFailed,
+    ProcessIdentity,
     Progress,
     ReleasePages,
     RowsComputed,
@@ -39,7 +40,7 @@ from hotset.handoff.messages import (
     SubmitWrites,
 )
 from hotset.handoff.outgoing import MAX_LISTS_IN_FLIGHT, SENDER_TIMEOUTS, SenderPhase
-from hotset.handoff.sender import Sender
+from hotset.handoff.sender import TOMBSTONE_LIMIT, Sender
 from hotset.transfer.api import WriteState, WriteTicket
 
 PEER, OTHER_PEER = "10.0.0.1:7000", "10.0.0.2:7000"
@@ -51,6 +52,12 @@ TARGET = Store(
 )
 HELLO = Hello(PEER, ModelIdentity("m", 2, "8 bytes", "4 bytes", 1, ""), {"host": TARGET}, "loopback", b"first")
 PAGES = (7, 3, 5)
+
+
+def hello_of(process: int, endpoint: int = 0) -> Hello:
+    """Returns the Hello of another process, or of an endpoint that a process has opened later."""
+    identity = ProcessIdentity("boot", "namespace", process, start_time=5)
+    return replace(HELLO, process=identity, endpoint=endpoint, description=b"%d %d" % (process, endpoint))
 
 
 class PendingEvent:
@@ -500,12 +507,12 @@ def test_a_restarted_receiver_may_use_its_keys_again() -> None:
     bench = Bench()
     (ticket,) = bench.start_writes(10)
     bench.sender.peer_lost(PEER, "the process was restarted", bench.now)
-    bench.sender.add_peer(PEER, replace(HELLO, description=b"second"))
+    bench.sender.add_peer(PEER, hello_of(process=2))
     bench.receive(request())
     assert bench.actions() == [], "the request must wait until the write of the old incarnation has ended"
     bench.end_write(ticket, WriteState.FAILED_QUIESCED)
     bench.sender.peer_lost(PEER, "the process was restarted again", bench.now)
-    bench.sender.add_peer(PEER, replace(HELLO, description=b"third"))
+    bench.sender.add_peer(PEER, hello_of(process=3))
     bench.receive(request())
     release, accepted, prefill = bench.actions()
     assert (
@@ -526,6 +533,46 @@ def test_a_receiver_that_was_only_slow_gets_no_second_handoff_of_the_same_key() 
     bench.sender.add_peer(PEER, HELLO)
     bench.receive(request())
     assert bench.actions() == [ReleasePages(PEER, KEY), *[SendMessage(PEER, Cancelled(KEY, False))] * 2]
+
+
+@pytest.mark.parametrize("state", [WriteState.DONE, WriteState.FAILED_QUIESCED, WriteState.FAILED_UNKNOWN])
+def test_the_sender_can_confirm_to_a_lost_peer_that_a_write_has_ended_after_the_handoff(state: WriteState) -> None:
+    """Defect 23: a peer that was silent returns with another endpoint, and asks whether its pages are free."""
+    bench = Bench()
+    bench.sender.add_peer(PEER, hello_of(process=1))
+    (ticket,) = bench.start_writes(10)
+    bench.sender.peer_lost(PEER, "silent", bench.now)
+    bench.pass_time(11)
+    assert bench.actions() == [ReleasePages(PEER, KEY)] and bench.phase is None, "the handoff must not wait for ever"
+    bench.receive(Cancel(KEY))
+    assert bench.sent() == [Cancelled(KEY, False)], "the write has not ended"
+    bench.sender.add_peer(PEER, hello_of(process=1, endpoint=2))
+    bench.end_write(ticket, state)
+    bench.receive(Cancel(KEY))
+    assert bench.sent() == [Cancelled(KEY, state is not WriteState.FAILED_UNKNOWN)]
+
+
+def test_a_handoff_without_a_write_in_flight_is_known_to_be_quiesced_after_its_peer_was_lost() -> None:
+    """Defect 23: the tombstone survives the loss of the peer."""
+    bench = Bench()
+    bench.sender.add_peer(PEER, hello_of(process=1))
+    bench.end_write(*bench.start_writes(6))
+    bench.sender.peer_lost(PEER, "silent", bench.now)
+    bench.sender.add_peer(PEER, hello_of(process=1, endpoint=2))
+    bench.actions()
+    bench.receive(Cancel(KEY))
+    assert bench.sent() == [Cancelled(KEY, True)]
+
+
+def test_the_highest_attempt_is_remembered_as_long_as_it_has_a_tombstone() -> None:
+    """An older attempt may end after a newer one, so its tombstone may outlive that of the newer one."""
+    bench, attempts = Bench(tombstone_limit=10.0), [HandoffKey("r", number) for number in range(4)]
+    for key in (attempts[3], attempts[2]):
+        bench.receive(Cancel(key))
+        bench.pass_time(6)
+    bench.actions()
+    bench.receive(request(attempts[1]))
+    assert bench.actions() == [SendMessage(PEER, Cancelled(attempts[1], False))], "attempt 2 still has a tombstone"
 
 
 def test_of_one_request_only_the_highest_attempt_counts() -> None:
@@ -617,7 +664,8 @@ CHUNK = 2
 class Prefill:
     """The engine's record of one `StartPrefill`."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: int, began_at: float) -> None:
+        self.process, self.began_at = process, began_at
         self.announced = 0  # rows
         self.sampled = self.may_write = self.released = False
         self.tickets: dict[int, WriteState] = {}
@@ -637,16 +685,20 @@ class AnyOrder(RuleBasedStateMachine):
         super().__init__()
         self.bench = Bench()
         self.prefills: dict[tuple[str, HandoffKey], Prefill] = {}
-        self.incarnation = 0
+        self.processes = {PEER: 1, OTHER_PEER: 1}  # number of each peer's process
+        self.endpoints = 0
+        for peer in self.processes:
+            self.bench.sender.add_peer(peer, hello_of(process=1))
 
-    def check_actions(self) -> None:
-        """Runs and checks the actions of the sender."""
-        for action in self.bench.actions():
+    def check_actions(self) -> list[Any]:
+        """Runs and checks the actions of the sender, and returns them."""
+        actions = self.bench.actions()
+        for action in actions:
             match action:
                 case StartPrefill(peer, key):
                     before = self.prefills.get((peer, key))
                     assert before is None or before.released, f"{key} is computed twice at the same time"
-                    self.prefills[peer, key] = Prefill()
+                    self.prefills[peer, key] = Prefill(self.processes[peer], self.bench.now)
                 case ReleasePages(peer, key):
                     self.check_release(self.prefills[peer, key])
                 case SubmitWrites(peer, key, writes):
@@ -659,6 +711,7 @@ class AnyOrder(RuleBasedStateMachine):
                     )
                 case SendMessage(peer, message):
                     self.check_message(peer, message)
+        return actions
 
     def check_release(self, prefill: Prefill) -> None:
         assert not prefill.released, "pages were released twice"
@@ -722,12 +775,24 @@ class AnyOrder(RuleBasedStateMachine):
             self.bench.end_write(WriteTicket(number, 0), state, key, peer)
             self.check_actions()
 
-    @rule(peer=PEERS, restarted=st.booleans())
-    def lose_peer(self, peer: str, restarted: bool) -> None:
-        self.bench.sender.peer_lost(peer, "the process died", self.bench.now)
-        self.incarnation += restarted
-        hello = replace(HELLO, description=b"%d" % self.incarnation)
-        self.bench.sender.add_peer(peer, hello)
+    @rule(key=KEYS, peer=PEERS)
+    def ask_whether_a_handoff_has_ended(self, key: HandoffKey, peer: str) -> None:
+        """The sender must confirm what it knows, also about a handoff that ended because the peer was lost."""
+        prefill = self.prefills.get((peer, key))
+        is_open = (peer, key) in self.bench.sender.phases()
+        self.bench.receive(Cancel(key), peer)
+        confirmed = SendMessage(peer, Cancelled(key, True)) in self.check_actions()
+        if prefill is not None and not is_open and prefill.process == self.processes[peer]:
+            assert confirmed == prefill.quiesced or self.bench.now - prefill.began_at > TOMBSTONE_LIMIT
+
+    @rule(peer=PEERS, restarted=st.booleans(), returns=st.booleans())
+    def lose_peer(self, peer: str, restarted: bool, returns: bool) -> None:
+        """The peer was restarted, or was only silent. It may return with a new endpoint, or without Hello."""
+        self.bench.sender.peer_lost(peer, "silent", self.bench.now)
+        self.processes[peer] += restarted
+        self.endpoints += 1
+        if restarted or returns:
+            self.bench.sender.add_peer(peer, hello_of(self.processes[peer], self.endpoints))
         self.check_actions()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 20.0, 60.0]))

@@ -1,0 +1,130 @@
+"""Links of a decode worker: through each, one prefill worker writes to an endpoint of its own, and can be cut off.
+
+A prefill worker that is lost may still write. When its endpoint is closed, the memory is no longer registered for it,
+and the threads and sockets that would receive its bytes are gone. This is enough for a peer on another machine, whose
+bytes can only arrive through the endpoint: over TCP, threads of the endpoint copy them from its sockets, and over RDMA,
+the network card refuses keys that are no longer registered.
+
+It is not enough for a peer on the same machine. UCX then writes with `process_vm_writev` (its transport `cma`), or maps
+the memory. Such a write needs nothing of the endpoint, so the peer's process must also have ended. Its end alone is not
+enough either: bytes that it sent through sockets or shared memory may be waiting for the threads of the endpoint. The
+endpoint is therefore closed after the process has ended. A process with another pid namespace cannot be observed, and
+UCX does not use `cma` with it: closing the endpoint is enough.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from hotset.handoff.endpoints import EndpointClosed, EndpointOpened, EndpointResult, Endpoints
+from hotset.handoff.messages import HandoffKey, Hello, ProcessIdentity
+from hotset.handoff.processes import has_ended, is_observable
+
+LOGGER = logging.getLogger("hotset.handoff")
+
+MAX_LINKS = 64  # including retired ones; the endpoint of each has about 16 file descriptors and 2 threads
+OBSERVE_SECONDS = 0.2  # interval at which the process of a lost peer is observed
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """The endpoint of one peer."""
+
+    number: int
+    peer: str
+    hello: Hello | None = None  # introduces this worker with this endpoint; None until the endpoint is open
+    process: ProcessIdentity | None = None  # the peer's process; known after Welcome
+    held_since: float | None = None  # no new handoff uses the link, because it will be retired
+    unconfirmed: set[HandoffKey] = field(default_factory=set)  # of a retired link: failed handoffs that it can write
+    closing: bool = False
+
+
+class Links:
+    """One link for each peer that is in use, and the retired links of lost peers until their endpoints are closed. A
+    lost peer that returns gets a new link."""
+
+    def __init__(self, endpoints: Endpoints, hello: Hello, report: Callable[[EndpointResult], None]) -> None:
+        """`hello` introduces this worker without an endpoint. `report` passes results of `endpoints`, from any thread,
+        to `on_opened` and `on_closed`."""
+        self._endpoints, self._hello, self._report = endpoints, hello, report
+        self._links: dict[str, Link] = {}  # by peer
+        self._retired: dict[int, Link] = {}  # by number
+        self._numbers = itertools.count(1)
+        self.observe_at: float | None = None  # when `close_retired` must be called next
+
+    @property
+    def full(self) -> bool:
+        return len(self._links) + len(self._retired) >= MAX_LINKS
+
+    @property
+    def current(self) -> list[Link]:
+        """Returns the links that are not retired."""
+        return list(self._links.values())
+
+    def get(self, peer: str) -> Link | None:
+        return self._links.get(peer)
+
+    def open(self, peer: str) -> None:
+        """Begins to open a link."""
+        link = self._links[peer] = Link(next(self._numbers), peer)
+        self._endpoints.start_opening(link.number, self._report)
+
+    def on_opened(self, opened: EndpointOpened) -> Link | None:
+        """Records that an endpoint is open or, if there is an error, removes its link. Returns the link, or None if it
+        was retired meanwhile."""
+        link = next((link for link in self._links.values() if link.number == opened.number), None)
+        known = link or self._retired[opened.number]
+        if opened.error is None:
+            known.hello = replace(self._hello, description=opened.description, endpoint=known.number)
+        elif link is not None:
+            LOGGER.error("%s", opened.error)
+            del self._links[link.peer]
+        else:
+            del self._retired[opened.number]
+        return link
+
+    def retire(self, peer: str, unconfirmed: set[HandoffKey]) -> None:
+        """Retires the peer's link, if it has one. `unconfirmed` are all the peer's failed handoffs for which bytes may
+        still be written."""
+        link = self._links.pop(peer, None)
+        if link is not None:
+            link.unconfirmed = unconfirmed - self.retired_keys
+            self._retired[link.number] = link
+            self.observe_at = 0.0  # now
+
+    @property
+    def retired_keys(self) -> set[HandoffKey]:
+        """Returns the failed handoffs that end when a retired link is closed."""
+        return {key for link in self._retired.values() for key in link.unconfirmed}
+
+    def needs_end_of_process(self, link: Link) -> bool:
+        """Returns whether the peer's process can write although the endpoint is closed."""
+        observable = is_observable(link.process, self._hello.process)
+        return observable and link.process is not None and not has_ended(link.process)
+
+    def close_retired(self, unconfirmed: set[HandoffKey], now: float) -> None:
+        """Begins to close the endpoints of retired links that this cuts off, or that have no handoff in `unconfirmed`
+        any more."""
+        waiting = False
+        for link in self._retired.values():
+            link.unconfirmed &= unconfirmed
+            if link.hello is None or link.closing:
+                continue  # it is being opened, or being closed
+            if link.unconfirmed and self.needs_end_of_process(link):
+                waiting = True
+                continue
+            link.closing = True
+            self._endpoints.start_closing(link.number, self._report)
+        self.observe_at = now + OBSERVE_SECONDS if waiting else None
+
+    def on_closed(self, closed: EndpointClosed) -> set[HandoffKey]:
+        """Returns the failed handoffs for which nothing can be written any more."""
+        link = self._retired.pop(closed.number)
+        if not closed.closed:
+            pages = f"memory of {len(link.unconfirmed)} handoffs stays unused until this worker is restarted"
+            LOGGER.error("the transfer endpoint of %s cannot be closed: %s", link.peer, pages)
+            return set()
+        if link.unconfirmed:
+            LOGGER.info("%s is cut off, which ends %d failed handoffs", link.peer, len(link.unconfirmed))
+        return link.unconfirmed

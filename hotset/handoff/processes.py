@@ -1,0 +1,58 @@
+"""Identifies this process to peers, and observes whether the process of a peer on the same machine has ended."""
+
+import os
+from pathlib import Path
+
+from hotset.handoff.messages import ProcessIdentity
+
+PROC = Path("/proc")
+DEAD_STATES = ("Z", "X")  # of a thread that runs no more code: zombie, dead
+
+
+def this_process() -> ProcessIdentity | None:
+    """Returns the identity of this process, or None if the system does not provide one."""
+    try:
+        if os.readlink(PROC / "self") != str(os.getpid()):
+            return None  # /proc shows the processes of another namespace
+        boot_id = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return ProcessIdentity(boot_id, os.readlink(PROC / "self/ns/pid"), os.getpid(), _start_time(os.getpid()))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def is_observable(process: ProcessIdentity | None, observer: ProcessIdentity | None) -> bool:
+    """Returns whether `observer` can see `process`: both run on one machine and have the same pid namespace."""
+    if process is None or observer is None:
+        return False
+    return (process.boot_id, process.pid_namespace) == (observer.boot_id, observer.pid_namespace)
+
+
+def has_ended(process: ProcessIdentity) -> bool:
+    """Returns whether an observable process has ended. Returns False if that cannot be determined.
+
+    A zombie has ended only if all its threads have: the first thread of a process may end before the others do. A
+    thread that is a zombie has left its last system call, has closed its files and uses no memory any more.
+    """
+    try:
+        os.kill(process.pid, 0)  # unlike a missing entry in /proc, the answer does not depend on how /proc is mounted
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass  # it exists, but belongs to another user
+    try:
+        if _start_time(process.pid) != process.start_time:
+            return True
+        tasks = list((PROC / str(process.pid) / "task").iterdir())
+        return bool(tasks) and all(_stat_fields(task)[0] in DEAD_STATES for task in tasks)
+    except (OSError, ValueError, IndexError):
+        return False  # it ended while this function read about it, or it cannot be read: the next call decides
+
+
+def _start_time(pid: int) -> int:
+    return int(_stat_fields(PROC / str(pid))[19])
+
+
+def _stat_fields(folder: Path) -> list[str]:
+    """Returns the fields of a `stat` file, from the state on. The name before them, in parentheses, may contain spaces
+    and parentheses."""
+    return (folder / "stat").read_text().rpartition(")")[2].split()
