@@ -25,6 +25,7 @@ SLOW_FILES = (
     "test_cli.py",
     "serve/test_requests.py",
     "serve/test_shutdown.py",
+    "serve/test_hung.py",
     "serve/test_workers_die.py",
     "kernels/test_swap_in.py",
     "kernels/test_triton_compiles.py",

@@ -34,6 +34,8 @@ CONNECTION_SETTINGS = ("max_connections", "receive_timeout_seconds", "send_timeo
 ROUTER_SETTINGS = ("cors_origin", "max_body_mib", "max_concurrency", "drain_seconds", *CONNECTION_SETTINGS)
 WORKER_SETTINGS = ("served_model_name", "max_body_mib", "max_queue", "max_concurrency", "drain_seconds")
 
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the proxies of the environment
+
 T = TypeVar("T")
 
 
@@ -256,7 +258,7 @@ def _flags(config: EngineConfig | ServeConfig, names: Collection[str]) -> list[s
 def _answers(url: str) -> bool:
     """Returns True if a server answers at /health, even with an error."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_SECONDS):
+        with DIRECT.open(f"{url}/health", timeout=HEALTH_TIMEOUT_SECONDS):
             return True
     except urllib.error.HTTPError:
         return True
@@ -267,7 +269,7 @@ def _answers(url: str) -> bool:
 def _health(url: str) -> dict[str, Any]:
     """Returns the router's /health, or an empty dict if it answers with an error or not at all."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_SECONDS) as response:
+        with DIRECT.open(f"{url}/health", timeout=HEALTH_TIMEOUT_SECONDS) as response:
             health = json.load(response)
     except (OSError, ValueError):
         return {}

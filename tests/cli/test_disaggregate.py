@@ -1,16 +1,20 @@
-"""`--disaggregate` and `hotset router`: parsing, rejected settings, and the command lines of child processes."""
+"""`--disaggregate` and `hotset router`: parsing, rejected settings, the command lines of child processes, and a child
+that does not answer."""
 
+import asyncio
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import typer
 
 from hotset.base.config import EngineConfig, ServeConfig
-from hotset.base.errors import ConfigError
+from hotset.base.errors import ConfigError, StartupError
 from hotset.base.units import GIB
-from hotset.cli import app, main
+from hotset.cli import app, disaggregate, main
 from hotset.cli.disaggregate import WorkerCounts, router_arguments, stop_seconds, worker_arguments
 from hotset.cli.flags import config_values
 from hotset.cli.shares import MemoryShare
@@ -75,6 +79,42 @@ def test_a_worker_is_not_killed_before_its_own_stop_timeout() -> None:
     assert stop_seconds(EngineConfig(host_kv_tokens=1 << 20), [MemoryShare()]) > engine_seconds(1.0), (
         "the size of the host store in bytes is unknown, so the limit must suffice for the whole memory of the machine"
     )
+
+
+class Unavailable(BaseHTTPRequestHandler):
+    """Answers every request with 503."""
+
+    def do_GET(self) -> None:
+        self.send_error(503)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_child_that_does_not_answer_ends_the_deployment_and_one_that_answers_with_an_error_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(disaggregate, "HEALTH_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(disaggregate, "HEALTH_TIMEOUT_SECONDS", 0.3)
+
+    async def watch(url: str, seconds: float) -> None:
+        engine = EngineConfig(role="decode", step_timeout=1.0)
+        deployment = disaggregate._Deployment(engine, ServeConfig(), WorkerCounts(1, 1), [])
+        async with asyncio.timeout(seconds):
+            await deployment._watch_child("decode 1", url)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Unavailable) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        # The server accepts connections but does not answer before `serve_forever` runs, like a stopped process.
+        with pytest.raises(StartupError, match=r"^decode 1 has not answered for 1 s \(--step-timeout\)$"):
+            asyncio.run(watch(url, 60.0))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            monkeypatch.setattr(disaggregate, "HEALTH_TIMEOUT_SECONDS", 60.0)
+            with pytest.raises(TimeoutError):
+                asyncio.run(watch(url, 1.5))
+        finally:
+            server.shutdown()
 
 
 def test_router_arguments_contain_the_address_and_the_workers() -> None:

@@ -25,7 +25,7 @@ from hotset.engine.outputs import EngineStats
 from hotset.serve.service import Load
 
 TEXT = "/v1/completions"
-STEP_TIMEOUT = 5
+STEP_TIMEOUT = 3
 FLAGS = ["--load-format", "dummy", "--device", "cpu", "--step-timeout", str(STEP_TIMEOUT)]
 SIZES = ["--device-kv-tokens", "16384", "--host-kv-tokens", "16384"]
 WAIT_SECONDS = 60.0  # limit of each wait; only an overloaded machine needs that long
@@ -90,9 +90,12 @@ def assert_fails_and_exits(server: RunningServer, reason: str) -> None:
     family, before = descendants(server.process.pid), shared_memory()
     error = wait_for_503(server)
     assert error["code"] == "engine_stopped" and re.search(reason, error["message"]), error
-    late = error_of(plain_http.post(server.url + TEXT, json=body_of(), timeout=WAIT_SECONDS), 503)
-    assert (late["code"], late["message"]) == (error["code"], error["message"])
-    assert "hotset_engine_up 0.0" in plain_http.get(f"{server.url}/metrics", timeout=WAIT_SECONDS).text
+    with ThreadPoolExecutor(2) as clients:  # at the same time, because the server ends soon
+        late = clients.submit(plain_http.post, server.url + TEXT, json=body_of(), timeout=WAIT_SECONDS)
+        metrics = clients.submit(plain_http.get, f"{server.url}/metrics", timeout=WAIT_SECONDS)
+        late_error = error_of(late.result(), 503)
+        assert "hotset_engine_up 0.0" in metrics.result().text
+    assert (late_error["code"], late_error["message"]) == (error["code"], error["message"])
     assert server.process.wait(WAIT_SECONDS) == 1
     wait_until_gone(family)
     assert shared_memory() <= before
