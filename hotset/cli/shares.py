@@ -5,13 +5,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.memory_shares import cpu_pool_bytes, gpu_pool_bytes, host_store_bytes
 from hotset.base.units import GIB
-from hotset.models.checkpoint.files import weight_files
+from hotset.models.checkpoint.files import model_path, weight_files
 
 CPU_DEVICE_SHARE = 0.4  # the device pool's share of a worker's KV memory; the host store gets the remaining 0.6
 WEIGHT_LOAD_FACTOR = 1.2  # peak memory while weights load, relative to the size of their files
@@ -74,7 +73,7 @@ def measure_free_memory(config: EngineConfig) -> FreeMemory:
 
 def weight_bytes(model: str) -> int:
     """Returns the size of a model's weight files, or 0 if none are found; workers report a missing model."""
-    return sum(file.stat().st_size for file in weight_files(Path(model)) if file.is_file())
+    return sum(file.stat().st_size for file in weight_files(model_path(model)) if file.is_file())
 
 
 def _pool_on_gpu(

@@ -11,7 +11,7 @@ import tokenizers
 
 from hotset.base.errors import CheckpointError, ContextLengthExceeded, MissingDependency, RequestError
 from hotset.base.units import MIB
-from hotset.models.checkpoint.files import ModelFiles
+from hotset.models.checkpoint.files import ModelFiles, model_path
 from hotset.models.checkpoint.gguf_file import GgufFile
 from hotset.models.checkpoint.gguf_spec import gguf_eos_ids
 from hotset.models.config_fields import read_optional_json, read_text
@@ -65,7 +65,7 @@ class Tokenizer:
         kinds of tokenizer that are not supported.
         """
         if override is not None:
-            directory = Path(override).expanduser()
+            directory = model_path(override)
             if not (directory / "tokenizer.json").is_file():
                 raise CheckpointError(f"{directory} holds no tokenizer.json")
             return cls(_directory_parts(directory))

@@ -491,6 +491,9 @@ def test_dummy_norms_are_ones(llama_dir: Path) -> None:
 
 def test_paths_that_hold_no_model_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "does not exist" in refusal_of(lambda: find_model(str(tmp_path / "nowhere")))
+    assert "File name too long" in refusal_of(lambda: find_model("x" * 5000))
+    assert "null byte" in refusal_of(lambda: find_model("a\0b"))
+    assert "~nobody-of-this-name" in refusal_of(lambda: find_model("~nobody-of-this-name/model"))
     assert "no config.json" in refusal_of(lambda: find_model(str(tmp_path)))
     (tmp_path / "config.json").write_text('{"model_type": "llama",')
     assert "not readable as JSON" in refusal_of(lambda: find_model(str(tmp_path)))

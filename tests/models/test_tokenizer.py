@@ -207,6 +207,8 @@ def test_a_directory_without_a_tokenizer_has_none(tmp_path: Path, smol_dir: Path
     assert not_none(Tokenizer.load(found, str(smol_dir))).encode("123") == [33, 34, 35]
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
         Tokenizer.load(found, str(tmp_path))
+    with pytest.raises(CheckpointError, match="File name too long"):
+        Tokenizer.load(found, "x" * 5000)
 
 
 def test_bos_is_added_once_if_the_configuration_requires_it(tmp_path: Path, smol_dir: Path, spaced: Tokenizer) -> None:

@@ -11,7 +11,7 @@ from hotset.base.config import EMBEDDED
 from hotset.base.errors import CheckpointError, MissingDependency
 from hotset.models.checkpoint.gguf_file import GgufFile, open_gguf
 from hotset.models.checkpoint.gguf_spec import gguf_spec
-from hotset.models.config_fields import read_json, read_optional_json
+from hotset.models.config_fields import MAX_SHOWN, read_json, read_optional_json
 from hotset.models.config_reader import read_spec
 from hotset.models.spec import ModelSpec
 
@@ -47,7 +47,7 @@ def find_model(model: str) -> ModelFiles:
     Reads only configuration and metadata. Raises `CheckpointError` if the model does not exist, is damaged or is not
     supported, and `MissingDependency` if the embedded model is not installed.
     """
-    path = embedded_path() if model == EMBEDDED else Path(model).expanduser()
+    path = embedded_path() if model == EMBEDDED else model_path(model)
     if path.is_file() and (path.suffix == ".gguf" or model == EMBEDDED):
         file = open_gguf(path)
         return ModelFiles(path, gguf_spec(file), gguf=file)
@@ -62,6 +62,19 @@ def find_model(model: str) -> ModelFiles:
         raise CheckpointError(f"{path} holds no config.json")
     generation = read_optional_json(path / "generation_config.json")
     return ModelFiles(path, read_spec(read_json(config_path), generation, str(config_path)), generation)
+
+
+def model_path(name: str) -> Path:
+    """Returns the path that a user gave. It may not exist. Raises `CheckpointError` if that cannot be found out."""
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no home directory
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{name[:MAX_SHOWN]!r} cannot be used as a path: {reason}") from error
+    return path
 
 
 def weight_files(path: Path) -> list[Path]:
