@@ -8,7 +8,7 @@ import ctypes
 import os
 import socket
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from hotset.base.address import Address, ControlPort, is_loopback, normalized_host
@@ -55,37 +55,33 @@ def check_listeners(process: str, *, addresses: Collection[Address] = (), interf
 
 def listeners() -> list[Listener]:
     """Returns the listening TCP sockets of this process."""
-    found = []
-    for descriptor in _descriptors():
-        with _borrowed_socket(descriptor) as opened:
-            if opened is not None and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                bound_to = opened.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, MAX_INTERFACE_NAME)
-                found.append(Listener(listening_address(opened), bound_to.partition(b"\0")[0].decode()))
-    return found
+    return [Listener(listening_address(opened), _interface(opened)) for opened in _tcp_sockets() if _listens(opened)]
 
 
 @contextmanager
 def confined_to(interface: str) -> Iterator[None]:
-    """Binds the TCP sockets that this process opens during the block to one interface, at the end of the block.
+    """Binds the sockets on which this process begins to listen during the block to one interface, at its end.
 
-    They then accept connections that arrive through this interface only, and connections through another one that were
-    accepted during the block are cut off. This is for libraries that listen on all addresses and cannot be configured.
+    They then accept only connections that arrive through this interface. Connections that were accepted before are
+    ended: no peer knows these ports yet. This is for libraries that listen on all addresses and cannot be configured.
     Raises StartupError if the system does not allow it.
     """
-    known = {_identity(descriptor) for descriptor in _descriptors()}
+    known = {_inode(opened) for opened in _tcp_sockets()}
     yield
-    for descriptor in _descriptors():
-        if _identity(descriptor) in known:
+    ports = set()
+    for opened in _tcp_sockets():
+        if _inode(opened) in known or not _listens(opened) or _interface(opened):
             continue
-        with _borrowed_socket(descriptor) as opened:
-            if opened is None:
-                continue
-            try:
-                opened.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode())
-            except OSError as error:
-                raise StartupError(
-                    f"{listening_address(opened)} cannot be confined to interface {interface}: {error.strerror}"
-                ) from error
+        address = listening_address(opened)
+        try:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode())
+        except OSError as error:
+            raise StartupError(f"{address} cannot be confined to interface {interface}: {error.strerror}") from error
+        ports.add(address.port)
+    for opened in _tcp_sockets():
+        if not _listens(opened) and opened.getsockname()[1] in ports:
+            with suppress(OSError):  # the connection has ended meanwhile
+                opened.shutdown(socket.SHUT_RDWR)
 
 
 def transfer_interface(control: ControlPort, interface: str | None, secret: str | None) -> str:
@@ -162,30 +158,32 @@ def rdma_devices() -> list[str]:
     return os.listdir(RDMA_DEVICES) if os.path.isdir(RDMA_DEVICES) else []
 
 
-def _descriptors() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/fd")]
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """Yields a duplicate of every TCP socket of this process, which stays valid until the next one is requested."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            duplicate = os.dup(int(name))
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            opened = socket.socket(fileno=duplicate)
+        except OSError:  # not a socket
+            os.close(duplicate)
+            continue
+        with opened:
+            if opened.family in _IP_BYTES and opened.type == socket.SOCK_STREAM:
+                yield opened
 
 
-def _identity(descriptor: int) -> tuple[int, int] | None:
-    """Returns numbers that identify an open file or socket, or None if it was closed meanwhile."""
-    try:
-        status = os.fstat(descriptor)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+def _inode(opened: socket.socket) -> int:
+    return os.fstat(opened.fileno()).st_ino
 
 
-@contextmanager
-def _borrowed_socket(descriptor: int) -> Iterator[socket.socket | None]:
-    """Yields a TCP socket that another part of this process owns, and leaves it open. Yields None if the descriptor is
-    something else, or was closed meanwhile."""
-    try:
-        opened = socket.socket(fileno=descriptor)
-    except OSError:
-        yield None
-        return
-    try:
-        is_tcp = opened.family in _IP_BYTES and opened.type == socket.SOCK_STREAM
-        yield opened if is_tcp else None
-    finally:
-        opened.detach()
+def _listens(opened: socket.socket) -> bool:
+    return bool(opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _interface(opened: socket.socket) -> str:
+    """Returns the interface to which a socket is bound, or an empty string."""
+    name = opened.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, MAX_INTERFACE_NAME)
+    return name.partition(b"\0")[0].decode()

@@ -66,6 +66,17 @@ def test_sockets_opened_in_a_confined_block_are_bound_to_the_interface_and_other
     socket.create_connection(("127.0.0.1", ports[1])).close()
 
 
+def test_connections_that_were_accepted_before_a_socket_was_confined_are_ended(opened: list[socket.socket]) -> None:
+    with confined_to("lo"):
+        listener, other = listen("0.0.0.0"), listen("127.0.0.1")
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")  # by another thread, for example
+        early, kept = (socket.create_connection(("127.0.0.1", each.getsockname()[1]), 10) for each in (listener, other))
+        opened += [listener, other, early, kept, listener.accept()[0], other.accept()[0]]
+    assert early.recv(1) == b""
+    opened[-1].send(b"x")
+    assert kept.recv(1) == b"x", "connections to other sockets stay open"
+
+
 def test_sockets_that_cannot_be_confined_are_an_error_with_their_address(opened: list[socket.socket]) -> None:
     message = r"0\.0\.0\.0:\d+ cannot be confined to interface missing0: No such device"
     with pytest.raises(StartupError, match=message), confined_to("missing0"):
