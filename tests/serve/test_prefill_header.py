@@ -14,6 +14,7 @@ def test_an_address_is_accepted_only_with_its_own_signature() -> None:
     check_prefill(signed, secret=SECRET, http_host="0.0.0.0")
     for forged in (
         {PREFILL_HEADER: ADDRESS},
+        {PREFILL_HEADER: "127.0.0.1:7001"},
         {PREFILL_HEADER: "10.0.0.2:7001", SIGNATURE_HEADER: signed[SIGNATURE_HEADER]},
         {**signed, SIGNATURE_HEADER: ""},
         {**signed, SIGNATURE_HEADER: "\xff\u20ac"},

@@ -21,6 +21,7 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 BYTES_PER_TOKEN = 4  # a rough estimate from the size of a body; the router has no tokenizer
 MAX_RESPONSE_BYTES = 256 << 20  # limit for a response that is not streamed
+MAX_ERROR_BYTES = 1 << 16  # a longer response is not one of a worker's own errors
 # Hop-by-hop headers belong to one connection and are not forwarded (RFC 9110, 7.6.1).
 HOP_BY_HOP = {
     "connection",
@@ -161,7 +162,7 @@ def _checked_for_failure(response: FullResponse) -> FullResponse | FailedAttempt
     """Returns a failed attempt if another worker could answer the request, else the response itself."""
     if 300 <= response.status < 400:
         return FailedAttempt("decode_lost", f"a worker must not redirect, but it answered {response.status}")
-    if response.status != 503:
+    if response.status != 503 or len(response.body) > MAX_ERROR_BYTES:
         return response
     try:
         error = json.loads(response.body)["error"]
