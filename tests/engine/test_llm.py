@@ -1,10 +1,13 @@
 """The offline API, with a tiny model that has no tokenizer and with the embedded model."""
 
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from harness import tiny_directory
 
 from hotset import LLM, SamplingParams
@@ -184,6 +187,30 @@ def test_the_embedded_model_answers_with_paris_and_ends_its_turn(embedded: LLM) 
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
     assert "<|im_end|>" not in answer.text
+
+
+def test_a_text_far_beyond_the_context_is_refused_before_all_of_it_is_tokenized(embedded: LLM) -> None:
+    text = "word " * 200_000
+    for ask in (lambda: embedded.generate(text), lambda: embedded.chat([{"role": "user", "content": text}])):
+        with pytest.raises(ContextLengthExceeded, match=r"the limit is 1024 tokens, but the first 131072 of \d+"):
+            ask()
+
+
+def test_closing_an_llm_ends_the_process_of_its_chat_template(tmp_path: Path) -> None:
+    def children() -> set[str]:
+        return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "!": 1}, [])).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
+    before = children()
+    model = tiny_directory(tmp_path)
+    with LLM(model, tokenizer=str(folder), load_format="dummy", device="cpu", device_kv_tokens=64) as llm:
+        assert len(children() - before) == 1
+        (answer,) = llm.chat([{"role": "user", "content": "aa"}], SamplingParams(max_tokens=1))
+        assert answer.prompt_token_ids == [0, 0, 1]
+    assert children() == before
 
 
 def test_a_stop_string_ends_the_text_and_frees_the_pages(embedded: LLM) -> None:
