@@ -1,5 +1,6 @@
 """Runs real routers and stub workers in their own processes, and queries them for tests."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -127,8 +128,9 @@ class Cluster:
         with log_path.open("w") as log:
             process = self._start(command, log)
         line = self._first_line(process)
-        assert " at http://" in line, f"{line!r}: {log_path.read_text()}"
-        router = Router(line.rpartition(" at ")[2], process, log_path)
+        url = re.search(r"http://\S+:\d+", line)
+        assert url is not None, f"{line!r}: {log_path.read_text()}"
+        router = Router(url[0], process, log_path)
         if ready:
             assert wait_until(lambda: plain_http.get(f"{router.url}/health", timeout=10).status_code == 200), (
                 router.log()
