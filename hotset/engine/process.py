@@ -256,6 +256,8 @@ def _read_commands(
         try:
             inbox.put(pipe.recv())
         except (EOFError, OSError):
+            # The second command cuts the drain of handoffs short: clients of this worker's peers wait for it.
+            inbox.put(StopEngine())
             inbox.put(StopEngine())
             break
     if closing.wait(LOST_PARENT_SECONDS):

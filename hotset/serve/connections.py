@@ -143,12 +143,12 @@ class Connections:
             self._loop.remove_reader(self._listener)
 
     def _accept(self) -> None:
-        """Called when at least one client waits to be connected."""
         assert self._listener is not None
-        room = self.limits.max_connections - len(self._open)
-        if not room:
-            self._make_room()
-        for _ in range(min(room, ACCEPTS_PER_TURN)):
+        for _ in range(ACCEPTS_PER_TURN):
+            is_full = len(self._open) >= self.limits.max_connections
+            if is_full and not self.waiting:
+                self._pause()  # until a connection ends, or the server waits for its client again
+                return
             try:
                 client, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -158,16 +158,17 @@ class Connections:
                 self._pause()
                 self._loop.call_later(RETRY_SECONDS, self.resume)
                 return
+            if is_full:
+                self._warn("the limit of %d connections is reached (--max-connections)", self.limits.max_connections)
+                self._close_longest_waiting()
             self._serve(client)
 
-    def _make_room(self) -> None:
-        """Closes the connection that the server has waited for longest, if any. Accepts nothing until a connection has
-        ended or can be closed; `resume` is called then."""
-        self._warn("the limit of %d connections is reached (--max-connections)", self.limits.max_connections)
-        self._pause()
-        longest = next(iter(self.waiting), None)
-        if longest is not None:
-            longest.transport.abort()
+    def _close_longest_waiting(self) -> None:
+        # The socket is closed in the next turn of the event loop. RESERVED_DESCRIPTORS suffice for one turn.
+        longest = next(iter(self.waiting))
+        del self.waiting[longest]
+        self._open.discard(longest)
+        longest.transport.abort()
 
     def _serve(self, client: socket.socket) -> None:
         protocol = self._new_protocol()

@@ -38,9 +38,9 @@ def run(engine_config: EngineConfig, serve_config: ServeConfig, process: EngineP
     """
     log_to_stderr()
     try:
+        warn_if_open_to_all(serve_config.host, serve_config.api_key)
         # Bind the port first, so that a port in use is reported before the model loads.
         with bound_socket(serve_config.host, serve_config.port) as listener:
-            warn_if_open_to_all(serve_config.host, serve_config.api_key)
             fitted_config = fit_to_descriptors(serve_config)
             client = EngineClient.start(engine_config, process)
             return asyncio.run(_serve(client, engine_config, fitted_config, listener))

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import queue
 import signal
 import threading
 import time
@@ -23,7 +24,7 @@ from hotset.engine.client import EngineClient
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.llm import LLM
 from hotset.engine.outputs import Delta
-from hotset.engine.process import AddRequests, EngineProcess
+from hotset.engine.process import AddRequests, EngineProcess, StopEngine
 from hotset.engine.progress import Progress
 from hotset.models import decoder as decoder_module
 
@@ -293,3 +294,21 @@ def test_start_up_errors_of_the_process_are_raised_with_their_type_and_message(t
         EngineClient.start(EngineConfig(model=str(tmp_path / "missing")))
     with pytest.raises(ConfigError, match="exceeds the 128"):
         EngineClient.start(config_of(tmp_path, max_model_len=1000))
+
+
+def test_after_the_death_of_the_parent_the_drain_of_handoffs_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of the worker's peers wait until the drain has ended."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(process_module.os, "_exit", leave)
+    monkeypatch.setattr(process_module.multiprocessing, "active_children", list)
+    monkeypatch.setattr(process_module, "LOST_PARENT_SECONDS", 0.0)
+    parent_end, child_end = process_module.multiprocessing.Pipe()
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    parent_end.close()
+    with child_end, pytest.raises(SystemExit):
+        process_module._read_commands(child_end, inbox, 0.0, threading.Event())
+    assert isinstance(inbox.get(), StopEngine), "the first command ends the steps"
+    assert process_module._stop_requested(inbox), "the second command ends the drain"

@@ -17,13 +17,15 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import Receive, Scope, Send
 
-from hotset.base.config import ServeConfig
+from hotset.base.config import EngineConfig, ServeConfig
 from hotset.base.errors import ConfigError
 from hotset.serve import connections
 from hotset.serve.connections import ConnectionLimits, LimitedProtocol, fit_to_descriptors
 from hotset.serve.http_server import HttpServer, bound_socket, uvicorn_config
 from hotset.serve.middleware import AccessLog, BodyLimit
 from hotset.serve.router.config import RouterConfig
+from hotset.serve.router.server import run as run_router
+from hotset.serve.server import run as run_server
 
 WAIT_SECONDS = 60.0  # limit of each wait; only an overloaded machine needs that long
 LIMIT_SECONDS = 0.3
@@ -325,3 +327,18 @@ def test_connections_and_requests_together_fit_into_the_file_descriptors(
     assert fitted.max_concurrency <= wanted.max_concurrency
     if free == 1 << 20:
         assert fitted.max_connections == wanted.max_connections
+
+
+@pytest.mark.parametrize("api_key", [None, "k"])
+@pytest.mark.parametrize("program", ["server", "router"])
+def test_a_host_beyond_loopback_without_a_key_is_warned_about(
+    program: str, api_key: str | None, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The address is no address of this machine, so nothing is opened."""
+    if program == "server":
+        assert run_server(EngineConfig(), ServeConfig(host="192.0.2.1", port=0, api_key=api_key)) == 1
+    else:
+        assert run_router(RouterConfig(host="192.0.2.1", port=0, api_key=api_key)) == 1
+    assert "cannot listen on 192.0.2.1" in capsys.readouterr().err
+    warnings = [record.message for record in caplog.records if "no API key is required" in record.message]
+    assert len(warnings) == (api_key is None)

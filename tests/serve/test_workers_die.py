@@ -165,3 +165,31 @@ def test_a_decode_worker_that_dies_during_a_landing_is_replaced_by_another(clust
     assert answer.json()["choices"] == plain_http.post(other.url + TEXT, json=LONG, timeout=120).json()["choices"]
     assert not any(worker.gauge("hotset_pages_quarantined") for worker in cluster.alive("prefill"))
     cluster.assert_pages_are_freed()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_clients_wait_at_most_5_s_after_the_death_of_a_http_process_and_its_engine_ends(
+    role: str, tiny_model: str, tmp_path: Path
+) -> None:
+    """The prompt is computed in small steps, so that it takes longer than the engine may take to drain."""
+    with ExitStack() as running, ThreadPoolExecutor(1) as client:
+        workers = {}
+        for each in ("prefill", "decode"):
+            (tmp_path / each).mkdir()
+            flags = ["--load-format", "dummy", "--max-num-batched-tokens", "1", *SIZES]
+            workers[each] = [running.enter_context(serving(tmp_path / each, tiny_model, "--role", each, *flags))]
+        router = running.enter_context(routing(tmp_path / "router", workers))
+        cluster = Cluster(tmp_path, workers, router, client)
+        pending = cluster.post({**LONG, "prompt": [1, 2] * 4000})
+        cluster.wait_for_busy("decode")
+        (worker,) = workers[role]
+        engine = worker.engine_pid()
+        worker.process.kill()
+        killed_at = time.monotonic()
+        assert (pending.result().status_code, pending.result().json()["error"]["code"]) == (503, "no_workers")
+        assert time.monotonic() - killed_at < 5.0
+        deadline = time.monotonic() + WAIT_SECONDS
+        while Path(f"/proc/{engine}").exists():
+            assert time.monotonic() < deadline, "the engine must end with its parent"
+            time.sleep(0.05)

@@ -87,7 +87,7 @@ class _LocalRoutes:
     async def _url_of(self, request: Request) -> str:
         # A worker receives the prompts of all clients, so only holders of the API key may change the workers.
         if not self._has_key:
-            raise WrongApiKey("a router without an API key cannot change its workers; start it with --api-key")
+            raise WrongApiKey("a router without an API key cannot change its workers; start it with --api-key-file")
         try:
             return WorkerAddress.model_validate_json(await request.body()).url
         except ValidationError:

@@ -40,8 +40,8 @@ def run(config: RouterConfig) -> int:
     """
     log_to_stderr()
     try:
+        warn_if_open_to_all(config.host, config.api_key)
         with bound_socket(config.host, config.port) as listener:
-            warn_if_open_to_all(config.host, config.api_key)
             return asyncio.run(_serve(fit_to_descriptors(config, to_workers=True), listener))
     except StartupError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
