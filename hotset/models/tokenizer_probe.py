@@ -17,12 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-CPU_SECONDS = 20  # the largest tokenizers (260,000 tokens) take 2 s
+from hotset.models.template_process import ENVIRONMENT
+
+CPU_SECONDS = 20  # a tokenizer of 260,000 tokens takes 2 s
 WALL_SECONDS = 300  # on a machine that is busy with other work
 MEMORY_BYTES = 2 << 30
 MEMORY_PER_FILE_BYTE = 32
-# Of the child: no secrets, and one thread, because the address space of threads would count as memory.
-ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+# The child has one thread, because the address space of threads would count as memory.
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 REPEATED = ("a", "A", "0", " ", "\n", "\t", ".", "_", "'", "é", "中", "Ġ", "▁")
 SHORT, LONG = 60, 3_000  # repetitions: exponential and cubic patterns exceed a limit
@@ -33,10 +35,13 @@ def why_unusable(path: Path) -> str | None:
     """Returns why the tokenizer in `path` cannot be used, or None if it encoded all texts within the limits."""
     start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     command = [sys.executable, "-I", "-c", start, str(path), str(CPU_SECONDS)]
+    environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | ONE_THREAD
     try:
         done = subprocess.run(
-            command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True, timeout=WALL_SECONDS
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=WALL_SECONDS
         )
+    except OSError as error:
+        return f"it cannot be tried in a process: {error}"
     except subprocess.TimeoutExpired:
         return f"loading it and encoding a few texts takes more than {WALL_SECONDS} s"
     if done.returncode == 0:

@@ -269,7 +269,7 @@ def test_defect_26_weights_that_are_not_finite_are_refused_by_name(
     rewrite(llama_dir, spoil)
     source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
     file = llama_dir / "model.safetensors"
-    expected = f"{file}: tensor {Q_PROJ} has 1 values of 1024 that are NaN or infinite as float32"
+    expected = f"{file}: tensor {Q_PROJ}: 1 of 1024 values are NaN or infinite as float32"
     assert refusal_of(lambda: source.load(Q_PROJ, (32, 32))) == expected
     out = torch.empty(40, 32, dtype=torch.bfloat16)
     assert Q_PROJ in refusal_of(lambda: source.load(Q_PROJ, (32, 32), out=out[4:36]))
@@ -300,12 +300,12 @@ def test_defect_26_fp8_scales_and_values_that_are_not_finite_are_refused_by_name
     rewrite(llama_dir, lambda tensors: tensors.update({Q_PROJ + "_scale_inv": scale}))
     source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
     message = refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
-    assert f"tensor {Q_PROJ}_scale_inv has 1 values of 1 that are NaN or infinite" in message
+    assert f"tensor {Q_PROJ}_scale_inv: 1 of 1 values are NaN or infinite" in message
     scale.fill_(1.0)
     rewrite(llama_dir, lambda tensors: tensors.update({Q_PROJ + "_scale_inv": scale}))
     rewrite(llama_dir, lambda tensors: tensors[Q_PROJ].view(torch.uint8)[31].fill_(0x7F))  # NaN in e4m3fn
     source = open_weights(find_model(str(llama_dir)), torch.float32, "cpu")
-    assert f"tensor {Q_PROJ} has 32 values of 1024" in refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
+    assert f"tensor {Q_PROJ}: 32 of 1024 values" in refusal_of(lambda: source.load(Q_PROJ, (32, 32)))
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])

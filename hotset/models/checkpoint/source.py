@@ -158,10 +158,8 @@ def copy_finite(
     and the name of the tensor, for the error message.
     """
     target = torch.empty(values.shape, dtype=dtype, device=device) if out is None else out
-    rows = target.shape[0]
-    if target.device.type == "cpu":
-        rows = BLOCK_BYTES * rows // target.nbytes if target.nbytes else rows
-    rows = max(1, rows)
+    block_bytes = BLOCK_BYTES if target.device.type == "cpu" else target.nbytes
+    rows = max(1, block_bytes * target.shape[0] // max(1, target.nbytes))
     blocks = zip(target.split(rows), values.split(rows), strict=True)
     check_finite(tensor, target, [block.copy_(stored).sum() for block, stored in blocks])
     return target
@@ -175,7 +173,7 @@ def check_finite(tensor: str, values: torch.Tensor, block_sums: Sequence[torch.T
     if not math.isfinite(torch.stack(list(block_sums)).sum().item()) and not bool(values.isfinite().all()):
         bad = int((~values.isfinite()).sum())
         kind = str(values.dtype).removeprefix("torch.")
-        raise CheckpointError(f"{tensor} has {bad} values of {values.numel()} that are NaN or infinite as {kind}")
+        raise CheckpointError(f"{tensor}: {bad} of {values.numel()} values are NaN or infinite as {kind}")
 
 
 def check_shape(file: str, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
