@@ -151,6 +151,7 @@ class Engine:
             retries=counters.retries,
             handed_off=counters.handed_off,
             quarantined_pages=sum(ledger.quarantined.device + ledger.quarantined.host for ledger in ledgers),
+            lacks_room=not all(ledger.fits_beside_quarantine(self.card.max_model_len - 1) for ledger in ledgers),
             handoff=None if self._endpoint is None else self._endpoint.stats(),
             rows_mirrored=traffic.rows_mirrored,
             bytes_swapped=traffic.bytes_swapped,

@@ -86,10 +86,11 @@ class EngineStats:
     resumes: int = 0
     recomputes: int = 0
     landed: int = 0  # prompts whose KV arrived from a prefill worker
-    lost: int = 0  # landings that failed or were cancelled, including those that were retried
+    lost: int = 0  # landings that failed, including those that were retried, but not those that were cancelled
     retries: int = 0  # further attempts after a landing had failed
     handed_off: int = 0  # prompts computed for decode workers
     quarantined_pages: int = 0
+    lacks_room: bool = False  # pages in quarantine leave too few for a request of max_model_len
     handoff: HandoffStats | None = None
     rows_mirrored: int = 0
     bytes_swapped: int = 0

@@ -173,13 +173,13 @@ class Scheduler:
         request = self._landing(request_id, attempt)
         if request is None:
             return False
-        self.counters.lost += 1
         if not quiesced:
             self._ledger.quarantine(request.holding, _landing_name(request_id, attempt))
         self._ledger.release(request.holding)
         if request.phase is Phase.ENDING:
             self._release(request)
             return False
+        self.counters.lost += 1
         request.move(Phase.WAITING)
         request.attempt += 1
         self._queues.enqueue(request)
@@ -347,7 +347,7 @@ class Scheduler:
         elif self._ledger.quarantined != NO_PAGES and len(self._requests) == len(self._queues.waiting):
             pages = self._ledger.quarantined.device + self._ledger.quarantined.host
             why = f"{pages} pages are in quarantine, because lost prefill workers could still write to them"
-            self._end(first, "no_room", f"{why}; the remaining pages are too few: restart this worker")
+            self._end(first, "no_room", f"{why}; the remaining pages are too few now")
 
     def _append_token(self, request: Request, token: int) -> None:
         request.num_unsampled -= 1

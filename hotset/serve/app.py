@@ -203,8 +203,8 @@ def _status_routes(service: Service) -> APIRouter:
 
     @routes.get("/health", responses=_full(Health) | _errors(500, 503))
     async def health() -> Response:
-        """Returns 200 and the progress of steps while the engine works, 503 with the reason if it has died or hangs.
-        Never waits for the engine."""
+        """Returns 200 and the progress of steps while the engine works, 503 with the reason if it has died or hangs, or
+        if quarantine leaves too few pages for a request of the maximum length. Never waits for the engine."""
         return json_response(service.health())
 
     @routes.get("/handoff", responses=_full(WorkerState) | _errors(500, 503))

@@ -343,3 +343,4 @@ class WorkerState(BaseModel):
     # The larger of two numbers: requests in the engine's queue, and choices that have no token yet.
     waiting: int = Field(ge=0)
     running: int = Field(ge=0)  # requests that are being prefilled or decoded
+    degraded: str | None = Field(default=None, max_length=1024)  # why it cannot admit a request of the maximum length

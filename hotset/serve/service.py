@@ -9,7 +9,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from hotset.base.config import ServeConfig
-from hotset.base.errors import ContextLengthExceeded, EngineStopped, QueueFull, RequestError, UnknownModel, WrongRole
+from hotset.base.errors import (
+    ContextLengthExceeded,
+    EngineStopped,
+    NoRoomLeft,
+    QueueFull,
+    RequestError,
+    UnknownModel,
+    WrongRole,
+)
 from hotset.base.sampling import SamplingParams
 from hotset.engine.client import EngineClient
 from hotset.engine.input_processor import check_token_ids
@@ -130,14 +138,29 @@ class Service:
         return address
 
     def health(self) -> Health:
-        """Returns the progress of the engine. Raises EngineStopped with the reason if it has died or hangs."""
+        """Returns the progress of the engine. Raises EngineStopped with the reason if it has died or hangs, and
+        NoRoomLeft while quarantine leaves too few pages for a request of the maximum length."""
         self.client.check()
+        if (lack := self.lack_of_room()) is not None:
+            raise NoRoomLeft(lack)
         progress = self.client.progress
         return Health(
             steps=progress.steps,
             seconds_since_step=progress.seconds_since_step,
             seconds_without_progress=self.client.seconds_without_progress,
             open_requests=progress.open_requests,
+        )
+
+    def lack_of_room(self) -> str | None:
+        """Returns why a request of the maximum length cannot be admitted now, or None if it can."""
+        stats = self.load.stats(self.client)
+        if not stats.lacks_room:
+            return None
+        total = stats.device_pages_total + stats.host_pages_total
+        return (
+            f"{stats.quarantined_pages} of {total} pages are in quarantine, because lost prefill workers could still "
+            f"write to them; the others are too few for {self.client.model.max_model_len} tokens. Quarantine ends when "
+            "these workers answer or have ended"
         )
 
     def state(self) -> WorkerState:
@@ -151,6 +174,7 @@ class Service:
             waiting_tokens=max(self.load.waiting_tokens, stats.tokens_to_prefill),
             waiting=max(stats.waiting, self.client.waiting),
             running=stats.running,
+            degraded=self.lack_of_room(),
         )
 
     @property

@@ -247,6 +247,14 @@ class Ledger:
             device=sum(len(pages.device) for pages in quarantined), host=sum(len(pages.host) for pages in quarantined)
         )
 
+    def fits_beside_quarantine(self, tokens: int) -> bool:
+        """Returns whether a context of `tokens` rows would fit if no request held pages."""
+        quarantined, free_host = self.quarantined, 0 if self.host is None else self.host.capacity
+        free_device, free_host = self.device.capacity - quarantined.device, free_host - quarantined.host
+        residences = [Residence.RESIDENT, *([Residence.STREAMED] if self.tiers else [])]
+        needs = [self.pages_needed(Holding(), residence, tokens) for residence in residences]
+        return any(need.device <= free_device and need.host <= free_host for need in needs)
+
     def release(self, holding: Holding) -> None:
         """Releases all pages of a request, in any residence. Idempotent."""
         if holding.residence is Residence.ABSENT:

@@ -89,6 +89,7 @@ def test_pages_of_an_aborted_landing_stay_held_until_the_writer_has_stopped() ->
     assert ledger.host is not None and ledger.host.held > 0
     assert not scheduler.fail_landing("a", 1, quiesced=True, retry=False), "the request was already cancelled"
     assert scheduler.idle and ledger.host.held == 0
+    assert scheduler.counters.lost == 0, "a landing that was cancelled is not lost"
 
 
 def test_an_abort_before_the_reservation_was_sent_releases_the_pages_at_once() -> None:
@@ -115,3 +116,17 @@ def test_a_request_that_cannot_fit_because_of_quarantine_ends_with_that_error() 
     outputs = scheduler.take_outputs()
     assert outputs.finished == {"b": "no_room"} and outputs.errors["b"].startswith(f"{held} pages are in quarantine")
     assert scheduler.idle
+
+
+def test_a_long_context_does_not_fit_beside_quarantined_pages_until_their_writer_has_stopped() -> None:
+    """Defect 23: such a worker reports that it is degraded."""
+    scheduler, runner, ledger = make(host=6)
+    assert ledger.fits_beside_quarantine(12) and not ledger.fits_beside_quarantine(13)
+    scheduler.add(prefilled_by_peer("a", 9, 12))
+    next_reservation(scheduler, runner)
+    assert ledger.fits_beside_quarantine(12), "pages that a request holds become free when it ends"
+    scheduler.fail_landing("a", 1, quiesced=False, retry=False)
+    assert ledger.quarantined.host == 5
+    assert ledger.fits_beside_quarantine(2) and not ledger.fits_beside_quarantine(3)
+    scheduler.end_quarantine("a", 1)
+    assert ledger.fits_beside_quarantine(12)

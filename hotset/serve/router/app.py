@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from hotset.base.errors import HotsetError, NoWorkers, RequestError, WrongApiKey
+from hotset.base.errors import HotsetError, NoRoomLeft, NoWorkers, RequestError, WrongApiKey
 from hotset.serve.errors import error_response, http_error_response
 from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit, ConcurrencyLimit, UnambiguousLength
 from hotset.serve.protocol import StrictModel
@@ -59,11 +59,15 @@ class _LocalRoutes:
         self._has_key = has_key
 
     async def health(self, request: Request) -> Response:
-        """Reports how many workers of each role are alive. Raises NoWorkers if a role has none."""
+        """Reports how many workers of each role are alive. Raises NoWorkers if a role has none, and NoRoomLeft if all
+        decode workers are degraded."""
         counts = {role: len(self._fleet.up(role)) for role in ROLES}
         if not all(counts.values()):
             alive = " and ".join(f"{count} {role}" for role, count in counts.items())
             raise NoWorkers(f"{alive} workers are alive; at least one of each role is needed")
+        degraded = [f"{worker.url}: {worker.degraded}" for worker in self._fleet.up("decode") if worker.degraded]
+        if len(degraded) == counts["decode"]:
+            raise NoRoomLeft(f"all {len(degraded)} decode workers are degraded; {degraded[0]}")
         return JSONResponse({"status": "ok", **counts})
 
     async def metrics(self, request: Request) -> Response:

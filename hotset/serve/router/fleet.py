@@ -50,6 +50,11 @@ class RoutedWorker:
         return self.state is not None and self.failures < FAILURES_UNTIL_DOWN
 
     @property
+    def degraded(self) -> str | None:
+        """Why the worker cannot admit a request of the maximum length, or None if it can."""
+        return None if self.state is None else self.state.degraded
+
+    @property
     def control(self) -> str:
         assert self.state is not None and self.state.control is not None, "a worker without a control address is down"
         return self.state.control
@@ -148,14 +153,17 @@ class Fleet:
     def choose(self, role: Role, avoid: Collection[str]) -> RoutedWorker:
         """Returns the live worker of `role` with the lowest load. A tie goes to the least recently chosen one.
 
-        Workers in `avoid` are chosen only if no other is alive. Raises NoWorkers if no worker of the role is alive.
+        Workers in `avoid` are chosen only if no other is alive, and degraded ones only if all others are in `avoid`.
+        Raises NoWorkers if no worker of the role is alive.
         """
         alive = self.up(role)
         if not alive:
             known = sum(worker.role == role for worker in self._workers.values())
             raise NoWorkers(f"no {role} worker is alive ({known} are known); retry later")
-        preferred = [worker for worker in alive if worker.url not in avoid]
-        chosen = min(preferred or alive, key=lambda worker: (worker.load, worker.last_chosen))
+        chosen = min(
+            alive,
+            key=lambda worker: (worker.url in avoid, worker.degraded is not None, worker.load, worker.last_chosen),
+        )
         chosen.last_chosen = next(self._choice_numbers)
         return chosen
 

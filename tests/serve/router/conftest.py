@@ -31,7 +31,7 @@ def workers(shared_cluster: Cluster) -> list[Stub]:
 def idle_workers(workers: list[Stub]) -> list[Stub]:
     """The shared workers after a reset: they behave well and have recorded no requests."""
     for worker in workers:
-        worker.behave(behaviour="well", waiting_tokens=0)
+        worker.behave(behaviour="well", waiting_tokens=0, degraded=None)
     return workers
 
 

@@ -50,6 +50,7 @@ class Stub:
         self.open = 0  # completions in progress
         self.disconnected = 0  # completions that the client disconnected from
         self.waiting_tokens = 0
+        self.degraded: str | None = None
         self.control = f"{name}:9000"
         self.target = ""
 
@@ -64,7 +65,7 @@ class Stub:
             return Response("<html>welcome</html>")
         if self.behaviour == "redirects":
             return RedirectResponse(self.target + "/handoff")
-        state = {"role": self.role, "control": self.control, "model": self.model}
+        state = {"role": self.role, "control": self.control, "model": self.model, "degraded": self.degraded}
         return JSONResponse({**state, "waiting_tokens": self.waiting_tokens, "waiting": 0, "running": self.open})
 
     async def report(self, request: Request) -> Response:

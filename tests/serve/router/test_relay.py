@@ -257,3 +257,27 @@ def test_router_imports_neither_engine_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+def test_defect_23_a_degraded_decode_worker_gets_requests_only_if_there_is_no_other(
+    router: Router, idle_workers: list[Stub]
+) -> None:
+    d1, d2 = idle_workers[2:]
+
+    def degraded_workers() -> list[str]:
+        states = [router.workers()[stub.url]["state"] for stub in (d1, d2)]
+        return [state["degraded"] for state in states if state["degraded"]]
+
+    d1.behave(degraded="309 pages are in quarantine")
+    assert wait_until(lambda: len(degraded_workers()) == 1)
+    assert [router.post().headers["x-worker"] for _ in range(6)] == ["d2"] * 6
+    assert plain_http.get(f"{router.url}/health", timeout=30).status_code == 200
+    d2.behave(degraded="400 pages are in quarantine")
+    assert wait_until(lambda: len(degraded_workers()) == 2)
+    health = plain_http.get(f"{router.url}/health", timeout=30)
+    assert (health.status_code, error_code_of(health.content)) == (503, "no_room_left")
+    assert "309 pages" in health.text
+    assert router.post().status_code == 200, "short requests may still fit"
+    for stub in (d1, d2):
+        stub.behave(degraded=None)
+    assert wait_until(lambda: not degraded_workers())
