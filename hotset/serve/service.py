@@ -141,9 +141,9 @@ class Service:
         """Returns the progress of the engine. Raises EngineStopped with the reason if it has died or hangs, and
         NoRoomLeft while quarantine leaves too few pages for a request of the maximum length."""
         self.client.check()
+        progress = self.client.progress
         if (lack := self.lack_of_room()) is not None:
             raise NoRoomLeft(lack)
-        progress = self.client.progress
         return Health(
             steps=progress.steps,
             seconds_since_step=progress.seconds_since_step,
