@@ -3,6 +3,7 @@ addresses are refused."""
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor, ModelCard
 from hotset.engine.sizing import kv_budget
 from hotset.engine.stores import regions
-from hotset.transfer.api import Region
+from hotset.transfer.api import Region, Transfer
 from hotset.transfer.loopback import Hub, Loopback
 
 FOUR_TOKENS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -38,13 +39,13 @@ class RecordingLoopback(Loopback):
         super().register(region)
 
 
-def make(loopback: Loopback | None = None, **settings: Any) -> Engine:
+def make(opener: Callable[[], Transfer] | None = None, **settings: Any) -> Engine:
     spec, decoder = MODELS["dsa"]
     config = EngineConfig(max_model_len=96, device_kv_tokens=400, **settings)
     budget = kv_budget(config, decoder.kv_shape, spec.context, CPU)
     card = build.model_card(config, spec, budget, CPU, torch.float64)
     executor = build.in_process_executor(config, decoder, budget, CPU, card.vocab)
-    return build.assemble(config, card, decoder.kv_shape, budget, executor, transfer=loopback)
+    return build.assemble(config, card, decoder.kv_shape, budget, executor, transfer_opener=opener)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_a_lost_handoff_is_logged_with_its_reason_unless_the_request_was_aborted
     aborted: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The peer refuses the request, because the peer is a decode worker too."""
-    decode, peer = (make(Loopback(Hub()), role="decode") for _ in range(2))
+    decode, peer = (make(lambda: Loopback(Hub()), role="decode") for _ in range(2))
     try:
         (choice,) = InputProcessor(decode.card, 0).accept("r", [5] * 9, FOUR_TOKENS, prefill_at=peer.card.control)
         decode.add(choice)
