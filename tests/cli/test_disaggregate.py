@@ -2,6 +2,7 @@
 that does not answer."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 import threading
@@ -91,28 +92,27 @@ class Unavailable(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_child_that_does_not_answer_ends_the_deployment_and_one_that_answers_with_an_error_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(disaggregate, "HEALTH_POLL_SECONDS", 0.01)
+def test_a_child_that_does_not_answer_ends_the_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disaggregate, "HEALTH_POLL_SECONDS", 0.1)
     monkeypatch.setattr(disaggregate, "HEALTH_TIMEOUT_SECONDS", 0.3)
+    engine = EngineConfig(role="decode", step_timeout=1.0)
 
-    async def watch(url: str, seconds: float) -> None:
-        engine = EngineConfig(role="decode", step_timeout=1.0)
+    async def watch(url: str) -> None:
         deployment = disaggregate._Deployment(engine, ServeConfig(), WorkerCounts(1, 1), [])
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(60):
             await deployment._watch_child("decode 1", url)
 
+    message = r"^decode 1 has not answered for 1 s \(--step-timeout\)$"
+    # Linux accepts connections to this socket, as it does for a process that is stopped.
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(StartupError, match=message):
+        asyncio.run(watch(f"http://127.0.0.1:{silent.getsockname()[1]}"))
+
+
+def test_a_child_that_answers_with_an_error_has_answered() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Unavailable) as server:
-        url = f"http://127.0.0.1:{server.server_port}"
-        # The server accepts connections but does not answer before `serve_forever` runs, like a stopped process.
-        with pytest.raises(StartupError, match=r"^decode 1 has not answered for 1 s \(--step-timeout\)$"):
-            asyncio.run(watch(url, 60.0))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            monkeypatch.setattr(disaggregate, "HEALTH_TIMEOUT_SECONDS", 60.0)
-            with pytest.raises(TimeoutError):
-                asyncio.run(watch(url, 1.5))
+            assert disaggregate._answers(f"http://127.0.0.1:{server.server_port}")
         finally:
             server.shutdown()
 

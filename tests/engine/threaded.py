@@ -125,7 +125,8 @@ def split_engine(spec: ModelSpec, seed: int, transfer: Transfer | None = None, *
     workers.init_cache(budget, lambda done, total: None)
     card = model_card(config, spec, budget, CPU, torch.float64)
     shape = whole_kv_shape(spec, torch.float64, kv_storage(config, spec))
-    return assemble(config, card, shape, budget, workers, weights=f"random {seed}", transfer=transfer)
+    opener = None if transfer is None else lambda: transfer
+    return assemble(config, card, shape, budget, workers, weights=f"random {seed}", transfer_opener=opener)
 
 
 @contextmanager
