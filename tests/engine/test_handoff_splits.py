@@ -1,7 +1,7 @@
 """Handoffs between engines with different parallelism: tokens equal those of one process, and no byte changes
 on the way."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
@@ -59,18 +59,18 @@ def answers_of_one_process(model: str) -> list[list[int]]:
     return [answer.token_ids for answer in run_all(engine, prompts(), [PARAMS] * len(LENGTHS))]
 
 
-def engine_of(model: str, parallelism: str, role: str, transfer: Transfer, **settings: Any) -> Engine:
+def engine_of(model: str, parallelism: str, role: str, opener: Callable[[], Transfer], **settings: Any) -> Engine:
     spec = SPECS[model]
     settings = {"page_rows": 16, **COMMON, **PARALLELISM[parallelism], "role": role, **settings}
     if isinstance(spec.attention, GqaSpec):
         settings["staging_mib"] = 1
     if parallelism != "TP1":
-        return split_engine(spec, SEED, transfer, **settings)
+        return split_engine(spec, SEED, opener, **settings)
     config, decoder = EngineConfig(**settings), Decoder(spec, RandomWeights(torch.float64, SEED))
     budget = kv_budget(config, decoder.kv_shape, spec.context, CPU)
     card = model_card(config, spec, budget, CPU, torch.float64)
     executor = in_process_executor(config, decoder, budget, CPU, card.vocab)
-    return assemble(config, card, decoder.kv_shape, budget, executor, transfer=transfer, weights=f"random {SEED}")
+    return assemble(config, card, decoder.kv_shape, budget, executor, transfer_opener=opener, weights=f"random {SEED}")
 
 
 @contextmanager
@@ -82,11 +82,11 @@ def pair(model: str, sender: str, receiver: str, transfer_name: str, *further_se
         return Loopback(hub) if transfer_name == "loopback" else open_transfer("nixl", host="127.0.0.1", protocol="tcp")
 
     with ExitStack() as stack:
-        prefill = engine_of(model, sender, "prefill", transfer())
+        prefill = engine_of(model, sender, "prefill", transfer)
         stack.callback(prefill.close)
-        decode = engine_of(model, receiver, "decode", transfer(), page_rows=8)
+        decode = engine_of(model, receiver, "decode", transfer, page_rows=8)
         stack.callback(decode.close)
-        further_prefills = [engine_of(model, sender, "prefill", transfer()) for sender in further_senders]
+        further_prefills = [engine_of(model, sender, "prefill", transfer) for sender in further_senders]
         workers = Pair(prefill, decode, *further_prefills)
         stack.callback(workers.close)
         yield workers

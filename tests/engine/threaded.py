@@ -108,7 +108,7 @@ class ThreadWorkers(MultiprocessExecutor):
             group.barrier.abort()
 
 
-def split_engine(spec: ModelSpec, seed: int, transfer: Transfer | None = None, **settings: Any) -> Engine:
+def split_engine(spec: ModelSpec, seed: int, opener: Callable[[], Transfer] | None = None, **settings: Any) -> Engine:
     """Returns an engine with several workers and random weights in float64. `settings` are fields of EngineConfig."""
     config = EngineConfig(**settings)
     kv_heads = spec.attention.kv_heads if isinstance(spec.attention, GqaSpec) else 1
@@ -125,7 +125,6 @@ def split_engine(spec: ModelSpec, seed: int, transfer: Transfer | None = None, *
     workers.init_cache(budget, lambda done, total: None)
     card = model_card(config, spec, budget, CPU, torch.float64)
     shape = whole_kv_shape(spec, torch.float64, kv_storage(config, spec))
-    opener = None if transfer is None else lambda: transfer
     return assemble(config, card, shape, budget, workers, weights=f"random {seed}", transfer_opener=opener)
 
 
