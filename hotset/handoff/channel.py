@@ -34,7 +34,6 @@ from hotset.handoff.messages import (
 LOGGER = logging.getLogger("hotset.handoff")
 
 MAX_QUEUED = 1000  # messages queued to one peer
-MAX_UNREAD = 16  # messages of one connection that have arrived and are not read; ZeroMQ stops reading from it then
 MAX_PER_RECEIVE = 256  # messages per `receive`, so that many messages do not keep the caller from other work
 MAX_PEERS = 512  # limit of peers, each of which may have a socket
 # Limit of connections to the control port: a peer that connects again may have two for a moment. If there are few file
@@ -44,7 +43,6 @@ MAX_OLD_INCARNATIONS = 4  # remembered for each peer
 MAX_WARNINGS = 256
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 1000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 6000
-KEEPALIVE_SECONDS, KEEPALIVE_PROBES = 10, 3
 LISTEN_AGAIN_SECONDS = 0.05
 HANDSHAKE_MS = 5000  # time for a new connection to complete ZeroMQ's handshake
 FOR_ANY_INCARNATION = (Hello, Ping)  # sent even if the peer's incarnation is unknown
@@ -81,12 +79,11 @@ class Channel:
         self._listening = True
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._new_socket(zmq.ROUTER)
-        self._router.rcvhwm = MAX_UNREAD
+        # ZeroMQ stops reading from a connection with more unread messages than `rcvhwm`. If the peer then disconnects,
+        # a heartbeat of either side aborts this process (ZeroMQ 4.3.5). So there is no limit; `receive` discards
+        # messages about as fast as a connection brings them.
+        self._router.rcvhwm = 0
         self._router.handshake_ivl = HANDSHAKE_MS
-        # Closes connections of machines that have crashed. Heartbeats must not be used here: ZeroMQ 4.3.5 aborts the
-        # process if one is due on a connection that the peer has closed while messages of it wait (MAX_UNREAD).
-        self._router.tcp_keepalive, self._router.tcp_keepalive_cnt = 1, KEEPALIVE_PROBES
-        self._router.tcp_keepalive_idle = self._router.tcp_keepalive_intvl = KEEPALIVE_SECONDS
         try:
             self._router.bind(f"tcp://{control.listen.host}:{control.listen.port or '*'}")
         except zmq.ZMQError as error:
@@ -176,13 +173,14 @@ class Channel:
         new.ipv6 = True
         new.maxmsgsize = MAX_BYTES
         new.sndhwm = new.rcvhwm = MAX_QUEUED
+        # A machine that crashes does not close its connections. Heartbeats detect this: ZeroMQ reconnects a socket for
+        # sending, and closes a connection to the control port.
+        new.heartbeat_ivl, new.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
         return new
 
     def _connect(self, peer: str) -> "zmq.Socket[bytes]":
         new = self._new_socket(zmq.DEALER)
         new.reconnect_ivl, new.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
-        # A machine that crashes does not close its connections. Heartbeats detect this, and ZeroMQ then reconnects.
-        new.heartbeat_ivl, new.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
         try:
             new.connect(f"tcp://{peer}")
         except zmq.ZMQError:
