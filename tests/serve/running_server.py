@@ -46,6 +46,12 @@ class RunningServer:
             time.sleep(0.02)
         return value
 
+    def wait_until_healthy(self, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while plain_http.get(f"{self.url}/health", timeout=30).status_code != 200:
+            assert time.monotonic() < deadline, f"{self.url} was not healthy within {seconds:g} s"
+            time.sleep(0.05)
+
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         engines = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -96,10 +96,7 @@ def routing(folder: Path, workers: dict[str, list[RunningServer]]) -> Iterator[R
     folder.mkdir()
     urls = {role: [worker.url for worker in group if worker.process.poll() is None] for role, group in workers.items()}
     with serving(folder, "--prefill", *urls["prefill"], "--decode", *urls["decode"], command="router") as router:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while plain_http.get(f"{router.url}/health", timeout=30).status_code != 200:
-            assert time.monotonic() < deadline, "the router did not find the workers"
-            time.sleep(0.05)
+        router.wait_until_healthy(WAIT_SECONDS)
         yield router
 
 
