@@ -135,7 +135,7 @@ class Channel:
         return events
 
     def wait(self, seconds: float) -> None:
-        """Blocks until a message arrives, `wake` is called, or the time has passed."""
+        """Blocks until a message or a connection arrives, `wake` is called, or the time has passed."""
         if not self._listening:
             seconds = min(seconds, LISTEN_AGAIN_SECONDS)
         self._poller.poll(math.ceil(max(0.0, seconds) * 1000))
