@@ -228,3 +228,35 @@ def test_closing_a_hub_twice_closes_its_endpoints_and_ends_its_thread() -> None:
     hub.close()
     assert end.closed
     assert hub._thread is not None and not hub._thread.is_alive()
+
+
+def test_defect_23_nothing_is_written_through_a_closed_endpoint_although_its_memory_has_a_new_one() -> None:
+    """Bytes that were on their way do not arrive, nor do those of lists that are submitted with the old keys."""
+    pair = Pair(Faults(delay_s=(2.0, 2.0)))
+    on_its_way = pair.submit()
+    pair.hub.advance(1.0)
+    assert pair.far.close()
+    successor = Loopback(pair.hub)
+    successor.register(Region(pair.target.ctypes.data, NBYTES))
+    late = pair.submit()
+    pair.hub.advance(30.0)
+    assert pair.num_landed == 0
+    assert [pair.near.poll(ticket) for ticket in (on_its_way, late)] == [WriteState.FAILED_UNKNOWN] * 2
+    pair.near.connect("far", successor.describe())
+    ticket = pair.submit()
+    pair.hub.advance(40.0)
+    assert pair.near.poll(ticket) is WriteState.DONE and pair.num_landed == NBYTES
+
+
+class NeverHappens:
+    def query(self) -> bool:
+        return False
+
+
+def test_forgetting_one_of_two_names_of_a_peer_ends_only_the_lists_of_that_name() -> None:
+    pair = Pair()
+    pair.near.connect("twin", pair.far.describe())
+    writes = np.array([[pair.source.ctypes.data, pair.target.ctypes.data, 64]])
+    tickets = [pair.near.submit(name, writes, NeverHappens()) for name in ("far", "twin")]
+    pair.near.forget("twin")
+    assert [pair.near.poll(ticket) for ticket in tickets] == [WriteState.PENDING, WriteState.FAILED_QUIESCED]

@@ -127,3 +127,13 @@ def test_regions_that_overlap_or_are_empty_are_refused(region: Region) -> None:
     with pytest.raises(StartupError):
         regions.add(region)
     assert list(regions) == [Region(100, 100)]
+
+
+def test_another_thread_never_sees_a_region_without_its_address() -> None:
+    """`locate` may run while a region is added, so `add` must replace everything in one step."""
+    regions = Regions([Region(100, 100)])
+    (before,) = vars(regions).values()
+    regions.add(Region(10, 20))
+    (after,) = vars(regions).values()
+    assert before is not after and len(before.regions) == len(before.starts) == len(before.ends) == 1
+    assert len(after.regions) == len(after.starts) == len(after.ends) == 2
