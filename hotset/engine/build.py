@@ -34,7 +34,7 @@ from hotset.schedule.scheduler import Scheduler
 from hotset.tiers.kv_memory import KvMemory
 from hotset.tiers.ledger import Ledger
 from hotset.transfer.api import Transfer
-from hotset.transfer.engines import open_transfer
+from hotset.transfer.engines import LANES, open_transfer
 
 
 def build_engine(
@@ -122,6 +122,7 @@ def assemble(
             host=host,
             interface=config.listening_interface,
             protocol=config.transfer_protocol or "tcp",
+            lanes=1 if config.role == "decode" else LANES,  # a decode worker writes nothing
         )
         schedulers = [replica.scheduler for replica in replicas]
         endpoint, channel = open_endpoint(config, identity, schedulers, executor, card, opener, wake)

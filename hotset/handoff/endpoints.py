@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from hotset.transfer.api import Transfer
@@ -71,8 +72,8 @@ class Endpoints:
             remaining = [*self._open.values(), *([] if self._unused is None else [self._unused])]
             self._open.clear()
             self._unused = None
-        for endpoint in remaining:
-            endpoint.close()
+        with ThreadPoolExecutor(max_workers=len(remaining) + 1) as threads:  # each may take seconds
+            list(threads.map(lambda endpoint: endpoint.close(), remaining))
 
     def _open_one(self, number: int, report: Callable[[EndpointResult], None]) -> None:
         try:

@@ -221,7 +221,9 @@ def test_pages_are_in_quarantine_while_their_writer_lives_and_free_when_it_was_k
         assert wait_until(lambda: len(decode.transfer) == 1), "the endpoint of the killed worker is not closed"
 
 
-@pytest.mark.parametrize("hung", [False, True], ids=["no write in flight", "a write in flight"])
+@pytest.mark.parametrize(
+    "hung", [pytest.param(False, id="no write in flight", marks=pytest.mark.slow), pytest.param(True, id="hung write")]
+)
 def test_the_pages_of_a_decode_worker_that_was_suspended_while_rows_land_are_free_when_it_resumes(
     tmp_path: Path, hung: bool
 ) -> None:
