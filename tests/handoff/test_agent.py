@@ -22,6 +22,7 @@ from hotset.handoff.codec import MARK, PLAIN
 from hotset.handoff.endpoints import Endpoints
 from hotset.handoff.messages import (
     PROTOCOL,
+    ChannelEvent,
     Fetch,
     FetchFailed,
     HandoffKey,
@@ -315,9 +316,10 @@ def test_another_version_of_the_protocol_is_refused_with_both_versions(world: Wo
             dealer.connect(f"tcp://{prefill.address}")
             envelope = (PROTOCOL + 1, newer.address, newer.incarnation, "", "Hello", {"all": "new"})
             dealer.send(MARK + PLAIN + msgspec.msgpack.encode(envelope))
-            newer.wait(WAIT_S)
+            received: list[ChannelEvent] = []
+            assert wait_until(lambda: bool(received.extend(newer.receive()) or received))
             reason = f"the protocol versions differ: {PROTOCOL} here, {PROTOCOL + 1} there"
-            assert newer.receive() == [MessageReceived(prefill.address, Refused(reason))]
+            assert received == [MessageReceived(prefill.address, Refused(reason))]
     finally:
         newer.close(0.0)
 
