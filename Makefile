@@ -23,8 +23,8 @@ UNFINISHED := $(VENV)/unfinished
 LOCK := $(if $(shell command -v flock),flock .venv.lock)
 
 ARGS ?=
-# One more worker than cores, because many tests wait for processes.
-JOBS ?= $(shell expr $$(nproc) + 1)
+# Two more workers than cores, because many tests wait for processes.
+JOBS ?= $(shell expr $$(nproc) + 2)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=10
 
 help: ## print this list

@@ -78,7 +78,9 @@ def test_the_transfer_engine_is_opened_at_the_advertised_host_and_registers_the_
     monkeypatch.setattr(build, "open_transfer", open_transfer)
     engine = make(role=role, transfer="mooncake", transfer_protocol="rdma", **settings)
     try:
-        assert opened == [{"name": "mooncake", "host": address, "interface": "lo", "protocol": "rdma"}]
+        lanes = 4 if role == "prefill" else 1  # a decode worker writes nothing
+        expected = {"name": "mooncake", "host": address, "interface": "lo", "protocol": "rdma", "lanes": lanes}
+        assert opened == [expected]
         assert engine.card.control is not None and engine.card.control.rpartition(":")[0] == address
         assert engine.executor.pool is not None
         pool = engine.executor.pool.bytes
