@@ -30,6 +30,7 @@ from hotset.handoff.messages import (
     Hello,
     Landed,
     ModelIdentity,
+    PeerLost,
     PrefillFailed,
     Quiesced,
     ReleasePages,
@@ -107,6 +108,10 @@ class DecodeEndpoint:
 
     def poll(self) -> None:
         for event in self._agent.take_events():
+            if isinstance(event, PeerLost):
+                for scheduler in self._schedulers:
+                    scheduler.fail_waiting(event.peer, event.reason)
+                continue
             assert isinstance(event, Landed | FetchFailed | Quiesced), f"a decode worker received {event}"
             _, replica_number, name = event.key.request_id.split(":", 2)
             scheduler, attempt = self._schedulers[int(replica_number)], event.key.attempt

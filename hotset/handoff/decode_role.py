@@ -22,6 +22,7 @@ from hotset.handoff.messages import (
     LeaseRequest,
     Message,
     PackedPiece,
+    PeerLost,
     PieceWritten,
     Pong,
     Progress,
@@ -128,6 +129,8 @@ class DecodeRole:
         self._lose(peer, f"{peer} was restarted", now)
 
     def peer_lost(self, peer: str, reason: str, now: float) -> None:
+        if peer in self.watched_peers():
+            self._events.append(PeerLost(peer, reason))
         self._end_introduction(peer, f"{reason} (a worker with another handoff secret stays silent too)")
         self._lose(peer, reason, now)
 

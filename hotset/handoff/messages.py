@@ -333,6 +333,14 @@ class Quiesced:
     key: HandoffKey
 
 
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """Agent to decode engine: a prefill worker that handoffs depend on is silent. Prompts need not wait for it."""
+
+    peer: str
+    reason: str
+
+
 # Between a prefill engine and its sender.
 
 
@@ -390,7 +398,7 @@ class ReleasePages:
 
 
 ReceiverCommand = Fetch | CancelFetch
-ReceiverEvent = Landed | FetchFailed | Quiesced
+ReceiverEvent = Landed | FetchFailed | Quiesced | PeerLost
 SenderCommand = RowsComputed | FirstTokenSampled | PrefillFailed
 SenderEvent = StartPrefill | ReleasePages
 

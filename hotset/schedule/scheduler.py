@@ -189,6 +189,14 @@ class Scheduler:
             self.counters.retries += 1
         return True
 
+    def fail_waiting(self, prefill_at: str, reason: str) -> None:
+        """Ends the requests whose prompts a lost prefill worker would compute and that still wait for pages. With
+        pages, each would wait until the worker times out again."""
+        waiting = [request for request in self._queues.waiting if request.phase is Phase.WAITING]
+        for request in [request for request in waiting if request.prefill_at == prefill_at]:
+            self.counters.lost += 1
+            self._end(request, "lost", reason)
+
     def end_quarantine(self, request_id: str, attempt: int) -> None:
         """Releases the quarantined pages of a failed landing after its writer has stopped."""
         self._ledger.end_quarantine(_landing_name(request_id, attempt))

@@ -33,6 +33,7 @@ from hotset.handoff.messages import (
     Landed,
     ModelIdentity,
     PagedSpan,
+    PeerLost,
     PrefillFailed,
     ProcessIdentity,
     Quiesced,
@@ -257,6 +258,7 @@ class DecodeEngine(_Engine):
         self.free_keys = list(reversed(range(memory.pages)))
         self.quarantined: set[HandoffKey] = set()
         self.events: dict[HandoffKey, list[ReceiverEvent]] = {}
+        self.lost_peers: list[str] = []
         self._requests: dict[HandoffKey, HandoffRequest] = {}
         self._lock = threading.Lock()
         self.ring = None if staging is None else ReceiverStaging(staging.memory_range, {"host": memory.store})
@@ -283,6 +285,9 @@ class DecodeEngine(_Engine):
         self.agent.put(CancelFetch(key))
 
     def handle_event(self, event: ReceiverEvent) -> None:
+        if isinstance(event, PeerLost):
+            self.lost_peers.append(event.peer)
+            return
         request = self._requests[event.key]
         match event:
             case Landed(key, token_id):

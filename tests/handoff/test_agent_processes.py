@@ -180,7 +180,7 @@ def test_a_suspended_prefill_worker_is_treated_as_lost_and_confirms_later_that_i
         pause(sleeper.process.pid)
         end = decode.wait_for_outcome(key)
         assert isinstance(end, FetchFailed) and not end.quiesced
-        assert decode.quarantined == {key}
+        assert decode.quarantined == {key} and decode.lost_peers == [sleeper.address]
         sleeper.process.send_signal(signal.SIGCONT)
         assert wait_until(lambda: not decode.quarantined), "the pages are still in quarantine"
 

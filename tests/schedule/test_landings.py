@@ -6,7 +6,7 @@ from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.memory.geometry import Geometry
 from hotset.memory.pages import PageAllocator
 from hotset.schedule.plan import Reservation, Withdrawal
-from hotset.schedule.request import Request
+from hotset.schedule.request import Phase, Request
 from hotset.schedule.scheduler import MAX_ATTEMPTS, Scheduler
 from hotset.tiers.ledger import NO_PAGES, Ledger, PageCounts
 
@@ -18,10 +18,10 @@ def make(device: int = 60, host: int = 60) -> tuple[Scheduler, ListRunner, Ledge
     return Scheduler(ledger, 4, 64), ListRunner(GEOMETRY), ledger
 
 
-def prefilled_by_peer(name: str, length: int, limit: int) -> Request:
+def prefilled_by_peer(name: str, length: int, limit: int, prefill_at: str | None = "peer") -> Request:
     """Returns a request whose prompt a prefill worker computes and whose KV lands on the host."""
     prompt = PromptSpec(tuple(range(8, 8 + length)), SamplingParams(seed=0))
-    return Request(name, prompt, limit, prefill_at="peer", landing="host")
+    return Request(name, prompt, limit, prefill_at=prefill_at, landing="host" if prefill_at else "auto")
 
 
 def next_reservation(scheduler: Scheduler, runner: ListRunner) -> Reservation:
@@ -77,6 +77,31 @@ def test_a_failed_landing_is_retried_until_no_attempt_is_left_and_then_the_reque
     outputs = scheduler.take_outputs()
     assert (outputs.finished, outputs.errors) == ({"a": "lost"}, {"a": f"reason {MAX_ATTEMPTS}"})
     assert scheduler.idle and ledger.host is not None and ledger.host.held == 0
+
+
+def test_requests_that_wait_for_a_lost_prefill_worker_end_and_all_others_continue() -> None:
+    scheduler, runner, _ = make()
+    scheduler.add(prefilled_by_peer("landing", 9, 12))
+    reservation = next_reservation(scheduler, runner)
+    scheduler.add(prefilled_by_peer("same peer", 9, 12))
+    scheduler.add(prefilled_by_peer("other peer", 9, 12, prefill_at="other peer"))
+    scheduler.add(prefilled_by_peer("no peer", 9, 12, prefill_at=None))
+    scheduler.fail_waiting(reservation.prefill_at, "it is silent")
+    outputs = scheduler.take_outputs()
+    assert (outputs.finished, outputs.errors) == ({"same peer": "lost"}, {"same peer": "it is silent"})
+    scheduler.audit()
+
+
+def test_a_parked_request_does_not_need_the_prefill_worker_any_more() -> None:
+    scheduler, runner, _ = make()
+    request = prefilled_by_peer("a", 9, 12)
+    scheduler.add(request)
+    reservation = next_reservation(scheduler, runner)
+    runner.land(reservation)
+    scheduler.complete_landing("a", 1, next_token(reservation.prompt.token_ids), None)
+    assert request.phase is Phase.PARKED and request in scheduler._queues.waiting
+    scheduler.fail_waiting(reservation.prefill_at, "it is silent")
+    assert not scheduler.take_outputs().finished
 
 
 def test_pages_of_an_aborted_landing_stay_held_until_the_writer_has_stopped() -> None:
