@@ -31,6 +31,7 @@ from hotset.handoff.messages import (
     Landed,
     Message,
     MessageReceived,
+    PeerLost,
     Pong,
     Quiesced,
     Refused,
@@ -279,6 +280,6 @@ def test_pages_stay_in_quarantine_if_the_endpoint_of_their_writer_cannot_be_clos
     bench.agent._role.peer_lost(PEER, "silent", bench.clock.now)
     bench.wait_until(lambda: "cannot be closed" in caplog.text)
     bench.work(seconds=6.0)
-    assert bench.events() == [FetchFailed(key, False, False, "silent")]
+    assert bench.events() == [PeerLost(PEER, "silent"), FetchFailed(key, False, False, "silent")]
     bench.work(seconds=100.0)
     assert not any(isinstance(event, Quiesced) for event in bench.events())
