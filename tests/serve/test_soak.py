@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -63,7 +64,7 @@ SPARSE_MODEL = {
     "max_position_embeddings": 256,
 }
 # The pools are small, so requests are demoted, parked and recomputed all the time.
-SIZES = ["--page-rows", "8", "--device-kv-tokens", "272", "--host-kv-tokens", "800", "--hot-slots", "12"]
+SIZES = ["--page-rows", "8", "--device-kv-tokens", "272", "--host-kv-tokens", "1600", "--hot-slots", "12"]
 FLAGS = ["--device", "cpu", "--dtype", "float64", "--load-format", "dummy", "--max-num-batched-tokens", "64", *SIZES]
 
 
@@ -103,8 +104,8 @@ def make_questions(model: str) -> list[Question]:
         LLM(model, device="cpu", dtype="float64", load_format="dummy", page_rows=8, tiers="off", progress=False)
     ) as llm:
         for number in range(64):
-            prompt = [rng.randrange(60) for _ in range(rng.choice([1, 7, 8, 9, 30, 64, 65, 120, 190]))]
-            fields: dict[str, Any] = {"max_tokens": rng.randint(1, 48), "ignore_eos": True, "n": rng.choice([1, 1, 2])}
+            prompt = [rng.randrange(60) for _ in range(rng.choice([1, 7, 8, 9, 17, 30, 64, 65, 120]))]
+            fields: dict[str, Any] = {"max_tokens": rng.randint(1, 16), "ignore_eos": True, "n": rng.choice([1, 1, 1, 1, 2])}
             fields |= {"temperature": rng.choice([0.0, 0.9]), "seed": number}
             (result,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(**fields))
             body = {"model": "soak", "prompt": prompt, "return_token_ids": True, **fields}
@@ -235,9 +236,11 @@ async def send_all(
     async def disturb() -> None:
         for fault_number in range(10**6):
             memory.sample(sent["requests"])
+            if fault_number % 60 == 59:
+                print(f"{sent['requests']} requests", file=sys.__stderr__, flush=True)
             await asyncio.sleep(0.5)
-            if fault is not None and fault_number % 10 == 9:
-                await fault(fault_number // 10)
+            if fault is not None and fault_number % 20 == 19:
+                await fault(fault_number // 20)
 
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=NUM_CLIENTS)
