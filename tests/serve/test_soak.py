@@ -105,7 +105,8 @@ def make_questions(model: str) -> list[Question]:
     ) as llm:
         for number in range(64):
             prompt = [rng.randrange(60) for _ in range(rng.choice([1, 7, 8, 9, 17, 30, 64, 65, 120]))]
-            fields: dict[str, Any] = {"max_tokens": rng.randint(1, 16), "ignore_eos": True, "n": rng.choice([1, 1, 1, 1, 2])}
+            fields: dict[str, Any] = {"max_tokens": rng.randint(1, 16), "ignore_eos": True}
+            fields["n"] = rng.choice([1, 1, 1, 1, 2])
             fields |= {"temperature": rng.choice([0.0, 0.9]), "seed": number}
             (result,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(**fields))
             body = {"model": "soak", "prompt": prompt, "return_token_ids": True, **fields}
