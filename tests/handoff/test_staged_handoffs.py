@@ -525,12 +525,14 @@ def settle(world: World, keys: dict[HandoffKey, int], events: dict[HandoffKey, l
         world.poll_events()
         world.finish()
         world.pass_time(5.0)
-    world.pass_time(60.0)
+    world.pass_time(400.0)  # longer than a piece waits for a lease in a ring that is full of quarantined leases
+    world.finish()
     # What no sender has confirmed is still in quarantine. Closing the endpoints of all peers ends this.
     assert set(world.receiver.phases()) == world.receiver.unconfirmed_keys()
     world.receiver.end_writers(world.receiver.unconfirmed_keys(), world.now)
     world.run_actions()
     world.pass_time(1300.0)
+    world.finish()
     for key in keys:
         (outcome,) = (event for event in world.events[key] if not isinstance(event, Quiesced))
         if isinstance(outcome, Landed):
