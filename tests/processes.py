@@ -20,6 +20,19 @@ def pause(pid: int) -> None:
         time.sleep(0.001)
 
 
+def is_running(pid: int) -> bool:
+    """Returns True unless the process has ended. A zombie has ended."""
+    try:
+        return _state(Path(f"/proc/{pid}")) != "Z"
+    except OSError:
+        return False
+
+
+def shared_memory() -> set[str]:
+    """Returns the names of all files in /dev/shm except semaphores."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
 def _state(task: Path) -> str:
     """Returns the state of a thread. In the file, the state follows the thread's name in parentheses, and the name can
     itself contain spaces and parentheses."""

@@ -219,8 +219,8 @@ class EngineConfig:
     transfer_interface: str | None = setting(
         None,
         "Network interface on which the transfer engine listens, like eth0, or RDMA device, like mlx5_0:1. Default: lo "
-        "if --control is a loopback address; required otherwise. Whoever reaches this port can write to the memory of "
-        "the worker, so choose a network in which you trust every machine.",
+        "if --control is a loopback address; required otherwise. Every program that reaches this port can "
+        "write to the memory of the worker, so choose a network in which you trust every machine.",
         handoff_only=True,
     )
     transfer_protocol: Literal["tcp", "rdma"] | None = setting(

@@ -1,6 +1,6 @@
 """The headers with which a router names the prefill worker of a request to a decode worker.
 
-A decode worker connects to the address that it is given. Without a check, whoever reaches its HTTP port could make it
+A decode worker connects to the address that it is given. Without a check, any client of its HTTP port could make it
 connect to any host and port. Router and workers therefore share the handoff secret, and the router signs the address.
 Without a secret, all workers are on one machine: the address must be a loopback address, and the HTTP port must not be
 reachable from other machines.

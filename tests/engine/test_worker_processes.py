@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from harness import tiny_directory
-from processes import pause
+from processes import is_running, pause, shared_memory
 
 from hotset import LLM, SamplingParams
 from hotset.base.config import EngineConfig
@@ -61,19 +61,6 @@ def wait_until(condition: Callable[[], bool], description: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"still not true after {DEADLINE_S:g} s: {description}"
         time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    """Returns True unless the process has ended. A zombie has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def shared_memory() -> set[str]:
-    """Returns the names of all files in /dev/shm except semaphores."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

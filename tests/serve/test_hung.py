@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import plain_http
 import pytest
-from processes import pause
+from processes import is_running, pause, shared_memory
 from running_server import RunningServer, error_of, serving
 
 from hotset.base.errors import EngineStopped
@@ -62,17 +62,6 @@ def wait_until_gone(pids: set[int]) -> None:
     while left := {pid for pid in pids if is_running(pid)}:
         assert time.monotonic() < deadline, f"these processes still run: {left}"
         time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 def wait_for_503(server: RunningServer) -> dict[str, Any]:
