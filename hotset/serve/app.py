@@ -25,20 +25,17 @@ from hotset.serve.errors import error_response, http_error_response, validation_
 from hotset.serve.generation import json_response
 from hotset.serve.json_body import json_route
 from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit, ConcurrencyLimit, UnambiguousLength
-from hotset.serve.protocol import (
+from hotset.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from hotset.serve.responses import (
     ChatCompletion,
     ChatCompletionChunk,
-    ChatRequest,
     Completion,
     CompletionChunk,
-    CompletionRequest,
-    DetokenizeRequest,
     DetokenizeResponse,
     ErrorResponse,
     Health,
     ModelList,
     ModelObject,
-    TokenizeRequest,
     TokenizeResponse,
     WorkerState,
 )

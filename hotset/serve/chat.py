@@ -14,14 +14,14 @@ from hotset.models.tokenizer import Tokenizer
 from hotset.serve.generation import GenerationJob, api_finish_reason, respond
 from hotset.serve.http_server import unless_disconnected
 from hotset.serve.logprobs import chat_logprobs
-from hotset.serve.protocol import (
+from hotset.serve.protocol import ChatRequest
+from hotset.serve.responses import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatLogprobs,
-    ChatRequest,
     DeltaMessage,
     Usage,
 )

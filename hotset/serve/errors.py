@@ -28,7 +28,8 @@ from hotset.base.errors import (
     WrongApiKey,
     WrongRole,
 )
-from hotset.serve.protocol import UNION_TAG, ErrorDetail, ErrorResponse
+from hotset.serve.protocol import UNION_TAG
+from hotset.serve.responses import ErrorDetail, ErrorResponse
 
 logger = logging.getLogger("hotset.serve")
 

@@ -20,7 +20,7 @@ from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.serve.errors import error_body
 from hotset.serve.http_server import unless_disconnected
 from hotset.serve.metrics import Metrics
-from hotset.serve.protocol import Usage
+from hotset.serve.responses import Usage
 from hotset.serve.service import Load, Service
 
 DONE = b"data: [DONE]\n\n"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from hotset.engine.outputs import Logprob, TokenLogprobs
 from hotset.models.tokenizer import Tokenizer
-from hotset.serve.protocol import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TokenLogprob
+from hotset.serve.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TokenLogprob
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity; the OpenAI API writes this number instead
 

@@ -26,7 +26,8 @@ from hotset.models.template_process import PROCESSES
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.metrics import Metrics
 from hotset.serve.prefill_header import PREFILL_HEADER, check_prefill
-from hotset.serve.protocol import ChatMessage, Health, SamplingFields, WorkerState
+from hotset.serve.protocol import ChatMessage, SamplingFields
+from hotset.serve.responses import Health, WorkerState
 
 # `sampling_params` converts these fields of a request body. The shared fields are used unchanged.
 CONVERTED_FIELDS = frozenset({"max_tokens", "logprobs", "logit_bias"})

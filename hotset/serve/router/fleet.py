@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from hotset.base.address import Address
 from hotset.base.errors import ConfigError, NotAllowed, NoWorkers, RequestError
-from hotset.serve.protocol import WorkerState
+from hotset.serve.responses import WorkerState
 from hotset.serve.router.config import LOOPBACK_HOSTS, is_allowed, worker_url
 
 logger = logging.getLogger("hotset.router")

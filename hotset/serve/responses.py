@@ -1,0 +1,165 @@
+"""Response bodies: those of the OpenAI API, and those of Hotset's own endpoints."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorDetail
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TokenLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatTokenLogprob]
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+def _omitted_if_none() -> Any:
+    """Declares a field that is omitted from the JSON if it is None."""
+    return Field(None, exclude_if=lambda value: value is None)
+
+
+class Choice(BaseModel):
+    """The fields of a choice in both endpoints, streamed or not."""
+
+    index: int
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None = _omitted_if_none()
+    prompt_token_ids: list[int] | None = _omitted_if_none()
+    token_ids: list[int] | None = _omitted_if_none()
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(Choice):
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class DeltaMessage(BaseModel):
+    role: Literal["assistant"] | None = _omitted_if_none()
+    content: str | None = _omitted_if_none()
+
+
+class ChatChunkChoice(Choice):
+    delta: DeltaMessage
+    logprobs: ChatLogprobs | None
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class CompletionBase(BaseModel):
+    """The fields of a response or chunk in both endpoints."""
+
+    id: str
+    created: int
+    model: str
+
+
+class ChatCompletion(CompletionBase):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatCompletionChunk(CompletionBase):
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = _omitted_if_none()
+
+
+class Completion(CompletionBase):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(CompletionBase):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Usage | None = _omitted_if_none()
+
+
+class ModelObject(BaseModel):
+    """One entry of /v1/models, OpenAI's `model` object."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["hotset"] = "hotset"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelObject]
+
+
+class TokenizeResponse(BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
+class Health(BaseModel):
+    """The progress of the engine."""
+
+    status: Literal["ok"] = "ok"
+    steps: int  # since start
+    seconds_since_step: float | None  # null before the first step
+    # How long the engine has shown no sign of life, or has not advanced in a step. The limit is --step-timeout.
+    seconds_without_progress: float
+    open_requests: int  # requests that the engine has not finished, in any phase
+
+
+class WorkerState(BaseModel):
+    """The role, address and load that a worker reports at /handoff, for routers."""
+
+    role: str = Field(max_length=32)  # both, prefill or decode
+    control: str | None = Field(max_length=256)  # control address for handoffs; None for role both
+    model: str = Field(max_length=1024)
+    # The larger of two numbers: prompt tokens of requests that have no token yet, and tokens left to prefill.
+    waiting_tokens: int = Field(ge=0)
+    # The larger of two numbers: requests in the engine's queue, and choices that have no token yet.
+    waiting: int = Field(ge=0)
+    running: int = Field(ge=0)  # requests that are being prefilled or decoded
+    degraded: str | None = Field(default=None, max_length=1024)  # why it cannot admit a request of the maximum length
