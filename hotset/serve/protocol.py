@@ -5,7 +5,18 @@ An unknown field is rejected, never ignored. `SamplingParams` checks the ranges 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from hotset.base.config import LandingChoice, TiersChoice
@@ -23,7 +34,9 @@ REQUEST_ID_HEADER = "x-request-id"
 UNION_TAG = "|"
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
-MAX_PARTS = 1024  # text parts of one message
+MAX_PARTS = 1024  # text parts, or tool calls, of one message
+MAX_SHOWN_CHARACTERS = 64  # of a value that an error repeats
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 def _text_or_list(value: Any) -> str | None:
@@ -81,25 +94,100 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class TextPart(StrictModel):
-    type: Literal["text"]
+class LenientModel(StrictModel):
+    """The base of messages and their parts. Unknown keys are ignored: clients send back everything that they received,
+    from us or from other servers."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": True})
+
+
+def _readable(part_type: Any) -> Any:
+    """Rejects the content parts that a text model cannot read, by the name of their type."""
+    if isinstance(part_type, str) and part_type not in TEXT_PARTS:
+        message = "is '{given}', but the model reads text only; send parts of type 'text'"
+        raise PydanticCustomError("part_type", message, {"given": part_type[:MAX_SHOWN_CHARACTERS]})
+    return part_type
+
+
+class TextPart(LenientModel):
+    type: Annotated[Literal["text", "input_text", "output_text"], BeforeValidator(_readable)]
     text: Text
 
 
+class RefusalPart(LenientModel):
+    """A part of an assistant's message in which it refused to answer."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _part_form(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    return "|refusal" if value.get("type") == "refusal" else "|text"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("|text")] | Annotated[RefusalPart, Tag("|refusal")],
+    _one_of(_part_form, "an object with type and text"),
+]
 Content = Annotated[
-    Annotated[Text, Tag("|text")]
-    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("|list")],
+    Annotated[Text, Tag("|text")] | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), Tag("|list")],
     _one_of(_text_or_list, "a string or a list of text parts"),
 ]
 
 
-class ChatMessage(StrictModel):
-    role: Literal["system", "user", "assistant"]
-    content: Content
+class CalledFunction(LenientModel):
+    name: Text
+    arguments: Text = Field("", description="The arguments as JSON.")
+
+
+class ToolCall(LenientModel):
+    """A call that the assistant made in an earlier message."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(LenientModel):
+    """One message of a conversation. Only an assistant's message may have no content."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = Field(None, validate_default=True)
+    name: Text | None = None
+    refusal: Text | None = Field(None, description="Stands for the content of an assistant that refused to answer.")
+    reasoning_content: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    tool_call_id: Text | None = Field(None, description="The id of the call that a message of role tool answers.")
+
+    @field_validator("content")
+    @classmethod
+    def _is_given(cls, content: Any, others: ValidationInfo) -> Any:
+        if content is None and others.data.get("role", "assistant") != "assistant":
+            raise PydanticCustomError("missing", "is required, except in an assistant's message")
+        return content
 
     @property
-    def text(self) -> str:
+    def text(self) -> str | None:
+        """The content as one string. None if an assistant's message has only tool calls."""
+        if self.content is None:
+            return self.refusal or (None if self.tool_calls else "")
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the message as a chat template gets it. Members that the client did not send are left out."""
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        return message
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

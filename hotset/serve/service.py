@@ -191,7 +191,7 @@ class Service:
     async def encode_chat(self, messages: Sequence[ChatMessage], max_tokens: int | None = None) -> list[int]:
         """Returns the token ids of a conversation, up to the start of the model's next message. Raises like `encode`,
         and RequestError if the chat template fails."""
-        turns = [{"role": message.role, "content": message.text} for message in messages]
+        turns = [message.for_template() for message in messages]
         text = await self._run(self.template_threads, lambda: self.tokenizer.render_chat(turns))
         try:
             return await self._encode(text, add_special=False, max_tokens=max_tokens)
