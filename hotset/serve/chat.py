@@ -109,14 +109,13 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
         alternatives=alternatives,
         prompt_token_ids=prompt if body.return_token_ids else None,
     )
-    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     job = GenerationJob(
         request_id=formatter.id,
         prompts=[prompt],
         params=params,
         formatter=formatter,
         stream=bool(body.stream),
-        include_usage=include_usage,
+        stream_options=body.stream_options,
         tiers=body.tiers or "auto",
         landing=body.landing or "auto",
         prefill_at=prefill_at,

@@ -105,14 +105,13 @@ async def completion(request: Request, service: Service, body: CompletionRequest
         params=params,
         show_token_ids=bool(body.return_token_ids),
     )
-    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     job = GenerationJob(
         request_id=formatter.id,
         prompts=prompts,
         params=params,
         formatter=formatter,
         stream=bool(body.stream),
-        include_usage=include_usage,
+        stream_options=body.stream_options,
         tiers=body.tiers or "auto",
         landing=body.landing or "auto",
         prefill_at=prefill_at,

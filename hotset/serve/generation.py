@@ -20,7 +20,8 @@ from hotset.engine.outputs import CompletionOutput, Delta
 from hotset.serve.errors import error_body
 from hotset.serve.http_server import unless_disconnected
 from hotset.serve.metrics import Metrics
-from hotset.serve.responses import Usage
+from hotset.serve.protocol import StreamOptions
+from hotset.serve.responses import ChunkBase, Usage
 from hotset.serve.service import Load, Service
 
 DONE = b"data: [DONE]\n\n"
@@ -31,13 +32,13 @@ LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u202
 class ResponseFormatter(Protocol):
     """Formats the output of one request for one endpoint. Choices are numbered over the whole response."""
 
-    def first_chunk(self, index: int) -> BaseModel | None:
+    def first_chunk(self, index: int) -> ChunkBase | None:
         """Returns the chunk that opens a choice, or None if the endpoint has no such chunk."""
 
-    def chunk(self, delta: Delta) -> BaseModel | None:
+    def chunk(self, delta: Delta) -> ChunkBase | None:
         """Returns the chunk for one delta, or None if the delta has nothing to show."""
 
-    def usage_chunk(self, usage: Usage) -> BaseModel:
+    def usage_chunk(self, usage: Usage) -> ChunkBase:
         """Returns the chunk that carries the usage. It is the last one, if the client asked for it."""
 
     def full_response(self, outputs: Sequence[CompletionOutput], usage: Usage) -> BaseModel:
@@ -53,7 +54,7 @@ class GenerationJob:
     params: SamplingParams
     formatter: ResponseFormatter
     stream: bool
-    include_usage: bool
+    stream_options: StreamOptions | None
     tiers: TiersChoice
     landing: LandingChoice = "auto"
     prefill_at: str | None = None  # control address of the prefill worker; None: this worker computes the prompts
@@ -66,13 +67,9 @@ class GenerationJob:
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
-    def usage(self, completion_tokens: int) -> Usage:
-        prompt_tokens = self.prompt_tokens
-        return Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-        )
+    def prompt_tokens_of(self, index: int) -> int:
+        """Returns the number of prompt tokens of one choice."""
+        return len(self.prompts[index // self.params.n])
 
 
 async def respond(request: Request, service: Service, job: GenerationJob) -> Response:
@@ -137,25 +134,41 @@ async def _full_response(job: GenerationJob, deltas: AsyncGenerator[Delta, None]
     async with aclosing(deltas):
         async for delta in deltas:
             outputs[delta.index].extend(delta)
-    return job.formatter.full_response(outputs, job.usage(sum(len(output.token_ids) for output in outputs)))
+    usage = _usage(job.prompt_tokens, sum(len(output.token_ids) for output in outputs))
+    return job.formatter.full_response(outputs, usage)
 
 
 async def _events(job: GenerationJob, first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
-    completion_tokens = 0
+    completion_tokens = [0] * job.choices
+    # As in vLLM, usage in every chunk needs both options, and is that of the chunk's choice.
+    options = job.stream_options
+    include_usage = options is not None and bool(options.include_usage)
+    in_every_chunk = include_usage and options is not None and bool(options.continuous_usage_stats)
+
+    def event_of_choice(index: int, chunk: ChunkBase) -> bytes:
+        if in_every_chunk:
+            chunk.usage = _usage(job.prompt_tokens_of(index), completion_tokens[index])
+        return event_of(chunk)
+
     try:
         for index in range(job.choices):
             if (chunk := job.formatter.first_chunk(index)) is not None:
-                yield event_of(chunk)
+                yield event_of_choice(index, chunk)
         async for delta in _chained(first, deltas):
-            completion_tokens += len(delta.token_ids)
+            completion_tokens[delta.index] += len(delta.token_ids)
             if (chunk := job.formatter.chunk(delta)) is not None:
-                yield event_of(chunk)
+                yield event_of_choice(delta.index, chunk)
     except Exception as error:
         yield event_of(error_body(error))
         return
-    if job.include_usage:
-        yield event_of(job.formatter.usage_chunk(job.usage(completion_tokens)))
+    if include_usage:
+        yield event_of(job.formatter.usage_chunk(_usage(job.prompt_tokens, sum(completion_tokens))))
     yield DONE
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> Usage:
+    total_tokens = prompt_tokens + completion_tokens
+    return Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total_tokens)
 
 
 def event_of(body: BaseModel) -> bytes:

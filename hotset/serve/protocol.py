@@ -195,6 +195,10 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSA
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = Field(None, description="Send a last chunk with the usage of the whole request.")
+    continuous_usage_stats: bool | None = Field(
+        None,
+        description="With include_usage: send the usage of its choice so far in every chunk, too.",
+    )
 
 
 class SamplingFields(StrictModel):

@@ -91,16 +91,21 @@ class CompletionBase(BaseModel):
     model: str
 
 
+class ChunkBase(CompletionBase):
+    """The fields of a chunk in both endpoints."""
+
+    usage: Usage | None = _omitted_if_none()
+
+
 class ChatCompletion(CompletionBase):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
 
 
-class ChatCompletionChunk(CompletionBase):
+class ChatCompletionChunk(ChunkBase):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
-    usage: Usage | None = _omitted_if_none()
 
 
 class Completion(CompletionBase):
@@ -109,10 +114,9 @@ class Completion(CompletionBase):
     usage: Usage
 
 
-class CompletionChunk(CompletionBase):
+class CompletionChunk(ChunkBase):
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
-    usage: Usage | None = _omitted_if_none()
 
 
 class ModelObject(BaseModel):
