@@ -115,12 +115,12 @@ class WrongRole(RequestError):
 
 
 class QueueFull(RequestError):
-    """Too many requests are waiting or in progress. A client may retry after `retry_after_s` seconds."""
+    """Too many requests are waiting or in progress. The message ends with the time after which to try again."""
 
     code = "queue_full"
 
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
-        super().__init__(message)
+        super().__init__(f"{message}; try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
 
 

@@ -41,7 +41,9 @@ from hotset.serve.router.config import RouterConfig
 if TYPE_CHECKING:
     from hotset.engine.llm import LLM
 
-SERVE_PACKAGES = {"aiohttp", "fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn", "yarl"}
+SERVE_PACKAGES = {
+    *("aiohttp", "fastapi", "fastapi_swagger", "prometheus_client", "pydantic", "starlette", "uvicorn", "yarl"),
+}
 EXIT_INTERRUPTED = 130  # the exit code that shells expect from a command that Ctrl-C ended
 
 app = typer.Typer(

@@ -19,12 +19,14 @@ from hotset import __version__
 from hotset.base.config import ServeConfig
 from hotset.base.errors import EngineStopped, HotsetError, RequestError
 from hotset.engine.client import EngineClient
+from hotset.serve.access_log import AccessLog
 from hotset.serve.chat import chat_completion
 from hotset.serve.completions import completion
+from hotset.serve.docs_page import docs_routes
 from hotset.serve.errors import error_response, http_error_response, validation_error
 from hotset.serve.generation import json_response
 from hotset.serve.json_body import json_route
-from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit, ConcurrencyLimit, UnambiguousLength
+from hotset.serve.middleware import ApiKey, BodyLimit, ConcurrencyLimit, UnambiguousLength
 from hotset.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hotset.serve.responses import (
     ChatCompletion,
@@ -75,6 +77,7 @@ def create_app(
         title="Hotset",
         version=__version__,
         summary="An OpenAI-compatible server for sparse-attention language models.",
+        docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
         middleware=_middleware(service),
@@ -89,6 +92,7 @@ def create_app(
     app.include_router(_completion_routes(service), dependencies=key)
     app.include_router(_model_routes(service), dependencies=key)
     app.include_router(_status_routes(service))
+    app.include_router(docs_routes())
     return app
 
 
@@ -252,4 +256,4 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for this exception type only"
     if isinstance(error.__cause__, RequestError):  # FastAPI replaces the errors of `json_body.parsed`
         return error_response(error.__cause__)
-    return http_error_response(error, request.method, request.url.path, unknown_path_advice="; /docs lists the paths")
+    return http_error_response(error, request.method, request.url.path)

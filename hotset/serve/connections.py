@@ -24,10 +24,14 @@ from uvicorn.server import ServerState
 from hotset.base.config import ServeConfig
 from hotset.base.descriptors import descriptor_limit, free_descriptors, raise_descriptor_limit
 from hotset.base.errors import ConfigError, RequestTimeout
+from hotset.serve.access_log import ErrorLines
 from hotset.serve.errors import error_body
 from hotset.serve.router.config import RouterConfig
 
 logger = logging.getLogger("hotset.serve")
+# For uvicorn's messages about connections. It warns of every request that is not HTTP; `ErrorLines` limits these lines.
+uvicorn_logger = logging.getLogger("hotset.serve.uvicorn")
+uvicorn_logger.setLevel(logging.ERROR)
 
 BACKLOG = 2048  # connections that the kernel queues
 ACCEPTS_PER_TURN = 64  # so that a flood of connections does not keep the event loop from other work
@@ -100,6 +104,7 @@ class Connections:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
+        self.errors = ErrorLines()  # of requests that do not reach the application
         self.waiting: dict[LimitedProtocol, None] = {}  # the connections that the server waits for, longest first
         self._open: set[LimitedProtocol] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -208,6 +213,7 @@ class LimitedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state)
         self.connected = False
+        self.logger = uvicorn_logger
         self._connections = connections
         self._limits = connections.limits
         self._receiving_since: float | None = None  # None: idle between two requests, or a request is being answered
@@ -278,10 +284,16 @@ class LimitedProtocol(H11Protocol):
         self._connections.waiting.setdefault(self)
         self._connections.resume()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answers bytes that are not an HTTP request."""
+        self._connections.errors.write(400, f"400: {msg}")
+        super().send_400_response(msg)
+
     def _receive_timed_out(self) -> None:
         """Answers 408 if a part of the request's headers has arrived. Otherwise there is nothing to answer."""
         if self.conn.our_state is h11.IDLE and self._received_anything:
             error = RequestTimeout(f"the headers did not arrive within {self._limits.receive_seconds:g} s")
+            self._connections.errors.write(408, f"408: {error}")
             body = error_body(error).model_dump_json().encode()
             head = "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
             self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

@@ -36,7 +36,13 @@ logger = logging.getLogger("hotset.serve")
 MAX_MESSAGE_CHARACTERS = 500
 # Errors that the request did not cause; a retry may succeed.
 UNAVAILABLE = (DeadlineExceeded, EngineStopped, HandoffLost, NoRoomLeft, NoWorkers, WorkerLost)
-RETRY_AFTER_SECONDS: Mapping[type[BaseException], int] = {HandoffLost: 1, NoWorkers: 2, WorkerLost: 1}
+# Of errors that pass by themselves. A stopped engine does not start again.
+RETRY_AFTER_SECONDS: Mapping[type[BaseException], int] = {
+    HandoffLost: 1,
+    NoRoomLeft: 5,
+    NoWorkers: 2,
+    WorkerLost: 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +106,12 @@ def error_response(error: BaseException) -> Response:
     return _response(error_kind(error).status, error_body(error), headers)
 
 
-def http_error_response(error: HTTPException, method: str, path: str, *, unknown_path_advice: str = "") -> Response:
+def http_error_response(error: HTTPException, method: str, path: str) -> Response:
     """Formats an error of the framework (unknown path, wrong method, undecodable body) like our own errors."""
     status = HTTPStatus(error.status_code)
     error_type, message = "invalid_request_error", f"{status.phrase}: {method} {path}"
     if status is HTTPStatus.NOT_FOUND:
-        error_type, message = "not_found_error", f"the path {path} does not exist{unknown_path_advice}"
+        error_type, message = "not_found_error", f"the path {path} does not exist; /docs lists the paths"
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{path} does not accept {method}"
     elif status is HTTPStatus.BAD_REQUEST:

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from hotset.engine.client import ReceivedStats
 from hotset.handoff.agent import HandoffStats
-from hotset.serve.middleware import SECONDS_BUCKETS
+from hotset.serve.access_log import SECONDS_BUCKETS
 
 TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 

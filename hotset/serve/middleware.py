@@ -1,13 +1,8 @@
-"""Middleware of the server and the router: access log, API key, and limits on requests and bodies."""
+"""Middleware of the server and the router: API key, and limits on requests and bodies."""
 
 import asyncio
 import hmac
-import logging
-import re
-import time
-from typing import Protocol
 
-from prometheus_client import Counter, Histogram
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,68 +10,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hotset.base.errors import AmbiguousLength, BodyTooLarge, QueueFull, RequestTimeout, WrongApiKey
 from hotset.base.units import MIB
 from hotset.serve.errors import error_response
-from hotset.serve.protocol import REQUEST_ID_HEADER
+from hotset.serve.retry_after import Turnover
 
-logger = logging.getLogger("hotset.serve")
-
-CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs for a client that disconnected
-REQUEST_ID = re.compile(r"[!-~]{1,128}")  # no characters that could forge a log line
-MAX_LOGGED_CHARACTERS = 200  # of a path
-QUIET_PATHS = frozenset({"/handoff", "/health"})  # success is logged at DEBUG level, because these paths are polled
-SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-PUBLIC_PATHS = frozenset({"/", "/health", "/metrics", "/handoff", "/docs", "/openapi.json"})
-
-
-class HttpMetrics(Protocol):
-    """The metrics that the access log updates for every request."""
-
-    http_requests: Counter  # by endpoint and status
-    request_seconds: Histogram  # by endpoint
-
-
-class AccessLog:
-    """Writes one log line and updates the metrics for each request. It is outermost and handles uncaught errors."""
-
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        began = time.monotonic()
-        status: int | None = None
-
-        async def watched_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched_send)
-        except ClientDisconnect:
-            status = CLIENT_CLOSED_REQUEST
-        except Exception as error:
-            response = error_response(error)
-            if status is None:  # else the status line is already sent, and the body can only be cut short
-                await response(scope, receive, watched_send)
-        finally:
-            self._record(scope, status, time.monotonic() - began)
-
-    def _record(self, scope: Scope, status: int | None, seconds: float) -> None:
-        # The raw path is percent-encoded, so it cannot forge a log line.
-        path = scope.get("raw_path", b"").decode("latin-1")
-        endpoint = getattr(scope.get("route"), "path_format", "other")
-        self._metrics.http_requests.labels(endpoint, str(status)).inc()
-        self._metrics.request_seconds.labels(endpoint).observe(seconds)
-        request_id = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        suffix = f" {request_id}" if REQUEST_ID.fullmatch(request_id) else ""
-        if len(path) > MAX_LOGGED_CHARACTERS:
-            path = f"{path[:MAX_LOGGED_CHARACTERS]}... ({len(path)} characters)"
-        level = logging.DEBUG if path in QUIET_PATHS and status == 200 else logging.INFO
-        logger.log(level, "%s %s %s %.0f ms%s", scope["method"], path, status, seconds * 1e3, suffix)
+DOCS_PATHS = (
+    "/docs",
+    "/docs/start.js",
+    "/docs/swagger-ui-bundle.js",
+    "/docs/swagger-ui.css",
+    "/docs/favicon-32x32.png",
+)
+PUBLIC_PATHS = frozenset({"/", "/health", "/metrics", "/handoff", "/openapi.json", *DOCS_PATHS})
 
 
 class UnambiguousLength:
@@ -124,23 +67,22 @@ class ConcurrencyLimit:
     def __init__(self, app: ASGIApp, max_concurrency: int) -> None:
         self._app = app
         self._limit = max_concurrency
-        self._in_progress = 0
+        self._requests = Turnover()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
-        if self._in_progress >= self._limit:
-            message = (
-                f"{self._in_progress} requests are in progress, which is the limit (--max-concurrency); retry later"
-            )
-            await error_response(QueueFull(message))(scope, receive, send)
+        if self._requests.present >= self._limit:
+            message = f"{self._requests.present} requests are in progress, which is the limit (--max-concurrency)"
+            error = QueueFull(message, retry_after_s=self._requests.seconds_until(1))
+            await error_response(error)(scope, receive, send)
             return
-        self._in_progress += 1
+        self._requests.arrive()
         try:
             await self._app(scope, receive, send)
         finally:
-            self._in_progress -= 1
+            self._requests.leave()
 
 
 class BodyLimit:

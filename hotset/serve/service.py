@@ -28,6 +28,7 @@ from hotset.serve.metrics import Metrics
 from hotset.serve.prefill_header import PREFILL_HEADER, check_prefill
 from hotset.serve.protocol import ChatMessage, SamplingFields
 from hotset.serve.responses import Health, WorkerState
+from hotset.serve.retry_after import Turnover
 
 # `sampling_params` converts these fields of a request body. The shared fields are used unchanged.
 CONVERTED_FIELDS = frozenset({"max_tokens", "logprobs", "logit_bias"})
@@ -44,23 +45,31 @@ class Load:
 
     def __init__(self) -> None:
         self.waiting_tokens = 0
+        self._queue = Turnover()
         self._refresh: asyncio.Task[None] | None = None
 
     @contextmanager
     def waiting(self, tokens: int) -> Iterator[Callable[[], None]]:
-        """Counts prompt tokens as waiting until the yielded function is called or the block ends."""
-        counted = tokens
+        """Counts a request and its prompt tokens as waiting until the yielded function is called or the block ends."""
+        is_waiting = True
         self.waiting_tokens += tokens
+        self._queue.arrive()
 
         def started() -> None:
-            nonlocal counted
-            self.waiting_tokens -= counted
-            counted = 0
+            nonlocal is_waiting
+            if is_waiting:
+                is_waiting = False
+                self.waiting_tokens -= tokens
+                self._queue.leave()
 
         try:
             yield started
         finally:
             started()
+
+    def seconds_until_started(self) -> int:
+        """Estimates the time until all requests that wait now have started."""
+        return self._queue.seconds_until(self._queue.present)
 
     def stats(self, client: EngineClient) -> EngineStats:
         """Returns the statistics that were received last, and requests new ones in the background, unless the engine
@@ -114,7 +123,10 @@ class Service:
         waiting = self.client.waiting
         limit = self.config.max_queue
         if waiting and waiting + choices > limit:
-            raise QueueFull(f"{waiting} choices are waiting, and the queue holds {limit} (--max-queue); retry later")
+            raise QueueFull(
+                f"{waiting} choices are waiting, and the queue holds {limit} (--max-queue)",
+                retry_after_s=self.load.seconds_until_started(),
+            )
 
     def check_role(self) -> None:
         """Raises WrongRole at a prefill worker, which does not answer completion requests."""

@@ -221,6 +221,10 @@ def test_sigint_drains_in_order_and_leaves_no_process(tiny_disaggregated: Runnin
     assert len(pids) >= 5, "there must be two workers, an engine for each, and a router"
     key = {"Authorization": f"Bearer {API_KEY}"}
     assert plain_http.post(tiny_disaggregated.url + TEXT, json=body, timeout=30).status_code == 401
+    for path in ("/", "/docs/start.js", "/docs/swagger-ui.css", "/openapi.json"):
+        page = plain_http.get(tiny_disaggregated.url + path, timeout=30, follow_redirects=True)
+        assert page.status_code == 200, "the router forwards the documentation, which needs no key"
+        assert "default-src 'self'" in page.headers.get("content-security-policy", "") or path != "/"
     for pid in pids:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
         assert API_KEY.encode() not in arguments, "every user of the machine can read a process's arguments"
@@ -232,6 +236,9 @@ def test_sigint_drains_in_order_and_leaves_no_process(tiny_disaggregated: Runnin
     assert wait_until_ended(pids)
     stopped = re.findall(r"\[(\w+)[^]]*\].*shutting down: requests in flight", tiny_disaggregated.log())
     assert stopped == ["router", "decode", "prefill"]
+    assert re.search(
+        r"\[router\] .* POST /v1/completions 401 \d+ ms: missing or wrong API key", tiny_disaggregated.log()
+    )
     assert "Traceback" not in tiny_disaggregated.log()
 
 

@@ -10,9 +10,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotset.base import errors
+from hotset.serve.access_log import AccessLog
 from hotset.serve.errors import ERROR_KINDS, error_body, error_kind
 from hotset.serve.metrics import Metrics
-from hotset.serve.middleware import AccessLog
 
 
 def sent_by(app: ASGIApp) -> list[Message]:

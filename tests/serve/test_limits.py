@@ -7,16 +7,22 @@ These tests are in one file because they share one server.
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import plain_http
 import pytest
 from idle_connections import DESCRIPTORS, exchange, health_seconds, many_idle_connections
 from running_server import API_KEY, ORIGIN, RunningServer, error_of, serving
+
+from hotset.serve.retry_after import MAX_RETRY_AFTER_SECONDS
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -62,8 +68,9 @@ def assert_rejected(answer: httpx.Response, message: str) -> None:
     """Checks that a response is a 429 with `message` as a part of its error message."""
     error = error_of(answer, 429)
     assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
-    assert int(answer.headers["retry-after"]) >= 1
-    assert message in error["message"]
+    seconds = int(answer.headers["retry-after"])
+    assert 1 <= seconds <= MAX_RETRY_AFTER_SECONDS
+    assert message in error["message"] and error["message"].endswith(f"; try again in {seconds} s")
 
 
 def finished(server: RunningServer, reason: str) -> float:
@@ -146,7 +153,46 @@ def test_a_long_path_is_cut_in_the_log(server: RunningServer, http: httpx.Client
     assert http.get("/" + "p" * 30_000).status_code == 404
     http.get("/health")  # on the same connection, so the previous request has been logged
     (line,) = [line for line in server.log().splitlines() if "ppp" in line]
-    assert len(line) < 400 and "30001 characters" in line
+    assert len(line) < 900 and "30001 characters" in line
+
+
+class LoadedFiles(HTMLParser):
+    """Collects the addresses that a browser loads for a page, and the text of scripts inside it."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.inline = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+        self.inline += "".join(value or "" for name, value in attrs if name == "style" or name.startswith("on"))
+
+    def handle_data(self, data: str) -> None:
+        self.inline += data.strip() if self.cdata_elem in ("script", "style") else ""
+
+
+def test_the_documentation_loads_everything_from_this_server_without_a_key(http: httpx.Client) -> None:
+    with plain_http.Client(base_url=http.base_url) as browser:
+        page = browser.get("/", follow_redirects=True)
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        policy = dict(rule.split(maxsplit=1) for rule in page.headers["content-security-policy"].split("; "))
+        assert policy["default-src"] == "'self'" and policy["img-src"] == "'self' data:"
+        assert "script-src" not in policy and "connect-src" not in policy, "default-src applies to them"
+        loaded = LoadedFiles(page.text)
+        assert loaded.inline == "", "the policy forbids scripts and styles inside the page"
+        assert all(re.fullmatch(r"/[\w.-]+(/[\w.-]+)?", address) for address in loaded.addresses)
+        files = {address: browser.get(address) for address in loaded.addresses}
+        assert all(answer.status_code == 200 for answer in files.values())
+        assert {address.rpartition(".")[2] for address in files} == {"js", "css", "png", "json"}
+        style = files["/docs/swagger-ui.css"].text
+        assert "@import" not in style and set(re.findall(r"url\([\"']?(.{5})", style)) == {"data:"}
+        start = files["/docs/start.js"].text
+        assert "http" not in start and "validatorUrl: null" in start, "the default is a service of its authors"
+        assert "SwaggerUIBundle" in files["/docs/swagger-ui-bundle.js"].text
+        assert browser.get("/docs/__init__.py").status_code == 401
+    assert http.get("/docs/__init__.py").status_code == 404
 
 
 def test_only_pages_of_the_configured_origin_may_call_the_server(http: httpx.Client) -> None:
@@ -181,6 +227,44 @@ def test_a_full_queue_answers_429_and_waiting_requests_still_finish(server: Runn
     waiter.join(30)
     assert [answer.status_code for answer in answered] == [200]
     assert http.post(TEXT, json=SHORT).status_code == 200
+
+
+def test_the_openai_client_waits_as_told_and_then_succeeds(server: RunningServer, http: httpx.Client) -> None:
+    attempts: list[tuple[int, float, str]] = []  # status, time and Retry-After of each answer
+
+    def on_answer(answer: Any) -> None:
+        attempts.append((answer.status_code, time.monotonic(), answer.headers.get("retry-after", "")))
+        streams.close()  # the running request ends, so the queue has room when the client comes back
+
+    with ExitStack() as streams, openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, timeout=60) as client:
+        client._client.event_hooks["response"].append(on_answer)
+        running = start_long_answer(http, streams, n=SEATS)
+        with ThreadPoolExecutor(1) as pool:
+            waiter = pool.submit(http.post, TEXT, json={**SHORT, "n": QUEUE})
+            assert server.wait_for_gauge("hotset_requests_waiting", lambda count: count == QUEUE) == QUEUE
+            assert client.completions.create(**SHORT).choices
+            assert waiter.result(60).status_code == 200
+        del running
+    (refused, refused_at, seconds), (accepted, accepted_at, _) = attempts
+    assert (refused, accepted) == (429, 200)
+    assert accepted_at - refused_at >= int(seconds) >= 1
+
+
+def test_every_refusal_is_logged_with_its_reason_but_without_keys_and_prompts(
+    server: RunningServer, http: httpx.Client
+) -> None:
+    bad = {**SHORT, "prompt": "a confidential prompt", "temperature": -5}
+    assert http.post(TEXT, json=bad, headers={"X-Request-Id": "refused-1"}).status_code == 400
+    assert http.get("/v1/models", headers={"Authorization": "Bearer a-stolen-key"}).status_code == 401
+    assert http.post(TEXT, json={**SHORT, "model": "a\nb"}).status_code == 404
+    assert exchange(server.url, b"\x16\x03\x01 no HTTP\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+    http.get("/health")  # on the same connection, so the previous requests have been logged
+    log = server.log()
+    assert re.search(r"POST /v1/completions 400 \d+ ms refused-1: temperature .*\(field temperature\)\n", log), log
+    assert re.search(r"GET /v1/models 401 \d+ ms: missing or wrong API key", log)
+    assert re.search(r"404 \d+ ms: model 'a\\nb' does not exist; .* \(field model\)\n", log), log
+    assert "400: Invalid HTTP request received." in log
+    assert all(secret not in log for secret in ("confidential", "a-stolen-key", API_KEY))
 
 
 def test_choices_that_overfill_the_queue_get_429_unless_the_queue_is_empty(

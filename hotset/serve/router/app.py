@@ -9,12 +9,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from hotset.base.errors import HotsetError, NoRoomLeft, NoWorkers, RequestError, WrongApiKey
+from hotset.serve.access_log import AccessLog
 from hotset.serve.errors import error_response, http_error_response
-from hotset.serve.middleware import AccessLog, ApiKey, BodyLimit, ConcurrencyLimit, UnambiguousLength
+from hotset.serve.middleware import DOCS_PATHS, ApiKey, BodyLimit, ConcurrencyLimit, UnambiguousLength
 from hotset.serve.protocol import StrictModel
 from hotset.serve.router.config import RouterConfig
 from hotset.serve.router.fleet import ROLES, Fleet, RoutedWorker
@@ -38,6 +39,8 @@ def create_app(fleet: Fleet, relay: Relay, config: RouterConfig, metrics: Router
         Route("/v1/models/{model_id:path}", relay.forward, methods=["GET"]),
         Route("/tokenize", relay.forward, methods=["POST"]),
         Route("/detokenize", relay.forward, methods=["POST"]),
+        *(Route(path, relay.forward, methods=["GET"]) for path in ("/openapi.json", *DOCS_PATHS)),
+        Route("/", local.root, methods=["GET"]),
         Route("/health", local.health, methods=["GET"]),
         Route("/metrics", local.metrics, methods=["GET"]),
         Route("/workers", local.list_workers, methods=["GET"]),
@@ -69,6 +72,9 @@ class _LocalRoutes:
         if len(degraded) == counts["decode"]:
             raise NoRoomLeft(f"all {len(degraded)} decode workers are degraded; {degraded[0]}")
         return JSONResponse({"status": "ok", **counts})
+
+    async def root(self, request: Request) -> Response:
+        return RedirectResponse("/docs")
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -7,7 +7,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hotset.serve.middleware import SECONDS_BUCKETS
+from hotset.serve.access_log import SECONDS_BUCKETS
 from hotset.serve.router.fleet import ROLES, Fleet
 
 OUTCOMES = ("completed", "rejected", "failed", "no_workers", "interrupted", "disconnected")

@@ -12,7 +12,7 @@ from yarl import URL
 
 from hotset.base.errors import EngineStopped, HandoffLost, NoRoomLeft
 from hotset.base.units import show_bytes
-from hotset.serve.middleware import REQUEST_ID
+from hotset.serve.access_log import REQUEST_ID
 from hotset.serve.prefill_header import PREFILL_HEADER, SIGNATURE_HEADER, prefill_headers
 from hotset.serve.protocol import REQUEST_ID_HEADER
 from hotset.serve.router.fleet import RoutedWorker

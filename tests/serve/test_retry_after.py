@@ -1,0 +1,60 @@
+"""When clients are told to come back: from the requests that wait and the rate at which they leave."""
+
+from hotset.base.errors import QueueFull
+from hotset.serve.retry_after import MAX_DEPARTURES, MAX_RETRY_AFTER_SECONDS, Turnover
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_estimate_follows_the_rate_at_which_requests_leave() -> None:
+    clock = Clock()
+    queue = Turnover(clock)
+    for _ in range(20):
+        queue.arrive()
+    for _ in range(4):
+        clock.now += 0.5
+        queue.leave()
+    assert (queue.present, queue.seconds_until(1), queue.seconds_until(16)) == (16, 1, 8)
+    clock.now += 6.0  # nothing leaves: the rate falls to 4 in 8 s
+    assert queue.seconds_until(16) == 32
+
+
+def test_the_estimate_is_at_least_1_s_and_at_most_what_clients_obey() -> None:
+    clock = Clock()
+    queue = Turnover(clock)
+    assert queue.seconds_until(0) == queue.seconds_until(1) == 1
+    queue.arrive()
+    assert queue.seconds_until(1) == 1
+    clock.now += 20.0
+    assert queue.seconds_until(1) == queue.seconds_until(500) == 20, "none has left yet, so nothing else is known"
+    queue.arrive()
+    queue.leave()
+    assert queue.seconds_until(500) == MAX_RETRY_AFTER_SECONDS
+
+
+def test_time_without_requests_does_not_count_and_old_departures_are_forgotten() -> None:
+    clock = Clock()
+    queue = Turnover(clock)
+    for _ in range(3):
+        queue.arrive()
+        clock.now += 0.1
+        queue.leave()
+        clock.now += 3600.0
+    queue.arrive()
+    clock.now += 0.1
+    assert queue.seconds_until(1) == 1
+    for seconds in [100.0] + [0.125] * MAX_DEPARTURES:
+        queue.arrive()
+        clock.now += seconds
+        queue.leave()
+    assert queue.seconds_until(80) == 10, "only the newest departures count"
+
+
+def test_the_message_of_a_full_queue_contains_the_seconds() -> None:
+    assert str(QueueFull("9 choices are waiting", retry_after_s=7)) == "9 choices are waiting; try again in 7 s"
